@@ -1,0 +1,477 @@
+"""Lend the Prefect server of a store to whoever needs it, and end it when nobody is left.
+
+Not here: what runs on the server (the other files of flows), which store is meant (cli.py).
+
+    user A ---- shared flock ----.
+    user B ---- shared flock ---- <store>/prefect/users.lock     the kernel frees it, on kill -9 too
+                                       ^
+                                       |  twice a second: is it free?  then stop the server and exit
+    keeper = the server's process, in a session of its own, reached by no Ctrl-C of a terminal
+
+    start.lock   held by a user while it looks for or starts the keeper, and by the keeper from its decision
+                 to stop until its process is gone: nobody is ever handed a server that is going down
+    keeper.lock  held by the keeper as long as its process lives; looked at under start.lock only
+    server.json  the address, written by the keeper; it counts only while keeper.lock is held
+    server.log   what the server said since it started; prefect.db, results/, ui/ are Prefect's own
+
+This module never imports prefect in the user's process: the environment of `prefect_environment` must be
+set before the first import.
+"""
+
+import fcntl
+import gc
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+HOST = "127.0.0.1"
+DEFAULT_PORT = 4200
+"""The port that Prefect's documentation and people's bookmarks speak of; taken where it is free."""
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 8.0
+"""After this long a server that was told to stop is killed."""
+JOIN_TIMEOUT_S = 30.0
+"""How long start.lock may be held by others: a stop, or a few starts that fail one after another."""
+POLL_S = 0.5
+UNUSED_S = 1.5
+"""How long nobody may be there before the server stops; the last logs and events of a user still arrive."""
+MAX_LOG_BYTES = 8 * 1024 * 1024
+
+OWN_LOGGERS = ("flows", "tasks", "infra", "rollouts_core")
+"""Their INFO lines, said inside a flow or a task, are stored with the run like those of Prefect's loggers."""
+
+OWN_API_URL = "ROLLOUTS_OWN_API_URL"
+"""Set beside PREFECT_API_URL by `prefect_environment`, so that this process and its children can tell whether
+the user named a server or this module did."""
+
+KNOWN_DEATHS = (
+    (
+        "unexpected keyword argument 'min_items'",
+        "the installed fastapi is too new: pip install 'fastapi<0.151'",
+    ),
+    (
+        "No module named 'prefect'",
+        f"Prefect is not installed for {sys.executable}: pip install 'prefect<3.9'",
+    ),
+    ("Can't locate revision", "another version of Prefect wrote the database: install that version again"),
+    ("No space left on device", "the disk is full: make room, or choose another store"),
+    ("database or disk is full", "the disk is full: make room, or choose another store"),
+    (
+        "file is not a database",
+        "prefect.db is not a database any more: move it away, past runs are lost with it",
+    ),
+    ("database disk image is malformed", "prefect.db is damaged: move it away, past runs are lost with it"),
+)
+"""Text in the log of a server that died, and what its user should do."""
+
+
+class ServerError(RuntimeError):
+    """There is no Prefect server to work with; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerAddress:
+    """Where a Prefect server is reached."""
+
+    api_url: str
+    """For example http://127.0.0.1:4200/api, without a slash at the end."""
+    ui_url: str
+    """What a person opens, for example http://127.0.0.1:4200/v2, without a slash at the end."""
+    is_local: bool = True
+    """False for a server that the user named by PREFECT_API_URL."""
+
+
+def local_server(store: Path, *, port: int = 0) -> AbstractContextManager[ServerAddress]:
+    """Return a context in which the Prefect server of `store` answers.
+
+    A server of this store that already runs is joined, on whichever port it has. It stops about two seconds
+    after its last user left or died. Where PREFECT_API_URL is set, that server is used and nothing is started.
+
+    Args:
+        port: 0 takes 4200 if it is free, otherwise any free port.
+
+    Raises:
+        ServerError: On entering: the store cannot be written, the port is taken, the server does not come up,
+            or the one of PREFECT_API_URL does not answer.
+    """
+    named_url = os.environ.get("PREFECT_API_URL", "").rstrip("/")
+    if named_url and named_url != os.environ.get(OWN_API_URL):
+        return _named_server(named_url)
+    return _shared_server(_home(store), port)
+
+
+def prefect_environment(store: Path, address: ServerAddress) -> dict[str, str]:
+    """Return the environment in which Prefect uses `address` and the store, and leaves the terminal alone.
+
+    Set it before the first import of prefect. Where the user has set one of the variables that are only a
+    preference, the user's value is in the result. A server of PREFECT_API_URL keeps the user's PREFECT_HOME,
+    because the key to it may be in a profile there.
+    """
+    preferences = {
+        "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(_home(store) / "results"),
+        # A path through Prefect's logging configuration: nothing below CRITICAL on the terminal, while the
+        # handler that sends to the server sees all that the loggers let through.
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+        "PREFECT_LOGGING_EXTRA_LOGGERS": ",".join(OWN_LOGGERS),
+        # An extra logger gets Prefect's handler but no level, so the root's counts.
+        "PREFECT_LOGGING_ROOT_LEVEL": "INFO",
+        "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+        "DO_NOT_TRACK": "1",
+    }
+    environment = {key: os.environ.get(key) or value for key, value in preferences.items()}
+    environment |= {"PREFECT_API_URL": address.api_url, "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+    if address.is_local:
+        environment |= {OWN_API_URL: address.api_url} | _home_environment(_home(store)) | _without_proxy(os.environ)
+    return environment
+
+
+def run_url(address: ServerAddress, flow_run_id: str) -> str:
+    """Return the page of a flow run."""
+    return f"{address.ui_url}/runs/flow-run/{flow_run_id}"
+
+
+def _home(store: Path) -> Path:
+    return store.resolve() / "prefect"
+
+
+def _home_environment(home: Path) -> dict[str, str]:
+    """Return what keeps profiles and settings of the user's own Prefect home out."""
+    return {
+        "PREFECT_HOME": str(home),
+        "PREFECT_PROFILES_PATH": str(home / "profiles.toml"),
+        "PREFECT_PROFILE": "ephemeral",
+    }
+
+
+def _without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the exception that keeps requests to this machine away from the user's proxy, if any."""
+    if not any(environment.get(key) for name in ("http_proxy", "all_proxy") for key in (name, name.upper())):
+        return {}
+    excepted = environment.get("NO_PROXY") or environment.get("no_proxy") or ""
+    value = ",".join([*filter(None, excepted.split(",")), HOST])
+    return {"NO_PROXY": value, "no_proxy": value}
+
+
+# --- the server that the user named -----------------------------------------------------------------------
+
+
+@contextmanager
+def _named_server(api_url: str) -> Iterator[ServerAddress]:
+    request = urllib.request.Request(f"{api_url}/health")
+    if key := os.environ.get("PREFECT_API_KEY"):
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=10):
+            pass
+    except urllib.error.HTTPError as error:
+        # Whether a key is accepted is for Prefect's client to say; somebody is there.
+        if error.code not in (401, 403):
+            raise ServerError(
+                f"PREFECT_API_URL is set, but {api_url}/health answers {error}: unset or correct it"
+            ) from error
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise ServerError(
+            f"PREFECT_API_URL is set to {api_url}, where nothing answers ({error}): "
+            "start that server, or unset it to use one of this store"
+        ) from error
+    yield ServerAddress(api_url=api_url, ui_url=_named_ui_url(api_url), is_local=False)
+
+
+def _named_ui_url(api_url: str) -> str:
+    if ui_url := os.environ.get("PREFECT_UI_URL", "").rstrip("/"):
+        return ui_url
+    if cloud := re.fullmatch(r"https://api\.(.+)/api/accounts/([^/]+)/workspaces/([^/]+)", api_url):
+        return "https://app.{}/account/{}/workspace/{}".format(*cloud.groups())
+    return f"{api_url.removesuffix('/api')}/v2"
+
+
+# --- the server of the store, seen by a user --------------------------------------------------------------
+
+
+@contextmanager
+def _shared_server(home: Path, port: int) -> Iterator[ServerAddress]:
+    with ExitStack() as held:
+        try:
+            # Blocks with secrets lie in the database, and the key to them too.
+            home.mkdir(mode=0o700, parents=True, exist_ok=True)
+            users_lock = held.enter_context(_lock_file(home / "users.lock"))
+            address = _join_or_start(home, users_lock, port=port)
+        except OSError as error:
+            raise ServerError(f"the store cannot be written ({error}): choose another one, or make room") from error
+        yield address
+
+
+def _join_or_start(home: Path, users_lock: int, *, port: int) -> ServerAddress:
+    """Return the address of a healthy server that will not stop while `users_lock` is open."""
+    with _start_lock(home):
+        # Only a keeper that holds start.lock too ever holds users.lock exclusively.
+        assert _try_lock(users_lock, fcntl.LOCK_SH), "users.lock held exclusively by somebody without start.lock"
+    has_started = False
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        with _start_lock(home):
+            if (keeper_lock := _abandoned_keeper_lock(home)) is not None:
+                try:
+                    if has_started:
+                        raise ServerError(_death_sentence(home))
+                    _start_keeper(home, keeper_lock, port=port)
+                    has_started = True
+                finally:
+                    os.close(keeper_lock)
+        address = _read_address(home)
+        # The file may be of a keeper that is gone and its port somebody else's: ask for the keeper again.
+        if address is not None and _is_healthy(address) and _is_kept(home, address):
+            return address
+        time.sleep(0.05)
+    raise ServerError(
+        f"the Prefect server of {home} did not answer within {START_TIMEOUT_S:.0f} s; "
+        f"its log ends with: {_log_tail(home)}"
+    )
+
+
+def _abandoned_keeper_lock(home: Path) -> int | None:
+    """Return keeper.lock, taken, if no keeper lives. Call it under start.lock."""
+    keeper_lock = _open_lock(home / "keeper.lock")
+    if _try_lock(keeper_lock, fcntl.LOCK_EX):
+        return keeper_lock
+    os.close(keeper_lock)
+    return None
+
+
+def _is_kept(home: Path, address: ServerAddress) -> bool:
+    """Return whether a living keeper wrote `address`."""
+    with _start_lock(home):
+        if (keeper_lock := _abandoned_keeper_lock(home)) is None:
+            return _read_address(home) == address
+        os.close(keeper_lock)
+        return False
+
+
+def _start_keeper(home: Path, keeper_lock: int, *, port: int) -> None:
+    """Start the keeper, which inherits the taken lock and port, so that neither can be lost to others."""
+    (home / "server.json").unlink(missing_ok=True)
+    (home / "server.log").unlink(missing_ok=True)
+    with _listen(port) as listener, (home / "server.log").open("ab") as log:
+        # By path and with -P: this package need not be installed, and its folder must not shadow modules.
+        launcher = subprocess.Popen(
+            [sys.executable, "-P", __file__, str(home), str(listener.fileno())],
+            cwd=home,
+            env=_server_environment(home, listener.getsockname()[1]),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=(keeper_lock, listener.fileno()),
+            start_new_session=True,
+        )
+        # It forks and exits at once: the keeper is nobody's child, and no zombie of a user that lives on.
+        launcher.wait()
+
+
+def _server_environment(home: Path, port: int) -> dict[str, str]:
+    # What prefect_environment silences is wanted in the server's log, also if the user's process has set it.
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_LOGGING_")}
+    kept.pop("PREFECT_API_URL", None)
+    return (
+        kept
+        | _home_environment(home)
+        | {
+            "PREFECT_SERVER_API_HOST": HOST,
+            "PREFECT_SERVER_API_PORT": str(port),
+            "PREFECT_SERVER_UI_API_URL": _address_of(port).api_url,
+            # Prefect unpacks the UI before it serves it, by default into site-packages, which may be
+            # read-only and is shared by servers that start at the same time.
+            "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "ui"),
+            "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "DO_NOT_TRACK": "1",
+        }
+    )
+
+
+def _listen(port: int) -> socket.socket:
+    """Return a socket that listens on `port`, or for 0 on the default port or any free one."""
+    try:
+        return _bind(port or DEFAULT_PORT)
+    except OSError as error:
+        if port:
+            raise ServerError(f"port {port} of {HOST} cannot be taken ({error}): choose another one") from error
+    return _bind(0)
+
+
+def _bind(port: int) -> socket.socket:
+    if port and _is_answered(port):
+        raise OSError("somebody else answers there")
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((HOST, port))
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _is_answered(port: int) -> bool:
+    """Return whether somebody listens; on macOS, listening on all addresses does not keep us from binding."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1)
+        return probe.connect_ex((HOST, port)) == 0
+
+
+def _is_healthy(address: ServerAddress) -> bool:
+    # A server that still starts accepts the request and answers when it is up. No proxy: it is this machine.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{address.api_url}/health", timeout=1):
+            return True
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def _death_sentence(home: Path) -> str:
+    tail = _log_tail(home)
+    for text, advice in KNOWN_DEATHS:
+        if text in tail:
+            return f"the Prefect server of {home} ended while it started: {advice}"
+    return f"the Prefect server of {home} ended while it started; its log ends with: {tail}"
+
+
+def _log_tail(home: Path, *, max_lines: int = 15, max_bytes: int = 16_384) -> str:
+    try:
+        lines = (home / "server.log").read_bytes()[-max_bytes:].decode(errors="replace").splitlines()
+    except OSError as error:
+        return f"(no log: {error})"
+    return "\n".join(lines[-max_lines:]) or "(nothing)"
+
+
+# --- the address and the locks ----------------------------------------------------------------------------
+
+
+def _address_of(port: int) -> ServerAddress:
+    base_url = f"http://{HOST}:{port}"
+    return ServerAddress(api_url=f"{base_url}/api", ui_url=f"{base_url}/v2")
+
+
+def _read_address(home: Path) -> ServerAddress | None:
+    try:
+        recorded = json.loads((home / "server.json").read_text())
+        return ServerAddress(api_url=recorded["api_url"], ui_url=recorded["ui_url"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write_address(home: Path, address: ServerAddress) -> None:
+    partial = home / f"server.json.{os.getpid()}"
+    with partial.open("w") as file:
+        json.dump(asdict(address) | {"pid": os.getpid()}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(home / "server.json")
+
+
+def _open_lock(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+
+
+def _try_lock(lock: int, kind: int) -> bool:
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def _lock_file(path: Path) -> Iterator[int]:
+    lock = _open_lock(path)
+    try:
+        yield lock
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def _start_lock(home: Path) -> Iterator[None]:
+    with _lock_file(home / "start.lock") as lock:
+        deadline = time.monotonic() + JOIN_TIMEOUT_S
+        while not _try_lock(lock, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                raise ServerError(f"another process has been holding {home / 'start.lock'} for {JOIN_TIMEOUT_S:.0f} s")
+            time.sleep(0.02)
+        yield
+
+
+# --- the keeper -------------------------------------------------------------------------------------------
+
+
+def _keep(home: Path, listener: socket.socket) -> None:
+    """Serve Prefect until nobody is left or SIGTERM comes."""
+    signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(0))
+    threading.Thread(target=_stop_when_unused, args=(home,), daemon=True).start()
+    _write_address(home, _address_of(listener.getsockname()[1]))
+    try:
+        _serve(listener)
+    finally:
+        (home / "server.json").unlink(missing_ok=True)
+
+
+def _serve(listener: socket.socket) -> None:
+    gc.disable()  # collecting during the imports costs 0.3 s of 3
+    import uvicorn
+    from prefect.server.api.server import create_app
+
+    app = create_app(final=True)
+    gc.enable()
+    gc.freeze()
+    config = uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def _stop_when_unused(home: Path) -> None:
+    """End this process once the lock of the users was free for UNUSED_S."""
+    users_lock = _open_lock(home / "users.lock")
+    start_lock = _open_lock(home / "start.lock")
+    used_at = time.monotonic()
+    while True:
+        time.sleep(POLL_S)
+        if os.fstat(sys.stderr.fileno()).st_size > MAX_LOG_BYTES:
+            os.ftruncate(sys.stderr.fileno(), 0)
+        if not _try_lock(start_lock, fcntl.LOCK_EX):
+            used_at = time.monotonic()
+            continue
+        if not _try_lock(users_lock, fcntl.LOCK_EX):
+            used_at = time.monotonic()
+        elif time.monotonic() - used_at > UNUSED_S:
+            break  # start.lock stays held until this process is gone
+        else:
+            fcntl.flock(users_lock, fcntl.LOCK_UN)
+        fcntl.flock(start_lock, fcntl.LOCK_UN)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(STOP_TIMEOUT_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _main() -> None:
+    home, listener = Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
+    if os.fork():
+        os._exit(0)
+    _keep(home, listener)
+
+
+if __name__ == "__main__":
+    _main()

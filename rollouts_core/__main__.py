@@ -1,0 +1,78 @@
+"""`python -m rollouts_core {sft,rl,eval,generate,serve} job.json`: run one job in the directory of its job.json.
+
+Exit codes: 0 done, 1 failed, 2 something that the user must change; then the last line says what.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import logging
+import sys
+from pathlib import Path
+
+from rollouts_core.errors import InputError
+from rollouts_core.job import load_job
+from rollouts_core.metrics import EventLog
+from rollouts_core.run_directory import RunDirectory
+
+JOB_KINDS = {
+    "sft": "fine-tune a model on demonstrations",
+    "rl": "improve a model by reinforcement learning against engines",
+    "eval": "score checkpoints on the same rows and name the best",
+    "generate": "sample completions of prompts and grade them",
+    "serve": "serve a model over HTTP by the embedded engine",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the job that the command line names; returns the exit code."""
+    arguments = _build_parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per engine request otherwise
+    directory = RunDirectory(arguments.job.resolve().parent)
+    try:
+        job = load_job(arguments.job)
+        if job.kind != arguments.kind:
+            raise InputError(f"{arguments.job} describes a job of kind {job.kind}, not {arguments.kind}")
+        # torch and transformers load here, after everything that can fail without them.
+        from rollouts_core.run_job import attempt_number, run_job
+    except InputError as error:
+        return _fail(directory, 1, str(error))
+    try:
+        run_job(job, directory)
+    except InputError as error:
+        return _fail(directory, attempt_number(), str(error))
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        return _fail(directory, attempt_number(), f"the disk is full ({error}): free some space, then start again")
+    return 0
+
+
+def _fail(directory: RunDirectory, attempt: int, message: str) -> int:
+    """Say what the user must change, on stderr and in events.jsonl."""
+    sys.stderr.write(f"rollouts: {message}\n")
+    # On a full disk the sentence above is all that can be left.
+    with contextlib.suppress(OSError), EventLog(directory.events, attempt=attempt) as events:
+        events.write("failed", message=message)
+    return 2
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m rollouts_core",
+        description="Run one training job. Everything it writes lies beside its job.json (docs/run_directory.md).",
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    for kind, purpose in JOB_KINDS.items():
+        sub = kinds.add_parser(kind, help=purpose, description=purpose.capitalize() + ".")
+        sub.add_argument(
+            "job", type=Path, metavar="job.json", help="the job's description; its folder is the run directory"
+        )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""What the training loops need of a model in training: a Protocol with futures.
+
+Not here: PyTorch (pytorch_backend.py), the loops (sft.py, rl.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from rollouts_core.batch import TrainBatch
+from rollouts_core.loss import Metrics
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+TrainingState = Mapping[str, Any]  # Any: JSON
+"""What a loop keeps beside the model: cursors and counters, as JSON values."""
+
+
+class TrainFuture(Protocol[T_co]):
+    """Work that was asked of a backend. Errors of the work arrive at `result`."""
+
+    async def result(self) -> T_co:
+        """Wait until the work is done and return what it gave, or raise what it raised."""
+        ...
+
+
+class ImmediateTrainFuture(Generic[T]):
+    """A future of work that is already done."""
+
+    def __init__(self, value: T) -> None:
+        self._value = value
+
+    async def result(self) -> T:
+        """The value, at once."""
+        return self._value
+
+
+class TrainingBackend(Protocol):
+    """A model, its optimizer and its schedule.
+
+    `forward_backward` accumulates gradients; `optim_step` applies and clears them. Metrics of micro-batches of one
+    step add up.
+    """
+
+    @property
+    def weight_version(self) -> int:
+        """The number of optimizer steps that the weights have taken."""
+        ...
+
+    def forward_backward(self, batch: TrainBatch) -> TrainFuture[Metrics]:
+        """Add the batch's gradient; returns metrics that add up over the step's micro-batches."""
+        ...
+
+    def optim_step(self) -> TrainFuture[Metrics]:
+        """Clip, step, move the schedule on; returns the gradient's norm and the learning rate."""
+        ...
+
+    def get_weights(self) -> TrainFuture[dict[str, Tensor]]:
+        """The weights by their Hugging Face names."""
+        ...
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
+        """Replace the weights; the optimizer keeps its state."""
+        ...
+
+    def save_checkpoint(self, path: Path, state: TrainingState) -> TrainFuture[None]:
+        """Write weights, optimizer, schedule, random state and `state` as a checkpoint directory."""
+        ...
+
+    def load_checkpoint(self, path: Path) -> TrainFuture[TrainingState]:
+        """Go on from a checkpoint; returns the `state` that was saved with it."""
+        ...

@@ -1,0 +1,78 @@
+"""Say how good a checkpoint is and whether one is better than another, with the uncertainty of few prompts.
+
+Not here: running the checkpoints (evaluate.py). A score is a number per row, higher is better: the mean reward of a
+prompt's completions, or minus the mean loss of a demonstration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+NUM_RESAMPLES = 10_000
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A mean with its confidence interval."""
+
+    mean: float
+    low: float
+    """Lower end of the 95 % bootstrap interval."""
+    high: float
+    """Upper end."""
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """How much better one checkpoint scored than another on the same rows."""
+
+    difference: float
+    """Mean score of the candidate minus that of the baseline."""
+    low: float
+    """Lower end of the 95 % bootstrap interval of the difference."""
+    high: float
+    """Upper end."""
+    p_value: float
+    """Chance of at least this difference if the two were equally good."""
+
+
+def estimate_mean(scores: Sequence[float], *, seed: int = 0) -> Estimate:
+    """The mean score with its 95 % bootstrap interval over rows."""
+    values = np.asarray(scores, dtype=np.float64)
+    low, high = _bootstrap_interval(values, seed)
+    return Estimate(mean=float(values.mean()), low=low, high=high, num_rows=len(values))
+
+
+def compare_paired(baseline: Sequence[float], candidate: Sequence[float], *, seed: int = 0) -> Comparison:
+    """Whether the candidate beats the baseline, by a one-sided paired sign-flip test.
+
+    Under the null hypothesis the sign of each row's difference is arbitrary: the p-value is the share of random
+    sign choices with a mean at least as large as the one seen, the seen one included.
+
+    Source: Fisher's randomization test for matched pairs; Phipson and Smyth 2010 for counting the seen one.
+    """
+    assert len(baseline) == len(candidate), f"{len(baseline)} scores against {len(candidate)}"
+    differences = np.asarray(candidate, dtype=np.float64) - np.asarray(baseline, dtype=np.float64)
+    low, high = _bootstrap_interval(differences, seed)
+    signs = np.random.default_rng(seed).choice((-1.0, 1.0), size=(NUM_RESAMPLES, len(differences)))
+    flipped_means = (signs * differences).mean(axis=1)
+    num_as_large = int((flipped_means >= differences.mean() - 1e-12).sum())
+    p_value = (1 + num_as_large) / (1 + NUM_RESAMPLES)
+    return Comparison(difference=float(differences.mean()), low=low, high=high, p_value=p_value)
+
+
+def select_best(mean_scores: Sequence[float]) -> int:
+    """The place of the highest mean score; of equal ones the first, which has trained least."""
+    return max(range(len(mean_scores)), key=lambda i: (mean_scores[i], -i))
+
+
+def _bootstrap_interval(values: np.ndarray, seed: int) -> tuple[float, float]:
+    rng = np.random.default_rng(seed)
+    means = rng.choice(values, size=(NUM_RESAMPLES, len(values))).mean(axis=1)
+    tail = (1 - CONFIDENCE) / 2
+    return float(np.quantile(means, tail)), float(np.quantile(means, 1 - tail))

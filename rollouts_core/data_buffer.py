@@ -1,0 +1,96 @@
+"""Hand out prompts over epochs in a seeded order, with a cursor that survives restarts.
+
+Not here: reading them from a file (dataset.py), sampling completions (rollout.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from typing import TypedDict
+
+from rollouts_core.errors import DataError
+from rollouts_core.types import Prompt
+
+
+class DataBufferState(TypedDict):
+    """The cursor of a `DataBuffer`."""
+
+    epoch_id: int
+    sample_offset: int
+    num_drawn: int
+    prompts_digest: str
+
+
+class DataBuffer:
+    """A cursor over prompts: each epoch visits all of them once, in an order that the seed decides.
+
+    Raises:
+        DataError: no prompt at all.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0) -> None:
+        if not prompts:
+            raise DataError("a DataBuffer needs at least one prompt")
+        self.prompts = list(prompts)
+        self.seed = seed
+        self.epoch_id = 0
+        """Finished passes over the prompts."""
+        self.sample_offset = 0
+        """Prompts of this epoch that were handed out."""
+        self.num_drawn = 0
+        """Prompts handed out since the start: the next group's index."""
+        self._order = self._shuffled(0)
+        self._digest = _digest_prompts(self.prompts)
+
+    def get_prompts(self, n: int) -> list[Prompt]:
+        """The next `n` prompts; the order is drawn anew when an epoch is over."""
+        drawn: list[Prompt] = []
+        for _ in range(n):
+            if self.sample_offset == len(self.prompts):
+                self.epoch_id += 1
+                self.sample_offset = 0
+                self._order = self._shuffled(self.epoch_id)
+            drawn.append(self.prompts[self._order[self.sample_offset]])
+            self.sample_offset += 1
+        self.num_drawn += n
+        return drawn
+
+    def state_dict(self) -> DataBufferState:
+        """The cursor, as JSON values."""
+        return DataBufferState(
+            epoch_id=self.epoch_id,
+            sample_offset=self.sample_offset,
+            num_drawn=self.num_drawn,
+            prompts_digest=self._digest,
+        )
+
+    def load_state_dict(self, state: DataBufferState) -> None:
+        """Go on from a saved cursor.
+
+        Raises:
+            DataError: the prompts are not those that the cursor was saved for.
+        """
+        if state["prompts_digest"] != self._digest:
+            raise DataError(
+                "the prompts changed since the checkpoint was written, so its place in them means nothing: "
+                "restore the file, or start a new run"
+            )
+        self.epoch_id = state["epoch_id"]
+        self.sample_offset = state["sample_offset"]
+        self.num_drawn = state["num_drawn"]
+        self._order = self._shuffled(self.epoch_id)
+
+    def _shuffled(self, epoch_id: int) -> list[int]:
+        order = list(range(len(self.prompts)))
+        random.Random(f"{self.seed}-{epoch_id}").shuffle(order)
+        return order
+
+
+def _digest_prompts(prompts: Sequence[Prompt]) -> str:
+    total = hashlib.sha256()
+    for prompt in prompts:
+        total.update(json.dumps([prompt.id, prompt.messages, prompt.answer]).encode())
+    return total.hexdigest()

@@ -1,0 +1,227 @@
+"""Read demonstrations and prompts from files, check every row, and name the row that does not fit.
+
+Not here: the order in which they are used (data_buffer.py, sft.py), token tensors (batch.py).
+
+    demonstrations   {"messages": [...]} | {"prompt": ..., "completion": ...} | {"text": ...}  -> Sample
+    prompts          {"prompt": ... | "messages": [...], "answer": ..., "id": ...}             -> Prompt
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollouts_core.chat import TrainOn, compute_loss_mask, tokenize_conversation
+from rollouts_core.errors import DataError
+from rollouts_core.types import Message, Prompt, Sample, Status
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Row = Mapping[str, Any]  # Any: JSON values of a user's file
+HASH_BLOCK_BYTES = 1 << 20
+
+
+def load_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
+    """Rows of a JSONL or Parquet file or of a Hugging Face dataset, each with its number from 1.
+
+    Raises:
+        DataError: no such file, a line that is no JSON object, or no row at all.
+    """
+    num_rows = 0
+    for num_rows, row in enumerate(_read_rows(Path(path)), start=1):
+        yield num_rows, row
+    if num_rows == 0:
+        raise DataError(f"{path} is empty: expected at least one row")
+
+
+def load_sft_dataset(
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    train_on: TrainOn = "all_assistant",
+) -> list[Sample]:
+    """Demonstrations as samples of at most `max_length` tokens, in the order of the file.
+
+    Raises:
+        DataError: a row without the needed fields, or whose loss mask is all 0, named by its number.
+    """
+    samples: list[Sample] = []
+    for number, row in load_rows(path):
+        try:
+            samples.append(_build_sft_sample(row, tokenizer, max_length=max_length, train_on=train_on))
+        except DataError as error:
+            raise DataError(f"{path}, row {number}: {error}") from error
+    return samples
+
+
+def load_prompts_from_jsonl(path: str | Path, *, max_rows: int | None = None) -> list[Prompt]:
+    """Prompts of a JSONL file (or another format that `load_rows` reads), at most `max_rows` from its start.
+
+    Raises:
+        DataError: a row without `prompt` or `messages`, named by its number, or an id that occurs twice.
+    """
+    prompts: list[Prompt] = []
+    row_of_id: dict[str, int] = {}
+    for number, row in load_rows(path):
+        if max_rows is not None and len(prompts) == max_rows:
+            break
+        try:
+            prompt = _build_prompt(row, default_id=f"{Path(path).stem}-{number}")
+        except DataError as error:
+            raise DataError(f"{path}, row {number}: {error}") from error
+        if prompt.id in row_of_id:
+            raise DataError(f"{path}, row {number}: id {prompt.id!r} is also that of row {row_of_id[prompt.id]}")
+        row_of_id[prompt.id] = number
+        prompts.append(prompt)
+    return prompts
+
+
+def digest_path(path: str | Path) -> str:
+    """sha256 of a file, or of the names and contents of all files below a folder, as hex.
+
+    A hub id (no such path) has no content here; its digest is that of its name.
+    """
+    root = Path(path)
+    if root.is_file():
+        return _digest_file(root)
+    total = hashlib.sha256()
+    if not root.is_dir():
+        total.update(f"hub:{path}".encode())
+        return total.hexdigest()
+    for file in sorted(p for p in root.rglob("*") if p.is_file()):
+        total.update(f"{file.relative_to(root).as_posix()}\0{_digest_file(file)}\n".encode())
+    return total.hexdigest()
+
+
+def check_disjoint(first: Sequence[Prompt], second: Sequence[Prompt], *, names: tuple[str, str]) -> None:
+    """Raise DataError when a prompt's conversation is in both lists."""
+    seen = {json.dumps(prompt.messages): prompt.id for prompt in first}
+    for prompt in second:
+        if (other := seen.get(json.dumps(prompt.messages))) is not None:
+            raise DataError(
+                f"prompt {prompt.id!r} of {names[1]} is also prompt {other!r} of {names[0]}: "
+                "what chooses a checkpoint must not also grade it; remove it from one of them"
+            )
+
+
+def _read_rows(path: Path) -> Iterator[Row]:
+    if path.suffix in (".jsonl", ".json"):
+        yield from _read_jsonl(path)
+        return
+    import datasets  # heavy, and only for Parquet and hub data
+
+    if path.suffix == ".parquet":
+        if not path.is_file():
+            raise DataError(f"{path} does not exist")
+        yield from datasets.load_dataset("parquet", data_files=str(path), split="train")
+    elif path.is_dir():
+        yield from datasets.load_from_disk(str(path))
+    elif path.is_absolute() and not path.exists():
+        raise DataError(f"{path} does not exist: give a JSONL or Parquet file, or a folder of `save_to_disk`")
+    else:
+        yield from datasets.load_dataset(str(path), split="train")
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    if not path.is_file():
+        raise DataError(f"{path} does not exist")
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{path}, row {number}: not valid JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{path}, row {number}: expected a JSON object, found {type(row).__name__}")
+            yield row
+
+
+def _build_sft_sample(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int, train_on: TrainOn) -> Sample:
+    if "text" in row:
+        tokens = list(tokenizer(_text(row, "text"))["input_ids"])
+        if tokenizer.eos_token_id is not None:
+            tokens.append(tokenizer.eos_token_id)
+        prompt: tuple[Message, ...] = ()
+        response, loss_mask = row["text"], [1.0] * len(tokens)
+    else:
+        messages = _demonstration_messages(row)
+        tokens, turns = tokenize_conversation(tokenizer, messages)
+        loss_mask = compute_loss_mask(turns, len(tokens), train_on)
+        prompt, response = tuple(messages[:-1]), messages[-1]["content"]
+    # The first token of a row has nothing before it to be predicted from.
+    if not any(loss_mask[1:max_length]):
+        reason = f"within the first {max_length} of its {len(tokens)} tokens" if any(loss_mask) else "at all"
+        raise DataError(f"nothing to train on {reason}: raise max_length or change train_on or the row")
+    return Sample(
+        prompt=prompt,
+        response=response,
+        tokens=tokens[:max_length],
+        loss_mask=loss_mask[:max_length],
+        status=Status.COMPLETED if len(tokens) <= max_length else Status.TRUNCATED,
+    )
+
+
+def _demonstration_messages(row: Row) -> list[Message]:
+    if "messages" in row:
+        return _messages(row)
+    completion = "completion" if "completion" in row else "response"
+    if "prompt" in row and completion in row:
+        asked = _messages({"messages": row["prompt"]}) if isinstance(row["prompt"], list) else None
+        return [
+            *(asked or [Message(role="user", content=_text(row, "prompt"))]),
+            Message(role="assistant", content=_text(row, completion)),
+        ]
+    raise DataError(f"expected `messages`, or `prompt` and `completion`, or `text`; found {_keys(row)}")
+
+
+def _build_prompt(row: Row, *, default_id: str) -> Prompt:
+    if "messages" in row:
+        messages = _messages(row)
+    elif isinstance(row.get("prompt"), list):
+        messages = _messages({"messages": row["prompt"]})
+    elif "prompt" in row:
+        messages = [Message(role="user", content=_text(row, "prompt"))]
+    else:
+        raise DataError(f"expected `prompt` or `messages`; found {_keys(row)}")
+    return Prompt(
+        id=str(row.get("id", default_id)),
+        messages=tuple(messages),
+        answer=str(row.get("answer", "")),
+        metadata={k: v for k, v in row.items() if k not in ("id", "messages", "prompt", "answer")},
+    )
+
+
+def _messages(row: Row) -> list[Message]:
+    messages = row["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise DataError("`messages` must be a list with at least one message")
+    for i, message in enumerate(messages):
+        fits = isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))
+        if not fits:
+            raise DataError(f"message {i} must have `role` and `content`, both text; found {str(message)[:80]}")
+    return messages
+
+
+def _text(row: Row, key: str) -> str:
+    if not isinstance(row[key], str):
+        raise DataError(f"`{key}` must be text, found {type(row[key]).__name__}")
+    return str(row[key])
+
+
+def _keys(row: Row) -> str:
+    return ", ".join(sorted(row)) or "no field at all"
+
+
+def _digest_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(HASH_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

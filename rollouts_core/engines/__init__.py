@@ -1,0 +1,26 @@
+"""Inference engines seen from training: ask for completions, give them new weights, never sample from old ones.
+
+Not here: the embedded server itself (embedded/), which completions are asked for (rollout.py).
+"""
+
+from __future__ import annotations
+
+from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
+from rollouts_core.engines.sglang import SGLangEngine
+from rollouts_core.engines.weight_sync import (
+    PublishTarget,
+    WeightSyncResult,
+    publish_weights,
+    sync_weights_to_engines,
+)
+
+__all__ = [
+    "Completion",
+    "GenerationRequest",
+    "InferenceEngine",
+    "PublishTarget",
+    "SGLangEngine",
+    "WeightSyncResult",
+    "publish_weights",
+    "sync_weights_to_engines",
+]

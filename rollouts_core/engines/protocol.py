@@ -1,0 +1,66 @@
+"""What training needs of an inference engine, whichever server is behind it. Token ids in, token ids out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rollouts_core.config import SamplingConfig
+from rollouts_core.types import Status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One completion to sample."""
+
+    prompt_tokens: list[int]
+    """What the policy reads."""
+    sampling: SamplingConfig
+    """How it samples."""
+    stop_token_ids: tuple[int, ...]
+    """Tokens that end the completion and are part of it."""
+    seed: int
+    """Randomness of this completion, where the engine has seeds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What an engine sampled for one request."""
+
+    tokens: list[int]
+    """The sampled tokens, the stop token included."""
+    logprobs: list[float]
+    """log p of each of them under the distribution it was sampled from, nats."""
+    status: Status
+    """How it ended."""
+    finish_reason: str
+    """The engine's own word for it."""
+    version_spans: tuple[tuple[str, int, int], ...]
+    """(weight version, start, end) over `tokens`."""
+
+
+class InferenceEngine(Protocol):
+    """One inference server. Calls wait for a restarting server up to their limits, then raise EngineError."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        ...
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Completions of the requests in their order, sampled only from the weights that were loaded last."""
+        ...
+
+    async def load_weights(self, checkpoint_path: Path, version: str) -> None:
+        """Serve the weights of a directory, and verify that it does; raises WeightSyncError otherwise."""
+        ...
+
+    async def wait_until_ready(self, timeout_s: float) -> None:
+        """Return when the engine answers; raises EngineUnavailableError at the deadline."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        ...

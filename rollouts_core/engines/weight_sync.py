@@ -1,0 +1,92 @@
+"""Bring new weights to every engine, and know of each whether it serves them.
+
+Not here: how one engine takes and proves its weights (sglang.py).
+
+    backend.get_weights -> <weights_dir>/<version>/{model.safetensors, config.json} -> every engine in parallel
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+from safetensors.torch import save_file
+
+from rollouts_core.backend import TrainingBackend
+from rollouts_core.engines.protocol import InferenceEngine
+from rollouts_core.errors import EngineError, WeightSyncError
+from rollouts_core.files import new_directory
+
+KEPT_VERSIONS = 2
+"""Published directories that stay: the newest, and the one that a slow engine may still be reading."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSyncResult:
+    """What became of one engine's update."""
+
+    engine: str
+    """The engine's name."""
+    version: str
+    """The version it was given."""
+    error: str
+    """Empty when the engine proved that it serves the version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishTarget:
+    """Where and under which name the versions of one run are published."""
+
+    weights_dir: Path
+    """Directory that holds one directory per version; every engine can read it."""
+    model_config: Path
+    """The config.json that goes with the weights."""
+    prefix: str
+    """Versions are called `<prefix>-<number of optimizer steps>`."""
+
+
+async def sync_weights_to_engines(
+    engines: Sequence[InferenceEngine], checkpoint_path: str | Path, *, version: str
+) -> list[WeightSyncResult]:
+    """Load a checkpoint's weights into all engines in parallel; one verified result per engine, in their order."""
+    results: dict[int, WeightSyncResult] = {}
+
+    async def sync_one(place: int, engine: InferenceEngine) -> None:
+        try:
+            await engine.load_weights(Path(checkpoint_path), version)
+        except EngineError as error:
+            results[place] = WeightSyncResult(engine=engine.name, version=version, error=str(error))
+            return
+        results[place] = WeightSyncResult(engine=engine.name, version=version, error="")
+
+    async with anyio.create_task_group() as tasks:
+        for place, engine in enumerate(engines):
+            tasks.start_soon(sync_one, place, engine)
+    return [results[place] for place in range(len(engines))]
+
+
+async def publish_weights(backend: TrainingBackend, engines: Sequence[InferenceEngine], target: PublishTarget) -> str:
+    """Write the backend's weights as a new version and load them into all engines; returns the version.
+
+    Raises:
+        WeightSyncError: names every engine that does not serve the version.
+    """
+    version = f"{target.prefix}-{backend.weight_version}"
+    weights = await backend.get_weights().result()
+    with new_directory(target.weights_dir / version) as directory:
+        save_file({name: value.contiguous().cpu() for name, value in weights.items()}, directory / "model.safetensors")
+        shutil.copyfile(target.model_config, directory / "config.json")
+    results = await sync_weights_to_engines(engines, target.weights_dir / version, version=version)
+    if failed := [result for result in results if result.error]:
+        raise WeightSyncError("; ".join(f"{result.engine}: {result.error}" for result in failed))
+    _remove_old_versions(target.weights_dir)
+    return version
+
+
+def _remove_old_versions(weights_dir: Path) -> None:
+    by_age = sorted((path for path in weights_dir.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
+    for path in by_age[:-KEPT_VERSIONS]:
+        shutil.rmtree(path)

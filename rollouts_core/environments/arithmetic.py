@@ -1,0 +1,65 @@
+"""Addition with or without shown work: the task of the quickstart, checkable by machine and by eye.
+
+Not here: the files that the quickstart trains on (quickstart.py).
+
+    prompt     415+298=?
+    worked     5+8+0=13,1+9+1=11,4+2+1=07:713     column by column with the carry, then the answer
+    blurted    :713                               the answer alone
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from rollouts_core.types import Sample, Status
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """Two numbers with the same number of digits."""
+
+    first: int
+    second: int
+
+    @property
+    def question(self) -> str:
+        """The prompt's text."""
+        return f"{self.first}+{self.second}=?"
+
+    @property
+    def answer(self) -> str:
+        """The reference."""
+        return str(self.first + self.second)
+
+
+class ArithmeticEnvironment:
+    """Rewards a completion that ends by itself with the right number after its last colon."""
+
+    def grade(self, sample: Sample) -> float:
+        """1 for the right number, 0 for a wrong one, none, or a completion that was cut off."""
+        _, colon, number = sample.response.rpartition(":")
+        is_right = bool(colon) and number.strip() == sample.metadata.get("answer")
+        return float(is_right and sample.status is Status.COMPLETED)
+
+
+def draw_addition(rng: random.Random, *, num_digits: int) -> Addition:
+    """An addition of two numbers of `num_digits` digits."""
+    smallest = 10 ** (num_digits - 1)
+    return Addition(rng.randrange(smallest, 10 * smallest), rng.randrange(smallest, 10 * smallest))
+
+
+def write_worked_answer(problem: Addition) -> str:
+    """The addition column by column from the right, each with its carry, then the answer."""
+    carry = 0
+    columns = []
+    for a, b in zip(reversed(str(problem.first)), reversed(str(problem.second)), strict=True):
+        total = int(a) + int(b) + carry
+        columns.append(f"{a}+{b}+{carry}={total:02d}")
+        carry = total // 10
+    return ",".join(columns) + f":{problem.answer}"
+
+
+def write_blurted_answer(problem: Addition) -> str:
+    """The answer alone."""
+    return f":{problem.answer}"

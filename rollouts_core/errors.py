@@ -1,0 +1,55 @@
+"""What can go wrong in the training core, told apart by what the reader can do about it.
+
+    RolloutsError
+    ├── InputError               the user changes something, then starts again (exit code 2)
+    │   ├── ConfigError          a key, type or value of a configuration
+    │   ├── DataError            a row, a file or a tokenizer that does not fit
+    │   ├── CheckpointError      a checkpoint that is missing, damaged or of another model
+    │   └── RewardError          a user's function that raised or returned something unusable
+    ├── EngineError              an inference server refused or answered nonsense
+    │   ├── EngineUnavailableError   not reachable, restarting or overloaded: asking again may help
+    │   └── WeightSyncError      the engine did not take the weights that were published
+    └── TrainingError            training itself broke (a loss that is not a number)
+
+Exceptions take strings only, so they survive pickling and Prefect's storage.
+"""
+
+
+class RolloutsError(Exception):
+    """The root of every error this package raises on purpose."""
+
+
+class InputError(RolloutsError):
+    """Something the user gave does not work; the message says what was expected, found and to do."""
+
+
+class ConfigError(InputError):
+    """A configuration key, type or value that cannot be used."""
+
+
+class DataError(InputError):
+    """A data file, row or tokenizer that cannot be used."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint that is missing, damaged or belongs to another model."""
+
+
+class RewardError(InputError):
+    """A reward, filter or generation function of the user's that failed."""
+
+
+class EngineError(RolloutsError):
+    """An inference engine that refused a request or answered something unusable."""
+
+
+class EngineUnavailableError(EngineError):
+    """An engine that cannot be reached or is starting; the same request may work later."""
+
+
+class WeightSyncError(EngineError):
+    """An engine that does not serve the weights that were published to it."""
+
+
+class TrainingError(RolloutsError):
+    """Training that cannot go on, for instance after a loss that is not a number."""

@@ -1,0 +1,122 @@
+"""Score checkpoints on the same rows, with the same randomness, and write down what they said.
+
+Not here: whether a difference is more than noise (comparison.py), which rows are used (job.py).
+
+A score is a number per row, higher is better: the mean reward of a prompt's completions (metric accuracy), or minus
+the mean loss of a demonstration (metric loss).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from rollouts_core.batch import build_batch
+from rollouts_core.chat import tokenize_prompt
+from rollouts_core.config import EvaluationConfig, ModelConfig, RolloutConfig
+from rollouts_core.embedded.decoder import Decoder
+from rollouts_core.embedded.offline import generate_tokens
+from rollouts_core.embedded.running import Completion as EmbeddedCompletion
+from rollouts_core.embedded.sampling import SamplingParams
+from rollouts_core.engines.protocol import Completion
+from rollouts_core.engines.sglang import STATUS_OF_FINISH
+from rollouts_core.model import compute_logprobs, load_hf_model, load_tokenizer, pad_token_id
+from rollouts_core.rewards import RewardFn, grade_sample
+from rollouts_core.rollout import build_pending_group, complete_sample, sampling_seed
+from rollouts_core.types import Prompt, Sample, group_samples
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def generate_samples(
+    model: ModelConfig, prompts: Sequence[Prompt], config: RolloutConfig, *, num_slots: int
+) -> list[Sample]:
+    """Ungraded completions of every prompt, `config.n_samples_per_prompt` each, from a checkpoint on disk.
+
+    The randomness of a sample depends on its prompt's place, its own place and `config.seed`, so checkpoints that
+    are compared meet the same.
+    """
+    tokenizer = load_tokenizer(model)
+    pending = [
+        sample
+        for i, prompt in enumerate(prompts)
+        for sample in build_pending_group(prompt, group_index=i, size=config.n_samples_per_prompt)
+    ]
+    prompt_tokens = [tokenize_prompt(tokenizer, prompt.messages) for prompt in prompts]
+    longest = max(len(tokens) for tokens in prompt_tokens)
+    decoder = Decoder(
+        Path(model.path), num_slots=num_slots, context_length=longest + config.sampling.max_new_tokens + 1
+    )
+    completions = generate_tokens(
+        decoder,
+        [prompt_tokens[sample.group_index] for sample in pending],
+        [_sampling_params(sample, config, tokenizer) for sample in pending],
+    )
+    return [
+        complete_sample(sample, prompt_tokens[sample.group_index], _as_engine_completion(completion), tokenizer)
+        for sample, completion in zip(pending, completions, strict=True)
+    ]
+
+
+async def grade_samples(samples: Sequence[Sample], reward_fn: RewardFn) -> list[Sample]:
+    """The samples with their rewards, in order."""
+    return [await grade_sample(sample, reward_fn) for sample in samples]
+
+
+def scores_by_prompt(samples: Sequence[Sample]) -> list[float]:
+    """Per prompt, in order, the mean reward of its samples."""
+    scores = []
+    for group in group_samples(samples):
+        rewards = [sample.reward for sample in group if sample.reward is not None]
+        assert len(rewards) == len(group), "scores are of graded samples"
+        scores.append(sum(rewards) / len(rewards))
+    return scores
+
+
+@torch.inference_mode()
+def score_demonstrations(model: ModelConfig, samples: Sequence[Sample]) -> list[float]:
+    """Per demonstration, minus the mean loss of its trained tokens."""
+    hf_model = load_hf_model(model).eval()
+    pad_id = pad_token_id(load_tokenizer(model))
+    scores = []
+    for sample in samples:
+        batch = build_batch([[sample]], pad_id=pad_id)
+        logprobs_BT = compute_logprobs(hf_model, batch)
+        scores.append(float((logprobs_BT * batch.loss_mask_BT).sum()) / batch.num_loss_tokens)
+    return scores
+
+
+def evaluation_rollouts(evaluation: EvaluationConfig, rollout: RolloutConfig) -> RolloutConfig:
+    """The rollout settings that an evaluation samples with."""
+    sampling = rollout.sampling.model_copy(update={"temperature": evaluation.temperature})
+    return rollout.model_copy(
+        update={
+            "sampling": sampling,
+            "n_samples_per_prompt": evaluation.samples_per_prompt,
+            "seed": evaluation.seed,
+        }
+    )
+
+
+def _sampling_params(sample: Sample, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
+    return SamplingParams(
+        temperature=config.sampling.temperature,
+        max_new_tokens=config.sampling.max_new_tokens,
+        stop_token_ids=(int(tokenizer.eos_token_id),),
+        sampling_seed=sampling_seed(config.seed, sample.group_index, sample.index),
+    )
+
+
+def _as_engine_completion(completion: EmbeddedCompletion) -> Completion:
+    reason = completion.finish_reason.kind
+    return Completion(
+        tokens=list(completion.output_ids),
+        logprobs=list(completion.output_logprobs),
+        status=STATUS_OF_FINISH[reason],
+        finish_reason=reason,
+        version_spans=(),
+    )

@@ -1,0 +1,98 @@
+"""Decide which groups of samples are worth training on.
+
+Not here: asking for more when groups are dropped (rollout.py).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rollouts_core.types import Sample
+
+MIN_REWARD_STD = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class FilterDecision:
+    """Whether a group is kept, and if not, why: the reason under which the drop is counted."""
+
+    keep: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.keep
+
+
+FilterFn = Callable[[Sequence[Sample]], FilterDecision | bool]
+"""Takes the graded samples of one group."""
+
+
+def check_reward_nonzero_std(group: Sequence[Sample]) -> FilterDecision:
+    """Keep a group whose rewards differ: equal rewards give advantages of 0. Source: DAPO, arXiv:2503.14476."""
+    rewards = _rewards(group)
+    is_constant = statistics.pstdev(rewards) <= MIN_REWARD_STD
+    return FilterDecision(not is_constant, f"zero_std_{rewards[0]:g}" if is_constant else "")
+
+
+def check_min_reward(group: Sequence[Sample], *, min_reward: float = 0.0) -> FilterDecision:
+    """Keep a group whose mean reward is above `min_reward`."""
+    keep = statistics.fmean(_rewards(group)) > min_reward
+    return FilterDecision(keep, "" if keep else "low_reward")
+
+
+def check_any_success(group: Sequence[Sample], *, success_reward: float = 1.0) -> FilterDecision:
+    """Keep a group with at least one sample of `success_reward` or more."""
+    keep = max(_rewards(group)) >= success_reward
+    return FilterDecision(keep, "" if keep else "no_success")
+
+
+def check_response_diversity(group: Sequence[Sample], *, min_unique_share: float = 0.5) -> FilterDecision:
+    """Keep a group in which at least this share of responses are different texts."""
+    keep = len({sample.response for sample in group}) >= min_unique_share * len(group)
+    return FilterDecision(keep, "" if keep else "low_diversity")
+
+
+def check_reasonable_length(
+    group: Sequence[Sample], *, min_tokens: int = 1, max_tokens: int = 1 << 20
+) -> FilterDecision:
+    """Keep a group whose every response has between `min_tokens` and `max_tokens` sampled tokens."""
+    lengths = [sum(1 for weight in sample.loss_mask if weight) for sample in group]
+    keep = all(min_tokens <= length <= max_tokens for length in lengths)
+    return FilterDecision(keep, "" if keep else "unreasonable_length")
+
+
+def check_quality_and_diversity(group: Sequence[Sample]) -> FilterDecision:
+    """Keep a group that has a success, different rewards and different responses."""
+    return compose_filters(check_any_success, check_reward_nonzero_std, check_response_diversity)(group)
+
+
+def compose_filters(*filters: FilterFn) -> Callable[[Sequence[Sample]], FilterDecision]:
+    """A filter that keeps what all of `filters` keep, and gives the first one's reason otherwise."""
+
+    def check_all(group: Sequence[Sample]) -> FilterDecision:
+        for check in filters:
+            outcome = check(group)
+            decision = outcome if isinstance(outcome, FilterDecision) else FilterDecision(outcome, "filtered")
+            if not decision.keep:
+                return decision
+        return FilterDecision(True)
+
+    return check_all
+
+
+def _rewards(group: Sequence[Sample]) -> list[float]:
+    rewards = [sample.reward for sample in group if sample.reward is not None]
+    assert len(rewards) == len(group), "filters look at graded samples"
+    return rewards
+
+
+FILTERS: dict[str, FilterFn] = {
+    "reward_nonzero_std": check_reward_nonzero_std,
+    "min_reward": check_min_reward,
+    "any_success": check_any_success,
+    "response_diversity": check_response_diversity,
+    "reasonable_length": check_reasonable_length,
+    "quality_and_diversity": check_quality_and_diversity,
+}

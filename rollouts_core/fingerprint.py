@@ -1,0 +1,75 @@
+"""Give work an identity: the hash of everything that can change its result.
+
+Not here: which work there is (job.py), what is done with the identity (tasks/).
+
+Into the hash go the settings that differ from their defaults, the digests of the inputs, and SEMANTICS_VERSION.
+Fields marked PLACEMENT stay out: paths, ports, threads and log intervals do not change what is computed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from rollouts_core.config import FunctionName, name_of_function
+from rollouts_core.dataset import digest_path
+from rollouts_core.errors import ConfigError
+
+SEMANTICS_VERSION = 1
+"""Raised when the same settings and data train to another result than before."""
+
+FINGERPRINT_CHARS = 16
+
+
+def fingerprint_job(stage: str, job: BaseModel, *, salt: str = "") -> str:
+    """The identity of a job of this stage: 16 hex digits.
+
+    Args:
+        salt: makes a new identity for the same work, where a fresh start was asked for.
+    """
+    content = {"stage": stage, "semantics": SEMANTICS_VERSION, "salt": salt, "job": affecting_settings(job)}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:FINGERPRINT_CHARS]
+
+
+def affecting_settings(record: BaseModel) -> dict[str, Any]:  # Any: JSON
+    """The fields of a record that can change a result and differ from their defaults, as JSON values."""
+    as_json = record.model_dump(mode="json")
+    chosen: dict[str, Any] = {}  # Any: JSON
+    for name, field in type(record).model_fields.items():
+        value = getattr(record, name)
+        extra = field.json_schema_extra
+        is_placement = isinstance(extra, dict) and extra.get("affects_result") is False
+        if is_placement or (not field.is_required() and value == field.get_default(call_default_factory=True)):
+            continue
+        if isinstance(value, BaseModel):
+            chosen[name] = affecting_settings(value)
+        elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+            chosen[name] = [affecting_settings(item) for item in value]
+        else:
+            chosen[name] = as_json[name]
+    return {name: value for name, value in chosen.items() if value != {}}
+
+
+def digest_plugins(*names: FunctionName) -> str:
+    """One digest of the top-level packages that `package.module:function` names come from; "" without any.
+
+    Raises:
+        ConfigError: a package that cannot be found.
+    """
+    digests = []
+    for name in names:
+        module, colon, _ = name_of_function(name).partition(":")
+        if not colon:
+            continue
+        package = module.partition(".")[0]
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:
+            raise ConfigError(f"{name}: the package {package!r} cannot be found; is its folder on PYTHONPATH?")
+        origin = Path(spec.origin)
+        digests.append(digest_path(origin.parent if origin.name == "__init__.py" else origin))
+    return hashlib.sha256("".join(digests).encode()).hexdigest() if digests else ""

@@ -1,0 +1,98 @@
+"""Append metrics and events to files that are readable while they are written and after a crash.
+
+Not here: what is measured (the loops), how it is drawn (report.py).
+
+A line is written whole and flushed; a line that a crash tore is cut off when the file is opened again. A resumed run
+writes some steps a second time, so readers keep the last line per step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+
+class MetricsLogger(Protocol):
+    """Whatever takes the numbers of a step."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record the metrics of a step."""
+        ...
+
+
+class JSONLLogger:
+    """A file with one JSON object per line: `{"step": 10, "attempt": 1, "time": ..., "loss": 0.7, ...}`."""
+
+    def __init__(self, path: str | Path, *, attempt: int = 1) -> None:
+        self.attempt = attempt
+        self._file = _open_for_lines(Path(path))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Append the metrics of a step."""
+        line = {"step": step, "attempt": self.attempt, "time": round(time.time(), 3), **metrics}
+        self._file.write(json.dumps(line).encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the file; everything logged is already in it."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class EventLog:
+    """A file with one JSON object per line: `{"event": "checkpoint", "attempt": 1, "time": ..., ...}`."""
+
+    def __init__(self, path: str | Path, *, attempt: int = 1) -> None:
+        self.attempt = attempt
+        self._file = _open_for_lines(Path(path))
+
+    def write(self, event: str, **details: Any) -> None:  # Any: JSON
+        """Append an event; it is on disk when this returns."""
+        line = {"event": event, "attempt": self.attempt, "time": round(time.time(), 3), **details}
+        self._file.write(json.dumps(line).encode() + b"\n")
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:  # Any: JSON
+    """The whole lines of a metrics, event or sample file; a torn last line is left out."""
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """One line per step, in order of steps: the last one written for each."""
+    by_step = {line["step"]: line for line in read_json_lines(path)}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _open_for_lines(path: Path) -> FileIO:
+    """`path` opened for appending whole lines, after cutting a torn last one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_file() and (content := path.read_bytes()) and not content.endswith(b"\n"):
+        os.truncate(path, content.rfind(b"\n") + 1)
+    return path.open("ab", buffering=0)

@@ -1,0 +1,89 @@
+"""Load a language model and its tokenizer, and compute log-probs with it.
+
+Not here: generation (embedded/, engines/), training state (pytorch_backend.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rollouts_core.batch import TrainBatch, block_causal_mask
+from rollouts_core.config import ModelConfig
+from rollouts_core.errors import CheckpointError, DataError
+from rollouts_core.loss import token_logprobs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load_hf_model(config: ModelConfig, *, device: str = "cpu") -> PreTrainedModel:
+    """The causal language model at `config.path`, in training mode; weights only from safetensors.
+
+    Raises:
+        CheckpointError: nothing loadable lies there.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            config.path,
+            revision=config.revision or None,
+            dtype=getattr(torch, config.dtype),
+            trust_remote_code=config.trust_remote_code,
+            use_safetensors=True,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"no model could be loaded from {config.path}: {_first_line(error)}") from error
+    return model.to(device).train()
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer at `config.path`.
+
+    Raises:
+        DataError: none lies there, or it has no end-of-sequence token.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            config.path, revision=config.revision or None, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"no tokenizer could be loaded from {config.path}: {_first_line(error)}") from error
+    if tokenizer.eos_token_id is None:
+        raise DataError(f"the tokenizer at {config.path} has no eos_token: completions could never end")
+    return tokenizer
+
+
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
+    """Raise DataError when the tokenizer can produce ids that the model has no embedding for."""
+    num_embeddings = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > num_embeddings:
+        raise DataError(
+            f"the tokenizer at {path} has {len(tokenizer)} tokens but the model embeds {num_embeddings}: "
+            "they do not belong together"
+        )
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """A token id to fill rows with; masks keep it out of everything."""
+    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
+
+
+def compute_logprobs(model: PreTrainedModel, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
+    """(B, T) log p(target | what precedes it in its own sample), nats."""
+    # Right-padded rows of one sample need no mask: causal attention never reaches the padding.
+    attention_mask = block_causal_mask(batch.segment_ids_BT) if batch.is_packed else None
+    logits_BTV = model(
+        input_ids=batch.inputs_BT,
+        position_ids=batch.position_ids_BT,
+        attention_mask=attention_mask,
+        use_cache=False,
+    ).logits
+    return token_logprobs(logits_BTV, batch.targets_BT, temperature=temperature)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,201 @@
+"""Train a Hugging Face model in one process: the `TrainingBackend` of a laptop or of one GPU.
+
+Not here: the losses (loss.py), batches (batch.py), the order of steps (sft.py, rl.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from rollouts_core.backend import ImmediateTrainFuture, TrainingState
+from rollouts_core.batch import TrainBatch
+from rollouts_core.checkpoint import new_checkpoint, verify_checkpoint
+from rollouts_core.config import ModelConfig, OptimConfig
+from rollouts_core.errors import CheckpointError, TrainingError
+from rollouts_core.loss import LossFn, Metrics
+from rollouts_core.model import compute_logprobs, load_hf_model, load_tokenizer
+from rollouts_core.optim import (
+    create_adamw_optimizer,
+    create_warmup_cosine_scheduler,
+    optimizer_tensors,
+    restore_optimizer_tensors,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+TRAINER_STATE = "trainer/state.json"
+TRAINER_TENSORS = "trainer/tensors.safetensors"
+RNG_KEY = "rng/torch"
+
+
+class PyTorchTrainingBackend:
+    """A model with its optimizer and schedule on one device; implements `TrainingBackend`.
+
+    Args:
+        temperature: logits are divided by it before the softmax: the rollouts' temperature in RL, 1 in SFT.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        optimizer: torch.optim.Optimizer,
+        scheduler: LambdaLR,
+        loss_fn: LossFn,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        max_grad_norm: float,
+        temperature: float = 1.0,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.loss_fn = loss_fn
+        self.tokenizer = tokenizer
+        self.max_grad_norm = max_grad_norm
+        self.temperature = temperature
+        self.device = model.device
+        self._num_optim_steps = 0
+
+    @property
+    def weight_version(self) -> int:
+        """The number of optimizer steps that the weights have taken."""
+        return self._num_optim_steps
+
+    def forward_backward(self, batch: TrainBatch) -> ImmediateTrainFuture[Metrics]:
+        """Add the batch's gradient to that of its step.
+
+        Raises:
+            TrainingError: the loss is not a finite number.
+        """
+        on_device = batch.to(self.device)
+        policy_logprobs_BT = compute_logprobs(self.model, on_device, temperature=self.temperature)
+        loss, metrics = self.loss_fn(policy_logprobs_BT, on_device)
+        if not math.isfinite(metrics["loss"]):
+            raise TrainingError(
+                f"the loss became {metrics['loss']} after {self._num_optim_steps} optimizer steps: lower the "
+                "learning rate, or look at the samples of this step"
+            )
+        torch.autograd.backward(loss)
+        return ImmediateTrainFuture(metrics)
+
+    def optim_step(self) -> ImmediateTrainFuture[Metrics]:
+        """Clip the gradient, step, and move the learning rate on.
+
+        Raises:
+            TrainingError: the gradient is not finite; the weights are as before.
+        """
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm))
+        if not math.isfinite(norm):
+            raise TrainingError(f"the gradient norm became {norm} after {self._num_optim_steps} optimizer steps")
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scheduler.step()
+        self._num_optim_steps += 1
+        return ImmediateTrainFuture({"grad_norm": norm, "lr": lr})
+
+    def get_weights(self) -> ImmediateTrainFuture[dict[str, Tensor]]:
+        """The weights by their Hugging Face names, tied ones once; views, not copies."""
+        return ImmediateTrainFuture({name: p.detach() for name, p in self.model.named_parameters()})
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> ImmediateTrainFuture[None]:
+        """Replace the weights; the optimizer keeps its state.
+
+        Raises:
+            CheckpointError: a name or shape that is not the model's; the weights are as before.
+        """
+        own = dict(self.model.named_parameters())
+        if weights.keys() != own.keys():
+            raise CheckpointError(f"the weights are of another model: {sorted(weights.keys() ^ own.keys())[:3]}")
+        for name, value in weights.items():
+            if value.shape != own[name].shape:
+                raise CheckpointError(f"{name} has shape {tuple(value.shape)}, expected {tuple(own[name].shape)}")
+        with torch.no_grad():
+            for name, value in weights.items():
+                own[name].copy_(value)
+        return ImmediateTrainFuture(None)
+
+    def save_checkpoint(self, path: Path, state: TrainingState) -> ImmediateTrainFuture[None]:
+        """Write a directory that engines load as it is and that training resumes from exactly."""
+        trainer = {
+            "scheduler": self.scheduler.state_dict(),
+            "num_optim_steps": self._num_optim_steps,
+            "loop": dict(state),
+        }
+        tensors = {**optimizer_tensors(self.model, self.optimizer), RNG_KEY: torch.get_rng_state()}
+        with new_checkpoint(path, step=int(state["step"])) as directory:
+            self.model.save_pretrained(directory)
+            self.tokenizer.save_pretrained(directory)
+            (directory / "trainer").mkdir()
+            (directory / TRAINER_STATE).write_text(json.dumps(trainer))
+            save_file(tensors, directory / TRAINER_TENSORS)
+        return ImmediateTrainFuture(None)
+
+    def load_checkpoint(self, path: Path) -> ImmediateTrainFuture[TrainingState]:
+        """Go on from a checkpoint of this backend; returns the loop's state.
+
+        Raises:
+            CheckpointError: it is damaged, of another model, or has no trainer state.
+        """
+        verify_checkpoint(path)
+        if not (path / TRAINER_STATE).is_file():
+            raise CheckpointError(f"{path} has no trainer state: it can be trained from, but not resumed")
+        trainer = json.loads((path / TRAINER_STATE).read_text())
+        tensors = load_file(path / TRAINER_TENSORS)
+        saved = load_hf_model(ModelConfig(path=str(path), dtype=_dtype_name(self.model.dtype)))
+        self.load_weights({name: p.detach() for name, p in saved.named_parameters()})
+        torch.set_rng_state(tensors.pop(RNG_KEY))
+        restore_optimizer_tensors(self.model, self.optimizer, tensors)
+        self.scheduler.load_state_dict(trainer["scheduler"])
+        for group, lr in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+            group["lr"] = lr
+        self._num_optim_steps = trainer["num_optim_steps"]
+        state: TrainingState = trainer["loop"]
+        return ImmediateTrainFuture(state)
+
+
+def create_pytorch_backend(
+    model: ModelConfig,
+    optim: OptimConfig,
+    loss_fn: LossFn,
+    *,
+    num_steps: int,
+    temperature: float = 1.0,
+    device: str = "",
+) -> PyTorchTrainingBackend:
+    """Model, AdamW, schedule and loss as a backend, in one call.
+
+    Args:
+        num_steps: optimizer steps that the schedule spans.
+        device: "" takes the first GPU where there is one, else the CPU.
+    """
+    hf_model = load_hf_model(model, device=device or default_device())
+    optimizer = create_adamw_optimizer(hf_model, optim)
+    return PyTorchTrainingBackend(
+        hf_model,
+        optimizer,
+        create_warmup_cosine_scheduler(optimizer, optim, num_steps=num_steps),
+        loss_fn,
+        tokenizer=load_tokenizer(model),
+        max_grad_norm=optim.max_grad_norm,
+        temperature=temperature,
+    )
+
+
+def default_device() -> str:
+    """The first GPU where there is one, else the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,135 @@
+"""Make everything the quickstart trains on: demonstrations, prompts, a tokenizer and an untrained model.
+
+Not here: the task itself (environments/arithmetic.py), the settings (configs/quickstart.toml).
+
+The demonstrations show two styles: a share works the addition column by column, the rest blurts the answer. A small
+model learns both, is right when it works and wrong when it blurts, so SFT ends middling and RL has something to find.
+
+The files are a function of `QuickstartSize` and of the seed of the model's start weights.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from rollouts_core.environments.arithmetic import (
+    Addition,
+    draw_addition,
+    write_blurted_answer,
+    write_worked_answer,
+)
+from rollouts_core.files import new_directory
+
+SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|unk|>", "<|system|>", "<|user|>", "<|assistant|>")
+CHARACTERS = "0123456789+-*/=;:., ()?"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+HELDOUT_SHARE = 10
+"""One addition in this many is kept out of all training data, by its checksum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuickstartSize:
+    """How much of everything is made."""
+
+    num_digits: int = 3
+    num_demonstrations: int = 12_000
+    num_prompts: int = 2_000
+    num_selection_prompts: int = 200
+    num_heldout_prompts: int = 400
+    worked_share: float = 0.4
+    hidden_size: int = 64
+    num_layers: int = 3
+
+
+def write_quickstart_files(directory: Path, *, size: QuickstartSize, seed: int = 0) -> None:
+    """Write sft.jsonl, prompts.jsonl, selection.jsonl, heldout.jsonl and base_model/ into `directory`.
+
+    No addition of the selection or held-out prompts is in the training files, or in both.
+    """
+    rng = random.Random(seed)
+    training = _draw_distinct(rng, size, is_heldout=False)
+    heldout = _draw_distinct(rng, size, is_heldout=True)
+    with new_directory(directory) as target:
+        demonstrations = (_demonstration(next(training), rng, size) for _ in range(size.num_demonstrations))
+        _write_rows(target / "sft.jsonl", demonstrations)
+        _write_rows(target / "prompts.jsonl", (_prompt(next(training)) for _ in range(size.num_prompts)))
+        _write_rows(target / "selection.jsonl", (_prompt(next(heldout)) for _ in range(size.num_selection_prompts)))
+        _write_rows(target / "heldout.jsonl", (_prompt(next(heldout)) for _ in range(size.num_heldout_prompts)))
+        tokenizer = build_character_tokenizer()
+        tokenizer.save_pretrained(target / "base_model")
+        build_untrained_model(tokenizer, size, seed=seed).save_pretrained(target / "base_model")
+
+
+def build_character_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per character, and a chat template of one special token per role."""
+    vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        unk_token="<|unk|>",
+        additional_special_tokens=list(SPECIAL_TOKENS[3:]),
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def build_untrained_model(tokenizer: PreTrainedTokenizerFast, size: QuickstartSize, *, seed: int) -> Qwen3ForCausalLM:
+    """A small Qwen3 with random weights."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=size.hidden_size,
+        num_hidden_layers=size.num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=size.hidden_size // 4,
+        intermediate_size=3 * size.hidden_size,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(config)
+
+
+def _draw_distinct(rng: random.Random, size: QuickstartSize, *, is_heldout: bool) -> Iterator[Addition]:
+    """Different additions, all of the held-out part or none."""
+    seen: set[Addition] = set()
+    while True:
+        problem = draw_addition(rng, num_digits=size.num_digits)
+        belongs = (zlib.crc32(problem.question.encode()) % HELDOUT_SHARE == 0) == is_heldout
+        if belongs and problem not in seen:
+            seen.add(problem)
+            yield problem
+
+
+def _demonstration(problem: Addition, rng: random.Random, size: QuickstartSize) -> dict[str, Any]:  # Any: JSON
+    is_worked = rng.random() < size.worked_share
+    completion = write_worked_answer(problem) if is_worked else write_blurted_answer(problem)
+    return {"prompt": problem.question, "completion": completion}
+
+
+def _prompt(problem: Addition) -> dict[str, Any]:  # Any: JSON
+    return {"id": problem.question, "prompt": problem.question, "answer": problem.answer}
+
+
+def _write_rows(path: Path, rows: Iterator[dict[str, Any]]) -> None:  # Any: JSON
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

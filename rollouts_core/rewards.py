@@ -1,0 +1,71 @@
+"""Grade a finished sample: the reward functions that ship, and the one call that grades.
+
+Not here: advantages (advantages.py), environments that hold a conversation (environments/).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from rollouts_core.config import name_of_function
+from rollouts_core.environments import Environment
+from rollouts_core.errors import RewardError
+from rollouts_core.types import Sample
+
+RewardFn = Callable[[Sample], float | Awaitable[float]]
+"""Takes a finished sample and returns its reward; may be a coroutine function."""
+
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def exact_match(sample: Sample) -> float:
+    """1 when the response, without surrounding space, is the answer."""
+    return float(sample.response.strip() == str(sample.metadata.get("answer", "")).strip())
+
+
+def last_number(sample: Sample) -> float:
+    """1 when the last number of the response equals the answer's last number."""
+    found = NUMBER.findall(sample.response)
+    expected = NUMBER.findall(str(sample.metadata.get("answer", "")))
+    return float(bool(found and expected) and _to_number(found[-1]) == _to_number(expected[-1]))
+
+
+REWARDS: dict[str, RewardFn] = {"exact_match": exact_match, "last_number": last_number}
+
+
+def compute_reward(sample: Sample, environment: Environment | None = None) -> float:
+    """The environment's grade of the sample, or without one the reward that it already has.
+
+    Raises:
+        RewardError: neither exists.
+    """
+    if environment is not None:
+        return environment.grade(sample)
+    if sample.reward is None:
+        raise RewardError("the sample has no reward and no environment to grade it: give a reward_fn")
+    return sample.reward
+
+
+async def grade_sample(sample: Sample, reward_fn: RewardFn) -> Sample:
+    """The sample with its reward.
+
+    Raises:
+        RewardError: the function raised, or returned something that is no finite number; names the prompt.
+    """
+    where = f"reward function {name_of_function(reward_fn)} on prompt {sample.metadata.get('prompt_id', '?')!r}"
+    try:
+        outcome = reward_fn(sample)
+        reward = await outcome if inspect.isawaitable(outcome) else outcome
+    except Exception as error:
+        raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
+    if not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise RewardError(f"{where} returned {reward!r}: expected a finite number")
+    return replace(sample, reward=float(reward))
+
+
+def _to_number(text: str) -> float:
+    return float(text.replace(",", ""))

@@ -1,0 +1,155 @@
+"""Reinforcement learning: the loop, and how graded samples become its batches.
+
+Not here: sampling (rollout.py), engines (engines/), the loss (loss.py), the model (pytorch_backend.py).
+
+    engines --completions--> rollout_manager --groups--> advantages -> micro-batches -> forward_backward -> optim_step
+       ^                                                                                                      |
+       +---------------------------- weights, by version, verified <------------------------------------------+
+
+The loop is synchronous: the engines wait while the weights change, so every sample of a step comes from one version.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+
+from rollouts_core.advantages import group_advantages
+from rollouts_core.backend import TrainingBackend
+from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
+from rollouts_core.checkpoint import prune_checkpoints, step_directory
+from rollouts_core.config import RLTrainingConfig
+from rollouts_core.data_buffer import DataBuffer
+from rollouts_core.engines import InferenceEngine, PublishTarget, publish_weights
+from rollouts_core.loss import Metrics
+from rollouts_core.metrics import EventLog, MetricsLogger
+from rollouts_core.rollout import AsyncRolloutManager
+from rollouts_core.sft import load_latest_checkpoint, sum_metrics
+from rollouts_core.types import RolloutBatch, Sample, Status, group_samples
+
+OnBatch = Callable[[int, RolloutBatch], None]
+"""(step, batch): called with the rollouts of every step before they are trained on."""
+
+
+async def run_rl_training(
+    backend: TrainingBackend,
+    data_buffer: DataBuffer,
+    rollout_manager: AsyncRolloutManager,
+    inference_engines: Sequence[InferenceEngine],
+    config: RLTrainingConfig,
+    metrics_logger: MetricsLogger | None = None,
+    *,
+    target: PublishTarget,
+    pad_id: int = 0,
+    checkpoint_dir: Path | None = None,
+    events: EventLog | None = None,
+    on_batch: OnBatch | None = None,
+) -> list[Metrics]:
+    """Train for `config.num_steps` steps; returns the metrics of each step that was run.
+
+    With a `checkpoint_dir`, training goes on from its newest intact checkpoint. The engines serve the trainer's
+    weights before the first sample is asked for, also after a restart.
+
+    Args:
+        target: where weights are published for the engines.
+
+    Raises:
+        WeightSyncError: an engine that does not take the weights.
+        TrainingError: a loss or gradient that is not finite.
+    """
+    state = await load_latest_checkpoint(backend, checkpoint_dir, events)
+    if state:
+        data_buffer.load_state_dict(state["data_buffer"])
+        rollout_manager.load_state_dict(state["rollout"])
+    version = await publish_weights(backend, inference_engines, target)
+    history: list[Metrics] = []
+    for step in range((state["step"] if state else 0) + 1, config.num_steps + 1):
+        began = perf_counter()
+        batch = await rollout_manager.generate_batch()
+        if on_batch:
+            on_batch(step, batch)
+        generated = perf_counter()
+        metrics = await train_on_rollouts(backend, batch, config, pad_id=pad_id)
+        trained = perf_counter()
+        if step % config.sync_every == 0 and not metrics["skipped"]:
+            version = await publish_weights(backend, inference_engines, target)
+            if events:
+                events.write("weights_published", step=step, version=version)
+        metrics |= describe_rollouts(batch)
+        metrics |= {
+            "generate_s": generated - began,
+            "train_s": trained - generated,
+            "publish_s": perf_counter() - trained,
+        }
+        history.append(metrics)
+        if metrics_logger and (step % config.log_every == 0 or step in (1, config.num_steps)):
+            metrics_logger.log(metrics, step)
+        if checkpoint_dir and (step % config.checkpoint_every == 0 or step == config.num_steps):
+            cursors = {"data_buffer": data_buffer.state_dict(), "rollout": rollout_manager.state_dict()}
+            await backend.save_checkpoint(step_directory(checkpoint_dir, step), {"step": step, **cursors}).result()
+            prune_checkpoints(checkpoint_dir, keep=config.keep_checkpoints)
+            if events:
+                events.write("checkpoint", step=step)
+    return history
+
+
+async def train_on_rollouts(
+    backend: TrainingBackend, batch: RolloutBatch, config: RLTrainingConfig, *, pad_id: int
+) -> Metrics:
+    """One optimizer update from a batch of rollouts; without any signal in it the update is skipped."""
+    micro_batches = prepare_grpo_batch(batch, batch.rewards, config, pad_id=pad_id)
+    if not micro_batches:
+        return {"skipped": 1.0}
+    results = [await backend.forward_backward(micro_batch).result() for micro_batch in micro_batches]
+    return {"skipped": 0.0, **sum_metrics(results), **await backend.optim_step().result()}
+
+
+def prepare_grpo_batch(
+    batch: RolloutBatch, rewards: Sequence[float], config: RLTrainingConfig, *, pad_id: int = 0
+) -> list[TrainBatch]:
+    """The micro-batches of a step: samples with their group's advantages, sorted by length.
+
+    Samples whose advantage is 0 give no gradient and are left out, but their tokens count in the averages.
+    """
+    graded = [(sample, reward) for sample, reward in zip(batch.samples, rewards, strict=True)]
+    reward_of = {(sample.group_index, sample.index): reward for sample, reward in graded}
+    weighted: list[tuple[Sample, float]] = []
+    for group in group_samples(batch.samples):
+        advantages = group_advantages([reward_of[sample.group_index, sample.index] for sample in group], config)
+        weighted.extend(zip(group, advantages, strict=True))
+    useful = [(sample, advantage) for sample, advantage in weighted if advantage and any(sample.loss_mask[1:])]
+    batches = [
+        build_batch(
+            [[sample] for sample, _ in chunk], advantages=[[advantage] for _, advantage in chunk], pad_id=pad_id
+        )
+        for chunk in _split_by_tokens(useful, config.max_micro_batch_tokens)
+    ]
+    return with_step_totals(batches, batch.samples)
+
+
+def describe_rollouts(batch: RolloutBatch) -> Metrics:
+    """What the policy did in a step, as numbers."""
+    statuses = [sample.status for sample in batch.samples]
+    groups = [[sample.reward for sample in group] for group in batch.groups]
+    return {
+        "reward": statistics.fmean(batch.rewards),
+        "reward_std": statistics.pstdev(batch.rewards),
+        "response_tokens": statistics.fmean(batch.response_lengths),
+        "truncated_share": statuses.count(Status.TRUNCATED) / len(statuses),
+        "signal_share": sum(len(set(rewards)) > 1 for rewards in groups) / len(groups),
+        "num_dropped_groups": float(batch.metadata.get("num_dropped_groups", 0)),
+    }
+
+
+def _split_by_tokens(weighted: Sequence[tuple[Sample, float]], max_tokens: int) -> list[list[tuple[Sample, float]]]:
+    """Samples by length, the longest first, in chunks of at most `max_tokens` padded tokens (or one sample)."""
+    chunks: list[list[tuple[Sample, float]]] = []
+    longest = 0
+    for pair in sorted(weighted, key=lambda pair: -len(pair[0].tokens)):
+        if not chunks or (len(chunks[-1]) + 1) * longest > max_tokens:
+            chunks.append([])
+            longest = len(pair[0].tokens)
+        chunks[-1].append(pair)
+    return chunks

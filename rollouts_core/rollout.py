@@ -1,0 +1,346 @@
+"""Sample, grade and filter completions until a batch of groups is full.
+
+Not here: what an engine is (engines/), advantages and tensors (rl.py), the order of prompts (data_buffer.py).
+
+    DataBuffer -> pending groups -> generate_fn -> reward_fn -> filter_fn --keep--> batch, ordered by group
+                       ^                                           |
+                       +------------ ask for more <------drop------+
+
+Groups are kept in the order in which they finish and never chosen by reward: choosing would bias the gradient.
+Groups still under way when the batch is full begin the next one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import anyio
+from anyio.streams.memory import MemoryObjectSendStream
+
+from rollouts_core.chat import tokenize_prompt
+from rollouts_core.config import RolloutConfig
+from rollouts_core.data_buffer import DataBuffer
+from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
+from rollouts_core.environments import ENVIRONMENTS
+from rollouts_core.errors import ConfigError, DataError, RolloutsError
+from rollouts_core.filters import FILTERS, FilterDecision, FilterFn
+from rollouts_core.functions import resolve_function
+from rollouts_core.rewards import REWARDS, RewardFn, grade_sample
+from rollouts_core.types import Prompt, RolloutBatch, Sample, Status, VersionSpan, sample_from_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+GenerateFn = Callable[..., Sequence[Sample] | Awaitable[Sequence[Sample]]]
+"""Takes the pending samples of a group (and the caller's keywords) and returns them finished, in order."""
+
+Group = list[Sample]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Finished:
+    """What the task of one group sends back: the finished group, or what went wrong."""
+
+    group: Group
+    error: RolloutsError | None
+
+
+class AsyncRolloutManager:
+    """Generates batches from a `DataBuffer` with groups in parallel; owns the groups that are under way.
+
+    Used with `async with`. `generate_fn` defaults to the function that `config` names.
+
+    Raises:
+        ConfigError: a function name in the configuration that does not exist.
+    """
+
+    def __init__(
+        self,
+        data_buffer: DataBuffer,
+        config: RolloutConfig,
+        *,
+        generate_fn: GenerateFn | None = None,
+        reward_fn: RewardFn | None = None,
+    ) -> None:
+        self.data_buffer = data_buffer
+        self.config = config
+        self.generate_fn = generate_fn or resolve_generate_fn(config)
+        self.reward_fn = reward_fn or resolve_reward_fn(config)
+        self.filter_fn = resolve_filter_fn(config)
+        self.partial_samples: list[Sample] = []
+        """Groups that were asked for but not used: the next batch begins with them."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    async def generate_batch(self, reward_fn: RewardFn | None = None) -> RolloutBatch:
+        """The next `config.batch_size` groups that the filter keeps, ordered by group.
+
+        Raises:
+            RewardError, EngineError: what a group's generation or grading raised; the others are stopped.
+            DataError: the filter dropped so much that `max_refills` was reached.
+        """
+        grade = reward_fn or self.reward_fn
+        kept: list[Group] = []
+        under_way: dict[int, Group] = {}
+        drops: Counter[str] = Counter()
+        num_asked = 0
+        failure: RolloutsError | None = None
+        send, receive = anyio.create_memory_object_stream[_Finished](float("inf"))
+        async with send, receive, anyio.create_task_group() as tasks:
+            while len(kept) < self.config.batch_size and failure is None:
+                if len(kept) + len(under_way) < self.config.batch_size:
+                    if num_asked > self.config.max_refills:
+                        failure = _too_few_groups(len(kept), drops, self.config)
+                        break
+                    num_asked += 1
+                    for group in self._next_groups():
+                        under_way[group[0].group_index] = group
+                        tasks.start_soon(self._finish_group, group, grade, send)
+                finished = await receive.receive()
+                del under_way[finished.group[0].group_index]
+                failure = finished.error
+                if failure is None and (decision := self._decide(finished.group)).keep:
+                    kept.append(finished.group)
+                elif failure is None:
+                    drops[decision.reason] += 1
+            tasks.cancel_scope.cancel()
+        self.partial_samples.extend(sample for group in under_way.values() for sample in group)
+        if failure is not None:
+            raise failure
+        kept.sort(key=lambda group: group[0].group_index)
+        counters = {"epoch_id": self.data_buffer.epoch_id, "num_dropped_groups": drops.total(), "drops": dict(drops)}
+        return convert_to_batch([sample for group in kept for sample in group], metadata=counters)
+
+    async def generate_batches(self, reward_fn: RewardFn | None = None) -> AsyncIterator[RolloutBatch]:
+        """Batches without end."""
+        while True:
+            yield await self.generate_batch(reward_fn)
+
+    def state_dict(self) -> dict[str, Any]:  # Any: JSON
+        """The groups under way, as JSON values."""
+        return {"partial_samples": [sample.to_json() for sample in self.partial_samples]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: JSON
+        """Go on with the groups of `state_dict`."""
+        self.partial_samples = [sample_from_json(record) for record in state["partial_samples"]]
+
+    def _next_groups(self) -> list[Group]:
+        """The groups to ask for: those carried over first, then new prompts."""
+        carried: dict[int, Group] = {}
+        for sample in self.partial_samples:
+            carried.setdefault(sample.group_index, []).append(sample)
+        self.partial_samples = []
+        num_groups = max(self.config.batch_size, int(self.config.batch_size * self.config.over_sampling_factor))
+        first_index = self.data_buffer.num_drawn
+        prompts = self.data_buffer.get_prompts(max(0, num_groups - len(carried)))
+        fresh = [
+            build_pending_group(prompt, group_index=first_index + i, size=self.config.n_samples_per_prompt)
+            for i, prompt in enumerate(prompts)
+        ]
+        return [*carried.values(), *fresh]
+
+    async def _finish_group(self, group: Group, grade: RewardFn, send: MemoryObjectSendStream[_Finished]) -> None:
+        try:
+            outcome = self.generate_fn(group)
+            generated = await outcome if inspect.isawaitable(outcome) else outcome
+            graded = [await grade_sample(sample, grade) for sample in generated]
+        except RolloutsError as error:
+            send.send_nowait(_Finished(group=group, error=error))
+            return
+        send.send_nowait(_Finished(group=graded, error=None))
+
+    def _decide(self, group: Group) -> FilterDecision:
+        if self.filter_fn is None:
+            return FilterDecision(True)
+        outcome = self.filter_fn(group)
+        return outcome if isinstance(outcome, FilterDecision) else FilterDecision(bool(outcome), "filtered")
+
+
+def generate_rollout_batches(
+    data_buffer: DataBuffer, config: RolloutConfig, **kwargs: Any
+) -> Iterator[RolloutBatch]:  # Any: handed through to the user's function
+    """Batches without end from a plain `config.generate_fn`, one call per batch; no filter, no engine.
+
+    Args:
+        kwargs: handed to `generate_fn` with each call.
+    """
+    generate_fn, reward_fn = resolve_generate_fn(config), resolve_reward_fn(config)
+    while True:
+        first_index = data_buffer.num_drawn
+        pending = [
+            sample
+            for i, prompt in enumerate(data_buffer.get_prompts(config.batch_size))
+            for sample in build_pending_group(prompt, group_index=first_index + i, size=config.n_samples_per_prompt)
+        ]
+        generated = generate_fn(pending, **kwargs)
+        if inspect.isawaitable(generated):
+            raise ConfigError("rollout.generate_fn is a coroutine function: use AsyncRolloutManager with it")
+        yield convert_to_batch(
+            apply_sample_transforms(generated, [lambda sample: _grade_now(sample, reward_fn)]),
+            metadata={"epoch_id": data_buffer.epoch_id},
+        )
+
+
+def create_engine_generate_fn(
+    engines: Sequence[InferenceEngine], tokenizer: PreTrainedTokenizerBase, config: RolloutConfig
+) -> GenerateFn:
+    """A `generate_fn` that asks `engines`, one request per group."""
+
+    async def generate_with_engine(group: Sequence[Sample]) -> list[Sample]:
+        prompt_tokens = tokenize_prompt(tokenizer, _messages_of(group[0]))
+        requests = [
+            GenerationRequest(
+                prompt_tokens=prompt_tokens,
+                sampling=config.sampling,
+                stop_token_ids=(int(tokenizer.eos_token_id),),
+                seed=sampling_seed(config.seed, sample.group_index, sample.index),
+            )
+            for sample in group
+        ]
+        engine = engines[group[0].group_index % len(engines)]
+        completions = await engine.generate(requests)
+        return [
+            complete_sample(sample, prompt_tokens, completion, tokenizer)
+            for sample, completion in zip(group, completions, strict=True)
+        ]
+
+    return generate_with_engine
+
+
+def complete_sample(
+    pending: Sample, prompt_tokens: list[int], completion: Completion, tokenizer: PreTrainedTokenizerBase
+) -> Sample:
+    """The sample with what an engine sampled for it; its text leaves special tokens out."""
+    start = len(prompt_tokens)
+    return replace(
+        pending,
+        response=tokenizer.decode(completion.tokens, skip_special_tokens=True),
+        tokens=[*prompt_tokens, *completion.tokens],
+        loss_mask=[0.0] * start + [1.0] * len(completion.tokens),
+        rollout_log_probs=[0.0] * start + completion.logprobs,
+        status=completion.status,
+        finish_reason=completion.finish_reason,
+        policy_versions=tuple(
+            VersionSpan(_version_number(version), start + begin, start + end)
+            for version, begin, end in completion.version_spans
+        ),
+    )
+
+
+def build_pending_group(prompt: Prompt, *, group_index: int, size: int) -> Group:
+    """The samples of one prompt, not generated yet."""
+    metadata = {**prompt.metadata, "prompt_id": prompt.id, "answer": prompt.answer}
+    return [Sample(prompt=prompt.messages, group_index=group_index, index=i, metadata=metadata) for i in range(size)]
+
+
+def check_prompt_lengths(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, *, max_tokens: int, source: str
+) -> None:
+    """Raise DataError for the first prompt of more than `max_tokens` tokens."""
+    for number, prompt in enumerate(prompts, start=1):
+        num_tokens = len(tokenize_prompt(tokenizer, prompt.messages))
+        if num_tokens > max_tokens:
+            raise DataError(
+                f"{source}, row {number}: the prompt {prompt.id!r} has {num_tokens} tokens, the limit is {max_tokens}: "
+                "shorten it or raise rollout.max_prompt_tokens"
+            )
+
+
+def sampling_seed(seed: int, group_index: int, index: int) -> int:
+    """A seed for one sample that depends on nothing but these three, below 2**31."""
+    digest = hashlib.sha256(f"{seed}/{group_index}/{index}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+def apply_sample_transforms(
+    samples: Sequence[Sample], transforms: Sequence[Callable[[Sample], Sample]]
+) -> list[Sample]:
+    """Each sample after all transforms, in order."""
+    transformed = list(samples)
+    for transform in transforms:
+        transformed = [transform(sample) for sample in transformed]
+    return transformed
+
+
+def convert_to_batch(samples: Sequence[Sample], *, metadata: Mapping[str, Any] | None = None) -> RolloutBatch:
+    """Graded samples as a batch. `metadata` (of any JSON values) joins the batch's own counters."""
+    columns = extract_sample_fields(samples)
+    return RolloutBatch(
+        tokens=columns["tokens"],
+        loss_masks=columns["loss_mask"],
+        rewards=columns["reward"],
+        response_lengths=compute_response_lengths(samples),
+        metadata={**build_batch_metadata(samples), **(metadata or {})},
+        samples=tuple(samples),
+    )
+
+
+def extract_sample_fields(samples: Sequence[Sample]) -> dict[str, list[Any]]:  # Any: one type per column
+    """The columns `tokens`, `loss_mask` and `reward` of some samples."""
+    names = ("tokens", "loss_mask", "reward")
+    return {name: [getattr(sample, name) for sample in samples] for name in names}
+
+
+def compute_response_lengths(samples: Sequence[Sample]) -> list[int]:
+    """Per sample the number of tokens that the policy sampled."""
+    return [sum(1 for weight in sample.loss_mask if weight) for sample in samples]
+
+
+def build_batch_metadata(samples: Sequence[Sample]) -> dict[str, int]:
+    """Counts of samples by how they ended."""
+    counts = Counter(sample.status for sample in samples)
+    return {f"num_{status.value}": counts[status] for status in Status if counts[status]}
+
+
+def resolve_generate_fn(config: RolloutConfig) -> GenerateFn:
+    """The function that `rollout.generate_fn` names."""
+    if config.generate_fn == "":
+        raise ConfigError("rollout.generate_fn is empty: give a function, or make one with create_engine_generate_fn")
+    return resolve_function(config.generate_fn, {}, setting="rollout.generate_fn")
+
+
+def resolve_reward_fn(config: RolloutConfig) -> RewardFn:
+    """The function that `rollout.reward_fn` names, or the environment's grade."""
+    if config.reward_fn != "":
+        return resolve_function(config.reward_fn, REWARDS, setting="rollout.reward_fn")
+    return resolve_function(config.environment, ENVIRONMENTS, setting="rollout.environment")().grade
+
+
+def resolve_filter_fn(config: RolloutConfig) -> FilterFn | None:
+    """The function that `rollout.filter_fn` names, if any."""
+    if config.filter_fn == "":
+        return None
+    return resolve_function(config.filter_fn, FILTERS, setting="rollout.filter_fn")
+
+
+def _grade_now(sample: Sample, reward_fn: RewardFn) -> Sample:
+    return anyio.run(grade_sample, sample, reward_fn)
+
+
+def _messages_of(sample: Sample) -> Sequence[Any]:  # Any: Message, whose TypedDict JSON gives as dict
+    return [{"role": "user", "content": sample.prompt}] if isinstance(sample.prompt, str) else sample.prompt
+
+
+def _version_number(version: str) -> int:
+    """The number behind the last dash of an engine's weight version; -1 for a server's own start version."""
+    number = version.rpartition("-")[2]
+    return int(number) if number.isdigit() else -1
+
+
+def _too_few_groups(num_kept: int, drops: Counter[str], config: RolloutConfig) -> DataError:
+    return DataError(
+        f"only {num_kept} of {config.batch_size} groups passed the filter after {config.max_refills} refills "
+        f"(dropped: {dict(drops)}): the task is too easy, too hard, or the filter too strict"
+    )

@@ -1,0 +1,291 @@
+"""Do what a job.json asks, in its run directory, and leave the stage's record.
+
+Not here: what a job is (job.py), the loops (sft.py, rl.py), starting and supervising the process (infra).
+
+    job.json -> check every input -> load -> run -> result.json
+                                         |
+                                         +--> metrics.jsonl, events.jsonl, samples/, checkpoints/ on the way
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+from transformers.utils import logging as transformers_logging
+
+from rollouts_core.checkpoint import list_checkpoints, load_manifest
+from rollouts_core.comparison import estimate_mean, select_best
+from rollouts_core.config import ModelConfig
+from rollouts_core.data_buffer import DataBuffer
+from rollouts_core.dataset import digest_path, load_prompts_from_jsonl, load_sft_dataset
+from rollouts_core.embedded.server import serve
+from rollouts_core.engines import PublishTarget, SGLangEngine
+from rollouts_core.errors import CheckpointError, DataError
+from rollouts_core.evaluate import (
+    evaluation_rollouts,
+    generate_samples,
+    grade_samples,
+    score_demonstrations,
+    scores_by_prompt,
+)
+from rollouts_core.files import remove_partial_directories, write_atomically
+from rollouts_core.job import EngineAddress, EvalJob, GenerateJob, InputFile, InputModel, Job, RLJob, ServeJob, SFTJob
+from rollouts_core.loss import create_cross_entropy_loss, create_policy_loss
+from rollouts_core.metrics import EventLog, JSONLLogger
+from rollouts_core.model import check_vocabulary, load_tokenizer, pad_token_id
+from rollouts_core.pytorch_backend import create_pytorch_backend
+from rollouts_core.rl import run_rl_training
+from rollouts_core.rollout import (
+    AsyncRolloutManager,
+    check_prompt_lengths,
+    create_engine_generate_fn,
+    resolve_generate_fn,
+    resolve_reward_fn,
+)
+from rollouts_core.run_directory import RunDirectory
+from rollouts_core.sft import run_sft_training
+from rollouts_core.types import RolloutBatch, Sample
+
+logger = logging.getLogger(__name__)
+
+ATTEMPT_VARIABLE = "ROLLOUTS_ATTEMPT"
+LEASE_RENEWAL_S = 5.0
+ENGINE_START_TIMEOUT_S = 120.0
+
+
+def run_job(job: Job, directory: RunDirectory) -> None:
+    """Do the job; its result.json exists when this returns (a server returns when it was told to stop)."""
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(_num_threads(job))
+    with EventLog(directory.events, attempt=attempt_number()) as events:
+        events.write("started", kind=job.kind, pid=os.getpid())
+        if isinstance(job, SFTJob):
+            asyncio.run(run_sft_job(job, directory, events))
+        elif isinstance(job, RLJob):
+            asyncio.run(run_rl_job(job, directory, events))
+        elif isinstance(job, EvalJob):
+            asyncio.run(run_eval_job(job, directory))
+        elif isinstance(job, GenerateJob):
+            asyncio.run(run_generate_job(job, directory))
+        else:
+            run_serve_job(job)
+
+
+def attempt_number() -> int:
+    """Which attempt at this job this process is; the supervisor says it."""
+    return int(os.environ.get(ATTEMPT_VARIABLE, "1"))
+
+
+async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog) -> None:
+    """Fine-tune on demonstrations; the record lists the checkpoints."""
+    check_model(job.model)
+    check_file(job.data)
+    remove_partial_directories(directory.checkpoints)
+    backend = create_pytorch_backend(
+        job.model.model, job.training.optim, create_cross_entropy_loss(), num_steps=job.training.num_steps
+    )
+    check_vocabulary(backend.model, backend.tokenizer, job.model.model.path)
+    samples = load_sft_dataset(
+        job.data.path, backend.tokenizer, max_length=job.training.max_length, train_on=job.training.train_on
+    )
+    events.write("data_loaded", num_samples=len(samples))
+    with JSONLLogger(directory.metrics, attempt=events.attempt) as metrics_logger:
+        await run_sft_training(
+            backend,
+            samples,
+            job.training,
+            metrics_logger,
+            pad_id=pad_token_id(backend.tokenizer),
+            checkpoint_dir=directory.checkpoints,
+            events=events,
+        )
+    directory.write_result({"checkpoints": describe_checkpoints(directory), "num_samples": len(samples)})
+
+
+async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog) -> None:
+    """Improve a model against engines; the record lists the checkpoints."""
+    check_model(job.model)
+    check_file(job.prompts)
+    remove_partial_directories(directory.checkpoints)
+    backend = create_pytorch_backend(
+        job.model.model,
+        job.training.optim,
+        create_policy_loss(job.training.loss),
+        num_steps=job.training.num_steps,
+        temperature=job.rollout.sampling.temperature,
+    )
+    prompts = load_prompts_from_jsonl(job.prompts.path)
+    check_prompt_lengths(prompts, backend.tokenizer, max_tokens=job.rollout.max_prompt_tokens, source=job.prompts.path)
+    data_buffer = DataBuffer(prompts, seed=job.rollout.seed)
+    async with open_engines(job) as engines, keep_leases(job.engines):
+        generate_fn = (
+            resolve_generate_fn(job.rollout)
+            if job.rollout.generate_fn
+            else create_engine_generate_fn(engines, backend.tokenizer, job.rollout)
+        )
+        with JSONLLogger(directory.metrics, attempt=events.attempt) as metrics_logger:
+            async with AsyncRolloutManager(data_buffer, job.rollout, generate_fn=generate_fn) as manager:
+                await run_rl_training(
+                    backend,
+                    data_buffer,
+                    manager,
+                    engines,
+                    job.training,
+                    metrics_logger,
+                    target=publish_target(job, directory),
+                    pad_id=pad_token_id(backend.tokenizer),
+                    checkpoint_dir=directory.checkpoints,
+                    events=events,
+                    on_batch=lambda step, batch: write_rollouts(directory, step, batch),
+                )
+    directory.write_result({"checkpoints": describe_checkpoints(directory), "num_prompts": len(prompts)})
+
+
+async def run_eval_job(job: EvalJob, directory: RunDirectory) -> None:
+    """Score every checkpoint on the same rows; the record has all scores and names the best."""
+    check_file(job.data)
+    scored = []
+    with JSONLLogger(directory.metrics, attempt=attempt_number()) as metrics_logger:
+        for number, checkpoint in enumerate(job.checkpoints, start=1):
+            check_model(checkpoint)
+            scores = await _score_checkpoint(checkpoint, job, directory)
+            estimate = estimate_mean(scores)
+            metrics_logger.log({"score": estimate.mean}, number)
+            scored.append({"name": checkpoint.name, "step": checkpoint.step, "scores": scores, **asdict(estimate)})
+    best = job.checkpoints[select_best([float(entry["mean"]) for entry in scored])]
+    directory.write_result({"metric": job.evaluation.metric, "checkpoints": scored, "best": best.name})
+
+
+async def run_generate_job(job: GenerateJob, directory: RunDirectory) -> None:
+    """Sample and grade completions of prompts into samples/completions.jsonl."""
+    check_model(job.model)
+    check_file(job.prompts)
+    prompts = load_prompts_from_jsonl(job.prompts.path, max_rows=job.max_prompts)
+    samples = generate_samples(job.model.model, prompts, job.rollout, num_slots=job.deployment.max_running_requests)
+    graded = await grade_samples(samples, resolve_reward_fn(job.rollout))
+    write_samples(directory, "completions", graded)
+    directory.write_result({"num_samples": len(graded), **asdict(estimate_mean(scores_by_prompt(graded)))})
+
+
+def run_serve_job(job: ServeJob) -> None:
+    """Serve until told to stop."""
+    serve(
+        Path(job.model.model.path),
+        host=job.host,
+        port=job.port,
+        num_threads=job.deployment.engine_threads,
+        max_running_requests=job.deployment.max_running_requests,
+        context_length=job.context_length,
+    )
+
+
+def check_file(file: InputFile) -> None:
+    """Raise DataError when a data file is not the one that the job was made for."""
+    if digest_path(file.path) != file.digest:
+        raise DataError(f"{file.path} changed since the stage was planned: start the run again")
+
+
+def check_model(model: InputModel) -> None:
+    """Raise CheckpointError when a model's folder is not the one that the job was made for."""
+    if model_digest(model.model) != model.digest:
+        raise CheckpointError(f"the model at {model.model.path} changed since the stage was planned: start again")
+
+
+def model_digest(model: ModelConfig) -> str:
+    """The digest of a model's content: by its manifest where it is one of our checkpoints, else by its files."""
+    path = Path(model.path)
+    if (path / "manifest.json").is_file():
+        return load_manifest(path).digest
+    return digest_path(model.path if path.exists() else f"{model.path}@{model.revision}")
+
+
+def describe_checkpoints(directory: RunDirectory) -> list[dict[str, Any]]:  # Any: JSON
+    """Name, step and digest of every checkpoint of a run directory."""
+    return [
+        {"name": path.name, "step": (manifest := load_manifest(path)).step, "digest": manifest.digest}
+        for path in list_checkpoints(directory.checkpoints)
+    ]
+
+
+def publish_target(job: RLJob, directory: RunDirectory) -> PublishTarget:
+    """Where the weights of this job are published: versions carry the start of its fingerprint."""
+    return PublishTarget(
+        weights_dir=directory.weights,
+        model_config=Path(job.model.model.path) / "config.json",
+        prefix=directory.root.name.rpartition("-")[2][:8],
+    )
+
+
+def write_rollouts(directory: RunDirectory, step: int, batch: RolloutBatch) -> None:
+    """Write the samples of an RL step to samples/."""
+    write_samples(directory, f"step_{step:06d}", batch.samples)
+
+
+def write_samples(directory: RunDirectory, name: str, samples: Sequence[Sample]) -> None:
+    """Write samples as samples/<name>.jsonl."""
+    directory.samples.mkdir(exist_ok=True)
+    lines = "".join(json.dumps(sample.to_json()) + "\n" for sample in samples)
+    write_atomically(directory.samples / f"{name}.jsonl", lines)
+
+
+@asynccontextmanager
+async def open_engines(job: RLJob) -> AsyncIterator[list[SGLangEngine]]:
+    """Clients of the job's engines, ready to be asked."""
+    engines = [SGLangEngine(address.url, request_timeout_s=job.rollout.request_timeout_s) for address in job.engines]
+    try:
+        for engine in engines:
+            await engine.wait_until_ready(ENGINE_START_TIMEOUT_S)
+        yield engines
+    finally:
+        for engine in engines:
+            await engine.aclose()
+
+
+@asynccontextmanager
+async def keep_leases(addresses: Sequence[EngineAddress]) -> AsyncIterator[None]:
+    """Renew the engines' leases as long as the block runs."""
+
+    async def renew() -> None:
+        while True:
+            for address in addresses:
+                Path(address.lease_file).touch()
+            await anyio.sleep(LEASE_RENEWAL_S)
+
+    renewal = asyncio.create_task(renew())
+    try:
+        yield
+    finally:
+        renewal.cancel()
+
+
+async def _score_checkpoint(checkpoint: InputModel, job: EvalJob, directory: RunDirectory) -> list[float]:
+    if job.evaluation.metric == "loss":
+        demonstrations = load_sft_dataset(
+            job.data.path,
+            load_tokenizer(checkpoint.model),
+            max_length=job.training.max_length,
+            train_on=job.training.train_on,
+        )
+        return score_demonstrations(checkpoint.model, demonstrations[: job.evaluation.max_prompts])
+    prompts = load_prompts_from_jsonl(job.data.path, max_rows=job.evaluation.max_prompts)
+    rollout = evaluation_rollouts(job.evaluation, job.rollout)
+    samples = generate_samples(checkpoint.model, prompts, rollout, num_slots=job.deployment.max_running_requests)
+    graded = await grade_samples(samples, resolve_reward_fn(rollout))
+    write_samples(directory, checkpoint.name, graded)
+    return scores_by_prompt(graded)
+
+
+def _num_threads(job: Job) -> int:
+    if isinstance(job, ServeJob):
+        return job.deployment.engine_threads
+    return job.deployment.trainer_threads or os.cpu_count() or 1

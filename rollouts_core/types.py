@@ -1,0 +1,156 @@
+"""The records that training data is made of: a prompt, a sample, a batch of samples.
+
+Not here: reading them from files (dataset.py), turning them into tensors (batch.py).
+
+Index t of every per-token array of a `Sample` speaks about token t given the tokens before it:
+
+    tokens             [ 3, 14, 15,  4,   27, 21,  1 ]     prompt of four tokens, completion of three
+    loss_mask          [ 0,  0,  0,  0,    1,  1,  1 ]     1 where the token enters the loss
+    rollout_log_probs  [ 0,  0,  0,  0, -.2, -.9, -.1]     log p(token t | tokens < t) when it was sampled
+    policy_versions                     [(7, 4, 7)]        tokens 4..6 were sampled by policy version 7
+
+Only `batch.build_batch` shifts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from typing import Any, NamedTuple, TypedDict
+
+
+class Message(TypedDict):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+class Status(StrEnum):
+    """How the generation of a sample ended."""
+
+    PENDING = "pending"
+    """Not generated yet, or only partly."""
+    COMPLETED = "completed"
+    """The policy ended its turn by itself."""
+    TRUNCATED = "truncated"
+    """The token limit ended it."""
+    ABORTED = "aborted"
+    """It was stopped from outside and keeps what it has."""
+    FAILED = "failed"
+    """No usable completion exists; `metadata["error"]` says why."""
+
+
+class VersionSpan(NamedTuple):
+    """Tokens [start, end) of a sample were sampled by this policy version."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One dataset item before sampling."""
+
+    id: str
+    """Unique within its file; decides nothing, names it in messages and reports."""
+    messages: tuple[Message, ...]
+    """The conversation that the policy continues."""
+    answer: str = ""
+    """The reference that a reward compares with."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # whatever else the row had
+    """Every other field of the row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One rollout, or one row of SFT data: prompt and completion tokens with their masks.
+
+    Raises:
+        ValueError: per-token arrays of different lengths.
+    """
+
+    prompt: str | tuple[Message, ...] = ""
+    """What the policy was asked, for people and rewards; training reads `tokens`."""
+    response: str = ""
+    """The completion as text, for people and rewards."""
+    tokens: list[int] = field(default_factory=list)
+    """Prompt and completion, exactly as the policy saw and sampled them."""
+    loss_mask: list[float] = field(default_factory=list)
+    """Per token: 0 for prompt and observations, 1 (or a weight) where the token is trained on."""
+    rollout_log_probs: list[float] | None = None
+    """Per token, nats, of the distribution that was sampled from; 0 where nothing was sampled."""
+    reward: float | None = None
+    """The grade of the whole sample; None until it was graded."""
+    group_index: int = 0
+    """The draw of the prompt: samples with the same number share their baseline."""
+    index: int = 0
+    """The place within the group."""
+    status: Status = Status.PENDING
+    """How generation ended."""
+    finish_reason: str = ""
+    """The engine's own word for it."""
+    policy_versions: tuple[VersionSpan, ...] = ()
+    """Which weights sampled which tokens, in order."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # the row's other fields, rewards' notes
+    """Whatever the dataset row and the reward want to keep; `answer` and `prompt_id` lie here."""
+
+    def __post_init__(self) -> None:
+        if len(self.loss_mask) != len(self.tokens):
+            raise ValueError(f"loss_mask has {len(self.loss_mask)} entries for {len(self.tokens)} tokens")
+        if self.rollout_log_probs is not None and len(self.rollout_log_probs) != len(self.tokens):
+            raise ValueError(
+                f"rollout_log_probs has {len(self.rollout_log_probs)} entries for {len(self.tokens)} tokens"
+            )
+
+    def to_json(self) -> dict[str, Any]:  # Any: JSON
+        """The sample as JSON values; `sample_from_json` is the inverse."""
+        return asdict(self)
+
+
+def sample_from_json(record: Mapping[str, Any]) -> Sample:  # Any: JSON
+    """The sample that `Sample.to_json` wrote."""
+    known = {f.name for f in fields(Sample)}
+    values = {key: value for key, value in record.items() if key in known}
+    if not isinstance(values["prompt"], str):
+        values["prompt"] = tuple(values["prompt"])
+    values["status"] = Status(values["status"])
+    values["policy_versions"] = tuple(VersionSpan(*span) for span in values["policy_versions"])
+    return Sample(**values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutBatch:
+    """The samples of one RL step, ordered by group and place, with the columns that training reads."""
+
+    tokens: list[list[int]]
+    """N token lists."""
+    loss_masks: list[list[float]]
+    """N masks, each as long as its tokens."""
+    rewards: list[float]
+    """N grades."""
+    response_lengths: list[int]
+    """N counts of the tokens that the policy sampled."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # counters of mixed types
+    """Counters of how the batch came about: epoch, step, drops by reason."""
+    samples: tuple[Sample, ...] = ()
+    """The samples that the columns were taken from."""
+
+    @property
+    def groups(self) -> list[list[Sample]]:
+        """The samples by group, in the order of the batch."""
+        return group_samples(self.samples)
+
+    def to_json(self) -> dict[str, Any]:  # Any: JSON
+        """The batch as JSON values: its samples and counters say everything."""
+        return {"samples": [sample.to_json() for sample in self.samples], "metadata": dict(self.metadata)}
+
+
+def group_samples(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Samples by `group_index`, groups in order of first appearance."""
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group_index, []).append(sample)
+    return list(groups.values())

@@ -1,0 +1,288 @@
+"""The lifetime of a store's Prefect server: one for all users, none without a user.
+
+What breaks silently without these: servers that stay behind after a killed command and hold the port and the
+database, a user who is handed a server that is going down, runs whose logs never arrive, and Prefect's lines in
+the middle of the terminal display.
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.server import (
+    HOST,
+    OWN_API_URL,
+    ServerAddress,
+    ServerError,
+    local_server,
+    prefect_environment,
+    run_url,
+)
+
+ROOT = Path(__file__).parents[2]
+GONE_TIMEOUT_S = 15.0
+
+STAYING_USER = """
+import sys, time
+from pathlib import Path
+from flows.server import local_server
+with local_server(Path(sys.argv[1])) as address:
+    print(address.api_url, flush=True)
+    sys.stdin.read()
+"""
+
+FLOW_USER = """
+import logging, os, sys
+from pathlib import Path
+from flows.server import local_server, prefect_environment
+store = Path(sys.argv[1])
+with local_server(store) as address:
+    os.environ.update(prefect_environment(store, address))
+    from prefect import flow, get_run_logger, task
+
+    @task
+    def add_one(number: int) -> int:
+        logging.getLogger("infra.ssh").info("said by our own logger")
+        logging.getLogger("infra.ssh").debug("too fine to keep")
+        return number + 1
+
+    @flow(name="counting")
+    def counting() -> int:
+        get_run_logger().info("said by the flow")
+        return add_one(1)
+
+    assert counting() == 2
+"""
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PREFECT_") or name == OWN_API_URL]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="module")
+def migrated_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store whose database exists: making one takes most of a first start."""
+    store = tmp_path_factory.mktemp("migrated")
+    with local_server(store):
+        pass
+    wait_until(lambda: not processes_of(store))
+    return store
+
+
+@pytest.fixture
+def store(migrated_store: Path, tmp_path: Path) -> Iterator[Path]:
+    copy = tmp_path / "store"
+    shutil.copytree(migrated_store, copy)
+    yield copy
+    wait_until(lambda: not processes_of(copy))
+
+
+def processes_of(store: Path) -> list[int]:
+    """Return the living processes with the store on their command line; zombies have none."""
+    listing = subprocess.run(["ps", "-A", "-ww", "-o", "pid=,args="], capture_output=True, text=True, check=True)
+    lines = [line.split(None, 1) for line in listing.stdout.splitlines()]
+    return [int(line[0]) for line in lines if len(line) == 2 and str(store) in line[1]]
+
+
+def wait_until(is_true: Callable[[], bool], timeout_s: float = GONE_TIMEOUT_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < deadline, f"not true within {timeout_s} s"
+        time.sleep(0.05)
+
+
+def start_user(store: Path) -> tuple[subprocess.Popen[str], str]:
+    """Return a process that uses the server until its standard input ends, and the URL it was given."""
+    user = subprocess.Popen(
+        [sys.executable, "-c", STAYING_USER, str(store)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert user.stdout is not None
+    return user, user.stdout.readline().strip()
+
+
+def is_healthy(address: ServerAddress) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address.api_url}/health", timeout=2) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+def keeper_pid(store: Path) -> int:
+    return int(json.loads((store / "prefect" / "server.json").read_text())["pid"])
+
+
+def ask(address: ServerAddress, path: str, question: dict[str, Any]) -> Any:  # whatever JSON the server answers
+    request = urllib.request.Request(
+        f"{address.api_url}{path}", json.dumps(question).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=10) as response:
+        return json.load(response)
+
+
+@pytest.mark.slow
+def test_a_server_is_shared_stays_until_the_last_user_leaves_and_leaves_nothing(store: Path) -> None:
+    before = set(Path("/tmp").iterdir())
+    with local_server(store) as address:
+        second_user, second_url = start_user(store)
+        first_pid = keeper_pid(store)
+    assert second_url == address.api_url
+    time.sleep(3)
+    assert is_healthy(address)
+    assert keeper_pid(store) == first_pid
+    second_user.communicate("")
+    wait_until(lambda: not processes_of(store))
+    assert not is_healthy(address)
+    assert not (store / "prefect" / "server.json").exists()
+    assert not [path for path in set(Path("/tmp").iterdir()) - before if "prefect" in path.name]
+
+
+@pytest.mark.slow
+def test_kill_9_of_the_only_user_ends_the_server(store: Path) -> None:
+    user, url = start_user(store)
+    assert url.startswith(f"http://{HOST}:")
+    user.kill()
+    user.communicate()
+    wait_until(lambda: not processes_of(store))
+
+
+@pytest.mark.slow
+def test_kill_9_of_a_user_during_the_start_ends_the_server(store: Path) -> None:
+    user = subprocess.Popen([sys.executable, "-c", STAYING_USER, str(store)], cwd=ROOT, stdin=subprocess.PIPE)
+    wait_until((store / "prefect" / "server.json").exists)
+    user.kill()
+    user.communicate()
+    wait_until(lambda: not processes_of(store))
+
+
+@pytest.mark.slow
+def test_who_joins_while_the_server_stops_gets_one_that_stays(store: Path) -> None:
+    with local_server(store) as address:
+        pass
+    wait_until(lambda: not is_healthy(address))  # from here on it is stopping, and may still be there
+    with local_server(store) as joined:
+        time.sleep(2.5)
+        assert is_healthy(joined)
+
+
+@pytest.mark.slow
+def test_the_address_left_by_a_killed_keeper_is_not_believed(store: Path) -> None:
+    with local_server(store) as address:
+        killed_pid = keeper_pid(store)
+        os.kill(killed_pid, signal.SIGKILL)
+        wait_until(lambda: not is_healthy(address))
+        assert (store / "prefect" / "server.json").exists()
+        with local_server(store) as fresh:
+            assert is_healthy(fresh)
+            assert keeper_pid(store) != killed_pid
+
+
+@pytest.mark.slow
+def test_a_flow_leaves_its_run_and_its_lines_on_the_server_and_none_on_the_terminal(store: Path) -> None:
+    flow = subprocess.run(
+        [sys.executable, "-c", FLOW_USER, str(store)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (flow.returncode, flow.stdout, flow.stderr) == (0, "", "")
+    with local_server(store) as address:
+        (run,) = ask(address, "/flow_runs/filter", {"flows": {"name": {"any_": ["counting"]}}})
+        (task_run,) = ask(address, "/task_runs/filter", {})
+        messages = [line["message"] for line in ask(address, "/logs/filter", {})]
+        navigation = urllib.request.Request(run_url(address, run["id"]), headers={"Accept": "text/html"})
+        page = urllib.request.urlopen(navigation, timeout=10).read().decode()
+    assert (run["state_type"], task_run["state_type"]) == ("COMPLETED", "COMPLETED")
+    assert {"said by the flow", "said by our own logger"} <= set(messages)
+    assert "too fine to keep" not in messages
+    assert "/v2/assets/" in page  # the V1 page has its assets elsewhere
+
+
+@pytest.mark.slow
+def test_the_environment_it_made_itself_is_not_taken_for_the_users_server(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = ServerAddress(api_url=f"http://{HOST}:9/api", ui_url=f"http://{HOST}:9/v2")
+    for name, value in prefect_environment(store, gone).items():
+        monkeypatch.setenv(name, value)
+    with local_server(store) as address:
+        assert is_healthy(address)
+        assert address.api_url != gone.api_url
+
+
+def test_an_explicit_port_that_is_taken_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    with socket.create_server((HOST, 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ServerError, match=f"port {port} .* choose another one"), local_server(tmp_path, port=port):
+            pass
+    assert not processes_of(tmp_path)
+
+
+def test_a_server_named_by_the_user_that_does_not_answer_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", f"http://{HOST}:9/api")
+    with pytest.raises(ServerError, match=r"PREFECT_API_URL is set to .* nothing answers"), local_server(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_fastapi_that_is_too_new_is_named_as_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "packages" / "prefect"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("""raise TypeError("got an unexpected keyword argument 'min_items'")""")
+    monkeypatch.setenv("PYTHONPATH", str(broken.parent))
+    with pytest.raises(ServerError, match="fastapi is too new"), local_server(tmp_path / "store"):
+        pass
+    assert not processes_of(tmp_path)
+
+
+def test_a_store_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ServerError, match="the store cannot be written"), local_server(tmp_path / "file"):
+        pass
+
+
+def test_the_module_does_not_import_prefect() -> None:
+    command = "import flows.server, sys; sys.exit('prefect' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", command], cwd=ROOT, check=False).returncode == 0
+
+
+def test_a_preference_of_the_user_wins_and_the_home_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "INFO")
+    monkeypatch.setenv("PREFECT_HOME", "/elsewhere")
+    address = ServerAddress(api_url="http://127.0.0.1:4200/api", ui_url="http://127.0.0.1:4200/v2")
+    environment = prefect_environment(tmp_path, address)
+    assert environment["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] == "INFO"
+    assert environment["PREFECT_HOME"] == str(tmp_path / "prefect")
+
+
+def test_a_server_named_by_the_user_keeps_the_users_home(tmp_path: Path) -> None:
+    address = ServerAddress(api_url="http://team:4200/api", ui_url="http://team:4200/v2", is_local=False)
+    assert "PREFECT_HOME" not in prefect_environment(tmp_path, address)
+
+
+def test_requests_to_this_machine_pass_by_the_users_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy:3128")
+    monkeypatch.setenv("NO_PROXY", "intranet")
+    address = ServerAddress(api_url="http://127.0.0.1:4200/api", ui_url="http://127.0.0.1:4200/v2")
+    assert prefect_environment(tmp_path, address)["NO_PROXY"] == "intranet,127.0.0.1"
+
+
+def test_the_page_of_a_run_is_the_one_of_the_second_ui() -> None:
+    address = ServerAddress(api_url="http://127.0.0.1:4200/api", ui_url="http://127.0.0.1:4200/v2")
+    assert run_url(address, "0b5e") == "http://127.0.0.1:4200/v2/runs/flow-run/0b5e"
