@@ -41,6 +41,15 @@ class Comparison:
     """Chance of at least this difference if the two were equally good."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whether training helped."""
+
+    is_improvement: bool
+    sentence: str
+    """The verdict with its numbers, for people."""
+
+
 def estimate_mean(scores: Sequence[float], *, seed: int = 0) -> Estimate:
     """The mean score with its 95 % bootstrap interval over rows."""
     values = np.asarray(scores, dtype=np.float64)
@@ -64,6 +73,25 @@ def compare_paired(baseline: Sequence[float], candidate: Sequence[float], *, see
     num_as_large = int((flipped_means >= differences.mean() - 1e-12).sum())
     p_value = (1 + num_as_large) / (1 + NUM_RESAMPLES)
     return Comparison(difference=float(differences.mean()), low=low, high=high, p_value=p_value)
+
+
+def judge_improvement(
+    baseline: Sequence[float], candidate: Sequence[float], *, names: tuple[str, str], max_p_value: float
+) -> Verdict:
+    """Whether the candidate scored better than the baseline beyond noise, and the sentence that says so.
+
+    Args:
+        names: of the baseline and of the candidate, for the sentence.
+    """
+    comparison = compare_paired(baseline, candidate)
+    before, after = float(np.mean(baseline)), float(np.mean(candidate))
+    is_improvement = comparison.p_value <= max_p_value
+    sentence = (
+        f"{names[1]} {'improved on' if is_improvement else 'did not improve on'} {names[0]}"
+        f"{'' if is_improvement else ' beyond noise'}: {before:.3f} -> {after:.3f} on {len(baseline)} held-out prompts, "
+        f"p = {comparison.p_value:.2g} (at most {max_p_value:g} is asked for)"
+    )
+    return Verdict(is_improvement=is_improvement, sentence=sentence)
 
 
 def select_best(mean_scores: Sequence[float]) -> int:

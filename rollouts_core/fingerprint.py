@@ -16,7 +16,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rollouts_core.config import FunctionName, name_of_function
+from rollouts_core.checkpoint import MANIFEST, load_manifest
+from rollouts_core.config import FunctionName, ModelConfig, name_of_function
 from rollouts_core.dataset import digest_path
 from rollouts_core.errors import ConfigError
 
@@ -53,6 +54,14 @@ def affecting_settings(record: BaseModel) -> dict[str, Any]:  # Any: JSON
         else:
             chosen[name] = as_json[name]
     return {name: value for name, value in chosen.items() if value != {}}
+
+
+def digest_model(model: ModelConfig) -> str:
+    """The digest of a model's content: by its manifest where it is one of our checkpoints, else by its files."""
+    path = Path(model.path)
+    if (path / MANIFEST).is_file():
+        return load_manifest(path).digest
+    return digest_path(model.path if path.exists() else f"{model.path}@{model.revision}")
 
 
 def digest_plugins(*names: FunctionName) -> str:

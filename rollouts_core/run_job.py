@@ -25,7 +25,6 @@ from transformers.utils import logging as transformers_logging
 
 from rollouts_core.checkpoint import list_checkpoints, load_manifest
 from rollouts_core.comparison import estimate_mean, select_best
-from rollouts_core.config import ModelConfig
 from rollouts_core.data_buffer import DataBuffer
 from rollouts_core.dataset import digest_path, load_prompts_from_jsonl, load_sft_dataset
 from rollouts_core.embedded.server import serve
@@ -38,6 +37,7 @@ from rollouts_core.evaluate import (
     score_demonstrations,
     scores_by_prompt,
 )
+from rollouts_core.fingerprint import digest_model
 from rollouts_core.files import remove_partial_directories, write_atomically
 from rollouts_core.job import EngineAddress, EvalJob, GenerateJob, InputFile, InputModel, Job, RLJob, ServeJob, SFTJob
 from rollouts_core.loss import create_cross_entropy_loss, create_policy_loss
@@ -197,16 +197,8 @@ def check_file(file: InputFile) -> None:
 
 def check_model(model: InputModel) -> None:
     """Raise CheckpointError when a model's folder is not the one that the job was made for."""
-    if model_digest(model.model) != model.digest:
+    if digest_model(model.model) != model.digest:
         raise CheckpointError(f"the model at {model.model.path} changed since the stage was planned: start again")
-
-
-def model_digest(model: ModelConfig) -> str:
-    """The digest of a model's content: by its manifest where it is one of our checkpoints, else by its files."""
-    path = Path(model.path)
-    if (path / "manifest.json").is_file():
-        return load_manifest(path).digest
-    return digest_path(model.path if path.exists() else f"{model.path}@{model.revision}")
 
 
 def describe_checkpoints(directory: RunDirectory) -> list[dict[str, Any]]:  # Any: JSON

@@ -1,0 +1,179 @@
+"""The `rollouts` command: run a pipeline, try the quickstart, check a configuration, open the UI, serve a model.
+
+Not here: what a pipeline does (pipeline.py), the Prefect server (server.py), the form of a configuration (form.py).
+
+Exit codes: 0 done, 1 failed, 2 something that the user must change, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import click
+import typer
+from rich.console import Console
+
+from flows.form import Pipeline, RunOptions, load_pipeline
+from flows.preflight import check_pipeline, check_writable
+from flows.server import ServerAddress, ServerError, local_server, prefect_environment, run_url
+from infra.errors import JobFailedError, PermanentInfraError
+from rollouts_core.errors import InputError, RolloutsError
+
+if TYPE_CHECKING:
+    from prefect import Flow
+    from prefect.client.schemas.objects import FlowRun, State
+
+    from flows.pipeline import PipelineResult
+
+PRESETS = Path(__file__).resolve().parent.parent / "configs"
+STORE_VARIABLE = "ROLLOUTS_STORE"
+INTERRUPTED_CODE = 130
+
+Store = Annotated[
+    Path, typer.Option(envvar=STORE_VARIABLE, help="Folder that keeps stages, runs and Prefect's database.")
+]
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML, JSON or Python file that describes the run.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port of the Prefect server; 0 takes 4200 or any free one.")]
+
+app = typer.Typer(
+    name="rollouts",
+    help="Turn a base model and data into a trained, evaluated checkpoint: SFT, checkpoint selection, RL.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def run(
+    config: ConfigFile,
+    store: Store = Path(".rollouts"),
+    name: Annotated[str, typer.Option(help="Name of the run; the configuration's own otherwise.")] = "",
+    fresh: Annotated[
+        list[str] | None, typer.Option(help="Do this stage anew: sft, select-sft, rl, select-rl, evaluate. Repeatable.")
+    ] = None,
+    port: Port = 0,
+) -> None:
+    """Run the pipeline that CONFIG describes.
+
+    Stages that an earlier run finished with the same settings and data are not done again; a stage that is
+    under way is attached to; one that was stopped goes on from its last checkpoint.
+    """
+    pipeline = load_pipeline(config)
+    options = pipeline.run.model_copy(update={"store": str(store), "fresh": tuple(fresh or pipeline.run.fresh)})
+    if name:
+        options = RunOptions.model_validate({**options.model_dump(), "name": name})
+    run_pipeline(Pipeline(config=pipeline.config, node=pipeline.node, run=options), port=port)
+
+
+@app.command()
+def quickstart(
+    store: Store = Path(".rollouts"),
+    seed: Annotated[int, typer.Option(min=0, help="Another seed makes other data and another start model.")] = 0,
+    port: Port = 0,
+) -> None:
+    """Make a small task, a tokenizer and a model, and run the whole pipeline on them: about two minutes on a CPU."""
+    check_writable(store)
+    from rollouts_core.quickstart import QuickstartSize, write_quickstart_files  # torch loads here
+
+    folder = store / "quickstart" / f"seed-{seed}"
+    write_quickstart_files(folder, size=QuickstartSize(), seed=seed)
+    preset = (PRESETS / "quickstart.toml").read_text()
+    (folder / "quickstart.toml").write_text(preset)
+    pipeline = load_pipeline(folder / "quickstart.toml")
+    console.print(f"made {folder}: data, tokenizer, untrained model and quickstart.toml")
+    options = pipeline.run.model_copy(update={"store": str(store)})
+    run_pipeline(Pipeline(config=pipeline.config, node=pipeline.node, run=options), port=port)
+
+
+@app.command()
+def validate(config: ConfigFile, store: Store = Path(".rollouts")) -> None:
+    """Check everything about CONFIG that can be checked without training."""
+    for finding in check_pipeline(load_pipeline(config), store):
+        console.print(f"ok  {finding}")
+
+
+@app.command()
+def ui(store: Store = Path(".rollouts"), port: Port = 0) -> None:
+    """Serve Prefect's UI over the store's database until Ctrl-C."""
+    with local_server(store, port=port) as address:
+        console.print(f"Prefect UI at {address.ui_url} (Ctrl-C ends it)")
+        while True:
+            time.sleep(3600)
+
+
+@app.command()
+def serve(
+    model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder of a Hugging Face checkpoint.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes any free one.")] = 30000,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+) -> None:
+    """Serve a checkpoint by the embedded engine, which speaks SGLang's HTTP API."""
+    from rollouts_core.embedded.server import serve as serve_model  # torch loads here
+
+    serve_model(
+        model_dir,
+        host=host,
+        port=port,
+        num_threads=threads,
+        on_ready=lambda url: console.print(f"serving {model_dir} at {url} (Ctrl-C ends it)"),
+    )
+
+
+def run_pipeline(pipeline: Pipeline, *, port: int) -> None:
+    """Check the pipeline, run it against the store's Prefect server, and say where everything is."""
+    store = Path(pipeline.run.store).resolve()
+    for finding in check_pipeline(pipeline, store):
+        console.print(f"checked        {finding}")
+    with local_server(store, port=port) as address:
+        os.environ.update(prefect_environment(store, address))
+        result = run_flow(pipeline, address)
+    console.print(f"\nReport:      {result.report}\nCheckpoint:  {result.checkpoint}")
+    console.print(f"UI again:    rollouts ui --store {store}")
+
+
+def run_flow(pipeline: Pipeline, address: ServerAddress) -> PipelineResult:
+    """Run the flow in this process; prints the link of its page first."""
+    from flows.pipeline import sft_rl  # imports prefect, which reads the environment that was just set
+
+    def announce(flow: Flow[..., PipelineResult], flow_run: FlowRun, state: State[PipelineResult]) -> None:
+        console.print(f"follow it at   {run_url(address, str(flow_run.id))}")
+
+    return sft_rl.with_options(on_running=[announce])(pipeline.config, pipeline.node, pipeline.run)
+
+
+def main() -> None:
+    """Entry point of the `rollouts` command."""
+    sys.exit(exit_code_of(app))
+
+
+def exit_code_of(command: Callable[..., object]) -> int:
+    """Run a command; an expected failure becomes one sentence and an exit code."""
+    try:
+        code = command(standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except click.ClickException as error:  # a wrong option or argument: click's own words, and code 2
+        error.show()
+        return error.exit_code
+    except (InputError, PermanentInfraError, ServerError) as error:
+        console.print(f"rollouts: {error}", markup=False)
+        return 1 if isinstance(error, JobFailedError) else 2
+    except RolloutsError as error:
+        console.print(f"rollouts: {error}", markup=False)
+        return 1
+    except (KeyboardInterrupt, click.Abort):
+        console.print(
+            "\nrollouts: interrupted. What was finished is kept: the same command goes on from the last checkpoint."
+        )
+        return INTERRUPTED_CODE
+
+
+if __name__ == "__main__":
+    main()

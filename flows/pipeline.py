@@ -1,0 +1,117 @@
+"""The `sft-rl` flow: which stages run, in which order, and what happens when they end.
+
+Not here: what a stage does (tasks), how a run is asked for (form.py, cli.py).
+
+    provision -> bootstrap -> sft -> select -> launch-engine -> rl -> select -> evaluate -> sync -> report -> release
+
+Finished, failed, or interrupted by Ctrl-C: the run's jobs end and the node is given back. Killed, or ended by
+SIGTERM: everything is left as it is, and the next start attaches to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+from prefect import flow
+from prefect.runtime import flow_run
+from pydantic import BaseModel
+
+from flows.form import RunOptions
+from infra.node import Node, NodeSettings
+from rollouts_core.config import Config
+from rollouts_core.errors import RolloutsError
+from rollouts_core.job import InputModel
+from tasks.artifacts import is_finished
+from tasks.bootstrap import bootstrap
+from tasks.caching import run_cached
+from tasks.engine import launch_engine, stop_engine
+from tasks.evaluate import evaluate_models
+from tasks.plan import base_model, plan_evaluation, plan_rl, plan_selection, plan_sft, selected_model, with_engines
+from tasks.provision import provision, release, release_now
+from tasks.records import RunScope, StageRecord
+from tasks.report import write_report
+from tasks.rl import train_rl
+from tasks.select import select_checkpoint
+from tasks.sft import train_sft
+from tasks.sync import sync_results
+
+
+class NoImprovementError(RolloutsError):
+    """RL ran, but its best checkpoint is not better than the model it started from."""
+
+
+class PipelineResult(BaseModel):
+    """Where a finished run left what it made."""
+
+    report: str
+    """Path of the HTML report."""
+    checkpoint: str
+    """Folder of the final checkpoint."""
+    verdict: str
+    """Whether RL helped, in a sentence; empty without RL."""
+
+
+@flow(name="sft-rl", flow_run_name="{run.name}", persist_result=False)
+def sft_rl(config: Config, node: NodeSettings, run: RunOptions) -> PipelineResult:
+    """Turn a base model and data into a trained, evaluated checkpoint.
+
+    Raises:
+        NoImprovementError: RL did not improve on the model it started from beyond noise; the report is written.
+    """
+    scope = open_scope(run)
+    machine = provision(node, scope)
+    with released_at_the_end(machine, scope):
+        bootstrap(machine, config.deployment, node.min_free_gb)
+        models = {"base": base_model(config)}
+        records: list[StageRecord] = []
+        if config.mode != "rl":
+            sft = run_cached(train_sft, plan_sft(config, scope, machine), scope, machine)
+            selection = run_cached(select_checkpoint, plan_selection(sft, config, scope, machine), scope, machine)
+            models["sft"] = selected_model(sft, selection, config)
+            records += [sft, selection]
+        if config.mode != "sft":
+            rl = run_rl(models.get("sft", models["base"]), config, scope, machine)
+            selection = run_cached(select_checkpoint, plan_selection(rl, config, scope, machine), scope, machine)
+            models["rl"] = selected_model(rl, selection, config)
+            records += [rl, selection]
+        evaluation = run_cached(evaluate_models, plan_evaluation(models, config, scope, machine), scope, machine)
+        final = models.get("rl") or models["sft"]
+        checkpoint = sync_results(final, scope, machine)
+        report, verdict = write_report([*records, evaluation], config, node, checkpoint, scope)
+    if verdict is not None and not verdict.is_improvement:
+        raise NoImprovementError(f"{verdict.sentence}; the report is {report}")
+    return PipelineResult(report=report, checkpoint=checkpoint, verdict=verdict.sentence if verdict else "")
+
+
+def run_rl(start: InputModel, config: Config, scope: RunScope, machine: Node) -> StageRecord:
+    """RL with an engine beside it, unless an earlier run finished the same."""
+    stage = plan_rl(start, config, scope, machine)
+    if is_finished(stage):
+        return run_cached(train_rl, stage, scope, machine)
+    engine = launch_engine(stage, config.deployment.engine_port, scope, machine)
+    record = run_cached(train_rl, with_engines(stage, [engine]), scope, machine)
+    stop_engine(engine, scope, machine)
+    return record
+
+
+def open_scope(run: RunOptions) -> RunScope:
+    """The run's identity and place in the store."""
+    store = Path(run.store).resolve()
+    return RunScope(run_id=str(flow_run.id or uuid4()), run_name=run.name, store=str(store), fresh=run.fresh)
+
+
+@contextmanager
+def released_at_the_end(machine: Node, scope: RunScope) -> Iterator[None]:
+    """Give everything back when the block ends, fails or is interrupted, but not when the process is terminated."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        release_now(machine, scope)  # the flow run is ending: no further task can be run in it
+        raise
+    except Exception:
+        release(machine, scope)
+        raise
+    release(machine, scope)

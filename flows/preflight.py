@@ -1,0 +1,66 @@
+"""What can be known to fail before anything is started: the store, the files, the port, the settings.
+
+Not here: the checks of models and data themselves (rollouts_core/validate.py), those of a node (tasks/bootstrap.py).
+This module does not import prefect: it runs before Prefect's environment is set.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import httpx
+
+from flows.form import Pipeline
+from infra.ports import LOOPBACK, check_port
+from infra.providers import open_session, provision_node
+from rollouts_core.config import DataConfig
+from rollouts_core.errors import ConfigError
+
+ENGINE_ANSWER_TIMEOUT_S = 2.0
+
+
+def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
+    """What was found out about a pipeline, a sentence each, without starting anything.
+
+    Raises:
+        InputError, PermanentInfraError: one sentence about what does not work.
+    """
+    check_writable(store)
+    check_files(pipeline.config.data)
+    port = pipeline.config.deployment.engine_port
+    if not is_own_engine(port, store):
+        with open_session(provision_node(pipeline.node, store)) as session:
+            check_port(session, port)
+    from rollouts_core.validate import validate_config  # torch and transformers load here
+
+    return validate_config(pipeline.config)
+
+
+def check_writable(store: Path) -> None:
+    """Raise ConfigError when nothing can be written into the store."""
+    try:
+        store.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=store) as probe:
+            probe.write(b"rollouts")
+    except OSError as error:
+        raise ConfigError(f"the store {store} cannot be written ({error}): choose another with --store") from error
+
+
+def check_files(data: DataConfig) -> None:
+    """Raise ConfigError for a data file that does not exist; names of hub datasets are left to the loader."""
+    for name in DataConfig.model_fields:
+        path = Path(getattr(data, name))
+        if path.is_absolute() and not path.exists():
+            raise ConfigError(f"data.{name}: {path} does not exist")
+
+
+def is_own_engine(port: int, store: Path) -> bool:
+    """True when the engine of an earlier run of this store answers on the port: a run may attach to it."""
+    if port == 0:
+        return False
+    try:
+        answer = httpx.get(f"http://{LOOPBACK}:{port}/model_info", timeout=ENGINE_ANSWER_TIMEOUT_S).json()
+    except (httpx.HTTPError, ValueError):
+        return False
+    return isinstance(answer, dict) and Path(str(answer.get("model_path", ""))).is_relative_to(store.resolve())

@@ -1,0 +1,120 @@
+"""Find out what a node has, and refuse it with one sentence when that is not enough.
+
+probe_node ── node_probe.py on the node ── NodeReport ── check_node ── fine, or PermanentInfraError
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from infra import node_probe
+from infra.errors import CommandFailedError, PermanentInfraError
+from infra.node import Node
+from infra.session import Session
+from infra.supervisor import parse_object
+
+MIN_PYTHON = (3, 11)
+MIN_TORCH = (2, 6)
+PROBE_TIMEOUT_S = 180.0
+"""Importing torch from a cold network disk takes a minute or two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuReport:
+    """A CUDA device that has proved that it can compute."""
+
+    name: str
+    total_gb: float
+    free_gb: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReport:
+    """What a node has; sizes in GB of 10^9 bytes."""
+
+    python: str
+    """Path of the interpreter that was asked."""
+    root: str
+    python_version: str
+    torch_version: str | None
+    torch_problem: str
+    """Why torch cannot be imported; else empty."""
+    gpus: tuple[GpuReport, ...]
+    gpu_problem: str
+    """Why a device that the driver lists cannot compute; else empty."""
+    num_cpus: int
+    total_memory_gb: float
+    free_memory_gb: float
+    free_disk_gb: float
+    """On the disk of the node's root."""
+    root_problem: str
+    """Why no file can be written to the node's root; else empty."""
+
+    @property
+    def device_summary(self) -> str:
+        """The devices in words, for example `2 x NVIDIA H200` or `CPU with 8 cores`."""
+        if not self.gpus:
+            return f"CPU with {self.num_cpus} cores"
+        names = sorted({gpu.name for gpu in self.gpus})
+        return f"{len(self.gpus)} x {' and '.join(names)}"
+
+
+def probe_node(session: Session, node: Node) -> NodeReport:
+    """Ask the node what it has.
+
+    Raises:
+        PermanentInfraError: its interpreter cannot be run.
+    """
+    program = session.place_program(Path(node_probe.__file__))
+    completed = session.run([node.python, program, node.root], timeout_s=PROBE_TIMEOUT_S, check=False)
+    lines = completed.stdout.splitlines()
+    document = parse_object(lines[-1]) if lines else None
+    if document is None:
+        raise CommandFailedError(completed)
+    gpus = tuple(GpuReport(**gpu) for gpu in document["gpus"])
+    return NodeReport(**{**document, "gpus": gpus, "python": node.python, "root": node.root})
+
+
+def check_node(report: NodeReport, *, min_free_gb: float, required_gpus: int) -> None:
+    """Return if the node is good enough for the pipeline.
+
+    Raises:
+        PermanentInfraError: it is not; one sentence with what is expected, what was found and what to do.
+    """
+    if _version(report.python_version) < MIN_PYTHON:
+        raise PermanentInfraError(
+            f"Python {_dotted(MIN_PYTHON)} or newer is needed, {report.python} is {report.python_version}: "
+            "name another interpreter in the node's settings"
+        )
+    if report.torch_version is None:
+        raise PermanentInfraError(
+            f"{report.python} cannot import torch ({report.torch_problem}): "
+            "install the project there, or name another interpreter in the node's settings"
+        )
+    if _version(report.torch_version) < MIN_TORCH:
+        raise PermanentInfraError(
+            f"torch {_dotted(MIN_TORCH)} or newer is needed, {report.python} has {report.torch_version}: upgrade it"
+        )
+    if len(report.gpus) < required_gpus:
+        reason = f" ({report.gpu_problem})" if report.gpu_problem else ""
+        raise PermanentInfraError(
+            f"{required_gpus} working GPUs are needed, the node has {len(report.gpus)}{reason}: "
+            "use fewer ranks or another node"
+        )
+    if report.root_problem:
+        raise PermanentInfraError(
+            f"{report.root} cannot be written ({report.root_problem}): choose another root in the node's settings"
+        )
+    if report.free_disk_gb < min_free_gb:
+        raise PermanentInfraError(
+            f"{min_free_gb:g} GB of free disk are needed at {report.root}, {report.free_disk_gb:.1f} GB are there: "
+            "free some space, choose another root, or lower min_free_gb"
+        )
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(str(part) for part in version)

@@ -1,0 +1,137 @@
+"""Start an inference engine as a job on a node, and wait until it really generates.
+
+Not here: the engine (rollouts_core serves, SGLang, vLLM), its clients, its weights. An engine that dies is restarted
+by its supervisor on the same port; one whose lease nobody renews ends by itself (jobs.py).
+
+    start_engine ── job RUNNING ── loading ── answers with one token: ready
+                         └── ended before that: JobFailedError with the reason found in its log
+"""
+
+import logging
+import re
+import time
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import httpx
+
+from infra.errors import JobFailedError, JobLostError, TransientInfraError
+from infra.jobs import JobSpec, JobState, JobStatus, describe_exit, job_status, read_log_tail, start_or_attach
+from infra.node import Node
+from infra.session import Session
+
+POLL_S = 0.5
+COMPLETION_TIMEOUT_S = 60.0
+"""The first completion of a big engine compiles kernels."""
+PROBE_REQUEST = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+
+_LOG_SIGNS = (
+    (r"address already in use|EADDRINUSE", "its port is in use: choose another port or end what listens there"),
+    (
+        r"out of memory|OutOfMemoryError|Cannot allocate memory|std::bad_alloc",
+        "it ran out of memory: use a smaller model, a smaller context or more memory",
+    ),
+    (r"No space left on device", "its disk is full: free some space"),
+    (
+        r"GatedRepoError|gated repo|401 Client Error|403 Client Error",
+        "the hub refuses the model: accept its terms and give a token that may read it",
+    ),
+    (
+        r"RepositoryNotFoundError|Repository Not Found|is not a local folder|No such file or directory"
+        r"|FileNotFoundError|LocalEntryNotFoundError|does not appear to have a file named",
+        "its model, or a file of it, is missing: check the model's path or name",
+    ),
+)
+_TAIL_LINES = 20
+
+logger = logging.getLogger(__name__)
+
+
+def start_engine(
+    session: Session,
+    node: Node,
+    *,
+    run_dir: str,
+    job: Mapping[str, Any],
+    env: Mapping[str, str],
+    max_restarts: int,
+    lease_s: float,
+) -> JobStatus:
+    """Start the engine that `job` describes, or attach to it; it is loading when this returns.
+
+    Args:
+        job: the content of job.json, with the port on which the engine listens; no secrets.
+        env: secrets and GPU placement.
+        lease_s: it ends by itself when its lease is not renewed for this time.
+    """
+    argv = (node.python, "-m", "rollouts_core", "serve", f"{run_dir}/job.json")
+    spec = JobSpec(run_dir=run_dir, argv=argv, job=job, env=env, max_restarts=max_restarts, lease_s=lease_s)
+    return start_or_attach(session, spec)
+
+
+def wait_until_engine_ready(
+    session: Session,
+    *,
+    url: str,
+    run_dir: str,
+    timeout_s: float,
+    transport: httpx.BaseTransport | None = None,
+) -> None:
+    """Return once the engine at `url` has generated a token; its health endpoints promise less than that.
+
+    Raises:
+        JobFailedError: the engine ended first; the message says why, as far as its log tells.
+        JobLostError: the same, by a reboot or a kill -9 of its supervisor.
+        TransientInfraError: it was not ready in time; it still runs.
+    """
+    started = time.monotonic()
+    deadline = started + timeout_s
+    with httpx.Client(transport=transport) as client:
+        while time.monotonic() < deadline:
+            remaining_s = deadline - time.monotonic()
+            if has_generated(client, url, timeout_s=min(COMPLETION_TIMEOUT_S, remaining_s)):
+                logger.info("engine %s was ready after %.1f s", url, time.monotonic() - started)
+                return
+            status = job_status(session, run_dir)
+            if status.state != JobState.RUNNING:
+                raise_engine_failure(session, status)
+            time.sleep(POLL_S)
+    last_line = read_log_tail(session, run_dir).strip().rpartition("\n")[2]
+    raise TransientInfraError(
+        f"the engine at {url} did not generate within {timeout_s:g} s; the last line of its log is {last_line!r}"
+    )
+
+
+def has_generated(client: httpx.Client, url: str, *, timeout_s: float) -> bool:
+    """True if the engine answered a request for one token with a completion."""
+    try:
+        response = client.post(f"{url}/generate", json=PROBE_REQUEST, timeout=timeout_s)
+        return response.status_code == httpx.codes.OK and isinstance(response.json(), dict)
+    except (httpx.TransportError, ValueError):  # not listening yet, or something else answers with no JSON
+        return False
+
+
+def raise_engine_failure(session: Session, status: JobStatus) -> NoReturn:
+    """Raise what is known about an engine that does not run.
+
+    Raises:
+        JobLostError: its supervisor is gone.
+        JobFailedError: anything else, with the reason and the last lines of its log.
+    """
+    if status.state == JobState.LOST:
+        raise JobLostError(status.run_dir, status.attempt, status.reason)
+    if status.exit is None:
+        raise JobFailedError(status.run_dir, status.attempt, -1, f"the engine is {status.state}, not RUNNING")
+    log = read_log_tail(session, status.run_dir)
+    reason = explain_engine_log(log) or describe_exit(status.exit)
+    lines = log.splitlines()[-_TAIL_LINES:]
+    message = "\n".join([reason, "The last lines of its log:", *lines])
+    raise JobFailedError(status.run_dir, status.attempt, status.exit.code, message)
+
+
+def explain_engine_log(log: str) -> str:
+    """One sentence about why an engine failed, from the end of its log; empty when no known sign is in it."""
+    for pattern, sentence in _LOG_SIGNS:
+        if re.search(pattern, log, re.IGNORECASE):
+            return sentence
+    return ""

@@ -1,0 +1,117 @@
+"""What can go wrong with machines, sorted by the one question a caller has: can a retry help?
+
+    InfraError
+    ├── TransientInfraError       the same call may succeed later
+    │   ├── CommandTimeoutError   a command on a node did not end in time
+    │   └── JobLostError          a job's supervisor is gone (reboot, kill -9); starting again is the next attempt
+    └── PermanentInfraError       somebody has to change something first
+        ├── CommandFailedError    a command on a node ended with another code than 0
+        ├── FileMissingError      a file on a node does not exist
+        ├── DiskFullError         a node's disk has no room
+        └── JobFailedError        a job ended without its result.json
+
+Every exception keeps all its arguments in `args`, so it survives pickling.
+"""
+
+import shlex
+from dataclasses import dataclass
+
+_SHOWN_STDERR_CHARACTERS = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletedCommand:
+    """How a command on a node ended, and everything it wrote."""
+
+    argv: tuple[str, ...]
+    exit_code: int
+    """0 is success; a negative number is the signal that killed it."""
+    stdout: bytes
+    stderr: bytes
+
+
+class InfraError(Exception):
+    """Something about a machine went wrong; raised only as one of its two kinds."""
+
+
+class TransientInfraError(InfraError):
+    """The same call may succeed later, without anybody changing anything."""
+
+
+class PermanentInfraError(InfraError):
+    """The same call will fail again until somebody changes something."""
+
+
+class CommandTimeoutError(TransientInfraError):
+    """A command on a node did not end in time and was killed."""
+
+    def __init__(self, argv: tuple[str, ...], timeout_s: float) -> None:
+        super().__init__(argv, timeout_s)
+        self.argv = argv
+        self.timeout_s = timeout_s
+
+    def __str__(self) -> str:
+        return f"`{shlex.join(self.argv)}` did not end within {self.timeout_s:g} s and was killed"
+
+
+class JobLostError(TransientInfraError):
+    """A job's supervisor is gone without having written how the job ended."""
+
+    def __init__(self, run_dir: str, attempt: int, reason: str) -> None:
+        super().__init__(run_dir, attempt, reason)
+        self.run_dir = run_dir
+        self.attempt = attempt
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"attempt {self.attempt} of {self.run_dir} was lost ({self.reason}): start it again to resume"
+
+
+class CommandFailedError(PermanentInfraError):
+    """A command on a node ended with another code than 0; `completed` says what it wrote."""
+
+    def __init__(self, completed: CompletedCommand) -> None:
+        super().__init__(completed)
+        self.completed = completed
+
+    def __str__(self) -> str:
+        stderr = self.completed.stderr.decode(errors="replace").strip()[-_SHOWN_STDERR_CHARACTERS:]
+        command = shlex.join(self.completed.argv)
+        return f"`{command}` ended with code {self.completed.exit_code}: {stderr or 'it wrote no reason'}"
+
+
+class FileMissingError(PermanentInfraError):
+    """A file that was to be read does not exist on the node."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+    def __str__(self) -> str:
+        return f"{self.path} does not exist on the node"
+
+
+class DiskFullError(PermanentInfraError):
+    """The disk under `path` has no room for what was to be written there."""
+
+    def __init__(self, path: str, needed_bytes: int) -> None:
+        super().__init__(path, needed_bytes)
+        self.path = path
+        self.needed_bytes = needed_bytes
+
+    def __str__(self) -> str:
+        return f"the disk of {self.path} is full: {self.needed_bytes} bytes are needed there, free some space"
+
+
+class JobFailedError(PermanentInfraError):
+    """A job ended without the result.json that would mean success."""
+
+    def __init__(self, run_dir: str, attempt: int, exit_code: int, message: str) -> None:
+        super().__init__(run_dir, attempt, exit_code, message)
+        self.run_dir = run_dir
+        self.attempt = attempt
+        self.exit_code = exit_code
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"attempt {self.attempt} of {self.run_dir} ended with code {self.exit_code}: {self.message}"

@@ -1,0 +1,304 @@
+"""Start, follow and end one detached job on a node, and learn how it ended.
+
+A job is its run directory. Everything here is one idempotent call of supervisor.py on the node, so that any call may
+be repeated after a broken connection. Not here: how a node is reached (session.py), what the job does.
+
+    start_or_attach ── RUNNING ──┬── FINISHED   result.json is there
+         ABSENT ┘                ├── EXITED     it ended without one; `exit` says how
+                                 └── LOST       its supervisor is gone: reboot, kill -9; start again to resume
+"""
+
+import base64
+import contextlib
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from infra import supervisor
+from infra.errors import (
+    CommandFailedError,
+    FileMissingError,
+    JobFailedError,
+    JobLostError,
+    PermanentInfraError,
+    TransientInfraError,
+)
+from infra.session import Session
+from infra.supervisor import JobSpec
+
+__all__ = [
+    "FollowOffsets",
+    "JobExit",
+    "JobSpec",
+    "JobState",
+    "JobStatus",
+    "cancel_job",
+    "describe_exit",
+    "follow_job",
+    "job_status",
+    "read_log_tail",
+    "read_result",
+    "renew_lease",
+    "require_finished",
+    "start_or_attach",
+]
+
+# Any: what programs write into their metrics, events and results is theirs to define.
+JsonObject = dict[str, Any]
+
+CALL_TIMEOUT_S = 60.0
+MAX_BROKEN_STREAMS = 10
+"""So many connections in a row may end without a word before following a job is given up."""
+MAX_RECONNECT_PAUSE_S = 10.0
+_TAIL_LINES = 20
+
+logger = logging.getLogger(__name__)
+
+
+class JobState(StrEnum):
+    """Where a job stands, as far as the node can tell; see the head of this file."""
+
+    ABSENT = "ABSENT"
+    """Never started."""
+    RUNNING = "RUNNING"
+    """Its supervisor lives."""
+    FINISHED = "FINISHED"
+    """Its result.json is there."""
+    EXITED = "EXITED"
+    """It ended without result.json; the exit record says how."""
+    LOST = "LOST"
+    """Its supervisor is gone and left no record."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobExit:
+    """How an attempt ended: the content of exit-<n>.json."""
+
+    attempt: int
+    code: int
+    """The program's exit code; 128 + the number of the signal that ended it."""
+    signal: int | None
+    cancelled: bool
+    timeout: bool
+    lease_expired: bool
+    oom: bool
+    """The kernel killed the program because memory ran out."""
+    leftover_processes: int
+    """Processes of the job that outlived the program and were killed."""
+    restarts: int
+    seconds: float
+    started_at: str
+    """ISO 8601, UTC, by the node's clock."""
+    ended_at: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStatus:
+    """What is known about a job at one moment."""
+
+    run_dir: str
+    state: JobState
+    attempt: int
+    """Counts from 1; 0 before the first."""
+    attached: bool
+    """True from `start_or_attach` when nothing had to be started."""
+    pid: int | None
+    """The program's process on the node, while it runs."""
+    restarts: int
+    log_size: int
+    """Bytes in log.txt."""
+    exit: JobExit | None
+    reason: str
+    """Why it is LOST; else empty."""
+    orphans: tuple[int, ...]
+    """Processes that a LOST job has left behind; the next start, or a cancel, ends them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowOffsets:
+    """How far the files of a run directory have been delivered, in bytes."""
+
+    log: int = 0
+    metrics: int = 0
+    events: int = 0
+
+
+def start_or_attach(session: Session, spec: JobSpec) -> JobStatus:
+    """Start the job, unless it is finished or running already; many callers at once start it exactly once.
+
+    Raises:
+        PermanentInfraError: the command cannot be run, or the directory belongs to another job.json.
+    """
+    assert PurePosixPath(spec.run_dir).is_absolute(), f"run_dir is {spec.run_dir!r}, not an absolute path"
+    status = parse_status(_call(session, "start", spec.run_dir, stdin=render_spec(spec)))
+    logger.info("%s %s, attempt %d", "found" if status.attached else "started", spec.run_dir, status.attempt)
+    return status
+
+
+def job_status(session: Session, run_dir: str) -> JobStatus:
+    """What is known about the job now."""
+    return parse_status(_call(session, "status", run_dir))
+
+
+def cancel_job(session: Session, run_dir: str, grace_s: float) -> JobStatus:
+    """End the job with all its processes, SIGKILL after `grace_s`, and return how it ended; harmless when it has."""
+    answer = _call(session, "cancel", run_dir, str(grace_s), timeout_s=grace_s + CALL_TIMEOUT_S)
+    return parse_status(answer)
+
+
+def renew_lease(session: Session, run_dir: str) -> JobStatus:
+    """Tell a job with a lease that it is still wanted, and return its status.
+
+    A process on the same node may as well touch the file `.job/lease` in the run directory.
+    """
+    return parse_status(_call(session, "renew", run_dir))
+
+
+def read_result(session: Session, run_dir: str) -> JsonObject | None:
+    """The content of result.json; None while the job is not finished."""
+    try:
+        return supervisor.parse_object(session.read_file(f"{run_dir}/result.json"))
+    except FileMissingError:
+        return None
+
+
+def read_log_tail(session: Session, run_dir: str, *, max_bytes: int = 16384) -> str:
+    """The end of the job's log as text; bytes that are no UTF-8 are replaced."""
+    answer = _call(session, "tail", run_dir, str(max_bytes))
+    return base64.b64decode(answer["log"]).decode(errors="replace")
+
+
+def follow_job(
+    session: Session,
+    run_dir: str,
+    *,
+    on_metrics: Callable[[JsonObject], None],
+    on_event: Callable[[JsonObject], None],
+    on_log: Callable[[bytes], None],
+    offsets: FollowOffsets = FollowOffsets(),
+) -> JobStatus:
+    """Deliver what the job writes, each byte and each record once, until it has ended; returns its final status.
+
+    A broken connection is opened again at the same offsets. Half-written lines are not delivered.
+
+    Raises:
+        TransientInfraError: the node did not answer MAX_BROKEN_STREAMS times in a row; the job may well run on.
+    """
+    position = offsets
+    broken_streams = 0
+    while broken_streams < MAX_BROKEN_STREAMS:
+        with contextlib.closing(_messages(session, run_dir, position)) as messages:
+            for message in messages:
+                broken_streams = 0
+                if "status" in message:
+                    return parse_status(message["status"])
+                offset = message["offset"]
+                if "log" in message:
+                    on_log(base64.b64decode(message["log"]))
+                    position = dataclasses.replace(position, log=offset)
+                elif "metrics" in message:
+                    on_metrics(message["metrics"])
+                    position = dataclasses.replace(position, metrics=offset)
+                elif "event" in message:
+                    on_event(message["event"])
+                    position = dataclasses.replace(position, events=offset)
+                else:
+                    logger.warning("skipped a line of %s/%s that is no record", run_dir, message["skipped"])
+        broken_streams += 1
+        time.sleep(min(0.1 * 2.0**broken_streams, MAX_RECONNECT_PAUSE_S))
+    raise TransientInfraError(
+        f"following {run_dir} broke off {MAX_BROKEN_STREAMS} times in a row; the job may still run: try again"
+    )
+
+
+def require_finished(session: Session, status: JobStatus) -> JobStatus:
+    """The same status when the job is FINISHED.
+
+    Raises:
+        JobLostError: it is LOST; starting it again resumes it.
+        JobFailedError: it is EXITED, ABSENT or RUNNING; the message says why and ends with the last lines of its log.
+    """
+    if status.state == JobState.FINISHED:
+        return status
+    if status.state == JobState.LOST:
+        raise JobLostError(status.run_dir, status.attempt, status.reason)
+    if status.exit is None:
+        raise JobFailedError(status.run_dir, status.attempt, -1, f"it is {status.state}, not FINISHED")
+    lines = read_log_tail(session, status.run_dir).splitlines()[-_TAIL_LINES:]
+    message = "\n".join([describe_exit(status.exit), "The last lines of its log:", *lines])
+    raise JobFailedError(status.run_dir, status.attempt, status.exit.code, message)
+
+
+def describe_exit(exit_record: JobExit) -> str:
+    """One sentence about how a job ended."""
+    if exit_record.cancelled:
+        return "it was cancelled."
+    if exit_record.timeout:
+        return f"it was ended by its time limit after {exit_record.seconds:.0f} s."
+    if exit_record.lease_expired:
+        return "it was ended because nobody renewed its lease."
+    if exit_record.oom:
+        return "the kernel killed it because memory ran out: use smaller batches or a node with more memory."
+    if exit_record.signal is not None:
+        return f"signal {exit_record.signal} killed it, sent by somebody else than its supervisor."
+    if exit_record.code == 0:
+        return "it ended without an error, but also without writing result.json."
+    return f"it failed by itself after {exit_record.seconds:.0f} s."
+
+
+def render_spec(spec: JobSpec) -> bytes:
+    """The spec as the supervisor reads it from standard input."""
+    return json.dumps(dataclasses.asdict(spec)).encode()
+
+
+def parse_status(document: JsonObject) -> JobStatus:
+    """The status record in the JSON object that the supervisor prints."""
+    exit_document = document["exit"]
+    return JobStatus(
+        **{
+            **document,
+            "state": JobState(document["state"]),
+            "exit": None if exit_document is None else JobExit(**exit_document),
+            "orphans": tuple(document["orphans"]),
+        }
+    )
+
+
+def _supervisor_command(session: Session, *arguments: str) -> list[str]:
+    program = session.place_program(Path(supervisor.__file__))
+    return [session.python, "-I", program, *arguments]
+
+
+def _call(
+    session: Session, verb: str, run_dir: str, *arguments: str, stdin: bytes = b"", timeout_s: float = CALL_TIMEOUT_S
+) -> JsonObject:
+    """One verb of the supervisor; its answer is the last line that it prints."""
+    argv = _supervisor_command(session, verb, run_dir, *arguments)
+    completed = session.run(argv, stdin=stdin, timeout_s=timeout_s, check=False)
+    lines = completed.stdout.splitlines()
+    answer = supervisor.parse_object(lines[-1]) if lines else None
+    if answer is None:
+        raise CommandFailedError(completed)
+    if "error" in answer:
+        raise PermanentInfraError(answer["error"])
+    return answer
+
+
+def _messages(session: Session, run_dir: str, position: FollowOffsets) -> Generator[JsonObject]:
+    """What one connection delivers; ends early, and without an exception, when the connection breaks."""
+    offsets = (str(position.log), str(position.metrics), str(position.events))
+    argv = _supervisor_command(session, "follow", run_dir, *offsets)
+    try:
+        with session.stream(argv) as lines:
+            for line in lines:
+                message = supervisor.parse_object(line) if line.endswith(b"\n") else None
+                if message is not None:
+                    yield message
+    except (TransientInfraError, CommandFailedError) as error:
+        logger.warning("the connection that followed %s broke: %s", run_dir, error)

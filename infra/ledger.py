@@ -1,0 +1,134 @@
+"""Remember, across processes and restarts, which runs want which job, in one SQLite file.
+
+A job is shared: two runs that need the same SFT hold a lease on it each, and who drops the last one stops it. Not here:
+the lease by which an engine notices that nobody wants it (`lease_s` of jobs.py); that one lies on the node.
+
+    add_lease(job, run A), add_lease(job, run B) ── drop_lease(job, run A) -> 1 ── drop_lease(job, run B) -> 0: stop it
+"""
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from infra.errors import PermanentInfraError, TransientInfraError
+
+SCHEMA_VERSION = 1
+BUSY_TIMEOUT_S = 30.0
+
+_SCHEMA = """
+CREATE TABLE job_leases (
+    run_dir TEXT NOT NULL,
+    run_id TEXT NOT NULL,
+    node TEXT NOT NULL,
+    created_at REAL NOT NULL,
+    PRIMARY KEY (run_dir, run_id)
+) STRICT, WITHOUT ROWID
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """One run's claim on one job."""
+
+    run_dir: str
+    run_id: str
+    node: str
+    """Name of the node on which the job lives."""
+    created_at: float
+    """Seconds since 1970, by the clock of the machine that holds the ledger."""
+
+
+class Ledger:
+    """An open ledger; for one thread, while any number of processes may have the same file open."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        self._path = path
+        self._database = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+        try:
+            self._prepare()
+        except BaseException:
+            self._database.close()
+            raise
+
+    def add_lease(self, run_dir: str, run_id: str, node: str) -> None:
+        """Claim a job for a run; claiming it again changes nothing."""
+        with self._transaction():
+            self._database.execute(
+                "INSERT INTO job_leases VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
+                (run_dir, run_id, node, time.time()),
+            )
+
+    def drop_lease(self, run_dir: str, run_id: str) -> int:
+        """Give up a run's claim and return how many claims on the job are left; harmless when there is none.
+
+        Of several runs that drop theirs at once, exactly one that had a claim sees 0.
+        """
+        with self._transaction():
+            self._database.execute("DELETE FROM job_leases WHERE run_dir = ? AND run_id = ?", (run_dir, run_id))
+            query = "SELECT count(*) FROM job_leases WHERE run_dir = ?"
+            num_left: int = self._database.execute(query, (run_dir,)).fetchone()[0]
+        return num_left
+
+    def leases_of(self, run_id: str) -> list[Lease]:
+        """All claims of a run, oldest first."""
+        rows = self._database.execute(
+            "SELECT run_dir, run_id, node, created_at FROM job_leases WHERE run_id = ? ORDER BY created_at, run_dir",
+            (run_id,),
+        )
+        return [
+            Lease(run_dir=run_dir, run_id=owner, node=node, created_at=created_at)
+            for run_dir, owner, node, created_at in rows
+        ]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._database.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """Everything in the block or nothing of it, and nobody else's writes in between."""
+        try:
+            self._database.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError as error:
+            raise TransientInfraError(f"the ledger {self._path} is busy or unreachable: {error}") from error
+        try:
+            yield
+        except BaseException:
+            self._database.execute("ROLLBACK")
+            raise
+        self._database.execute("COMMIT")
+
+    def _prepare(self) -> None:
+        self._switch_to_wal()
+        with self._transaction():
+            version = self._database.execute("PRAGMA user_version").fetchone()[0]
+            if version == 0:
+                self._database.execute(_SCHEMA)
+                self._database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            elif version != SCHEMA_VERSION:
+                raise PermanentInfraError(
+                    f"the ledger {self._path} has format {version}, this version reads {SCHEMA_VERSION}: "
+                    "use the version of the software that wrote it, or another path"
+                )
+
+    def _switch_to_wal(self) -> None:
+        # SQLite does not wait for its busy timeout here when two processes open a fresh file at once.
+        deadline = time.monotonic() + BUSY_TIMEOUT_S
+        while True:
+            try:
+                self._database.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if time.monotonic() >= deadline:
+                    raise TransientInfraError(f"the ledger {self._path} stays locked: {error}") from error
+                time.sleep(0.05)
+            except sqlite3.DatabaseError as error:
+                raise PermanentInfraError(f"{self._path} is no ledger: {error}; use another path") from error

@@ -1,0 +1,54 @@
+"""Find TCP ports on a node, and say so when one is taken.
+
+A port that is free now may be taken a moment later: who binds it must still be ready to hear "in use".
+"""
+
+from infra.errors import PermanentInfraError
+from infra.session import Session
+
+LOOPBACK = "127.0.0.1"
+
+_FIND_FREE = """
+import socket, sys
+with socket.socket() as probe:
+    probe.bind((sys.argv[1], 0))
+    sys.stdout.write(str(probe.getsockname()[1]))
+"""
+
+# With SO_REUSEADDR, as servers bind: connections of an ended server that linger do not count.
+_IS_FREE = """
+import errno, socket, sys
+with socket.socket() as probe:
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        probe.bind((sys.argv[1], int(sys.argv[2])))
+        sys.stdout.write("free")
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        sys.stdout.write("taken")
+"""
+
+_TIMEOUT_S = 30.0
+
+
+def find_free_port(session: Session, host: str = LOOPBACK) -> int:
+    """A port of the node on which nobody listens now."""
+    completed = session.run([session.python, "-I", "-c", _FIND_FREE, host], timeout_s=_TIMEOUT_S)
+    return int(completed.stdout)
+
+
+def is_port_free(session: Session, host: str, port: int) -> bool:
+    """True if a server on the node could listen on the port now."""
+    completed = session.run([session.python, "-I", "-c", _IS_FREE, host, str(port)], timeout_s=_TIMEOUT_S)
+    return completed.stdout == b"free"
+
+
+def check_port(session: Session, port: int) -> None:
+    """Return if a server on the node could listen on the loopback port now; 0 always can.
+
+    Raises:
+        PermanentInfraError: another process listens there.
+    """
+    if port and not is_port_free(session, LOOPBACK, port):
+        raise PermanentInfraError(f"port {port} is in use by another process: choose another, or 0 for any free one")

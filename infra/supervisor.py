@@ -1,0 +1,924 @@
+"""Keep one program running on a node, detached from whoever asked for it, and write down how it ended.
+
+The node's side of jobs.py. Runs as `python3 -I supervisor.py VERB RUN_DIR ...`; standard library only and one file,
+because it is sent to nodes by content. Not here: what the program does, how a node is reached (session.py).
+
+    start RUN_DIR (spec on stdin) ── finished? alive? ── no: fork ── supervisor ── the program, its own session
+    status RUN_DIR                                                    │ holds .job/lock for its whole life, so the
+    follow RUN_DIR LOG METRICS EVENTS (offsets)                       │ kernel tells if it lives, even after kill -9
+    cancel RUN_DIR GRACE_S                                            └ writes exit-<n>.json for attempt n, last
+    renew RUN_DIR
+    tail RUN_DIR MAX_BYTES
+
+Each verb but `follow` prints one JSON object, `{"error": sentence}` with exit code 1 when it refuses. In RUN_DIR:
+
+    job.json      what is to be done; written by start for each attempt, because ports and other placements that are
+                  no part of the job's identity may change between attempts; never touched while the job lives
+    log.txt       what the program wrote to stdout and stderr, raw, over all attempts
+    exit-<n>.json how attempt n ended
+    result.json   written by the program, last: the job is finished
+    .job/         lock, start.lock, lease, meta-<n>.json, cancel-<n>, supervisor-<n>.txt (our own failures)
+
+The program's processes are found as descendants of the supervisor and, when that is gone, by the variable
+ROLLOUTS_JOB=<run directory> in their environment. Where there is no /proc (macOS), by the program's process group.
+The run directory has to be on a disk whose flock() works between the processes of the node.
+"""
+
+import base64
+import contextlib
+import ctypes
+import dataclasses
+import errno
+import fcntl
+import json
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+# Any: JSON objects, and the parts of /proc, have no better type at this edge.
+JsonObject = dict[str, Any]
+
+INTERNAL_DIR = ".job"
+JOB_VARIABLE = "ROLLOUTS_JOB"
+ATTEMPT_VARIABLE = "ROLLOUTS_ATTEMPT"
+
+POLL_S = 0.1
+LEFTOVER_GRACE_S = 2.0
+"""What outlives the program itself gets this long between SIGTERM and SIGKILL."""
+UNKILLABLE_AFTER_S = 10.0
+"""Leftovers that SIGKILL has not ended by then are counted and left to the kernel."""
+CANCEL_MARGIN_S = 15.0
+MAX_BACKOFF_S = 30.0
+LOG_TAIL_BYTES = 64 << 10
+READ_BYTES = 256 << 10
+MAX_LINE_BYTES = 4 << 20
+EXIT_RECORD_BYTES = 4096
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+_INHERITED_NAMES = """
+    PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR XDG_CACHE_HOME
+    PYTHONPATH VIRTUAL_ENV CONDA_PREFIX LD_LIBRARY_PATH DYLD_LIBRARY_PATH OMP_NUM_THREADS MKL_NUM_THREADS
+    HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE HF_ENDPOINT HF_DATASETS_OFFLINE TRANSFORMERS_OFFLINE
+    SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE
+    http_proxy https_proxy no_proxy all_proxy HTTP_PROXY HTTPS_PROXY NO_PROXY ALL_PROXY
+"""
+_INHERITED_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "TORCH_", "TRITON_")
+
+
+class JobError(Exception):
+    """A verb cannot be carried out; its one sentence reaches the caller."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """What is to be run, where, and within which limits."""
+
+    run_dir: str
+    """Absolute path of the run directory: the identity of the job and its working directory."""
+    argv: tuple[str, ...]
+    job: Mapping[str, Any]
+    """The content of job.json; holds no secrets."""
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
+    """Added to a minimal inherited environment; the only way for secrets, never written to disk."""
+    timeout_s: float = 0.0
+    """The whole attempt ends after this time; 0 is no limit."""
+    grace_s: float = 30.0
+    """Between SIGTERM and SIGKILL when the job is ended from outside."""
+    max_restarts: int = 0
+    """How often, within an attempt, a program that ended with another code than 0 is started again."""
+    restart_backoff_s: float = 1.0
+    """Pause before the first restart; doubles with each, up to half a minute."""
+    lease_s: float = 0.0
+    """The job ends when nobody has renewed its lease for this time; 0 is no lease."""
+    max_log_bytes: int = 256 << 20
+    """What one attempt may add to log.txt; above it only the end of the output is kept."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How one start of the program ended."""
+
+    code: int
+    """The exit code; 128 + the signal's number when a signal ended it."""
+    signal: int | None
+    oom: bool
+    """The kernel killed it because the node, or its container, was out of memory."""
+    stopped_by: str
+    """"cancelled", "timeout", "lease_expired", or "" when it ended by itself."""
+    leftover_processes: int
+    """Processes of the job that were still alive when the program had ended, and were killed."""
+
+
+def main(argv: list[str]) -> int:
+    """Carry out one verb; see the head of this file."""
+    verb, run_dir, parameters = argv[1], os.path.realpath(argv[2]), argv[3:]
+    if verb == "follow":
+        with contextlib.suppress(BrokenPipeError):
+            follow_job(run_dir, *(int(offset) for offset in parameters))
+        return 0
+    verbs: dict[str, Callable[[], JsonObject]] = {
+        "start": lambda: start_job(dataclasses.replace(parse_spec(sys.stdin.buffer.read()), run_dir=run_dir)),
+        "status": lambda: read_status(run_dir),
+        "cancel": lambda: cancel_job(run_dir, float(parameters[0])),
+        "renew": lambda: renew_lease(run_dir),
+        "tail": lambda: read_log_tail(run_dir, int(parameters[0])),
+    }
+    try:
+        answer, exit_code = verbs[verb](), 0
+    except (JobError, OSError) as error:
+        answer, exit_code = {"error": f"{verb} of {run_dir}: {error}"}, 1
+    sys.stdout.write(json.dumps(answer) + "\n")
+    return exit_code
+
+
+def parse_spec(text: bytes) -> JobSpec:
+    """The spec that a client sent, as `dataclasses.asdict` and JSON made it."""
+    try:
+        document = json.loads(text)
+        spec = JobSpec(**{**document, "argv": tuple(document["argv"])})
+    except (ValueError, TypeError, KeyError) as error:
+        raise JobError(f"the spec on standard input is not one of this version: {error}") from error
+    if not spec.argv or spec.max_log_bytes <= 0:
+        raise JobError("a job needs a command and room for its log: argv and max_log_bytes must not be empty")
+    return spec
+
+
+# ── files ──
+
+
+def internal_path(run_dir: str, name: str) -> Path:
+    """A file that only this program reads and writes."""
+    return Path(run_dir, INTERNAL_DIR, name)
+
+
+def exit_path(run_dir: str, attempt: int) -> Path:
+    """Where the record of an attempt's end appears."""
+    return Path(run_dir, f"exit-{attempt}.json")
+
+
+def read_json(path: Path) -> JsonObject | None:
+    """The JSON object in a file; None when it is absent, half-written or something else."""
+    try:
+        return parse_object(path.read_bytes())
+    except OSError:
+        return None
+
+
+def write_json(run_dir: str, name: str, document: Mapping[str, Any]) -> None:
+    """Write a JSON object atomically and durably to a file of the run directory."""
+    part = internal_path(run_dir, f"{Path(name).name}.{os.getpid()}.part")
+    try:
+        with part.open("w") as file:
+            file.write(json.dumps(document, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        part.rename(Path(run_dir, name))
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[int]:
+    """Hold a file's exclusive lock; yields its descriptor."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def is_supervised(run_dir: str) -> bool:
+    """True while a supervisor of this job lives (or one is just being started)."""
+    try:
+        descriptor = os.open(internal_path(run_dir, "lock"), os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: looking never disturbs another look
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def latest_attempt(run_dir: str) -> int:
+    """The number of the last attempt; 0 before the first."""
+    numbers = [int(path.stem.removeprefix("meta-")) for path in Path(run_dir, INTERNAL_DIR).glob("meta-*.json")]
+    return max(numbers, default=0)
+
+
+def read_boot_id() -> str:
+    """Changes with every boot of the machine; empty where the system does not say."""
+    if sys.platform == "linux":
+        return _read_text(Path("/proc/sys/kernel/random/boot_id")).strip()
+    else:  # noqa: RET505 - the type checker knows only one of the two systems at a time
+        query = ["sysctl", "-n", "kern.bootsessionuuid"]
+        return subprocess.run(query, capture_output=True, text=True, check=False, timeout=10).stdout.strip()
+
+
+# ── status ──
+
+
+def read_status(run_dir: str) -> JsonObject:
+    """What is known about the job now; changes nothing."""
+    is_alive = is_supervised(run_dir)  # asked first: once it is gone, nothing below changes any more
+    attempt = latest_attempt(run_dir)
+    meta = read_json(internal_path(run_dir, f"meta-{attempt}.json")) or {}
+    exit_record = None if is_alive else read_json(exit_path(run_dir, attempt))
+    status: JsonObject = {
+        "run_dir": run_dir,
+        "attempt": attempt,
+        "attached": False,
+        "pid": meta.get("pid") if is_alive else None,
+        "restarts": meta.get("restarts", 0),
+        "log_size": file_size(Path(run_dir, "log.txt")),
+        "exit": exit_record,
+        "reason": "",
+        "orphans": [],
+    }
+    if is_alive:
+        return {**status, "state": "RUNNING"}
+    if read_json(Path(run_dir, "result.json")) is not None:
+        return {**status, "state": "FINISHED"}
+    if exit_record is not None:
+        return {**status, "state": "EXITED"}
+    if attempt == 0:
+        return {**status, "state": "ABSENT"}
+    if meta.get("boot_id") != read_boot_id():
+        return {**status, "state": "LOST", "reason": "the node was rebooted"}
+    orphans = find_processes(run_dir, group=meta.get("pid"))
+    return {**status, "state": "LOST", "reason": "its supervisor was killed", "orphans": orphans}
+
+
+def file_size(path: Path) -> int:
+    """The size in bytes; 0 when there is no such file."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def renew_lease(run_dir: str) -> JsonObject:
+    """Tell the supervisor that somebody still wants the job. Touching the file .job/lease does the same."""
+    with contextlib.suppress(FileNotFoundError):
+        os.utime(internal_path(run_dir, "lease"))
+    return read_status(run_dir)
+
+
+def read_log_tail(run_dir: str, max_bytes: int) -> JsonObject:
+    """The last bytes of the log, in base64."""
+    path = Path(run_dir, "log.txt")
+    content = read_from(path, max(0, file_size(path) - max_bytes), max_bytes)
+    return {"log": base64.b64encode(content).decode()}
+
+
+def read_from(path: Path, offset: int, max_bytes: int) -> bytes:
+    """The bytes of a file from an offset on; empty when there are none, or no file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(max_bytes)
+    except FileNotFoundError:
+        return b""
+
+
+# ── processes ──
+
+
+def find_processes(run_dir: str, *, supervisor: int | None = None, group: int | None = None) -> list[int]:
+    """All live processes of the job except this one.
+
+    Args:
+        supervisor: where /proc exists, its descendants are found too, whatever they did to their environment.
+        group: where there is no /proc, the process group that stands for the job.
+    """
+    if not Path("/proc/self/environ").exists():
+        return find_group(group)
+    cookie = os.fsencode(f"{JOB_VARIABLE}={run_dir}")
+    parents: dict[int, int] = {}
+    marked: set[int] = set()
+    for directory in Path("/proc").glob("[0-9]*"):
+        pid = int(directory.name)
+        try:
+            state, parent = (directory / "stat").read_bytes().rsplit(b")", 1)[1].split()[:2]
+            if state in (b"Z", b"X"):
+                continue
+            parents[pid] = int(parent)
+            if cookie in (directory / "environ").read_bytes().split(b"\0"):
+                marked.add(pid)
+        except OSError:  # ended while we looked, or somebody else's
+            continue
+    if supervisor is not None:
+        marked |= {pid for pid in parents if _descends_from(pid, supervisor, parents)}
+    return sorted(marked - {os.getpid()})
+
+
+def _descends_from(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:
+    current = parents.get(pid)
+    for _ in range(len(parents)):
+        if current == ancestor:
+            return True
+        if current is None:
+            return False
+        current = parents.get(current)
+    return False
+
+
+def find_group(group: int | None) -> list[int]:
+    """The live processes of a process group, by the table that every system prints."""
+    if group is None:
+        return []
+    table = subprocess.run(
+        ["ps", "-A", "-o", "pid=,pgid=,stat="], capture_output=True, text=True, check=True, timeout=10
+    ).stdout
+    rows = [line.split() for line in table.splitlines()]
+    return [int(pid) for pid, pgid, state in rows if int(pgid) == group and not state.startswith("Z")]
+
+
+def send_signal(pids: list[int], number: signal.Signals) -> None:
+    """Send a signal to those of the processes that still exist."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def end_orphans(run_dir: str, grace_s: float) -> None:
+    """End what is left of a job whose supervisor is gone: SIGTERM, and SIGKILL after `grace_s`."""
+    meta = read_json(internal_path(run_dir, f"meta-{latest_attempt(run_dir)}.json")) or {}
+    if meta.get("boot_id") != read_boot_id():
+        return
+    kill_at = time.monotonic() + grace_s
+    send_signal(find_processes(run_dir, group=meta.get("pid")), signal.SIGTERM)
+    while orphans := find_processes(run_dir, group=meta.get("pid")):
+        if time.monotonic() >= kill_at + UNKILLABLE_AFTER_S:
+            raise JobError(f"processes {orphans} of an earlier attempt cannot be killed: reboot the node")
+        if time.monotonic() >= kill_at:
+            send_signal(orphans, signal.SIGKILL)
+        time.sleep(POLL_S)
+
+
+def count_oom_kills(membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
+    """How many processes the kernel has killed in our control group for want of memory; 0 where it does not count.
+
+    A container often sees its own group at the root of the mount, whatever the path says.
+    """
+    for line in _read_text(membership).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        tree, name = (mount, "memory.events") if controllers == "" else (mount / "memory", "memory.oom_control")
+        for directory in (tree / path.lstrip("/"), tree):
+            counts = dict(row.split() for row in _read_text(directory / name).splitlines())
+            if "oom_kill" in counts:
+                return int(counts["oom_kill"])
+    return 0
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+# ── start ──
+
+
+def start_job(spec: JobSpec) -> JsonObject:
+    """Start the next attempt, unless the job is finished or running; safe to call from many sides at once."""
+    run_dir = spec.run_dir
+    Path(run_dir).mkdir(parents=True, exist_ok=True)
+    Path(run_dir, INTERNAL_DIR).mkdir(mode=0o700, exist_ok=True)
+    with locked(internal_path(run_dir, "start.lock")) as start_lock:
+        status = read_status(run_dir)
+        if status["state"] in ("RUNNING", "FINISHED"):
+            return {**status, "attached": True}
+        write_json(run_dir, "job.json", spec.job)
+        end_orphans(run_dir, LEFTOVER_GRACE_S)
+        # Taken before the fork, which shares it: there is no moment in which the job lives and nobody holds it.
+        with locked(internal_path(run_dir, "lock")):
+            answer = detach(spec, status["attempt"] + 1, start_lock)
+        if "error" in answer:
+            raise JobError(answer["error"])
+        return read_status(run_dir)
+
+
+def detach(spec: JobSpec, attempt: int, start_lock: int) -> JsonObject:
+    """Fork the supervisor and return what it reports once the program is spawned (empty), or why it is not."""
+    report_read, report_write = os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.close(report_read)
+            os.close(start_lock)  # shared with the starter, which must be able to give it up
+            _run_detached(spec, attempt, report_write)
+        os._exit(0)
+    os.close(report_write)
+    os.waitpid(middle, 0)
+    with os.fdopen(report_read, "rb") as pipe:
+        text = pipe.read()
+    if not text:
+        reason = _read_text(internal_path(spec.run_dir, f"supervisor-{attempt}.txt")).strip()
+        return {"error": f"the supervisor ended before the program was started: {reason[-500:]}"}
+    answer: JsonObject = json.loads(text)
+    return answer
+
+
+def _run_detached(spec: JobSpec, attempt: int, report_fd: int) -> None:
+    """Be the supervisor until the job has ended, and never return."""
+    exit_code = 1
+    try:
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+            # At a shutdown we outlive the program for the moment that it takes to write down its end.
+            # A function, not SIG_IGN, because that would be passed on to the program.
+            signal.signal(number, lambda *_: None)
+        os.chdir("/")
+        own_output = internal_path(spec.run_dir, f"supervisor-{attempt}.txt")
+        null = os.open(os.devnull, os.O_RDONLY)
+        output = os.open(own_output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(null, 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        become_subreaper()
+        supervise(spec, attempt, report_fd)
+        exit_code = 0
+    except BaseException:  # noqa: BLE001 - the last frame of the process: what it does not write down is lost
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(exit_code)
+
+
+def become_subreaper() -> None:
+    """Make orphans among our descendants our children, so that they can be found and waited for (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+# ── what a supervisor holds ──
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """One start of the program."""
+
+    process: subprocess.Popen[bytes]
+    output_fd: int
+    """The reading end of the pipe to which it writes."""
+    oom_kills_before: int
+    """The kernel's count of out-of-memory kills when it was started."""
+
+
+class StopRequests:
+    """What can end a job from outside: a cancel request, its time limit, its lease.
+
+    Time is counted on the monotonic clock, which stands still while a machine sleeps: a laptop that wakes up finds
+    its jobs with the time they had left.
+    """
+
+    def __init__(self, spec: JobSpec, attempt: int) -> None:
+        self._cancel_path = internal_path(spec.run_dir, f"cancel-{attempt}")
+        self._deadline = time.monotonic() + spec.timeout_s if spec.timeout_s > 0 else math.inf
+        self._lease_path = internal_path(spec.run_dir, "lease")
+        self._lease_s = spec.lease_s if spec.lease_s > 0 else math.inf
+        self._lease_stamp = 0.0
+        self._renewed = time.monotonic()
+        self._spec_grace_s = spec.grace_s
+
+    @property
+    def grace_s(self) -> float:
+        """What the cancel request asks for, or else the spec."""
+        with contextlib.suppress(OSError, ValueError):
+            return float(self._cancel_path.read_text())
+        return self._spec_grace_s
+
+    def find(self) -> str:
+        """Why the job has to end now; empty when it has not."""
+        now = time.monotonic()
+        if self._cancel_path.exists():
+            return "cancelled"
+        if now >= self._deadline:
+            return "timeout"
+        with contextlib.suppress(FileNotFoundError):
+            stamp = self._lease_path.stat().st_mtime
+            if stamp != self._lease_stamp:
+                self._lease_stamp, self._renewed = stamp, now
+        return "lease_expired" if now >= self._renewed + self._lease_s else ""
+
+    def wait(self, pause_s: float) -> str:
+        """Wait for a while, or until the job has to end; returns why, or empty."""
+        until = time.monotonic() + pause_s
+        while not (reason := self.find()) and time.monotonic() < until:
+            time.sleep(POLL_S)
+        return reason
+
+
+class CappedLog:
+    """The log file of a job: takes up to a number of bytes, then keeps only the end of what follows.
+
+    A disk without room loses log, and is no reason for anything else to fail.
+    """
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._max_bytes = max_bytes
+        self._max_tail_bytes = min(LOG_TAIL_BYTES, max_bytes // 4)
+        self._room = max_bytes - self._max_tail_bytes
+        self._tail = bytearray()
+        self._is_capped = False
+        self._is_at_line_start = True
+
+    def write(self, chunk: bytes) -> None:
+        """Append what the program wrote, or what of it there is room for."""
+        head, rest = chunk[: self._room], chunk[self._room :]
+        self._room -= len(head)
+        self._append(head)
+        if rest and not self._is_capped:
+            self._is_capped = True
+            self.note(f"the log has reached {self._max_bytes} bytes: from here on only its end is kept")
+        self._tail += rest
+        del self._tail[: max(0, len(self._tail) - self._max_tail_bytes)]
+
+    def note(self, sentence: str) -> None:
+        """Append a line of our own."""
+        line_break = b"" if self._is_at_line_start else b"\n"
+        self._append(line_break + f"[supervisor] {sentence}\n".encode())
+
+    def _append(self, content: bytes) -> None:
+        rest = content
+        while rest:
+            try:
+                rest = rest[os.write(self._descriptor, rest) :]
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise
+                return
+        if content:
+            self._is_at_line_start = content.endswith(b"\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._append(bytes(self._tail))
+        os.close(self._descriptor)
+
+
+class ProgramOutput:
+    """The pipe to which the program writes, emptied into the log."""
+
+    def __init__(self, descriptor: int, log: CappedLog) -> None:
+        self._descriptor = descriptor
+        self._log = log
+        self._is_open = True
+
+    def pump(self, wait_s: float = POLL_S) -> bool:
+        """Wait a moment for output and move it to the log; true if there was some."""
+        if not self._is_open:
+            time.sleep(wait_s)
+            return False
+        if not select.select([self._descriptor], [], [], wait_s)[0]:
+            return False
+        chunk = os.read(self._descriptor, READ_BYTES)
+        self._log.write(chunk)
+        if not chunk:
+            self._is_open = False
+            os.close(self._descriptor)
+        return bool(chunk)
+
+    def drain(self) -> None:
+        """Move what is left, once the program has ended, and close the pipe."""
+        for _ in range(1024):  # a process that could not be killed may write for ever
+            if not self.pump(wait_s=0):
+                break
+        if self._is_open:
+            self._is_open = False
+            os.close(self._descriptor)
+
+
+# ── supervise ──
+
+
+def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
+    """Run the program, again where it may be restarted, and write exit-<n>.json when it has ended for good."""
+    started_at, started = datetime.now(UTC), time.monotonic()
+    log_path = Path(spec.run_dir, "log.txt")
+    meta: JsonObject = {
+        "attempt": attempt,
+        "supervisor_pid": os.getpid(),
+        "boot_id": read_boot_id(),
+        "started_at": started_at.isoformat(),
+        "log_offset": file_size(log_path),
+        "pid": None,
+        "restarts": 0,
+    }
+    requests = StopRequests(spec, attempt)
+    try:
+        exit_fd = preallocate_exit_record(spec.run_dir, attempt)
+        internal_path(spec.run_dir, "lease").touch()
+        write_meta(spec.run_dir, meta)
+        program = spawn_program(spec, attempt)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:  # ValueError: a zero byte in an argument
+        for name in (f"meta-{attempt}.json", f"exit-{attempt}.json"):
+            internal_path(spec.run_dir, name).unlink(missing_ok=True)
+        report(report_fd, {"error": f"{spec.argv[0]} cannot be started: {error}"})
+        return
+    update_meta(spec.run_dir, {**meta, "pid": program.process.pid})
+    report(report_fd, {})
+    with CappedLog(log_path, spec.max_log_bytes) as log:
+        ending, restarts = run_with_restarts(program, spec, meta, log, requests)
+    record = {
+        "attempt": attempt,
+        "code": ending.code,
+        "signal": ending.signal,
+        "cancelled": ending.stopped_by == "cancelled",
+        "timeout": ending.stopped_by == "timeout",
+        "lease_expired": ending.stopped_by == "lease_expired",
+        "oom": ending.oom,
+        "leftover_processes": ending.leftover_processes,
+        "restarts": restarts,
+        "seconds": round(time.monotonic() - started, 3),
+        "started_at": started_at.isoformat(),
+        "ended_at": datetime.now(UTC).isoformat(),
+    }
+    write_exit_record(spec.run_dir, attempt, exit_fd, record)
+
+
+def report(report_fd: int, answer: JsonObject) -> None:
+    """Tell the starter, who waits, that the program is spawned, or why it is not."""
+    with contextlib.suppress(BrokenPipeError), os.fdopen(report_fd, "w") as pipe:
+        pipe.write(json.dumps(answer))
+
+
+def write_meta(run_dir: str, meta: JsonObject) -> None:
+    """Write down what a later look needs to know about a running attempt."""
+    write_json(run_dir, f"{INTERNAL_DIR}/meta-{meta['attempt']}.json", meta)
+
+
+def update_meta(run_dir: str, meta: JsonObject) -> None:
+    """Write it down if that is possible: a full disk is no reason to end a healthy program."""
+    try:
+        write_meta(run_dir, meta)
+    except OSError:
+        traceback.print_exc()
+
+
+def preallocate_exit_record(run_dir: str, attempt: int) -> int:
+    """Reserve the room of exit-<n>.json now, so that it can be written on a full disk; returns the open file."""
+    path = internal_path(run_dir, f"exit-{attempt}.json")
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.write(descriptor, b" " * EXIT_RECORD_BYTES)
+    os.fsync(descriptor)
+    return descriptor
+
+
+def write_exit_record(run_dir: str, attempt: int, descriptor: int, record: JsonObject) -> None:
+    """Fill the reserved record and let it appear, complete, under its public name."""
+    text = json.dumps(record, indent=2).encode() + b"\n"
+    assert len(text) <= EXIT_RECORD_BYTES, f"{len(text)} bytes, {EXIT_RECORD_BYTES} are reserved"
+    os.pwrite(descriptor, text, 0)
+    os.ftruncate(descriptor, len(text))
+    os.fsync(descriptor)
+    os.close(descriptor)
+    internal_path(run_dir, f"exit-{attempt}.json").rename(exit_path(run_dir, attempt))
+
+
+def run_with_restarts(
+    program: Program, spec: JobSpec, meta: JsonObject, log: CappedLog, requests: StopRequests
+) -> tuple[Ending, int]:
+    """Watch the program to its final end; returns that end and the number of restarts before it."""
+    for restarts in range(spec.max_restarts):
+        ending = watch_program(program, spec, log, requests)
+        if ending.code == 0 or ending.stopped_by:
+            return ending, restarts
+        pause_s = min(spec.restart_backoff_s * 2.0**restarts, MAX_BACKOFF_S)
+        log.note(f"the program ended with code {ending.code}: restart {restarts + 1} in {pause_s:g} s")
+        stopped_by = requests.wait(pause_s)
+        if stopped_by:
+            return dataclasses.replace(ending, stopped_by=stopped_by), restarts
+        try:
+            program = spawn_program(spec, meta["attempt"])
+        except OSError as error:
+            log.note(f"the program cannot be started again: {error}")
+            return ending, restarts
+        update_meta(spec.run_dir, {**meta, "pid": program.process.pid, "restarts": restarts + 1})
+    return watch_program(program, spec, log, requests), spec.max_restarts
+
+
+def spawn_program(spec: JobSpec, attempt: int) -> Program:
+    """Start the program in a session of its own; on Linux the kernel kills it when this process dies.
+
+    Raises:
+        OSError: its executable cannot be run.
+    """
+    supervisor_pid = os.getpid()
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+    def die_with_supervisor() -> None:
+        if libc is not None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != supervisor_pid:  # it died before the line above
+            os._exit(125)
+
+    output_fd, program_fd = os.pipe()
+    oom_kills_before = count_oom_kills()
+    try:
+        process = subprocess.Popen(
+            spec.argv,
+            cwd=spec.run_dir,
+            env=build_environment(os.environ, spec, attempt),
+            stdin=subprocess.DEVNULL,
+            stdout=program_fd,
+            stderr=program_fd,
+            start_new_session=True,
+            preexec_fn=die_with_supervisor,
+        )
+    except OSError:
+        os.close(output_fd)
+        raise
+    finally:
+        os.close(program_fd)
+    return Program(process=process, output_fd=output_fd, oom_kills_before=oom_kills_before)
+
+
+def build_environment(inherited: Mapping[str, str], spec: JobSpec, attempt: int) -> dict[str, str]:
+    """The program's environment: what is needed to run anything at all, what the spec adds, and who it is."""
+    inherited_names = set(_INHERITED_NAMES.split())
+    kept = {
+        name: value
+        for name, value in inherited.items()
+        if name in inherited_names or name.startswith(_INHERITED_PREFIXES)
+    }
+    return {
+        "PYTHONUNBUFFERED": "1",
+        "SPT_NOENV": "1",  # setproctitle, which engines use, would overwrite the variable that marks our processes
+        **kept,
+        **spec.env,
+        JOB_VARIABLE: spec.run_dir,
+        ATTEMPT_VARIABLE: str(attempt),
+    }
+
+
+def watch_program(program: Program, spec: JobSpec, log: CappedLog, requests: StopRequests) -> Ending:
+    """Collect the program's output until it and all its processes have ended; end them when that is requested."""
+    output = ProgramOutput(program.output_fd, log)
+    wait_status: int | None = None
+    stopped_by = ""
+    kill_at = math.inf
+    leftover_processes = 0
+    while True:
+        output.pump()
+        if wait_status is None:
+            wait_status = reap_children(program.process)
+        if wait_status is None and not stopped_by:
+            stopped_by = requests.find()
+        if wait_status is None and not stopped_by:
+            continue
+        reap_children(program.process)
+        processes = find_processes(spec.run_dir, supervisor=os.getpid(), group=program.process.pid)
+        now = time.monotonic()
+        if wait_status is not None:
+            leftover_processes = max(leftover_processes, len(processes))
+            if not processes or now > kill_at + UNKILLABLE_AFTER_S:
+                break
+        if kill_at == math.inf:
+            kill_at = now + (requests.grace_s if stopped_by else LEFTOVER_GRACE_S)
+            send_signal(processes, signal.SIGTERM)
+        elif now >= kill_at:
+            send_signal(processes, signal.SIGKILL)
+    output.drain()
+    exit_code = os.waitstatus_to_exitcode(wait_status)
+    was_killed_by_kernel = exit_code == -signal.SIGKILL and not stopped_by
+    return Ending(
+        code=exit_code if exit_code >= 0 else 128 - exit_code,
+        signal=-exit_code if exit_code < 0 else None,
+        oom=was_killed_by_kernel and count_oom_kills() > program.oom_kills_before,
+        stopped_by=stopped_by,
+        leftover_processes=leftover_processes,
+    )
+
+
+def reap_children(process: subprocess.Popen[bytes]) -> int | None:
+    """Take note of every ended child, adopted ones too; returns the wait status of `process` if it was among them."""
+    found: int | None = None
+    while True:
+        try:
+            pid, wait_status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return found
+        if pid == 0:
+            return found
+        if pid == process.pid:
+            found = wait_status
+            process.returncode = os.waitstatus_to_exitcode(wait_status)
+
+
+# ── cancel ──
+
+
+def cancel_job(run_dir: str, grace_s: float) -> JsonObject:
+    """End the job and return once its end is recorded: SIGTERM to all its processes, SIGKILL after `grace_s`."""
+    if not Path(run_dir, INTERNAL_DIR).is_dir():
+        return read_status(run_dir)
+    with locked(internal_path(run_dir, "start.lock")):  # a start under way becomes either running or nothing
+        status = read_status(run_dir)
+        if status["state"] == "LOST":
+            end_orphans(run_dir, grace_s)
+        if status["state"] != "RUNNING":
+            return read_status(run_dir)
+        request = internal_path(run_dir, f"cancel-{status['attempt']}")
+        request.touch()  # the request itself; on a full disk it stays empty, and the spec's grace holds
+        with contextlib.suppress(OSError):
+            request.write_text(str(grace_s))
+    deadline = time.monotonic() + grace_s + CANCEL_MARGIN_S
+    while is_supervised(run_dir):
+        if time.monotonic() >= deadline:
+            raise JobError(f"the job did not end within {grace_s + CANCEL_MARGIN_S:g} s: look at its processes")
+        time.sleep(POLL_S / 2)
+    return read_status(run_dir)
+
+
+# ── follow ──
+
+
+def follow_job(run_dir: str, log_offset: int, metrics_offset: int, events_offset: int) -> None:
+    """Print what the job writes as it appears, one JSON object per line, and its status when it has ended.
+
+    Ends early when standard input ends or nobody reads the output: the client is gone.
+
+        {"log": base64, "offset": n}      {"metrics": {...}, "offset": n}      {"event": {...}, "offset": n}
+        {"skipped": "metrics.jsonl", "offset": n}: a line that is no JSON object      {"status": {...}}
+
+    Each offset is the position behind what the line delivers: where to go on after a broken connection.
+    """
+    while True:
+        is_running = is_supervised(run_dir)  # asked before reading: whatever it wrote is there when it is gone
+        before = (log_offset, metrics_offset, events_offset)
+        log_offset = emit_log(Path(run_dir, "log.txt"), log_offset)
+        metrics_offset = emit_records("metrics", Path(run_dir, "metrics.jsonl"), metrics_offset)
+        events_offset = emit_records("event", Path(run_dir, "events.jsonl"), events_offset)
+        sys.stdout.flush()
+        if before != (log_offset, metrics_offset, events_offset):
+            continue
+        if not is_running:
+            emit({"status": read_status(run_dir)})
+            sys.stdout.flush()
+            return
+        is_readable = select.select([0], [], [], POLL_S)[0]
+        if is_readable and not os.read(0, READ_BYTES):
+            return
+
+
+def emit(message: JsonObject) -> None:
+    """Print one message of `follow`."""
+    sys.stdout.write(json.dumps(message) + "\n")
+
+
+def emit_log(path: Path, offset: int) -> int:
+    """Print the next piece of the log; returns the offset behind it."""
+    content = read_from(path, offset, READ_BYTES) if file_size(path) > offset else b""
+    if content:
+        emit({"log": base64.b64encode(content).decode(), "offset": offset + len(content)})
+    return offset + len(content)
+
+
+def emit_records(kind: str, path: Path, offset: int) -> int:
+    """Print the complete lines of a JSONL file from an offset on; returns the offset behind the last of them."""
+    content = read_from(path, offset, MAX_LINE_BYTES) if file_size(path) > offset else b""
+    complete_bytes = content.rfind(b"\n") + 1
+    if complete_bytes == 0 and len(content) == MAX_LINE_BYTES:
+        emit({"skipped": path.name, "offset": offset + len(content)})  # no line of ours is that long
+        return offset + len(content)
+    position = offset
+    for line in content[:complete_bytes].split(b"\n")[:-1]:
+        position += len(line) + 1
+        record = parse_object(line)
+        emit({"skipped": path.name, "offset": position} if record is None else {kind: record, "offset": position})
+    return position
+
+
+def parse_object(text: bytes) -> JsonObject | None:
+    """The JSON object in a text, or None."""
+    try:
+        document = json.loads(text)
+    except ValueError:
+        return None
+    return document if isinstance(document, dict) else None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

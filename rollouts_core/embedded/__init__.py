@@ -1,0 +1,14 @@
+"""The embedded inference engine: an in-process and HTTP engine for machines without SGLang or vLLM.
+
+Not here: the client that drives it (it speaks SGLang's HTTP API, so SGLang's client does), and training.
+
+    architecture.py  config.json -> which tensors the model has
+    weights.py       safetensors files -> tensors by name, and their digests
+    decoder.py       owns weights and KV cache: token ids -> logits
+    sampling.py      logits -> tokens and logprobs
+    running.py       owns the rows that decode together: requests -> finished completions, step by step
+    offline.py       the same, synchronously, for evaluation
+    scheduler.py     owns the thread that steps: queue, pause, weight updates, aborts
+    protocol.py      SGLang's JSON -> requests, completions -> SGLang's JSON
+    server.py        HTTP endpoints and the server process
+"""

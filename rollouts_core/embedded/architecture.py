@@ -1,0 +1,194 @@
+"""Read a Hugging Face config.json into the numbers that decoding needs, or say why the model is not supported.
+
+Not here: reading weights (weights.py), computing with them (decoder.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollouts_core.errors import CheckpointError
+
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+class UnsupportedModelError(CheckpointError):
+    """A model that the embedded engine cannot run; SGLang or vLLM may."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """The shape of one decoder-only model of the Llama family."""
+
+    name: str
+    """The class name that transformers uses, for instance `Qwen3ForCausalLM`."""
+    model_type: str
+    """The short name of the family, for instance `qwen3`."""
+    num_layers: int
+    """Transformer blocks."""
+    hidden_size: int
+    """Width of the residual stream."""
+    intermediate_size: int
+    """Width of the feed-forward layer."""
+    num_heads: int
+    """Query heads."""
+    num_kv_heads: int
+    """Key and value heads; divides `num_heads`."""
+    head_dim: int
+    """Width of one head."""
+    vocab_size: int
+    """Token ids are below this."""
+    norm_eps: float
+    """Added to the mean square in every RMS norm."""
+    rope_theta: float
+    """Base of the rotary embedding."""
+    max_context_length: int
+    """Positions that the model was made for."""
+    has_qkv_bias: bool
+    """Biases in the query, key and value projections."""
+    has_output_bias: bool
+    """A bias in the attention's output projection."""
+    has_mlp_bias: bool
+    """Biases in the feed-forward projections."""
+    has_qk_norm: bool
+    """RMS norms of query and key heads."""
+    ties_embeddings: bool
+    """The output projection is the embedding matrix."""
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end a completion unless a request ignores them."""
+
+
+def load_architecture(model_dir: Path) -> Architecture:
+    """The architecture of the checkpoint in `model_dir`.
+
+    Raises:
+        CheckpointError: no readable config.json.
+        UnsupportedModelError: a model that the decoder would compute wrongly.
+    """
+    config = _read_json(model_dir / "config.json")
+    names = config.get("architectures") or ["(no architecture)"]
+    if names[0] not in SUPPORTED_ARCHITECTURES:
+        raise _unsupported(model_dir, f"architecture {names[0]}", ", ".join(SUPPORTED_ARCHITECTURES))
+    _check_features(model_dir, config)
+    is_llama, is_qwen2, is_qwen3 = (names[0] == name for name in SUPPORTED_ARCHITECTURES)
+    has_attention_bias = bool(config.get("attention_bias", False))
+    num_heads = config["num_attention_heads"]
+    return Architecture(
+        name=names[0],
+        model_type=config["model_type"],
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_heads=num_heads,
+        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        head_dim=config.get("head_dim") or (128 if is_qwen3 else config["hidden_size"] // num_heads),
+        vocab_size=config["vocab_size"],
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope_theta=_rope(config).get("rope_theta", config.get("rope_theta", 10000.0)),
+        max_context_length=config.get("max_position_embeddings", 2048 if is_llama else 32768),
+        has_qkv_bias=is_qwen2 or has_attention_bias,
+        has_output_bias=not is_qwen2 and has_attention_bias,
+        has_mlp_bias=is_llama and bool(config.get("mlp_bias", False)),
+        has_qk_norm=is_qwen3,
+        ties_embeddings=bool(config.get("tie_word_embeddings", False)),
+        eos_token_ids=_eos_token_ids(model_dir, config),
+    )
+
+
+def check_same_computation(model_dir: Path, loaded: Architecture) -> None:
+    """Raise `CheckpointError` where config.json in `model_dir`, if there is one, asks for other arithmetic.
+
+    Weights of the same shapes can belong to a model with another rotation or another split into heads.
+    """
+    if not (model_dir / "config.json").exists():
+        return
+    found = load_architecture(model_dir)
+    for name in ("name", "num_heads", "num_kv_heads", "head_dim", "norm_eps", "rope_theta"):
+        if getattr(found, name) != getattr(loaded, name):
+            raise CheckpointError(
+                f"{model_dir} is of a model with {name} {getattr(found, name)}, the loaded model has "
+                f"{getattr(loaded, name)}: start an engine with this model instead"
+            )
+
+
+def tensor_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of the checkpoint, except a tied output projection."""
+    a = architecture
+    q_size, kv_size = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (a.vocab_size, a.hidden_size)}
+    for layer in range(a.num_layers):
+        prefix = f"model.layers.{layer}."
+        projections = {
+            "self_attn.q_proj": (q_size, a.hidden_size, a.has_qkv_bias),
+            "self_attn.k_proj": (kv_size, a.hidden_size, a.has_qkv_bias),
+            "self_attn.v_proj": (kv_size, a.hidden_size, a.has_qkv_bias),
+            "self_attn.o_proj": (a.hidden_size, q_size, a.has_output_bias),
+            "mlp.gate_proj": (a.intermediate_size, a.hidden_size, a.has_mlp_bias),
+            "mlp.up_proj": (a.intermediate_size, a.hidden_size, a.has_mlp_bias),
+            "mlp.down_proj": (a.hidden_size, a.intermediate_size, a.has_mlp_bias),
+        }
+        for name, (num_out, num_in, has_bias) in projections.items():
+            shapes[f"{prefix}{name}.weight"] = (num_out, num_in)
+            if has_bias:
+                shapes[f"{prefix}{name}.bias"] = (num_out,)
+        shapes[prefix + "input_layernorm.weight"] = (a.hidden_size,)
+        shapes[prefix + "post_attention_layernorm.weight"] = (a.hidden_size,)
+        if a.has_qk_norm:
+            shapes[prefix + "self_attn.q_norm.weight"] = (a.head_dim,)
+            shapes[prefix + "self_attn.k_norm.weight"] = (a.head_dim,)
+    shapes["model.norm.weight"] = (a.hidden_size,)
+    if not a.ties_embeddings:
+        shapes["lm_head.weight"] = (a.vocab_size, a.hidden_size)
+    return shapes
+
+
+def _check_features(model_dir: Path, config: Mapping[str, Any]) -> None:  # Any: JSON
+    rope = _rope(config)
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type != "default":
+        raise _unsupported(model_dir, f"rope type {rope_type!r}", "rope type 'default'")
+    if (partial := rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))) != 1.0:
+        raise _unsupported(model_dir, f"partial_rotary_factor {partial}", "rotation of whole heads")
+    if (activation := config.get("hidden_act", "silu")) != "silu":
+        raise _unsupported(model_dir, f"activation {activation!r}", "activation 'silu'")
+    layer_types = set(config.get("layer_types") or ()) - {"full_attention"}
+    if config.get("use_sliding_window") or layer_types:
+        raise _unsupported(model_dir, "sliding-window attention", "full attention")
+    if config.get("quantization_config"):
+        raise _unsupported(model_dir, "quantized weights", "float32, bfloat16 and float16 weights")
+
+
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:  # Any: JSON
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
+def _unsupported(model_dir: Path, found: str, supported: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{model_dir}: the embedded engine does not support {found}; it supports {supported}: "
+        "use the engine SGLang or vLLM for this model"
+    )
+
+
+def _eos_token_ids(model_dir: Path, config: Mapping[str, Any]) -> tuple[int, ...]:  # Any: JSON
+    """The ends of turn of config.json and generation_config.json together, as SGLang takes them."""
+    generation_file = model_dir / "generation_config.json"
+    generation_config = _read_json(generation_file) if generation_file.exists() else {}
+    token_ids: set[int] = set()
+    for source in (config, generation_config):
+        value = source.get("eos_token_id")
+        token_ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    return tuple(sorted(token_ids))
+
+
+def _read_json(path: Path) -> dict[str, Any]:  # Any: JSON
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error}): give a model directory") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no JSON object: give a model directory")
+    return content

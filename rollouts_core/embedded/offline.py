@@ -1,0 +1,74 @@
+"""Complete a list of prompts in this process, without HTTP or threads: what evaluation uses.
+
+Not here: the batching itself (running.py), a server (scheduler.py, server.py).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Sequence
+
+from rollouts_core.embedded.decoder import Decoder
+from rollouts_core.embedded.running import Completion, GenerationRequest, Partial, RunningBatch, complete
+from rollouts_core.embedded.sampling import MAX_SEED, SamplingParams
+
+
+def generate_tokens(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    *,
+    weight_version: str = "default",
+) -> list[Completion]:
+    """One completion per prompt, in order, `decoder.num_slots` at a time.
+
+    Args:
+        decoder: no other batch may be using it.
+        prompts: token ids, each shorter than the decoder's context.
+        params: one entry per prompt; entries without a seed get a random one.
+        weight_version: what the completions name as the version of their weights.
+
+    Raises:
+        ValueError: a prompt that the decoder cannot take.
+    """
+    assert len(prompts) == len(params), f"{len(prompts)} prompts, {len(params)} sampling parameters"
+    waiting: deque[Partial] = deque()
+    for index, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
+        request = GenerationRequest(request_id=str(index), input_ids=tuple(prompt), params=prompt_params)
+        check_request(request, decoder)
+        waiting.append(Partial(request=request, seed=choose_seed(prompt_params)))
+    batch = RunningBatch(decoder)
+    completions: dict[str, Completion] = {}
+    while waiting or batch.num_rows:
+        admitted = [waiting.popleft() for _ in range(min(batch.num_free, len(waiting)))]
+        for partial, reason in (*batch.admit(admitted), *batch.step()):
+            request_id = partial.request.request_id
+            completions[request_id] = complete(partial, reason, weight_version=weight_version)
+    return [completions[str(index)] for index in range(len(prompts))]
+
+
+def check_request(request: GenerationRequest, decoder: Decoder) -> None:
+    """Raise ValueError, in SGLang's words, where the decoder cannot take this request."""
+    num_input, limit = len(request.input_ids), decoder.context_length
+    if num_input == 0:
+        raise ValueError("input_ids cannot be empty.")
+    vocab_size = decoder.architecture.vocab_size
+    if not 0 <= min(request.input_ids) <= max(request.input_ids) < vocab_size:
+        outside = next(token for token in request.input_ids if not 0 <= token < vocab_size)
+        raise ValueError(f"The input_ids contain token id {outside}, valid range is [0, {vocab_size}).")
+    if num_input >= limit:
+        raise ValueError(f"The input ({num_input} tokens) is longer than the model's context length ({limit} tokens).")
+    num_new = request.params.max_new_tokens
+    if num_new is not None and num_input + num_new > limit:
+        raise ValueError(
+            f"Requested token count exceeds the model's maximum context length of {limit} tokens. You requested "
+            f"a total of {num_input + num_new} tokens: {num_input} tokens from the input messages and {num_new} "
+            "tokens for the completion. Please reduce the number of tokens in the input messages or the "
+            "completion to fit within the limit."
+        )
+
+
+def choose_seed(params: SamplingParams) -> int:
+    """The request's seed, or a random one."""
+    return secrets.randbelow(MAX_SEED) if params.sampling_seed is None else params.sampling_seed

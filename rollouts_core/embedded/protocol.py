@@ -1,0 +1,282 @@
+"""Translate between SGLang 0.5.23's JSON and this engine's records, refusing what would be ignored silently.
+
+Not here: HTTP and routes (server.py).
+
+    {"input_ids": [...], "sampling_params": {...}} -> GenerateCall(requests=(GenerationRequest, ...))
+    Completion -> {"text": ..., "output_ids": [...], "meta_info": {...}}
+
+JSON values are typed `Any` in this file: what is in them is checked here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollouts_core.embedded.running import Completion, FinishReason, GenerationRequest, Partial, WeightSpan, complete
+from rollouts_core.embedded.sampling import SamplingParams
+from rollouts_core.embedded.scheduler import RequestError
+
+Json = Any
+
+SAMPLING_FIELDS = (
+    *("max_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "min_p"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens", "n", "json_schema", "regex"),
+    *("ebnf", "structural_tag", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens"),
+    *("no_stop_trim", "stream_interval", "logit_bias", "sampling_seed", "custom_params", "beam_width"),
+    *("watermark", "choice"),
+)
+"""Every sampling parameter that SGLang knows, in the order of its error text."""
+
+NEUTRAL_VALUES: Mapping[str, tuple[Json, ...]] = {
+    **dict.fromkeys(("stop", "stop_regex", "logit_bias", "choice"), ([], {}, "")),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_new_tokens"), (0,)),
+    **dict.fromkeys(("repetition_penalty", "n", "beam_width"), (1,)),
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), ("",)),
+    **dict.fromkeys(("spaces_between_special_tokens", "no_stop_trim"), (True, False)),
+    **dict.fromkeys(("stream_interval", "custom_params", "watermark"), ()),
+}
+"""Sampling parameters that this engine does not have, with the values (besides null) that change nothing."""
+
+UNSUPPORTED_FIELDS = (
+    *("input_embeds", "image_data", "video_data", "audio_data", "top_logprobs_num", "token_ids_logprob"),
+    *("return_hidden_states", "return_routed_experts", "return_sampling_mask", "return_entropy", "session_params"),
+    *("lora_path", "lora_id", "custom_logit_processor", "positional_embed_overrides", "max_thinking_tokens"),
+    *("return_prompt_token_ids", "return_text_in_logprobs", "watermark"),
+)
+"""Fields of a generate request that ask for something this engine does not have."""
+
+
+class ContractError(RequestError):
+    """A request that does not have SGLang's form; answered with SGLang's first shape of error body."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateCall:
+    """One POST /generate: what to complete and how to answer."""
+
+    requests: tuple[GenerationRequest, ...]
+    """In the order of the answer."""
+    is_batch: bool
+    """The answer is a list."""
+    wants_logprobs: bool
+    """The answer carries output_token_logprobs."""
+    is_stream: bool
+    """The answer is a stream of server-sent events."""
+
+
+def parse_generate(body: Json, encode: Callable[[str], list[int]] | None) -> GenerateCall:
+    """Check a request body and return what it asks for.
+
+    Args:
+        body: parsed JSON.
+        encode: turns text into token ids; None where the model directory has no tokenizer.
+
+    Raises:
+        ContractError: wrong types or unknown sampling parameters.
+        RequestError: understood, but not possible with this engine.
+    """
+    if not isinstance(body, dict):
+        raise ContractError(f"invalid type: {_show(body)}, expected struct GenerateRequest")
+    for name in UNSUPPORTED_FIELDS:
+        if body.get(name):
+            raise _unsupported(name)
+    prompts, is_batch = _prompts(body, encode)
+    params = [sampling_params_from_json(value) for value in _spread(body, "sampling_params", len(prompts))]
+    request_ids = _request_ids(body.get("rid"), len(prompts), is_batch=is_batch)
+    _check_logprob_start(body, prompts)
+    logprobs = {_boolean("return_logprob", value) for value in _spread(body, "return_logprob", len(prompts))}
+    if len(logprobs) > 1:
+        raise RequestError("return_logprob must be the same for all prompts of a request.")
+    return GenerateCall(
+        requests=tuple(
+            GenerationRequest(request_id=request_id, input_ids=prompt, params=prompt_params)
+            for request_id, prompt, prompt_params in zip(request_ids, prompts, params, strict=True)
+        ),
+        is_batch=is_batch,
+        wants_logprobs=logprobs == {True},
+        is_stream=_boolean("stream", body.get("stream")),
+    )
+
+
+def sampling_params_from_json(value: Json) -> SamplingParams:
+    """The sampling parameters of a request; null and missing fields have SGLang's defaults."""
+    if value is None:
+        return SamplingParams()
+    if not isinstance(value, dict):
+        raise ContractError(f"invalid type: {_show(value)}, expected struct SamplingParams")
+    given = {name: setting for name, setting in value.items() if setting is not None}
+    for name, setting in given.items():
+        if name not in SAMPLING_FIELDS:
+            listed = ", ".join(f"`{field}`" for field in SAMPLING_FIELDS)
+            raise ContractError(f"unknown field `{name}`, expected one of {listed}")
+        if name in NEUTRAL_VALUES and setting not in NEUTRAL_VALUES[name]:
+            raise _unsupported(name)
+    own = {name: setting for name, setting in given.items() if name not in NEUTRAL_VALUES}
+    for name, setting in own.items():
+        _check_sampling_type(name, setting)
+    if "stop_token_ids" in own:
+        own["stop_token_ids"] = tuple(own["stop_token_ids"])
+    if own.get("top_k", 0) >= 2**30:
+        own["top_k"] = -1
+    if value.get("max_new_tokens", 0) is None:
+        own["max_new_tokens"] = None
+    try:
+        return SamplingParams(**own)
+    except ValueError as error:
+        raise RequestError(str(error)) from error
+
+
+def completion_to_json(
+    completion: Completion, *, wants_logprobs: bool, text: str, index: int | None = None
+) -> dict[str, Json]:
+    """SGLang's answer to one prompt."""
+    meta_info = {
+        "id": completion.request_id,
+        "finish_reason": finish_reason_to_json(completion.finish_reason, len(completion.output_ids)),
+        "prompt_tokens": completion.prompt_tokens,
+        "completion_tokens": len(completion.output_ids),
+        "cached_tokens": 0,
+        "weight_version": completion.weight_version,
+        "weight_versions": [WeightSpan._asdict(span) for span in completion.weight_versions],
+        "e2e_latency": completion.latency_s,
+    }
+    if wants_logprobs:
+        meta_info["output_token_logprobs"] = logprobs_to_json(completion.output_ids, completion.output_logprobs)
+    answer = {"text": text, "output_ids": list(completion.output_ids), "meta_info": meta_info}
+    return answer if index is None else {**answer, "index": index}
+
+
+def progress_to_json(
+    partial: Partial, *, weight_version: str, wants_logprobs: bool, text: str, index: int | None = None
+) -> dict[str, Json]:
+    """SGLang's event for a completion that goes on: everything so far, without a finish reason."""
+    so_far = complete(partial, FinishReason("length"), weight_version=weight_version)
+    answer = completion_to_json(so_far, wants_logprobs=wants_logprobs, text=text, index=index)
+    answer["meta_info"]["finish_reason"] = None
+    return answer
+
+
+def checksums_to_json(digests: Mapping[str, str]) -> dict[str, Json]:
+    """SGLang's answer to a checksum of the weights, with one rank."""
+    overall = hashlib.sha256()
+    for name in sorted(digests):
+        overall.update(name.encode() + digests[name].encode())
+    rank = {"checksums": dict(digests), "per_gpu_checksum": overall.hexdigest(), "parallelism_info": []}
+    return {
+        "success": True,
+        "message": "Success.",
+        "ranks": [rank],
+        "per_engine_checksum": hashlib.sha256(overall.hexdigest().encode()).hexdigest(),
+    }
+
+
+def logprobs_to_json(token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> list[tuple[float, int, None]]:
+    """SGLang's [logprob, token id, text] entries; this engine leaves the text out."""
+    return [(logprob, token_id, None) for logprob, token_id in zip(logprobs, token_ids, strict=True)]
+
+
+def finish_reason_to_json(reason: FinishReason, num_tokens: int) -> dict[str, Json]:
+    """SGLang's finish_reason object."""
+    match reason.kind:
+        case "stop":
+            return {"type": "stop", "matched": reason.token_id}
+        case "length":
+            return {"type": "length", "length": num_tokens}
+        case "abort":
+            return {"type": "abort", "message": reason.message}
+
+
+def _prompts(body: Mapping[str, Json], encode: Callable[[str], list[int]] | None) -> tuple[list[tuple[int, ...]], bool]:
+    """Token ids of every prompt, and whether there was a list of prompts."""
+    text, input_ids = body.get("text"), body.get("input_ids")
+    if (text is None) == (input_ids is None):
+        raise RequestError("Either text or input_ids should be provided, and not both.")
+    if text is not None:
+        if encode is None:
+            raise RequestError("text needs a tokenizer.json in the model directory, which has none: send input_ids.")
+        texts = text if isinstance(text, list) else [text]
+        if not all(isinstance(entry, str) for entry in texts):
+            raise ContractError(f"invalid type: {_show(text)}, expected a string or a list of strings")
+        return [tuple(encode(entry)) for entry in texts], isinstance(text, list)
+    if not isinstance(input_ids, list):
+        raise ContractError(f"invalid type: {_show(input_ids)}, expected a list of token ids, or a list of lists")
+    if not input_ids:
+        raise RequestError("input_ids cannot be empty.")
+    is_batch = isinstance(input_ids[0], list)
+    prompts = input_ids if is_batch else [input_ids]
+    if not all(isinstance(prompt, list) and set(map(type, prompt)) <= {int} for prompt in prompts):
+        raise ContractError("invalid type in input_ids, expected integers only, in a list or in a list of lists")
+    return [tuple(prompt) for prompt in prompts], is_batch
+
+
+def _spread(body: Mapping[str, Json], name: str, count: int) -> list[Json]:
+    """A field that is one value for all prompts, or a list with one per prompt."""
+    value = body.get(name)
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(f"The length of {name} ({len(value)}) is not the number of prompts ({count}).")
+    return value
+
+
+def _request_ids(value: Json, count: int, *, is_batch: bool) -> list[str]:
+    """The ids of the prompts; one id for a batch names its members `<id>_<n>`, as in SGLang."""
+    if value is None:
+        return [uuid.uuid4().hex for _ in range(count)]
+    if isinstance(value, str):
+        return [f"{value}_{index}" for index in range(count)] if is_batch else [value]
+    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+        raise ContractError(f"invalid type: {_show(value)}, expected a string or a list of strings")
+    if len(value) != count or len(set(value)) != count:
+        raise RequestError(f"rid needs {count} different ids, one per prompt.")
+    return value
+
+
+def _check_logprob_start(body: Mapping[str, Json], prompts: list[tuple[int, ...]]) -> None:
+    """Logprobs of the prompt are not computed: only starts behind it are accepted."""
+    for start, prompt in zip(_spread(body, "logprob_start_len", len(prompts)), prompts, strict=True):
+        if start is None or start == -1:
+            continue
+        if not _is_integer(start):
+            raise ContractError(f"invalid type: {_show(start)}, expected i64")
+        if start < len(prompt):
+            raise RequestError(
+                "logprob_start_len within the prompt is not supported by the embedded engine: leave it out, or use "
+                "the engine SGLang."
+            )
+
+
+def _check_sampling_type(name: str, value: Json) -> None:
+    match name:
+        case "stop_token_ids":
+            is_fine, expected = isinstance(value, list) and all(map(_is_integer, value)), "a list of i64"
+        case "ignore_eos" | "skip_special_tokens":
+            is_fine, expected = isinstance(value, bool), "a boolean"
+        case "temperature" | "top_p" | "min_p":
+            is_fine, expected = _is_integer(value) or isinstance(value, float), "f64"
+        case _:
+            is_fine, expected = _is_integer(value), "i64"
+    if not is_fine:
+        raise ContractError(f"invalid type: {_show(value)} for `{name}`, expected {expected}")
+
+
+def _boolean(name: str, value: Json) -> bool:
+    if not isinstance(value, bool | None):
+        raise ContractError(f"invalid type: {_show(value)} for `{name}`, expected a boolean")
+    return bool(value)
+
+
+def _is_integer(value: Json) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _unsupported(name: str) -> RequestError:
+    return RequestError(f"`{name}` is not supported by the embedded engine: leave it out, or use the engine SGLang.")
+
+
+def _show(value: Json) -> str:
+    return f"{type(value).__name__} `{str(value)[:40]}`"

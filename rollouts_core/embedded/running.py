@@ -1,0 +1,298 @@
+"""Own the rows that decode together: admit requests, take one token for every row, hand out what has finished.
+
+Not here: threads, waiting, weight versions' names (scheduler.py), HTTP.
+
+    GenerationRequest -> Partial --admit--> row 0..B-1 --step--> (Partial, FinishReason)
+                           ^                    |
+                           +------ remove ------+      aborted or retracted: with the tokens it has
+
+Rows are the slots 0..B-1 of the decoder without gaps: the last row moves into the place of one that leaves.
+Letters: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollouts_core.embedded.decoder import Decoder
+from rollouts_core.embedded.sampling import SamplingParams, SamplingRows, sample_tokens, stack_sampling_rows
+
+NO_TOKEN = -1
+
+
+class FinishReason(NamedTuple):
+    """Why a completion ended."""
+
+    kind: Literal["stop", "length", "abort"]
+    """A stop token, the limit, or from outside."""
+    token_id: int = NO_TOKEN
+    """The stop token, for "stop"."""
+    message: str = ""
+    """Who ended it, for "abort"."""
+
+
+class WeightSpan(NamedTuple):
+    """Completion tokens [start, end) were sampled by the weights of this version."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One completion that somebody wants."""
+
+    request_id: str
+    """Names it in aborts and answers."""
+    input_ids: tuple[int, ...]
+    """The prompt."""
+    params: SamplingParams
+    """How to sample and when to end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partial:
+    """A request and the part of its completion that exists; what waits in queues and leaves the batch."""
+
+    request: GenerationRequest
+    """What was asked."""
+    seed: int
+    """The request's own seed, or the one drawn for it."""
+    output_ids: tuple[int, ...] = ()
+    """The completion so far."""
+    output_logprobs: tuple[float, ...] = ()
+    """Log-probability of each, under the distribution that was sampled from."""
+    version_changes: tuple[tuple[str, int], ...] = ()
+    """(version that ended, tokens that existed then), in order."""
+    submitted_at: float = field(default_factory=time.monotonic)
+    """Clock of `time.monotonic`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """The answer to one request."""
+
+    request_id: str
+    """The request's."""
+    output_ids: tuple[int, ...]
+    """Sampled tokens; a stop token is the last of them."""
+    output_logprobs: tuple[float, ...]
+    """Log-probability of each, under the distribution that was sampled from."""
+    finish_reason: FinishReason
+    """Why it ended."""
+    prompt_tokens: int
+    """Length of the prompt."""
+    weight_versions: tuple[WeightSpan, ...]
+    """Which weights sampled which tokens; one span unless weights changed on the way."""
+    latency_s: float
+    """From submission to the last token."""
+
+    @property
+    def weight_version(self) -> str:
+        """The version that sampled the last token."""
+        return self.weight_versions[-1].version
+
+
+def complete(partial: Partial, reason: FinishReason, *, weight_version: str) -> Completion:
+    """The answer that `partial` amounts to when it ends now, under weights of this version."""
+    return Completion(
+        request_id=partial.request.request_id,
+        output_ids=partial.output_ids,
+        output_logprobs=partial.output_logprobs,
+        finish_reason=reason,
+        prompt_tokens=len(partial.request.input_ids),
+        weight_versions=weight_spans(partial.version_changes, weight_version, len(partial.output_ids)),
+        latency_s=time.monotonic() - partial.submitted_at,
+    )
+
+
+def weight_spans(changes: Sequence[tuple[str, int]], current_version: str, num_tokens: int) -> tuple[WeightSpan, ...]:
+    """Spans that cover all tokens, from [("1", 3)], "2", 5: version 1 for [0, 3), version 2 for [3, 5)."""
+    spans: list[WeightSpan] = []
+    for version, end in (*changes, (current_version, num_tokens)):
+        start = spans[-1].end if spans else 0
+        if spans and end <= start:
+            continue
+        if spans and spans[-1].version == version:
+            spans[-1] = spans[-1]._replace(end=end)
+        else:
+            spans.append(WeightSpan(version, start, end))
+    return tuple(spans)
+
+
+def note_version_change(partial: Partial, old_version: str) -> Partial:
+    """`partial`, remembering that its tokens so far are of `old_version`."""
+    if not partial.output_ids:
+        return partial
+    change = (old_version, len(partial.output_ids))
+    return replace(partial, version_changes=(*partial.version_changes, change))
+
+
+class RunningBatch:
+    """The rows in the decoder's slots and what they have produced; not thread-safe."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        slots, length = decoder.num_slots, decoder.context_length
+        self._decoder = decoder
+        self._partials: list[Partial] = []
+        self._sampling_rows: SamplingRows | None = None
+        self._last_token = np.zeros(slots, dtype=np.int64)
+        self._num_cached = np.zeros(slots, dtype=np.int64)
+        self._num_output = np.zeros(slots, dtype=np.int64)
+        self._max_output = np.zeros(slots, dtype=np.int64)
+        self._stop_ids = np.full((slots, 1), NO_TOKEN, dtype=np.int64)
+        self._output_ids = np.zeros((slots, length), dtype=np.int64)
+        self._output_logprobs = np.zeros((slots, length), dtype=np.float32)
+
+    @property
+    def num_rows(self) -> int:
+        """Requests that are decoding."""
+        return len(self._partials)
+
+    @property
+    def num_free(self) -> int:
+        """Requests that could be admitted now."""
+        return self._decoder.num_slots - self.num_rows
+
+    def admit(self, partials: Sequence[Partial]) -> list[tuple[Partial, FinishReason]]:
+        """Take in requests, compute their KV, sample their next token; return those that ended with it."""
+        assert len(partials) <= self.num_free, f"{len(partials)} requests for {self.num_free} free rows"
+        ended: list[tuple[Partial, FinishReason]] = []
+        start = self.num_rows
+        for partial in partials:
+            if self._output_limit(partial) > 0:
+                self._add_row(partial)
+            else:
+                ended.append((partial, FinishReason("length")))
+        if self.num_rows == start:
+            return ended
+        added = self._partials[start:]
+        logits_BV = self._decoder.prefill(
+            [partial.request.input_ids + partial.output_ids for partial in added],
+            range(start, self.num_rows),
+        )
+        self._append_tokens(logits_BV, _stack(added), start)
+        return ended + self._take_finished()
+
+    def step(self) -> list[tuple[Partial, FinishReason]]:
+        """Sample one more token for every row; return the requests that ended with it."""
+        count = self.num_rows
+        if count == 0:
+            return []
+        if self._sampling_rows is None:
+            self._sampling_rows = _stack(self._partials)
+        logits_BV = self._decoder.step(
+            torch.from_numpy(self._last_token[:count]),
+            torch.from_numpy(self._num_cached[:count]),
+            num_cached=int(self._num_cached[:count].max()) + 1,
+        )
+        self._num_cached[:count] += 1
+        self._append_tokens(logits_BV, self._sampling_rows, 0)
+        return self._take_finished()
+
+    def remove(self, is_chosen: Callable[[str], bool]) -> list[Partial]:
+        """Take out the rows whose request id is chosen, with the tokens they have, in row order."""
+        rows = [row for row, p in enumerate(self._partials) if is_chosen(p.request.request_id)]
+        removed = [self.partial(row) for row in rows]
+        self._drop_rows(rows)
+        return removed
+
+    def partial(self, row: int) -> Partial:
+        """What this row amounts to now."""
+        count = self._num_output[row]
+        return replace(
+            self._partials[row],
+            output_ids=tuple(self._output_ids[row, :count].tolist()),
+            output_logprobs=tuple(self._output_logprobs[row, :count].tolist()),
+        )
+
+    def row_of(self, request_id: str) -> int | None:
+        """The row of a request, None where it is not decoding."""
+        ids = (p.request.request_id for p in self._partials)
+        return next((row for row, found in enumerate(ids) if found == request_id), None)
+
+    def note_version_change(self, old_version: str) -> None:
+        """Remember that the tokens of all rows so far were sampled by `old_version`."""
+        self._partials = [note_version_change(self.partial(row), old_version) for row in range(self.num_rows)]
+
+    def _output_limit(self, partial: Partial) -> int:
+        room = self._decoder.context_length - len(partial.request.input_ids)
+        wanted = partial.request.params.max_new_tokens
+        return room if wanted is None else min(wanted, room)
+
+    def _add_row(self, partial: Partial) -> None:
+        row, count = self.num_rows, len(partial.output_ids)
+        params = partial.request.params
+        stop_ids = {*self._decoder.architecture.eos_token_ids, *params.stop_token_ids}
+        self._set_stop_ids(row, [] if params.ignore_eos else sorted(stop_ids))
+        self._num_cached[row] = len(partial.request.input_ids) + count
+        self._num_output[row] = count
+        self._max_output[row] = self._output_limit(partial)
+        self._output_ids[row, :count] = partial.output_ids
+        self._output_logprobs[row, :count] = partial.output_logprobs
+        self._partials.append(partial)
+        self._sampling_rows = None
+
+    def _set_stop_ids(self, row: int, stop_ids: list[int]) -> None:
+        missing = len(stop_ids) - self._stop_ids.shape[1]
+        if missing > 0:
+            self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
+        self._stop_ids[row] = NO_TOKEN
+        self._stop_ids[row, : len(stop_ids)] = stop_ids
+
+    def _append_tokens(self, logits_BV: Tensor, sampling_rows: SamplingRows, start: int) -> None:
+        """Sample for the rows from `start` on; `_num_cached` is the position of the sampled token."""
+        rows = slice(start, self.num_rows)
+        tokens_B, logprobs_B = sample_tokens(logits_BV, sampling_rows, self._num_cached[rows])
+        row_numbers, places = np.arange(start, self.num_rows), self._num_output[rows]
+        self._last_token[rows] = tokens_B.numpy()
+        self._output_ids[row_numbers, places] = self._last_token[rows]
+        self._output_logprobs[row_numbers, places] = logprobs_B.numpy()
+        self._num_output[rows] += 1
+
+    def _take_finished(self) -> list[tuple[Partial, FinishReason]]:
+        """Remove and return the rows whose last token ended them."""
+        count = self.num_rows
+        last_token = self._last_token[:count]
+        is_stopped = (last_token[:, None] == self._stop_ids[:count]).any(1)
+        is_full: NDArray[np.bool_] = self._num_output[:count] >= self._max_output[:count]
+        rows = np.flatnonzero(is_stopped | is_full).tolist()
+        reasons = [
+            FinishReason("stop", token_id=int(last_token[row])) if is_stopped[row] else FinishReason("length")
+            for row in rows
+        ]
+        finished = [(self.partial(row), reason) for row, reason in zip(rows, reasons, strict=True)]
+        self._drop_rows(rows)
+        return finished
+
+    def _drop_rows(self, rows: list[int]) -> None:
+        """Close the gaps with the last rows; `rows` are in rising order."""
+        for row in reversed(rows):
+            last = self.num_rows - 1
+            if row != last:
+                self._move_row(last, row)
+            self._partials.pop()
+            self._sampling_rows = None
+
+    def _move_row(self, source: int, target: int) -> None:
+        self._decoder.move_slot(source, target, length=int(self._num_cached[source]))
+        columns = (self._last_token, self._num_cached, self._num_output, self._max_output, self._stop_ids)
+        for column in columns:
+            column[target] = column[source]
+        count = self._num_output[source]
+        self._output_ids[target, :count] = self._output_ids[source, :count]
+        self._output_logprobs[target, :count] = self._output_logprobs[source, :count]
+        self._partials[target] = self._partials[source]
+
+
+def _stack(partials: list[Partial]) -> SamplingRows:
+    return stack_sampling_rows([p.request.params for p in partials], [p.seed for p in partials])

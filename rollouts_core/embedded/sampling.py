@@ -1,0 +1,169 @@
+"""Choose tokens from logits the way each request asks for, and say how probable each choice was.
+
+Not here: stop conditions (running.py), reading JSON (protocol.py).
+
+    logits_BV / temperature -> log_softmax -> logprobs            what is reported
+                                   |
+                     top_k, top_p, min_p restrict                 what can be chosen
+                                   |
+    uniform(seed, position) -> inverse cumulative distribution -> tokens_B
+
+The uniform number is a hash of the request's seed and the token's position, so what a request draws does not depend
+on what else runs, and a request that is aborted and continued with the same seed draws what it would have drawn.
+
+Letters: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+MIN_TEMPERATURE = 1e-6
+"""Below this a request is greedy, as in SGLang."""
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
+
+_UNIFORM_BITS = 52
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one completion is sampled and when it ends, under SGLang's names and defaults.
+
+    Raises:
+        ValueError: a value outside its range; the text is SGLang's.
+    """
+
+    max_new_tokens: int | None = 128
+    """Tokens at most; None stands for what the context has room for."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the completion, besides the model's own; the token is part of the completion."""
+    ignore_eos: bool = False
+    """Neither the model's ends of turn nor `stop_token_ids` end the completion."""
+    temperature: float = 1.0
+    """Logits are divided by it; 0 takes the most probable token."""
+    top_p: float = 1.0
+    """Only the most probable tokens that together reach this probability can be chosen."""
+    top_k: int = -1
+    """Only this many most probable tokens can be chosen; -1 stands for all."""
+    min_p: float = 0.0
+    """Only tokens at least this probable, relative to the most probable one, can be chosen."""
+    sampling_seed: int | None = None
+    """Same seed, prompt and weights give the same completion; None draws a seed."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text; the token ids have them either way."""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.temperature) or self.temperature < 0.0:
+            raise ValueError(f"temperature must be a non-negative finite number, got {self.temperature}.")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}.")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}.")
+        if self.top_k < 1 and self.top_k != -1:
+            raise ValueError(f"top_k must be -1 (disable) or at least 1, got {self.top_k}.")
+        if self.max_new_tokens is not None and self.max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must be at least 0, got {self.max_new_tokens}.")
+        if self.sampling_seed is not None and not MIN_SEED <= self.sampling_seed <= MAX_SEED:
+            raise ValueError(f"sampling_seed must be in [-2**63, 2**63 - 1], got {self.sampling_seed}.")
+
+    @property
+    def is_greedy(self) -> bool:
+        """The most probable token is taken."""
+        return self.temperature < MIN_TEMPERATURE or self.top_k == 1
+
+    @property
+    def is_restricted(self) -> bool:
+        """Some tokens may be excluded from the choice."""
+        return self.top_p < 1.0 or self.top_k > 1 or self.min_p > 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRows:
+    """The sampling parameters of B rows, column by column, and which of the rarer paths they need."""
+
+    temperature_B1: Tensor
+    """1 for greedy rows of temperature 0."""
+    top_p_B1: Tensor
+    """Share of the probability that can be chosen."""
+    top_k_B1: Tensor
+    """Number of tokens that can be chosen; the vocabulary's size stands for all."""
+    min_p_B1: Tensor
+    """Least probability relative to the most probable token."""
+    is_greedy_B: Tensor
+    """Rows that take the most probable token."""
+    seed_B: NDArray[np.int64]
+    """The request's seed."""
+    has_greedy: bool
+    """Any row is greedy."""
+    has_restricted: bool
+    """Any row restricts the choice."""
+
+
+def stack_sampling_rows(params: list[SamplingParams], seeds: list[int]) -> SamplingRows:
+    """The columns of these requests; `seeds` stand in for the requests' own, which may be None."""
+    temperatures = [1.0 if p.temperature < MIN_TEMPERATURE else p.temperature for p in params]
+    return SamplingRows(
+        temperature_B1=torch.tensor(temperatures)[:, None],
+        top_p_B1=torch.tensor([p.top_p for p in params])[:, None],
+        top_k_B1=torch.tensor([p.top_k if p.top_k > 0 else 2**31 - 1 for p in params])[:, None],
+        min_p_B1=torch.tensor([p.min_p for p in params])[:, None],
+        is_greedy_B=torch.tensor([p.is_greedy for p in params], dtype=torch.bool),
+        seed_B=np.array(seeds, dtype=np.int64),
+        has_greedy=any(p.is_greedy for p in params),
+        has_restricted=any(p.is_restricted for p in params),
+    )
+
+
+@torch.inference_mode()
+def sample_tokens(logits_BV: Tensor, rows: SamplingRows, positions_B: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    """Return a token per row and its log-probability under log_softmax(logits / temperature).
+
+    Args:
+        logits_BV: next-token logits.
+        rows: sampling parameters of the same rows.
+        positions_B: the position that each token will have, counted from the start of the prompt.
+
+    Returns:
+        tokens_B (int64) and logprobs_B (float32, nats). Restrictions do not renormalise the logprobs.
+    """
+    logprobs_BV = torch.log_softmax(logits_BV.float() / rows.temperature_B1, -1)
+    probs_BV = logprobs_BV.exp()
+    allowed_BV = _restrict(probs_BV, rows) if rows.has_restricted else probs_BV
+    cumulative_BV = allowed_BV.cumsum(-1, dtype=torch.float64)
+    uniform_B = torch.from_numpy(uniform_numbers(rows.seed_B, positions_B))
+    thresholds_B1 = uniform_B[:, None] * cumulative_BV[:, -1:]
+    tokens_B = torch.searchsorted(cumulative_BV, thresholds_B1, right=True)[:, 0]
+    if rows.has_greedy:
+        tokens_B = torch.where(rows.is_greedy_B, logprobs_BV.argmax(-1), tokens_B)
+    return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]
+
+
+def uniform_numbers(seeds_B: NDArray[np.int64], positions_B: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Numbers in [0, 1), a function of (seed, position) alone: two rounds of the splitmix64 finaliser."""
+    mixed_seeds = _splitmix64(seeds_B.astype(np.uint64))
+    mixed = _splitmix64(mixed_seeds + positions_B.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    return (mixed >> np.uint64(64 - _UNIFORM_BITS)).astype(np.float64) * 2.0**-_UNIFORM_BITS
+
+
+def _splitmix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    state = values + np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+def _restrict(probs_BV: Tensor, rows: SamplingRows) -> Tensor:
+    """Probabilities with excluded tokens set to 0: top_k, top_p and min_p each judge the full distribution."""
+    sorted_BV, order_BV = probs_BV.sort(stable=True, dim=-1, descending=True)
+    rank_V = torch.arange(probs_BV.shape[-1])
+    before_BV = sorted_BV.cumsum(-1, dtype=torch.float64) - sorted_BV
+    excluded_BV = (rank_V >= rows.top_k_B1) | (before_BV > rows.top_p_B1)
+    excluded_BV |= sorted_BV < sorted_BV[:, :1] * rows.min_p_B1
+    excluded_BV[:, 0] = False
+    return torch.zeros_like(probs_BV).scatter_(-1, order_BV, sorted_BV.masked_fill(excluded_BV, 0.0))

@@ -1,0 +1,358 @@
+"""Own the thread that generates: a queue of requests, pauses, weight updates and aborts, all between two steps.
+
+Not here: which row holds what (running.py), HTTP (server.py).
+
+    any thread                              generation thread, one turn after the other
+    submit()  -> incoming --+
+    abort()   -+            +-> [commands] -> [updates, if paused or nothing runs] -> [admit] -> [step] -+
+    pause()    +-> commands +        ^                                                                   |
+    update_weights() ...-+           +-------------------------------------------------------------------+
+                                        finished completions resolve the futures that submit() returned
+
+An update without a pause lets the running requests end first and admits no others meanwhile. When the thread fails,
+every pending future fails with the same error and nothing is accepted any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self, TypeVar
+
+from rollouts_core.embedded.decoder import Decoder
+from rollouts_core.embedded.offline import check_request, choose_seed
+from rollouts_core.embedded.running import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    Partial,
+    RunningBatch,
+    complete,
+    note_version_change,
+)
+from rollouts_core.errors import EngineError, EngineUnavailableError, RolloutsError
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING_REQUESTS = 65536
+CLOSE_TIMEOUT_S = 10.0
+ABORTED = FinishReason("abort", message="Aborted")
+SHUT_DOWN = FinishReason("abort", message="The engine is shutting down")
+
+PauseMode = Literal["abort", "retract", "in_place"]
+ResultT = TypeVar("ResultT")
+ProgressListener = Callable[[Partial], None]
+
+
+class RequestError(EngineError):
+    """A request that the engine refuses as it is; asking again does not help."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUpdate:
+    """Weights that wait to be loaded."""
+
+    model_dir: Path
+    """Directory with the safetensors files."""
+    weight_version: str | None
+    """Name of the new weights; None keeps the old name."""
+    done: Future[int]
+    """Resolves to the number of paused requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Command:
+    """Something to do between two steps."""
+
+    run: Callable[[], None]
+    """Does it and resolves its future; raises where the thread cannot go on."""
+    refuse: Callable[[str], None]
+    """Fails its future, for a reason."""
+
+
+class Scheduler:
+    """A generation thread over one decoder; use it with `with`.
+
+    All methods may be called from any thread. Futures resolve in the generation thread.
+    """
+
+    def __init__(self, decoder: Decoder, *, model_dir: Path, weight_version: str = "default") -> None:
+        self.decoder = decoder
+        self.model_dir = model_dir
+        self.weight_version = weight_version
+        self.is_paused = False
+        self.failure: str | None = None
+        self._batch = RunningBatch(decoder)
+        self._waiting: deque[Partial] = deque()
+        self._updates: deque[WeightUpdate] = deque()
+        # The lock guards what other threads touch: what follows, and failure.
+        self._wake = threading.Condition()
+        self._incoming: deque[Partial] = deque()
+        self._commands: deque[_Command] = deque()
+        self._pending: dict[str, Future[Completion]] = {}
+        self._listeners: dict[str, ProgressListener] = {}
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are decoding."""
+        return self._batch.num_rows
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a free row or for the end of a pause."""
+        return len(self._waiting) + len(self._incoming)
+
+    @property
+    def is_healthy(self) -> bool:
+        """The generation thread lives and takes requests."""
+        return self.failure is None and not self._is_closing and self._thread.is_alive()
+
+    def submit(self, request: GenerationRequest, *, on_progress: ProgressListener | None = None) -> Future[Completion]:
+        """Queue a request; the future resolves to its completion, also when it is aborted.
+
+        Args:
+            request: what to complete.
+            on_progress: called in the generation thread after every step, with the tokens so far.
+
+        Raises:
+            RequestError: the model cannot take this request.
+            EngineUnavailableError: the engine is closing, failed or full.
+        """
+        try:
+            check_request(request, self.decoder)
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+        done: Future[Completion] = Future()
+        done.set_running_or_notify_cancel()
+        partial = Partial(request=request, seed=choose_seed(request.params))
+        with self._wake:
+            self._check_open()
+            if request.request_id in self._pending:
+                raise RequestError(f"Duplicate request ID detected: {request.request_id}")
+            if len(self._pending) >= MAX_WAITING_REQUESTS:
+                raise EngineUnavailableError("The request queue is full.")
+            self._pending[request.request_id] = done
+            if on_progress is not None:
+                self._listeners[request.request_id] = on_progress
+            self._incoming.append(partial)
+            self._wake.notify()
+        return done
+
+    def abort(self, request_id: str) -> Future[None]:
+        """End a request, or the members `<request_id>_<n>` of a batch, with the tokens they have.
+
+        Unknown ids are ignored.
+        """
+        return self._between_steps(
+            lambda: self._end(lambda found: found == request_id or found.startswith(f"{request_id}_"), ABORTED)
+        )
+
+    def abort_all(self) -> Future[None]:
+        """End all requests, running or waiting, with the tokens they have."""
+        return self._between_steps(lambda: self._end(lambda _: True, ABORTED))
+
+    def pause(self, mode: PauseMode) -> Future[None]:
+        """Stop generating until `resume`, with SGLang's modes.
+
+        abort ends all requests; retract puts running requests back into the queue, and their KV is computed anew;
+        in_place keeps them with their KV, so after a weight update their logprobs are of neither model.
+        """
+        return self._between_steps(lambda: self._pause(mode))
+
+    def resume(self) -> Future[None]:
+        """Go on after `pause`."""
+        return self._between_steps(self._resume)
+
+    def update_weights(self, model_dir: Path, *, weight_version: str | None) -> Future[int]:
+        """Load other weights, at once if paused, else when the running requests have ended.
+
+        The future resolves to the number of paused requests, or fails with `CheckpointError`: then all old weights
+        are still in place.
+        """
+        update = WeightUpdate(model_dir=model_dir, weight_version=weight_version, done=Future())
+        update.done.set_running_or_notify_cancel()
+        queued = self._between_steps(lambda: self._updates.append(update))
+        queued.add_done_callback(lambda done: _pass_on_error(done, update.done))
+        return update.done
+
+    def set_weight_version(self, weight_version: str) -> Future[None]:
+        """Rename the weights in use."""
+        return self._between_steps(lambda: self._rename_weights(weight_version))
+
+    def weight_digests(self) -> Future[dict[str, str]]:
+        """sha256 per tensor of the weights in use, under their checkpoint names."""
+        return self._between_steps(self.decoder.weight_digests)
+
+    def close(self) -> None:
+        """End all requests with the tokens they have, and the thread."""
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+        self._thread.join(timeout=CLOSE_TIMEOUT_S)
+
+    def _between_steps(self, function: Callable[[], ResultT]) -> Future[ResultT]:
+        """Run `function` in the generation thread and return the future of its result."""
+        done: Future[ResultT] = Future()
+        done.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                result = function()
+            except RolloutsError as error:
+                done.set_exception(error)
+            except Exception as error:
+                done.set_exception(EngineError(f"the engine failed: {error!r}"))
+                raise
+            else:
+                done.set_result(result)
+
+        def refuse(reason: str) -> None:
+            done.set_exception(EngineUnavailableError(reason))
+
+        with self._wake:
+            self._check_open()
+            self._commands.append(_Command(run=run, refuse=refuse))
+            self._wake.notify()
+        return done
+
+    def _check_open(self) -> None:
+        if self.failure is not None:
+            raise EngineUnavailableError(self.failure)
+        if self._is_closing:
+            raise EngineUnavailableError(SHUT_DOWN.message)
+
+    # Everything below runs in the generation thread.
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._turn()
+            self._shut_down()
+        except Exception as error:
+            logger.exception("the generation thread failed")
+            self._fail(f"the generation thread failed: {error!r}; restart the engine")
+
+    def _wait_for_work(self) -> bool:
+        """Block until there is something to do; False when the engine closes."""
+        with self._wake:
+            while not (self._is_closing or self._commands or self._updates or self._can_generate()):
+                self._wake.wait()
+            return not self._is_closing
+
+    def _can_generate(self) -> bool:
+        return not self.is_paused and bool(self._incoming or self._waiting or self._batch.num_rows)
+
+    def _turn(self) -> None:
+        self._take_incoming()
+        while self._commands:
+            self._commands.popleft().run()
+        while self._updates and (self.is_paused or self._batch.num_rows == 0):
+            self._load_weights(self._updates.popleft())
+        if self.is_paused:
+            return
+        if not self._updates:
+            count = min(self._batch.num_free, len(self._waiting))
+            self._finish(self._batch.admit([self._waiting.popleft() for _ in range(count)]))
+        self._finish(self._batch.step())
+        self._report_progress()
+
+    def _take_incoming(self) -> None:
+        with self._wake:
+            self._waiting.extend(self._incoming)
+            self._incoming.clear()
+
+    def _pause(self, mode: PauseMode) -> None:
+        self.is_paused = True
+        if mode == "abort":
+            self._end(lambda _: True, ABORTED)
+        elif mode == "retract":
+            self._waiting.extendleft(reversed(self._batch.remove(lambda _: True)))
+
+    def _resume(self) -> None:
+        self.is_paused = False
+
+    def _load_weights(self, update: WeightUpdate) -> None:
+        num_paused = self._batch.num_rows
+        try:
+            self.decoder.load_weights(update.model_dir)
+        except RolloutsError as error:
+            update.done.set_exception(error)
+            return
+        except Exception as error:
+            update.done.set_exception(EngineError(f"the engine failed while loading weights: {error!r}"))
+            raise
+        self.model_dir = update.model_dir
+        if update.weight_version is not None:
+            self._rename_weights(update.weight_version)
+        logger.info("loaded weights %s from %s", self.weight_version, update.model_dir)
+        update.done.set_result(num_paused)
+
+    def _rename_weights(self, weight_version: str) -> None:
+        self._batch.note_version_change(self.weight_version)
+        self._waiting = deque(note_version_change(partial, self.weight_version) for partial in self._waiting)
+        self.weight_version = weight_version
+
+    def _end(self, is_chosen: Callable[[str], bool], reason: FinishReason) -> None:
+        """Finish the chosen requests, waiting or running, with the tokens they have."""
+        self._take_incoming()
+        ended = self._batch.remove(is_chosen)
+        kept: deque[Partial] = deque()
+        for partial in self._waiting:
+            (ended if is_chosen(partial.request.request_id) else kept).append(partial)
+        self._waiting = kept
+        self._finish([(partial, reason) for partial in ended])
+
+    def _finish(self, ended: list[tuple[Partial, FinishReason]]) -> None:
+        for partial, reason in ended:
+            with self._wake:
+                done = self._pending.pop(partial.request.request_id)
+                self._listeners.pop(partial.request.request_id, None)
+            done.set_result(complete(partial, reason, weight_version=self.weight_version))
+
+    def _report_progress(self) -> None:
+        with self._wake:
+            listeners = list(self._listeners.items())
+        for request_id, listener in listeners:
+            row = self._batch.row_of(request_id)
+            if row is not None:
+                listener(self._batch.partial(row))
+
+    def _shut_down(self) -> None:
+        self._end(lambda _: True, SHUT_DOWN)
+        self._fail(SHUT_DOWN.message)
+
+    def _fail(self, reason: str) -> None:
+        """Accept nothing more and fail whoever still waits."""
+        with self._wake:
+            self.failure = reason
+            pending, commands = list(self._pending.values()), list(self._commands)
+            self._pending.clear()
+            self._commands.clear()
+        for command in commands:
+            command.refuse(reason)
+        for request_done in pending:
+            request_done.set_exception(EngineUnavailableError(reason))
+        while self._updates:
+            self._updates.popleft().done.set_exception(EngineUnavailableError(reason))
+
+
+def _pass_on_error(source: Future[None], target: Future[int]) -> None:
+    if (error := source.exception()) is not None:
+        target.set_exception(error)

@@ -1,0 +1,77 @@
+"""Read the safetensors files of a model directory, compare them with what is expected, and digest tensors.
+
+Not here: where tensors live while decoding (decoder.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rollouts_core.errors import CheckpointError
+
+MAX_NAMES_SHOWN = 3
+
+
+def read_tensors(model_dir: Path) -> dict[str, Tensor]:
+    """Every tensor of model.safetensors, or of the shards that model.safetensors.index.json names.
+
+    Raises:
+        CheckpointError: no such file, or one that is cut or damaged.
+    """
+    tensors: dict[str, Tensor] = {}
+    for path in _weight_files(model_dir):
+        try:
+            tensors.update(load_file(path))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read as safetensors ({error}): publish it again") from error
+    return tensors
+
+
+def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], *, source: str) -> None:
+    """Raise `CheckpointError` naming the first tensor that is missing, unexpected, of another shape or not finite."""
+    if missing := [name for name in shapes if name not in tensors]:
+        raise CheckpointError(f"{source} lacks {_show_names(missing)}, which the loaded model has")
+    if unexpected := [name for name in tensors if name not in shapes]:
+        raise CheckpointError(f"{source} has {_show_names(unexpected)}, which the loaded model lacks")
+    for name, shape in shapes.items():
+        found = tensors[name]
+        if tuple(found.shape) != shape:
+            raise CheckpointError(f"{source}: {name} has shape {tuple(found.shape)}, the loaded model expects {shape}")
+        if not found.is_floating_point():
+            raise CheckpointError(f"{source}: {name} holds {found.dtype}, expected floating-point numbers")
+        if not torch.isfinite(found).all():
+            raise CheckpointError(f"{source}: {name} holds values that are not finite numbers")
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """sha256 of the tensor's bytes as a safetensors file stores them: row-major, little-endian."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().data).hexdigest()
+
+
+def _weight_files(model_dir: Path) -> list[Path]:
+    single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
+    if single.exists():
+        return [single]
+    if not index.exists():
+        raise CheckpointError(
+            f"{model_dir} has neither {single.name} nor {index.name}: give a directory with safetensors weights"
+        )
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return [model_dir / name for name in sorted(set(weight_map.values()))]
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{index} has no readable weight_map ({error!r}): publish it again") from error
+
+
+def _show_names(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+    return ", ".join(names[:MAX_NAMES_SHOWN]) + more

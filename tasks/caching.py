@@ -1,0 +1,44 @@
+"""Prefect's memory of finished stages: which task options make a retry, or another run, take the earlier record.
+
+Not here: the other safeguard, the run directory itself (stage.py, artifacts.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import Task
+from prefect.cache_policies import CacheKeyFnPolicy
+from prefect.context import TaskRunContext
+
+from infra.node import Node
+from tasks.artifacts import is_finished
+from tasks.records import RunScope, Stage, StageRecord
+from tasks.retries import is_worth_a_retry
+
+
+def cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str:  # Any: Prefect's signature
+    """The identity of the stage: neither the run nor the task's source is part of it."""
+    stage: Stage = parameters["stage"]
+    return f"{stage.name}-{stage.fingerprint}"
+
+
+STAGE_OPTIONS: dict[str, Any] = {  # Any: keywords of prefect.task
+    "cache_policy": CacheKeyFnPolicy(cache_key_fn=cache_key),
+    "persist_result": True,
+    "result_serializer": "json",
+    "retries": 2,
+    "retry_delay_seconds": 5,
+    "retry_condition_fn": is_worth_a_retry,
+}
+
+
+def run_cached(
+    task: Task[[Stage, RunScope, Node], StageRecord], stage: Stage, scope: RunScope, node: Node
+) -> StageRecord:
+    """The record of a stage task, from Prefect's cache only while everything that the record names is whole."""
+    # Without this a deleted or damaged checkpoint would be found by whoever loads it, much later.
+    fitting = task.with_options(refresh_cache=not is_finished(stage), task_run_name=stage.name)
+    state = fitting(stage, scope, node, return_state=True)
+    record: StageRecord = state.result()
+    return record.model_copy(update={"how": "reused", "seconds": 0.0}) if state.name == "Cached" else record

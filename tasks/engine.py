@@ -1,0 +1,64 @@
+"""Start the inference engine of an RL stage, and stop it again."""
+
+from __future__ import annotations
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from infra.engines import wait_until_engine_ready
+from infra.jobs import cancel_job, start_or_attach
+from infra.ledger import Ledger
+from infra.node import Node
+from infra.ports import LOOPBACK, check_port, find_free_port
+from infra.providers import open_session
+from infra.session import Session
+from tasks.plan import plan_engine
+from tasks.progress import StageProgress, stage_console
+from tasks.records import EngineRecord, RunScope, Stage
+from tasks.stage import GRACE_S, job_spec, running_job
+
+MAX_RESTARTS = 3
+LEASE_S = 60.0
+"""An engine that no RL job renews for this long ends by itself."""
+READY_TIMEOUT_S = 300.0
+
+
+@task(name="launch-engine", cache_policy=NO_CACHE)
+def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node) -> EngineRecord:
+    """The engine of this RL stage, ready to generate: the one that already serves it, or a new one."""
+    with (
+        StageProgress("engine", num_steps=0, console=stage_console()) as progress,
+        Ledger(scope.ledger_path) as ledger,
+        open_session(node) as session,
+    ):
+        stage = plan_engine(rl, wanted_port, node)
+        ledger.add_lease(stage.run_dir, scope.run_id, node.name)
+        running = running_job(session, stage.run_dir)
+        port = running["port"] if running else choose_port(session, wanted_port)
+        start_or_attach(
+            session, job_spec(plan_engine(rl, port, node), session, max_restarts=MAX_RESTARTS, lease_s=LEASE_S)
+        )
+        url = f"http://{LOOPBACK}:{port}"
+        wait_until_engine_ready(session, url=url, run_dir=stage.run_dir, timeout_s=READY_TIMEOUT_S)
+        progress.say(f"{'still answers' if running else 'answers'} at {url}")
+    return EngineRecord(url=url, run_dir=stage.run_dir)
+
+
+@task(name="stop-engine", cache_policy=NO_CACHE)
+def stop_engine(engine: EngineRecord, scope: RunScope, node: Node) -> None:
+    """End the engine, unless another run still wants it."""
+    with Ledger(scope.ledger_path) as ledger, open_session(node) as session:
+        if ledger.drop_lease(engine.run_dir, scope.run_id) == 0:
+            cancel_job(session, engine.run_dir, GRACE_S)
+
+
+def choose_port(session: Session, wanted_port: int) -> int:
+    """The wanted port, or a free one for 0.
+
+    Raises:
+        PermanentInfraError: another process listens on the wanted port.
+    """
+    if wanted_port == 0:
+        return find_free_port(session)
+    check_port(session, wanted_port)
+    return wanted_port

@@ -1,0 +1,144 @@
+"""From settings and finished stages to the next stage: what its job is, what identifies it, where it lies.
+
+Not here: running it (stage.py). These functions read files for their digests and change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from infra.node import Node
+from rollouts_core.config import Config, ModelConfig
+from rollouts_core.dataset import digest_path
+from rollouts_core.fingerprint import digest_model, digest_plugins, fingerprint_job
+from rollouts_core.job import EngineAddress, EvalJob, InputFile, InputModel, Job, RLJob, ServeJob, SFTJob
+from tasks.records import EngineRecord, RunScope, Stage, StageRecord
+
+ENGINE_MARGIN_TOKENS = 1
+"""The embedded engine refuses prompts that leave no room for a token more than was asked for."""
+
+
+def plan_sft(config: Config, scope: RunScope, node: Node) -> Stage:
+    """Fine-tune `config.model` on the demonstrations."""
+    job = SFTJob(
+        model=base_model(config),
+        data=input_file(config.data.sft),
+        training=config.training.sft,
+        deployment=config.deployment,
+    )
+    return build_stage("sft", job, scope, node, num_steps=config.training.sft.num_steps)
+
+
+def plan_selection(training: StageRecord, config: Config, scope: RunScope, node: Node) -> Stage:
+    """Score every checkpoint that a training stage left, on the selection rows."""
+    checkpoints = checkpoints_of(training, config)
+    job = evaluation_job(checkpoints, config.data.selection, config)
+    return build_stage(f"select-{training.stage}", job, scope, node, num_steps=len(checkpoints))
+
+
+def plan_rl(start: InputModel, config: Config, scope: RunScope, node: Node) -> Stage:
+    """Improve the start model against engines, which `with_engines` adds: they are no part of its identity."""
+    job = RLJob(
+        model=start,
+        prompts=input_file(config.data.prompts),
+        training=config.training.rl,
+        rollout=config.rollout,
+        plugin_digest=plugin_digest(config),
+        deployment=config.deployment,
+    )
+    return build_stage("rl", job, scope, node, num_steps=config.training.rl.num_steps)
+
+
+def with_engines(rl: Stage, engines: Sequence[EngineRecord]) -> Stage:
+    """The RL stage with the engines that it may use."""
+    addresses = tuple(EngineAddress(url=engine.url, lease_file=engine.lease_file) for engine in engines)
+    job = RLJob.model_validate(rl.job).model_copy(update={"engines": addresses})
+    return rl.model_copy(update={"job": job.model_dump(mode="json")})
+
+
+def plan_engine(rl: Stage, port: int, node: Node) -> Stage:
+    """The engine of an RL stage: its start weights are the RL's start model, its identity is the RL stage's."""
+    rl_job = RLJob.model_validate(rl.job)
+    context_length = rl_job.rollout.max_prompt_tokens + rl_job.rollout.sampling.max_new_tokens + ENGINE_MARGIN_TOKENS
+    job = ServeJob(model=rl_job.model, port=port, context_length=context_length, deployment=rl_job.deployment)
+    return Stage(
+        name="engine",
+        fingerprint=rl.fingerprint,
+        run_dir=f"{node.root}/stages/engine-{rl.fingerprint}-0",
+        job=job.model_dump(mode="json"),
+        num_steps=0,
+        timeout_s=rl.timeout_s,
+    )
+
+
+def plan_evaluation(models: Mapping[str, InputModel], config: Config, scope: RunScope, node: Node) -> Stage:
+    """Score the models on the held-out rows, under the names base, sft and rl."""
+    renamed = [model.model_copy(update={"name": name}) for name, model in models.items()]
+    job = evaluation_job(renamed, config.data.heldout, config)
+    return build_stage("evaluate", job, scope, node, num_steps=len(renamed))
+
+
+def base_model(config: Config) -> InputModel:
+    """The model that the pipeline starts from."""
+    return InputModel(name="base", model=config.model, digest=digest_model(config.model))
+
+
+def selected_model(training: StageRecord, selection: StageRecord, config: Config) -> InputModel:
+    """The checkpoint of a training stage that its selection named best."""
+    by_name = {model.name: model for model in checkpoints_of(training, config)}
+    return by_name[selection.result["best"]]
+
+
+def checkpoints_of(training: StageRecord, config: Config) -> list[InputModel]:
+    """The checkpoints of a finished training stage, by step."""
+    return [
+        InputModel(
+            name=entry["name"],
+            model=ModelConfig(
+                path=f"{training.run_dir}/checkpoints/{entry['name']}",
+                dtype=config.model.dtype,
+                trust_remote_code=config.model.trust_remote_code,
+            ),
+            digest=entry["digest"],
+            step=entry["step"],
+        )
+        for entry in training.result["checkpoints"]
+    ]
+
+
+def evaluation_job(checkpoints: Sequence[InputModel], data: str, config: Config) -> EvalJob:
+    """Score checkpoints on the rows of a file, as `config.evaluation` says."""
+    return EvalJob(
+        checkpoints=tuple(checkpoints),
+        data=input_file(data),
+        evaluation=config.evaluation,
+        rollout=config.rollout,
+        training=config.training.sft,
+        plugin_digest=plugin_digest(config),
+        deployment=config.deployment,
+    )
+
+
+def input_file(path: str) -> InputFile:
+    """A data file with the digest of its content."""
+    return InputFile(path=path, digest=digest_path(path))
+
+
+def plugin_digest(config: Config) -> str:
+    """The digest of the user's own packages that the rollout settings name."""
+    return digest_plugins(config.rollout.generate_fn, config.rollout.reward_fn, config.rollout.filter_fn)
+
+
+def build_stage(name: str, job: Job, scope: RunScope, node: Node, *, num_steps: int) -> Stage:
+    """A stage at the place that its identity gives it; a fresh one gets an identity of this run's own."""
+    salt = scope.run_id if name in scope.fresh else ""
+    fingerprint = fingerprint_job(name, job, salt=salt)
+    return Stage(
+        name=name,
+        fingerprint=fingerprint,
+        run_dir=str(Path(node.root) / "stages" / f"{name}-{fingerprint}"),
+        job=job.model_dump(mode="json"),
+        num_steps=num_steps,
+        timeout_s=job.deployment.stage_timeout_minutes * 60.0,
+    )

@@ -1,0 +1,83 @@
+"""Show how far a stage is: a bar with its remaining time on a terminal, plain lines elsewhere, lines in Prefect always.
+
+Not here: where the numbers come from (stage.py).
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any, Self
+
+from prefect.exceptions import MissingContextError
+from prefect.logging import get_run_logger
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+LINE_INTERVAL_S = 5.0
+"""Plain lines, and lines in Prefect, come at most this often."""
+
+SHOWN_METRICS = {
+    "loss": "loss {:.3f}",
+    "reward": "reward {:.3f}",
+    "response_tokens": "{:.0f} tokens",
+    "tokens_per_s": "{:,.0f} tokens/s",
+    "score": "score {:.3f}",
+}
+
+
+class StageProgress:
+    """The progress of one stage; owns the bar while the stage runs."""
+
+    def __init__(self, stage: str, *, num_steps: int, console: Console) -> None:
+        self.stage = stage
+        self.num_steps = num_steps
+        self.console = console
+        self._last_line_at = 0.0
+        self._bar = Progress(
+            TextColumn("{task.description:<14}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            console=console,
+            disable=not console.is_terminal or num_steps == 0,
+        )
+        self._row = self._bar.add_task(stage, total=num_steps, numbers="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def on_metrics(self, metrics: dict[str, Any]) -> None:  # Any: JSON
+        """Show the metrics of a step."""
+        step = int(metrics["step"])
+        numbers = ", ".join(text.format(metrics[name]) for name, text in SHOWN_METRICS.items() if name in metrics)
+        self._bar.update(self._row, completed=step, numbers=numbers)
+        if step == self.num_steps or time.monotonic() - self._last_line_at > LINE_INTERVAL_S:
+            self._last_line_at = time.monotonic()
+            self._say(f"step {step} of {self.num_steps}, {numbers}", on_terminal=False)
+
+    def say(self, message: str) -> None:
+        """A sentence about the stage, on the console and in Prefect."""
+        self._say(message, on_terminal=True)
+
+    def _say(self, message: str, *, on_terminal: bool) -> None:
+        if on_terminal or not self.console.is_terminal:
+            self.console.print(f"{self.stage:<14} {message}", highlight=False, soft_wrap=True)
+        try:
+            get_run_logger().info("%s: %s", self.stage, message)
+        except MissingContextError:  # called as a plain function, outside any run
+            return
+
+
+def stage_console() -> Console:
+    """The console that progress goes to: standard error, so that standard output stays machine-readable."""
+    return Console(stderr=True)

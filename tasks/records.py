@@ -1,0 +1,90 @@
+"""The records that stages hand to each other: small, JSON-able, because Prefect stores them.
+
+Not here: building them (plan.py), running them (stage.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+How = Literal["ran", "attached", "reused"]
+
+
+class TaskRecord(BaseModel):
+    """What all records of this package share."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RunScope(TaskRecord):
+    """What every stage of one run needs to know about the run."""
+
+    run_id: str
+    """The flow run's id: leases are held under it."""
+    run_name: str
+    """What people call the run."""
+    store: str
+    """Absolute path of the store."""
+    fresh: tuple[str, ...] = ()
+    """Stages that must not reuse what another run left."""
+
+    @property
+    def ledger_path(self) -> Path:
+        """The database of leases."""
+        return Path(self.store) / "ledger.db"
+
+    @property
+    def output_dir(self) -> Path:
+        """Where the run's report and checkpoint are published."""
+        return Path(self.store) / "runs" / f"{self.run_name}-{self.run_id[:8]}"
+
+
+class Stage(TaskRecord):
+    """A job with its identity and its place."""
+
+    name: str
+    """For example sft, select-sft, rl."""
+    fingerprint: str
+    """Identity of the work."""
+    run_dir: str
+    """Absolute path of the run directory on the node."""
+    job: dict[str, Any]  # Any: JSON
+    """The content of job.json."""
+    num_steps: int
+    """How many metric steps the job goes through, for progress."""
+    timeout_s: float
+    """The job is stopped after this time."""
+
+    @property
+    def kind(self) -> str:
+        """The command of `python -m rollouts_core` that does the job."""
+        return str(self.job["kind"])
+
+
+class StageRecord(TaskRecord):
+    """What a finished stage came to."""
+
+    stage: str
+    fingerprint: str
+    run_dir: str
+    how: How
+    """ran: started by this run. attached: already under way. reused: finished before."""
+    seconds: float
+    """What this run waited for it."""
+    result: dict[str, Any]  # Any: JSON
+    """The content of result.json."""
+
+
+class EngineRecord(TaskRecord):
+    """An engine that answers."""
+
+    url: str
+    run_dir: str
+
+    @property
+    def lease_file(self) -> str:
+        """The file by which the RL job keeps the engine alive."""
+        return f"{self.run_dir}/.job/lease"

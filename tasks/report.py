@@ -1,0 +1,105 @@
+"""Write the run's report: an HTML page in its output folder, and a summary on the run's page in Prefect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import tomli_w
+from prefect import task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+
+from infra.node import NodeSettings
+from rollouts_core.comparison import Verdict, judge_improvement
+from rollouts_core.config import Config
+from rollouts_core.files import write_atomically, write_json
+from rollouts_core.report import ReportInput, StageSummary, render_report, render_summary_markdown
+from tasks.progress import StageProgress, stage_console
+from tasks.records import RunScope, StageRecord
+
+
+@task(name="report", cache_policy=NO_CACHE)
+def write_report(
+    records: Sequence[StageRecord], config: Config, node: NodeSettings, checkpoint_path: str, scope: RunScope
+) -> tuple[str, Verdict | None]:
+    """Write report.html, run.json and config.toml; returns the report's path and the verdict on RL, None without RL."""
+    by_stage = {record.stage: record for record in records}
+    verdict = judge_rl(by_stage["evaluate"], config) if "rl" in by_stage else None
+    settings_toml = render_settings(config, node, scope)
+    report = build_report_input(by_stage, config, settings_toml, checkpoint_path, scope, verdict)
+    path = scope.output_dir / "report.html"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(scope.output_dir / "config.toml", settings_toml)
+    write_atomically(path, render_report(report))
+    write_json(
+        scope.output_dir / "run.json",
+        {
+            "run_id": scope.run_id,
+            "run_name": scope.run_name,
+            "config": config.model_dump(mode="json", exclude_defaults=True),
+            "stages": [record.model_dump(mode="json", exclude={"result"}) for record in records],
+            "selected": dict(report.selected),
+            "verdict": report.verdict,
+        },
+    )
+    create_markdown_artifact(render_summary_markdown(report), key="report", description=f"Report: {path}")
+    with StageProgress("report", num_steps=0, console=stage_console()) as progress:
+        progress.say(f"{path}{': ' + verdict.sentence if verdict else ''}")
+    return str(path), verdict
+
+
+def judge_rl(evaluation: StageRecord, config: Config) -> Verdict:
+    """Whether RL beat the model that it started from, on the held-out prompts."""
+    scores = {entry["name"]: entry["scores"] for entry in evaluation.result["checkpoints"]}
+    start = "sft" if "sft" in scores else "base"
+    return judge_improvement(
+        scores[start], scores["rl"], names=(start, "rl"), max_p_value=config.evaluation.max_p_value
+    )
+
+
+def render_settings(config: Config, node: NodeSettings, scope: RunScope) -> str:
+    """The settings of the run as a file for `rollouts run`, without those at their defaults."""
+    settings = json.loads(config.model_dump_json(exclude_defaults=True))
+    node_settings = {"provider": node.provider, **node.model_dump(mode="json", exclude_defaults=True)}
+    return tomli_w.dumps({**settings, "node": node_settings, "run": {"name": scope.run_name}})
+
+
+def build_report_input(
+    by_stage: dict[str, StageRecord],
+    config: Config,
+    settings_toml: str,
+    checkpoint_path: str,
+    scope: RunScope,
+    verdict: Verdict | None,
+) -> ReportInput:
+    """What the report's renderer needs, from the records of the stages."""
+
+    def run_dir(stage: str) -> Path | None:
+        return Path(by_stage[stage].run_dir) if stage in by_stage else None
+
+    evaluation_dir = run_dir("evaluate")
+    assert evaluation_dir is not None, "every run evaluates"
+    return ReportInput(
+        run_name=scope.run_name,
+        mode=config.mode,
+        stages=tuple(
+            StageSummary(name=record.stage, how=record.how, seconds=record.seconds, run_dir=record.run_dir)
+            for record in by_stage.values()
+        ),
+        evaluation_dir=evaluation_dir,
+        sft_dir=run_dir("sft"),
+        sft_selection_dir=run_dir("select-sft"),
+        rl_dir=run_dir("rl"),
+        rl_selection_dir=run_dir("select-rl"),
+        selected={
+            kind: by_stage[f"select-{kind}"].result["best"] for kind in ("sft", "rl") if f"select-{kind}" in by_stage
+        },
+        checkpoint_path=checkpoint_path,
+        settings_toml=settings_toml,
+        reproduce_command=f"rollouts run {scope.output_dir / 'config.toml'} --store {scope.store}",
+        use_command=f"rollouts serve {checkpoint_path}",
+        verdict=verdict.sentence if verdict else "",
+        is_improvement=verdict.is_improvement if verdict else None,
+    )

@@ -1,0 +1,132 @@
+"""Run one stage as a supervised job on a node, or attach to it, or take what it left.
+
+Not here: what the job is (plan.py), how jobs are supervised (infra/jobs.py), Prefect (the task files).
+
+    finished and whole? -> its record          under way? -> attach          else -> start
+                                                                \\-> follow metrics and events until it ends
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from infra.jobs import (
+    JobSpec,
+    JobState,
+    JobStatus,
+    cancel_job,
+    follow_job,
+    job_status,
+    read_result,
+    require_finished,
+    start_or_attach,
+)
+from infra.ledger import Ledger
+from infra.node import Node
+from infra.providers import open_session
+from infra.session import Session
+from rollouts_core.errors import InputError
+from tasks.artifacts import set_damage_aside
+from tasks.progress import StageProgress, stage_console
+from tasks.records import How, RunScope, Stage, StageRecord
+
+GRACE_S = 10.0
+"""Between asking a job to end and killing it."""
+USER_ERROR_CODE = 2
+
+
+def run_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
+    """The record of the stage, after doing whatever of it is not done yet.
+
+    Raises:
+        InputError: the job says that the user must change something.
+        JobFailedError, JobLostError: it ended without its record.
+    """
+    began = time.monotonic()
+    with StageProgress(stage.name, num_steps=stage.num_steps, console=stage_console()) as progress:
+        if damage := set_damage_aside(stage):
+            progress.say(f"done again, because what an earlier run left is damaged: {damage}")
+        with Ledger(scope.ledger_path) as ledger, open_session(node) as session:
+            ledger.add_lease(stage.run_dir, scope.run_id, node.name)
+            status = start_or_attach(session, job_spec(stage, session))
+            how = how_it_began(status)
+            if how != "reused":
+                progress.say(f"{'started' if how == 'ran' else 'attached to the running job'} in {stage.run_dir}")
+                follow_until_finished(session, status, progress)
+            ledger.drop_lease(stage.run_dir, scope.run_id)
+            result = read_result(session, stage.run_dir)
+        assert result is not None, f"{stage.run_dir} is finished without a result.json"
+        seconds = time.monotonic() - began
+        progress.say("reused: finished by an earlier run" if how == "reused" else f"finished in {seconds:.1f} s")
+    return StageRecord(
+        stage=stage.name,
+        fingerprint=stage.fingerprint,
+        run_dir=stage.run_dir,
+        how=how,
+        seconds=seconds,
+        result=result,
+    )
+
+
+def job_spec(stage: Stage, session: Session, *, max_restarts: int = 0, lease_s: float = 0.0) -> JobSpec:
+    """The stage as a job for a node's supervisor."""
+    return JobSpec(
+        run_dir=stage.run_dir,
+        argv=(session.python, "-m", "rollouts_core", stage.kind, f"{stage.run_dir}/job.json"),
+        job=stage.job,
+        timeout_s=stage.timeout_s,
+        grace_s=GRACE_S,
+        max_restarts=max_restarts,
+        lease_s=lease_s,
+    )
+
+
+def how_it_began(status: JobStatus) -> How:
+    """What `start_or_attach` found."""
+    if status.state is JobState.FINISHED:
+        return "reused"
+    return "attached" if status.attached else "ran"
+
+
+def follow_until_finished(session: Session, status: JobStatus, progress: StageProgress) -> None:
+    """Show what the job writes until it has its record.
+
+    Raises:
+        InputError: it ended with the exit code of a user's mistake; the sentence is the job's own.
+        JobFailedError, JobLostError: it ended otherwise.
+    """
+    complaints: list[str] = []
+
+    def on_event(event: dict[str, Any]) -> None:  # Any: JSON
+        if event["event"] == "resumed":
+            progress.say(f"goes on from step {event['step']}")
+        if event["event"] == "failed" and event["attempt"] == status.attempt:
+            complaints.append(event["message"])
+
+    ended = follow_job(
+        session, status.run_dir, on_metrics=progress.on_metrics, on_event=on_event, on_log=lambda chunk: None
+    )
+    if complaints and ended.exit is not None and ended.exit.code == USER_ERROR_CODE:
+        raise InputError(complaints[-1])
+    require_finished(session, ended)
+
+
+def stop_leased_jobs(scope: RunScope, node: Node) -> list[str]:
+    """Give up this run's claims, and end the jobs that no other run wants; returns their run directories."""
+    ended = []
+    with Ledger(scope.ledger_path) as ledger, open_session(node) as session:
+        for lease in ledger.leases_of(scope.run_id):
+            if ledger.drop_lease(lease.run_dir, scope.run_id) == 0:
+                cancel_job(session, lease.run_dir, GRACE_S)
+                ended.append(lease.run_dir)
+    return ended
+
+
+def running_job(session: Session, run_dir: str) -> dict[str, Any] | None:  # Any: JSON
+    """The job.json of a job that is under way, else None."""
+    if job_status(session, run_dir).state is not JobState.RUNNING:
+        return None
+    job: dict[str, Any] = json.loads(session.read_file(f"{run_dir}/job.json"))  # Any: JSON
+    return job

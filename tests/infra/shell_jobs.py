@@ -1,0 +1,41 @@
+"""Small shell programs as jobs, and ways to look at their processes."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from infra.jobs import JobSpec, JobStatus, follow_job
+from infra.session import Session
+
+
+def shell_spec(run_dir: Path, script: str, **limits: Any) -> JobSpec:
+    return JobSpec(run_dir=str(run_dir), argv=("/bin/sh", "-c", script), job={"script": script}, **limits)
+
+
+def wait_until(condition: Callable[[], bool], *, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not true within {timeout_s} s"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return not Path(f"/proc/{pid}/stat").exists() or ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+
+
+def read_pid(path: Path) -> int:
+    """The process number that a script writes to a file, once it is there."""
+    wait_until(lambda: path.exists() and path.read_text().endswith("\n"))
+    return int(path.read_text())
+
+
+def wait_for_end(session: Session, run_dir: Path) -> JobStatus:
+    ignored: list[object] = []
+    ignore = ignored.append
+    return follow_job(session, str(run_dir), on_metrics=ignore, on_event=ignore, on_log=ignore)

@@ -1,0 +1,109 @@
+"""Pins that a node that is not good enough is refused before any work, with a sentence that says what to do."""
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.bootstrap import GpuReport, NodeReport, check_node, probe_node
+from infra.errors import CommandFailedError, PermanentInfraError
+from infra.node import LocalNode, Node
+from infra.providers import open_session, provision_node, release_node
+
+GPU = GpuReport(name="NVIDIA H200", total_gb=141.0, free_gb=140.0)
+GOOD = NodeReport(
+    python="/usr/bin/python3",
+    root="/runs",
+    python_version="3.11.9",
+    torch_version="2.10.0+cu128",
+    torch_problem="",
+    gpus=(GPU, GPU),
+    gpu_problem="",
+    num_cpus=16,
+    total_memory_gb=128.0,
+    free_memory_gb=100.0,
+    free_disk_gb=50.0,
+    root_problem="",
+)
+
+
+def test_a_good_node_passes() -> None:
+    check_node(GOOD, min_free_gb=50, required_gpus=2)
+    assert GOOD.device_summary == "2 x NVIDIA H200"
+
+
+@pytest.mark.parametrize(
+    ("defect", "sentence"),
+    [
+        ({"python_version": "3.9.1"}, r"Python 3\.11 or newer is needed, .* is 3\.9\.1"),
+        ({"torch_version": None, "torch_problem": "No module named 'torch'"}, "cannot import torch .*install"),
+        ({"torch_version": "2.5.1"}, r"torch 2\.6 or newer is needed, .* has 2\.5\.1"),
+        ({"gpus": (GPU,), "gpu_problem": "error 802"}, r"2 working GPUs are needed, the node has 1 \(error 802\)"),
+        ({"free_disk_gb": 3.0}, r"20 GB of free disk are needed at /runs, 3\.0 GB"),
+        ({"root_problem": "Read-only file system"}, r"/runs cannot be written \(Read-only file system\)"),
+    ],
+)
+def test_a_defect_is_refused_with_one_sentence(defect: dict[str, Any], sentence: str) -> None:
+    report = dataclasses.replace(GOOD, **defect)
+    with pytest.raises(PermanentInfraError, match=sentence):
+        check_node(report, min_free_gb=20, required_gpus=2)
+
+
+@pytest.mark.slow
+def test_the_probe_finds_this_machine(tmp_path: Path) -> None:
+    node = provision_node(LocalNode(), tmp_path / "store")
+    with open_session(node) as session:
+        report = probe_node(session, node)
+    assert report.python_version == ".".join(str(part) for part in sys.version_info[:3])
+    assert report.torch_version is not None and report.num_cpus == os.cpu_count()
+    assert 0 < report.free_memory_gb <= report.total_memory_gb and report.free_disk_gb > 0
+    check_node(report, min_free_gb=0, required_gpus=0)
+
+
+def test_an_interpreter_without_torch_is_reported_and_not_an_error(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    node = provision_node(LocalNode(python=str(bare)), tmp_path / "store")
+    with open_session(node) as session:
+        report = probe_node(session, node)
+    assert report.torch_version is None and "torch" in report.torch_problem
+
+
+def test_a_root_that_cannot_be_a_directory_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    node = Node(name="local", provider="local", root=str(tmp_path / "file"), python=str(bare))
+    with open_session(node) as session:
+        assert "File exists" in probe_node(session, node).root_problem
+
+
+def test_an_interpreter_that_is_none_is_named(tmp_path: Path) -> None:
+    node = provision_node(LocalNode(python="/bin/false"), tmp_path)
+    with open_session(node) as session, pytest.raises(CommandFailedError, match="/bin/false"):
+        probe_node(session, node)
+
+
+def test_a_local_node_is_plain_json_and_uses_the_store_and_our_interpreter(tmp_path: Path) -> None:
+    node = provision_node(LocalNode.model_validate({"provider": "local", "gpu_type": "of another form"}), tmp_path)
+    assert node == Node(name="local", provider="local", root=str(tmp_path), python=sys.executable)
+    assert Node(**json.loads(json.dumps(dataclasses.asdict(node)))) == node
+    release_node(node)
+    assert tmp_path.exists()
+
+
+def test_a_root_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PermanentInfraError, match="choose another root"):
+        provision_node(LocalNode(root=str(tmp_path / "file" / "runs")), tmp_path)
+
+
+def test_every_field_of_the_form_has_a_help_text() -> None:
+    fields = LocalNode.model_json_schema()["properties"]
+    assert all(field["description"] for field in fields.values())

@@ -1,0 +1,89 @@
+"""Pins that an engine counts as ready when it generates, and that its end before that is explained.
+
+Without it a pipeline waits for ever for an engine that died, or trains against one that only answers health checks.
+"""
+
+import json
+import socket
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from infra.engines import PROBE_REQUEST, explain_engine_log, start_engine, wait_until_engine_ready
+from infra.errors import JobFailedError, TransientInfraError
+from infra.jobs import start_or_attach
+from infra.node import Node
+from infra.ports import find_free_port, is_port_free
+from infra.session import LocalSession
+from tests.infra.shell_jobs import shell_spec, wait_for_end
+
+SERVER = """
+import http.server, json, sys
+class Engine(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        assert self.path == "/generate"
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"output_ids": [7], "asked": body}).encode())
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Engine).serve_forever()
+"""
+
+
+def test_a_free_port_is_free_until_somebody_listens(session: LocalSession) -> None:
+    port = find_free_port(session)
+    assert is_port_free(session, "127.0.0.1", port)
+    with socket.create_server(("127.0.0.1", port)):
+        assert not is_port_free(session, "127.0.0.1", port)
+
+
+@pytest.mark.slow
+def test_an_engine_is_ready_when_it_has_generated(session: LocalSession, run_dir: Path) -> None:
+    port = find_free_port(session)
+    run_dir.mkdir()
+    (run_dir / "engine.py").write_text(SERVER)
+    start_or_attach(session, shell_spec(run_dir, f"sleep 0.5; exec {sys.executable} -I engine.py {port}"))
+    url = f"http://127.0.0.1:{port}"
+    wait_until_engine_ready(session, url=url, run_dir=str(run_dir), timeout_s=20)
+    assert httpx.post(f"{url}/generate", json=PROBE_REQUEST).json()["asked"] == PROBE_REQUEST
+
+
+@pytest.mark.slow
+def test_an_engine_that_answers_without_generating_is_not_ready(session: LocalSession, run_dir: Path) -> None:
+    start_or_attach(session, shell_spec(run_dir, "echo loading shard 3; sleep 60"))
+    transport = httpx.MockTransport(lambda request: httpx.Response(503, json={"detail": "loading"}))
+    with pytest.raises(TransientInfraError, match=r"did not generate within 0\.7 s.*'loading shard 3'"):
+        wait_until_engine_ready(session, url="http://e", run_dir=str(run_dir), timeout_s=0.7, transport=transport)
+
+
+def test_an_engine_that_ends_first_is_explained_from_its_log(session: LocalSession, run_dir: Path) -> None:
+    start_or_attach(session, shell_spec(run_dir, "echo 'OSError: [Errno 98] Address already in use'; exit 1"))
+    wait_for_end(session, run_dir)
+    transport = httpx.MockTransport(lambda request: httpx.Response(502))
+    with pytest.raises(JobFailedError, match=r"its port is in use(.|\n)*Errno 98"):
+        wait_until_engine_ready(session, url="http://e", run_dir=str(run_dir), timeout_s=10, transport=transport)
+
+
+def test_start_engine_serves_the_job_document_of_its_run_directory(session: LocalSession, run_dir: Path) -> None:
+    node = Node(name="local", provider="local", root=str(run_dir.parent), python="/bin/echo")
+    start_engine(session, node, run_dir=str(run_dir), job={"port": 8000}, env={}, max_restarts=0, lease_s=0)
+    wait_for_end(session, run_dir)
+    assert (run_dir / "log.txt").read_text() == f"-m rollouts_core serve {run_dir}/job.json\n"
+    assert json.loads((run_dir / "job.json").read_text()) == {"port": 8000}
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("OSError: [Errno 98] Address already in use", "port is in use"),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "ran out of memory"),
+        ("OSError: [Errno 28] No space left on device", "disk is full"),
+        ("huggingface_hub.errors.GatedRepoError: 401 Client Error.", "refuses the model"),
+        ("OSError: foo/bar is not a local folder and is not a valid model identifier", "is missing"),
+    ],
+)
+def test_known_signs_in_a_log_become_a_sentence(line: str, sentence: str) -> None:
+    assert sentence in explain_engine_log(f"loading\n{line}\n")
+    assert explain_engine_log("all is well") == ""

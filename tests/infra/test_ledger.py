@@ -1,0 +1,79 @@
+"""Pins that leases on jobs are counted right by any number of processes.
+
+Without it two runs both think that they are not the last one, and a job runs for nobody, or one stops the other's.
+"""
+
+import multiprocessing
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from infra.errors import PermanentInfraError
+from infra.ledger import Ledger
+
+
+def test_the_last_lease_dropped_leaves_none(tmp_path: Path) -> None:
+    with Ledger(tmp_path / "state" / "ledger.sqlite") as ledger:
+        ledger.add_lease("/runs/sft", "run-a", "local")
+        ledger.add_lease("/runs/sft", "run-a", "local")
+        ledger.add_lease("/runs/sft", "run-b", "local")
+        ledger.add_lease("/runs/rl", "run-a", "local")
+        assert [lease.run_dir for lease in ledger.leases_of("run-a")] == ["/runs/sft", "/runs/rl"]
+        assert ledger.drop_lease("/runs/sft", "run-a") == 1
+        assert ledger.drop_lease("/runs/sft", "run-a") == 1
+        assert ledger.drop_lease("/runs/sft", "run-b") == 0
+        assert [lease.run_dir for lease in ledger.leases_of("run-a")] == ["/runs/rl"]
+
+
+def test_leases_outlive_the_process(tmp_path: Path) -> None:
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        ledger.add_lease("/runs/sft", "run-a", "local")
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        [lease] = ledger.leases_of("run-a")
+    assert (lease.run_dir, lease.run_id, lease.node) == ("/runs/sft", "run-a", "local")
+
+
+def test_a_ledger_of_another_format_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with sqlite3.connect(path) as database:
+        database.execute("PRAGMA user_version = 99")
+    database.close()
+    with pytest.raises(PermanentInfraError, match="format 99"):
+        Ledger(path)
+
+
+def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    path.write_bytes(b"not a database, " * 100)
+    with pytest.raises(PermanentInfraError, match="no ledger"):
+        Ledger(path)
+
+
+def test_nobody_else_can_read_the_ledger(tmp_path: Path) -> None:
+    with Ledger(tmp_path / "ledger.sqlite"):
+        assert (tmp_path / "ledger.sqlite").stat().st_mode & 0o077 == 0
+
+
+def _claim_and_drop(path: Path, name: str, barrier: object, counts: object) -> None:
+    barrier.wait()  # type: ignore[attr-defined]
+    with Ledger(path) as ledger:
+        for job in range(20):
+            ledger.add_lease(f"/runs/{job}", name, "local")
+        barrier.wait()  # type: ignore[attr-defined]
+        counts.put([ledger.drop_lease(f"/runs/{job}", name) for job in range(20)])  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_of_four_processes_exactly_one_drops_the_last_lease_of_each_job(tmp_path: Path) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    barrier, counts = spawn.Barrier(4, timeout=60), spawn.Queue()
+    path = tmp_path / "ledger.sqlite"
+    processes = [spawn.Process(target=_claim_and_drop, args=(path, f"run-{n}", barrier, counts)) for n in range(4)]
+    for process in processes:
+        process.start()
+    rows = [counts.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join(timeout=60)
+    assert [process.exitcode for process in processes] == [0, 0, 0, 0]
+    assert all(sorted(row[job] for row in rows) == [0, 1, 2, 3] for job in range(20))

@@ -1,0 +1,58 @@
+"""Pins the parts of the supervisor that cannot be provoked on every machine, and that it needs nothing but Python.
+
+Without it a program that the kernel killed for want of memory looks like one that somebody killed, or a node without
+our packages cannot run a job.
+"""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infra import node_probe, receiver, supervisor
+from infra.supervisor import JobSpec, build_environment, count_oom_kills, find_group
+
+
+@pytest.mark.parametrize(
+    ("membership", "counter", "content"),
+    [
+        ("0::/jobs/a\n", "jobs/a/memory.events", "low 0\noom 4\noom_kill 3\n"),
+        ("0::/host/path/of/a/container\n", "memory.events", "oom_kill 3\n"),
+        ("9:cpu:/x\n4:memory:/x\n0::/\n", "memory/x/memory.oom_control", "oom_kill_disable 0\noom_kill 3\n"),
+        ("4:memory:/host/path\n0::/\n", "memory/memory.oom_control", "under_oom 0\noom_kill 3\n"),
+    ],
+    ids=["v2", "v2 in a container", "v1", "v1 in a container"],
+)
+def test_out_of_memory_kills_are_counted(membership: str, counter: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / "membership").write_text(membership)
+    (tmp_path / "mount" / counter).parent.mkdir(parents=True)
+    (tmp_path / "mount" / counter).write_text(content)
+    assert count_oom_kills(tmp_path / "membership", tmp_path / "mount") == 3
+
+
+def test_no_counter_is_no_kill(tmp_path: Path) -> None:
+    assert count_oom_kills(tmp_path / "membership", tmp_path) == 0
+
+
+@pytest.mark.parametrize("program", [supervisor, receiver, node_probe])
+def test_a_program_for_nodes_imports_only_the_standard_library(program: object) -> None:
+    tree = ast.parse(Path(str(vars(program)["__file__"])).read_text())
+    imports = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imports |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {name.split(".")[0] for name in imports} <= sys.stdlib_module_names
+
+
+def test_the_job_cannot_rename_itself() -> None:
+    spec = JobSpec(run_dir="/runs/a", argv=("true",), job={}, env={"ROLLOUTS_JOB": "/runs/b", "X": "1"})
+    environment = build_environment({"PATH": "/bin", "AWS_SECRET": "s", "LC_ALL": "C"}, spec, attempt=2)
+    assert (environment["ROLLOUTS_JOB"], environment["ROLLOUTS_ATTEMPT"], environment["X"]) == ("/runs/a", "2", "1")
+    assert environment["PATH"] == "/bin" and environment["LC_ALL"] == "C" and "AWS_SECRET" not in environment
+
+
+def test_without_proc_a_job_is_found_by_its_process_group() -> None:
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        found = find_group(process.pid)
+        process.kill()
+    assert found == [process.pid] and find_group(process.pid) == [] and find_group(None) == []

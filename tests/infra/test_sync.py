@@ -1,0 +1,161 @@
+"""Pins that a published directory is all there and verified, or not there at all.
+
+Without it an engine loads half a checkpoint, or a file name in one reaches outside its directory.
+"""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from infra.errors import DiskFullError, PermanentInfraError, TransientInfraError
+from infra.receiver import CopyError, check_name
+from infra.session import LocalSession
+from infra.sync import publish_directory
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "step_000100"
+    (path / "trainer").mkdir(parents=True)
+    (path / "model.safetensors").write_bytes(os.urandom(300_000))
+    (path / "trainer" / "state.json").write_bytes(b"{}")
+    (path / "empty").write_bytes(b"")
+    return path
+
+
+def content_of(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+class DamagingSession(LocalSession):
+    """Loses the last byte of every file on its way."""
+
+    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> None:
+        super().write_chunks(path, [b"".join(chunks)[:-1]])
+
+
+class DyingSession(LocalSession):
+    """Breaks at the second file."""
+
+    num_files = 0
+
+    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> None:
+        self.num_files += 1
+        if self.num_files == 2:
+            raise TransientInfraError("the connection broke")
+        super().write_chunks(path, chunks)
+
+
+def test_a_directory_arrives_whole_and_alone(session: LocalSession, source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out" / "best"
+    report = publish_directory(session, source, str(target))
+    assert content_of(target) == content_of(source)
+    assert [path.name for path in target.parent.iterdir()] == ["best"]
+    assert (report.num_bytes, report.was_identical, len(report.files)) == (300_002, False, 3)
+
+
+def test_what_is_there_already_is_not_written_again(session: LocalSession, source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out" / "best"
+    first = publish_directory(session, source, str(target))
+    inode = target.stat().st_ino
+    second = publish_directory(session, source, str(target))
+    assert second.was_identical and second.files == first.files and target.stat().st_ino == inode
+
+
+def test_a_flipped_byte_or_an_extra_file_at_the_destination_is_replaced(
+    session: LocalSession, source: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "out" / "best"
+    publish_directory(session, source, str(target))
+    (target / "trainer" / "state.json").write_bytes(b"[]")
+    assert not publish_directory(session, source, str(target)).was_identical
+    (target / "old.bin").write_bytes(b"old")
+    assert not publish_directory(session, source, str(target)).was_identical
+    assert content_of(target) == content_of(source)
+    assert [path.name for path in target.parent.iterdir()] == ["best"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "sentence"),
+    [(DamagingSession, "2 files arrived damaged"), (DyingSession, "connection broke")],
+)
+def test_a_damaged_or_broken_copy_leaves_the_old_destination_and_nothing_else(
+    broken: type[LocalSession], sentence: str, session: LocalSession, source: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "out" / "best"
+    target.mkdir(parents=True)
+    (target / "old").write_bytes(b"old")
+    with pytest.raises(TransientInfraError, match=sentence):
+        publish_directory(broken(session.python), source, str(target))
+    assert content_of(target) == {"old": b"old"}
+    assert [path.name for path in target.parent.iterdir()] == ["best"]
+
+
+@pytest.mark.parametrize("link_to", ["/etc/passwd", "model.safetensors", "trainer", "missing"])
+def test_symbolic_links_are_refused(link_to: str, session: LocalSession, source: Path, tmp_path: Path) -> None:
+    (source / "link").symlink_to(link_to)
+    with pytest.raises(PermanentInfraError, match="symbolic link"):
+        publish_directory(session, source, str(tmp_path / "out" / "best"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["", "../x", "/etc/x", "a/../x", "a//b", "./a", "a\nb", "a\x00b", "a\\b", "\udcff"])
+def test_names_that_leave_the_directory_or_cannot_be_printed_are_refused(name: str) -> None:
+    with pytest.raises(CopyError, match="is refused"):
+        check_name(name)
+
+
+def test_a_newline_in_a_source_name_is_refused(session: LocalSession, source: Path, tmp_path: Path) -> None:
+    (source / "a\nb").write_bytes(b"")
+    with pytest.raises(PermanentInfraError, match="not printable"):
+        publish_directory(session, source, str(tmp_path / "out" / "best"))
+
+
+def test_an_empty_or_missing_source_is_refused(session: LocalSession, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(PermanentInfraError, match="holds no files"):
+        publish_directory(session, tmp_path / "empty", str(tmp_path / "out"))
+    with pytest.raises(PermanentInfraError, match="cannot be read"):
+        publish_directory(session, tmp_path / "missing", str(tmp_path / "out"))
+
+
+def test_a_destination_around_or_inside_the_source_is_refused(session: LocalSession, source: Path) -> None:
+    for destination in (source.parent, source / "inner"):
+        with pytest.raises(PermanentInfraError, match="lie in one another"):
+            publish_directory(session, source, str(destination))
+
+
+def test_a_destination_that_is_a_link_is_refused(session: LocalSession, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermanentInfraError, match="symbolic link"):
+        publish_directory(session, source, str(tmp_path / "link"))
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_found_before_anything_is_written(session: LocalSession, source: Path, tiny_disk: Path) -> None:
+    (source / "big").write_bytes(bytes(3 << 20))
+    target = tiny_disk / "best"
+    with pytest.raises(DiskFullError, match=rf"{target} is full: 3445730 bytes are needed"):
+        publish_directory(session, source, str(target))
+    assert list(tiny_disk.iterdir()) == []
+
+
+class FillingSession(LocalSession):
+    """Somebody else fills the disk just before the files arrive."""
+
+    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> None:
+        filler = Path(path).parents[1] / "filler"
+        if not filler.exists():
+            filler.write_bytes(bytes(1_900_000))
+        super().write_chunks(path, chunks)
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_meanwhile_leaves_nothing_half_written(
+    session: LocalSession, source: Path, tiny_disk: Path
+) -> None:
+    with pytest.raises(DiskFullError, match="300002 bytes are needed"):
+        publish_directory(FillingSession(session.python), source, str(tiny_disk / "best"))
+    assert [path.name for path in tiny_disk.iterdir()] == ["filler"]
