@@ -7,21 +7,20 @@ Exit codes: 0 done, 1 failed, 2 something that the user must change, 130 interru
 
 from __future__ import annotations
 
+import functools
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ParamSpec
 
-import click
 import typer
 from rich.console import Console
 
 from flows.form import Pipeline, RunOptions, load_pipeline
 from flows.preflight import check_pipeline, check_writable
 from flows.server import ServerAddress, ServerError, local_server, prefect_environment, run_url
-from infra.errors import JobFailedError, PermanentInfraError
+from infra.errors import JobFailedError, PermanentInfraError, TransientInfraError
 from rollouts_core.errors import InputError, RolloutsError
 
 if TYPE_CHECKING:
@@ -32,7 +31,9 @@ if TYPE_CHECKING:
 
 PRESETS = Path(__file__).resolve().parent.parent / "configs"
 STORE_VARIABLE = "ROLLOUTS_STORE"
-INTERRUPTED_CODE = 130
+FAILED_CODE, USER_ERROR_CODE, INTERRUPTED_CODE = 1, 2, 130
+
+P = ParamSpec("P")
 
 Store = Annotated[
     Path, typer.Option(envvar=STORE_VARIABLE, help="Folder that keeps stages, runs and Prefect's database.")
@@ -50,7 +51,27 @@ app = typer.Typer(
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-@app.command()
+def command(function: Callable[P, None]) -> Callable[P, None]:
+    """Register a command whose expected failures end in one sentence and an exit code."""
+
+    @functools.wraps(function)
+    def explained(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            function(*args, **kwargs)
+        except (InputError, PermanentInfraError, ServerError) as error:
+            console.print(f"rollouts: {error}", markup=False)
+            raise typer.Exit(FAILED_CODE if isinstance(error, JobFailedError) else USER_ERROR_CODE) from error
+        except (RolloutsError, TransientInfraError) as error:
+            console.print(f"rollouts: {error}", markup=False)
+            raise typer.Exit(FAILED_CODE) from error
+        except KeyboardInterrupt as interrupt:
+            console.print("\nrollouts: interrupted. What is finished is kept: the same command goes on from there.")
+            raise typer.Exit(INTERRUPTED_CODE) from interrupt
+
+    return app.command()(explained)
+
+
+@command
 def run(
     config: ConfigFile,
     store: Store = Path(".rollouts"),
@@ -72,7 +93,7 @@ def run(
     run_pipeline(Pipeline(config=pipeline.config, node=pipeline.node, run=options), port=port)
 
 
-@app.command()
+@command
 def quickstart(
     store: Store = Path(".rollouts"),
     seed: Annotated[int, typer.Option(min=0, help="Another seed makes other data and another start model.")] = 0,
@@ -92,14 +113,14 @@ def quickstart(
     run_pipeline(Pipeline(config=pipeline.config, node=pipeline.node, run=options), port=port)
 
 
-@app.command()
+@command
 def validate(config: ConfigFile, store: Store = Path(".rollouts")) -> None:
     """Check everything about CONFIG that can be checked without training."""
     for finding in check_pipeline(load_pipeline(config), store):
         console.print(f"ok  {finding}")
 
 
-@app.command()
+@command
 def ui(store: Store = Path(".rollouts"), port: Port = 0) -> None:
     """Serve Prefect's UI over the store's database until Ctrl-C."""
     with local_server(store, port=port) as address:
@@ -108,7 +129,7 @@ def ui(store: Store = Path(".rollouts"), port: Port = 0) -> None:
             time.sleep(3600)
 
 
-@app.command()
+@command
 def serve(
     model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder of a Hugging Face checkpoint.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -151,28 +172,7 @@ def run_flow(pipeline: Pipeline, address: ServerAddress) -> PipelineResult:
 
 def main() -> None:
     """Entry point of the `rollouts` command."""
-    sys.exit(exit_code_of(app))
-
-
-def exit_code_of(command: Callable[..., object]) -> int:
-    """Run a command; an expected failure becomes one sentence and an exit code."""
-    try:
-        code = command(standalone_mode=False)
-        return code if isinstance(code, int) else 0
-    except click.ClickException as error:  # a wrong option or argument: click's own words, and code 2
-        error.show()
-        return error.exit_code
-    except (InputError, PermanentInfraError, ServerError) as error:
-        console.print(f"rollouts: {error}", markup=False)
-        return 1 if isinstance(error, JobFailedError) else 2
-    except RolloutsError as error:
-        console.print(f"rollouts: {error}", markup=False)
-        return 1
-    except (KeyboardInterrupt, click.Abort):
-        console.print(
-            "\nrollouts: interrupted. What was finished is kept: the same command goes on from the last checkpoint."
-        )
-        return INTERRUPTED_CODE
+    app()
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ LONG_TEXT_CHARS = 500
 LONG_TEXT_LINES = 10
 MAX_TEXT_CHARS = 8_000
 """The rest of a longer text is left out of the page."""
+MAX_EXAMPLE_CHARS = 80
 MAX_CURVE_POINTS = 80
 MAX_OPEN_ROWS = 8
 """Longer tables of checkpoints are shown collapsed."""
@@ -270,7 +271,9 @@ def load_results(report: ReportInput) -> Results:
     return Results(
         display=display,
         scores=tuple(
-            _show_score(scored, display, axis, label=LABELS[scored.name], checkpoint=report.selected.get(scored.name, ""))
+            _show_score(
+                scored, display, axis, label=LABELS[scored.name], checkpoint=report.selected.get(scored.name, "")
+            )
             for scored in found
         ),
         ticks=axis_ticks(axis, max_ticks=5),
@@ -394,8 +397,8 @@ def _describe_sft(report: ReportInput, job: SFTJob) -> Training:
             ("Data", _describe_data(job.data, report.sft_dir, "num_samples", "demonstrations")),
             (
                 "Training",
-                f"{training.num_steps:,} steps of {training.batch_size} {rows} of at most {training.max_length:,} tokens, "
-                f"{_describe_optim(training.optim)}",
+                f"{training.num_steps:,} steps of {training.batch_size} {rows} of at most {training.max_length:,} "
+                f"tokens, {_describe_optim(training.optim)}",
             ),
             ("Selected", report.selected.get("sft", "")),
         ),
@@ -429,7 +432,9 @@ def _describe_evaluation(job: EvalJob) -> Training:
         f"temperature {evaluation.temperature:g}, at most {job.rollout.sampling.max_new_tokens:,} tokens"
     )
     scoring = "mean loss of the trained tokens" if evaluation.metric == "loss" else sampling
-    return Training(title="Held-out evaluation", facts=(("Data", _describe_data(job.data, None, "", "")), ("Scoring", scoring)))
+    return Training(
+        title="Held-out evaluation", facts=(("Data", _describe_data(job.data, None, "", "")), ("Scoring", scoring))
+    )
 
 
 def _describe_model(model: InputModel) -> str:
@@ -499,8 +504,9 @@ class Chart:
     areas: tuple[Line, ...] = ()
     lines: tuple[Line, ...] = ()
     bars: tuple[Bar, ...] = ()
+    """The selected one is last and so drawn on top."""
     mark_x: float | None = None
-    """Where the selected checkpoint lies."""
+    """Where the selected checkpoint lies, on a curve."""
     legend: tuple[Line, ...] = ()
     """(CSS class, label) per series, for charts with several."""
 
@@ -560,9 +566,7 @@ def load_curves(report: ReportInput) -> list[CurveSection]:
         mark_step = _selected_step(selection, report.selected.get(stage, ""))
         charts = [draw_curve(metrics, curve, mark_step=mark_step) for curve in curves]
         charts.append(draw_seconds(metrics))
-        sections.append(
-            CurveSection(title=LABELS[stage], charts=tuple(chart for chart in charts if chart is not None))
-        )
+        sections.append(CurveSection(title=LABELS[stage], charts=tuple(chart for chart in charts if chart is not None)))
     return sections
 
 
@@ -665,7 +669,7 @@ def format_number(value: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """A duration as people say it."""
-    if seconds < 60:
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     minutes, rest_s = divmod(round(seconds), 60)
     hours, rest_minutes = divmod(minutes, 60)
@@ -766,7 +770,7 @@ def describe_selection(evaluated: Evaluated, *, title: str, selected: str) -> Se
         note=f"Selection {display.title} with 95 % intervals over steps; {better}.",
         x_ticks=axis_ticks(x_axis, max_ticks=6, is_whole=True),
         y_ticks=tuple(Tick(at, label + display.unit) for at, label in axis_ticks(y_axis, max_ticks=5)),
-        bars=bars,
+        bars=tuple(sorted(bars, key=lambda bar: bar.is_selected)),
     )
     return Selection(
         title=title,
@@ -917,10 +921,9 @@ def usage_code(report: ReportInput) -> str:
 
 
 def _example_question(samples: Path) -> str:
-    """A short held-out question of one turn, or a greeting."""
-    for path in sorted(samples.glob("*.jsonl")):
-        for sample in itertools.islice(_iterate_samples(path), 1):
-            if not isinstance(sample.prompt, str) and len(sample.prompt) == 1:
-                content = sample.prompt[0]["content"]
-                return content if len(content) <= 80 and "\n" not in content else "Hello!"
-    return "Hello!"
+    """The first held-out prompt if it is a short question of one turn, else a greeting."""
+    first = next((sample for path in sorted(samples.glob("*.jsonl")) for sample in _iterate_samples(path)), None)
+    if first is None or isinstance(first.prompt, str) or len(first.prompt) != 1:
+        return "Hello!"
+    content = first.prompt[0]["content"]
+    return content if len(content) <= MAX_EXAMPLE_CHARS and "\n" not in content else "Hello!"

@@ -13,6 +13,7 @@ from prefect.context import TaskRunContext
 
 from infra.node import Node
 from tasks.artifacts import is_finished
+from tasks.progress import StageProgress, stage_console
 from tasks.records import RunScope, Stage, StageRecord
 from tasks.retries import is_worth_a_retry
 
@@ -41,4 +42,8 @@ def run_cached(
     fitting = task.with_options(refresh_cache=not is_finished(stage), task_run_name=stage.name)
     state = fitting(stage, scope, node, return_state=True)
     record: StageRecord = state.result()
-    return record.model_copy(update={"how": "reused", "seconds": 0.0}) if state.name == "Cached" else record
+    if state.name != "Cached":
+        return record
+    with StageProgress(stage.name, num_steps=0, console=stage_console()) as progress:
+        progress.say(f"reused from {record.run_dir}")
+    return record.model_copy(update={"how": "reused", "seconds": 0.0})

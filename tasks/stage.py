@@ -59,7 +59,7 @@ def run_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
             result = read_result(session, stage.run_dir)
         assert result is not None, f"{stage.run_dir} is finished without a result.json"
         seconds = time.monotonic() - began
-        progress.say("reused: finished by an earlier run" if how == "reused" else f"finished in {seconds:.1f} s")
+        progress.say(f"reused from {stage.run_dir}" if how == "reused" else f"finished in {seconds:.1f} s")
     return StageRecord(
         stage=stage.name,
         fingerprint=stage.fingerprint,

@@ -1,0 +1,105 @@
+"""Whole pipelines for tests: a real Prefect server, real jobs, the `rollouts` command in processes of its own.
+
+A new Prefect database takes ten seconds of migrations, so one is made per test session and copied into each store.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from flows.server import local_server
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN_TIMEOUT_S = 240.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """The `rollouts` command over one store."""
+
+    store: Path
+    output: Path
+
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """Begin a command; what it prints goes to `output`."""
+        with self.output.open("wb") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "flows.cli", *arguments, "--store", str(self.store)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=clean_environment(),
+                start_new_session=True,
+            )
+
+    def run(self, *arguments: str) -> tuple[int, str]:
+        """Run a command to its end; returns its exit code and what it printed."""
+        process = self.start(*arguments)
+        return process.wait(RUN_TIMEOUT_S), self.said()
+
+    def said(self) -> str:
+        """What the last command has printed so far."""
+        return self.output.read_text(errors="replace")
+
+    def wait_until_said(self, text: str, process: subprocess.Popen[bytes]) -> None:
+        """Return when the running command has printed `text`."""
+        wait_until(lambda: text in self.said() or process.poll() is not None, what=f"{text!r} in {self.output}")
+        assert text in self.said(), f"the command ended without saying {text!r}:\n{self.said()}"
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment of a user who never set anything of Prefect's or of ours."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "ROLLOUTS_"))}
+    return kept | {"PYTHONPATH": str(ROOT)}
+
+
+def wait_until(is_true: Callable[[], bool], *, what: str, timeout_s: float = 120.0) -> None:
+    """Return when the condition holds; fail the test at the deadline."""
+    deadline = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
+        time.sleep(0.1)
+
+
+def processes_of(store: Path) -> list[str]:
+    """The command lines of processes that mention the store, or whose job lies in it."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            is_zombie = ") Z" in (entry / "stat").read_text()
+        except OSError:
+            continue
+        if str(store) in command and not is_zombie:
+            found.append(command)
+    return found
+
+
+@pytest.fixture(scope="session")
+def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Prefect home whose database is migrated."""
+    store = tmp_path_factory.mktemp("template")
+    with local_server(store):
+        pass
+    wait_until(lambda: not processes_of(store), what="the end of the template's server")
+    return store / "prefect"
+
+
+@pytest.fixture
+def rollouts(tmp_path: Path, prefect_home: Path) -> Iterator[Rollouts]:
+    """The `rollouts` command over an empty store; no process of it may be left when the test ends."""
+    store = tmp_path / "store"
+    shutil.copytree(prefect_home, store / "prefect", ignore=shutil.ignore_patterns("*.lock", "server.*", "ui"))
+    yield Rollouts(store, tmp_path / "output.txt")
+    wait_until(lambda: not processes_of(store), what=f"the end of {processes_of(store)}", timeout_s=30.0)

@@ -1,0 +1,73 @@
+"""The pipeline as a person runs it: `rollouts run`, a real Prefect server, real jobs.
+
+Without these tests the parts could each be right and the whole not: wrong order, wrong checkpoint, processes left.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rollouts_core.checkpoint import verify_checkpoint
+from tests.flows.conftest import Rollouts
+from tests.small_pipeline import write_small_pipeline
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_run_leaves_a_report_and_a_checkpoint_and_a_second_one_reuses_all_stages(
+    rollouts: Rollouts, tmp_path: Path
+) -> None:
+    config = write_small_pipeline(tmp_path / "small")
+
+    code, output = rollouts.run("run", str(config))
+    assert code == 0, output
+    (first,) = (rollouts.store / "runs").iterdir()
+    assert (first / "report.html").is_file()
+    record = json.loads((first / "run.json").read_text())
+    assert [stage["how"] for stage in record["stages"]] == ["ran"] * 5
+    verify_checkpoint(first / "checkpoint")
+
+    code, output = rollouts.run("run", str(config))
+    assert code == 0, output
+    (second,) = set((rollouts.store / "runs").iterdir()) - {first}
+    record = json.loads((second / "run.json").read_text())
+    assert [stage["how"] for stage in record["stages"]] == ["reused"] * 5
+    assert len(list((rollouts.store / "stages").glob("*/exit-1.json"))) == 6  # five stages and the engine, once each
+
+
+def test_sft_alone_ends_with_the_selected_sft_checkpoint(rollouts: Rollouts, tmp_path: Path) -> None:
+    config = write_small_pipeline(tmp_path / "small", mode="sft")
+    code, output = rollouts.run("run", str(config))
+    assert code == 0, output
+    (run,) = (rollouts.store / "runs").iterdir()
+    record = json.loads((run / "run.json").read_text())
+    assert [stage["stage"] for stage in record["stages"]] == ["sft", "select-sft", "evaluate"]
+    selected = record["selected"]["sft"]
+    (sft,) = (rollouts.store / "stages").glob("sft-*")
+    assert (run / "checkpoint/model.safetensors").read_bytes() == (
+        sft / "checkpoints" / selected / "model.safetensors"
+    ).read_bytes()
+
+
+def test_rl_alone_starts_from_the_given_model(rollouts: Rollouts, tmp_path: Path) -> None:
+    config = write_small_pipeline(tmp_path / "small", mode="rl")
+    code, output = rollouts.run("run", str(config))
+    assert code == 0, output
+    (run,) = (rollouts.store / "runs").iterdir()
+    record = json.loads((run / "run.json").read_text())
+    assert [stage["stage"] for stage in record["stages"]] == ["rl", "select-rl", "evaluate"]
+
+
+def test_a_run_whose_rl_learns_nothing_fails_and_says_so(rollouts: Rollouts, tmp_path: Path) -> None:
+    config = write_small_pipeline(
+        tmp_path / "small", training__rl__optim={"lr": 0.0, "schedule": "constant"}, evaluation__max_p_value=0.01
+    )
+    code, output = rollouts.run("run", str(config))
+    assert code == 1
+    assert "rl did not improve on sft beyond noise" in output
+    assert "Traceback" not in output
+    (run,) = (rollouts.store / "runs").iterdir()
+    assert (run / "report.html").is_file()

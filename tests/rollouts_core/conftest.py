@@ -1,0 +1,45 @@
+"""What the tests of the training core share: one torch thread, no network, and tiny quickstart files made once."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rollouts_core.config import ModelConfig
+from rollouts_core.model import load_hf_model, load_tokenizer
+from rollouts_core.quickstart import write_quickstart_files
+from tests.rollouts_core.make import TINY_SIZE
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def quickstart_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """sft.jsonl, prompts.jsonl, selection.jsonl, heldout.jsonl and base_model/ of the tiny size; read only."""
+    directory = tmp_path_factory.mktemp("quickstart") / "files"
+    write_quickstart_files(directory, size=TINY_SIZE)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def base_model(quickstart_dir: Path) -> ModelConfig:
+    """The untrained tiny Qwen3 as a model to start from."""
+    return ModelConfig(path=str(quickstart_dir / "base_model"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(base_model: ModelConfig) -> PreTrainedTokenizerBase:
+    """One token per character and one per role; read only."""
+    return load_tokenizer(base_model)
+
+
+@pytest.fixture
+def tiny_model(base_model: ModelConfig) -> PreTrainedModel:
+    """A fresh copy of the untrained tiny Qwen3."""
+    return load_hf_model(base_model)

@@ -1,0 +1,163 @@
+"""Pins: a completion is the same, to the last bit of its logprobs, whatever runs beside it, and ends where it should.
+
+Without it rollouts would depend on timing, and a run could not be repeated or resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from rollouts_core.embedded.decoder import Decoder
+from rollouts_core.embedded.offline import generate_tokens
+from rollouts_core.embedded.running import Completion, FinishReason, WeightSpan, weight_spans
+from rollouts_core.embedded.sampling import SamplingParams
+from tests.rollouts_core.embedded.tiny_models import (
+    EOS,
+    expected_logits,
+    expected_logprobs,
+    random_prompt,
+)
+
+
+@pytest.fixture
+def restore_threads() -> Iterator[None]:
+    yield
+    torch.set_num_threads(1)
+
+
+def complete_one(decoder: Decoder, prompt: list[int], **params: object) -> Completion:
+    return generate_tokens(decoder, [prompt], [SamplingParams(**params)])[0]  # type: ignore[arg-type]
+
+
+def mixed_requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts of 1 to 70 tokens and completions of 1 to 40, so that rows come and go all the time."""
+    prompts = [random_prompt(1 + 7 * index % 70, seed=index) for index in range(count)]
+    params = [
+        SamplingParams(
+            max_new_tokens=1 + 11 * index % 40, ignore_eos=True, sampling_seed=index, temperature=0.5 + index % 3 / 2
+        )
+        for index in range(count)
+    ]
+    return prompts, params
+
+
+def test_logprobs_of_crowded_ragged_batches_equal_transformers(decoder: Decoder, model: PreTrainedModel) -> None:
+    prompts, params = mixed_requests(30)
+    completions = generate_tokens(decoder, prompts, params)
+    for prompt, wanted, completion in zip(prompts, params, completions, strict=True):
+        assert len(completion.output_ids) == wanted.max_new_tokens
+        expected = expected_logprobs(model, prompt, completion.output_ids, temperature=wanted.temperature)
+        torch.testing.assert_close(torch.tensor(completion.output_logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_completions_are_bit_for_bit_the_same_alone_and_in_company(
+    decoder: Decoder, num_threads: int, restore_threads: None
+) -> None:
+    torch.set_num_threads(num_threads)
+    prompts, params = mixed_requests(30)
+    together = generate_tokens(decoder, prompts, params)
+    for index in range(0, 30, 3):
+        alone = generate_tokens(decoder, [prompts[index]], [params[index]])[0]
+        assert alone.output_ids == together[index].output_ids
+        assert alone.output_logprobs == together[index].output_logprobs
+
+
+def test_order_and_number_of_slots_change_nothing(decoder: Decoder, model_dir: Path) -> None:
+    prompts, params = mixed_requests(20)
+    forward = generate_tokens(decoder, prompts, params)
+    backward = generate_tokens(Decoder(model_dir, num_slots=3), prompts[::-1], params[::-1])[::-1]
+    assert [c.output_logprobs for c in forward] == [c.output_logprobs for c in backward]
+
+
+def test_an_interrupted_completion_continues_as_if_it_had_not_been(decoder: Decoder) -> None:
+    prompt = random_prompt(6, seed=0)
+    whole = complete_one(decoder, prompt, max_new_tokens=30, sampling_seed=9, ignore_eos=True)
+    begun = complete_one(decoder, prompt, max_new_tokens=12, sampling_seed=9, ignore_eos=True)
+    rest = complete_one(decoder, [*prompt, *begun.output_ids], max_new_tokens=18, sampling_seed=9, ignore_eos=True)
+    assert begun.output_ids + rest.output_ids == whole.output_ids
+
+
+def test_requests_without_a_seed_differ(decoder: Decoder) -> None:
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True, temperature=2.0)
+    first, second = generate_tokens(decoder, [[3, 4], [3, 4]], [params, params])
+    assert first.output_ids != second.output_ids
+
+
+def test_temperature_zero_follows_the_most_probable_tokens(decoder: Decoder, model: PreTrainedModel) -> None:
+    prompt = random_prompt(6, seed=2)
+    completion = complete_one(decoder, prompt, temperature=0.0, max_new_tokens=10, ignore_eos=True)
+    logits_TV = expected_logits(model, [*prompt, *completion.output_ids])
+    assert logits_TV[len(prompt) - 1 : -1].argmax(-1).tolist() == list(completion.output_ids)
+
+
+def test_a_completion_ends_with_its_stop_token(decoder: Decoder) -> None:
+    free = complete_one(decoder, [3, 4], max_new_tokens=12, sampling_seed=1, ignore_eos=True)
+    assert EOS not in free.output_ids, "choose another seed"
+    stop_id = free.output_ids[5]
+    absent = next(token for token in range(2, 61) if token not in free.output_ids)
+    stopped = complete_one(decoder, [3, 4], max_new_tokens=12, sampling_seed=1, stop_token_ids=(absent, stop_id))
+    assert stopped.output_ids == free.output_ids[: free.output_ids.index(stop_id) + 1]
+    assert stopped.finish_reason == FinishReason("stop", token_id=stop_id)
+
+
+def test_ignore_eos_ignores_every_stop_token(decoder: Decoder) -> None:
+    every_token = tuple(range(61))
+    completion = complete_one(decoder, [3, 4], max_new_tokens=9, ignore_eos=True, stop_token_ids=every_token)
+    assert (len(completion.output_ids), completion.finish_reason) == (9, FinishReason("length"))
+    assert complete_one(decoder, [3, 4], max_new_tokens=9, stop_token_ids=every_token).finish_reason.kind == "stop"
+
+
+def test_the_models_own_end_of_turn_ends_a_completion(decoder: Decoder) -> None:
+    params = [SamplingParams(max_new_tokens=200, sampling_seed=seed, temperature=3.0) for seed in range(8)]
+    for completion in generate_tokens(decoder, [[3, 4]] * 8, params):
+        ends_there = EOS in completion.output_ids
+        assert completion.finish_reason == (FinishReason("stop", token_id=EOS) if ends_there else ("length", -1, ""))
+        assert EOS not in completion.output_ids[:-1]
+
+
+def test_without_a_limit_a_completion_fills_the_context(model_dir: Path) -> None:
+    decoder = Decoder(model_dir, num_slots=2, context_length=40)
+    completion = complete_one(decoder, random_prompt(8, seed=0), max_new_tokens=None, ignore_eos=True)
+    assert (len(completion.output_ids), completion.finish_reason.kind) == (32, "length")
+
+
+def test_zero_new_tokens_give_an_empty_completion(decoder: Decoder) -> None:
+    completion = complete_one(decoder, [3, 4], max_new_tokens=0)
+    assert (completion.output_ids, completion.finish_reason.kind) == ((), "length")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ([], "cannot be empty"),
+        ([3, 61], r"token id 61, valid range is \[0, 61\)"),
+        ([-1], r"token id -1"),
+        ([3] * 2048, r"\(2048 tokens\) is longer than the model's context length \(2048 tokens\)"),
+        ([3] * 2000, "Requested token count exceeds .* total of 2128 tokens"),
+    ],
+)
+def test_impossible_prompts_are_refused(prompt: list[int], words: str, decoder: Decoder) -> None:
+    with pytest.raises(ValueError, match=words):
+        complete_one(decoder, prompt)
+
+
+@pytest.mark.parametrize(
+    ("changes", "spans"),
+    [
+        ([], [("c", 0, 9)]),
+        ([("a", 3)], [("a", 0, 3), ("c", 3, 9)]),
+        ([("a", 3), ("b", 3)], [("a", 0, 3), ("c", 3, 9)]),
+        ([("a", 3), ("b", 9)], [("a", 0, 3), ("b", 3, 9)]),
+        ([("c", 3)], [("c", 0, 9)]),
+    ],
+)
+def test_version_changes_become_spans_that_cover_every_token(
+    changes: list[tuple[str, int]], spans: list[tuple[str, int, int]]
+) -> None:
+    assert weight_spans(changes, "c", 9) == tuple(WeightSpan(*span) for span in spans)

@@ -1,0 +1,345 @@
+"""Pins: the endpoints answer as SGLang's do, notice clients that leave, and the process starts and ends cleanly.
+
+Without it the engine's client, its supervisor or a port would be left in a state that only a person can repair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file
+from starlette.applications import Starlette
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedModel
+
+from rollouts_core.embedded.decoder import Decoder
+from rollouts_core.embedded.scheduler import Scheduler
+from rollouts_core.embedded.server import PortInUseError, bind_port, build_app
+from rollouts_core.embedded.weights import tensor_digest
+from tests.rollouts_core.embedded.test_protocol import check_schema, load_spec
+from tests.rollouts_core.embedded.tiny_models import expected_logprobs, make_model, save_model
+
+TIMEOUT_S = 20.0
+REPOSITORY = Path(__file__).parents[3]
+LONG = {"max_new_tokens": 1500, "ignore_eos": True}
+
+
+@pytest.fixture
+def scheduler(decoder: Decoder, model_dir: Path) -> Iterator[Scheduler]:
+    with Scheduler(decoder, model_dir=model_dir) as running:
+        yield running
+
+
+def talk(scheduler: Scheduler, conversation: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
+    """Run a conversation with the app, in this process."""
+
+    async def run() -> None:
+        transport = httpx.ASGITransport(build_app(scheduler))
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=TIMEOUT_S) as client:
+            await asyncio.wait_for(conversation(client), TIMEOUT_S)
+
+    asyncio.run(run())
+
+
+def ask(scheduler: Scheduler, method: str, path: str, body: Any = None) -> httpx.Response:
+    """One request to the app, in this process."""
+    answers: list[httpx.Response] = []
+
+    async def conversation(client: httpx.AsyncClient) -> None:
+        answers.append(await client.request(method, path, json=body))
+
+    talk(scheduler, conversation)
+    return answers[0]
+
+
+async def until_running(scheduler: Scheduler, count: int) -> None:
+    while scheduler.num_running != count:
+        await asyncio.sleep(0.002)
+
+
+def test_every_endpoint_exists_in_sglang(scheduler: Scheduler) -> None:
+    paths = load_spec()["paths"]
+    for route in build_app(scheduler).routes:
+        methods = {method.lower() for method in route.methods} - {"head"}  # type: ignore[attr-defined]
+        assert methods <= set(paths[route.path]), route.path  # type: ignore[attr-defined]
+
+
+def test_generated_logprobs_are_those_of_the_model(scheduler: Scheduler, model: PreTrainedModel) -> None:
+    params = {"temperature": 0.7, "max_new_tokens": 12, "ignore_eos": True}
+    body = {"input_ids": [3, 4, 5], "sampling_params": params, "return_logprob": True}
+    answer = ask(scheduler, "POST", "/generate", body).json()
+    entries = answer["meta_info"]["output_token_logprobs"]
+    assert [entry[1] for entry in entries] == answer["output_ids"]
+    expected = expected_logprobs(model, [3, 4, 5], answer["output_ids"], temperature=0.7)
+    torch.testing.assert_close(torch.tensor([entry[0] for entry in entries]), expected, atol=1e-4, rtol=0)
+
+
+def test_a_list_of_prompts_gives_a_list_in_order(scheduler: Scheduler) -> None:
+    sampling_params = [{"max_new_tokens": count, "ignore_eos": True} for count in (5, 2)]
+    body = {"input_ids": [[3], [4, 5]], "sampling_params": sampling_params}
+    answers = ask(scheduler, "POST", "/generate", body).json()
+    assert [len(answer["output_ids"]) for answer in answers] == [5, 2]
+    assert [answer["meta_info"]["prompt_tokens"] for answer in answers] == [1, 2]
+    assert "output_token_logprobs" not in answers[0]["meta_info"]
+
+
+def test_the_two_forms_of_errors(scheduler: Scheduler) -> None:
+    unknown = ask(scheduler, "POST", "/generate", {"input_ids": [3], "sampling_params": {"max_tokens": 3}})
+    assert (unknown.status_code, unknown.json()["error"][:46]) == (
+        400,
+        "unknown field `max_tokens`, expected one of `m",
+    )
+    too_long = ask(scheduler, "POST", "/generate", {"input_ids": [3] * 3000})
+    assert (too_long.status_code, list(too_long.json()["error"])) == (400, ["message"])
+    outside = ask(scheduler, "POST", "/generate", {"input_ids": [[3], [61]]})
+    assert (outside.status_code, "token id 61" in outside.json()["error"]["message"]) == (400, True)
+    assert ask(scheduler, "GET", "/nothing").status_code == 404
+
+
+def test_a_refused_member_of_a_batch_leaves_none_running(scheduler: Scheduler) -> None:
+    body = {"input_ids": [[3], [61]], "sampling_params": LONG}
+    assert ask(scheduler, "POST", "/generate", body).status_code == 400
+    scheduler.weight_digests().result(TIMEOUT_S)  # queued behind the abort
+    assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
+
+
+def test_a_stream_sends_what_exists_then_the_answer_then_done(scheduler: Scheduler) -> None:
+    params = {"max_new_tokens": 6, "ignore_eos": True, "sampling_seed": 4}
+    body = {"input_ids": [3, 4], "sampling_params": params, "return_logprob": True}
+    whole = ask(scheduler, "POST", "/generate", body).json()
+    stream = ask(scheduler, "POST", "/generate", {**body, "stream": True})
+    events = stream.text.removesuffix("\n\n").split("\n\n")
+    assert stream.headers["content-type"].startswith("text/event-stream")
+    assert events[-1] == "data: [DONE]"
+    answers = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+    assert [answer["meta_info"]["finish_reason"] for answer in answers[:-1]] == [None] * (len(answers) - 1)
+    assert all(answer["output_ids"] == whole["output_ids"][: len(answer["output_ids"])] for answer in answers)
+    assert answers[-1]["output_ids"] == whole["output_ids"]
+
+
+def test_text_is_understood_and_answered_where_a_tokenizer_is_found(model: PreTrainedModel, tmp_path: Path) -> None:
+    directory = save_model(model, tmp_path)
+    tokenizer = Tokenizer(models.WordLevel({chr(33 + index): index for index in range(61)}, unk_token="!"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    with Scheduler(Decoder(directory, num_slots=2), model_dir=directory) as scheduler:
+        body = {"text": "%", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+        answer = ask(scheduler, "POST", "/generate", body).json()
+    assert answer["meta_info"]["prompt_tokens"] == 1
+    assert answer["text"].replace(" ", "") == "".join(chr(33 + token) for token in answer["output_ids"])
+
+
+def test_a_client_that_leaves_frees_its_row(scheduler: Scheduler) -> None:
+    app = build_app(scheduler)
+    body = json.dumps({"input_ids": [3], "sampling_params": LONG}).encode()
+
+    async def leave_while_generating() -> None:
+        events = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def receive() -> dict[str, Any]:
+            if (event := next(events, None)) is not None:
+                return event
+            await until_running(scheduler, 1)
+            return {"type": "http.disconnect"}
+
+        await asyncio.wait_for(call_app(app, "/generate", receive), TIMEOUT_S)
+
+    asyncio.run(leave_while_generating())
+    assert scheduler.num_running == 0
+
+
+async def call_app(app: Starlette, path: str, receive: Callable[[], Awaitable[Any]]) -> None:
+    async def send(_: Any) -> None:
+        """The client is gone."""
+
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"", "app": app}
+    await app(scope, receive, send)
+
+
+def test_an_update_takes_over_the_published_weights_and_says_so(scheduler: Scheduler, other_dir: Path) -> None:
+    body = {"model_path": str(other_dir), "weight_version": "7", "flush_cache": True}
+    check_schema(body, "UpdateWeightFromDiskReqInput")
+    answer = ask(scheduler, "POST", "/update_weights_from_disk", body).json()
+    assert (answer["success"], answer["num_paused_requests"]) == (True, 0)
+    info = ask(scheduler, "GET", "/model_info").json()
+    assert (info["weight_version"], info["model_path"]) == ("7", str(other_dir))
+    published = load_file(other_dir / "model.safetensors")
+    checksums = ask(scheduler, "POST", "/weights_checker", {"action": "checksum"}).json()["ranks"][0]["checksums"]
+    assert checksums == {name: tensor_digest(tensor) for name, tensor in published.items()}
+
+
+def test_an_update_that_fails_says_why_and_keeps_the_version(scheduler: Scheduler, tmp_path: Path) -> None:
+    wider = save_model(make_model(hidden_size=64), tmp_path)
+    answer = ask(scheduler, "POST", "/update_weights_from_disk", {"model_path": str(wider), "weight_version": "7"})
+    assert (answer.status_code, answer.json()["success"]) == (400, False)
+    assert "model.embed_tokens.weight has shape (61, 64)" in answer.json()["message"]
+    assert ask(scheduler, "GET", "/model_info").json()["weight_version"] == "default"
+
+
+def test_pause_update_continue_gives_one_answer_of_two_versions(scheduler: Scheduler, other_dir: Path) -> None:
+    async def conversation(client: httpx.AsyncClient) -> None:
+        body = {"input_ids": [3], "sampling_params": {**LONG, "max_new_tokens": 400}}
+        generation = asyncio.ensure_future(client.post("/generate", json=body))
+        await until_running(scheduler, 1)
+        await client.post("/pause_generation", json={"mode": "retract"})
+        await client.post("/update_weights_from_disk", json={"model_path": str(other_dir), "weight_version": "v"})
+        await client.post("/continue_generation", json={})
+        meta_info = (await generation).json()["meta_info"]
+        assert [span["version"] for span in meta_info["weight_versions"]] == ["default", "v"]
+        assert meta_info["weight_version"] == "v"
+
+    talk(scheduler, conversation)
+
+
+@pytest.mark.parametrize("body", [{"rid": "me"}, {"abort_all": True}])
+def test_abort_answers_at_once_and_the_request_ends_with_what_it_has(
+    scheduler: Scheduler, body: dict[str, Any]
+) -> None:
+    check_schema(body, "AbortReq")
+
+    async def conversation(client: httpx.AsyncClient) -> None:
+        request = {"input_ids": [3], "rid": "me", "sampling_params": LONG}
+        generation = asyncio.ensure_future(client.post("/generate", json=request))
+        await until_running(scheduler, 1)
+        assert (await client.post("/abort_request", json=body)).status_code == 200
+        answer = await generation
+        assert answer.status_code == 200
+        assert answer.json()["meta_info"]["finish_reason"] == {"type": "abort", "message": "Aborted"}
+
+    talk(scheduler, conversation)
+
+
+def test_flushing_is_refused_while_requests_run(scheduler: Scheduler) -> None:
+    async def conversation(client: httpx.AsyncClient) -> None:
+        assert (await client.post("/flush_cache")).status_code == 200
+        generation = asyncio.ensure_future(client.post("/generate", json={"input_ids": [3], "sampling_params": LONG}))
+        await until_running(scheduler, 1)
+        refusal = await client.post("/flush_cache")
+        assert (refusal.status_code, "running or waiting" in refusal.text) == (400, True)
+        await client.post("/abort_request", json={"abort_all": True})
+        await generation
+
+    talk(scheduler, conversation)
+
+
+def test_the_version_can_be_renamed(scheduler: Scheduler) -> None:
+    answer = ask(scheduler, "POST", "/update_weight_version", {"new_version": "x"}).json()
+    assert (answer["success"], answer["new_version"]) == (True, "x")
+    assert ask(scheduler, "GET", "/model_info").json()["weight_version"] == "x"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/pause_generation", {"mode": "later"}, "mode must be one of abort, retract, in_place"),
+        ("/update_weights_from_disk", {}, "model_path must be a string"),
+        ("/abort_request", {}, "rid must be a string"),
+        ("/update_weight_version", {"new_version": 3}, "new_version must be a string"),
+        ("/pause_generation", [], "expected a JSON object"),
+    ],
+)
+def test_control_requests_of_the_wrong_form_are_refused(scheduler: Scheduler, path: str, body: Any, words: str) -> None:
+    answer = ask(scheduler, "POST", path, body)
+    assert (answer.status_code, words in answer.json()["error"]) == (400, True)
+
+
+def test_health_follows_the_generation_thread(scheduler: Scheduler) -> None:
+    assert ask(scheduler, "GET", "/health").status_code == 200
+    assert ask(scheduler, "GET", "/health_generate").status_code == 200
+
+    def broken_prefill(*_: object) -> torch.Tensor:
+        raise RuntimeError("out of luck")
+
+    scheduler.decoder.prefill = broken_prefill  # type: ignore[method-assign]
+    failed = ask(scheduler, "POST", "/generate", {"input_ids": [3]})
+    assert (failed.status_code, "out of luck" in failed.json()["error"]["message"]) == (503, True)
+    assert ask(scheduler, "GET", "/health").status_code == 503
+    assert ask(scheduler, "GET", "/health_generate").status_code == 503
+
+
+def test_server_info_names_the_limits(scheduler: Scheduler) -> None:
+    info = ask(scheduler, "GET", "/server_info").json()
+    assert (info["context_length"], info["max_running_requests"], info["dtype"]) == (2048, 8, "float32")
+    assert info["internal_states"][0]["num_running_reqs"] == 0
+
+
+def test_a_taken_port_is_refused_in_one_sentence() -> None:
+    with bind_port("127.0.0.1", 0) as listener, pytest.raises(PortInUseError, match="is in use by another process"):
+        bind_port("127.0.0.1", listener.getsockname()[1])
+
+
+SERVE = """
+import sys
+from pathlib import Path
+from rollouts_core.embedded.server import serve
+from rollouts_core.errors import InputError
+try:
+    serve(Path(sys.argv[1]), port=int(sys.argv[2]), on_ready=lambda url: print(url, flush=True))
+except InputError as error:
+    print(error, file=sys.stderr)
+    raise SystemExit(2)
+"""
+
+
+@contextmanager
+def serving(model_dir: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server process and its URL; the process is gone afterwards."""
+    command = [sys.executable, "-c", SERVE, str(model_dir), "0"]
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_sigterm_ends_running_requests_with_what_they_have_within_a_second(model_dir: Path) -> None:
+    with serving(model_dir) as (process, url), socket.socket() as client:
+        host, port = url.removeprefix("http://").split(":")
+        client.settimeout(TIMEOUT_S)
+        client.connect((host, int(port)))
+        body = json.dumps({"input_ids": [3], "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}})
+        client.sendall(f"POST /generate HTTP/1.1\r\nHost: e\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        while httpx.get(f"{url}/server_info").json()["internal_states"][0]["num_running_reqs"] == 0:
+            time.sleep(0.01)
+        sent_at = time.monotonic()
+        os.kill(process.pid, signal.SIGTERM)
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+        assert process.wait(TIMEOUT_S) == 0
+        assert time.monotonic() - sent_at < 2.0  # one second, and room for a busy machine
+        assert b'"type": "abort"' in answer
+
+
+@pytest.mark.slow
+def test_a_second_server_on_the_port_ends_with_one_sentence_and_code_two(model_dir: Path) -> None:
+    with bind_port("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        command = [sys.executable, "-c", SERVE, str(model_dir), str(port)]
+        ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        f"port {port} on 127.0.0.1 is in use by another process: stop that process or choose another port\n"
+    )
+
+
+@pytest.mark.slow
+def test_the_engine_starts_without_transformers(model_dir: Path) -> None:
+    check = "import sys, rollouts_core.embedded.server; assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", check], cwd=REPOSITORY, timeout=60, check=True)

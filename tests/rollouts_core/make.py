@@ -1,0 +1,62 @@
+"""Small records for tests: samples, prompts and configurations with only what a test is about.
+
+Not here: fixtures (conftest.py).
+"""
+
+import random
+from collections.abc import Sequence
+
+from rollouts_core.quickstart import QuickstartSize
+from rollouts_core.types import Prompt, Sample, Status
+
+TINY_SIZE = QuickstartSize(
+    num_digits=2,
+    num_demonstrations=40,
+    num_prompts=20,
+    num_selection_prompts=6,
+    num_heldout_prompts=8,
+    hidden_size=16,
+    num_layers=2,
+)
+
+
+def make_sample(
+    tokens: Sequence[int] = (5, 7, 9),
+    loss_mask: Sequence[float] | None = None,
+    log_probs: Sequence[float] | None = None,
+) -> Sample:
+    """A sample of these tokens, of which all but the first are trained on unless a mask is given."""
+    mask = [0.0] + [1.0] * (len(tokens) - 1) if loss_mask is None else list(loss_mask)
+    return Sample(
+        tokens=list(tokens), loss_mask=mask, rollout_log_probs=None if log_probs is None else list(log_probs)
+    )
+
+
+def make_random_samples(num_samples: int, *, seed: int = 0, vocabulary: int = 25) -> list[Sample]:
+    """Samples of 3 to 12 random tokens whose first two tokens are a prompt, with made-up rollout log-probs."""
+    rng = random.Random(seed)
+    lengths = [rng.randint(3, 12) for _ in range(num_samples)]
+    return [
+        make_sample(
+            [rng.randrange(vocabulary) for _ in range(length)],
+            [0.0, 0.0] + [1.0] * (length - 2),
+            [0.0, 0.0] + [-3 * rng.random() for _ in range(length - 2)],
+        )
+        for length in lengths
+    ]
+
+
+def make_group(rewards: Sequence[float], responses: Sequence[str] | None = None) -> list[Sample]:
+    """Graded samples of one prompt; responses differ unless given."""
+    texts = responses or [f"response {i}" for i in range(len(rewards))]
+    return [
+        Sample(
+            response=text, tokens=[1, 2, 3], loss_mask=[0, 1, 1], reward=reward, index=i, status=Status.COMPLETED
+        )
+        for i, (reward, text) in enumerate(zip(rewards, texts, strict=True))
+    ]
+
+
+def make_prompts(num_prompts: int) -> list[Prompt]:
+    """Prompts with ids p0, p1, ..."""
+    return [Prompt(id=f"p{i}", messages=({"role": "user", "content": f"question {i}"},)) for i in range(num_prompts)]

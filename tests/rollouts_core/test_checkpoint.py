@@ -1,0 +1,170 @@
+"""Pins that a checkpoint is used only when every byte is as it was written, and that the newest is found by number.
+
+Without it a run would go on from cut weights, or from step 999999 for ever.
+"""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rollouts_core.checkpoint import (
+    latest_intact_checkpoint,
+    list_checkpoints,
+    load_manifest,
+    new_checkpoint,
+    prune_checkpoints,
+    step_directory,
+    tensor_digests,
+    verify_checkpoint,
+)
+from rollouts_core.errors import CheckpointError
+
+
+def write_checkpoint(parent: Path, step: int, weights: str = "weights", trainer: str = "state") -> Path:
+    """A checkpoint of two small files."""
+    path = step_directory(parent, step)
+    with new_checkpoint(path, step=step) as directory:
+        (directory / "model.safetensors").write_text(weights)
+        (directory / "trainer").mkdir()
+        (directory / "trainer" / "state.json").write_text(trainer)
+    return path
+
+
+def test_the_manifest_lists_size_and_sha256_of_every_other_file(tmp_path: Path) -> None:
+    manifest = load_manifest(write_checkpoint(tmp_path, 7, weights="abc"))
+    assert manifest.step == 7
+    assert sorted(manifest.files) == ["model.safetensors", "trainer/state.json"]
+    assert manifest.files["model.safetensors"].size == 3
+    # sha256("abc"), FIPS 180-2 appendix B.1
+    expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert manifest.files["model.safetensors"].sha256 == expected
+
+
+def test_a_whole_checkpoint_verifies(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, 7)
+    assert verify_checkpoint(path) == load_manifest(path)
+
+
+def test_the_digest_of_a_model_does_not_depend_on_the_trainers_state(tmp_path: Path) -> None:
+    paths = [write_checkpoint(tmp_path, step, trainer=f"state {step}") for step in (1, 2)]
+    assert len({load_manifest(path).digest for path in paths}) == 1
+
+
+def test_the_digest_of_a_model_depends_on_its_weights(tmp_path: Path) -> None:
+    paths = [write_checkpoint(tmp_path, step, weights=f"weights {step}") for step in (1, 2)]
+    assert len({load_manifest(path).digest for path in paths}) == 2
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        ("truncated", r"model\.safetensors has 6 bytes, its manifest says 7: it was cut or changed"),
+        ("tampered", r"model\.safetensors does not have the content that its manifest lists"),
+        ("missing", r"lacks model\.safetensors"),
+        ("trainer", r"trainer/state\.json does not have the content"),
+        ("no manifest", r"is not a whole checkpoint: no readable manifest\.json"),
+        ("cut manifest", r"is not a whole checkpoint: no readable manifest\.json"),
+        ("empty manifest", r"is not a whole checkpoint: no readable manifest\.json"),
+        ("later format", r"has manifest format 2, this version reads 1"),
+    ],
+)
+def test_a_damaged_checkpoint_is_one_sentence(tmp_path: Path, damage: str, sentence: str) -> None:
+    path = write_checkpoint(tmp_path, 7)
+    damage_checkpoint(path, damage)
+    with pytest.raises(CheckpointError, match=sentence):
+        verify_checkpoint(path)
+
+
+def damage_checkpoint(path: Path, damage: str) -> None:
+    """Change one file of a checkpoint of `write_checkpoint`."""
+    manifest = path / "manifest.json"
+    if damage == "missing":
+        (path / "model.safetensors").unlink()
+    elif damage == "no manifest":
+        manifest.unlink()
+    else:
+        name, content = {
+            "truncated": ("model.safetensors", "weight"),
+            "tampered": ("model.safetensors", "wEights"),
+            "trainer": ("trainer/state.json", "stOte"),
+            "cut manifest": ("manifest.json", manifest.read_text()[:-20]),
+            "empty manifest": ("manifest.json", "[]"),
+            "later format": ("manifest.json", json.dumps({**json.loads(manifest.read_text()), "format": 2})),
+        }[damage]
+        (path / name).write_text(content)
+
+
+def test_a_crash_while_saving_leaves_no_step_directory(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), new_checkpoint(step_directory(tmp_path, 3), step=3) as directory:
+        (directory / "model.safetensors").write_text("half")
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_of_the_same_step_replaces_a_damaged_one(tmp_path: Path) -> None:
+    damage_checkpoint(write_checkpoint(tmp_path, 7), "truncated")
+    write_checkpoint(tmp_path, 7)
+    verify_checkpoint(step_directory(tmp_path, 7))
+
+
+def test_checkpoints_are_ordered_by_number_also_past_the_padding(tmp_path: Path) -> None:
+    steps = [999_999, 1_000_000, 2, 10_000_000]
+    for step in steps:
+        write_checkpoint(tmp_path, step)
+    assert [load_manifest(path).step for path in list_checkpoints(tmp_path)] == sorted(steps)
+
+
+def test_only_names_of_steps_are_checkpoints(tmp_path: Path) -> None:
+    for name in ("step_12", "step_000001.old", ".step_000002.partial-x", "best", "step_000003"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000003"]
+
+
+def test_a_run_without_a_checkpoint_folder_has_no_checkpoints(tmp_path: Path) -> None:
+    assert list_checkpoints(tmp_path / "none") == []
+    assert latest_intact_checkpoint(tmp_path / "none") is None
+
+
+def test_damaged_newest_checkpoints_are_passed_over_loudly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths = [write_checkpoint(tmp_path, step) for step in (1, 2, 3)]
+    damage_checkpoint(paths[2], "tampered")
+    damage_checkpoint(paths[1], "no manifest")
+    with caplog.at_level(logging.WARNING):
+        assert latest_intact_checkpoint(tmp_path) == paths[0]
+    assert len(caplog.records) == 2
+
+
+def test_when_every_checkpoint_is_damaged_there_is_none(tmp_path: Path) -> None:
+    damage_checkpoint(write_checkpoint(tmp_path, 1), "truncated")
+    assert latest_intact_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, [1_000_000]), (2, [999_999, 1_000_000]), (9, [5, 999_999, 1_000_000])])
+def test_pruning_keeps_the_newest(tmp_path: Path, keep: int, kept: list[int]) -> None:
+    for step in (1_000_000, 5, 999_999):
+        write_checkpoint(tmp_path, step)
+    prune_checkpoints(tmp_path, keep=keep)
+    assert [load_manifest(path).step for path in list_checkpoints(tmp_path)] == kept
+
+
+def test_a_copied_checkpoint_verifies_elsewhere(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, 7)
+    copy = shutil.copytree(path, tmp_path / "elsewhere")
+    assert verify_checkpoint(copy) == load_manifest(path)
+
+
+def test_tensor_digests_depend_on_values_and_not_on_the_file_they_lie_in(tmp_path: Path) -> None:
+    a, b = torch.arange(4.0), torch.arange(6)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    save_file({"a": a, "b": b}, tmp_path / "one" / "model.safetensors", metadata={"format": "pt"})
+    save_file({"a": a}, tmp_path / "two" / "model-1.safetensors")
+    save_file({"b": b + 1}, tmp_path / "two" / "model-2.safetensors")
+    one, two = tensor_digests(tmp_path / "one"), tensor_digests(tmp_path / "two")
+    assert one.keys() == two.keys() == {"a", "b"}
+    assert one["a"] == two["a"] and one["b"] != two["b"]

@@ -1,0 +1,251 @@
+"""Pins what a person who writes a configuration meets: one sentence per mistake, and files that come back unchanged.
+
+Without it a misspelt key would be ignored and a run would train with a default nobody chose.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from rollouts_core import config as config_module
+from rollouts_core.config import (
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    Record,
+    RLTrainingConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SFTTrainingConfig,
+    TrainingConfig,
+    name_of_function,
+    parse_config,
+)
+from rollouts_core.errors import ConfigError
+from rollouts_core.filters import check_any_success
+from rollouts_core.rewards import exact_match
+
+ALL_RECORDS = [kind for kind in vars(config_module).values() if isinstance(kind, type) and issubclass(kind, Record)]
+MINIMAL: dict[str, Any] = {
+    "model": {"path": "base"},
+    "data": {"sft": "a.jsonl", "prompts": "b.jsonl", "selection": "c.jsonl", "heldout": "d.jsonl"},
+}
+
+
+def with_setting(key: str, value: object) -> dict[str, Any]:
+    """The minimal settings with one more, `key` being a path of names."""
+    settings: dict[str, Any] = json.loads(json.dumps(MINIMAL))
+    *sections, name = key.split(".")
+    section = settings
+    for part in sections:
+        section = section.setdefault(part, {})
+    section[name] = value
+    return settings
+
+
+def parse(settings: dict[str, Any]) -> Config:
+    """The settings as a configuration from a file named pipeline.toml."""
+    return parse_config(Config, settings, source="pipeline.toml")
+
+
+def make_full_config(directory: Path) -> Config:
+    """A configuration that sets something in every section, with absolute paths."""
+    files = {name: str(directory / f"{name}.jsonl") for name in ("sft", "prompts", "selection", "heldout")}
+    return Config(
+        model=ModelConfig(path=str(directory / "base"), dtype="bfloat16"),
+        data=DataConfig(**files),
+        training=TrainingConfig(
+            sft=SFTTrainingConfig(num_steps=7, optim=OptimConfig(betas=(0.8, 0.9), eps=1e-6)),
+            rl=RLTrainingConfig(loss=LossConfig(clip_high=0.28), optim=OptimConfig()),
+        ),
+        rollout=RolloutConfig(reward_fn="exact_match", sampling=SamplingConfig(temperature=0.7)),
+        evaluation=EvaluationConfig(max_p_value=1.0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("training.sft.num_stepz", 5, r"unknown key training\.sft\.num_stepz; did you mean num_steps\?"),
+        ("modle", {}, r"unknown key modle; did you mean model\?"),
+        ("rollout.sampling.temprature", 1, r"unknown key rollout\.sampling\.temprature; did you mean temperature\?"),
+        ("training.rl.loss.zzz", 1, r"unknown key .*zzz; known are aggregation, clip_high, clip_low"),
+        ("training.sft.num_steps", "many", r"training\.sft\.num_steps: input should be a valid integer.* found 'many'"),
+        ("training.sft.num_steps", 0, r"training\.sft\.num_steps: .*greater than or equal to 1, found 0"),
+        ("training.sft.optim.lr", -1.0, r"training\.sft\.optim\.lr: .*found -1\.0"),
+        ("training.sft.optim.lr", float("nan"), r"training\.sft\.optim\.lr"),
+        ("training.rl.baseline", float("inf"), r"training\.rl\.baseline: must be a finite number"),
+        ("training.sft.optim.betas", [0.9, 1.0], r"training\.sft\.optim\.betas\.1: .*less than 1, found 1\.0"),
+        ("training.sft", 3, r"training\.sft: .*found 3"),
+        ("mode", "dpo", r"mode: .*'sft', 'rl' or 'sft\+rl', found 'dpo'"),
+        ("model.path", "", r"model\.path: .*found ''"),
+        ("training.sft", {"batch_size": 6, "micro_batch_size": 4}, r"batch_size 6 is not a multiple of .* 4"),
+        ("deployment.engine_port", 70000, r"deployment\.engine_port: .*found 70000"),
+    ],
+)
+def test_a_mistake_is_one_sentence_with_file_and_key(key: str, value: object, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^pipeline\.toml: {sentence}") as caught:
+        parse(with_setting(key, value))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("section", ["model", "data"])
+def test_a_missing_section_is_one_sentence(section: str) -> None:
+    settings = {name: value for name, value in MINIMAL.items() if name != section}
+    with pytest.raises(ConfigError, match=rf"^pipeline\.toml: {section} is missing$"):
+        parse(settings)
+
+
+def test_of_several_mistakes_the_unknown_key_comes_first_and_the_rest_is_counted() -> None:
+    settings = {**with_setting("training.sft.num_steps", 0), "modle": {}}
+    with pytest.raises(ConfigError, match=r"unknown key modle.*\(and 1 more\)$"):
+        parse(settings)
+
+
+@pytest.mark.parametrize(
+    ("mode", "missing"),
+    [
+        ("sft", "sft"),
+        ("rl", "prompts"),
+        ("sft+rl", "sft"),
+        ("sft+rl", "prompts"),
+        *[(mode, name) for mode in ("sft", "rl", "sft+rl") for name in ("selection", "heldout")],
+    ],
+)
+def test_a_mode_names_the_data_it_lacks(mode: str, missing: str) -> None:
+    settings = with_setting("mode", mode)
+    del settings["data"][missing]
+    with pytest.raises(ConfigError, match=rf'mode "{mode[:3]}.*" needs data\.{missing}$'):
+        parse(settings)
+
+
+@pytest.mark.parametrize(("mode", "unused"), [("sft", "prompts"), ("rl", "sft")])
+def test_a_mode_does_not_ask_for_data_it_does_not_use(mode: str, unused: str) -> None:
+    settings = with_setting("mode", mode)
+    del settings["data"][unused]
+    assert parse(settings).mode == mode
+
+
+@pytest.mark.parametrize("mode", ["rl", "sft+rl"])
+def test_rl_compares_by_accuracy(mode: str) -> None:
+    settings = {**with_setting("evaluation.metric", "loss"), "mode": mode}
+    with pytest.raises(ConfigError, match=r'evaluation\.metric cannot be "loss"'):
+        parse(settings)
+    assert parse({**settings, "mode": "sft"}).evaluation.metric == "loss"
+
+
+def test_rl_does_not_sample_greedily() -> None:
+    settings = with_setting("rollout.sampling.temperature", 0)
+    with pytest.raises(ConfigError, match="temperature above 0"):
+        parse(settings)
+    assert parse({**settings, "mode": "sft"}).rollout.sampling.temperature == 0
+
+
+def test_settings_cannot_be_changed_in_place() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        parse(MINIMAL).training.sft.num_steps = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["pipeline.toml", "pipeline.json"])
+def test_a_saved_configuration_comes_back_unchanged(tmp_path: Path, name: str) -> None:
+    config = make_full_config(tmp_path)
+    config.save(tmp_path / name)
+    assert Config.load(tmp_path / name) == config
+
+
+@pytest.mark.parametrize("name", ["pipeline.toml", "pipeline.json"])
+def test_saving_a_loaded_configuration_writes_the_same_file(tmp_path: Path, name: str) -> None:
+    make_full_config(tmp_path).save(tmp_path / name)
+    Config.load(tmp_path / name).save(tmp_path / f"again-{name}")
+    assert (tmp_path / f"again-{name}").read_text() == (tmp_path / name).read_text()
+
+
+def test_defaults_are_not_written(tmp_path: Path) -> None:
+    parse(MINIMAL).save(tmp_path / "pipeline.json")
+    assert json.loads((tmp_path / "pipeline.json").read_text()) == MINIMAL
+
+
+def test_data_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "configs" / "base").mkdir(parents=True)
+    path = tmp_path / "configs" / "pipeline.json"
+    path.write_text(json.dumps(with_setting("data.sft", "../sft.jsonl")))
+    config = Config.load(path)
+    assert config.data.sft == str(tmp_path / "sft.jsonl")
+    assert config.data.prompts == str(tmp_path / "configs" / "b.jsonl")
+    assert config.model.path == str(tmp_path / "configs" / "base")
+
+
+@pytest.mark.parametrize("path", ["Qwen/Qwen3-0.6B", "/elsewhere/model"])
+def test_a_model_that_is_no_folder_beside_the_file_keeps_its_name(tmp_path: Path, path: str) -> None:
+    (tmp_path / "pipeline.json").write_text(json.dumps(with_setting("model.path", path)))
+    assert Config.load(tmp_path / "pipeline.json").model.path == path
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("p.toml", b"[model\n", "is not valid TOML"),
+        ("p.json", b"{", "is not valid JSON"),
+        ("p.toml", b"\xff\xfe", "is not valid TOML"),
+        ("p.json", b"[]", "must hold a table of settings at its top, found list"),
+        ("p.toml", b"", "model is missing"),
+        ("p.toml", b'model = "x"\ndata = 3\n', r"model: .*found 'x' \(and 1 more\)"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_one_sentence(
+    tmp_path: Path, name: str, content: bytes, sentence: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"{name}:? {sentence}"):
+        Config.load(tmp_path / name)
+
+
+def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml does not exist"):
+        Config.load(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize("record", ALL_RECORDS)
+def test_every_field_has_a_docstring(record: type[BaseModel]) -> None:
+    assert [name for name, field in record.model_fields.items() if not field.description] == []
+
+
+@pytest.mark.parametrize("record", ALL_RECORDS)
+def test_a_json_schema_can_be_made_for_the_form(record: type[BaseModel]) -> None:
+    for mode in ("validation", "serialization"):
+        json.dumps(record.model_json_schema(mode=mode))
+
+
+def test_the_form_asks_for_a_function_by_name() -> None:
+    properties = RolloutConfig.model_json_schema()["properties"]
+    assert {properties[name]["type"] for name in ("generate_fn", "reward_fn", "filter_fn")} == {"string"}
+
+
+def test_a_function_is_written_by_module_and_name() -> None:
+    rollout = RolloutConfig(reward_fn=exact_match, filter_fn=check_any_success)
+    assert rollout.model_dump(mode="json")["reward_fn"] == "rollouts_core.rewards:exact_match"
+    assert rollout.model_dump(mode="json")["filter_fn"] == "rollouts_core.filters:check_any_success"
+
+
+def test_a_name_stays_a_name() -> None:
+    assert name_of_function("exact_match") == "exact_match"
+    assert RolloutConfig(reward_fn="my_rewards:length").model_dump(mode="json")["reward_fn"] == "my_rewards:length"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["config", "types", "job", "fingerprint"])
+def test_the_orchestrator_does_not_import_torch(module: str) -> None:
+    code = (
+        f"import sys, rollouts_core.{module}; "
+        "sys.exit(', '.join({'torch', 'transformers', 'datasets', 'numpy'} & sys.modules.keys()))"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert finished.returncode == 0, finished.stderr

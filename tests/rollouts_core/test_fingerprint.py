@@ -1,0 +1,143 @@
+"""Pins what makes work the same work: settings that matter and the content of inputs, not where things lie.
+
+Without it a finished stage would be taken for another one's result, or be trained again because a folder moved.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollouts_core.config import (
+    DeploymentConfig,
+    EvaluationConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    RLTrainingConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SFTTrainingConfig,
+)
+from rollouts_core.errors import ConfigError
+from rollouts_core.fingerprint import affecting_settings, digest_plugins, fingerprint_job
+from rollouts_core.job import EngineAddress, EvalJob, InputFile, InputModel, RLJob, SFTJob
+from rollouts_core.rewards import exact_match
+
+BASE = InputModel(name="base", model=ModelConfig(path="base"), digest="m")
+ROWS = InputFile(path="rows.jsonl", digest="d")
+
+
+def make_job(**changes: Any) -> RLJob:
+    """An RL job with some fields replaced."""
+    fields: dict[str, Any] = {
+        "model": BASE,
+        "prompts": ROWS,
+        "training": RLTrainingConfig(),
+        "rollout": RolloutConfig(),
+    }
+    return RLJob(**{**fields, **changes})
+
+
+def fingerprint(**changes: Any) -> str:
+    """The identity of an RL job with some fields replaced."""
+    return fingerprint_job("rl", make_job(**changes))
+
+
+def test_a_fingerprint_is_sixteen_hex_digits() -> None:
+    assert len(fingerprint()) == 16
+    int(fingerprint(), base=16)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"deployment": DeploymentConfig(trainer_gpu_ranks=(0, 1), trainer_threads=4, engine_port=3000)},
+        {"engines": (EngineAddress(url="http://127.0.0.1:1", lease_file="lease"),)},
+        {"prompts": InputFile(path="moved/rows.jsonl", digest="d")},
+        {"training": RLTrainingConfig(log_every=7)},
+        {"rollout": RolloutConfig(request_timeout_s=5.0)},
+    ],
+)
+def test_placement_does_not_change_the_fingerprint(changes: dict[str, Any]) -> None:
+    assert fingerprint(**changes) == fingerprint()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompts": InputFile(path="rows.jsonl", digest="other")},
+        {"model": InputModel(name="base", model=ModelConfig(path="base"), digest="other")},
+        {"model": InputModel(name="base", model=ModelConfig(path="base", dtype="bfloat16"), digest="m")},
+        {"plugin_digest": "other"},
+        {"training": RLTrainingConfig(num_steps=7)},
+        {"training": RLTrainingConfig(replicate=1)},
+        {"training": RLTrainingConfig(keep_checkpoints=3)},
+        {"training": RLTrainingConfig(baseline=0.5)},
+        {"training": RLTrainingConfig(loss=LossConfig(clip_high=0.28))},
+        {"training": RLTrainingConfig(optim=OptimConfig(lr=2e-6, schedule="constant"))},
+        {"training": RLTrainingConfig(optim=OptimConfig(lr=1e-6, schedule="linear"))},
+        {"rollout": RolloutConfig(seed=1)},
+        {"rollout": RolloutConfig(reward_fn="exact_match")},
+        {"rollout": RolloutConfig(sampling=SamplingConfig(temperature=0.9))},
+        {"rollout": RolloutConfig(environment="math")},
+    ],
+)
+def test_what_can_change_a_result_changes_the_fingerprint(changes: dict[str, Any]) -> None:
+    assert fingerprint(**changes) != fingerprint()
+
+
+def test_two_changes_have_two_fingerprints() -> None:
+    jobs = [{"training": RLTrainingConfig(num_steps=n)} for n in range(1, 50)]
+    assert len({fingerprint(**job) for job in jobs}) == 49
+
+
+def test_writing_out_a_default_does_not_change_the_fingerprint() -> None:
+    spelled_out = RLTrainingConfig(num_steps=RLTrainingConfig().num_steps, loss=LossConfig(clip_low=0.2))
+    assert fingerprint(training=spelled_out, plugin_digest="") == fingerprint()
+
+
+def test_a_new_field_with_a_default_does_not_change_old_fingerprints() -> None:
+    assert affecting_settings(RLTrainingConfig(num_steps=7)) == {"num_steps": 7}
+
+
+def test_a_function_and_its_name_have_one_fingerprint() -> None:
+    by_name = RolloutConfig(reward_fn="rollouts_core.rewards:exact_match")
+    assert fingerprint(rollout=RolloutConfig(reward_fn=exact_match)) == fingerprint(rollout=by_name)
+
+
+def test_the_order_of_checkpoints_is_part_of_an_evaluation() -> None:
+    models = [InputModel(name=n, model=ModelConfig(path="x"), digest=n) for n in ("a", "b")]
+    both = [EvalJob(checkpoints=tuple(c), data=ROWS, evaluation=EvaluationConfig()) for c in (models, models[::-1])]
+    assert fingerprint_job("eval", both[0]) != fingerprint_job("eval", both[1])
+
+
+@pytest.mark.parametrize("change", ["stage", "salt"])
+def test_another_stage_or_salt_is_other_work(change: str) -> None:
+    job = SFTJob(model=BASE, data=ROWS, training=SFTTrainingConfig())
+    other = fingerprint_job("warmup", job) if change == "stage" else fingerprint_job("sft", job, salt="again")
+    assert other != fingerprint_job("sft", job)
+
+
+def test_without_functions_of_the_users_there_is_no_plugin_digest() -> None:
+    assert digest_plugins("", "exact_match") == ""
+
+
+@pytest.mark.parametrize("shape", ["module", "package"])
+def test_the_plugin_digest_follows_the_users_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str
+) -> None:
+    name = f"plugin_of_a_test_{shape}"
+    path = tmp_path / f"{name}.py" if shape == "module" else tmp_path / name / "__init__.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("A = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = digest_plugins(f"{name}:f")
+    assert digest_plugins("exact_match", f"{name}:g") == before != ""
+    path.write_text("A = 2\n")
+    assert digest_plugins(f"{name}:f") != before
+
+
+def test_a_package_that_cannot_be_found_is_one_sentence() -> None:
+    with pytest.raises(ConfigError, match="the package 'no_such_package' cannot be found"):
+        digest_plugins("no_such_package.rewards:f")

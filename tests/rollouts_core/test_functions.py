@@ -1,0 +1,52 @@
+"""Pins that a function named in a configuration is found, or that its absence is one sentence.
+
+Without it a misspelt reward would surface as a traceback on a rented machine.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from rollouts_core.errors import ConfigError
+from rollouts_core.functions import resolve_function
+from rollouts_core.rewards import REWARDS, RewardFn, exact_match, last_number
+
+
+def resolve(name: str | RewardFn) -> RewardFn:
+    """The reward that a configuration means."""
+    return resolve_function(name, REWARDS, setting="rollout.reward_fn")
+
+
+def test_a_known_name_is_found() -> None:
+    assert resolve("last_number") is last_number
+
+
+def test_a_function_stands_for_itself() -> None:
+    assert resolve(exact_match) is exact_match
+
+
+def test_a_function_of_a_package_is_found_by_module_and_name() -> None:
+    assert resolve("rollouts_core.rewards:exact_match") is exact_match
+
+
+def test_a_users_own_module_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_rewards_for_this_test.py").write_text("def length(sample):\n    return len(sample.response)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert resolve("own_rewards_for_this_test:length").__name__ == "length"
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("exact_mach", r"unknown name 'exact_mach'; did you mean exact_match\?"),
+        ("zzz", "unknown name 'zzz'; known are exact_match, last_number"),
+        ("no_such_package:f", r"'no_such_package' cannot be imported \(.*\); is its folder on PYTHONPATH\?"),
+        ("rollouts_core.no_such_module:f", "cannot be imported"),
+        ("rollouts_core.rewards:no_such_function", "module 'rollouts_core.rewards' has no 'no_such_function'"),
+        ("rollouts_core.rewards:", "has no ''"),
+        ("rollouts_core.rewards:NUMBER", "is not a function"),
+    ],
+)
+def test_a_name_that_is_no_function_is_one_sentence(name: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^rollout\.reward_fn: .*{sentence}"):
+        resolve(name)

@@ -1,0 +1,47 @@
+"""Pins the sentences for validation errors that need more than one field to see (test_config.py has the common ones).
+
+Without it a long or nested value would flood the message, and a misspelt name would get no hint.
+"""
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from rollouts_core.messages import MAX_SHOWN_CHARS, closest_name, explain_validation_error
+
+
+class Inner(BaseModel, extra="forbid"):
+    """A section that may be absent."""
+
+    colour: str = "red"
+
+
+class Outer(BaseModel, extra="forbid"):
+    """A record with an optional section."""
+
+    size: int = 1
+    inner: Inner | None = None
+
+
+def explain(settings: dict[str, object]) -> str:
+    """The sentence for settings that do not fit."""
+    with pytest.raises(ValidationError) as caught:
+        Outer.model_validate(settings)
+    return explain_validation_error(caught.value, Outer, source="form")
+
+
+def test_a_long_value_is_cut() -> None:
+    sentence = explain({"size": "x" * 1000})
+    assert sentence.endswith("...")
+    assert len(sentence) < MAX_SHOWN_CHARS + 120
+
+
+def test_a_key_of_an_optional_section_gets_a_hint() -> None:
+    assert explain({"inner": {"color": "red"}}) == "form: unknown key inner.color; did you mean colour?"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("tempo", "; did you mean temp?"), ("zzz", "; known are size, temp"), ("", "; known are size, temp")],
+)
+def test_a_near_name_is_proposed_and_otherwise_all_are_listed(name: str, expected: str) -> None:
+    assert closest_name(name, ["temp", "size"]) == expected

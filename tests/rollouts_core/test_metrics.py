@@ -1,0 +1,82 @@
+"""Pins that metric files are whole lines after any crash and that a repeated step counts once.
+
+Without it a torn line would glue itself to the next one, and a resumed run would draw some steps twice.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rollouts_core.metrics import EventLog, JSONLLogger, read_json_lines, read_metrics
+
+
+def test_a_logged_line_says_step_attempt_time_and_numbers(tmp_path: Path) -> None:
+    with JSONLLogger(tmp_path / "m.jsonl", attempt=2) as logger:
+        logger.log({"loss": 0.5}, 10)
+    [line] = read_json_lines(tmp_path / "m.jsonl")
+    assert list(line) == ["step", "attempt", "time", "loss"]
+    assert (line["step"], line["attempt"], line["loss"]) == (10, 2, 0.5)
+
+
+def test_a_line_can_be_read_before_the_file_is_closed(tmp_path: Path) -> None:
+    with JSONLLogger(tmp_path / "m.jsonl") as logger:
+        logger.log({"loss": 0.5}, 1)
+        assert len(read_json_lines(tmp_path / "m.jsonl")) == 1
+
+
+def test_an_event_can_be_read_before_the_file_is_closed(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "e.jsonl", attempt=3) as events:
+        events.write("checkpoint", step=5)
+        [line] = read_json_lines(tmp_path / "e.jsonl")
+    assert (line["event"], line["attempt"], line["step"]) == ("checkpoint", 3, 5)
+
+
+@pytest.mark.parametrize("kind", [JSONLLogger, EventLog])
+def test_a_torn_last_line_is_cut_when_the_file_is_opened_again(
+    tmp_path: Path, kind: type[JSONLLogger] | type[EventLog]
+) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')
+    kind(path).close()
+    assert path.read_bytes() == b'{"step": 1}\n'
+
+
+def test_what_is_logged_after_a_torn_line_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "m.jsonl").write_bytes(b'{"step": 1}\n{"step": 2, "lo')
+    with JSONLLogger(tmp_path / "m.jsonl") as logger:
+        logger.log({}, 2)
+    assert [line["step"] for line in read_metrics(tmp_path / "m.jsonl")] == [1, 2]
+
+
+def test_a_file_that_is_one_torn_line_becomes_empty(tmp_path: Path) -> None:
+    (tmp_path / "m.jsonl").write_bytes(b'{"st')
+    JSONLLogger(tmp_path / "m.jsonl").close()
+    assert (tmp_path / "m.jsonl").read_bytes() == b""
+
+
+def test_a_torn_last_line_is_left_out_by_readers(tmp_path: Path) -> None:
+    (tmp_path / "m.jsonl").write_bytes(b'{"step": 1}\n{"step": 2}')
+    assert read_json_lines(tmp_path / "m.jsonl") == [{"step": 1}]
+
+
+def test_reopening_keeps_the_lines_before(tmp_path: Path) -> None:
+    for attempt in (1, 2):
+        with JSONLLogger(tmp_path / "m.jsonl", attempt=attempt) as logger:
+            logger.log({"loss": 1.0}, attempt)
+    assert [line["attempt"] for line in read_json_lines(tmp_path / "m.jsonl")] == [1, 2]
+
+
+def test_the_last_line_of_a_step_counts(tmp_path: Path) -> None:
+    lines = [{"step": 1, "loss": 3}, {"step": 2, "loss": 2}, {"step": 3, "loss": 1}, {"step": 2, "loss": 9}]
+    (tmp_path / "m.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [line["loss"] for line in read_metrics(tmp_path / "m.jsonl")] == [3, 9, 1]
+
+
+def test_a_file_that_does_not_exist_has_no_lines(tmp_path: Path) -> None:
+    assert read_json_lines(tmp_path / "none.jsonl") == []
+
+
+def test_missing_folders_are_made(tmp_path: Path) -> None:
+    JSONLLogger(tmp_path / "a" / "b" / "m.jsonl").close()
+    assert (tmp_path / "a" / "b" / "m.jsonl").is_file()

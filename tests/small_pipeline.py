@@ -1,0 +1,66 @@
+"""A pipeline small enough for tests: two-digit additions, a 20k-parameter model, stages of a second.
+
+Its RL cannot improve anything in so few steps: `max_p_value` accepts whatever comes out, unless a test says otherwise.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from rollouts_core.quickstart import QuickstartSize, write_quickstart_files
+
+SIZE = QuickstartSize(
+    num_digits=2,
+    num_demonstrations=300,
+    num_prompts=100,
+    num_selection_prompts=20,
+    num_heldout_prompts=20,
+    hidden_size=32,
+    num_layers=2,
+)
+
+
+def small_settings(**overrides: Any) -> dict[str, Any]:  # Any: settings of every type
+    """Settings of the small pipeline; `overrides` are dotted keys with `__` for the dot, training__rl__num_steps=3."""
+    settings: dict[str, Any] = {
+        "model": {"path": "./base_model"},
+        "data": {name: f"{name}.jsonl" for name in ("sft", "prompts", "selection", "heldout")},
+        "training": {
+            "sft": {
+                "num_steps": 40,
+                "max_length": 128,
+                "checkpoint_every": 20,
+                "log_every": 5,
+                "optim": {"lr": 5e-3},
+            },
+            "rl": {"num_steps": 4, "checkpoint_every": 2, "optim": {"lr": 3e-4, "schedule": "constant"}},
+        },
+        "rollout": {
+            "batch_size": 4,
+            "n_samples_per_prompt": 4,
+            "max_prompt_tokens": 32,
+            "sampling": {"max_new_tokens": 30},
+        },
+        "evaluation": {"max_p_value": 1.0},
+        "deployment": {"trainer_threads": 1},
+        "node": {"min_free_gb": 0.1},
+        "run": {"name": "small"},
+    }
+    for dotted, value in overrides.items():
+        *sections, key = dotted.split("__")
+        section = settings
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[key] = value
+    return settings
+
+
+def write_small_pipeline(folder: Path, **overrides: Any) -> Path:  # Any: settings of every type
+    """Write the small pipeline's files into `folder`; returns its configuration file."""
+    write_quickstart_files(folder, size=SIZE)
+    config = folder / "small.toml"
+    config.write_text(tomli_w.dumps(small_settings(**overrides)))
+    return config
