@@ -1,0 +1,51 @@
+"""The training library: SFT, rollouts, RL, checkpoints and evaluation, usable without Prefect or machines.
+
+    from rollouts_core import SFTTrainingConfig, create_pytorch_backend, run_sft_training
+
+Names load when they are first used, so importing the package, or its settings, does not import torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+PUBLIC_NAMES = {
+    "advantages": "compute_advantages group_advantages",
+    "backend": "ImmediateTrainFuture TrainFuture TrainingBackend",
+    "batch": "TrainBatch build_batch pack_rows with_step_totals",
+    "chat": "compute_loss_mask tokenize_conversation tokenize_prompt",
+    "checkpoint": "latest_intact_checkpoint load_manifest verify_checkpoint",
+    "comparison": "compare_paired estimate_mean judge_improvement select_best",
+    "config": "Config RLTrainingConfig RolloutConfig SFTTrainingConfig",
+    "data_buffer": "DataBuffer",
+    "dataset": "load_prompts_from_jsonl load_sft_dataset",
+    "engines": "InferenceEngine PublishTarget SGLangEngine publish_weights sync_weights_to_engines",
+    "environments": "ENVIRONMENTS Environment",
+    "filters": "check_any_success check_min_reward check_quality_and_diversity check_reasonable_length "
+    "check_response_diversity check_reward_nonzero_std compose_filters",
+    "loss": "create_cross_entropy_loss create_policy_loss grpo_loss policy_loss ppo_loss token_logprobs",
+    "metrics": "EventLog JSONLLogger MetricsLogger read_metrics",
+    "model": "compute_logprobs load_hf_model load_tokenizer",
+    "optim": "create_adamw_optimizer create_warmup_cosine_scheduler",
+    "pytorch_backend": "PyTorchTrainingBackend create_pytorch_backend",
+    "rewards": "REWARDS compute_reward",
+    "rl": "prepare_grpo_batch run_rl_training",
+    "rollout": "AsyncRolloutManager apply_sample_transforms build_batch_metadata compute_response_lengths "
+    "convert_to_batch create_engine_generate_fn extract_sample_fields generate_rollout_batches",
+    "sft": "collate_batch prepare_sft_batch run_sft_training",
+    "types": "Message Prompt RolloutBatch Sample Status",
+}
+"""The public names of each module."""
+
+_MODULE_OF = {name: module for module, names in PUBLIC_NAMES.items() for name in names.split()}
+
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:  # Any: whatever the name stands for
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

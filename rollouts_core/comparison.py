@@ -78,7 +78,7 @@ def compare_paired(baseline: Sequence[float], candidate: Sequence[float], *, see
 def judge_improvement(
     baseline: Sequence[float], candidate: Sequence[float], *, names: tuple[str, str], max_p_value: float
 ) -> Verdict:
-    """Whether the candidate scored better than the baseline beyond noise, and the sentence that says so.
+    """Whether the candidate scored better than the baseline beyond noise, in a sentence too.
 
     Args:
         names: of the baseline and of the candidate, for the sentence.
@@ -86,10 +86,11 @@ def judge_improvement(
     comparison = compare_paired(baseline, candidate)
     before, after = float(np.mean(baseline)), float(np.mean(candidate))
     is_improvement = comparison.p_value <= max_p_value
+    p_value = "p < 0.001" if comparison.p_value < 0.001 else f"p = {comparison.p_value:.2g}"
     sentence = (
         f"{names[1]} {'improved on' if is_improvement else 'did not improve on'} {names[0]}"
-        f"{'' if is_improvement else ' beyond noise'}: {before:.3f} -> {after:.3f} on {len(baseline)} held-out prompts, "
-        f"p = {comparison.p_value:.2g} (at most {max_p_value:g} is asked for)"
+        f"{'' if is_improvement else ' beyond noise'}: mean score {before:.3f} -> {after:.3f} on the same "
+        f"{len(baseline)} held-out prompts, {p_value} (at most {max_p_value:g} counts)"
     )
     return Verdict(is_improvement=is_improvement, sentence=sentence)
 

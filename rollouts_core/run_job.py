@@ -37,8 +37,8 @@ from rollouts_core.evaluate import (
     score_demonstrations,
     scores_by_prompt,
 )
-from rollouts_core.fingerprint import digest_model
 from rollouts_core.files import remove_partial_directories, write_atomically
+from rollouts_core.fingerprint import digest_model
 from rollouts_core.job import EngineAddress, EvalJob, GenerateJob, InputFile, InputModel, Job, RLJob, ServeJob, SFTJob
 from rollouts_core.loss import create_cross_entropy_loss, create_policy_loss
 from rollouts_core.metrics import EventLog, JSONLLogger

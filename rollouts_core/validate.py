@@ -41,7 +41,9 @@ def validate_config(config: Config) -> list[str]:
     if config.mode != "rl":
         findings.append(_check_demonstrations(config.data.sft, config, tokenizer))
     if config.evaluation.metric == "loss":
-        findings += [_check_demonstrations(path, config, tokenizer) for path in (config.data.selection, config.data.heldout)]
+        findings += [
+            _check_demonstrations(path, config, tokenizer) for path in (config.data.selection, config.data.heldout)
+        ]
         return findings
     prompts = {"selection": config.data.selection, "heldout": config.data.heldout}
     if config.mode != "sft":

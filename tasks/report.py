@@ -19,6 +19,9 @@ from rollouts_core.report import ReportInput, StageSummary, render_report, rende
 from tasks.progress import StageProgress, stage_console
 from tasks.records import RunScope, StageRecord
 
+NAME_OF = {"base": "the start model", "sft": "the selected SFT checkpoint", "rl": "RL"}
+"""What the verdict calls the models of an evaluation."""
+
 
 @task(name="report", cache_policy=NO_CACHE)
 def write_report(
@@ -55,7 +58,7 @@ def judge_rl(evaluation: StageRecord, config: Config) -> Verdict:
     scores = {entry["name"]: entry["scores"] for entry in evaluation.result["checkpoints"]}
     start = "sft" if "sft" in scores else "base"
     return judge_improvement(
-        scores[start], scores["rl"], names=(start, "rl"), max_p_value=config.evaluation.max_p_value
+        scores[start], scores["rl"], names=(NAME_OF[start], NAME_OF["rl"]), max_p_value=config.evaluation.max_p_value
     )
 
 

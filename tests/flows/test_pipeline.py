@@ -67,7 +67,7 @@ def test_a_run_whose_rl_learns_nothing_fails_and_says_so(rollouts: Rollouts, tmp
     )
     code, output = rollouts.run("run", str(config))
     assert code == 1
-    assert "rl did not improve on sft beyond noise" in output
+    assert "RL did not improve on the selected SFT checkpoint beyond noise" in output
     assert "Traceback" not in output
     (run,) = (rollouts.store / "runs").iterdir()
     assert (run / "report.html").is_file()

@@ -27,9 +27,7 @@ def make_sample(
 ) -> Sample:
     """A sample of these tokens, of which all but the first are trained on unless a mask is given."""
     mask = [0.0] + [1.0] * (len(tokens) - 1) if loss_mask is None else list(loss_mask)
-    return Sample(
-        tokens=list(tokens), loss_mask=mask, rollout_log_probs=None if log_probs is None else list(log_probs)
-    )
+    return Sample(tokens=list(tokens), loss_mask=mask, rollout_log_probs=None if log_probs is None else list(log_probs))
 
 
 def make_random_samples(num_samples: int, *, seed: int = 0, vocabulary: int = 25) -> list[Sample]:
@@ -50,9 +48,7 @@ def make_group(rewards: Sequence[float], responses: Sequence[str] | None = None)
     """Graded samples of one prompt; responses differ unless given."""
     texts = responses or [f"response {i}" for i in range(len(rewards))]
     return [
-        Sample(
-            response=text, tokens=[1, 2, 3], loss_mask=[0, 1, 1], reward=reward, index=i, status=Status.COMPLETED
-        )
+        Sample(response=text, tokens=[1, 2, 3], loss_mask=[0, 1, 1], reward=reward, index=i, status=Status.COMPLETED)
         for i, (reward, text) in enumerate(zip(rewards, texts, strict=True))
     ]
 

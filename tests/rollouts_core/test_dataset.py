@@ -38,9 +38,7 @@ def write_rows(path: Path, rows: Sequence[object]) -> Path:
 
 def load_one(path: Path, row: Row, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> Sample:
     """The sample of a file with this one row."""
-    [sample] = load_sft_dataset(
-        write_rows(path / "rows.jsonl", [row]), tokenizer, **{"max_length": 100, **settings}
-    )
+    [sample] = load_sft_dataset(write_rows(path / "rows.jsonl", [row]), tokenizer, **{"max_length": 100, **settings})
     return sample
 
 

@@ -124,9 +124,7 @@ def test_without_functions_of_the_users_there_is_no_plugin_digest() -> None:
 
 
 @pytest.mark.parametrize("shape", ["module", "package"])
-def test_the_plugin_digest_follows_the_users_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str
-) -> None:
+def test_the_plugin_digest_follows_the_users_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
     name = f"plugin_of_a_test_{shape}"
     path = tmp_path / f"{name}.py" if shape == "module" else tmp_path / name / "__init__.py"
     path.parent.mkdir(exist_ok=True)

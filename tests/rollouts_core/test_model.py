@@ -48,7 +48,9 @@ def sum_loss_and_gradient(
     return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same_step(model: PreTrainedModel, first: list[TrainBatch], second: list[TrainBatch], loss_fn: LossFn) -> None:
+def assert_same_step(
+    model: PreTrainedModel, first: list[TrainBatch], second: list[TrainBatch], loss_fn: LossFn
+) -> None:
     """Loss and gradient agree up to the order of float32 sums."""
     loss, gradient = sum_loss_and_gradient(model, first, loss_fn)
     other_loss, other_gradient = sum_loss_and_gradient(model, second, loss_fn)
@@ -128,9 +130,7 @@ def test_a_model_is_loaded_in_training_mode_and_in_the_asked_number_format(base_
 
 
 @pytest.mark.parametrize("damage", ["nowhere", "empty", "no_weights", "bad_config"])
-def test_a_folder_without_a_loadable_model_is_one_sentence(
-    quickstart_dir: Path, tmp_path: Path, damage: str
-) -> None:
+def test_a_folder_without_a_loadable_model_is_one_sentence(quickstart_dir: Path, tmp_path: Path, damage: str) -> None:
     path = tmp_path / "model"
     if damage == "empty":
         path.mkdir()

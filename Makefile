@@ -1,0 +1,36 @@
+# make quickstart   the whole pipeline on this machine, with data and a model that it makes itself
+# make test         every test; `make test-fast` leaves out those that start servers, jobs or pipelines
+# make check        lint, format, types
+
+# The first interpreter that is new enough; set PYTHON to choose another.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: quickstart test test-fast check install clean
+
+quickstart: $(READY)
+	$(BIN)/rollouts quickstart
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+test-fast: $(READY)
+	$(BIN)/python -m pytest -m "not slow"
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+install: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: install it, or name one with PYTHON=..."; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv .rollouts

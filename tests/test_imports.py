@@ -1,0 +1,101 @@
+"""Who may import whom. Without this, light code grows heavy and layers grow together one import at a time."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import rollouts_core
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("flows", "tasks", "infra", "rollouts_core")
+
+ALLOWED_OWN = {
+    "flows": {"flows", "tasks", "infra", "rollouts_core"},
+    "tasks": {"tasks", "infra", "rollouts_core"},
+    "infra": {"infra"},
+    "rollouts_core": {"rollouts_core"},
+}
+CONFINED = {
+    "prefect": ("flows/", "tasks/"),
+    "torch": ("rollouts_core/",),
+    "transformers": ("rollouts_core/",),
+    "paramiko": ("infra/ssh.py",),
+}
+
+
+def test_packages_import_only_what_lies_below_them() -> None:
+    wrong = [
+        f"{path} imports {module}"
+        for path, module in _imports()
+        for package in [module.partition(".")[0]]
+        if package in PACKAGES and package not in ALLOWED_OWN[path.partition("/")[0]]
+    ]
+    assert wrong == []
+
+
+def test_heavy_libraries_stay_in_their_rooms() -> None:
+    wrong = [
+        f"{path} imports {module}"
+        for path, module in _imports()
+        for library in [module.partition(".")[0]]
+        if library in CONFINED and not path.startswith(CONFINED[library])
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "rollouts_core",
+        "rollouts_core.config",
+        "rollouts_core.types",
+        "rollouts_core.job",
+        "rollouts_core.fingerprint",
+        "rollouts_core.report",
+        "tasks.plan",
+        "tasks.artifacts",
+        "infra.jobs",
+        "flows.cli",
+    ],
+)
+def test_the_orchestrator_stays_light(module: str) -> None:
+    code = f"import sys, {module}; sys.exit(bool({{'torch', 'transformers'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_prefect_is_not_imported_before_its_environment_is_set() -> None:
+    code = "import sys, flows.cli, flows.preflight; sys.exit('prefect' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_every_public_name_exists() -> None:
+    assert [name for name in rollouts_core.__all__ if not hasattr(rollouts_core, name)] == []
+
+
+def test_no_module_uses_global_variables() -> None:
+    wrong = [
+        str(path) for path in _files() for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Global)
+    ]
+    assert wrong == []
+
+
+def _files() -> Iterator[Path]:
+    for package in PACKAGES:
+        yield from sorted((ROOT / package).rglob("*.py"))
+
+
+def _imports() -> Iterator[tuple[str, str]]:
+    """(file, module) for every import, also those inside functions."""
+    for path in _files():
+        name = path.relative_to(ROOT).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                yield from ((name, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                yield name, node.module
