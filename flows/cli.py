@@ -101,8 +101,10 @@ def quickstart(
 ) -> None:
     """Make a small task, a tokenizer and a model, and run the whole pipeline on them: about two minutes on a CPU."""
     check_writable(store)
-    from rollouts_core.quickstart import QuickstartSize, write_quickstart_files  # torch loads here
+    from rollouts_core.model import silence_progress_bars  # torch loads here
+    from rollouts_core.quickstart import QuickstartSize, write_quickstart_files
 
+    silence_progress_bars()
     folder = store / "quickstart" / f"seed-{seed}"
     write_quickstart_files(folder, size=QuickstartSize(), seed=seed)
     preset = (PRESETS / "quickstart.toml").read_text()

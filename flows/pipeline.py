@@ -64,7 +64,7 @@ def sft_rl(config: Config, node: NodeSettings, run: RunOptions) -> PipelineResul
     scope = open_scope(run)
     machine = provision(node, scope)
     with released_at_the_end(machine, scope):
-        bootstrap(machine, config.deployment, node.min_free_gb)
+        bootstrap(machine, config, node.min_free_gb)
         models = {"base": base_model(config)}
         records: list[StageRecord] = []
         if config.mode != "rl":

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from rollouts_core.batch import TrainBatch, block_causal_mask
 from rollouts_core.config import ModelConfig
@@ -70,6 +71,11 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """A token id to fill rows with; masks keep it out of everything."""
     return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
+
+
+def silence_progress_bars() -> None:
+    """Keep the bars of loading and saving weights out of logs and terminals."""
+    transformers_logging.disable_progress_bar()
 
 
 def compute_logprobs(model: PreTrainedModel, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:

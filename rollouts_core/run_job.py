@@ -21,7 +21,6 @@ from typing import Any
 
 import anyio
 import torch
-from transformers.utils import logging as transformers_logging
 
 from rollouts_core.checkpoint import list_checkpoints, load_manifest
 from rollouts_core.comparison import estimate_mean, select_best
@@ -42,7 +41,7 @@ from rollouts_core.fingerprint import digest_model
 from rollouts_core.job import EngineAddress, EvalJob, GenerateJob, InputFile, InputModel, Job, RLJob, ServeJob, SFTJob
 from rollouts_core.loss import create_cross_entropy_loss, create_policy_loss
 from rollouts_core.metrics import EventLog, JSONLLogger
-from rollouts_core.model import check_vocabulary, load_tokenizer, pad_token_id
+from rollouts_core.model import check_vocabulary, load_tokenizer, pad_token_id, silence_progress_bars
 from rollouts_core.pytorch_backend import create_pytorch_backend
 from rollouts_core.rl import run_rl_training
 from rollouts_core.rollout import (
@@ -65,7 +64,7 @@ ENGINE_START_TIMEOUT_S = 120.0
 
 def run_job(job: Job, directory: RunDirectory) -> None:
     """Do the job; its result.json exists when this returns (a server returns when it was told to stop)."""
-    transformers_logging.disable_progress_bar()
+    silence_progress_bars()
     torch.set_num_threads(_num_threads(job))
     with EventLog(directory.events, attempt=attempt_number()) as events:
         events.write("started", kind=job.kind, pid=os.getpid())

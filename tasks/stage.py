@@ -76,11 +76,18 @@ def job_spec(stage: Stage, session: Session, *, max_restarts: int = 0, lease_s: 
         run_dir=stage.run_dir,
         argv=(session.python, "-m", "rollouts_core", stage.kind, f"{stage.run_dir}/job.json"),
         job=stage.job,
+        env=placement_environment(stage),
         timeout_s=stage.timeout_s,
         grace_s=GRACE_S,
         max_restarts=max_restarts,
         lease_s=lease_s,
     )
+
+
+def placement_environment(stage: Stage) -> dict[str, str]:
+    """The variable that gives the stage its GPUs; nothing where the settings name none."""
+    ranks = stage.job["deployment"]["engine_gpu_ranks" if stage.kind == "serve" else "trainer_gpu_ranks"]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(str(rank) for rank in ranks)} if ranks else {}
 
 
 def how_it_began(status: JobStatus) -> How:

@@ -113,6 +113,7 @@ def serve(
     Raises:
         PortInUseError: another process listens on the port.
         CheckpointError: the model cannot be loaded.
+        EngineError: generation failed; requests that were under way got the same error.
     """
     with bind_port(host, port) as listener:
         torch.set_num_threads(num_threads)
@@ -131,6 +132,8 @@ def serve(
             server = _Server(config, scheduler, on_ready=partial(_announce, url, on_ready))
             with _signals_stop(server):
                 server.run(sockets=[listener])
+    if server.failure:
+        raise EngineError(f"the engine stopped generating: {server.failure}")
     logger.info("stopped serving %s", model_dir)
 
 
@@ -183,6 +186,13 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._scheduler = scheduler
         self._on_ready = on_ready
+        self.failure = ""
+        """Why the generation thread ended by itself; empty while it lives."""
+
+    async def on_tick(self, counter: int) -> bool:
+        """Stop when the generation thread has failed: whoever supervises the process can start it anew."""
+        self.failure = self._scheduler.failure or ""
+        return await super().on_tick(counter) or bool(self.failure)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept requests, and say so."""

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -28,8 +29,9 @@ from transformers import PreTrainedModel
 
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
-from rollouts_core.embedded.server import PortInUseError, bind_port, build_app
+from rollouts_core.embedded.server import PortInUseError, bind_port, build_app, serve
 from rollouts_core.embedded.weights import tensor_digest
+from rollouts_core.errors import EngineError
 from tests.rollouts_core.embedded.test_protocol import check_schema, load_spec
 from tests.rollouts_core.embedded.tiny_models import expected_logprobs, make_model, save_model
 
@@ -343,3 +345,17 @@ def test_a_second_server_on_the_port_ends_with_one_sentence_and_code_two(model_d
 def test_the_engine_starts_without_transformers(model_dir: Path) -> None:
     check = "import sys, rollouts_core.embedded.server; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", check], cwd=REPOSITORY, timeout=60, check=True)
+
+
+def test_a_server_whose_generation_fails_ends_with_an_error(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken_step(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(Decoder, "step", broken_step)
+
+    def ask_from_outside(url: str) -> None:
+        body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4}}
+        threading.Thread(target=lambda: httpx.post(f"{url}/generate", json=body), daemon=True).start()
+
+    with pytest.raises(EngineError, match="stopped generating"):
+        serve(model_dir, port=0, on_ready=ask_from_outside)
