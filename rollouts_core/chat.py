@@ -17,7 +17,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from jinja2 import TemplateError
+
 from rollouts_core.errors import DataError
+from rollouts_core.messages import first_line
 from rollouts_core.types import Message
 
 if TYPE_CHECKING:
@@ -82,9 +85,13 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, 
         raise DataError(
             "the tokenizer has no chat template: add one to the model's folder, or use rows with a `text` field"
         )
-    text: str = tokenizer.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-    )
+    try:
+        text: str = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except (TemplateError, TypeError) as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise DataError(f"the chat template refuses the turns {roles}: {first_line(error)}") from error
     return text
 
 

@@ -47,7 +47,7 @@ PLACEMENT: JsonDict = {"affects_result": False}
 
 def _finite(value: float) -> float:
     if not math.isfinite(value):
-        raise ValueError("must be a finite number")
+        raise ValueError(f"must be a finite number, found {value}")
     return value
 
 
@@ -59,6 +59,7 @@ def name_of_function(function: str | Callable[..., Any]) -> str:  # Any: user fu
 
 
 Finite = Annotated[float, AfterValidator(_finite)]
+GpuRank = Annotated[int, Field(ge=0)]
 FunctionName = Annotated[
     str | Callable[..., Any],  # Any: user functions of many shapes
     PlainSerializer(name_of_function, return_type=str),
@@ -260,9 +261,9 @@ class EvaluationConfig(Record):
 class DeploymentConfig(Record):
     """Where things run on the node. Nothing here changes a result."""
 
-    trainer_gpu_ranks: tuple[int, ...] = Field((), json_schema_extra=PLACEMENT)
+    trainer_gpu_ranks: tuple[GpuRank, ...] = Field((), json_schema_extra=PLACEMENT)
     """GPUs of the trainer; empty trains on the CPU, or on the first GPU where there is one."""
-    engine_gpu_ranks: tuple[int, ...] = Field((), json_schema_extra=PLACEMENT)
+    engine_gpu_ranks: tuple[GpuRank, ...] = Field((), json_schema_extra=PLACEMENT)
     """GPUs of the inference engine."""
     trainer_threads: int = Field(0, ge=0, json_schema_extra=PLACEMENT)
     """CPU threads of the trainer; 0 takes all cores."""
@@ -325,10 +326,13 @@ class Config(Record):
 def read_settings(path: Path) -> dict[str, Any]:  # Any: unchecked file content
     """The content of a TOML or JSON settings file, unchecked."""
     if not path.is_file():
-        raise ConfigError(f"{path} does not exist: give the path of a TOML or JSON configuration")
+        problem = "is a folder" if path.is_dir() else "does not exist"
+        raise ConfigError(f"{path} {problem}: give the path of a TOML or JSON configuration")
     try:
         settings = json.loads(path.read_text()) if path.suffix == ".json" else tomllib.loads(path.read_text())
-    except (ValueError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): make it readable") from error
+    except (ValueError, RecursionError) as error:
         kind = "JSON" if path.suffix == ".json" else "TOML"
         raise ConfigError(f"{path} is not valid {kind}: {error}") from error
     if not isinstance(settings, dict):

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollouts_core.chat import TrainOn, compute_loss_mask, tokenize_conversation
 from rollouts_core.errors import DataError
+from rollouts_core.messages import first_line
 from rollouts_core.types import Message, Prompt, Sample, Status
 
 if TYPE_CHECKING:
@@ -23,18 +24,20 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]  # Any: JSON values of a user's file
 HASH_BLOCK_BYTES = 1 << 20
+PARQUET_MAGIC = b"PAR1"
 
 
 def load_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
-    """Rows of a JSONL or Parquet file or of a Hugging Face dataset, each with its number from 1.
+    """Rows of a JSONL or Parquet file or of a Hugging Face dataset, each with its number from 1 (its line in JSONL).
 
     Raises:
         DataError: no such file, a line that is no JSON object, or no row at all.
     """
-    num_rows = 0
-    for num_rows, row in enumerate(_read_rows(Path(path)), start=1):
-        yield num_rows, row
-    if num_rows == 0:
+    is_empty = True
+    for number, row in _read_rows(Path(path)):
+        is_empty = False
+        yield number, row
+    if is_empty:
         raise DataError(f"{path} is empty: expected at least one row")
 
 
@@ -109,38 +112,64 @@ def check_disjoint(first: Sequence[Prompt], second: Sequence[Prompt], *, names: 
             )
 
 
-def _read_rows(path: Path) -> Iterator[Row]:
+def _read_rows(path: Path) -> Iterator[tuple[int, Row]]:
     if path.suffix in (".jsonl", ".json"):
         yield from _read_jsonl(path)
         return
     import datasets  # heavy, and only for Parquet and hub data
 
     if path.suffix == ".parquet":
-        if not path.is_file():
-            raise DataError(f"{path} does not exist")
-        yield from datasets.load_dataset("parquet", data_files=str(path), split="train")
-    elif path.is_dir():
-        yield from datasets.load_from_disk(str(path))
+        _check_parquet(path)
+        rows = datasets.load_dataset("parquet", data_files=str(path), split="train")
+    elif path.is_file():
+        raise DataError(f"{path} is neither JSONL nor Parquet by its name: it must end in .jsonl or .parquet")
     elif path.is_absolute() and not path.exists():
         raise DataError(f"{path} does not exist: give a JSONL or Parquet file, or a folder of `save_to_disk`")
     else:
-        yield from datasets.load_dataset(str(path), split="train")
+        rows = _load_dataset(path)
+    yield from enumerate(rows, start=1)
 
 
-def _read_jsonl(path: Path) -> Iterator[Row]:
+def _load_dataset(path: Path) -> Iterable[Row]:
+    import datasets
+
+    try:
+        found = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.load_dataset(str(path), split="train")
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} is no dataset ({first_line(error)}): give a JSONL or Parquet file, or a folder of `save_to_disk`"
+        ) from error
+    if isinstance(found, dict):
+        raise DataError(f"{path} has the splits {', '.join(sorted(found))}: give the folder of one of them")
+    return found
+
+
+def _check_parquet(path: Path) -> None:
+    """Raise DataError when a file is missing or was cut: a whole one begins and ends with its magic number."""
     if not path.is_file():
         raise DataError(f"{path} does not exist")
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as file:
+        head = file.read(len(PARQUET_MAGIC))
+        file.seek(max(0, path.stat().st_size - len(PARQUET_MAGIC)))
+        tail = file.read()
+    if head != PARQUET_MAGIC or tail != PARQUET_MAGIC:
+        raise DataError(f"{path} is not a Parquet file, or was cut: write it again")
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
+    if not path.is_file():
+        raise DataError(f"{path} does not exist")
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{path}, row {number}: not valid JSON: {error}") from error
             if not isinstance(row, dict):
                 raise DataError(f"{path}, row {number}: expected a JSON object, found {type(row).__name__}")
-            yield row
+            yield number, row
 
 
 def _build_sft_sample(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_length: int, train_on: TrainOn) -> Sample:
@@ -191,9 +220,9 @@ def _build_prompt(row: Row, *, default_id: str) -> Prompt:
     else:
         raise DataError(f"expected `prompt` or `messages`; found {_keys(row)}")
     return Prompt(
-        id=str(row.get("id", default_id)),
+        id=default_id if row.get("id") is None else str(row["id"]),
         messages=tuple(messages),
-        answer=str(row.get("answer", "")),
+        answer="" if row.get("answer") is None else str(row["answer"]),
         metadata={k: v for k, v in row.items() if k not in ("id", "messages", "prompt", "answer")},
     )
 

@@ -5,12 +5,14 @@ Not here: the functions themselves (rewards.py, filters.py, environments/).
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any, TypeVar
 
 from rollouts_core.errors import ConfigError
-from rollouts_core.messages import closest_name
+from rollouts_core.messages import closest_name, first_line
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])  # Any: user functions of many shapes
 
@@ -30,16 +32,30 @@ def resolve_function(name: str | FunctionT, known: Mapping[str, FunctionT], *, s
         return known[name]
     module_name, colon, function_name = name.partition(":")
     if not colon:
-        raise ConfigError(f"{setting}: unknown name {name!r}{closest_name(name, list(known))}")
-    try:
-        found = getattr(importlib.import_module(module_name), function_name)
-    except ImportError as error:
-        raise ConfigError(
-            f"{setting}: {module_name!r} cannot be imported ({error}); is its folder on PYTHONPATH?"
-        ) from error
-    except AttributeError as error:
-        raise ConfigError(f"{setting}: module {module_name!r} has no {function_name!r}") from error
+        hint = closest_name(name, list(known)) if known else "; give package.module:function"
+        raise ConfigError(f"{setting}: unknown name {name!r}{hint}")
+    if not module_name:
+        raise ConfigError(f"{setting}: {name!r} names no module: give package.module:function")
+    found = getattr(module := _import(module_name, setting=setting), function_name, None)
+    if found is None:
+        functions = [each for each, value in vars(module).items() if callable(value)]
+        close = difflib.get_close_matches(function_name, functions, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"{setting}: module {module_name!r} has no {function_name!r}{hint}")
     if not callable(found):
         raise ConfigError(f"{setting}: {name!r} is not a function")
     function: FunctionT = found
     return function
+
+
+def _import(module_name: str, *, setting: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{setting}: {module_name!r} cannot be imported ({first_line(error)}); is its folder on PYTHONPATH?"
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{setting}: {module_name!r} cannot be imported: it raised {type(error).__name__}: {first_line(error)}"
+        ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -19,7 +20,7 @@ def explain_validation_error(error: ValidationError, model: type[BaseModel], *, 
     """
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     problem = problems[0]
-    path = [str(part) for part in problem["loc"]]
+    path = _path_of(problem, model)
     key = ".".join(path)
     if problem["type"] == "extra_forbidden":
         sentence = f"unknown key {key}{_suggestion(path, model)}"
@@ -27,16 +28,37 @@ def explain_validation_error(error: ValidationError, model: type[BaseModel], *, 
         sentence = f"{key} is missing"
     elif problem["type"] == "value_error":
         sentence = f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
+    elif problem["type"] in ("model_type", "dict_type"):
+        sentence = f"{key}: expected a table of settings, found {_show(problem['input'])}"
     else:
         sentence = f"{key}: {_lower_first(problem['msg'])}, found {_show(problem['input'])}"
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    num_keys = len({tuple(_path_of(each, model)) for each in problems})
+    more = f" (and {num_keys - 1} more)" if num_keys > 1 else ""
     return f"{source}: {sentence}{more}"
 
 
 def closest_name(name: str, known: list[str]) -> str:
     """`; did you mean X?` for the known name nearest to `name`, else the list of known names."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    swapped = [each for each in known if sorted(each) == sorted(name)]
+    close = swapped or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(known))}"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of somebody else's code says, in one line; its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _path_of(problem: Mapping[str, Any], model: type[BaseModel]) -> list[str]:  # Any: pydantic's details
+    """The key that a problem is about, without the names that pydantic gives to the alternatives of a union."""
+    path: list[str] = []
+    section: type[BaseModel] | None = model
+    for part in problem["loc"]:
+        if section is None and isinstance(part, str):
+            break
+        path.append(str(part))
+        section = _section(section, part) if section and isinstance(part, str) else None
+    return path
 
 
 def _suggestion(path: list[str], model: type[BaseModel]) -> str:

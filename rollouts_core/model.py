@@ -17,6 +17,7 @@ from rollouts_core.batch import TrainBatch, block_causal_mask
 from rollouts_core.config import ModelConfig
 from rollouts_core.errors import CheckpointError, DataError
 from rollouts_core.loss import token_logprobs
+from rollouts_core.messages import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -37,7 +38,7 @@ def load_hf_model(config: ModelConfig, *, device: str = "cpu") -> PreTrainedMode
             use_safetensors=True,
         )
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"no model could be loaded from {config.path}: {_first_line(error)}") from error
+        raise CheckpointError(f"no model could be loaded from {config.path}: {first_line(error)}") from error
     return model.to(device).train()
 
 
@@ -52,7 +53,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
             config.path, revision=config.revision or None, trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"no tokenizer could be loaded from {config.path}: {_first_line(error)}") from error
+        raise DataError(f"no tokenizer could be loaded from {config.path}: {first_line(error)}") from error
     if tokenizer.eos_token_id is None:
         raise DataError(f"the tokenizer at {config.path} has no eos_token: completions could never end")
     return tokenizer
@@ -89,7 +90,3 @@ def compute_logprobs(model: PreTrainedModel, batch: TrainBatch, *, temperature: 
         use_cache=False,
     ).logits
     return token_logprobs(logits_BTV, batch.targets_BT, temperature=temperature)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

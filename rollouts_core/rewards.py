@@ -14,6 +14,7 @@ from dataclasses import replace
 from rollouts_core.config import name_of_function
 from rollouts_core.environments import Environment
 from rollouts_core.errors import RewardError
+from rollouts_core.messages import first_line
 from rollouts_core.types import Sample
 
 RewardFn = Callable[[Sample], float | Awaitable[float]]
@@ -61,7 +62,7 @@ async def grade_sample(sample: Sample, reward_fn: RewardFn) -> Sample:
         outcome = reward_fn(sample)
         reward = await outcome if inspect.isawaitable(outcome) else outcome
     except Exception as error:
-        raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
+        raise RewardError(f"{where} raised {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(reward, int | float) or not math.isfinite(reward):
         raise RewardError(f"{where} returned {reward!r}: expected a finite number")
     return replace(sample, reward=float(reward))

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from rollouts_core import report as report_module
 from rollouts_core.comparison import estimate_mean
 from rollouts_core.config import (
     EvaluationConfig,
@@ -30,26 +29,12 @@ from rollouts_core.config import (
 from rollouts_core.errors import DataError
 from rollouts_core.job import EvalJob, InputFile, InputModel, RLJob, SFTJob
 from rollouts_core.metrics import JSONLLogger
-from rollouts_core.report import (
-    Axis,
-    ReportInput,
-    ShownDifference,
-    StageSummary,
-    axis_place,
-    axis_ticks,
-    choose_display,
-    describe_difference,
-    format_number,
-    format_seconds,
-    load_evaluation,
-    load_transcripts,
-    metric_points,
-    pick_different,
-    render_report,
-    render_summary_markdown,
-    shorten_text,
-    thin_points,
-)
+from rollouts_core.report import ReportInput, StageSummary, render_report, render_summary_markdown
+from rollouts_core.report.charts import Axis, axis_place, axis_ticks, format_number, format_seconds
+from rollouts_core.report.curves import metric_points, thin_points
+from rollouts_core.report.page import usage_code
+from rollouts_core.report.results import ShownDifference, choose_display, describe_difference, load_evaluation
+from rollouts_core.report.transcripts import load_transcripts, pick_different, shorten_text
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.types import Message, Sample, Status
 
@@ -393,7 +378,7 @@ def test_the_summary_has_results_verdict_and_stages(full_report: ReportInput) ->
 
 
 def test_the_usage_example_is_valid_python(full_report: ReportInput) -> None:
-    code = report_module.usage_code(replace(full_report, checkpoint_path='odd "path'))
+    code = usage_code(replace(full_report, checkpoint_path='odd "path'))
     compile(code, "usage", "exec")
     assert "0+0=?" in code
 

@@ -1,0 +1,168 @@
+"""The curves of the training stages, from their metrics."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rollouts_core.metrics import read_metrics
+from rollouts_core.report.charts import (
+    CHART_BOTTOM,
+    CHART_TOP,
+    Chart,
+    Line,
+    area_path,
+    axis_place,
+    axis_ticks,
+    format_number,
+    line_path,
+    padded_axis,
+    step_axis,
+)
+from rollouts_core.report.inputs import LABELS, ReportInput
+from rollouts_core.report.results import (
+    selected_step,
+)
+from rollouts_core.run_directory import RunDirectory
+
+MAX_CURVE_POINTS = 80
+SECONDS = {"generate_s": "generate", "train_s": "train", "publish_s": "publish"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveSection:
+    """The curves of one training stage."""
+
+    title: str
+    charts: tuple[Chart, ...]
+
+
+class Curve(NamedTuple):
+    """Which metric is drawn, and how."""
+
+    metric: str
+    title: str
+    note: str
+    is_from_zero: bool = True
+    min_high: float = 0.0
+    """The axis reaches at least this far, so that rounding noise looks as small as it is."""
+
+
+class Bucket(NamedTuple):
+    """Some neighbouring points of a curve as one."""
+
+    step: float
+    mean: float
+    low: float
+    high: float
+
+
+SFT_CURVES = (
+    Curve("loss", "Loss", "Mean negative log-likelihood of the trained tokens, in nats."),
+    Curve("lr", "Learning rate", "As the optimizer used it."),
+)
+RL_CURVES = (
+    Curve("reward", "Reward", "Mean over the step's rollouts, on training prompts.", is_from_zero=False),
+    Curve("response_tokens", "Completion length", "Mean number of sampled tokens."),
+    Curve(
+        "kl_rollout_policy", "KL(rollout ‖ policy)", "Between engine and trainer; 0 when they agree.", min_high=0.001
+    ),
+    Curve("clip_share", "Clip share", "Share of tokens whose probability ratio was clipped.", min_high=0.01),
+    Curve("signal_share", "Signal share", "Share of groups whose rewards differ; others teach nothing.", min_high=1.0),
+)
+
+
+def load_curves(report: ReportInput) -> list[CurveSection]:
+    """The curves of the stages that trained."""
+    sections = []
+    for stage, directory, curves in (("sft", report.sft_dir, SFT_CURVES), ("rl", report.rl_dir, RL_CURVES)):
+        if directory is None:
+            continue
+        metrics = read_metrics(RunDirectory(directory).metrics)
+        selection = {"sft": report.sft_selection_dir, "rl": report.rl_selection_dir}[stage]
+        mark_step = selected_step(selection, report.selected.get(stage, ""))
+        charts = [draw_curve(metrics, curve, mark_step=mark_step) for curve in curves]
+        charts.append(draw_seconds(metrics))
+        sections.append(CurveSection(title=LABELS[stage], charts=tuple(chart for chart in charts if chart is not None)))
+    return sections
+
+
+def draw_curve(metrics: Sequence[Mapping[str, float]], curve: Curve, *, mark_step: int | None) -> Chart | None:
+    """The metric over steps, or None where no step has it. Long curves are thinned to means with their range."""
+    points = metric_points(metrics, curve.metric)
+    if not points:
+        return None
+    buckets = thin_points(points)
+    ends = [end for bucket in buckets for end in (bucket.low, bucket.high)]
+    zero = [0.0] if curve.is_from_zero else []
+    x_axis = step_axis([step for step, _ in points])
+    y_axis = padded_axis([*ends, *zero, *([curve.min_high] if curve.min_high else [])], CHART_BOTTOM, CHART_TOP)
+    is_thinned = len(buckets) < len(points)
+    band = area_path(
+        [(axis_place(x_axis, b.step), axis_place(y_axis, b.low), axis_place(y_axis, b.high)) for b in buckets]
+    )
+    line = line_path([(axis_place(x_axis, b.step), axis_place(y_axis, b.mean)) for b in buckets])
+    thinning = " Line: means of neighbouring steps; band: their range." if is_thinned else ""
+    return Chart(
+        title=curve.title,
+        headline=_first_to_last([value for _, value in points], smallest=curve.min_high / 1000),
+        note=curve.note + thinning,
+        x_ticks=axis_ticks(x_axis, max_ticks=6, is_whole=True),
+        y_ticks=axis_ticks(y_axis, max_ticks=5),
+        areas=(Line("band", band),) if is_thinned else (),
+        lines=(Line("series-1", line),),
+        mark_x=axis_place(x_axis, mark_step) if mark_step and points[0][0] <= mark_step <= points[-1][0] else None,
+    )
+
+
+def draw_seconds(metrics: Sequence[Mapping[str, float]]) -> Chart | None:
+    """The seconds of a step by what they were spent on, stacked; None where no step has them."""
+    timed = [line for line in metrics if all(name in line for name in SECONDS)]
+    if not timed:
+        return None
+    thinned = [thin_points(metric_points(timed, name)) for name in SECONDS]
+    tops = [list(itertools.accumulate(bucket.mean for bucket in column)) for column in zip(*thinned, strict=True)]
+    x_axis = step_axis([line["step"] for line in timed])
+    y_axis = padded_axis([0.0, *(column[-1] for column in tops)], CHART_BOTTOM, CHART_TOP)
+    places = [axis_place(x_axis, bucket.step) for bucket in thinned[0]]
+    areas = []
+    for i in range(len(SECONDS)):
+        floors = [column[i - 1] if i else 0.0 for column in tops]
+        edges = zip(places, floors, (column[i] for column in tops), strict=True)
+        path = area_path([(x, axis_place(y_axis, low), axis_place(y_axis, high)) for x, low, high in edges])
+        areas.append(Line(f"series-{i + 1}", path))
+    totals = [sum(line[name] for name in SECONDS) for line in timed]
+    return Chart(
+        title="Seconds per step",
+        headline=f"mean {format_number(statistics.fmean(totals))} s",
+        note="Sampling and grading, updating the weights, handing them to the engines.",
+        x_ticks=axis_ticks(x_axis, max_ticks=6, is_whole=True),
+        y_ticks=axis_ticks(y_axis, max_ticks=5),
+        areas=tuple(areas),
+        legend=tuple(Line(f"series-{i}", label) for i, label in enumerate(SECONDS.values(), start=1)),
+    )
+
+
+def metric_points(metrics: Sequence[Mapping[str, float]], name: str) -> list[tuple[float, float]]:
+    """(step, value) of the steps that have a finite value; a skipped step has no loss, for instance."""
+    return [(line["step"], line[name]) for line in metrics if name in line and math.isfinite(line[name])]
+
+
+def thin_points(points: Sequence[tuple[float, float]]) -> list[Bucket]:
+    """At most MAX_CURVE_POINTS buckets of equally many neighbouring points, in order."""
+    size = math.ceil(len(points) / MAX_CURVE_POINTS) or 1
+    buckets = []
+    for start in range(0, len(points), size):
+        steps, values = zip(*points[start : start + size], strict=True)
+        buckets.append(Bucket(statistics.fmean(steps), statistics.fmean(values), min(values), max(values)))
+    return buckets
+
+
+def _first_to_last(values: Sequence[float], *, smallest: float) -> str:
+    """Both ends of a curve; what is smaller than `smallest` is rounding noise and reads 0."""
+    first, last = (format_number(value if abs(value) >= smallest else 0.0) for value in (values[0], values[-1]))
+    return f"{first} → {last}" if len(values) > 1 else last

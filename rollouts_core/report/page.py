@@ -1,0 +1,114 @@
+"""Write one page about one pipeline run: what was trained on what, how good it is, and how to use it.
+
+Not here: running or scoring anything. The page is a function of the files in the run directories and of `ReportInput`:
+one HTML file without scripts or external resources, the same bytes for the same input. The other files of this package
+turn numbers into records with places and texts; page.html.jinja only lays them out.
+
+    evaluation_dir  result.json, samples/   -> results.py, transcripts.py
+    sft_dir, rl_dir job.json, metrics.jsonl -> trainings.py, curves.py
+    *_selection_dir result.json             -> results.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from rollouts_core.comparison import NUM_RESAMPLES
+from rollouts_core.job import EvalJob
+from rollouts_core.report.charts import format_seconds
+from rollouts_core.report.curves import load_curves
+from rollouts_core.report.inputs import ReportInput
+from rollouts_core.report.results import (
+    load_results,
+    load_selections,
+)
+from rollouts_core.report.trainings import describe_trainings, load_job_of
+from rollouts_core.report.transcripts import iterate_samples, load_transcripts
+from rollouts_core.run_directory import RunDirectory
+
+MODES = {
+    "sft": "supervised fine-tuning",
+    "rl": "reinforcement learning",
+    "sft+rl": "supervised fine-tuning, then reinforcement learning",
+}
+MAX_EXAMPLE_CHARS = 80
+
+
+def render_report(report: ReportInput) -> str:
+    """The report as one HTML page.
+
+    Raises:
+        DataError: the final evaluation is not finished.
+    """
+    results = load_results(report)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.jinja").render(
+        report=report,
+        mode=MODES.get(report.mode, report.mode),
+        results=results,
+        trainings=describe_trainings(report),
+        curve_sections=load_curves(report),
+        selections=load_selections(report),
+        transcripts=load_transcripts(report.evaluation_dir, [score.name for score in results.scores]),
+        stages=[(stage, format_seconds(stage.seconds)) for stage in report.stages],
+        total_time=format_seconds(sum(stage.seconds for stage in report.stages)),
+        python_code=usage_code(report),
+        num_resamples=NUM_RESAMPLES,
+    )
+
+
+def render_summary_markdown(report: ReportInput) -> str:
+    """The report's results, comparisons, verdict and stages as a page of Markdown.
+
+    Raises:
+        DataError: the final evaluation is not finished.
+    """
+    results = load_results(report)
+    title = results.display.title
+    heading = {True: "Improvement", False: "No improvement", None: "Result"}[report.is_improvement]
+    lines = [f"# {report.run_name}", "", f"**{heading}.** {report.verdict or results.finding}", ""]
+    lines += [f"| Checkpoint | {title.capitalize()} | 95 % interval | {results.display.rows.capitalize()} |"]
+    lines += ["|---|---:|---:|---:|"]
+    lines += [f"| {s.label} {s.checkpoint} | {s.mean} | {s.interval} | {s.num_rows} |" for s in results.scores]
+    lines += ["", *(f"- {difference.sentence}" for difference in results.differences), ""]
+    lines += ["| Stage | How | Time | Run directory |", "|---|---|---:|---|"]
+    lines += [
+        f"| {stage.name} | {stage.how} | {format_seconds(stage.seconds)} | {_markdown_code(stage.run_dir)} |"
+        for stage in report.stages
+    ]
+    return "\n".join([*lines, "", f"Final checkpoint: {_markdown_code(report.checkpoint_path)}", ""])
+
+
+def _markdown_code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+def usage_code(report: ReportInput) -> str:
+    """Three lines of Python that ask the final checkpoint something."""
+    job = load_job_of(report.evaluation_dir)
+    max_new_tokens = job.rollout.sampling.max_new_tokens if isinstance(job, EvalJob) else 256
+    question = _example_question(RunDirectory(report.evaluation_dir).samples)
+    return (
+        "from transformers import pipeline\n"
+        f'generate = pipeline("text-generation", model={json.dumps(report.checkpoint_path)})\n'
+        f'print(generate([{{"role": "user", "content": {json.dumps(question, ensure_ascii=False)}}}], '
+        f'max_new_tokens={max_new_tokens})[0]["generated_text"][-1]["content"])'
+    )
+
+
+def _example_question(samples: Path) -> str:
+    """The first held-out prompt if it is a short question of one turn, else a greeting."""
+    first = next((sample for path in sorted(samples.glob("*.jsonl")) for sample in iterate_samples(path)), None)
+    if first is None or isinstance(first.prompt, str) or len(first.prompt) != 1:
+        return "Hello!"
+    content = first.prompt[0]["content"]
+    return content if len(content) <= MAX_EXAMPLE_CHARS and "\n" not in content else "Hello!"

@@ -1,0 +1,292 @@
+"""Scores as they are shown: held-out results, comparisons, and the selection of checkpoints."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from rollouts_core.comparison import Comparison, compare_paired
+from rollouts_core.errors import DataError
+from rollouts_core.report.charts import (
+    CHART_BOTTOM,
+    CHART_LEFT,
+    CHART_RIGHT,
+    CHART_TOP,
+    Axis,
+    Bar,
+    Chart,
+    Tick,
+    axis_place,
+    axis_ticks,
+    padded_axis,
+)
+from rollouts_core.report.inputs import LABELS, ReportInput
+from rollouts_core.run_directory import RunDirectory
+
+MAX_OPEN_ROWS = 8
+"""Longer tables of checkpoints are shown collapsed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreDisplay:
+    """How scores are shown to people; internally higher is always better."""
+
+    title: str
+    """What the number is called."""
+    rows: str
+    """What was scored: prompts or demonstrations."""
+    factor: float
+    """Shown number per score: 100 for percent, -1 for a loss."""
+    unit: str
+    """Written after a number."""
+    difference_unit: str
+    """Written after a difference."""
+    decimals: int
+
+    @property
+    def is_lower_better(self) -> bool:
+        """Whether a lower shown number is the better one."""
+        return self.factor < 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownScore:
+    """One checkpoint's score as texts, and as places on an axis in percent of its width."""
+
+    name: str
+    """base, sft or rl for held-out results; also the CSS class."""
+    label: str
+    checkpoint: str
+    """The name of the checkpoint in its training run; empty for the base model."""
+    mean: str
+    interval: str
+    num_rows: int
+    mean_at: float
+    low_at: float
+    high_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownDifference:
+    """A paired comparison of two checkpoints as texts."""
+
+    title: str
+    outcome: str
+    """better, worse or unclear: whether the interval excludes zero."""
+    difference: str
+    interval: str
+    p_value: str
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """The held-out results, ready to be laid out."""
+
+    display: ScoreDisplay
+    scores: tuple[ShownScore, ...]
+    ticks: tuple[Tick, ...]
+    """Of the axis that the scores share, in percent of its width."""
+    differences: tuple[ShownDifference, ...]
+    finding: str
+    """The sentence of the last comparison: the final checkpoint against the one it started from."""
+
+
+class Scored(NamedTuple):
+    """One checkpoint of an evaluation's result.json; scores are higher for better."""
+
+    name: str
+    step: int
+    scores: list[float]
+    mean: float
+    low: float
+    high: float
+
+
+class Evaluated(NamedTuple):
+    """The content of an evaluation's result.json."""
+
+    metric: str
+    checkpoints: list[Scored]
+    best: str
+
+
+def load_evaluation(directory: Path) -> Evaluated:
+    """What an evaluation found.
+
+    Raises:
+        DataError: it is not finished.
+    """
+    result = RunDirectory(directory).read_result()
+    if result is None:
+        raise DataError(f"{directory} has no result.json: the evaluation has to finish before the report")
+    checkpoints = [Scored(*(entry[key] for key in Scored._fields)) for entry in result["checkpoints"]]
+    return Evaluated(metric=result["metric"], checkpoints=checkpoints, best=result["best"])
+
+
+def load_results(report: ReportInput) -> Results:
+    """The final evaluation: every checkpoint's score, and each one against the one before and the base."""
+    evaluated = load_evaluation(report.evaluation_dir)
+    by_name = {scored.name: scored for scored in evaluated.checkpoints}
+    found = [by_name[name] for name in LABELS if name in by_name]
+    if not found:
+        raise DataError(f"{report.evaluation_dir} scored {', '.join(by_name)}: expected base, sft or rl")
+    display = choose_display(evaluated)
+    pairs = [*itertools.pairwise(found), *([(found[0], found[-1])] if len(found) > 2 else [])]
+    differences = tuple(describe_difference(baseline, candidate, display) for baseline, candidate in pairs)
+    axis = padded_axis([display.factor * end for scored in found for end in (scored.low, scored.high)], 0, 100)
+    return Results(
+        display=display,
+        scores=tuple(
+            show_score(
+                scored, display, axis, label=LABELS[scored.name], checkpoint=report.selected.get(scored.name, "")
+            )
+            for scored in found
+        ),
+        ticks=axis_ticks(axis, max_ticks=5),
+        differences=differences,
+        finding=differences[len(found) - 2].sentence if differences else "Only one checkpoint was evaluated.",
+    )
+
+
+def choose_display(evaluated: Evaluated) -> ScoreDisplay:
+    """Percent for rewards between 0 and 1, plain numbers for other rewards, the loss for minus losses."""
+    if evaluated.metric == "loss":
+        return ScoreDisplay(
+            title="loss", rows="demonstrations", factor=-1, unit="", difference_unit=" nats per token", decimals=3
+        )
+    if all(0 <= score <= 1 for scored in evaluated.checkpoints for score in scored.scores):
+        return ScoreDisplay(
+            title="accuracy", rows="prompts", factor=100, unit=" %", difference_unit=" points", decimals=1
+        )
+    return ScoreDisplay(title="mean reward", rows="prompts", factor=1, unit="", difference_unit="", decimals=3)
+
+
+def describe_difference(baseline: Scored, candidate: Scored, display: ScoreDisplay) -> ShownDifference:
+    """How the candidate compares with the baseline on the same rows, in numbers and as a sentence."""
+    comparison = compare_paired(baseline.scores, candidate.scores)
+    low, high = sorted((display.factor * comparison.low, display.factor * comparison.high))
+    interval = f"{_signed(low, display)} to {_signed(high, display)}"
+    outcome = "better" if comparison.low > 0 else "worse" if comparison.high < 0 else "unclear"
+    amount = display.factor * comparison.difference
+    size = f"{abs(amount):.{display.decimals}f}"
+    who, whom = LABELS[candidate.name], LABELS[baseline.name]
+    direction = f"{size}{display.difference_unit} {'higher' if amount > 0 else 'lower'} than"
+    p_value = format_p_value(comparison)
+    ending = {
+        "better": f"better, with a 95 % interval of {interval} ({p_value}).",
+        "worse": f"worse, with a 95 % interval of {interval}.",
+        "unclear": f"within chance, since the 95 % interval of {interval} includes zero ({p_value}).",
+    }[outcome]
+    return ShownDifference(
+        title=f"{whom} → {who}",
+        outcome=outcome,
+        difference=f"{_signed(amount, display)}{display.difference_unit}",
+        interval=interval,
+        p_value=p_value,
+        sentence=f"On the same {len(candidate.scores):,} {display.rows}, the {display.title} of {who} is "
+        f"{direction if float(size) else 'equal to'} that of {whom}: {ending}",
+    )
+
+
+def format_p_value(comparison: Comparison) -> str:
+    """The p-value with as many digits as the number of sign flips supports."""
+    if comparison.p_value < 0.001:
+        return "p < 0.001"
+    return "p > 0.999" if comparison.p_value > 0.999 else f"p = {comparison.p_value:.3f}"
+
+
+def _signed(value: float, display: ScoreDisplay) -> str:
+    text = f"{abs(value):.{display.decimals}f}"
+    return text if float(text) == 0 else f"{'+' if value > 0 else '−'}{text}"
+
+
+def _plain(value: float, display: ScoreDisplay) -> str:
+    return f"{value:.{display.decimals}f}".replace("-", "−")
+
+
+def show_score(scored: Scored, display: ScoreDisplay, axis: Axis, *, label: str, checkpoint: str) -> ShownScore:
+    mean = display.factor * scored.mean
+    low, high = sorted((display.factor * scored.low, display.factor * scored.high))
+    return ShownScore(
+        name=scored.name,
+        label=label,
+        checkpoint=checkpoint,
+        mean=_plain(mean, display) + display.unit,
+        interval=f"{_plain(low, display)} to {_plain(high, display)}{display.unit}",
+        num_rows=len(scored.scores),
+        mean_at=axis_place(axis, mean),
+        low_at=axis_place(axis, low),
+        high_at=axis_place(axis, high),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """How the checkpoints of a training stage scored, and which was taken."""
+
+    title: str
+    display: ScoreDisplay
+    chart: Chart
+    scores: tuple[ShownScore, ...]
+    selected: str
+    is_long: bool
+
+
+def load_selections(report: ReportInput) -> list[Selection]:
+    """The selection of each training stage whose evaluation is finished."""
+    directories = {"sft": report.sft_selection_dir, "rl": report.rl_selection_dir}
+    return [
+        describe_selection(load_evaluation(directory), title=LABELS[stage], selected=report.selected.get(stage, ""))
+        for stage, directory in directories.items()
+        if directory is not None and RunDirectory(directory).result.is_file()
+    ]
+
+
+def describe_selection(evaluated: Evaluated, *, title: str, selected: str) -> Selection:
+    """The checkpoints of a training stage in order of steps, with the selected one marked."""
+    display = choose_display(evaluated)
+    checkpoints = sorted(evaluated.checkpoints, key=lambda scored: scored.step)
+    chosen = selected or evaluated.best
+    values = [display.factor * end for scored in checkpoints for end in (scored.low, scored.high)]
+    y_axis = padded_axis(values, CHART_BOTTOM, CHART_TOP)
+    x_axis = padded_axis([scored.step for scored in checkpoints], CHART_LEFT, CHART_RIGHT)
+    scores = tuple(show_score(scored, display, y_axis, label=scored.name, checkpoint="") for scored in checkpoints)
+    bars = tuple(
+        Bar(
+            x=axis_place(x_axis, scored.step),
+            mean_y=shown.mean_at,
+            low_y=shown.low_at,
+            high_y=shown.high_at,
+            is_selected=scored.name == chosen,
+            hint=f"{scored.name}: {shown.mean} ({shown.interval})",
+        )
+        for scored, shown in zip(checkpoints, scores, strict=True)
+    )
+    better = "lower is better" if display.is_lower_better else "higher is better"
+    chart = Chart(
+        title=f"{title} checkpoints",
+        headline=f"{chosen} selected",
+        note=f"Selection {display.title} with 95 % intervals over steps; {better}.",
+        x_ticks=axis_ticks(x_axis, max_ticks=6, is_whole=True),
+        y_ticks=tuple(Tick(at, label + display.unit) for at, label in axis_ticks(y_axis, max_ticks=5)),
+        bars=tuple(sorted(bars, key=lambda bar: bar.is_selected)),
+    )
+    return Selection(
+        title=title,
+        display=display,
+        chart=chart,
+        scores=scores,
+        selected=chosen,
+        is_long=len(scores) > MAX_OPEN_ROWS,
+    )
+
+
+def selected_step(directory: Path | None, selected: str) -> int | None:
+    """The step of the selected checkpoint, or None where no selection knows it."""
+    if directory is None or not RunDirectory(directory).result.is_file():
+        return None
+    steps = {scored.name: scored.step for scored in load_evaluation(directory).checkpoints}
+    return steps.get(selected)

@@ -1,0 +1,112 @@
+"""What every stage started from, read and did, in words, from its job.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollouts_core.config import ModelConfig, OptimConfig, name_of_function
+from rollouts_core.errors import ConfigError
+from rollouts_core.job import EvalJob, InputFile, InputModel, Job, RLJob, SFTJob, load_job
+from rollouts_core.report.charts import (
+    format_number,
+)
+from rollouts_core.report.inputs import ReportInput
+from rollouts_core.run_directory import RunDirectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What one stage started from, read and did, as (what, text) pairs."""
+
+    title: str
+    facts: tuple[tuple[str, str], ...]
+
+
+def describe_trainings(report: ReportInput) -> list[Training]:
+    """What every stage was made of, as far as its job.json can be read."""
+    trainings = []
+    if isinstance(sft_job := load_job_of(report.sft_dir), SFTJob):
+        trainings.append(_describe_sft(report, sft_job))
+    if isinstance(rl_job := load_job_of(report.rl_dir), RLJob):
+        trainings.append(_describe_rl(report, rl_job))
+    if isinstance(evaluation_job := load_job_of(report.evaluation_dir), EvalJob):
+        trainings.append(_describe_evaluation(evaluation_job))
+    return trainings
+
+
+def load_job_of(directory: Path | None) -> Job | None:
+    """The job of a run directory, or None: a reused directory may be of another version."""
+    if directory is None:
+        return None
+    try:
+        return load_job(RunDirectory(directory).job)
+    except ConfigError:
+        return None
+
+
+def _describe_sft(report: ReportInput, job: SFTJob) -> Training:
+    training = job.training
+    rows = "packed rows" if training.packing else "rows"
+    return Training(
+        title="Supervised fine-tuning",
+        facts=(
+            ("Start", _describe_model(job.model)),
+            ("Data", _describe_data(job.data, report.sft_dir, "num_samples", "demonstrations")),
+            (
+                "Training",
+                f"{training.num_steps:,} steps of {training.batch_size} {rows} of at most {training.max_length:,} "
+                f"tokens, {_describe_optim(training.optim)}",
+            ),
+            ("Selected", report.selected.get("sft", "")),
+        ),
+    )
+
+
+def _describe_rl(report: ReportInput, job: RLJob) -> Training:
+    training, rollout = job.training, job.rollout
+    reward = name_of_function(rollout.reward_fn) or f"environment {rollout.environment}"
+    return Training(
+        title="Reinforcement learning",
+        facts=(
+            ("Start", _describe_model(job.model)),
+            ("Prompts", _describe_data(job.prompts, report.rl_dir, "num_prompts", "prompts")),
+            ("Reward", reward),
+            (
+                "Training",
+                f"{training.num_steps:,} steps of {rollout.batch_size} prompts × {rollout.n_samples_per_prompt} "
+                f"completions of at most {rollout.sampling.max_new_tokens:,} tokens at temperature "
+                f"{rollout.sampling.temperature:g}, {_describe_optim(training.optim)}",
+            ),
+            ("Selected", report.selected.get("rl", "")),
+        ),
+    )
+
+
+def _describe_evaluation(job: EvalJob) -> Training:
+    evaluation = job.evaluation
+    sampling = (
+        f"{evaluation.samples_per_prompt} completion{'s' if evaluation.samples_per_prompt > 1 else ''} per prompt at "
+        f"temperature {evaluation.temperature:g}, at most {job.rollout.sampling.max_new_tokens:,} tokens"
+    )
+    scoring = "mean loss of the trained tokens" if evaluation.metric == "loss" else sampling
+    return Training(
+        title="Held-out evaluation", facts=(("Data", _describe_data(job.data, None, "", "")), ("Scoring", scoring))
+    )
+
+
+def _describe_model(model: InputModel) -> str:
+    config: ModelConfig = model.model
+    revision = f" at {config.revision}" if config.revision else ""
+    return f"{config.path}{revision} ({config.dtype})"
+
+
+def _describe_optim(optim: OptimConfig) -> str:
+    return f"{optim.schedule} learning rate, peak {format_number(optim.lr)}"
+
+
+def _describe_data(file: InputFile, directory: Path | None, key: str, rows: str) -> str:
+    """Path, number of rows as the stage's record has it under `key`, and the start of the digest."""
+    result = (RunDirectory(directory).read_result() if directory else None) or {}
+    count = f"{result[key]:,} {rows}, " if key in result else ""
+    return f"{file.path} ({count}sha256 {file.digest[:10]}…)"

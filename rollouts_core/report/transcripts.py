@@ -1,0 +1,132 @@
+"""The same held-out prompts answered by each model, those first where they differ."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from rollouts_core.report.inputs import LABELS
+from rollouts_core.run_directory import RunDirectory
+from rollouts_core.types import Message, Sample, Status, sample_from_json
+
+MAX_TRANSCRIPTS = 8
+LONG_TEXT_CHARS = 500
+"""Longer texts are shown collapsed, with this much of their start."""
+LONG_TEXT_LINES = 10
+MAX_TEXT_CHARS = 8_000
+"""The rest of a longer text is left out of the page."""
+
+
+class ShownText(NamedTuple):
+    """A text with what is shown of it at first; both are equal for a short one."""
+
+    start: str
+    text: str
+    num_left_out: int
+    """Characters that the page does not hold."""
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the text is shown collapsed."""
+        return self.start != self.text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What one checkpoint said to a prompt."""
+
+    name: str
+    label: str
+    text: ShownText
+    reward: float | None
+    outcome: str
+    """best or rest where rewards differ, else empty."""
+    is_truncated: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transcript:
+    """One held-out prompt with every checkpoint's first completion."""
+
+    turns: tuple[tuple[str, ShownText], ...]
+    """(role, text) of the prompt."""
+    reference: str
+    """The dataset's answer; empty where it has none."""
+    answers: tuple[Answer, ...]
+
+
+def load_transcripts(evaluation_dir: Path, names: Sequence[str]) -> list[Transcript]:
+    """Prompts that all checkpoints with samples answered, preferring those where the rewards differ.
+
+    Different outcomes take turns (RL alone is right, RL alone is wrong, ...), the most frequent first, so that a
+    rare loss is shown beside frequent gains.
+    """
+    directory = RunDirectory(evaluation_dir).samples
+    by_name = {name: first for name in names if (first := _first_samples(directory / f"{name}.jsonl"))}
+    if not by_name:
+        return []
+    shared = sorted(set.intersection(*(set(first) for first in by_name.values())))
+    groups = pick_different([[first[i].reward for first in by_name.values()] for i in shared], MAX_TRANSCRIPTS)
+    return [_describe_transcript({name: first[shared[i]] for name, first in by_name.items()}) for i in groups]
+
+
+def pick_different(rewards: Sequence[Sequence[float | None]], count: int) -> list[int]:
+    """Up to `count` places whose rewards differ, by turns of their pattern; then places where they agree."""
+    patterns = [tuple(row) for row in rewards]
+    frequency = Counter(patterns)
+    seen: Counter[tuple[float | None, ...]] = Counter()
+    turn = []
+    for pattern in patterns:
+        turn.append(seen[pattern])
+        seen[pattern] += 1
+    order = sorted(
+        range(len(patterns)), key=lambda i: (len(set(patterns[i])) == 1, turn[i], -frequency[patterns[i]], i)
+    )
+    return order[:count]
+
+
+def shorten_text(text: str) -> ShownText:
+    """The text as it is shown: whole, collapsed behind its start, or without its end."""
+    kept = text[:MAX_TEXT_CHARS]
+    start = "\n".join(kept[:LONG_TEXT_CHARS].split("\n")[:LONG_TEXT_LINES])
+    return ShownText(start, kept, len(text) - len(kept))
+
+
+def _first_samples(path: Path) -> dict[int, Sample]:
+    """The first sample of every group of a sample file, without its tokens; empty where there is no file."""
+    if not path.is_file():
+        return {}
+    return {sample.group_index: sample for sample in iterate_samples(path) if sample.index == 0}
+
+
+def iterate_samples(path: Path) -> Iterator[Sample]:
+    with path.open() as lines:
+        for line in lines:
+            record = json.loads(line)
+            yield sample_from_json({**record, "tokens": [], "loss_mask": [], "rollout_log_probs": None})
+
+
+def _describe_transcript(samples: Mapping[str, Sample]) -> Transcript:
+    asked = next(iter(samples.values()))
+    prompt = (Message(role="user", content=asked.prompt),) if isinstance(asked.prompt, str) else asked.prompt
+    rewards = [sample.reward for sample in samples.values() if sample.reward is not None]
+    highest = max(rewards) if len(set(rewards)) > 1 else None
+    return Transcript(
+        turns=tuple((turn["role"], shorten_text(turn["content"])) for turn in prompt),
+        reference=str(asked.metadata.get("answer", "")),
+        answers=tuple(
+            Answer(
+                name=name,
+                label=LABELS.get(name, name),
+                text=shorten_text(sample.response),
+                reward=sample.reward,
+                outcome="" if highest is None else "best" if sample.reward == highest else "rest",
+                is_truncated=sample.status == Status.TRUNCATED,
+            )
+            for name, sample in samples.items()
+        ),
+    )
