@@ -177,6 +177,8 @@ def generate_rollout_batches(
         kwargs: handed to `generate_fn` with each call.
     """
     generate_fn, reward_fn = resolve_generate_fn(config), resolve_reward_fn(config)
+    if inspect.iscoroutinefunction(generate_fn):
+        raise ConfigError("rollout.generate_fn is a coroutine function: use AsyncRolloutManager with it")
     while True:
         first_index = data_buffer.num_drawn
         pending = [
@@ -185,8 +187,7 @@ def generate_rollout_batches(
             for sample in build_pending_group(prompt, group_index=first_index + i, size=config.n_samples_per_prompt)
         ]
         generated = generate_fn(pending, **kwargs)
-        if inspect.isawaitable(generated):
-            raise ConfigError("rollout.generate_fn is a coroutine function: use AsyncRolloutManager with it")
+        assert not inspect.isawaitable(generated), "a plain generate_fn returned something to wait for"
         yield convert_to_batch(
             apply_sample_transforms(generated, [lambda sample: _grade_now(sample, reward_fn)]),
             metadata={"epoch_id": data_buffer.epoch_id},

@@ -143,9 +143,12 @@ class SGLangEngine:
         served = await self.weight_version()
         if served != weights.version:
             raise WeightSyncError(f"{self.url} serves {served} after it was given {weights.version}")
-        checksums = await self._call("POST", "/weights_checker", json={"action": "checksum"})
-        stale = _differing_tensors(_find_checksums(checksums), weights.path)
-        if stale:
+        checksums = _find_checksums(await self._call("POST", "/weights_checker", json={"action": "checksum"}))
+        published = tensor_digests(weights.path)
+        compared = published.keys() & checksums.keys()
+        if not compared:
+            raise WeightSyncError(f"{self.url} says it serves {weights.version}, but no tensor could be compared")
+        if stale := sorted(name for name in compared if checksums[name] != published[name]):
             raise WeightSyncError(
                 f"{self.url} says it serves {weights.version}, but {len(stale)} tensors differ, {stale[0]} first"
             )
@@ -211,12 +214,7 @@ def _served_only(completion: Completion, version: str) -> bool:
 
 
 def _find_checksums(answer: Any) -> dict[str, str]:  # Any: JSON
-    """The per-tensor checksums in an answer of /weights_checker."""
-    checksums = answer.get("checksums", answer) if isinstance(answer, dict) else {}
-    return {name: value for name, value in checksums.items() if isinstance(value, str)}
-
-
-def _differing_tensors(served: Mapping[str, str], checkpoint_path: Path) -> list[str]:
-    """Tensors of the published files whose digest the server reports under the same name, but not the same."""
-    published = tensor_digests(checkpoint_path)
-    return [name for name, digest in published.items() if name in served and served[name] != digest]
+    """The checksum of each tensor in an answer of /weights_checker: those of all ranks together."""
+    ranks = answer.get("ranks") if isinstance(answer, dict) else None
+    tables = [rank.get("checksums", {}) for rank in ranks or [] if isinstance(rank, dict)]
+    return {name: str(value) for table in tables for name, value in table.items()}

@@ -1,0 +1,169 @@
+"""The client of an SGLang server: nothing it returns was sampled from other weights than those that were published.
+
+Without these tests an engine that restarted, or that answered 200 to an update it did not take, would feed samples of
+old weights into training, and nothing would show it but a reward that does not rise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from safetensors.torch import load_file, save_file
+
+from rollouts_core.checkpoint import tensor_digests
+from rollouts_core.config import SamplingConfig
+from rollouts_core.engines import SGLangEngine, sync_weights_to_engines
+from rollouts_core.engines.protocol import GenerationRequest
+from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
+from rollouts_core.types import Status
+from tests.rollouts_core.served_engine import served_engine
+
+REQUESTS = [
+    GenerationRequest(
+        prompt_tokens=[4, 8, 9, 1, 5],
+        sampling=SamplingConfig(max_new_tokens=6),
+        stop_token_ids=(1,),
+        seed=seed,
+    )
+    for seed in range(3)
+]
+
+
+@pytest.fixture
+def model_dir(quickstart_dir: Path) -> Path:
+    return quickstart_dir / "base_model"
+
+
+@pytest.fixture
+def trained_dir(model_dir: Path, tmp_path: Path) -> Path:
+    """The base model with every weight changed."""
+    target = tmp_path / "trained"
+    shutil.copytree(model_dir, target)
+    weights = {name: value * 1.5 for name, value in load_file(model_dir / "model.safetensors").items()}
+    save_file(weights, target / "model.safetensors")
+    return target
+
+
+def test_completions_come_in_the_order_of_the_requests_and_repeat_with_their_seeds(model_dir: Path) -> None:
+    with served_engine(model_dir) as (engine, _):
+        first = asyncio.run(engine.generate(REQUESTS))
+    with served_engine(model_dir) as (engine, _):
+        second = asyncio.run(engine.generate(REQUESTS[::-1]))
+    assert [c.tokens for c in first] == [c.tokens for c in second[::-1]]
+    assert all(len(c.tokens) == len(c.logprobs) > 0 for c in first)
+    assert {c.status for c in first} <= {Status.COMPLETED, Status.TRUNCATED}
+
+
+def test_loaded_weights_are_served_under_their_version(model_dir: Path, trained_dir: Path) -> None:
+    async def load_and_generate(engine: SGLangEngine) -> set[str]:
+        await engine.load_weights(trained_dir, "abc-7")
+        return {version for c in await engine.generate(REQUESTS) for version, _, _ in c.version_spans}
+
+    with served_engine(model_dir) as (engine, _):
+        assert asyncio.run(load_and_generate(engine)) == {"abc-7"}
+
+
+def test_an_engine_that_came_back_with_its_start_weights_is_brought_up_to_date(
+    model_dir: Path, trained_dir: Path
+) -> None:
+    async def generate_around_a_restart(engine: SGLangEngine, restart: Callable[[], None]) -> tuple[object, object]:
+        await engine.load_weights(trained_dir, "abc-7")
+        before = await engine.generate(REQUESTS)
+        restart()
+        return before, await engine.generate(REQUESTS)
+
+    with served_engine(model_dir) as (engine, scheduler):
+
+        def restart() -> None:
+            scheduler.update_weights(model_dir, weight_version="default").result(10)
+
+        before, after = asyncio.run(generate_around_a_restart(engine, restart))
+    assert before == after
+
+
+def answering(answers: dict[str, object]) -> SGLangEngine:
+    """A client of a server that gives these answers by path."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        found = answers[request.url.path]
+        return found if isinstance(found, httpx.Response) else httpx.Response(200, json=found)
+
+    return SGLangEngine("http://engine", transport=httpx.MockTransport(answer), restart_timeout_s=0.5)
+
+
+def test_an_update_that_leaves_one_tensor_old_is_caught_by_its_digest(trained_dir: Path) -> None:
+    checksums = tensor_digests(trained_dir) | {"lm_head.weight": "0" * 64}
+    engine = answering(
+        {
+            "/update_weights_from_disk": {"success": True, "message": "ok"},
+            "/model_info": {"weight_version": "abc-7"},
+            "/weights_checker": {"ranks": [{"checksums": checksums}]},
+        }
+    )
+    with pytest.raises(WeightSyncError, match=r"1 tensors differ, lm_head\.weight first"):
+        asyncio.run(engine.load_weights(trained_dir, "abc-7"))
+
+
+def test_an_update_whose_tensors_cannot_be_compared_does_not_count(trained_dir: Path) -> None:
+    engine = answering(
+        {
+            "/update_weights_from_disk": {"success": True, "message": "ok"},
+            "/model_info": {"weight_version": "abc-7"},
+            "/weights_checker": {"ranks": []},
+        }
+    )
+    with pytest.raises(WeightSyncError, match="no tensor could be compared"):
+        asyncio.run(engine.load_weights(trained_dir, "abc-7"))
+
+
+def test_an_update_that_leaves_the_old_version_is_an_error(trained_dir: Path) -> None:
+    engine = answering({"/update_weights_from_disk": {"success": True}, "/model_info": {"weight_version": "abc-6"}})
+    with pytest.raises(WeightSyncError, match="serves abc-6 after it was given abc-7"):
+        asyncio.run(engine.load_weights(trained_dir, "abc-7"))
+
+
+def test_one_engine_that_refuses_is_named_and_the_others_are_updated(model_dir: Path, trained_dir: Path) -> None:
+    refusing = answering({"/update_weights_from_disk": {"success": False, "message": "no room"}})
+    with served_engine(model_dir) as (engine, _):
+        results = asyncio.run(sync_weights_to_engines([engine, refusing], trained_dir, version="abc-7"))
+    assert [bool(result.error) for result in results] == [False, True]
+    assert "no room" in results[1].error
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (httpx.Response(400, json={"error": {"message": "too long"}}), "answered 400.*too long"),
+        (httpx.Response(200, text="<html>"), "answered no JSON"),
+        ([], "answered 3 prompts with"),
+        ([{"output_ids": [1]}] * 3, "without 'meta_info'"),
+        (
+            [
+                {
+                    "output_ids": [1, 2],
+                    "meta_info": {
+                        "output_token_logprobs": [[-0.1, 1, None]],
+                        "finish_reason": {"type": "stop"},
+                        "weight_version": "default",
+                    },
+                }
+            ]
+            * 3,
+            "2 tokens with 1 logprobs",
+        ),
+    ],
+)
+def test_an_unusable_answer_is_an_error_that_names_the_engine(answer: object, words: str) -> None:
+    with pytest.raises(EngineError, match=f"http://engine.*{words}"):
+        asyncio.run(answering({"/generate": answer}).generate(REQUESTS))
+
+
+def test_a_server_that_stays_away_is_given_up_at_the_deadline() -> None:
+    engine = answering({"/generate": httpx.Response(503), "/model_info": httpx.Response(503)})
+    with pytest.raises(EngineUnavailableError, match=r"did not answer within 0\.5 s"):
+        asyncio.run(engine.generate(REQUESTS))

@@ -1,0 +1,139 @@
+"""Batches of rollouts: which groups get into one, in which order, and what happens to the others.
+
+Without these tests a batch could depend on who finished first, a failing reward could hang or vanish, and a filter
+could spin for ever, all without an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from rollouts_core.config import RolloutConfig
+from rollouts_core.data_buffer import DataBuffer
+from rollouts_core.errors import ConfigError, DataError, RewardError
+from rollouts_core.filters import FilterDecision
+from rollouts_core.rollout import AsyncRolloutManager, generate_rollout_batches, sampling_seed
+from rollouts_core.types import RolloutBatch, Sample, Status
+from tests.rollouts_core.make import make_prompts
+
+
+def answer_with(sample: Sample, response: str = "ok") -> Sample:
+    return replace(
+        sample,
+        response=response,
+        tokens=[7, 8, 9],
+        loss_mask=[0, 1, 1],
+        rollout_log_probs=[0.0, -0.1, -0.2],
+        status=Status.COMPLETED,
+    )
+
+
+async def answer_late_groups_first(group: Sequence[Sample]) -> list[Sample]:
+    await asyncio.sleep(0.01 / (1 + group[0].group_index))
+    return [answer_with(sample) for sample in group]
+
+
+def reward_by_place(sample: Sample) -> float:
+    return float(sample.index)
+
+
+CONFIG = RolloutConfig(
+    batch_size=3, n_samples_per_prompt=2, generate_fn=answer_late_groups_first, reward_fn=reward_by_place
+)
+
+
+def generate(config: RolloutConfig, *, num_prompts: int = 8) -> tuple[AsyncRolloutManager, RolloutBatch]:
+    manager = AsyncRolloutManager(DataBuffer(make_prompts(num_prompts)), config)
+
+    async def generate_one() -> RolloutBatch:
+        async with manager:
+            return await manager.generate_batch()
+
+    return manager, asyncio.run(generate_one())
+
+
+def test_a_batch_is_ordered_by_group_whoever_finishes_first() -> None:
+    _, batch = generate(CONFIG)
+    assert [(s.group_index, s.index) for s in batch.samples] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert batch.rewards == [0.0, 1.0] * 3
+    assert batch.response_lengths == [2] * 6
+
+
+def test_dropped_groups_are_replaced_and_counted_by_reason() -> None:
+    def drop_even(group: Sequence[Sample]) -> FilterDecision:
+        return FilterDecision(group[0].group_index % 2 == 1, "even")
+
+    _, batch = generate(CONFIG.model_copy(update={"filter_fn": drop_even}))
+    assert all(s.group_index % 2 == 1 for s in batch.samples)
+    assert len(batch.groups) == 3
+    assert batch.metadata["drops"]["even"] == batch.metadata["num_dropped_groups"] >= 2
+
+
+def test_a_filter_that_drops_everything_ends_with_a_sentence() -> None:
+    def drop_all(group: Sequence[Sample]) -> FilterDecision:
+        return FilterDecision(False, "zero_std_0")
+
+    with pytest.raises(DataError, match=r"only 0 of 3 groups passed the filter after 4 refills.*zero_std_0"):
+        generate(CONFIG.model_copy(update={"filter_fn": drop_all, "max_refills": 4}))
+
+
+def test_groups_asked_for_but_not_used_begin_the_next_batch() -> None:
+    async def first_answers_last_hangs(group: Sequence[Sample]) -> list[Sample]:
+        if group[0].group_index >= 3:
+            await asyncio.sleep(3600)
+        return [answer_with(sample) for sample in group]
+
+    config = CONFIG.model_copy(update={"generate_fn": first_answers_last_hangs, "over_sampling_factor": 2.0})
+    manager, batch = generate(config)
+    assert [group[0].group_index for group in batch.groups] == [0, 1, 2]
+    assert {sample.group_index for sample in manager.partial_samples} == {3, 4, 5}
+    restored = AsyncRolloutManager(manager.data_buffer, CONFIG)
+    restored.load_state_dict(manager.state_dict())
+    assert restored.partial_samples == manager.partial_samples
+    next_batch = asyncio.run(restored.generate_batch())
+    assert [group[0].group_index for group in next_batch.groups] == [3, 4, 5]
+
+
+def test_a_reward_that_raises_ends_the_batch_and_names_function_and_prompt() -> None:
+    def broken_reward(sample: Sample) -> float:
+        raise ZeroDivisionError("no baseline")
+
+    with pytest.raises(RewardError, match=r"broken_reward on prompt 'p\d' raised ZeroDivisionError: no baseline"):
+        generate(CONFIG.model_copy(update={"reward_fn": broken_reward}))
+
+
+def test_an_async_reward_is_awaited() -> None:
+    async def slow_reward(sample: Sample) -> float:
+        await asyncio.sleep(0)
+        return 0.5
+
+    _, batch = generate(CONFIG.model_copy(update={"reward_fn": slow_reward}))
+    assert set(batch.rewards) == {0.5}
+
+
+def test_plain_functions_give_batches_without_end() -> None:
+    def answer_now(samples: Sequence[Sample], *, suffix: str) -> list[Sample]:
+        return [answer_with(sample, f"ok{suffix}") for sample in samples]
+
+    config = CONFIG.model_copy(update={"generate_fn": answer_now})
+    batches = generate_rollout_batches(DataBuffer(make_prompts(4)), config, suffix="!")
+    first, second = next(batches), next(batches)
+    assert [group[0].group_index for group in first.groups + second.groups] == [0, 1, 2, 3, 4, 5]
+    assert first.samples[0].response == "ok!"
+    assert second.metadata["epoch_id"] == 1
+
+
+def test_a_coroutine_function_is_refused_where_only_plain_ones_work() -> None:
+    with pytest.raises(ConfigError, match="use AsyncRolloutManager"):
+        next(generate_rollout_batches(DataBuffer(make_prompts(4)), CONFIG))
+
+
+def test_seeds_differ_between_samples_and_repeat_between_runs() -> None:
+    seeds = {sampling_seed(seed, group, index) for seed in range(3) for group in range(20) for index in range(8)}
+    assert len(seeds) == 3 * 20 * 8
+    assert sampling_seed(1, 2, 3) == sampling_seed(1, 2, 3)
+    assert all(0 <= seed < 2**31 for seed in seeds)
