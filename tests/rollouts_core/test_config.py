@@ -87,7 +87,12 @@ def make_full_config(directory: Path) -> Config:
         ("training.sft", 3, r"training\.sft: .*found 3"),
         ("mode", "dpo", r"mode: .*'sft', 'rl' or 'sft\+rl', found 'dpo'"),
         ("model.path", "", r"model\.path: .*found ''"),
-        ("training.sft", {"batch_size": 6, "micro_batch_size": 4}, r"batch_size 6 is not a multiple of .* 4"),
+        (
+            "training.sft",
+            {"batch_size": 6, "micro_batch_size": 4},
+            r"training\.sft: batch_size 6 is not a multiple of .* 4",
+        ),
+        ("rollout.reward_fn", 5, r"rollout\.reward_fn: .*found 5$"),
         ("deployment.engine_port", 70000, r"deployment\.engine_port: .*found 70000"),
     ],
 )
@@ -240,12 +245,11 @@ def test_a_name_stays_a_name() -> None:
     assert RolloutConfig(reward_fn="my_rewards:length").model_dump(mode="json")["reward_fn"] == "my_rewards:length"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("module", ["config", "types", "job", "fingerprint"])
 def test_the_orchestrator_does_not_import_torch(module: str) -> None:
     code = (
         f"import sys, rollouts_core.{module}; "
-        "sys.exit(', '.join({'torch', 'transformers', 'datasets', 'numpy'} & sys.modules.keys()))"
+        "print(sorted({'torch', 'transformers', 'datasets', 'numpy'} & sys.modules.keys()))"
     )
-    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert finished.returncode == 0, finished.stderr
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert finished.stdout == "[]\n"

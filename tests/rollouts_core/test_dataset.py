@@ -78,6 +78,13 @@ def test_a_text_row_needs_no_chat_template(tmp_path: Path, base_model: ModelConf
     assert load_one(tmp_path, {"text": "1+1=2"}, own).response == "1+1=2"
 
 
+def test_training_on_everything_works_with_any_template(tmp_path: Path, base_model: ModelConfig) -> None:
+    own = load_tokenizer(base_model)
+    own.chat_template = "{% for m in messages %}{% if loop.last %}{{ m['content'] }}{% endif %}{% endfor %}"
+    sample = load_one(tmp_path, {"messages": [*CONVERSATION, *CONVERSATION[:1]]}, own, train_on="everything")
+    assert trained_text(own, sample) == "1+1=?"
+
+
 def test_samples_keep_the_order_of_the_file(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [{"text": str(i) * 2} for i in range(9)])
     assert [s.response for s in load_sft_dataset(path, tokenizer, max_length=9)] == [str(i) * 2 for i in range(9)]
@@ -161,6 +168,46 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
     assert [row["prompt"] for _, row in load_rows(path)] == ["x", "y"]
 
 
+def test_a_row_after_blank_lines_is_named_by_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('\n{"prompt": "x"}\n\n{"question": "y"}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 4: expected"):
+        load_prompts_from_jsonl(path)
+
+
+def test_a_file_in_another_encoding_is_named_by_its_row(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes('{"prompt": "x"}\n{"prompt": "ü"}\n'.encode("latin-1"))
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 2: not valid JSON"):
+        list(load_rows(tmp_path / "rows.jsonl"))
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 3, 100])
+def test_a_cut_parquet_file_is_one_sentence(tmp_path: Path, keep_bytes: int) -> None:
+    path = tmp_path / "rows.parquet"
+    datasets.Dataset.from_list([{"prompt": "x"}] * 50).to_parquet(str(path))
+    path.write_bytes(path.read_bytes()[:keep_bytes])
+    with pytest.raises(DataError, match="is not a Parquet file, or was cut"):
+        list(load_rows(path))
+
+
+def test_a_file_of_another_kind_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt\nx\n")
+    with pytest.raises(DataError, match=r"must end in \.jsonl or \.parquet"):
+        list(load_rows(tmp_path / "rows.csv"))
+
+
+def test_a_folder_of_several_splits_is_one_sentence(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list([{"prompt": "x"}])
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "folder"))
+    with pytest.raises(DataError, match="has the splits test, train"):
+        list(load_rows(tmp_path / "folder"))
+
+
+def test_a_folder_that_is_no_dataset_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is no dataset"):
+        list(load_rows(tmp_path))
+
+
 def test_a_parquet_file_has_the_rows_of_its_jsonl(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +233,12 @@ def test_a_prompt_keeps_id_answer_and_every_other_field(tmp_path: Path) -> None:
         answer="2",
         metadata={"level": 3, "tags": ["x"]},
     )
+
+
+def test_an_id_and_an_answer_that_are_null_count_as_absent(tmp_path: Path) -> None:
+    row = {"id": None, "prompt": "x", "answer": None}
+    [prompt] = load_prompts_from_jsonl(write_rows(tmp_path / "p.jsonl", [row]))
+    assert (prompt.id, prompt.answer) == ("p-1", "")
 
 
 @pytest.mark.parametrize("key", ["messages", "prompt"])

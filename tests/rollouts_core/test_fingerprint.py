@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rollouts_core.checkpoint import load_manifest, new_checkpoint, step_directory
 from rollouts_core.config import (
     DeploymentConfig,
     EvaluationConfig,
@@ -20,7 +21,7 @@ from rollouts_core.config import (
     SFTTrainingConfig,
 )
 from rollouts_core.errors import ConfigError
-from rollouts_core.fingerprint import affecting_settings, digest_plugins, fingerprint_job
+from rollouts_core.fingerprint import affecting_settings, digest_model, digest_plugins, fingerprint_job
 from rollouts_core.job import EngineAddress, EvalJob, InputFile, InputModel, RLJob, SFTJob
 from rollouts_core.rewards import exact_match
 
@@ -55,6 +56,7 @@ def test_a_fingerprint_is_sixteen_hex_digits() -> None:
         {"deployment": DeploymentConfig(trainer_gpu_ranks=(0, 1), trainer_threads=4, engine_port=3000)},
         {"engines": (EngineAddress(url="http://127.0.0.1:1", lease_file="lease"),)},
         {"prompts": InputFile(path="moved/rows.jsonl", digest="d")},
+        {"model": InputModel(name="base", model=ModelConfig(path="moved/base"), digest="m")},
         {"training": RLTrainingConfig(log_every=7)},
         {"rollout": RolloutConfig(request_timeout_s=5.0)},
     ],
@@ -117,6 +119,31 @@ def test_another_stage_or_salt_is_other_work(change: str) -> None:
     job = SFTJob(model=BASE, data=ROWS, training=SFTTrainingConfig())
     other = fingerprint_job("warmup", job) if change == "stage" else fingerprint_job("sft", job, salt="again")
     assert other != fingerprint_job("sft", job)
+
+
+def test_a_model_folder_is_known_by_its_files_wherever_it_lies(tmp_path: Path) -> None:
+    for name, weights in [("one", "w"), ("two", "w"), ("three", "v")]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text(weights)
+    one, two, three = (digest_model(ModelConfig(path=str(tmp_path / n))) for n in ("one", "two", "three"))
+    assert one == two != three
+
+
+def test_a_checkpoint_is_known_by_its_manifest_without_the_trainers_state(tmp_path: Path) -> None:
+    for step in (1, 2):
+        with new_checkpoint(step_directory(tmp_path, step), step=step) as directory:
+            (directory / "model.safetensors").write_text("w")
+            (directory / "trainer").mkdir()
+            (directory / "trainer" / "state.json").write_text(str(step))
+    one, two = (digest_model(ModelConfig(path=str(step_directory(tmp_path, step)))) for step in (1, 2))
+    assert one == two == load_manifest(step_directory(tmp_path, 1)).digest
+
+
+@pytest.mark.parametrize("change", [{"path": "org/other"}, {"revision": "v2"}])
+def test_a_hub_model_is_known_by_name_and_revision(change: dict[str, str]) -> None:
+    model = ModelConfig(path="org/model", revision="v1")
+    assert digest_model(model) == digest_model(model.model_copy())
+    assert digest_model(model) != digest_model(model.model_copy(update=change))
 
 
 def test_without_functions_of_the_users_there_is_no_plugin_digest() -> None:

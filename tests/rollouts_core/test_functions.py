@@ -35,6 +35,17 @@ def test_a_users_own_module_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert resolve("own_rewards_for_this_test:length").__name__ == "length"
 
 
+@pytest.mark.parametrize("statement", ["raise RuntimeError('broken')", "import sys; sys.exit(3)", "def f(:"])
+def test_a_users_module_that_breaks_at_import_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statement: str
+) -> None:
+    (tmp_path / "broken_rewards_of_this_test.py").write_text(statement + "\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="'broken_rewards_of_this_test' cannot be imported") as caught:
+        resolve("broken_rewards_of_this_test:length")
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
@@ -44,7 +55,10 @@ def test_a_users_own_module_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("rollouts_core.no_such_module:f", "cannot be imported"),
         ("rollouts_core.rewards:no_such_function", "module 'rollouts_core.rewards' has no 'no_such_function'"),
         ("rollouts_core.rewards:", "has no ''"),
+        ("rollouts_core.rewards:exact_mach", r"has no 'exact_mach'; did you mean exact_match\?"),
         ("rollouts_core.rewards:NUMBER", "is not a function"),
+        (":exact_match", "names no module"),
+        (".rewards:exact_match", "cannot be imported: it raised TypeError"),
     ],
 )
 def test_a_name_that_is_no_function_is_one_sentence(name: str, sentence: str) -> None:

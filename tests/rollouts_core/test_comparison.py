@@ -1,0 +1,102 @@
+"""Pins that a comparison of checkpoints says how sure it is: no better means no small p-value, better means one.
+
+Without it a lucky checkpoint would be reported as an improvement, or a real one be missed.
+"""
+
+import random
+
+import numpy as np
+import pytest
+
+from rollouts_core.comparison import NUM_RESAMPLES, compare_paired, estimate_mean, judge_improvement, select_best
+
+
+def draw_scores(seed: int, share: float, num_rows: int = 200) -> list[float]:
+    """Scores of 0 and 1 of which about this share is 1."""
+    rng = random.Random(seed)
+    return [float(rng.random() < share) for _ in range(num_rows)]
+
+
+def test_identical_scores_have_a_p_value_of_one() -> None:
+    scores = draw_scores(0, 0.5)
+    comparison = compare_paired(scores, scores)
+    assert comparison.p_value == 1.0
+    assert (comparison.difference, comparison.low, comparison.high) == (0.0, 0.0, 0.0)
+
+
+def test_an_obvious_improvement_has_a_tiny_p_value() -> None:
+    comparison = compare_paired(draw_scores(0, 0.3), draw_scores(1, 0.8))
+    assert comparison.p_value < 0.001
+    assert 0.3 < comparison.low < comparison.difference < comparison.high < 0.7
+
+
+def test_getting_worse_has_a_p_value_near_one() -> None:
+    assert compare_paired(draw_scores(0, 0.8), draw_scores(1, 0.3)).p_value > 0.999
+
+
+def test_the_p_value_of_few_rows_is_that_of_counting() -> None:
+    # four rows, each better by 1: one of 2^4 sign choices is as large, so p is about 1/16
+    comparison = compare_paired([0.0] * 4, [1.0] * 4)
+    assert comparison.p_value == pytest.approx(1 / 16, abs=0.01)
+
+
+def test_the_p_value_is_never_zero() -> None:
+    assert compare_paired([0.0] * 100, [1.0] * 100).p_value == pytest.approx(1 / (NUM_RESAMPLES + 1))
+
+
+def test_without_a_difference_p_values_are_about_uniform() -> None:
+    rng = np.random.default_rng(0)
+    p_values = [
+        compare_paired(rng.normal(size=30).tolist(), rng.normal(size=30).tolist(), seed=seed).p_value
+        for seed in range(100)
+    ]
+    # Of 100 uniform draws 10 and 50 lie below; four standard deviations are 12 and 20.
+    assert sum(p < 0.1 for p in p_values) <= 22
+    assert 30 <= sum(p < 0.5 for p in p_values) <= 70
+
+
+def test_the_interval_covers_the_true_mean_about_as_often_as_it_says() -> None:
+    estimates = [estimate_mean(draw_scores(seed, 0.4, num_rows=100), seed=seed) for seed in range(100)]
+    num_covered = sum(estimate.low <= 0.4 <= estimate.high for estimate in estimates)
+    # 95 are expected; four standard deviations are 8.7.
+    assert num_covered >= 86
+
+
+def test_an_estimate_says_mean_and_rows() -> None:
+    estimate = estimate_mean([0.0, 1.0, 1.0, 1.0])
+    assert (estimate.mean, estimate.num_rows) == (0.75, 4)
+    assert 0.0 <= estimate.low < 0.75 < estimate.high <= 1.0
+
+
+def test_a_comparison_is_the_same_every_time() -> None:
+    first, second = draw_scores(0, 0.4), draw_scores(1, 0.5)
+    assert compare_paired(first, second) == compare_paired(first, second)
+
+
+def test_scores_of_different_rows_are_not_compared() -> None:
+    with pytest.raises(AssertionError, match="3 scores against 2"):
+        compare_paired([0.0] * 3, [0.0] * 2)
+
+
+@pytest.mark.parametrize(
+    ("scores", "best"), [([0.1, 0.5, 0.3], 1), ([0.5, 0.5, 0.2], 0), ([0.1, 0.7, 0.7], 1), ([0.0], 0), ([-2, -1], 1)]
+)
+def test_the_best_is_the_highest_and_among_equals_the_first(scores: list[float], best: int) -> None:
+    assert select_best(scores) == best
+
+
+def test_a_verdict_says_both_scores_and_the_p_value() -> None:
+    verdict = judge_improvement([0.0] * 50, [1.0] * 50, names=("sft", "rl"), max_p_value=0.01)
+    assert verdict.is_improvement
+    assert "rl improved on sft: mean score 0.000 -> 1.000 on the same 50" in verdict.sentence
+    assert "p < 0.001" in verdict.sentence
+
+
+def test_a_difference_within_noise_is_no_improvement() -> None:
+    verdict = judge_improvement([0.0, 1.0, 0.0], [1.0, 0.0, 1.0], names=("sft", "rl"), max_p_value=0.01)
+    assert not verdict.is_improvement
+    assert "rl did not improve on sft beyond noise" in verdict.sentence
+
+
+def test_a_p_value_of_at_most_one_accepts_anything() -> None:
+    assert judge_improvement([1.0], [0.0], names=("sft", "rl"), max_p_value=1.0).is_improvement

@@ -1,0 +1,127 @@
+"""Pins what the environments that ship call right.
+
+Without it RL would be paid for answers that were cut off, or demonstrations would teach wrong sums.
+"""
+
+import random
+import re
+
+import pytest
+
+from rollouts_core.environments import ENVIRONMENTS, ArithmeticEnvironment, MathEnvironment
+from rollouts_core.environments.arithmetic import (
+    Addition,
+    draw_addition,
+    write_blurted_answer,
+    write_worked_answer,
+)
+from rollouts_core.environments.math import final_answer
+from rollouts_core.types import Sample, Status
+
+
+def grade_arithmetic(response: str, answer: str = "713", status: Status = Status.COMPLETED) -> float:
+    """The grade of a response."""
+    return ArithmeticEnvironment().grade(Sample(response=response, metadata={"answer": answer}, status=status))
+
+
+def grade_math(response: str, answer: str) -> float:
+    """The grade of a response."""
+    return MathEnvironment().grade(Sample(response=response, metadata={"answer": answer}, status=Status.COMPLETED))
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        (":713", 1.0),
+        ("5+8+0=13,1+9+1=11,4+2+1=07:713", 1.0),
+        ("anything:99:713", 1.0),
+        (": 713 ", 1.0),
+        (":712", 0.0),
+        (":0713", 0.0),
+        (":713:", 0.0),
+        (":713 ok", 0.0),
+        ("713", 0.0),
+        (":", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_number_after_the_last_colon_decides(response: str, reward: float) -> None:
+    assert grade_arithmetic(response) == reward
+
+
+@pytest.mark.parametrize("status", [status for status in Status if status is not Status.COMPLETED])
+def test_a_completion_that_did_not_end_by_itself_earns_nothing(status: Status) -> None:
+    assert grade_arithmetic(":713", status=status) == 0.0
+
+
+def test_a_sample_without_an_answer_earns_nothing() -> None:
+    assert ArithmeticEnvironment().grade(Sample(response=":", status=Status.COMPLETED)) == 0.0
+
+
+@pytest.mark.parametrize("num_digits", [1, 2, 3, 6])
+def test_every_column_of_a_worked_answer_is_right(num_digits: int) -> None:
+    rng = random.Random(num_digits)
+    for _ in range(100):
+        problem = draw_addition(rng, num_digits=num_digits)
+        worked, _, _ = write_worked_answer(problem).partition(":")
+        carry, digits = 0, ""
+        for column in worked.split(","):
+            a, b, given_carry, tens, ones = re.fullmatch(r"(\d)\+(\d)\+(\d)=(\d)(\d)", column).groups()
+            assert (int(given_carry), int(a) + int(b) + carry) == (carry, int(tens + ones))
+            carry, digits = int(tens), ones + digits
+        assert int(str(carry) + digits) == problem.first + problem.second
+
+
+@pytest.mark.parametrize("write", [write_worked_answer, write_blurted_answer])
+def test_both_styles_of_answer_are_graded_right(write: object) -> None:
+    rng = random.Random(0)
+    for _ in range(100):
+        problem = draw_addition(rng, num_digits=3)
+        assert grade_arithmetic(write(problem), problem.answer) == 1.0
+
+
+def test_the_worked_example_of_the_module() -> None:
+    problem = Addition(415, 298)
+    assert (problem.question, problem.answer) == ("415+298=?", "713")
+    assert write_worked_answer(problem) == "5+8+0=13,1+9+1=11,4+2+1=07:713"
+
+
+@pytest.mark.parametrize("num_digits", [1, 4])
+def test_drawn_numbers_have_the_asked_number_of_digits(num_digits: int) -> None:
+    rng = random.Random(0)
+    drawn = [draw_addition(rng, num_digits=num_digits) for _ in range(200)]
+    assert {len(str(n)) for problem in drawn for n in (problem.first, problem.second)} == {num_digits}
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        ("She has 9 * 2 = 18 left.\n#### 18", "18", 1.0),
+        ("#### 18", "9 * 2 = <<9*2=18>>18\n#### 18", 1.0),
+        ("#### $1,234", "1234", 1.0),
+        ("#### 18.0", "18", 1.0),
+        ("#### 18.", "18", 1.0),
+        ("#### 0.5", ".5", 1.0),
+        (r"so \boxed{18}.", "18", 1.0),
+        (r"\boxed{1} or rather \boxed{18}", "18", 1.0),
+        (r"\boxed{X}", "x", 1.0),
+        (r"\boxed{50\%}", "50\\%", 1.0),
+        (r"\boxed{19}", "18", 0.0),
+        (r"\boxed{18} or rather \boxed{19}", "18", 0.0),
+        ("18", "18", 0.0),
+        ("", "18", 0.0),
+        ("#### eighteen", "18", 0.0),
+        ("#### -18", "18", 0.0),
+    ],
+)
+def test_the_last_marked_answer_decides(response: str, answer: str, reward: float) -> None:
+    assert grade_math(response, answer) == reward
+
+
+def test_a_text_without_a_marked_answer_has_none() -> None:
+    assert final_answer("the answer is 18") is None
+
+
+def test_environments_are_known_by_name() -> None:
+    assert ENVIRONMENTS["arithmetic"] is ArithmeticEnvironment
+    assert ENVIRONMENTS["math"] is MathEnvironment

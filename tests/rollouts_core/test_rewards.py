@@ -1,0 +1,118 @@
+"""Pins the rewards that ship, and that a reward that fails is an error and never a 0.
+
+Without it a crash in a user's reward function would teach the policy that its answers are wrong.
+"""
+
+import asyncio
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollouts_core.environments import ArithmeticEnvironment
+from rollouts_core.errors import RewardError
+from rollouts_core.rewards import REWARDS, compute_reward, grade_sample
+from rollouts_core.types import Sample, Status
+
+SAMPLE = Sample(response="x", metadata={"prompt_id": "p7", "answer": "2"})
+
+
+def grade_with(outcome: Any) -> Sample:
+    """The sample as graded by a function that returns `outcome`."""
+    return asyncio.run(grade_sample(SAMPLE, lambda sample: outcome))
+
+
+async def count_letters(sample: Sample) -> float:
+    """A user's reward that waits for something."""
+    await asyncio.sleep(0)
+    return float(len(sample.response))
+
+
+def divide_by_zero(sample: Sample) -> float:
+    """A user's reward with a mistake."""
+    return 1 / 0
+
+
+async def divide_by_zero_later(sample: Sample) -> float:
+    """A user's coroutine with a mistake."""
+    return 1 / 0
+
+
+def leave(sample: Sample) -> float:
+    """A user's reward that ends the program."""
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "answer", "reward"),
+    [
+        ("exact_match", " Paris\n", "Paris", 1.0),
+        ("exact_match", "paris", "Paris", 0.0),
+        ("exact_match", "", "", 1.0),
+        ("last_number", "3 apples and 4 make 7.", "7", 1.0),
+        ("last_number", "7 is 3 and 4", "7", 0.0),
+        ("last_number", "It costs 1,234.50", "1234.5", 1.0),
+        ("last_number", "-3", "3", 0.0),
+        ("last_number", "none", "7", 0.0),
+        ("last_number", "7", "none", 0.0),
+        ("last_number", "so #### 18", "9 * 2 = 18\n#### 18", 1.0),
+    ],
+)
+def test_a_reward_that_ships(name: str, response: str, answer: str, reward: float) -> None:
+    assert REWARDS[name](Sample(response=response, metadata={"answer": answer})) == reward
+
+
+@pytest.mark.parametrize("outcome", [1, 0.5, True, -3, np.float32(0.5), np.int64(2), Fraction(1, 2)])
+def test_any_finite_number_is_a_reward(outcome: Any) -> None:
+    graded = grade_with(outcome)
+    assert graded.reward == float(outcome)
+    assert type(graded.reward) is float
+
+
+@pytest.mark.parametrize("outcome", [math.nan, math.inf, -math.inf, None, "1", [1.0], {}, 1j, np.float32("nan")])
+def test_anything_else_is_an_error_that_names_function_and_prompt(outcome: Any) -> None:
+    with pytest.raises(RewardError, match=r"test_rewards:.* on prompt 'p7' returned .*: expected a finite number"):
+        grade_with(outcome)
+
+
+@pytest.mark.parametrize("reward_fn", [divide_by_zero, divide_by_zero_later])
+def test_a_function_that_raises_is_an_error_that_names_function_and_prompt(reward_fn: Any) -> None:
+    with pytest.raises(RewardError, match=rf"{reward_fn.__name__} on prompt 'p7' raised ZeroDivisionError") as caught:
+        asyncio.run(grade_sample(SAMPLE, reward_fn))
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_a_function_that_leaves_the_program_is_an_error() -> None:
+    with pytest.raises(RewardError, match="raised SystemExit: 3"):
+        asyncio.run(grade_sample(SAMPLE, leave))
+
+
+def test_cancelling_is_no_failure_of_the_function() -> None:
+    async def cancel_itself(sample: Sample) -> float:
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(grade_sample(SAMPLE, cancel_itself))
+
+
+def test_a_coroutine_function_is_waited_for() -> None:
+    assert asyncio.run(grade_sample(SAMPLE, count_letters)).reward == 1.0
+
+
+def test_grading_changes_nothing_but_the_reward() -> None:
+    graded = grade_with(1.0)
+    assert SAMPLE.reward is None
+    assert (graded.response, graded.metadata) == (SAMPLE.response, SAMPLE.metadata)
+
+
+def test_the_environment_decides_where_there_is_one() -> None:
+    sample = Sample(response=":2", reward=0.25, metadata={"answer": "2"}, status=Status.COMPLETED)
+    assert compute_reward(sample, ArithmeticEnvironment()) == 1.0
+    assert compute_reward(sample) == 0.25
+
+
+def test_without_environment_and_reward_there_is_an_error() -> None:
+    with pytest.raises(RewardError, match="no reward and no environment"):
+        compute_reward(Sample())
