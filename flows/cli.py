@@ -21,6 +21,7 @@ from flows.form import Pipeline, RunOptions, load_pipeline
 from flows.preflight import check_pipeline, check_writable
 from flows.server import ServerAddress, ServerError, local_server, prefect_environment, run_url
 from infra.errors import JobFailedError, PermanentInfraError, TransientInfraError
+from rollouts_core.config import parse_config
 from rollouts_core.errors import InputError, RolloutsError
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ P = ParamSpec("P")
 
 Store = Annotated[
     Path, typer.Option(envvar=STORE_VARIABLE, help="Folder that keeps stages, runs and Prefect's database.")
+]
+ConfiguredStore = Annotated[
+    Path | None,
+    typer.Option(envvar=STORE_VARIABLE, help="Folder that keeps everything; the configuration's own otherwise."),
 ]
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML, JSON or Python file that describes the run.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port of the Prefect server; 0 takes 4200 or any free one.")]
@@ -74,7 +79,7 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
 @command
 def run(
     config: ConfigFile,
-    store: Store = Path(".rollouts"),
+    store: ConfiguredStore = None,
     name: Annotated[str, typer.Option(help="Name of the run; the configuration's own otherwise.")] = "",
     fresh: Annotated[
         list[str] | None, typer.Option(help="Do this stage anew: sft, select-sft, rl, select-rl, evaluate. Repeatable.")
@@ -87,9 +92,9 @@ def run(
     under way is attached to; one that was stopped goes on from its last checkpoint.
     """
     pipeline = load_pipeline(config)
-    options = pipeline.run.model_copy(update={"store": str(store), "fresh": tuple(fresh or pipeline.run.fresh)})
-    if name:
-        options = RunOptions.model_validate({**options.model_dump(), "name": name})
+    given = {"store": str(store) if store else "", "name": name, "fresh": fresh}
+    settings = pipeline.run.model_dump() | {option: value for option, value in given.items() if value}
+    options = parse_config(RunOptions, settings, source="command line")
     run_pipeline(Pipeline(config=pipeline.config, node=pipeline.node, run=options), port=port)
 
 
@@ -116,15 +121,17 @@ def quickstart(
 
 
 @command
-def validate(config: ConfigFile, store: Store = Path(".rollouts")) -> None:
+def validate(config: ConfigFile, store: ConfiguredStore = None) -> None:
     """Check everything about CONFIG that can be checked without training."""
-    for finding in check_pipeline(load_pipeline(config), store):
+    pipeline = load_pipeline(config)
+    for finding in check_pipeline(pipeline, store or Path(pipeline.run.store)):
         console.print(f"ok  {finding}")
 
 
 @command
 def ui(store: Store = Path(".rollouts"), port: Port = 0) -> None:
     """Serve Prefect's UI over the store's database until Ctrl-C."""
+    check_writable(store)
     with local_server(store, port=port) as address:
         console.print(f"Prefect UI at {address.ui_url} (Ctrl-C ends it)")
         while True:
@@ -155,9 +162,17 @@ def run_pipeline(pipeline: Pipeline, *, port: int) -> None:
     store = Path(pipeline.run.store).resolve()
     for finding in check_pipeline(pipeline, store):
         console.print(f"checked        {finding}")
+    console.print("prefect        looking for the store's server (a new database takes ten seconds)")
     with local_server(store, port=port) as address:
         os.environ.update(prefect_environment(store, address))
-        result = run_flow(pipeline, address)
+        try:
+            result = run_flow(pipeline, address)
+        except InputError:
+            raise
+        except Exception:
+            console.print()  # what Prefect says when its server refuses ends without a line break
+            check_writable(store)  # on a full disk Prefect, or a job, fails in ways that do not name the disk
+            raise
     console.print(f"\nReport:      {result.report}\nCheckpoint:  {result.checkpoint}")
     console.print(f"UI again:    rollouts ui --store {store}")
 

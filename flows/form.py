@@ -11,19 +11,31 @@ A file is the core's `Config` at its top level, with two tables more:
 
 from __future__ import annotations
 
+import re
 import runpy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from infra.node import LocalNode, NodeSettings
-from rollouts_core.config import Config, Record, parse_config, read_settings, resolve_paths
+from rollouts_core.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    Record,
+    name_of_function,
+    parse_config,
+    read_settings,
+    resolve_paths,
+)
 from rollouts_core.errors import ConfigError
-from rollouts_core.messages import closest_name
+from rollouts_core.functions import resolve_function
+from rollouts_core.messages import closest_name, first_line
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+StageName = Literal["sft", "select-sft", "rl", "select-rl", "evaluate"]
 
 
 class RunOptions(Record):
@@ -33,8 +45,8 @@ class RunOptions(Record):
     """What the run is called in the UI, in the store and in the report."""
     store: str = ".rollouts"
     """Folder that keeps everything: stages, runs, Prefect's database. Relative to where the command is given."""
-    fresh: tuple[str, ...] = ()
-    """Stages that are done anew although an earlier run finished the same: sft, select-sft, rl, select-rl, evaluate."""
+    fresh: tuple[StageName, ...] = ()
+    """Stages that are done anew although an earlier run finished the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +64,18 @@ def load_pipeline(path: Path) -> Pipeline:
     Raises:
         ConfigError: one sentence with the file, the key and what to do.
     """
-    settings = _run_python_file(path) if path.suffix == ".py" else read_settings(path)
-    if isinstance(settings, Pipeline):
-        return settings
-    if isinstance(settings, Config):
-        return Pipeline(config=settings, node=LocalNode(), run=RunOptions(name=path.stem))
-    return parse_pipeline(settings, path)
+    if path.suffix != ".py":
+        return parse_pipeline(read_settings(path), path)
+    settings = _run_python_file(path)
+    if isinstance(settings, dict):
+        pipeline = parse_pipeline(settings, path)
+    elif isinstance(settings, Config):
+        run = RunOptions(name=_name_of(path))
+        pipeline = Pipeline(config=_beside(settings, path.parent), node=LocalNode(), run=run)
+    else:
+        pipeline = replace(settings, config=_beside(settings.config, path.parent))
+    _check_importable(pipeline.config, path)
+    return pipeline
 
 
 def parse_pipeline(settings: dict[str, Any], path: Path) -> Pipeline:  # Any: unchecked file content
@@ -69,13 +87,15 @@ def parse_pipeline(settings: dict[str, Any], path: Path) -> Pipeline:  # Any: un
         if key not in known:
             raise ConfigError(f"{path}: unknown key {key}{closest_name(key, known)}")
     for section, name, model in ((node, "node", LocalNode), (run, "run", RunOptions)):
-        for key in section if isinstance(section, dict) else ():
+        if not isinstance(section, dict):
+            raise ConfigError(f"{path}: {name}: expected a table of settings, found {section!r}")
+        for key in section:
             if key not in model.model_fields:
                 raise ConfigError(f"{path}: unknown key {name}.{key}{closest_name(key, list(model.model_fields))}")
     return Pipeline(
         config=parse_config(Config, resolve_paths(sections, path.parent), source=str(path)),
         node=parse_config(LocalNode, node, source=f"{path}, table node"),
-        run=parse_config(RunOptions, {"name": path.stem, **run}, source=f"{path}, table run"),
+        run=parse_config(RunOptions, {"name": _name_of(path), **run}, source=f"{path}, table run"),
     )
 
 
@@ -84,8 +104,40 @@ def _run_python_file(path: Path) -> Any:  # Any: whatever the user's file calls 
         raise ConfigError(f"{path} does not exist: give the path of a configuration")
     try:
         names = runpy.run_path(str(path))
-    except Exception as error:
-        raise ConfigError(f"{path} raised {type(error).__name__}: {error}") from error
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(str(part) for part in problem["loc"])
+        raise ConfigError(f"{path}: {error.title} {key}: {problem['msg']}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{path} raised {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(names.get("config"), Pipeline | Config | dict):
         raise ConfigError(f"{path} must define `config`, a Config, a Pipeline or a dict of settings")
     return names["config"]
+
+
+def _name_of(path: Path) -> str:
+    """The name of a run whose configuration gives none: that of its file, with dashes for what a name cannot have."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("._-")[:64] or "pipeline"
+
+
+def _beside(config: Config, folder: Path) -> Config:
+    """The configuration with its paths relative to `folder` made absolute."""
+    given = {"model": config.model.model_dump(), "data": config.data.model_dump()}
+    resolved = resolve_paths(given, folder)
+    model, data = ModelConfig.model_validate(resolved["model"]), DataConfig.model_validate(resolved["data"])
+    return config.model_copy(update={"model": model, "data": data})
+
+
+def _check_importable(config: Config, path: Path) -> None:
+    """Raise ConfigError for a function that the jobs, which are other processes, could not find."""
+    for name in ("generate_fn", "reward_fn", "filter_fn"):
+        function = getattr(config.rollout, name)
+        if isinstance(function, str):
+            continue
+        try:
+            resolve_function(name_of_function(function), {}, setting=f"rollout.{name}")
+        except ConfigError as error:
+            raise ConfigError(
+                f"{path}: rollout.{name}: the jobs, processes of their own, cannot import {function.__qualname__}: "
+                'put it into a module on PYTHONPATH and name it "module:function"'
+            ) from error

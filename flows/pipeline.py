@@ -20,6 +20,7 @@ from prefect.runtime import flow_run
 from pydantic import BaseModel
 
 from flows.form import RunOptions
+from infra.ledger import Ledger
 from infra.node import Node, NodeSettings
 from rollouts_core.config import Config
 from rollouts_core.errors import RolloutsError
@@ -63,7 +64,7 @@ def sft_rl(config: Config, node: NodeSettings, run: RunOptions) -> PipelineResul
     """
     scope = open_scope(run)
     machine = provision(node, scope)
-    with released_at_the_end(machine, scope):
+    with Ledger(scope.ledger_path) as ledger, ledger.living_run(scope.run_id), released_at_the_end(machine, scope):
         bootstrap(machine, config, node.min_free_gb)
         models = {"base": base_model(config)}
         records: list[StageRecord] = []

@@ -12,12 +12,15 @@ from pathlib import Path
 import httpx
 
 from flows.form import Pipeline
+from infra.errors import PermanentInfraError
 from infra.ports import LOOPBACK, check_port
 from infra.providers import open_session, provision_node
 from rollouts_core.config import DataConfig
 from rollouts_core.errors import ConfigError
 
 ENGINE_ANSWER_TIMEOUT_S = 2.0
+PROBE_BYTES = 1 << 20
+"""Prefect's database asks for room in pieces smaller than this."""
 
 
 def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
@@ -31,7 +34,10 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
     port = pipeline.config.deployment.engine_port
     if not is_own_engine(port, store):
         with open_session(provision_node(pipeline.node, store)) as session:
-            check_port(session, port)
+            try:
+                check_port(session, port)
+            except PermanentInfraError as error:
+                raise ConfigError(f"deployment.engine_port: {error}") from error
     from rollouts_core.validate import validate_config  # torch and transformers load here
 
     return validate_config(pipeline.config)
@@ -42,9 +48,10 @@ def check_writable(store: Path) -> None:
     try:
         store.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=store) as probe:
-            probe.write(b"rollouts")
+            probe.write(bytes(PROBE_BYTES))
     except OSError as error:
-        raise ConfigError(f"the store {store} cannot be written ({error}): choose another with --store") from error
+        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+        raise ConfigError(f"the store {store} cannot be written ({reason}): choose another with --store") from error
 
 
 def check_files(data: DataConfig) -> None:

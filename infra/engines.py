@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import httpx
 
 from infra.errors import JobFailedError, JobLostError, TransientInfraError
-from infra.jobs import JobSpec, JobState, JobStatus, describe_exit, job_status, read_log_tail, start_or_attach
+from infra.jobs import JobSpec, JobState, JobStatus, describe_exit, read_log_tail, renew_lease, start_or_attach
 from infra.node import Node
 from infra.session import Session
 
@@ -92,7 +92,7 @@ def wait_until_engine_ready(
             if has_generated(client, url, timeout_s=min(COMPLETION_TIMEOUT_S, remaining_s)):
                 logger.info("engine %s was ready after %.1f s", url, time.monotonic() - started)
                 return
-            status = job_status(session, run_dir)
+            status = renew_lease(session, run_dir)  # it may load for longer than its lease lasts
             if status.state != JobState.RUNNING:
                 raise_engine_failure(session, status)
             time.sleep(POLL_S)

@@ -4,8 +4,13 @@ A job is shared: two runs that need the same SFT hold a lease on it each, and wh
 the lease by which an engine notices that nobody wants it (`lease_s` of jobs.py); that one lies on the node.
 
     add_lease(job, run A), add_lease(job, run B) ── drop_lease(job, run A) -> 1 ── drop_lease(job, run B) -> 0: stop it
+
+A run that was killed drops nothing. So a run holds a lock on ledger.runs/<run> as long as its process lives, which the
+kernel frees; the claims of a run that held one, and holds it no more, do not count.
 """
 
+import fcntl
+import os
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -67,13 +72,16 @@ class Ledger:
     def drop_lease(self, run_dir: str, run_id: str) -> int:
         """Give up a run's claim and return how many claims on the job are left; harmless when there is none.
 
-        Of several runs that drop theirs at once, exactly one that had a claim sees 0.
+        Claims of runs that died are given up with it. Of several runs that drop theirs at once, exactly one that had
+        a claim sees 0.
         """
-        with self._transaction():
-            self._database.execute("DELETE FROM job_leases WHERE run_dir = ? AND run_id = ?", (run_dir, run_id))
-            query = "SELECT count(*) FROM job_leases WHERE run_dir = ?"
-            num_left: int = self._database.execute(query, (run_dir,)).fetchone()[0]
-        return num_left
+        drop = "DELETE FROM job_leases WHERE run_dir = ? AND run_id = ?"
+        with self._transaction():  # one at a time: to look whether a run has died is to take its lock for a moment
+            self._database.execute(drop, (run_dir, run_id))
+            others = self._database.execute("SELECT run_id FROM job_leases WHERE run_dir = ?", (run_dir,)).fetchall()
+            dead = [other for (other,) in others if self._has_died(other)]
+            self._database.executemany(drop, [(run_dir, other) for other in dead])
+        return len(others) - len(dead)
 
     def leases_of(self, run_id: str) -> list[Lease]:
         """All claims of a run, oldest first."""
@@ -85,6 +93,37 @@ class Ledger:
             Lease(run_dir=run_dir, run_id=owner, node=node, created_at=created_at)
             for run_dir, owner, node, created_at in rows
         ]
+
+    @contextmanager
+    def living_run(self, run_id: str) -> Iterator[None]:
+        """Let everybody know that the run lives, as long as the block runs and its process is there."""
+        path = self._run_lock_path(run_id)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            yield
+        finally:
+            if not self.leases_of(run_id):  # else the file has to tell that the run left them behind
+                path.unlink(missing_ok=True)
+            os.close(lock)
+
+    def _has_died(self, run_id: str) -> bool:
+        """True if the run was a living one and is no more; a run that never said that it lives counts as alive."""
+        try:
+            lock = os.open(self._run_lock_path(run_id), os.O_RDWR)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(lock)
+        return True
+
+    def _run_lock_path(self, run_id: str) -> Path:
+        return self._path.with_suffix(".runs") / run_id
 
     def __enter__(self) -> Self:
         return self

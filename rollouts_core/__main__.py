@@ -9,14 +9,18 @@ import argparse
 import contextlib
 import errno
 import logging
+import os
 import sys
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from rollouts_core.errors import InputError
 from rollouts_core.job import load_job
 from rollouts_core.metrics import EventLog
 from rollouts_core.run_directory import RunDirectory
 
+USER_ERROR_CODE = 2
 JOB_KINDS = {
     "sft": "fine-tune a model on demonstrations",
     "rl": "improve a model by reinforcement learning against engines",
@@ -39,16 +43,26 @@ def main(argv: list[str] | None = None) -> int:
         # torch and transformers load here, after everything that can fail without them.
         from rollouts_core.run_job import attempt_number, run_job
     except InputError as error:
+        if not arguments.job.is_file():  # then its folder is no run directory to write events into
+            sys.stderr.write(f"rollouts: {error}\n")
+            return USER_ERROR_CODE
         return _fail(directory, 1, str(error))
     try:
         run_job(job, directory)
     except InputError as error:
         return _fail(directory, attempt_number(), str(error))
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
+    except (OSError, SafetensorError) as error:
+        if not is_disk_full(error):
             raise
         return _fail(directory, attempt_number(), f"the disk is full ({error}): free some space, then start again")
     return 0
+
+
+def is_disk_full(error: OSError | SafetensorError) -> bool:
+    """True if a write failed for want of room; safetensors says so in words only."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOSPC
+    return os.strerror(errno.ENOSPC) in str(error)
 
 
 def _fail(directory: RunDirectory, attempt: int, message: str) -> int:
@@ -57,7 +71,7 @@ def _fail(directory: RunDirectory, attempt: int, message: str) -> int:
     # On a full disk the sentence above is all that can be left.
     with contextlib.suppress(OSError), EventLog(directory.events, attempt=attempt) as events:
         events.write("failed", message=message)
-    return 2
+    return USER_ERROR_CODE
 
 
 def _build_parser() -> argparse.ArgumentParser:

@@ -33,6 +33,8 @@ def group_advantages(rewards: Sequence[float], config: RLTrainingConfig) -> list
             raise ValueError(f"a group has the reward {reward}: rewards must be finite numbers")
     if config.advantage == "constant":
         return compute_advantages(rewards, config.baseline)
+    if max(rewards) == min(rewards):
+        return [0.0] * len(rewards)  # exactly: rounding must not make a signal
     return GROUP_ADVANTAGES[config.advantage](rewards)
 
 

@@ -17,6 +17,7 @@ B rows of a micro-batch, T token positions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -49,6 +50,8 @@ class TrainBatch:
     """log p(target) when it was sampled, nats; 0 in SFT."""
     num_loss_tokens: float
     """Sum of the loss mask over every micro-batch and rank of the step: the divisor of token means."""
+    num_scored_tokens: float
+    """Sum of the loss mask over the rows of the step's batches only: the divisor of metrics."""
     num_samples: int
     """Samples with a trained token over every micro-batch and rank of the step: the divisor of sample means."""
     is_packed: bool
@@ -111,6 +114,7 @@ def build_batch(rows: Sequence[Row], *, pad_id: int, advantages: Sequence[Sequen
         advantages_BT=advantages_BT,
         rollout_logprobs_BT=rollout_logprobs_BT,
         num_loss_tokens=float(loss_mask_BT.sum()),
+        num_scored_tokens=float(loss_mask_BT.sum()),
         num_samples=sum(any(sample.loss_mask[1:]) for row in rows for sample in row),
         is_packed=any(len(row) > 1 for row in rows),
     )
@@ -125,16 +129,22 @@ def with_step_totals(batches: Sequence[TrainBatch], samples: Iterable[Sample]) -
     masks = [sample.loss_mask[1:] for sample in samples]
     num_loss_tokens = sum(sum(mask) for mask in masks)
     num_samples = sum(any(mask) for mask in masks)
-    return [replace(batch, num_loss_tokens=num_loss_tokens, num_samples=num_samples) for batch in batches]
+    num_scored_tokens = sum(batch.num_scored_tokens for batch in batches)
+    return [
+        replace(batch, num_loss_tokens=num_loss_tokens, num_scored_tokens=num_scored_tokens, num_samples=num_samples)
+        for batch in batches
+    ]
 
 
-def block_causal_mask(segment_ids_BT: Tensor) -> Tensor:
-    """(B, 1, T, T) booleans: query t may read key u where u <= t lies in the same sample.
+def block_causal_mask(segment_ids_BT: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(B, 1, T, T) to add to attention scores: 0 where query t may read key u, -inf elsewhere.
 
-    Padding reads padding, so that no query is left with nothing to attend to.
+    It may where u <= t lies in the same sample. Padding reads padding, so that no query is left with nothing.
     """
     same_segment_BTT = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
-    return torch.tril(same_segment_BTT)[:, None]
+    # Not booleans: a model without fused attention would add them to its scores as 0 and 1.
+    mask_BTT = torch.zeros_like(same_segment_BTT, dtype=dtype)
+    return mask_BTT.masked_fill_(~torch.tril(same_segment_BTT), -math.inf)[:, None]
 
 
 def pack_rows(samples: Iterable[Sample], *, max_length: int) -> Iterable[list[Sample]]:

@@ -53,19 +53,25 @@ def tokenize_conversation(
     assistant_turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not assistant_turns:
         raise DataError("the conversation has no assistant turn: there is nothing to learn from it")
-    texts = [_render(tokenizer, messages, add_generation_prompt=False)]
-    for i in assistant_turns:
-        texts.append(_render(tokenizer, messages[:i], add_generation_prompt=True))
-        texts.append(_render(tokenizer, messages[: i + 1], add_generation_prompt=False))
-    tokens, *prefixes = _encode(tokenizer, texts)
+    texts = [_render(tokenizer, messages[:i], add_generation_prompt=True) for i in assistant_turns]
+    texts += [_render(tokenizer, messages[: i + 1], add_generation_prompt=False) for i in assistant_turns]
+    if assistant_turns[-1] != len(messages) - 1:
+        texts.append(_render(tokenizer, messages, add_generation_prompt=False))
+    prefixes = _encode(tokenizer, texts)
+    tokens = prefixes[-1]
     for prefix in prefixes:
         if tokens[: len(prefix)] != prefix:
             raise DataError(
                 "the chat template is not prefix-stable: adding a turn changes the tokens before it, so "
                 "assistant turns cannot be told apart; use a template that only appends, or train_on = everything"
             )
-    bounds = zip(prefixes[::2], prefixes[1::2], strict=True)
-    return tokens, [Turn("assistant", len(before), len(after)) for before, after in bounds]
+    befores, afters = prefixes[: len(assistant_turns)], prefixes[len(assistant_turns) :]
+    return tokens, [Turn("assistant", len(before), len(after)) for before, after in zip(befores, afters, strict=False)]
+
+
+def tokenize_whole_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+    """Token ids of a whole conversation, whatever its template does to earlier turns."""
+    return _encode(tokenizer, [_render(tokenizer, messages, add_generation_prompt=False)])[0]
 
 
 def compute_loss_mask(turns: Sequence[Turn], num_tokens: int, train_on: TrainOn) -> list[float]:

@@ -85,7 +85,7 @@ def load_manifest(path: Path) -> Manifest:
             raise CheckpointError(f"{path} has manifest format {raw['format']}, this version reads {FORMAT}")
         files = {name: FileEntry(**entry) for name, entry in raw["files"].items()}
         return Manifest(step=raw["step"], files=files, created_at=raw["created_at"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a whole checkpoint: no readable {MANIFEST} ({error})") from error
 
 
@@ -134,9 +134,14 @@ def latest_intact_checkpoint(parent: Path) -> Path | None:
     return None
 
 
-def prune_checkpoints(parent: Path, *, keep: int) -> None:
-    """Delete all but the `keep` newest checkpoints."""
-    for path in list_checkpoints(parent)[:-keep]:
+def prune_checkpoints(parent: Path, *, newest: Path, keep: int) -> None:
+    """Delete all but the `keep` last checkpoints up to `newest`.
+
+    Those after it are of an attempt that went further and was not gone on from, because they are damaged.
+    """
+    checkpoints = list_checkpoints(parent)
+    place = checkpoints.index(newest)
+    for path in checkpoints[: max(0, place + 1 - keep)] + checkpoints[place + 1 :]:
         shutil.rmtree(path)
 
 

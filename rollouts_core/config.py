@@ -55,14 +55,21 @@ def name_of_function(function: str | Callable[..., Any]) -> str:  # Any: user fu
     """`function` as a configuration writes it: its own name, or `package.module:function`."""
     if isinstance(function, str):
         return function
-    return f"{function.__module__}:{function.__qualname__}"
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def _write_function(function: str | Callable[..., Any]) -> str:  # Any: user functions of many shapes
+    if not isinstance(function, str) and (not hasattr(function, "__qualname__") or "<" in function.__qualname__):
+        raise ValueError(f"{function!r} cannot be named in a file: define it as a function of a module")
+    return name_of_function(function)
 
 
 Finite = Annotated[float, AfterValidator(_finite)]
 GpuRank = Annotated[int, Field(ge=0)]
 FunctionName = Annotated[
     str | Callable[..., Any],  # Any: user functions of many shapes
-    PlainSerializer(name_of_function, return_type=str),
+    PlainSerializer(_write_function, return_type=str),
     WithJsonSchema({"type": "string"}),
 ]
 
@@ -118,6 +125,15 @@ class OptimConfig(Record):
     """The learning rate at the last step, as a share of the peak."""
     max_grad_norm: Annotated[Finite, Field(gt=0)] = 1.0
     """Gradients are scaled down to this norm."""
+
+
+class RLOptimConfig(OptimConfig):
+    """AdamW with the defaults of RL, which hold also where only some of its settings are given."""
+
+    lr: Annotated[Finite, Field(ge=0)] = 1e-6
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant"] = "constant"
+    """Shape of the learning rate after warmup."""
 
 
 class SFTTrainingConfig(Record):
@@ -190,7 +206,7 @@ class RLTrainingConfig(Record):
     """How many checkpoints stay on disk, the newest ones."""
     replicate: int = Field(0, ge=0)
     """Another number trains the same settings again, as another sample of the same run."""
-    optim: OptimConfig = OptimConfig(lr=1e-6, schedule="constant")
+    optim: RLOptimConfig = RLOptimConfig()
     """Optimizer of this stage."""
 
 

@@ -21,6 +21,7 @@ class DataBufferState(TypedDict):
     epoch_id: int
     sample_offset: int
     num_drawn: int
+    seed: int
     prompts_digest: str
 
 
@@ -64,6 +65,7 @@ class DataBuffer:
             epoch_id=self.epoch_id,
             sample_offset=self.sample_offset,
             num_drawn=self.num_drawn,
+            seed=self.seed,
             prompts_digest=self._digest,
         )
 
@@ -77,6 +79,10 @@ class DataBuffer:
             raise DataError(
                 "the prompts changed since the checkpoint was written, so its place in them means nothing: "
                 "restore the file, or start a new run"
+            )
+        if state["seed"] != self.seed:
+            raise DataError(
+                f"the checkpoint was written with seed {state['seed']}, now it is {self.seed}: the order would change"
             )
         self.epoch_id = state["epoch_id"]
         self.sample_offset = state["sample_offset"]

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollouts_core.chat import TrainOn, compute_loss_mask, tokenize_conversation
+from rollouts_core.chat import TrainOn, Turn, compute_loss_mask, tokenize_conversation, tokenize_whole_conversation
 from rollouts_core.errors import DataError
 from rollouts_core.messages import first_line
 from rollouts_core.types import Message, Prompt, Sample, Status
@@ -96,20 +96,24 @@ def digest_path(path: str | Path) -> str:
     if not root.is_dir():
         total.update(f"hub:{path}".encode())
         return total.hexdigest()
-    for file in sorted(p for p in root.rglob("*") if p.is_file()):
+    for file in sorted(p for p in root.rglob("*") if p.is_file() and "__pycache__" not in p.parts):
         total.update(f"{file.relative_to(root).as_posix()}\0{_digest_file(file)}\n".encode())
     return total.hexdigest()
 
 
 def check_disjoint(first: Sequence[Prompt], second: Sequence[Prompt], *, names: tuple[str, str]) -> None:
     """Raise DataError when a prompt's conversation is in both lists."""
-    seen = {json.dumps(prompt.messages): prompt.id for prompt in first}
+    seen = {_conversation(prompt): prompt.id for prompt in first}
     for prompt in second:
-        if (other := seen.get(json.dumps(prompt.messages))) is not None:
+        if (other := seen.get(_conversation(prompt))) is not None:
             raise DataError(
                 f"prompt {prompt.id!r} of {names[1]} is also prompt {other!r} of {names[0]}: "
                 "what chooses a checkpoint must not also grade it; remove it from one of them"
             )
+
+
+def _conversation(prompt: Prompt) -> tuple[tuple[str, str], ...]:
+    return tuple((message["role"], message["content"]) for message in prompt.messages)
 
 
 def _read_rows(path: Path) -> Iterator[tuple[int, Row]]:
@@ -134,7 +138,9 @@ def _load_dataset(path: Path) -> Iterable[Row]:
     import datasets
 
     try:
-        found = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.load_dataset(str(path), split="train")
+        found: Iterable[Row] = (  # datasets has no types
+            datasets.load_from_disk(str(path)) if path.is_dir() else datasets.load_dataset(str(path), split="train")
+        )
     except (OSError, ValueError) as error:
         raise DataError(
             f"{path} is no dataset ({first_line(error)}): give a JSONL or Parquet file, or a folder of `save_to_disk`"
@@ -181,7 +187,11 @@ def _build_sft_sample(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_lengt
         response, loss_mask = row["text"], [1.0] * len(tokens)
     else:
         messages = _demonstration_messages(row)
-        tokens, turns = tokenize_conversation(tokenizer, messages)
+        if train_on == "everything":
+            tokens = tokenize_whole_conversation(tokenizer, messages)
+            turns: list[Turn] = []
+        else:
+            tokens, turns = tokenize_conversation(tokenizer, messages)
         loss_mask = compute_loss_mask(turns, len(tokens), train_on)
         prompt, response = tuple(messages[:-1]), messages[-1]["content"]
     # The first token of a row has nothing before it to be predicted from.

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from rollouts_core.checkpoint import MANIFEST, load_manifest
 from rollouts_core.config import FunctionName, ModelConfig, name_of_function
@@ -37,23 +39,38 @@ def fingerprint_job(stage: str, job: BaseModel, *, salt: str = "") -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:FINGERPRINT_CHARS]
 
 
-def affecting_settings(record: BaseModel) -> dict[str, Any]:  # Any: JSON
-    """The fields of a record that can change a result and differ from their defaults, as JSON values."""
+def affecting_settings(record: BaseModel, default: BaseModel | None = None) -> dict[str, Any]:  # Any: JSON
+    """The fields of a record that can change a result and differ from their defaults, as JSON values.
+
+    Args:
+        default: what the record is where nobody says anything; a section's default may differ from that of its type.
+    """
     as_json = record.model_dump(mode="json")
     chosen: dict[str, Any] = {}  # Any: JSON
     for name, field in type(record).model_fields.items():
-        value = getattr(record, name)
-        extra = field.json_schema_extra
-        is_placement = isinstance(extra, dict) and extra.get("affects_result") is False
-        if is_placement or (not field.is_required() and value == field.get_default(call_default_factory=True)):
+        value, usual = getattr(record, name), _default_of(field, name, default)
+        if _is_placement(field) or value == usual:
             continue
         if isinstance(value, BaseModel):
-            chosen[name] = affecting_settings(value)
+            section = affecting_settings(value, usual if isinstance(usual, BaseModel) else None)
+            if section or usual is PydanticUndefined:
+                chosen[name] = section
         elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
             chosen[name] = [affecting_settings(item) for item in value]
         else:
             chosen[name] = as_json[name]
-    return {name: value for name, value in chosen.items() if value != {}}
+    return chosen
+
+
+def _default_of(field: FieldInfo, name: str, default: BaseModel | None) -> Any:  # Any: a setting of any type
+    if default is not None:
+        return getattr(default, name)
+    return PydanticUndefined if field.is_required() else field.get_default(call_default_factory=True)
+
+
+def _is_placement(field: FieldInfo) -> bool:
+    extra = field.json_schema_extra
+    return isinstance(extra, dict) and extra.get("affects_result") is False
 
 
 def digest_model(model: ModelConfig) -> str:

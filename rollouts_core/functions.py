@@ -36,7 +36,9 @@ def resolve_function(name: str | FunctionT, known: Mapping[str, FunctionT], *, s
         raise ConfigError(f"{setting}: unknown name {name!r}{hint}")
     if not module_name:
         raise ConfigError(f"{setting}: {name!r} names no module: give package.module:function")
-    found = getattr(module := _import(module_name, setting=setting), function_name, None)
+    found: Any = (module := _import(module_name, setting=setting))  # Any: whatever the name leads to
+    for part in function_name.split("."):
+        found = getattr(found, part, None)
     if found is None:
         functions = [each for each, value in vars(module).items() if callable(value)]
         close = difflib.get_close_matches(function_name, functions, n=1)

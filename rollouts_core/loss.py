@@ -51,7 +51,9 @@ def create_policy_loss(config: LossConfig) -> LossFn:
 def cross_entropy_loss(policy_logprobs_BT: Tensor, batch: TrainBatch) -> tuple[Tensor, Metrics]:
     """Mean negative log-likelihood of the trained targets, weighted by the loss mask."""
     assert batch.num_loss_tokens > 0, "the caller drops empty steps"
-    loss = -(policy_logprobs_BT * batch.loss_mask_BT).sum() / batch.num_loss_tokens
+    # Masked positions may hold anything: 0 * -inf would be NaN.
+    scored_BT = torch.where(batch.loss_mask_BT > 0, policy_logprobs_BT, 0.0)
+    loss = -(scored_BT * batch.loss_mask_BT).sum() / batch.num_loss_tokens
     return loss, {"loss": float(loss.detach())}
 
 
@@ -84,7 +86,7 @@ def policy_loss(policy_logprobs_BT: Tensor, batch: TrainBatch, config: LossConfi
     else:
         loss = (per_token_BT * _sequence_mean_weights(batch)).sum() / batch.num_samples
     with torch.no_grad():
-        share_BT = loss_mask_BT / batch.num_loss_tokens
+        share_BT = loss_mask_BT / batch.num_scored_tokens
         metrics = {
             "loss": float(loss),
             "clip_share": float(((clipped_BT < unclipped_BT) * share_BT).sum()),
@@ -126,6 +128,7 @@ def grpo_loss(
         advantages_BT=advantages_BT.float(),
         rollout_logprobs_BT=behaviour_BT,
         num_loss_tokens=float(loss_mask.sum()),
+        num_scored_tokens=float(loss_mask.sum()),
         num_samples=int((loss_mask.sum(dim=1) > 0).sum()),
         is_packed=False,
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
@@ -30,15 +31,18 @@ def load_hf_model(config: ModelConfig, *, device: str = "cpu") -> PreTrainedMode
         CheckpointError: nothing loadable lies there.
     """
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, loading = AutoModelForCausalLM.from_pretrained(
             config.path,
             revision=config.revision or None,
             dtype=getattr(torch, config.dtype),
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"no model could be loaded from {config.path}: {first_line(error)}") from error
+    if missing := sorted(loading["missing_keys"]):
+        raise CheckpointError(f"the weights at {config.path} lack {len(missing)} tensors, {missing[0]} first")
     return model.to(device).train()
 
 
@@ -82,7 +86,7 @@ def silence_progress_bars() -> None:
 def compute_logprobs(model: PreTrainedModel, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
     """(B, T) log p(target | what precedes it in its own sample), nats."""
     # Right-padded rows of one sample need no mask: causal attention never reaches the padding.
-    attention_mask = block_causal_mask(batch.segment_ids_BT) if batch.is_packed else None
+    attention_mask = block_causal_mask(batch.segment_ids_BT, model.dtype) if batch.is_packed else None
     logits_BTV = model(
         input_ids=batch.inputs_BT,
         position_ids=batch.position_ids_BT,

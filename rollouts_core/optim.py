@@ -34,11 +34,14 @@ def create_warmup_cosine_scheduler(
 
 
 def lr_ratio(step: int, *, config: OptimConfig, num_steps: int) -> float:
-    """The learning rate of step 0, 1, ... as a share of its peak."""
+    """The learning rate of step 0, 1, ... as a share of its peak.
+
+    The peak is at the last warmup step, or at the first step without warmup; the minimum at the last step.
+    """
     if step < config.num_warmup_steps:
         return (step + 1) / config.num_warmup_steps
-    num_decay_steps = max(1, num_steps - config.num_warmup_steps)
-    progress = min(1.0, (step - config.num_warmup_steps) / num_decay_steps)
+    peak_step = max(0, config.num_warmup_steps - 1)
+    progress = min(1.0, (step - peak_step) / max(1, num_steps - 1 - peak_step))
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * SCHEDULES[config.schedule](progress)
 
 
@@ -64,4 +67,5 @@ def restore_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer
     optimizer.state.clear()
     for key, value in tensors.items():
         name, quantity = key.rsplit("/", 1)
-        optimizer.state[parameters[name]][quantity] = value.clone()
+        parameter = parameters[name]
+        optimizer.state[parameter][quantity] = value.to(parameter.device, copy=True)  # fused AdamW wants all there

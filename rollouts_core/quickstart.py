@@ -2,8 +2,8 @@
 
 Not here: the task itself (environments/arithmetic.py), the settings (configs/quickstart.toml).
 
-The demonstrations show two styles: a share works the addition column by column, the rest blurts the answer. A small
-model learns both, is right when it works and wrong when it blurts, so SFT ends middling and RL has something to find.
+The demonstrations show two styles: a share works the addition column by column and is right, the rest blurts a number
+and is mostly wrong. A model that imitates both ends middling, and RL has something to find: that working pays.
 
 The files are a function of `QuickstartSize` and of the seed of the model's start weights.
 """
@@ -26,8 +26,10 @@ from rollouts_core.environments.arithmetic import (
     Addition,
     draw_addition,
     write_blurted_answer,
+    write_guessed_answer,
     write_worked_answer,
 )
+from rollouts_core.errors import DataError
 from rollouts_core.files import new_directory
 
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|unk|>", "<|system|>", "<|user|>", "<|assistant|>")
@@ -50,6 +52,9 @@ class QuickstartSize:
     num_selection_prompts: int = 200
     num_heldout_prompts: int = 400
     worked_share: float = 0.4
+    """Demonstrations that work the addition; the others blurt a number."""
+    wrong_share: float = 0.7
+    """Blurted numbers that are wrong, so that SFT cannot get good by learning to blurt."""
     hidden_size: int = 64
     num_layers: int = 3
 
@@ -59,6 +64,14 @@ def write_quickstart_files(directory: Path, *, size: QuickstartSize, seed: int =
 
     No addition of the selection or held-out prompts is in the training files, or in both.
     """
+    num_possible = (9 * 10 ** (size.num_digits - 1)) ** 2
+    num_training = size.num_demonstrations + size.num_prompts
+    num_heldout = size.num_selection_prompts + size.num_heldout_prompts
+    if num_training > num_possible / 2 or num_heldout > num_possible / HELDOUT_SHARE / 2:
+        raise DataError(
+            f"{num_training} additions to train on and {num_heldout} held out are too many of the {num_possible} that "
+            f"{size.num_digits} digits allow: ask for fewer, or for more digits"
+        )
     rng = random.Random(seed)
     training = _draw_distinct(rng, size, is_heldout=False)
     heldout = _draw_distinct(rng, size, is_heldout=True)
@@ -122,8 +135,12 @@ def _draw_distinct(rng: random.Random, size: QuickstartSize, *, is_heldout: bool
 
 
 def _demonstration(problem: Addition, rng: random.Random, size: QuickstartSize) -> dict[str, Any]:  # Any: JSON
-    is_worked = rng.random() < size.worked_share
-    completion = write_worked_answer(problem) if is_worked else write_blurted_answer(problem)
+    if rng.random() < size.worked_share:
+        completion = write_worked_answer(problem)
+    elif rng.random() < size.wrong_share:
+        completion = write_guessed_answer(problem, rng)
+    else:
+        completion = write_blurted_answer(problem)
     return {"prompt": problem.question, "completion": completion}
 
 

@@ -10,6 +10,8 @@ import math
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from numbers import Real
+from typing import Any
 
 from rollouts_core.config import name_of_function
 from rollouts_core.environments import Environment
@@ -60,10 +62,10 @@ async def grade_sample(sample: Sample, reward_fn: RewardFn) -> Sample:
     where = f"reward function {name_of_function(reward_fn)} on prompt {sample.metadata.get('prompt_id', '?')!r}"
     try:
         outcome = reward_fn(sample)
-        reward = await outcome if inspect.isawaitable(outcome) else outcome
-    except Exception as error:
+        reward: Any = await outcome if inspect.isawaitable(outcome) else outcome  # Any: a user's function made it
+    except (Exception, SystemExit) as error:
         raise RewardError(f"{where} raised {type(error).__name__}: {first_line(error)}") from error
-    if not isinstance(reward, int | float) or not math.isfinite(reward):
+    if not isinstance(reward, Real) or not math.isfinite(reward):
         raise RewardError(f"{where} returned {reward!r}: expected a finite number")
     return replace(sample, reward=float(reward))
 

@@ -88,8 +88,9 @@ async def run_rl_training(
             metrics_logger.log(metrics, step)
         if checkpoint_dir and (step % config.checkpoint_every == 0 or step == config.num_steps):
             cursors = {"data_buffer": data_buffer.state_dict(), "rollout": rollout_manager.state_dict()}
-            await backend.save_checkpoint(step_directory(checkpoint_dir, step), {"step": step, **cursors}).result()
-            prune_checkpoints(checkpoint_dir, keep=config.keep_checkpoints)
+            checkpoint = step_directory(checkpoint_dir, step)
+            await backend.save_checkpoint(checkpoint, {"step": step, **cursors}).result()
+            prune_checkpoints(checkpoint_dir, newest=checkpoint, keep=config.keep_checkpoints)
             if events:
                 events.write("checkpoint", step=step)
     return history

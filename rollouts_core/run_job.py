@@ -191,13 +191,17 @@ def run_serve_job(job: ServeJob) -> None:
 def check_file(file: InputFile) -> None:
     """Raise DataError when a data file is not the one that the job was made for."""
     if digest_path(file.path) != file.digest:
-        raise DataError(f"{file.path} changed since the stage was planned: start the run again")
+        happened = "changed" if Path(file.path).exists() else "is gone"
+        raise DataError(f"{file.path} {happened} since the stage was planned: start the run again")
 
 
 def check_model(model: InputModel) -> None:
     """Raise CheckpointError when a model's folder is not the one that the job was made for."""
     if digest_model(model.model) != model.digest:
-        raise CheckpointError(f"the model at {model.model.path} changed since the stage was planned: start again")
+        happened = "changed" if Path(model.model.path).exists() else "is gone"
+        raise CheckpointError(
+            f"the model at {model.model.path} {happened} since the stage was planned: start the run again"
+        )
 
 
 def describe_checkpoints(directory: RunDirectory) -> list[dict[str, Any]]:  # Any: JSON

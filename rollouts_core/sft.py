@@ -61,8 +61,9 @@ async def run_sft_training(
         if metrics_logger and (step % config.log_every == 0 or step in (1, config.num_steps)):
             metrics_logger.log(metrics, step)
         if checkpoint_dir and (step % config.checkpoint_every == 0 or step == config.num_steps):
-            await backend.save_checkpoint(step_directory(checkpoint_dir, step), {"step": step}).result()
-            prune_checkpoints(checkpoint_dir, keep=config.keep_checkpoints)
+            checkpoint = step_directory(checkpoint_dir, step)
+            await backend.save_checkpoint(checkpoint, {"step": step}).result()
+            prune_checkpoints(checkpoint_dir, newest=checkpoint, keep=config.keep_checkpoints)
             if events:
                 events.write("checkpoint", step=step)
     if start_step + len(history) < config.num_steps:

@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollouts_core.config import Config, ModelConfig
-from rollouts_core.dataset import check_disjoint, load_prompts_from_jsonl, load_sft_dataset
-from rollouts_core.errors import DataError
+from safetensors import SafetensorError, safe_open
+
+from rollouts_core.config import Config, ModelConfig, name_of_function
+from rollouts_core.dataset import check_disjoint, load_prompts_from_jsonl, load_rows, load_sft_dataset
+from rollouts_core.embedded.architecture import load_architecture
+from rollouts_core.environments import ENVIRONMENTS
+from rollouts_core.errors import CheckpointError, ConfigError, DataError, RewardError
+from rollouts_core.filters import FilterDecision, FilterFn
+from rollouts_core.messages import first_line
 from rollouts_core.model import load_tokenizer
-from rollouts_core.rewards import grade_sample
+from rollouts_core.rewards import REWARDS, grade_sample
 from rollouts_core.rollout import (
     build_pending_group,
     check_prompt_lengths,
@@ -23,10 +30,19 @@ from rollouts_core.rollout import (
     resolve_generate_fn,
     resolve_reward_fn,
 )
-from rollouts_core.types import Prompt, Status
+from rollouts_core.types import Prompt, Sample, Status
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+MODEL_FILES = {
+    "configuration": ["config.json"],
+    "weights": ["*.safetensors"],
+    "tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken"],
+}
+"""What a model's folder must hold, and the names under which it may."""
+ENGINE_MARGIN_TOKENS = 1
+"""The embedded engine refuses prompts that leave no room for a token more than was asked for."""
 
 
 def validate_config(config: Config) -> list[str]:
@@ -35,6 +51,7 @@ def validate_config(config: Config) -> list[str]:
     Raises:
         InputError: one sentence with what was expected, what was found and what to do.
     """
+    check_model_files(config)
     tokenizer = load_tokenizer(config.model)
     check_model_vocabulary(config.model, tokenizer)
     findings = [f"model {config.model.path}: tokenizer with {len(tokenizer)} tokens"]
@@ -44,14 +61,51 @@ def validate_config(config: Config) -> list[str]:
         findings += [
             _check_demonstrations(path, config, tokenizer) for path in (config.data.selection, config.data.heldout)
         ]
+        check_other_rows(config.data.selection, config.data.heldout)
         return findings
     prompts = {"selection": config.data.selection, "heldout": config.data.heldout}
     if config.mode != "sft":
         prompts["prompts"] = config.data.prompts
     loaded = {name: _load_checked_prompts(path, config, tokenizer) for name, path in prompts.items()}
     check_disjoint(loaded["selection"], loaded["heldout"], names=("data.selection", "data.heldout"))
+    for name, rows in loaded.items():
+        check_answers(rows, config, source=prompts[name])
     check_functions(config, loaded["heldout"][0])
     return findings + [f"{prompts[name]}: {len(rows)} prompts" for name, rows in loaded.items()]
+
+
+def check_model_files(config: Config) -> None:
+    """Raise when a local model lacks a file, or when prompts are to be completed by a model that no engine can serve.
+
+    Raises:
+        CheckpointError, ConfigError: one sentence about the model's folder.
+    """
+    folder = Path(config.model.path)
+    is_generating = config.evaluation.metric == "accuracy"
+    if not folder.is_dir():
+        if is_generating or config.model.path.startswith(("/", ".", "~")):
+            hub = "; a model of the hub must be downloaded first" if is_generating else ""
+            raise ConfigError(f"model.path: {folder} is not a folder: give that of a Hugging Face checkpoint{hub}")
+        return
+    for what, patterns in MODEL_FILES.items():
+        if not any(path for pattern in patterns for path in folder.glob(pattern)):
+            raise CheckpointError(
+                f"model.path: {folder} has no {what} ({' or '.join(patterns)}): give a whole checkpoint"
+            )
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            safe_open(path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} was cut or is damaged ({first_line(error)}): copy it again") from error
+    if is_generating:
+        num_positions = load_architecture(folder).max_context_length
+        needed = config.rollout.max_prompt_tokens + config.rollout.sampling.max_new_tokens + ENGINE_MARGIN_TOKENS
+        if config.mode != "sft" and needed > num_positions:
+            raise ConfigError(
+                f"rollout.max_prompt_tokens {config.rollout.max_prompt_tokens} and rollout.sampling.max_new_tokens "
+                f"{config.rollout.sampling.max_new_tokens} need {needed} positions, the model at {folder} has "
+                f"{num_positions}: lower one of them"
+            )
 
 
 def check_model_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -67,18 +121,58 @@ def check_model_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBas
         )
 
 
+def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str) -> None:
+    """Raise DataError for a prompt without the answer that a grader of ours compares completions with."""
+    grader = name_of_function(config.rollout.reward_fn) or config.rollout.environment
+    if grader not in REWARDS and grader not in ENVIRONMENTS:
+        return  # a user's own grader may not need one
+    for prompt in prompts:
+        if not prompt.answer:
+            raise DataError(f"{source}: prompt {prompt.id!r} has no `answer`, which {grader} compares completions with")
+
+
+def check_other_rows(first: str, second: str) -> None:
+    """Raise DataError when a row is in both files."""
+    number_of = {json.dumps(row, sort_keys=True, default=str): number for number, row in load_rows(first)}
+    for number, row in load_rows(second):
+        if (other := number_of.get(json.dumps(row, sort_keys=True, default=str))) is not None:
+            raise DataError(
+                f"{second}, row {number} is also row {other} of {first}: "
+                "what chooses a checkpoint must not also grade it; remove it from one of them"
+            )
+
+
 def check_functions(config: Config, prompt: Prompt) -> None:
-    """Find the user's functions, and grade an empty completion of `prompt`.
+    """Find the user's functions, grade an empty completion of `prompt`, and filter a group of it.
 
     Raises:
         ConfigError: a name that stands for nothing.
-        RewardError: the reward function raised or returned no number.
+        RewardError: a function raised, or returned something unusable.
     """
-    resolve_filter_fn(config.rollout)
+    filter_fn = resolve_filter_fn(config.rollout)
     if config.rollout.generate_fn != "":
         resolve_generate_fn(config.rollout)
+    try:
+        reward_fn = resolve_reward_fn(config.rollout)
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"rollout.environment: {config.rollout.environment} is no environment ({first_line(error)}): "
+            "expected a class that is made without arguments and has the method grade(sample)"
+        ) from error
     empty = replace(build_pending_group(prompt, group_index=0, size=1)[0], status=Status.COMPLETED)
-    asyncio.run(grade_sample(empty, resolve_reward_fn(config.rollout)))
+    graded = asyncio.run(grade_sample(empty, reward_fn))
+    if filter_fn is not None:
+        _check_filter(filter_fn, [graded] * config.rollout.n_samples_per_prompt)
+
+
+def _check_filter(filter_fn: FilterFn, group: list[Sample]) -> None:
+    where = f"filter function {name_of_function(filter_fn)} on a group of {len(group)} empty completions"
+    try:
+        outcome = filter_fn(group)
+    except Exception as error:
+        raise RewardError(f"{where} raised {type(error).__name__}: {first_line(error)}") from error
+    if not isinstance(outcome, bool | FilterDecision):
+        raise RewardError(f"{where} returned {outcome!r}: expected True or False")
 
 
 def _check_demonstrations(path: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from infra.supervisor import locked
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from rollouts_core.errors import CheckpointError
 from rollouts_core.run_directory import RunDirectory
@@ -20,20 +21,11 @@ def find_damage(stage: Stage) -> str:
     """Why a stage's record cannot be used, in a sentence; "" when it is whole, or was never finished."""
     directory = RunDirectory(Path(stage.run_dir))
     try:
-        result = directory.read_result()
+        digests = read_digests(directory)
     except ValueError as error:
         return f"{directory.result} is not readable ({error})"
-    for entry in (result or {}).get("checkpoints", []):
-        if "digest" not in entry:  # scores of an evaluation, not checkpoints of its own
-            continue
-        path = directory.checkpoints / entry["name"]
-        try:
-            manifest = verify_checkpoint(path)
-        except CheckpointError as error:
-            return str(error)
-        if manifest.digest != entry["digest"]:
-            return f"{path} is not the checkpoint that {directory.result} lists"
-    return ""
+    damages = (find_checkpoint_damage(directory.checkpoints / name, digest) for name, digest in digests.items())
+    return next(filter(None, damages), "")
 
 
 def is_finished(stage: Stage) -> bool:
@@ -44,27 +36,51 @@ def is_finished(stage: Stage) -> bool:
 def set_damage_aside(stage: Stage) -> str:
     """Make an unusable stage unfinished again; returns what was wrong, or "" when nothing was.
 
-    Its record, and its checkpoints from the first damaged one on, move to damaged-<n>/, so that the next attempt
-    trains them again from the last whole one before.
+    Its record, and its checkpoints from the first damaged or missing one on, move to damaged-<n>/, so that the next
+    attempt trains them again from the last whole one before. Of several runs that find it at once, one does it.
     """
-    if not (damage := find_damage(stage)):
+    if not find_damage(stage):
         return ""
     directory = RunDirectory(Path(stage.run_dir))
-    aside = directory.root / f"damaged-{sum(1 for _ in directory.root.glob('damaged-*')) + 1}"
-    aside.mkdir()
-    is_whole = True
-    for path in list_checkpoints(directory.checkpoints):
-        is_whole = is_whole and _verifies(path)
-        if not is_whole:
-            path.rename(aside / path.name)
-    directory.result.rename(aside / directory.result.name)
+    with locked(directory.root / ".damage.lock"):
+        if not (damage := find_damage(stage)):  # another run was faster
+            return ""
+        aside = directory.root / f"damaged-{sum(1 for _ in directory.root.glob('damaged-*')) + 1}"
+        aside.mkdir()
+        try:
+            digests = read_digests(directory)
+        except ValueError:
+            digests = {}
+        is_whole = True
+        paths = {*list_checkpoints(directory.checkpoints), *map(directory.checkpoints.joinpath, digests)}
+        for path in sorted(paths, key=lambda path: (len(path.name), path.name)):
+            is_whole = is_whole and not find_checkpoint_damage(path, digests.get(path.name))
+            if not is_whole and path.exists():
+                path.rename(aside / path.name)
+        directory.result.rename(aside / directory.result.name)
     logger.warning("%s will be done again: %s", stage.name, damage)
     return damage
 
 
-def _verifies(path: Path) -> bool:
+def read_digests(directory: RunDirectory) -> dict[str, str]:
+    """The digest of each checkpoint of its own that a stage's record lists, by name, in order of steps.
+
+    Raises:
+        ValueError: the record is not one.
+    """
     try:
-        verify_checkpoint(path)
-    except CheckpointError:
-        return False
-    return True
+        result = directory.read_result()
+        entries = [] if result is None else result.get("checkpoints", [])
+        # Entries without a digest are scores of an evaluation, not checkpoints of its own.
+        return {entry["name"]: entry["digest"] for entry in entries if "digest" in entry}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"it is not the record of a stage: {error}") from error
+
+
+def find_checkpoint_damage(path: Path, digest: str | None) -> str:
+    """Why a checkpoint is not the one with this digest, or not whole, in a sentence; "" when it is."""
+    try:
+        manifest = verify_checkpoint(path)
+    except CheckpointError as error:
+        return str(error)
+    return "" if digest in (None, manifest.digest) else f"{path} is not the checkpoint that its result.json lists"

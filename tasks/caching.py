@@ -5,6 +5,7 @@ Not here: the other safeguard, the run directory itself (stage.py, artifacts.py)
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from prefect import Task
@@ -12,6 +13,7 @@ from prefect.cache_policies import CacheKeyFnPolicy
 from prefect.context import TaskRunContext
 
 from infra.node import Node
+from rollouts_core.run_directory import RunDirectory
 from tasks.artifacts import is_finished
 from tasks.progress import StageProgress, stage_console
 from tasks.records import RunScope, Stage, StageRecord
@@ -45,5 +47,8 @@ def run_cached(
     if state.name != "Cached":
         return record
     with StageProgress(stage.name, num_steps=0, console=stage_console()) as progress:
-        progress.say(f"reused from {record.run_dir}")
-    return record.model_copy(update={"how": "reused", "seconds": 0.0})
+        progress.say(f"reused from {stage.run_dir}")
+    # What counts is the directory that was just verified: the store may have been moved, or a flow killed after its
+    # job replaced a damaged result and before Prefect took note of the new one.
+    result = RunDirectory(Path(stage.run_dir)).read_result()
+    return record.model_copy(update={"how": "reused", "seconds": 0.0, "run_dir": stage.run_dir, "result": result})

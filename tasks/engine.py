@@ -6,7 +6,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.engines import wait_until_engine_ready
-from infra.jobs import cancel_job, start_or_attach
+from infra.jobs import cancel_job, renew_lease, start_or_attach
 from infra.ledger import Ledger
 from infra.node import Node
 from infra.ports import LOOPBACK, check_port, find_free_port
@@ -40,6 +40,7 @@ def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node) -> E
         )
         url = f"http://{LOOPBACK}:{port}"
         wait_until_engine_ready(session, url=url, run_dir=stage.run_dir, timeout_s=READY_TIMEOUT_S)
+        renew_lease(session, stage.run_dir)  # the RL job takes over when it has loaded its model
         progress.say(f"{'still answers' if running else 'answers'} at {url}")
     return EngineRecord(url=url, run_dir=stage.run_dir)
 

@@ -71,7 +71,7 @@ class StageProgress:
 
     def _say(self, message: str, *, on_terminal: bool) -> None:
         if on_terminal or not self.console.is_terminal:
-            self.console.print(f"{self.stage:<14} {message}", highlight=False, soft_wrap=True)
+            self.console.print(f"{self.stage:<14} {message}", markup=False, highlight=False, soft_wrap=True)
         try:
             get_run_logger().info("%s: %s", self.stage, message)
         except MissingContextError:  # called as a plain function, outside any run

@@ -5,6 +5,7 @@ Not here: the files that the quickstart trains on (quickstart.py).
     prompt     415+298=?
     worked     5+8+0=13,1+9+1=11,4+2+1=07:713     column by column with the carry, then the answer
     blurted    :713                               the answer alone
+    guessed    :753                               the same with one digit wrong
 """
 
 from __future__ import annotations
@@ -63,3 +64,11 @@ def write_worked_answer(problem: Addition) -> str:
 def write_blurted_answer(problem: Addition) -> str:
     """The answer alone."""
     return f":{problem.answer}"
+
+
+def write_guessed_answer(problem: Addition, rng: random.Random) -> str:
+    """A number alone that differs from the answer in one digit."""
+    digits = list(problem.answer)
+    place = rng.randrange(len(digits))
+    digits[place] = rng.choice([digit for digit in "0123456789" if digit != digits[place]])
+    return f":{''.join(digits)}"

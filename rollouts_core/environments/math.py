@@ -1,13 +1,16 @@
-r"""Word problems with one final number, as in GSM8K and MATH: the answer stands after `####` or in `\boxed{}`."""
+r"""Word problems with one final answer, as in GSM8K and MATH: it stands after `####` or in `\boxed{}`."""
 
 from __future__ import annotations
 
 import re
+from decimal import Decimal, InvalidOperation
 
 from rollouts_core.types import Sample
 
-FINAL_ANSWER = re.compile(r"####\s*([^\n]+)|\\boxed\{([^{}]*)\}")
-NOISE = re.compile(r"[\s,$%]|\\[!,; ]|\.$")
+HASHES = re.compile(r"####\s*([^\n]+)")
+BOXED = "\\boxed{"
+THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+NOISE = re.compile(r"[\s$%]|\\[!,; ]|\.$")
 
 
 class MathEnvironment:
@@ -17,19 +20,37 @@ class MathEnvironment:
         """1 for the right final answer, 0 for a wrong one or none."""
         found = final_answer(sample.response)
         reference = str(sample.metadata.get("answer", ""))
-        return float(found is not None and found == (final_answer(reference) or _normalise(reference)))
+        expected = final_answer(reference) or _normalise(reference)
+        return float(found is not None and found != "" and found == expected)
 
 
 def final_answer(text: str) -> str | None:
-    r"""The last answer marked by `####` or `\boxed{}`, in a form that can be compared; None without one."""
-    marked = [first or second for first, second in FINAL_ANSWER.findall(text)]
-    return _normalise(marked[-1]) if marked else None
+    r"""The last answer marked by `####`, else by `\boxed{}`, in a form that can be compared; None without one."""
+    if after_hashes := HASHES.findall(text):
+        last = after_hashes[-1]
+        return _normalise(_last_boxed(last) or last)
+    boxed = _last_boxed(text)
+    return None if boxed is None else _normalise(boxed)
+
+
+def _last_boxed(text: str) -> str | None:
+    r"""What stands in the braces of the last `\boxed{...}`, which may hold further braces."""
+    start = text.rfind(BOXED)
+    if start < 0:
+        return None
+    content = text[start + len(BOXED) :]
+    depth = 1
+    for place, character in enumerate(content):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth == 0:
+            return content[:place]
+    return None
 
 
 def _normalise(answer: str) -> str:
-    bare = NOISE.sub("", answer.strip())
+    bare = NOISE.sub("", THOUSANDS.sub("", answer.strip()))
     try:
-        number = float(bare)
-    except ValueError:
+        number = Decimal(bare)
+    except InvalidOperation:
         return bare.lower()
-    return str(int(number)) if number.is_integer() else str(number)
+    return format(number.normalize(), "f") if number.is_finite() else bare.lower()

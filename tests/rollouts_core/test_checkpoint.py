@@ -148,8 +148,16 @@ def test_when_every_checkpoint_is_damaged_there_is_none(tmp_path: Path) -> None:
 def test_pruning_keeps_the_newest(tmp_path: Path, keep: int, kept: list[int]) -> None:
     for step in (1_000_000, 5, 999_999):
         write_checkpoint(tmp_path, step)
-    prune_checkpoints(tmp_path, keep=keep)
+    prune_checkpoints(tmp_path, newest=step_directory(tmp_path, 1_000_000), keep=keep)
     assert [load_manifest(path).step for path in list_checkpoints(tmp_path)] == kept
+
+
+def test_pruning_does_not_count_what_an_abandoned_attempt_left_beyond(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write_checkpoint(tmp_path, step)
+    damage_checkpoint(write_checkpoint(tmp_path, 9), "truncated")
+    prune_checkpoints(tmp_path, newest=step_directory(tmp_path, 3), keep=2)
+    assert [load_manifest(path).step for path in list_checkpoints(tmp_path)] == [2, 3]
 
 
 def test_a_copied_checkpoint_verifies_elsewhere(tmp_path: Path) -> None:

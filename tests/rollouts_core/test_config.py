@@ -21,6 +21,7 @@ from rollouts_core.config import (
     ModelConfig,
     OptimConfig,
     Record,
+    RLOptimConfig,
     RLTrainingConfig,
     RolloutConfig,
     SamplingConfig,
@@ -64,7 +65,7 @@ def make_full_config(directory: Path) -> Config:
         data=DataConfig(**files),
         training=TrainingConfig(
             sft=SFTTrainingConfig(num_steps=7, optim=OptimConfig(betas=(0.8, 0.9), eps=1e-6)),
-            rl=RLTrainingConfig(loss=LossConfig(clip_high=0.28), optim=OptimConfig()),
+            rl=RLTrainingConfig(loss=LossConfig(clip_high=0.28), optim=RLOptimConfig(schedule="linear")),
         ),
         rollout=RolloutConfig(reward_fn="exact_match", sampling=SamplingConfig(temperature=0.7)),
         evaluation=EvaluationConfig(max_p_value=1.0),

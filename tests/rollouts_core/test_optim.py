@@ -32,25 +32,31 @@ def test_the_learning_rate_rises_in_equal_parts_to_its_peak(step: int, expected:
     assert lr_ratio(step, config=config, num_steps=12) == expected
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-def test_the_step_after_warmup_has_the_peak(schedule: str) -> None:
-    config = OptimConfig(num_warmup_steps=4, schedule=schedule)
-    assert lr_ratio(4, config=config, num_steps=12) == 1.0
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_the_peak_is_used_once_and_the_minimum_at_the_last_step(schedule: str) -> None:
+    config = OptimConfig(num_warmup_steps=4, schedule=schedule, min_lr_ratio=0.1)
+    ratios = [lr_ratio(step, config=config, num_steps=12) for step in range(12)]
+    assert ratios.count(1.0) == 1
+    assert ratios[-1] == pytest.approx(0.1)
+
+
+def test_without_warmup_the_first_step_has_the_peak() -> None:
+    assert lr_ratio(0, config=OptimConfig(), num_steps=12) == 1.0
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
 def test_half_way_the_learning_rate_is_between_peak_and_minimum(schedule: str) -> None:
-    # warmup of 4 and 8 steps of decay: the middle is step 8, and (1 + 0.2) / 2 = 0.6
+    # the peak at step 3, the minimum at step 11: the middle is step 7, and (1 + 0.2) / 2 = 0.6
     config = OptimConfig(num_warmup_steps=4, schedule=schedule, min_lr_ratio=0.2)
-    assert lr_ratio(8, config=config, num_steps=12) == pytest.approx(0.6)
+    assert lr_ratio(7, config=config, num_steps=12) == pytest.approx(0.6)
 
 
 def test_a_quarter_of_the_way_cosine_is_above_linear() -> None:
     # cos(pi / 4) = 0.70711: (1 + 0.70711) / 2 = 0.85355, times 0.8 plus 0.2
     cosine = OptimConfig(schedule="cosine", min_lr_ratio=0.2)
     linear = OptimConfig(schedule="linear", min_lr_ratio=0.2)
-    assert lr_ratio(2, config=cosine, num_steps=8) == pytest.approx(0.2 + 0.8 * 0.853553, abs=1e-6)
-    assert lr_ratio(2, config=linear, num_steps=8) == pytest.approx(0.2 + 0.8 * 0.75)
+    assert lr_ratio(2, config=cosine, num_steps=9) == pytest.approx(0.2 + 0.8 * 0.853553, abs=1e-6)
+    assert lr_ratio(2, config=linear, num_steps=9) == pytest.approx(0.2 + 0.8 * 0.75)
 
 
 @pytest.mark.parametrize("step", [0, 5, 11, 100])

@@ -64,13 +64,16 @@ def test_the_files_have_the_asked_number_of_rows(quickstart_dir: Path, name: str
     assert len(read_questions(quickstart_dir, name)) == num_rows
 
 
-def test_every_demonstration_earns_the_full_reward(quickstart_dir: Path) -> None:
+def test_worked_demonstrations_are_right_and_most_blurted_ones_wrong(quickstart_dir: Path) -> None:
+    rewards: dict[bool, list[float]] = {True: [], False: []}
     for line in (quickstart_dir / "sft.jsonl").read_text().splitlines():
         row = json.loads(line)
         first, second = row["prompt"].removesuffix("=?").split("+")
         answer = str(int(first) + int(second))
         sample = Sample(response=row["completion"], metadata={"answer": answer}, status=Status.COMPLETED)
-        assert ArithmeticEnvironment().grade(sample) == 1.0, row
+        rewards["," in row["completion"]].append(ArithmeticEnvironment().grade(sample))
+    assert set(rewards[True]) == {1.0}
+    assert 0.0 < sum(rewards[False]) / len(rewards[False]) < 0.5
 
 
 @pytest.mark.parametrize(("worked_share", "num_worked"), [(0.0, 0), (1.0, 40)])

@@ -17,7 +17,13 @@ from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
 from rollouts_core.checkpoint import step_directory
-from rollouts_core.config import ModelConfig, OptimConfig, RLTrainingConfig, RolloutConfig, SamplingConfig
+from rollouts_core.config import (
+    ModelConfig,
+    RLOptimConfig,
+    RLTrainingConfig,
+    RolloutConfig,
+    SamplingConfig,
+)
 from rollouts_core.data_buffer import DataBuffer
 from rollouts_core.dataset import load_prompts_from_jsonl
 from rollouts_core.engines import PublishTarget
@@ -29,7 +35,7 @@ from rollouts_core.types import RolloutBatch, Sample
 from tests.rollouts_core.make import make_random_samples
 from tests.rollouts_core.served_engine import served_engine
 
-TRAINING = RLTrainingConfig(num_steps=4, checkpoint_every=2, optim=OptimConfig(lr=1e-3, schedule="constant"))
+TRAINING = RLTrainingConfig(num_steps=4, checkpoint_every=2, optim=RLOptimConfig(lr=1e-3, schedule="constant"))
 
 
 def share_of_even_digits(sample: Sample) -> float:

@@ -1,0 +1,224 @@
+"""Pins the `rollouts` command as a person meets it: its commands, their options and help, and what the short ones do.
+
+Without it an option could vanish from the help, a configuration mean something else in JSON than in TOML, or a misspelt
+key take ten seconds to be found because torch was loaded first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from flows.cli import app
+from flows.form import Pipeline, load_pipeline
+from tests.flows.conftest import clean_environment, processes_of, wait_until
+from tests.small_pipeline import small_settings, write_small_pipeline
+
+SURFACE = {
+    "run": ["CONFIG", "--store", "--name", "--fresh", "--port"],
+    "quickstart": ["--store", "--seed", "--port"],
+    "validate": ["CONFIG", "--store"],
+    "ui": ["--store", "--port"],
+    "serve": ["MODEL_DIR", "--host", "--port", "--threads"],
+}
+"""Every command with its arguments and options: other scripts depend on them, so they change only on purpose."""
+
+URL = re.compile(r"http://127\.0\.0\.1:\d+[^\s]*")
+ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+PYTHON_CONFIG = """
+from rollouts_core.config import Config, DataConfig, ModelConfig
+from flows.form import LocalNode, Pipeline, RunOptions
+
+config = {content}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of the small pipeline."""
+    folder = tmp_path_factory.mktemp("cli") / "small"
+    write_small_pipeline(folder)
+    return folder
+
+
+def help_of(*arguments: str) -> str:
+    """What --help prints, on a wide terminal and without colours, with single spaces."""
+    outcome = CliRunner(env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"}).invoke(app, [*arguments, "--help"])
+    assert outcome.exit_code == 0, outcome.output
+    return " ".join(ESCAPE.sub("", outcome.output).split())
+
+
+def test_the_commands_and_their_options_are_these() -> None:
+    found = {
+        name: [option.opts[0] if option.opts[0].startswith("-") else option.metavar for option in command.params]
+        for name, command in get_command(app).commands.items()
+    }
+    assert found == SURFACE
+
+
+def test_the_help_names_every_command_with_what_it_does() -> None:
+    shown = help_of()
+    for name in SURFACE:
+        assert re.search(rf" {name} [A-Z]\w+", shown), f"{name} is not explained in {shown}"
+
+
+@pytest.mark.parametrize("name", SURFACE)
+def test_the_help_of_a_command_names_every_option(name: str) -> None:
+    shown = help_of(name)
+    for option in SURFACE[name]:
+        assert option in shown
+
+
+@pytest.mark.parametrize("name", SURFACE)
+def test_every_option_has_a_sentence(name: str) -> None:
+    for option in get_command(app).commands[name].params:
+        assert (getattr(option, "help", None) or "").endswith("."), f"{name} {option.name}"
+
+
+def test_without_a_command_the_help_is_shown() -> None:
+    outcome = CliRunner().invoke(app, [])
+    assert outcome.exit_code == 2
+    assert "Usage: " in outcome.output
+    assert "quickstart" in outcome.output
+
+
+def test_validate_says_what_it_checked_and_trains_nothing(folder: Path, tmp_path: Path) -> None:
+    outcome = CliRunner().invoke(app, ["validate", str(folder / "small.toml"), "--store", str(tmp_path / "store")])
+    assert outcome.exit_code == 0, outcome.output
+    lines = outcome.stderr.splitlines()
+    assert all(line.startswith("ok  ") for line in lines)
+    for words in (
+        "base_model: tokenizer with 29 tokens",
+        "sft.jsonl: 300 demonstrations, 3482 trained tokens",
+        "prompts.jsonl: 100 prompts",
+        "selection.jsonl: 20 prompts",
+        "heldout.jsonl: 20 prompts",
+    ):
+        assert sum(words in line for line in lines) == 1, f"{words} in {lines}"
+    assert list((tmp_path / "store").iterdir()) == []
+
+
+def test_the_store_of_the_configuration_is_used_unless_the_command_names_one(folder: Path, tmp_path: Path) -> None:
+    config = folder / "with_store.json"
+    config.write_text(json.dumps(small_settings(run__store=str(tmp_path / "configured"))))
+    assert CliRunner().invoke(app, ["validate", str(config)]).exit_code == 0
+    assert (tmp_path / "configured").is_dir()
+    assert CliRunner().invoke(app, ["validate", str(config), "--store", str(tmp_path / "given")]).exit_code == 0
+    assert (tmp_path / "given").is_dir()
+
+
+@pytest.mark.parametrize("form", ["json", "dict", "pipeline"])
+def test_a_configuration_means_the_same_in_every_form(folder: Path, form: str) -> None:
+    expected = load_pipeline(folder / "small.toml")
+    path = folder / ("same.json" if form == "json" else f"same_{form}.py")
+    if form == "json":
+        path.write_text(json.dumps(small_settings()))
+    elif form == "dict":
+        path.write_text(PYTHON_CONFIG.format(content=repr(small_settings())))
+    else:
+        settings = {key: value for key, value in small_settings().items() if key not in ("node", "run")}
+        content = (
+            f"Pipeline(config=Config(**{settings!r}), node=LocalNode(min_free_gb=0.1), run=RunOptions(name='small'))"
+        )
+        path.write_text(PYTHON_CONFIG.format(content=content))
+    assert load_pipeline(path) == expected
+
+
+def test_a_python_file_may_define_only_the_core_settings(folder: Path) -> None:
+    path = folder / "of my own.py"
+    settings = {key: value for key, value in small_settings().items() if key not in ("node", "run")}
+    path.write_text(PYTHON_CONFIG.format(content=f"Config(**{settings!r})"))
+    pipeline = load_pipeline(path)
+    assert pipeline.config == load_pipeline(folder / "small.toml").config
+    assert pipeline.run.name == "of-my-own"
+
+
+def test_paths_are_relative_to_the_configuration(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def paths_of(pipeline: Pipeline) -> list[str]:
+        return [pipeline.config.model.path, *pipeline.config.data.model_dump().values()]
+
+    monkeypatch.chdir(folder.parent)
+    expected = [str(folder / name) for name in ("base_model", "sft.jsonl", "prompts.jsonl", "selection.jsonl")]
+    assert paths_of(load_pipeline(Path("small/small.toml"))) == [*expected, str(folder / "heldout.jsonl")]
+
+
+def test_a_misspelt_key_is_found_before_torch_or_prefect_is_loaded(folder: Path) -> None:
+    config = folder / "misspelt.json"
+    config.write_text(json.dumps(small_settings(training__sft__num_stepz=3)))
+    program = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom flows.cli import app\n"
+        f"outcome = CliRunner().invoke(app, ['run', {str(config)!r}])\n"
+        "assert outcome.exit_code == 2 and 'did you mean num_steps?' in outcome.stderr, outcome.output\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'prefect'} & sys.modules.keys()\n"
+        "assert not heavy, heavy\n"
+    )
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator[str]:
+    """The command in a process of its own; yields the URL that it prints, then interrupts it, as Ctrl-C does."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flows.cli", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=clean_environment(),
+        )
+        try:
+            yield wait_for_url(process, output.fileno())
+            process.send_signal(signal.SIGINT)
+            process.wait(30)
+        finally:
+            process.kill()
+            process.wait()
+            output.seek(0)
+            said = output.read()
+        assert "Traceback" not in said, said
+        assert process.returncode in (0, 130), said
+
+
+def wait_for_url(process: subprocess.Popen[bytes], output: int) -> str:
+    """The first URL in what a process prints."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        if found := URL.search(os.pread(output, 10_000, 0).decode()):
+            return found[0]
+        time.sleep(0.1)
+    raise AssertionError(f"no URL came: {os.pread(output, 10_000, 0).decode()}")
+
+
+@pytest.mark.slow
+def test_serve_answers_until_it_is_interrupted(folder: Path) -> None:
+    request = {"text": "1+1=?", "sampling_params": {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}}
+    with running("serve", str(folder / "base_model"), "--port", "0") as url:
+        answer = httpx.post(f"{url}/generate", json=request, timeout=30).json()
+    assert answer["meta_info"]["completion_tokens"] == 4
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+
+
+@pytest.mark.slow
+def test_ui_serves_the_pages_and_the_api_until_it_is_interrupted(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with running("ui", "--store", str(store)) as url:
+        assert "<html" in httpx.get(url, timeout=30, follow_redirects=True).text.lower()
+        assert httpx.get(f"{url.removesuffix('/v2')}/api/health", timeout=30).json() is True
+    wait_until(lambda: not processes_of(store), what="the end of the Prefect server", timeout_s=30.0)

@@ -1,0 +1,35 @@
+"""The first thing that a newcomer runs, as it is: real size, real Prefect server, three seeds.
+
+Without it the recipe could stop to work on some seed, and a newcomer's first run would end with "did not improve".
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rollouts_core.checkpoint import verify_checkpoint
+from tests.flows.conftest import Rollouts
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_quickstart_improves_held_out_accuracy_at_every_stage(rollouts: Rollouts, seed: int) -> None:
+    code, output = rollouts.run("quickstart", "--seed", str(seed))
+    assert code == 0, output
+    (run,) = (rollouts.store / "runs").iterdir()
+    (evaluation,) = (rollouts.store / "stages").glob("evaluate-*")
+    scored = {entry["name"]: entry for entry in json.loads((evaluation / "result.json").read_text())["checkpoints"]}
+    assert scored["base"]["num_rows"] >= 200
+    assert scored["base"]["high"] < scored["sft"]["low"]
+    assert scored["sft"]["high"] < scored["rl"]["low"]
+    verify_checkpoint(run / "checkpoint")
+    report = (run / "report.html").read_text()
+    assert "RL improved on the selected SFT checkpoint" in report
+    assert f"Report:      {run / 'report.html'}" in output
+    assert f"rollouts ui --store {rollouts.store}" in output
+    assert "/v2/runs/flow-run/" in output
+    assert Path(run, "config.toml").is_file()
