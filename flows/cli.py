@@ -162,7 +162,7 @@ def run_pipeline(pipeline: Pipeline, *, port: int) -> None:
     store = Path(pipeline.run.store).resolve()
     for finding in check_pipeline(pipeline, store):
         console.print(f"checked        {finding}")
-    console.print("prefect        looking for the store's server (a new database takes ten seconds)")
+    console.print("prefect        looking for a server (one with a new database takes ten seconds)")
     with local_server(store, port=port) as address:
         os.environ.update(prefect_environment(store, address))
         try:

@@ -10,6 +10,7 @@ SIGTERM: everything is left as it is, and the next start attaches to it.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,9 +111,20 @@ def released_at_the_end(machine: Node, scope: RunScope) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        release_now(machine, scope)  # the flow run is ending: no further task can be run in it
+        with uninterrupted():
+            release_now(machine, scope)  # the flow run is ending: no further task can be run in it
         raise
     except Exception:
         release(machine, scope)
         raise
     release(machine, scope)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C does nothing inside: a second one must not stop what the first one started to end."""
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)

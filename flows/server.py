@@ -308,7 +308,9 @@ def _listen(port: int) -> socket.socket:
         return _bind(port or DEFAULT_PORT)
     except OSError as error:
         if port:
-            raise ServerError(f"port {port} of {HOST} cannot be taken ({error}): choose another one") from error
+            raise ServerError(
+                f"port {port} is in use ({error}): choose another with --port, or leave it out"
+            ) from error
     return _bind(0)
 
 

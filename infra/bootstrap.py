@@ -106,9 +106,13 @@ def check_node(report: NodeReport, *, min_free_gb: float, required_gpus: int) ->
         )
     if report.free_disk_gb < min_free_gb:
         raise PermanentInfraError(
-            f"{min_free_gb:g} GB of free disk are needed at {report.root}, {report.free_disk_gb:.1f} GB are there: "
+            f"{_size(min_free_gb)} of free disk are needed at {report.root}, {_size(report.free_disk_gb)} are there: "
             "free some space, choose another root, or lower min_free_gb"
         )
+
+
+def _size(gb: float) -> str:
+    return f"{gb:.3g} GB" if gb >= 1 else f"{1000 * gb:.3g} MB"
 
 
 def _version(text: str) -> tuple[int, int]:

@@ -20,7 +20,7 @@ class LocalNode(BaseModel):
     """Directory in which the run directories lie. Leave it empty to use the store of the pipeline."""
     python: str = ""
     """Python interpreter that runs the training, with torch installed. Leave it empty to use the worker's own."""
-    min_free_gb: float = Field(default=10.0, ge=0)
+    min_free_gb: float = Field(default=10.0, ge=0, allow_inf_nan=False)
     """Refuse to start when the disk has less free space than this, in GB (10^9 bytes)."""
 
 

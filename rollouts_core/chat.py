@@ -52,7 +52,8 @@ def tokenize_conversation(
     """
     assistant_turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not assistant_turns:
-        raise DataError("the conversation has no assistant turn: there is nothing to learn from it")
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+        raise DataError(f"the conversation has no assistant turn, only {roles}: there is nothing to learn from it")
     texts = [_render(tokenizer, messages[:i], add_generation_prompt=True) for i in assistant_turns]
     texts += [_render(tokenizer, messages[: i + 1], add_generation_prompt=False) for i in assistant_turns]
     if assistant_turns[-1] != len(messages) - 1:

@@ -97,16 +97,18 @@ def verify_checkpoint(path: Path) -> Manifest:
     """
     manifest = load_manifest(path)
     for name, entry in manifest.files.items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"checkpoint {path} lacks {name}")
-        if file.stat().st_size != entry.size:
-            raise CheckpointError(
-                f"{file} has {file.stat().st_size} bytes, its manifest says {entry.size}: it was cut or changed"
-            )
-        if _sha256(file) != entry.sha256:
-            raise CheckpointError(f"{file} does not have the content that its manifest lists: it was changed")
+        try:
+            _verify_file(path / name, entry)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {path} lacks {name}, or it cannot be read ({error.strerror})") from error
     return manifest
+
+
+def _verify_file(file: Path, entry: FileEntry) -> None:
+    if (size := file.stat().st_size) != entry.size:
+        raise CheckpointError(f"{file} has {size} bytes, its manifest says {entry.size}: it was cut or changed")
+    if _sha256(file) != entry.sha256:
+        raise CheckpointError(f"{file} does not have the content that its manifest lists: it was changed")
 
 
 def step_directory(parent: Path, step: int) -> Path:
@@ -132,6 +134,18 @@ def latest_intact_checkpoint(parent: Path) -> Path | None:
             continue
         return path
     return None
+
+
+def set_damaged_aside(parent: Path) -> list[Path]:
+    """Rename checkpoints that do not verify, so that nothing offers them; returns their new paths."""
+    moved = []
+    for path in list_checkpoints(parent):
+        try:
+            verify_checkpoint(path)
+        except CheckpointError as error:
+            logger.warning("set a damaged checkpoint aside: %s", error)
+            moved.append(path.rename(parent / f"damaged_{path.name}_{time.time_ns()}"))
+    return moved
 
 
 def prune_checkpoints(parent: Path, *, newest: Path, keep: int) -> None:

@@ -7,11 +7,10 @@ Inputs are named by path and digest; the digest is part of the job's identity, t
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 
 from rollouts_core.config import (
     PLACEMENT,
@@ -22,6 +21,8 @@ from rollouts_core.config import (
     RLTrainingConfig,
     RolloutConfig,
     SFTTrainingConfig,
+    parse_config,
+    read_settings,
 )
 from rollouts_core.errors import ConfigError
 
@@ -62,9 +63,13 @@ class SFTJob(Record):
 
     kind: Literal["sft"] = "sft"
     model: InputModel
+    """The model to start from."""
     data: InputFile
+    """Demonstrations."""
     training: SFTTrainingConfig
+    """The settings of SFT."""
     deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
+    """Threads and devices."""
 
 
 class RLJob(Record):
@@ -72,13 +77,19 @@ class RLJob(Record):
 
     kind: Literal["rl"] = "rl"
     model: InputModel
+    """The model to start from."""
     prompts: InputFile
+    """What completions are sampled for."""
     training: RLTrainingConfig
+    """The settings of RL."""
     rollout: RolloutConfig
+    """How completions are sampled, graded and filtered."""
     plugin_digest: str = ""
     """Digest of the user's own packages that the settings name."""
     engines: tuple[EngineAddress, ...] = Field((), json_schema_extra=PLACEMENT)
+    """The engines that sample."""
     deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
+    """Threads and devices."""
 
 
 class EvalJob(Record):
@@ -86,8 +97,11 @@ class EvalJob(Record):
 
     kind: Literal["eval"] = "eval"
     checkpoints: tuple[InputModel, ...] = Field(min_length=1)
+    """What is scored, in order of training."""
     data: InputFile
+    """The rows that all are scored on."""
     evaluation: EvaluationConfig
+    """The metric, and how completions are sampled."""
     rollout: RolloutConfig = RolloutConfig()
     """Who grades, and the token limits; for the metric accuracy."""
     training: SFTTrainingConfig = SFTTrainingConfig()
@@ -95,6 +109,7 @@ class EvalJob(Record):
     plugin_digest: str = ""
     """Digest of the user's own packages that the settings name."""
     deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
+    """Threads and devices."""
 
 
 class GenerateJob(Record):
@@ -102,12 +117,17 @@ class GenerateJob(Record):
 
     kind: Literal["generate"] = "generate"
     model: InputModel
+    """The model that samples."""
     prompts: InputFile
+    """What completions are sampled for."""
     rollout: RolloutConfig
+    """How completions are sampled and graded."""
     max_prompts: int = Field(1024, ge=1)
+    """At most this many rows are used, from the start of the file."""
     plugin_digest: str = ""
     """Digest of the user's own packages that the settings name."""
     deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
+    """Threads and devices."""
 
 
 class ServeJob(Record):
@@ -115,26 +135,38 @@ class ServeJob(Record):
 
     kind: Literal["serve"] = "serve"
     model: InputModel
+    """What is served."""
     host: str = Field("127.0.0.1", json_schema_extra=PLACEMENT)
+    """Address to listen on."""
     port: int = Field(ge=0, le=65535, json_schema_extra=PLACEMENT)
+    """Port to listen on."""
     context_length: int = Field(ge=2)
     """Prompt and completion tokens of one request at most."""
     deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
+    """Threads and devices."""
 
 
 Job = SFTJob | RLJob | EvalJob | GenerateJob | ServeJob
+
+JOB_TYPES: dict[str, type[SFTJob] | type[RLJob] | type[EvalJob] | type[GenerateJob] | type[ServeJob]] = {
+    "sft": SFTJob,
+    "rl": RLJob,
+    "eval": EvalJob,
+    "generate": GenerateJob,
+    "serve": ServeJob,
+}
 
 
 def load_job(path: Path) -> Job:
     """The job in a job.json.
 
     Raises:
-        ConfigError: it is missing or does not describe a job.
+        ConfigError: it is missing or does not describe a job; one sentence that names the key.
     """
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: give the path of a job.json")
-    adapter: TypeAdapter[Job] = TypeAdapter(Annotated[Job, Field(discriminator="kind")])
-    try:
-        return adapter.validate_python(json.loads(path.read_text()))
-    except (ValueError, ValidationError) as error:
-        raise ConfigError(f"{path} is not a job that this version understands: {error}") from error
+    settings = read_settings(path)
+    kind = settings.get("kind")
+    if kind not in JOB_TYPES:
+        raise ConfigError(f"{path} has the kind {kind!r}: expected one of {', '.join(JOB_TYPES)}")
+    return parse_config(JOB_TYPES[kind], settings, source=str(path))

@@ -24,11 +24,11 @@ import anyio
 from anyio.streams.memory import MemoryObjectSendStream
 
 from rollouts_core.chat import tokenize_prompt
-from rollouts_core.config import RolloutConfig
+from rollouts_core.config import RolloutConfig, name_of_function
 from rollouts_core.data_buffer import DataBuffer
 from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
 from rollouts_core.environments import ENVIRONMENTS
-from rollouts_core.errors import ConfigError, DataError, RolloutsError
+from rollouts_core.errors import ConfigError, DataError, RewardError, RolloutsError
 from rollouts_core.filters import FILTERS, FilterDecision, FilterFn
 from rollouts_core.functions import resolve_function
 from rollouts_core.rewards import REWARDS, RewardFn, grade_sample
@@ -45,10 +45,11 @@ Group = list[Sample]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Finished:
-    """What the task of one group sends back: the finished group, or what went wrong."""
+    """What the task of one group sends back: the finished group and its fate, or what went wrong."""
 
     group: Group
-    error: RolloutsError | None
+    decision: FilterDecision
+    error: RolloutsError | None = None
 
 
 class AsyncRolloutManager:
@@ -111,10 +112,10 @@ class AsyncRolloutManager:
                 finished = await receive.receive()
                 del under_way[finished.group[0].group_index]
                 failure = finished.error
-                if failure is None and (decision := self._decide(finished.group)).keep:
+                if finished.decision.keep:
                     kept.append(finished.group)
                 elif failure is None:
-                    drops[decision.reason] += 1
+                    drops[finished.decision.reason] += 1
             tasks.cancel_scope.cancel()
         self.partial_samples.extend(sample for group in under_way.values() for sample in group)
         if failure is not None:
@@ -152,19 +153,31 @@ class AsyncRolloutManager:
         return [*carried.values(), *fresh]
 
     async def _finish_group(self, group: Group, grade: RewardFn, send: MemoryObjectSendStream[_Finished]) -> None:
+        # Errors travel as values: raised in a task they would reach the caller wrapped in an ExceptionGroup.
+        try:
+            graded = [await grade_sample(sample, grade) for sample in await self._generate(group)]
+            decision = self._decide(graded)
+        except RolloutsError as error:
+            send.send_nowait(_Finished(group=group, decision=FilterDecision(False), error=error))
+            return
+        send.send_nowait(_Finished(group=graded, decision=decision))
+
+    async def _generate(self, group: Group) -> Sequence[Sample]:
         try:
             outcome = self.generate_fn(group)
-            generated = await outcome if inspect.isawaitable(outcome) else outcome
-            graded = [await grade_sample(sample, grade) for sample in generated]
-        except RolloutsError as error:
-            send.send_nowait(_Finished(group=group, error=error))
-            return
-        send.send_nowait(_Finished(group=graded, error=None))
+            return await outcome if inspect.isawaitable(outcome) else outcome
+        except RolloutsError:
+            raise
+        except Exception as error:
+            raise _user_function_error("generation", self.generate_fn, group, error) from error
 
     def _decide(self, group: Group) -> FilterDecision:
         if self.filter_fn is None:
             return FilterDecision(True)
-        outcome = self.filter_fn(group)
+        try:
+            outcome = self.filter_fn(group)
+        except Exception as error:
+            raise _user_function_error("filter", self.filter_fn, group, error) from error
         return outcome if isinstance(outcome, FilterDecision) else FilterDecision(bool(outcome), "filtered")
 
 
@@ -338,6 +351,13 @@ def _version_number(version: str) -> int:
     """The number behind the last dash of an engine's weight version; -1 for a server's own start version."""
     number = version.rpartition("-")[2]
     return int(number) if number.isdigit() else -1
+
+
+def _user_function_error(kind: str, function: Callable[..., Any], group: Group, error: Exception) -> RewardError:
+    prompt_id = group[0].metadata.get("prompt_id", "?")
+    return RewardError(
+        f"{kind} function {name_of_function(function)} on prompt {prompt_id!r} raised {type(error).__name__}: {error}"
+    )
 
 
 def _too_few_groups(num_kept: int, drops: Counter[str], config: RolloutConfig) -> DataError:

@@ -13,16 +13,16 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import anyio
 import torch
 
-from rollouts_core.checkpoint import list_checkpoints, load_manifest
+from rollouts_core.checkpoint import MANIFEST, list_checkpoints, load_manifest, verify_checkpoint
 from rollouts_core.comparison import estimate_mean, select_best
 from rollouts_core.data_buffer import DataBuffer
 from rollouts_core.dataset import digest_path, load_prompts_from_jsonl, load_sft_dataset
@@ -42,7 +42,7 @@ from rollouts_core.job import EngineAddress, EvalJob, GenerateJob, InputFile, In
 from rollouts_core.loss import create_cross_entropy_loss, create_policy_loss
 from rollouts_core.metrics import EventLog, JSONLLogger
 from rollouts_core.model import check_vocabulary, load_tokenizer, pad_token_id, silence_progress_bars
-from rollouts_core.pytorch_backend import create_pytorch_backend
+from rollouts_core.pytorch_backend import PyTorchTrainingBackend, create_pytorch_backend
 from rollouts_core.rl import run_rl_training
 from rollouts_core.rollout import (
     AsyncRolloutManager,
@@ -113,27 +113,38 @@ async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog) ->
 
 async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog) -> None:
     """Improve a model against engines; the record lists the checkpoints."""
-    check_model(job.model)
-    check_file(job.prompts)
-    remove_partial_directories(directory.checkpoints)
-    backend = create_pytorch_backend(
-        job.model.model,
-        job.training.optim,
-        create_policy_loss(job.training.loss),
-        num_steps=job.training.num_steps,
-        temperature=job.rollout.sampling.temperature,
-    )
-    prompts = load_prompts_from_jsonl(job.prompts.path)
-    check_prompt_lengths(prompts, backend.tokenizer, max_tokens=job.rollout.max_prompt_tokens, source=job.prompts.path)
-    data_buffer = DataBuffer(prompts, seed=job.rollout.seed)
-    async with open_engines(job) as engines, keep_leases(job.engines):
+    with keep_leases(job.engines):
+        check_model(job.model)
+        check_file(job.prompts)
+        remove_partial_directories(directory.checkpoints)
+        backend = create_pytorch_backend(
+            job.model.model,
+            job.training.optim,
+            create_policy_loss(job.training.loss),
+            num_steps=job.training.num_steps,
+            temperature=job.rollout.sampling.temperature,
+        )
+        prompts = load_prompts_from_jsonl(job.prompts.path)
+        max_tokens = job.rollout.max_prompt_tokens
+        check_prompt_lengths(prompts, backend.tokenizer, max_tokens=max_tokens, source=job.prompts.path)
+        await train_against_engines(job, directory, events, backend, DataBuffer(prompts, seed=job.rollout.seed))
+    directory.write_result({"checkpoints": describe_checkpoints(directory), "num_prompts": len(prompts)})
+
+
+async def train_against_engines(
+    job: RLJob, directory: RunDirectory, events: EventLog, backend: PyTorchTrainingBackend, data_buffer: DataBuffer
+) -> None:
+    """Open everything that the RL loop needs, and run it."""
+    metrics_logger = JSONLLogger(directory.metrics, attempt=events.attempt)
+    async with open_engines(job) as engines:
         generate_fn = (
             resolve_generate_fn(job.rollout)
             if job.rollout.generate_fn
             else create_engine_generate_fn(engines, backend.tokenizer, job.rollout)
         )
-        with JSONLLogger(directory.metrics, attempt=events.attempt) as metrics_logger:
-            async with AsyncRolloutManager(data_buffer, job.rollout, generate_fn=generate_fn) as manager:
+        manager = AsyncRolloutManager(data_buffer, job.rollout, generate_fn=generate_fn)
+        with metrics_logger:
+            async with manager:
                 await run_rl_training(
                     backend,
                     data_buffer,
@@ -147,7 +158,6 @@ async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog) -> N
                     events=events,
                     on_batch=lambda step, batch: write_rollouts(directory, step, batch),
                 )
-    directory.write_result({"checkpoints": describe_checkpoints(directory), "num_prompts": len(prompts)})
 
 
 async def run_eval_job(job: EvalJob, directory: RunDirectory) -> None:
@@ -196,12 +206,13 @@ def check_file(file: InputFile) -> None:
 
 
 def check_model(model: InputModel) -> None:
-    """Raise CheckpointError when a model's folder is not the one that the job was made for."""
+    """Raise CheckpointError when a model's folder is not, byte for byte, the one that the job was made for."""
+    path = Path(model.model.path)
+    if (path / MANIFEST).is_file():
+        verify_checkpoint(path)
     if digest_model(model.model) != model.digest:
-        happened = "changed" if Path(model.model.path).exists() else "is gone"
-        raise CheckpointError(
-            f"the model at {model.model.path} {happened} since the stage was planned: start the run again"
-        )
+        happened = "changed" if path.exists() else "is gone"
+        raise CheckpointError(f"the model at {path} {happened} since the stage was planned: start the run again")
 
 
 def describe_checkpoints(directory: RunDirectory) -> list[dict[str, Any]]:  # Any: JSON
@@ -246,21 +257,25 @@ async def open_engines(job: RLJob) -> AsyncIterator[list[SGLangEngine]]:
             await engine.aclose()
 
 
-@asynccontextmanager
-async def keep_leases(addresses: Sequence[EngineAddress]) -> AsyncIterator[None]:
-    """Renew the engines' leases as long as the block runs."""
+@contextmanager
+def keep_leases(addresses: Sequence[EngineAddress]) -> Iterator[None]:
+    """Renew the engines' leases as long as the block runs: in a thread, because a train step may block for minutes."""
+    is_over = threading.Event()
 
-    async def renew() -> None:
+    def renew() -> None:
         while True:
             for address in addresses:
                 Path(address.lease_file).touch()
-            await anyio.sleep(LEASE_RENEWAL_S)
+            if is_over.wait(LEASE_RENEWAL_S):
+                return
 
-    renewal = asyncio.create_task(renew())
+    renewal = threading.Thread(target=renew, name="engine leases", daemon=True)
+    renewal.start()
     try:
         yield
     finally:
-        renewal.cancel()
+        is_over.set()
+        renewal.join()
 
 
 async def _score_checkpoint(checkpoint: InputModel, job: EvalJob, directory: RunDirectory) -> list[float]:

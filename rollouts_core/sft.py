@@ -16,7 +16,7 @@ from time import perf_counter
 
 from rollouts_core.backend import TrainingBackend, TrainingState
 from rollouts_core.batch import TrainBatch, build_batch, pack_rows, with_step_totals
-from rollouts_core.checkpoint import latest_intact_checkpoint, prune_checkpoints, step_directory
+from rollouts_core.checkpoint import list_checkpoints, prune_checkpoints, set_damaged_aside, step_directory
 from rollouts_core.config import SFTTrainingConfig
 from rollouts_core.errors import DataError
 from rollouts_core.loss import Metrics
@@ -77,9 +77,14 @@ async def load_latest_checkpoint(
     backend: TrainingBackend, checkpoint_dir: Path | None, events: EventLog | None
 ) -> TrainingState | None:
     """Go on from the newest intact checkpoint; returns the loop's state, or None where there is no checkpoint."""
-    checkpoint = latest_intact_checkpoint(checkpoint_dir) if checkpoint_dir else None
-    if checkpoint is None:
+    if checkpoint_dir is None:
         return None
+    damaged = set_damaged_aside(checkpoint_dir)
+    if events and damaged:
+        events.write("damaged_checkpoints", set_aside=[path.name for path in damaged])
+    if not (checkpoints := list_checkpoints(checkpoint_dir)):
+        return None
+    checkpoint = checkpoints[-1]
     state = await backend.load_checkpoint(checkpoint).result()
     if events:
         events.write("resumed", step=state["step"], checkpoint=checkpoint.name)

@@ -73,6 +73,8 @@ def read_digests(directory: RunDirectory) -> dict[str, str]:
         entries = [] if result is None else result.get("checkpoints", [])
         # Entries without a digest are scores of an evaluation, not checkpoints of its own.
         return {entry["name"]: entry["digest"] for entry in entries if "digest" in entry}
+    except FileNotFoundError:  # another run has set it aside this moment
+        return {}
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"it is not the record of a stage: {error}") from error
 

@@ -50,5 +50,5 @@ def run_cached(
         progress.say(f"reused from {stage.run_dir}")
     # What counts is the directory that was just verified: the store may have been moved, or a flow killed after its
     # job replaced a damaged result and before Prefect took note of the new one.
-    result = RunDirectory(Path(stage.run_dir)).read_result()
+    result = RunDirectory(Path(stage.run_dir)).read_result() or record.result
     return record.model_copy(update={"how": "reused", "seconds": 0.0, "run_dir": stage.run_dir, "result": result})

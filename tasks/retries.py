@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect.states import State
+from prefect.client.schemas.objects import State
 
 from infra.errors import TransientInfraError
 

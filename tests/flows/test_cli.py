@@ -103,7 +103,7 @@ def test_validate_says_what_it_checked_and_trains_nothing(folder: Path, tmp_path
     assert all(line.startswith("ok  ") for line in lines)
     for words in (
         "base_model: tokenizer with 29 tokens",
-        "sft.jsonl: 300 demonstrations, 3482 trained tokens",
+        "sft.jsonl: 300 demonstrations, 3384 trained tokens",
         "prompts.jsonl: 100 prompts",
         "selection.jsonl: 20 prompts",
         "heldout.jsonl: 20 prompts",

@@ -227,7 +227,7 @@ def test_the_environment_it_made_itself_is_not_taken_for_the_users_server(
 def test_an_explicit_port_that_is_taken_is_refused_in_one_sentence(tmp_path: Path) -> None:
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ServerError, match=f"port {port} .* choose another one"), local_server(tmp_path, port=port):
+        with pytest.raises(ServerError, match=f"port {port} .* choose another"), local_server(tmp_path, port=port):
             pass
     assert not processes_of(tmp_path)
 

@@ -43,7 +43,7 @@ def test_a_good_node_passes() -> None:
         ({"torch_version": None, "torch_problem": "No module named 'torch'"}, "cannot import torch .*install"),
         ({"torch_version": "2.5.1"}, r"torch 2\.6 or newer is needed, .* has 2\.5\.1"),
         ({"gpus": (GPU,), "gpu_problem": "error 802"}, r"2 working GPUs are needed, the node has 1 \(error 802\)"),
-        ({"free_disk_gb": 3.0}, r"20 GB of free disk are needed at /runs, 3\.0 GB"),
+        ({"free_disk_gb": 3.0}, r"20 GB of free disk are needed at /runs, 3 GB"),
         ({"root_problem": "Read-only file system"}, r"/runs cannot be written \(Read-only file system\)"),
     ],
 )

@@ -137,3 +137,12 @@ def test_seeds_differ_between_samples_and_repeat_between_runs() -> None:
     assert len(seeds) == 3 * 20 * 8
     assert sampling_seed(1, 2, 3) == sampling_seed(1, 2, 3)
     assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+@pytest.mark.parametrize("role", ["generate_fn", "filter_fn"])
+def test_a_users_function_that_raises_ends_the_batch_and_is_named(role: str) -> None:
+    def broken_function(group: Sequence[Sample]) -> list[Sample]:
+        raise KeyError("score")
+
+    with pytest.raises(RewardError, match=r"broken_function on prompt 'p\d' raised KeyError"):
+        generate(CONFIG.model_copy(update={role: broken_function}))

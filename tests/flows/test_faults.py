@@ -1,0 +1,361 @@
+"""What is promised when something dies: real runs whose programs, flows and engines are killed, and then run again.
+
+Without these tests a retry could train anew what is there, go on from a broken checkpoint, sample from old weights,
+or leave processes behind that nobody stops; every one of them would still end with a report that looks right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tomli_w
+
+from flows.server import local_server
+from rollouts_core.checkpoint import list_checkpoints, load_manifest
+from rollouts_core.metrics import read_json_lines, read_metrics
+from tests.flows.conftest import Rollouts, processes_of, wait_until
+from tests.small_pipeline import small_settings, write_small_pipeline
+
+pytestmark = pytest.mark.slow
+
+NUM_STEPS = 200
+LONG: dict[str, Any] = {  # Any: settings of every type
+    "training__sft__num_steps": NUM_STEPS,
+    "training__sft__log_every": 1,
+    "training__rl__num_steps": NUM_STEPS,
+    "training__rl__checkpoint_every": 20,
+}
+"""Long enough to be hit in the middle, by whoever looks every tenth of a second."""
+GONE_S = 15.0
+"""After a run that stopped its jobs, all processes are gone within this time: less than any lease."""
+NOT_STATE = shutil.ignore_patterns("*.lock", "server.*", "ui")
+
+
+# ── the kills ──
+
+
+def test_a_killed_rl_fails_the_run_and_the_same_command_goes_on_from_its_checkpoint(
+    rollouts: Rollouts, tmp_path: Path
+) -> None:
+    config = write_small_pipeline(tmp_path / "small", **LONG)
+    process, rl = run_until(rollouts, config, "rl")
+    os.kill(program_of(rl), signal.SIGKILL)
+    assert process.wait(60) == 1
+    assert "signal 9 killed it" in rollouts.said()
+    assert "Traceback" not in rollouts.said()
+    assert_nothing_is_left(rollouts)
+
+    code, output = rollouts.run("run", str(config))
+    assert code == 0, output
+    states = task_states(rollouts.store, of_run=last_run(rollouts)["run_id"])
+    for stage in ("sft", "select-sft"):
+        assert exits_of(run_dir(rollouts, stage)) == ["exit-1.json"]
+        assert states[stage] == "Cached"
+    assert exits_of(rl) == ["exit-1.json", "exit-2.json"]
+    assert states["rl"] == "Completed"
+    assert_resumed(rl, attempt=2)
+
+
+def test_a_run_whose_supervisor_is_killed_resumes_by_itself(rollouts: Rollouts, tmp_path: Path) -> None:
+    config = write_small_pipeline(tmp_path / "small", mode="sft", **LONG)
+    process, sft = run_until(rollouts, config, "sft")
+    os.kill(json.loads((sft / ".job/meta-1.json").read_text())["supervisor_pid"], signal.SIGKILL)
+    assert process.wait(120) == 0, rollouts.said()
+    assert exits_of(sft) == ["exit-2.json"]  # nobody was left to write down how the first attempt ended
+    assert_resumed(sft, attempt=2)
+
+
+def test_a_terminated_and_a_killed_flow_leave_rl_running_and_the_next_start_attaches(
+    rollouts: Rollouts, tmp_path: Path
+) -> None:
+    config = write_small_pipeline(tmp_path / "small", mode="rl", **LONG)
+    process, rl = run_until(rollouts, config, "rl")
+    end_flow(process, signal.SIGTERM)
+    assert_goes_on(rl)
+    with paused(program_of(rl)):
+        process = rollouts.start("run", str(config))
+        rollouts.wait_until_said("rl             attached to the running job", process)
+        end_flow(process, signal.SIGKILL)
+    assert_goes_on(rl)
+    with paused(program_of(rl)):
+        process = rollouts.start("run", str(config))
+        rollouts.wait_until_said("rl             attached to the running job", process)
+    assert process.wait(120) == 0, rollouts.said()
+    assert [entry["how"] for entry in last_run(rollouts)["stages"]] == ["attached", "ran", "ran"]
+    for each in (rl, run_dir(rollouts, "engine")):
+        assert exits_of(each) == ["exit-1.json"]
+        assert len(events_of(each, "started")) == 1
+    assert_nothing_is_left(rollouts)
+
+
+@pytest.mark.parametrize("stage", ["sft", "rl"])
+def test_ctrl_c_ends_the_job_although_a_dead_flow_wanted_it_too_and_the_next_run_resumes_it(
+    rollouts: Rollouts, tmp_path: Path, stage: str
+) -> None:
+    config = write_small_pipeline(tmp_path / "small", mode=stage, **LONG)
+    process, directory = run_until(rollouts, config, stage)
+    end_flow(process, signal.SIGKILL)
+    with paused(program_of(directory)):
+        process = rollouts.start("run", str(config))
+        rollouts.wait_until_said(f"{stage:<14} attached to the running job", process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130, rollouts.said()
+    assert "What is finished is kept: the same command goes on from there." in rollouts.said()
+    assert "Traceback" not in rollouts.said()
+    assert_nothing_is_left(rollouts)
+    assert json.loads((directory / "exit-1.json").read_text())["cancelled"]
+
+    code, output = rollouts.run("run", str(config))
+    assert code == 0, output
+    assert f"{stage:<14} goes on from step " in output
+    assert_resumed(directory, attempt=2)
+
+
+def test_a_killed_engine_comes_back_on_its_port_and_nothing_is_sampled_from_its_start_weights(
+    rollouts: Rollouts, tmp_path: Path, after_sft: Path
+) -> None:
+    start = sorted((run_dir(rollouts, "sft") / "checkpoints").iterdir())[-1]
+    config = write_small_pipeline(tmp_path / "rl", mode="rl", model__path=str(start), **LONG)
+    process, rl = run_until(rollouts, config, "rl", event="weights_published")
+    engine = run_dir(rollouts, "engine")
+    os.kill(program_of(engine), signal.SIGKILL)
+    assert process.wait(150) == 0, rollouts.said()
+
+    assert len(events_of(engine, "started")) == 2
+    assert exits_of(rl) == exits_of(engine) == ["exit-1.json"]
+    assert json.loads((engine / "exit-1.json").read_text())["restarts"] == 1
+    metrics = read_metrics(rl / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == list(range(1, NUM_STEPS + 1))
+    # Each update makes one version: a step is sampled from as many updates as there were before it.
+    num_updates = 0
+    for line in metrics:
+        samples = read_json_lines(rl / "samples" / f"step_{int(line['step']):06d}.jsonl")
+        assert {version for sample in samples for version, _, _ in sample["policy_versions"]} == {num_updates}
+        num_updates += not line["skipped"]
+    assert num_updates > 5, "hardly anything was trained: the test shows nothing"
+
+
+# ── two runs at once ──
+
+
+def test_two_runs_at_once_train_their_common_sft_once(rollouts: Rollouts, tmp_path: Path) -> None:
+    config = write_small_pipeline(tmp_path / "small")
+    other_config = config.with_name("other.toml")
+    other_config.write_text(tomli_w.dumps(small_settings(training__rl__replicate=1, run__name="other")))
+    other = dataclasses.replace(rollouts, output=tmp_path / "other.txt")
+    processes = [rollouts.start("run", str(config)), other.start("run", str(other_config))]
+    codes = [process.wait(240) for process in processes]
+    assert codes == [0, 0], f"{rollouts.said()}\n{other.said()}"
+    for stage in ("sft", "select-sft"):
+        assert exits_of(run_dir(rollouts, stage)) == ["exit-1.json"]
+        assert len(events_of(run_dir(rollouts, stage), "started")) == 1
+    assert len(list(rollouts.store.glob("stages/rl-*"))) == 2
+    assert len(list(rollouts.store.glob("runs/*/report.html"))) == 2
+    assert_nothing_is_left(rollouts)
+
+
+def test_ctrl_c_of_one_of_two_runs_leaves_their_common_sft_to_the_other(rollouts: Rollouts, tmp_path: Path) -> None:
+    config = write_small_pipeline(tmp_path / "small", mode="sft", **LONG)
+    first, sft = run_until(rollouts, config, "sft")
+    other = dataclasses.replace(rollouts, output=tmp_path / "other.txt")
+    with paused(program_of(sft)):
+        second = other.start("run", str(config))
+        other.wait_until_said("sft            attached to the running job", second)
+        first.send_signal(signal.SIGINT)
+        assert first.wait(60) == 130, rollouts.said()
+    assert second.wait(120) == 0, other.said()
+    assert exits_of(sft) == ["exit-1.json"]
+
+
+# ── what an earlier run left ──
+
+
+@pytest.mark.parametrize(
+    ("harm", "step", "resumed_from"),
+    [("changed", 100, None), ("deleted", 100, None), ("changed", 200, 100)],
+)
+def test_a_damaged_checkpoint_is_trained_again_and_is_the_same_as_before(
+    rollouts: Rollouts, after_sft: Path, harm: str, step: int, resumed_from: int | None
+) -> None:
+    sft = run_dir(rollouts, "sft")
+    digests = digests_of(sft)
+    checkpoint = sft / "checkpoints" / f"step_{step:06d}"
+    if harm == "changed":
+        flip_a_byte(checkpoint / "model.safetensors")
+    else:
+        shutil.rmtree(checkpoint)
+
+    code, output = rollouts.run("run", str(after_sft))
+    assert code == 0, output
+    assert "sft            done again, because what an earlier run left is damaged" in output
+    assert checkpoint.name in output
+    assert digests_of(sft) == digests
+    assert [event["step"] for event in events_of(sft, "resumed")] == ([resumed_from] if resumed_from else [])
+    assert exits_of(run_dir(rollouts, "select-sft")) == ["exit-1.json"]  # equal checkpoints: not scored again
+
+
+def test_a_store_that_was_moved_and_lost_a_record_of_prefects_cache_is_used_where_it_is(
+    rollouts: Rollouts, after_sft: Path
+) -> None:
+    (record,) = rollouts.store.glob("prefect/results/sft-*")
+    record.write_bytes(record.read_bytes()[:100])
+    code, output = rollouts.run("run", str(after_sft))  # the fixture made the store in another folder
+    assert code == 0, output
+    stages = last_run(rollouts)["stages"]
+    assert [stage["how"] for stage in stages] == ["reused"] * 3
+    assert all(Path(stage["run_dir"]).is_relative_to(rollouts.store) for stage in stages)
+
+
+def test_a_demonstration_more_trains_sft_anew(rollouts: Rollouts, after_sft: Path) -> None:
+    data = after_sft.with_name("sft.jsonl")
+    data.write_text(data.read_text() + data.read_text().splitlines()[0] + "\n")
+    code, output = rollouts.run("run", str(after_sft))
+    assert code == 0, output
+    assert [len(exits_of(sft)) for sft in rollouts.store.glob("stages/sft-*")] == [1, 1]
+    assert last_run(rollouts)["stages"][0]["how"] == "ran"
+
+
+def test_fresh_trains_sft_anew_in_another_directory(rollouts: Rollouts, after_sft: Path) -> None:
+    sft = run_dir(rollouts, "sft")
+    code, output = rollouts.run("run", str(after_sft), "--fresh", "sft")
+    assert code == 0, output
+    (other,) = set(rollouts.store.glob("stages/sft-*")) - {sft}
+    assert exits_of(sft) == exits_of(other) == ["exit-1.json"]
+    assert digests_of(sft) == digests_of(other)
+
+
+# ── what the tests are made of ──
+
+
+@pytest.fixture(scope="module")
+def finished_sft(tmp_path_factory: pytest.TempPathFactory, prefect_home: Path) -> Path:
+    """A folder with the store of a finished run of SFT alone, and beside it the files of that run."""
+    folder = tmp_path_factory.mktemp("finished")
+    config = write_small_pipeline(
+        folder / "small", mode="sft", training__sft__num_steps=NUM_STEPS, training__sft__checkpoint_every=100
+    )
+    shutil.copytree(prefect_home, folder / "store/prefect", ignore=NOT_STATE)
+    code, output = Rollouts(folder / "store", folder / "output.txt").run("run", str(config))
+    assert code == 0, output
+    wait_until(lambda: not processes_of(folder / "store"), what="the end of the server")
+    return folder
+
+
+@pytest.fixture
+def after_sft(rollouts: Rollouts, tmp_path: Path, finished_sft: Path) -> Path:
+    """The configuration of a run that the store of `rollouts` holds already, finished."""
+    shutil.rmtree(rollouts.store)
+    shutil.copytree(finished_sft / "store", rollouts.store, ignore=NOT_STATE)
+    shutil.rmtree(rollouts.store / "runs")
+    shutil.copytree(finished_sft / "small", tmp_path / "small")
+    return tmp_path / "small/small.toml"
+
+
+def run_until(
+    rollouts: Rollouts, config: Path, stage: str, *, event: str = "checkpoint"
+) -> tuple[subprocess.Popen[bytes], Path]:
+    """Start a run and return it, with the stage's run directory, when the stage has written an event."""
+    process = rollouts.start("run", str(config))
+
+    def is_there() -> bool:
+        return any(events_of(path, event) for path in rollouts.store.glob(f"stages/{stage}-*"))
+
+    wait_until(lambda: is_there() or process.poll() is not None, what=f"the event {event!r} of {stage}")
+    assert process.poll() is None, f"the run ended too early:\n{rollouts.said()}"
+    return process, run_dir(rollouts, stage)
+
+
+def end_flow(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """End the process of a run by a signal that makes it leave its jobs."""
+    process.send_signal(number)
+    assert process.wait(30) == -number
+
+
+@contextmanager
+def paused(pid: int) -> Iterator[None]:
+    """A process that stands still inside the block, so that it cannot end too early for the test."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def run_dir(rollouts: Rollouts, stage: str) -> Path:
+    """The only run directory of a stage."""
+    (path,) = rollouts.store.glob(f"stages/{stage}-*")
+    return path
+
+
+def events_of(directory: Path, name: str) -> list[dict[str, Any]]:  # Any: JSON
+    """The events of a run directory that have this name."""
+    return [event for event in read_json_lines(directory / "events.jsonl") if event["event"] == name]
+
+
+def program_of(directory: Path) -> int:
+    """The process that does the job of a run directory."""
+    return int(events_of(directory, "started")[-1]["pid"])
+
+
+def exits_of(directory: Path) -> list[str]:
+    """The names of the records of ended attempts."""
+    return sorted(path.name for path in directory.glob("exit-*.json"))
+
+
+def digests_of(directory: Path) -> dict[str, str]:
+    """The digests of all checkpoints of a run directory."""
+    return {path.name: load_manifest(path).digest for path in list_checkpoints(directory / "checkpoints")}
+
+
+def flip_a_byte(path: Path) -> None:
+    """Change the last byte of a file."""
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def last_run(rollouts: Rollouts) -> dict[str, Any]:  # Any: JSON
+    """The run.json of the run that ended last."""
+    path = max(rollouts.store.glob("runs/*/run.json"), key=lambda path: path.stat().st_mtime)
+    record: dict[str, Any] = json.loads(path.read_text())  # Any: JSON
+    return record
+
+
+def task_states(store: Path, *, of_run: str) -> dict[str, str]:
+    """The state of every task run of a flow run, by the task run's name, as Prefect's server tells it."""
+    with local_server(store) as address, httpx.Client(trust_env=False) as client:
+        query = {"flow_runs": {"id": {"any_": [of_run]}}}
+        answer = client.post(f"{address.api_url}/task_runs/filter", json=query).raise_for_status()
+    return {task_run["name"]: task_run["state_name"] for task_run in answer.json()}
+
+
+def assert_goes_on(directory: Path) -> None:
+    """The job trains at least one more step."""
+    before = len(read_json_lines(directory / "metrics.jsonl"))
+    assert exits_of(directory) == []
+    wait_until(lambda: len(read_json_lines(directory / "metrics.jsonl")) > before, what="one more step", timeout_s=10)
+
+
+def assert_resumed(directory: Path, *, attempt: int) -> None:
+    """This attempt, and no other, went on from the last checkpoint before it, and every step has its metrics."""
+    (resumed,) = events_of(directory, "resumed")
+    saved = [event["step"] for event in events_of(directory, "checkpoint") if event["attempt"] < attempt]
+    assert (resumed["attempt"], resumed["step"]) == (attempt, saved[-1])
+    assert [line["step"] for line in read_metrics(directory / "metrics.jsonl")] == list(range(1, NUM_STEPS + 1))
+
+
+def assert_nothing_is_left(rollouts: Rollouts) -> None:
+    """No process of the store lives, or will in a moment."""
+    wait_until(
+        lambda: not processes_of(rollouts.store), what=f"the end of {processes_of(rollouts.store)}", timeout_s=GONE_S
+    )

@@ -1,0 +1,80 @@
+"""Pins how long an engine lives: as long as somebody wants it, also while it loads, and not for long after that.
+
+Without it a run that was killed together with its RL leaves an engine on a GPU for ever, or an engine whose model
+loads slowly is ended before its first token.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from infra.jobs import JobState, cancel_job, job_status
+from infra.node import LocalNode, Node
+from infra.providers import provision_node
+from infra.session import LocalSession
+from tasks import engine
+from tasks.plan import base_model, plan_rl
+from tasks.records import RunScope, Stage
+from tests.flows.conftest import processes_of, wait_until
+from tests.small_pipeline import write_small_pipeline
+
+pytestmark = pytest.mark.slow
+
+SHORT_LEASE_S = 2.0
+"""Shorter than an engine needs to import torch."""
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return provision_node(LocalNode(), tmp_path / "store")
+
+
+@pytest.fixture
+def scope(tmp_path: Path) -> RunScope:
+    return RunScope(run_id="run-a", run_name="small", store=str(tmp_path / "store"))
+
+
+@pytest.fixture
+def rl(tmp_path: Path, scope: RunScope, node: Node) -> Stage:
+    from flows.form import load_pipeline
+
+    config = load_pipeline(write_small_pipeline(tmp_path / "small", mode="rl")).config
+    return plan_rl(base_model(config), config, scope, node)
+
+
+def test_an_engine_survives_its_loading_and_ends_by_itself_when_nobody_renews_its_lease(
+    rl: Stage, scope: RunScope, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "LEASE_S", SHORT_LEASE_S)
+    session = LocalSession(sys.executable)
+    record = engine.launch_engine.fn(rl, 0, scope, node)
+    try:
+        wait_until(
+            lambda: job_status(session, record.run_dir).state is not JobState.RUNNING, what="its end", timeout_s=20
+        )
+        status = job_status(session, record.run_dir)
+        assert status.exit is not None
+        assert status.exit.lease_expired
+        assert processes_of(Path(scope.store)) == []
+    finally:
+        cancel_job(session, record.run_dir, 1.0)
+
+
+def test_an_engine_is_shared_by_the_runs_that_want_it_and_ends_with_the_last(
+    rl: Stage, scope: RunScope, node: Node
+) -> None:
+    other = scope.model_copy(update={"run_id": "run-b"})
+    session = LocalSession(sys.executable)
+    first = engine.launch_engine.fn(rl, 0, scope, node)
+    try:
+        second = engine.launch_engine.fn(rl, 0, other, node)
+        assert second == first
+        engine.stop_engine.fn(first, scope, node)
+        assert job_status(session, first.run_dir).state is JobState.RUNNING
+        engine.stop_engine.fn(first, other, node)
+        assert processes_of(Path(scope.store)) == []
+    finally:
+        cancel_job(session, first.run_dir, 1.0)

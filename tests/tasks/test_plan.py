@@ -1,0 +1,179 @@
+"""Pins the chain of identities: what makes a stage the same work as before, and what makes it another.
+
+Without it a change that matters is answered with an old checkpoint, or hours of training are done again for a port.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.node import LocalNode, Node
+from infra.providers import provision_node
+from rollouts_core.checkpoint import load_manifest, new_checkpoint
+from rollouts_core.config import Config, ModelConfig
+from rollouts_core.job import InputModel
+from tasks.plan import (
+    base_model,
+    plan_engine,
+    plan_evaluation,
+    plan_rl,
+    plan_selection,
+    plan_sft,
+    selected_model,
+    with_engines,
+)
+from tasks.records import EngineRecord, RunScope, StageRecord
+
+DATA = ("sft", "prompts", "selection", "heldout")
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return provision_node(LocalNode(), tmp_path / "store")
+
+
+@pytest.fixture
+def scope(tmp_path: Path) -> RunScope:
+    return RunScope(run_id="run-a", run_name="small", store=str(tmp_path / "store"))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return config_at(tmp_path / "inputs")
+
+
+def config_at(folder: Path, **changes: dict[str, Any]) -> Config:  # Any: settings of every type
+    """A configuration over small files in a folder, with changed sections."""
+    (folder / "model").mkdir(parents=True, exist_ok=True)
+    (folder / "model/config.json").write_text("{}")
+    for name in DATA:
+        (folder / f"{name}.jsonl").write_text(f'{{"rows": "{name}"}}\n')
+    sections: dict[str, Any] = {  # Any: settings of every type
+        "model": {"path": str(folder / "model")},
+        "data": {name: str(folder / f"{name}.jsonl") for name in DATA},
+    }
+    return Config.model_validate(sections | changes)
+
+
+def checkpoint(folder: Path, weights: bytes) -> InputModel:
+    """A model in one of our checkpoints."""
+    with new_checkpoint(folder, step=20) as partial:
+        (partial / "model.safetensors").write_bytes(weights)
+    return InputModel(
+        name=folder.name, model=ModelConfig(path=str(folder)), digest=load_manifest(folder).digest, step=20
+    )
+
+
+def finished(stage: str, result: dict[str, Any]) -> StageRecord:  # Any: JSON
+    """The record of a stage that ran."""
+    return StageRecord(stage=stage, fingerprint="0123", run_dir=f"/s/{stage}", how="ran", seconds=1.0, result=result)
+
+
+def test_a_run_directory_is_named_after_the_stage_and_its_identity(config: Config, scope: RunScope, node: Node) -> None:
+    stage = plan_sft(config, scope, node)
+    assert Path(stage.run_dir) == Path(node.root) / "stages" / f"sft-{stage.fingerprint}"
+
+
+def test_the_same_inputs_elsewhere_are_the_same_sft(
+    config: Config, tmp_path: Path, scope: RunScope, node: Node
+) -> None:
+    moved = config_at(tmp_path / "elsewhere")
+    assert plan_sft(moved, scope, node).fingerprint == plan_sft(config, scope, node).fingerprint
+
+
+@pytest.mark.parametrize("name", ["sft.jsonl", "model/config.json"])
+def test_changed_content_is_another_sft(config: Config, tmp_path: Path, scope: RunScope, node: Node, name: str) -> None:
+    before = plan_sft(config, scope, node).fingerprint
+    (tmp_path / "inputs" / name).write_text('{"rows": "changed"}\n')
+    assert plan_sft(config, scope, node).fingerprint != before
+
+
+def test_data_of_other_stages_leaves_sft_the_same(config: Config, tmp_path: Path, scope: RunScope, node: Node) -> None:
+    before = plan_sft(config, scope, node).fingerprint
+    for name in ("prompts", "selection", "heldout"):
+        (tmp_path / "inputs" / f"{name}.jsonl").write_text("changed\n")
+    assert plan_sft(config, scope, node).fingerprint == before
+
+
+def test_rl_settings_leave_sft_the_same_and_make_another_rl(
+    config: Config, tmp_path: Path, scope: RunScope, node: Node
+) -> None:
+    changed = config_at(tmp_path / "inputs", training={"rl": {"replicate": 1}})
+    assert plan_sft(changed, scope, node).fingerprint == plan_sft(config, scope, node).fingerprint
+    start = base_model(config)
+    assert plan_rl(start, changed, scope, node).fingerprint != plan_rl(start, config, scope, node).fingerprint
+
+
+def test_rl_is_another_when_the_weights_of_its_start_model_are_and_the_same_when_they_only_lie_elsewhere(
+    config: Config, tmp_path: Path, scope: RunScope, node: Node
+) -> None:
+    first, moved, other = (
+        plan_rl(checkpoint(tmp_path / place / "step_000020", weights), config, scope, node).fingerprint
+        for place, weights in (("a", b"weights"), ("b", b"weights"), ("c", b"others"))
+    )
+    assert first == moved
+    assert first != other
+
+
+def test_engines_and_ports_are_no_part_of_the_identity_of_rl(
+    config: Config, tmp_path: Path, scope: RunScope, node: Node
+) -> None:
+    rl = plan_rl(base_model(config), config, scope, node)
+    placed = with_engines(rl, [EngineRecord(url="http://127.0.0.1:30000", run_dir="/engine")])
+    assert (placed.fingerprint, placed.run_dir) == (rl.fingerprint, rl.run_dir)
+    assert placed.job["engines"] == [{"url": "http://127.0.0.1:30000", "lease_file": "/engine/.job/lease"}]
+    on_other_port = config_at(tmp_path / "inputs", deployment={"engine_port": 30001, "trainer_threads": 2})
+    assert plan_rl(base_model(config), on_other_port, scope, node).fingerprint == rl.fingerprint
+
+
+def test_the_engine_has_the_identity_of_its_rl_and_serves_its_start_model(
+    config: Config, scope: RunScope, node: Node
+) -> None:
+    rl = plan_rl(base_model(config), config, scope, node)
+    engines = [plan_engine(rl, port, node) for port in (30000, 30001)]
+    assert engines[0].run_dir == engines[1].run_dir == str(Path(node.root) / "stages" / f"engine-{rl.fingerprint}-0")
+    assert engines[0].job["model"] == rl.job["model"]
+
+
+def test_fresh_makes_another_identity_of_this_stage_for_this_run_alone(
+    config: Config, scope: RunScope, node: Node
+) -> None:
+    fresh = scope.model_copy(update={"fresh": ("sft",)})
+    identities = {
+        plan_sft(config, each, node).fingerprint
+        for each in (scope, fresh, fresh, fresh.model_copy(update={"run_id": "run-b"}))
+    }
+    assert len(identities) == 3
+    start = base_model(config)
+    assert plan_rl(start, config, fresh, node).fingerprint == plan_rl(start, config, scope, node).fingerprint
+
+
+def test_the_selected_checkpoint_is_the_one_that_the_selection_names(config: Config) -> None:
+    training = finished(
+        "sft", {"checkpoints": [{"name": f"step_0000{s}", "step": s, "digest": f"digest-{s}"} for s in (20, 40)]}
+    )
+    selected = selected_model(training, finished("select-sft", {"best": "step_000020"}), config)
+    assert (selected.model.path, selected.digest) == ("/s/sft/checkpoints/step_000020", "digest-20")
+
+
+def test_a_selection_is_another_when_a_checkpoint_or_its_rows_are(
+    config: Config, tmp_path: Path, scope: RunScope, node: Node
+) -> None:
+    def identity(digest: str) -> str:
+        training = finished("sft", {"checkpoints": [{"name": "step_000020", "step": 20, "digest": digest}]})
+        return plan_selection(training, config, scope, node).fingerprint
+
+    before = identity("a")
+    assert identity("a") == before != identity("b")
+    (tmp_path / "inputs/selection.jsonl").write_text("changed\n")
+    assert identity("a") != before
+
+
+def test_the_evaluation_names_models_by_their_part_in_the_run(config: Config, scope: RunScope, node: Node) -> None:
+    models = {"base": base_model(config), "rl": base_model(config)}
+    stage = plan_evaluation(models, config, scope, node)
+    assert [model["name"] for model in stage.job["checkpoints"]] == ["base", "rl"]
+    assert stage.num_steps == 2

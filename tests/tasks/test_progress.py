@@ -1,0 +1,51 @@
+"""Pins what a stage says while it runs when nobody watches a terminal: plain lines, not too many.
+
+Without it logs of schedulers fill with escape codes or with a line per step, or end without the last step.
+"""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from tasks.progress import StageProgress
+
+
+def lines_of(*steps: int, num_steps: int, is_terminal: bool = False) -> list[str]:
+    """What is printed for the metrics of some steps."""
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=is_terminal, width=200)
+    with StageProgress("sft", num_steps=num_steps, console=console) as progress:
+        for step in steps:
+            progress.on_metrics({"step": step, "loss": 1.23456, "tokens_per_s": 12345.6, "grad_norm": 1.0})
+        progress.say("finished in 2.0 s")
+    return output.getvalue().splitlines()
+
+
+def test_lines_without_a_terminal_are_plain_and_name_the_stage() -> None:
+    lines = lines_of(40, num_steps=40)
+    assert lines == ["sft            step 40 of 40, loss 1.235, 12,346 tokens/s", "sft            finished in 2.0 s"]
+
+
+def test_of_many_quick_steps_the_first_and_the_last_get_a_line() -> None:
+    lines = lines_of(*range(1, 101), num_steps=100)
+    assert [line.split(",")[0].split("step ")[1] for line in lines[:-1]] == ["1 of 100", "100 of 100"]
+
+
+def test_steps_that_are_delivered_again_after_a_resume_do_no_harm() -> None:
+    assert lines_of(21, 22, 21, 22, 40, num_steps=40)[-2].startswith("sft            step 40 of 40")
+
+
+def test_a_terminal_gets_a_bar_instead_of_lines() -> None:
+    text = "\n".join(lines_of(1, 40, num_steps=40, is_terminal=True))
+    assert "\x1b[" in text
+    assert "40/40" in text
+    assert "step 40 of 40" not in text
+
+
+def test_brackets_in_a_message_are_printed_as_they_are() -> None:
+    output = io.StringIO()
+    with StageProgress("sft", num_steps=0, console=Console(file=output)) as progress:
+        progress.say("data[0] of /data/[bold]x[/bold]")
+    assert "data[0] of /data/[bold]x[/bold]" in output.getvalue()
