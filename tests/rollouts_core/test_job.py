@@ -68,7 +68,7 @@ def test_a_function_travels_by_name(tmp_path: Path) -> None:
 )
 def test_a_file_that_is_no_job_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "job.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"job\.json( is not valid JSON| must hold a table| has the kind|:) "):
+    with pytest.raises(ConfigError, match=r"job\.json( is not valid JSON| must hold a table| has the kind|: )"):
         load_job(tmp_path / "job.json")
 
 
