@@ -32,9 +32,9 @@ from rollouts_core.checkpoint import step_directory
 from rollouts_core.config import Config, ModelConfig, read_settings
 from rollouts_core.data_buffer import DataBuffer
 from rollouts_core.dataset import load_prompts_from_jsonl, load_sft_dataset
+from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
-from rollouts_core.embedded.server import build_app
 from rollouts_core.engines import PublishTarget, SGLangEngine
 from rollouts_core.loss import Metrics, create_cross_entropy_loss, create_policy_loss
 from rollouts_core.model import pad_token_id

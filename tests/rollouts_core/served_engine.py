@@ -8,9 +8,9 @@ from pathlib import Path
 
 import httpx
 
+from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
-from rollouts_core.embedded.server import build_app
 from rollouts_core.engines import SGLangEngine
 
 

@@ -27,9 +27,10 @@ from starlette.applications import Starlette
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel
 
+from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
-from rollouts_core.embedded.server import PortInUseError, bind_port, build_app, serve
+from rollouts_core.embedded.server import PortInUseError, bind_port, serve
 from rollouts_core.embedded.weights import tensor_digest
 from rollouts_core.errors import EngineError
 from tests.rollouts_core.embedded.test_protocol import check_schema, load_spec

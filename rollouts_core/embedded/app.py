@@ -1,0 +1,386 @@
+"""The endpoints of SGLang's HTTP API over a scheduler: requests in, answers and streams out.
+
+Not here: generation (scheduler.py), the form of requests and answers (protocol.py), the process (server.py).
+
+Errors have SGLang's two forms: {"error": "unknown field ..."} where a request breaks the contract, and
+{"error": {"message": "..."}} where it cannot be fulfilled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import get_args
+
+import torch
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from tokenizers import Tokenizer
+
+from rollouts_core.embedded.protocol import (
+    ContractError,
+    GenerateCall,
+    Json,
+    checksums_to_json,
+    completion_to_json,
+    parse_generate,
+    progress_to_json,
+)
+from rollouts_core.embedded.running import Completion, GenerationRequest, Partial
+from rollouts_core.embedded.sampling import SamplingParams
+from rollouts_core.embedded.scheduler import PauseMode, RequestError, Scheduler
+from rollouts_core.errors import EngineError, EngineUnavailableError, InputError, RolloutsError
+
+logger = logging.getLogger(__name__)
+
+ENGINE_VERSION = "embedded, API of SGLang 0.5.23"
+MAX_BODY_BYTES = 256 * 2**20
+HEALTH_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """What the endpoints answer from."""
+
+    scheduler: Scheduler
+    """Generates, and owns the weights."""
+    tokenizer: Tokenizer | None
+    """Turns text into token ids and back; None where the model directory has no tokenizer.json."""
+
+    def encode(self) -> Callable[[str], list[int]] | None:
+        """The function from text to token ids, None without a tokenizer."""
+        if (tokenizer := self.tokenizer) is None:
+            return None
+        return lambda text: list(tokenizer.encode(text).ids)
+
+    def text_of(self, token_ids: tuple[int, ...], params: SamplingParams) -> str:
+        """The text of a completion, empty without a tokenizer."""
+        if self.tokenizer is None:
+            return ""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=params.skip_special_tokens)
+
+
+Endpoint = Callable[[ServedModel, Request], Awaitable[Response]]
+
+
+def build_app(scheduler: Scheduler) -> Starlette:
+    """The endpoints over `scheduler`; whoever started the scheduler closes it."""
+    model = ServedModel(scheduler=scheduler, tokenizer=_load_tokenizer(scheduler.model_dir))
+    endpoints: dict[str, tuple[Endpoint, list[str]]] = {
+        "/generate": (_generate, ["POST", "PUT"]),
+        "/health": (_health, ["GET"]),
+        "/health_generate": (_health_generate, ["GET"]),
+        "/model_info": (_model_info, ["GET"]),
+        "/server_info": (_server_info, ["GET"]),
+        "/update_weights_from_disk": (_update_weights_from_disk, ["POST"]),
+        "/update_weight_version": (_update_weight_version, ["POST"]),
+        "/weights_checker": (_weights_checker, ["GET", "POST"]),
+        "/pause_generation": (_pause_generation, ["POST"]),
+        "/continue_generation": (_continue_generation, ["POST"]),
+        "/abort_request": (_abort_request, ["POST"]),
+        "/flush_cache": (_flush_cache, ["GET", "POST"]),
+    }
+    return Starlette(
+        routes=[
+            Route(path, partial(endpoint, model), methods=methods) for path, (endpoint, methods) in endpoints.items()
+        ],
+        exception_handlers={RolloutsError: _error_response},
+    )
+
+
+async def _generate(model: ServedModel, request: Request) -> Response:
+    call = parse_generate(await _read_body(request), model.encode())
+    if call.is_stream:
+        return StreamingResponse(_stream(model, call), media_type="text/event-stream")
+    futures = _submit_all(model.scheduler, call.requests)
+    completions = await _wait_or_abort(request, model.scheduler, call.requests, futures)
+    answers = [
+        completion_to_json(
+            completion,
+            wants_logprobs=call.wants_logprobs,
+            text=model.text_of(_visible_ids(completion), asked.params),
+        )
+        for completion, asked in zip(completions, call.requests, strict=True)
+    ]
+    return _json(answers if call.is_batch else answers[0])
+
+
+async def _health(model: ServedModel, _: Request) -> Response:
+    return Response(status_code=200 if model.scheduler.is_healthy else 503)
+
+
+async def _health_generate(model: ServedModel, _: Request) -> Response:
+    params = SamplingParams(max_new_tokens=1, temperature=0.0)
+    probe = GenerationRequest(request_id=f"health_{uuid.uuid4().hex}", input_ids=(0,), params=params)
+    try:
+        await asyncio.wait_for(asyncio.wrap_future(model.scheduler.submit(probe)), HEALTH_TIMEOUT_S)
+    except TimeoutError:
+        model.scheduler.abort(probe.request_id)
+        return Response(status_code=503)
+    return Response(status_code=200)
+
+
+async def _model_info(model: ServedModel, _: Request) -> Response:
+    architecture = model.scheduler.decoder.architecture
+    model_dir = str(model.scheduler.model_dir)
+    return _json(
+        {
+            "model_path": model_dir,
+            "served_model_name": model_dir,
+            "tokenizer_path": model_dir if model.tokenizer is not None else None,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": model.scheduler.weight_version,
+            "load_format": "auto",
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "model_type": architecture.model_type,
+            "architectures": [architecture.name],
+        }
+    )
+
+
+async def _server_info(model: ServedModel, _: Request) -> Response:
+    scheduler = model.scheduler
+    return _json(
+        {
+            "model_path": str(scheduler.model_dir),
+            "weight_version": scheduler.weight_version,
+            "context_length": scheduler.decoder.context_length,
+            "max_running_requests": scheduler.decoder.num_slots,
+            "dtype": str(scheduler.decoder.dtype).removeprefix("torch."),
+            "device": "cpu",
+            "num_threads": torch.get_num_threads(),
+            "version": ENGINE_VERSION,
+            "internal_states": [
+                {
+                    "num_running_reqs": scheduler.num_running,
+                    "num_waiting_reqs": scheduler.num_waiting,
+                    "is_paused": scheduler.is_paused,
+                }
+            ],
+        }
+    )
+
+
+async def _update_weights_from_disk(model: ServedModel, request: Request) -> Response:
+    body = await _read_object(request)
+    model_path = _string(body, "model_path")
+    version = body.get("weight_version")
+    if version is not None and not isinstance(version, str):
+        raise ContractError(f"weight_version must be a string, found {version!r}")
+    if body.get("abort_all_requests"):
+        model.scheduler.abort_all()
+    update = model.scheduler.update_weights(Path(model_path), weight_version=version)
+    try:
+        num_paused = await asyncio.wrap_future(update)
+    except InputError as error:
+        return _json({"success": False, "message": str(error), "num_paused_requests": 0}, status=400)
+    message = "Succeeded to update model weights."
+    if version is not None:
+        message += f" Weight version updated to {version}."
+    return _json({"success": True, "message": message, "num_paused_requests": num_paused})
+
+
+async def _update_weight_version(model: ServedModel, request: Request) -> Response:
+    body = await _read_object(request)
+    version = _string(body, "new_version")
+    if body.get("abort_all_requests", True):
+        await asyncio.wrap_future(model.scheduler.abort_all())
+    await asyncio.wrap_future(model.scheduler.set_weight_version(version))
+    return _json({"success": True, "message": f"Weight version updated to {version}", "new_version": version})
+
+
+async def _weights_checker(model: ServedModel, request: Request) -> Response:
+    body = await _read_object(request)
+    if (action := body.get("action", "checksum")) != "checksum":
+        return _json({"success": False, "message": f"Unsupported action={action!r}"}, status=400)
+    digests = await asyncio.wrap_future(model.scheduler.weight_digests())
+    return _json(checksums_to_json(digests))
+
+
+async def _pause_generation(model: ServedModel, request: Request) -> Response:
+    mode: PauseMode = (await _read_object(request)).get("mode", "abort")
+    if mode not in get_args(PauseMode):
+        raise ContractError(f"mode must be one of {', '.join(get_args(PauseMode))}, found {mode!r}")
+    await asyncio.wrap_future(model.scheduler.pause(mode))
+    return _json({"message": "Generation paused successfully.", "status": "ok"})
+
+
+async def _continue_generation(model: ServedModel, _: Request) -> Response:
+    await asyncio.wrap_future(model.scheduler.resume())
+    return _json({"message": "Generation continued successfully.", "status": "ok"})
+
+
+async def _abort_request(model: ServedModel, request: Request) -> Response:
+    body = await _read_object(request)
+    if body.get("abort_all"):
+        model.scheduler.abort_all()
+    else:
+        model.scheduler.abort(_string(body, "rid"))
+    return Response(status_code=200)
+
+
+async def _flush_cache(model: ServedModel, _: Request) -> Response:
+    """Nothing is cached across requests; with requests around, refused as in SGLang."""
+    if model.scheduler.num_running or model.scheduler.num_waiting:
+        return PlainTextResponse("Flush cache failed: there are running or waiting requests.\n", status_code=400)
+    return PlainTextResponse("Cache flushed.\n")
+
+
+def _submit_all(
+    scheduler: Scheduler,
+    requests: tuple[GenerationRequest, ...],
+    listener_of: Callable[[int], Callable[[Partial], None]] | None = None,
+) -> list[Future[Completion]]:
+    """Submit all or none of the requests."""
+    futures: list[Future[Completion]] = []
+    for index, asked in enumerate(requests):
+        try:
+            futures.append(scheduler.submit(asked, on_progress=listener_of(index) if listener_of else None))
+        except EngineError:
+            for submitted in requests[:index]:
+                scheduler.abort(submitted.request_id)
+            raise
+    return futures
+
+
+async def _wait_or_abort(
+    request: Request,
+    scheduler: Scheduler,
+    requests: tuple[GenerationRequest, ...],
+    futures: list[Future[Completion]],
+) -> list[Completion]:
+    """The completions; when the client goes away they end early. How long to wait is the client's decision."""
+    everything = asyncio.gather(*map(asyncio.wrap_future, futures))
+    disconnected = asyncio.ensure_future(_until_disconnected(request))
+    everything.add_done_callback(lambda _: disconnected.cancel())
+    try:
+        await asyncio.wait([disconnected])
+    finally:
+        _abort_unfinished(scheduler, requests, futures)
+        disconnected.cancel()
+    return await everything
+
+
+async def _until_disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _stream(model: ServedModel, call: GenerateCall) -> AsyncIterator[bytes]:
+    """Server-sent events: per step and prompt everything so far, at the end `[DONE]`."""
+    loop = asyncio.get_running_loop()
+    events: asyncio.Queue[tuple[int, Partial | Future[Completion]]] = asyncio.Queue()
+
+    def push(index: int, event: Partial | Future[Completion]) -> None:
+        loop.call_soon_threadsafe(events.put_nowait, (index, event))
+
+    futures: list[Future[Completion]] = []
+    try:
+        futures += _submit_all(model.scheduler, call.requests, lambda index: partial(push, index))
+        for index, future in enumerate(futures):
+            future.add_done_callback(partial(push, index))
+        num_open = len(futures)
+        while num_open:
+            index, event = await events.get()
+            num_open -= isinstance(event, Future)
+            yield _event(_stream_answer(model, call, index, event))
+    except EngineError as error:
+        yield _event({"error": {"message": str(error), "code": _status_of(error)}})
+    finally:
+        _abort_unfinished(model.scheduler, call.requests, futures)
+    yield b"data: [DONE]\n\n"
+
+
+def _stream_answer(
+    model: ServedModel, call: GenerateCall, index: int, event: Partial | Future[Completion]
+) -> dict[str, Json]:
+    place = index if call.is_batch else None
+    params = call.requests[index].params
+    if isinstance(event, Future):
+        completion = event.result()
+        text = model.text_of(_visible_ids(completion), params)
+        return completion_to_json(completion, wants_logprobs=call.wants_logprobs, text=text, index=place)
+    return progress_to_json(
+        event,
+        weight_version=model.scheduler.weight_version,
+        wants_logprobs=call.wants_logprobs,
+        text=model.text_of(event.output_ids, params),
+        index=place,
+    )
+
+
+def _abort_unfinished(
+    scheduler: Scheduler, requests: tuple[GenerationRequest, ...], futures: list[Future[Completion]]
+) -> None:
+    if not scheduler.is_healthy:
+        return
+    for asked, future in zip(requests, futures, strict=False):
+        if not future.done():
+            scheduler.abort(asked.request_id)
+
+
+def _visible_ids(completion: Completion) -> tuple[int, ...]:
+    """The tokens of the text: without the stop token, as in SGLang."""
+    is_stopped = completion.finish_reason.kind == "stop"
+    return completion.output_ids[:-1] if is_stopped else completion.output_ids
+
+
+async def _read_body(request: Request) -> Json:
+    num_bytes = int(request.headers.get("content-length", 0))
+    if num_bytes > MAX_BODY_BYTES:
+        raise RequestError(f"The request has {num_bytes} bytes, at most {MAX_BODY_BYTES} are taken: send less at once.")
+    try:
+        return json.loads(await request.body())
+    except ValueError as error:
+        raise ContractError(f"invalid JSON: {error}") from error
+
+
+async def _read_object(request: Request) -> dict[str, Json]:
+    if not await request.body():
+        return {}
+    body = await _read_body(request)
+    if not isinstance(body, dict):
+        raise ContractError(f"expected a JSON object, found {type(body).__name__}")
+    return body
+
+
+def _string(body: dict[str, Json], name: str) -> str:
+    value = body.get(name)
+    if not isinstance(value, str):
+        raise ContractError(f"{name} must be a string, found {value!r}")
+    return value
+
+
+def _json(content: Json, *, status: int = 200) -> Response:
+    return Response(json.dumps(content), status_code=status, media_type="application/json")
+
+
+def _event(content: Json) -> bytes:
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
+async def _error_response(_: Request, error: Exception) -> Response:
+    content = str(error) if isinstance(error, ContractError) else {"message": str(error)}
+    return _json({"error": content}, status=_status_of(error))
+
+
+def _status_of(error: Exception) -> int:
+    if isinstance(error, EngineUnavailableError):
+        return 503
+    return 400 if isinstance(error, RequestError | InputError) else 500
+
+
+def _load_tokenizer(model_dir: Path) -> Tokenizer | None:
+    path = model_dir / "tokenizer.json"
+    return Tokenizer.from_file(str(path)) if path.exists() else None
