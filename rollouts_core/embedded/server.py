@@ -28,6 +28,7 @@ from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.errors import EngineError, InputError
 
 logger = logging.getLogger(__name__)
+
 KEEP_ALIVE_S = 300
 SHUTDOWN_GRACE_S = 1
 LISTEN_BACKLOG = 2048

@@ -355,7 +355,7 @@ def test_a_server_whose_generation_fails_ends_with_an_error(model_dir: Path, mon
     monkeypatch.setattr(Decoder, "step", broken_step)
 
     def ask_from_outside(url: str) -> None:
-        body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4}}
+        body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
         threading.Thread(target=lambda: httpx.post(f"{url}/generate", json=body), daemon=True).start()
 
     with pytest.raises(EngineError, match="stopped generating"):
