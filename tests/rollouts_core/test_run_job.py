@@ -1,0 +1,103 @@
+"""Jobs as the node runs them: a job.json goes in, a record comes out beside it.
+
+Without these tests a kind of job that no pipeline of the other tests uses could be broken: generate, and evaluation by
+loss.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollouts_core.__main__ import main
+from rollouts_core.config import DeploymentConfig, EvaluationConfig, ModelConfig, RolloutConfig, SamplingConfig
+from rollouts_core.dataset import digest_path
+from rollouts_core.fingerprint import digest_model
+from rollouts_core.job import EvalJob, GenerateJob, InputFile, InputModel, Job
+from rollouts_core.metrics import read_json_lines
+from rollouts_core.types import sample_from_json
+
+ONE_THREAD = DeploymentConfig(trainer_threads=1)
+ROLLOUT = RolloutConfig(n_samples_per_prompt=2, sampling=SamplingConfig(max_new_tokens=8))
+
+
+def do(job: Job, run_dir: Path) -> dict[str, Any]:
+    """The record of a job that is run in a directory."""
+    run_dir.mkdir()
+    (run_dir / "job.json").write_text(job.model_dump_json())
+    assert main([job.kind, str(run_dir / "job.json")]) == 0
+    result: dict[str, Any] = json.loads((run_dir / "result.json").read_text())
+    return result
+
+
+def rows(quickstart_dir: Path, name: str) -> InputFile:
+    path = quickstart_dir / f"{name}.jsonl"
+    return InputFile(path=str(path), digest=digest_path(path))
+
+
+@pytest.fixture
+def base(base_model: ModelConfig) -> InputModel:
+    return InputModel(name="base", model=base_model, digest=digest_model(base_model))
+
+
+def test_generate_writes_graded_completions_of_every_prompt(
+    base: InputModel, quickstart_dir: Path, tmp_path: Path
+) -> None:
+    job = GenerateJob(model=base, prompts=rows(quickstart_dir, "heldout"), rollout=ROLLOUT, deployment=ONE_THREAD)
+    result = do(job, tmp_path / "generate-1")
+    samples = [sample_from_json(line) for line in read_json_lines(tmp_path / "generate-1/samples/completions.jsonl")]
+    assert len(samples) == result["num_samples"] == 16
+    assert all(sample.reward is not None and any(sample.loss_mask) for sample in samples)
+    assert result["num_rows"] == 8
+
+
+def test_the_same_generation_twice_gives_the_same_completions(
+    base: InputModel, quickstart_dir: Path, tmp_path: Path
+) -> None:
+    job = GenerateJob(model=base, prompts=rows(quickstart_dir, "heldout"), rollout=ROLLOUT, deployment=ONE_THREAD)
+    for name in ("first", "second"):
+        do(job, tmp_path / name)
+    first, second = (tmp_path / name / "samples/completions.jsonl" for name in ("first", "second"))
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_evaluation_by_loss_scores_demonstrations_and_names_the_better_model(
+    base: InputModel, quickstart_dir: Path, tmp_path: Path
+) -> None:
+    job = EvalJob(
+        checkpoints=(base, base.model_copy(update={"name": "same"})),
+        data=rows(quickstart_dir, "sft"),
+        evaluation=EvaluationConfig(metric="loss", max_prompts=5),
+        deployment=ONE_THREAD,
+    )
+    result = do(job, tmp_path / "eval-1")
+    first, second = result["checkpoints"]
+    assert first["scores"] == second["scores"]
+    assert len(first["scores"]) == 5
+    assert all(-10 < score < -1 for score in first["scores"])  # an untrained model: about -log(29) = -3.4 nats
+    assert result["best"] == "base"
+
+
+def test_evaluation_by_accuracy_keeps_what_every_model_said(
+    base: InputModel, quickstart_dir: Path, tmp_path: Path
+) -> None:
+    job = EvalJob(
+        checkpoints=(base,),
+        data=rows(quickstart_dir, "heldout"),
+        evaluation=EvaluationConfig(samples_per_prompt=3, temperature=1.0),
+        rollout=ROLLOUT,
+        deployment=ONE_THREAD,
+    )
+    result = do(job, tmp_path / "eval-2")
+    assert result["checkpoints"][0]["num_rows"] == 8
+    assert len(read_json_lines(tmp_path / "eval-2/samples/base.jsonl")) == 24
+
+
+def test_a_finished_job_says_when_it_started(base: InputModel, quickstart_dir: Path, tmp_path: Path) -> None:
+    job = GenerateJob(model=base, prompts=rows(quickstart_dir, "heldout"), rollout=ROLLOUT, deployment=ONE_THREAD)
+    do(job, tmp_path / "generate-2")
+    events = read_json_lines(tmp_path / "generate-2/events.jsonl")
+    assert [(event["event"], event["attempt"]) for event in events] == [("started", 1)]
