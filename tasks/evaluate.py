@@ -10,7 +10,7 @@ from tasks.records import RunScope, Stage, StageRecord
 from tasks.stage import run_stage
 
 
-@task(name="evaluate", tags=["stage:evaluate"], **STAGE_OPTIONS)
+@task(name="evaluate", **STAGE_OPTIONS)
 def evaluate_models(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
     """Score base, SFT and RL on the held-out rows."""
     return run_stage(stage, scope, node)

@@ -10,7 +10,7 @@ from tasks.records import RunScope, Stage, StageRecord
 from tasks.stage import run_stage
 
 
-@task(name="rl", tags=["stage:rl"], **STAGE_OPTIONS)
+@task(name="rl", **STAGE_OPTIONS)
 def train_rl(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
     """Improve the selected checkpoint by reinforcement learning."""
     return run_stage(stage, scope, node)

@@ -10,7 +10,7 @@ from tasks.records import RunScope, Stage, StageRecord
 from tasks.stage import run_stage
 
 
-@task(name="select", tags=["stage:select"], **STAGE_OPTIONS)
+@task(name="select", **STAGE_OPTIONS)
 def select_checkpoint(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
     """Score the checkpoints of a training stage and name the best."""
     return run_stage(stage, scope, node)

@@ -10,7 +10,7 @@ from tasks.records import RunScope, Stage, StageRecord
 from tasks.stage import run_stage
 
 
-@task(name="sft", tags=["stage:sft"], **STAGE_OPTIONS)
+@task(name="sft", **STAGE_OPTIONS)
 def train_sft(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
     """Fine-tune the base model on demonstrations."""
     return run_stage(stage, scope, node)
