@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -174,7 +176,14 @@ def run_pipeline(pipeline: Pipeline, *, port: int) -> None:
             check_writable(store)  # on a full disk Prefect, or a job, fails in ways that do not name the disk
             raise
     console.print(f"\nReport:      {result.report}\nCheckpoint:  {result.checkpoint}")
-    console.print(f"UI again:    rollouts ui --store {store}")
+    console.print(f"UI again:    {own_command()} ui --store {store}")
+
+
+def own_command() -> str:
+    """How this command can be called again from the same shell, which may have no environment active."""
+    found = shutil.which("rollouts")
+    is_on_path = found is not None and Path(found).resolve() == Path(sys.argv[0]).resolve()
+    return "rollouts" if is_on_path else sys.argv[0]
 
 
 def run_flow(pipeline: Pipeline, address: ServerAddress) -> PipelineResult:

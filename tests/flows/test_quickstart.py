@@ -30,6 +30,6 @@ def test_the_quickstart_improves_held_out_accuracy_at_every_stage(rollouts: Roll
     report = (run / "report.html").read_text()
     assert "RL improved on the selected SFT checkpoint" in report
     assert f"Report:      {run / 'report.html'}" in output
-    assert f"rollouts ui --store {rollouts.store}" in output
+    assert f" ui --store {rollouts.store}" in output
     assert "/v2/runs/flow-run/" in output
     assert Path(run, "config.toml").is_file()
