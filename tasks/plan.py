@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from infra.node import Node
-from rollouts_core.config import Config, ModelConfig
+from rollouts_core.config import Config, ModelConfig, RolloutConfig, SamplingConfig, SFTTrainingConfig
 from rollouts_core.dataset import digest_path
 from rollouts_core.fingerprint import digest_model, digest_plugins, fingerprint_job
 from rollouts_core.job import EngineAddress, EvalJob, InputFile, InputModel, Job, RLJob, ServeJob, SFTJob
@@ -108,14 +108,22 @@ def checkpoints_of(training: StageRecord, config: Config) -> list[InputModel]:
 
 
 def evaluation_job(checkpoints: Sequence[InputModel], data: str, config: Config) -> EvalJob:
-    """Score checkpoints on the rows of a file, as `config.evaluation` says."""
+    """Score checkpoints on the rows of a file, as `config.evaluation` says.
+
+    Only settings that can change a score go in: a run with another RL batch size evaluates the same SFT only once.
+    """
+    rollout, sft = config.rollout, config.training.sft
     return EvalJob(
         checkpoints=tuple(checkpoints),
         data=input_file(data),
         evaluation=config.evaluation,
-        rollout=config.rollout,
-        training=config.training.sft,
-        plugin_digest=plugin_digest(config),
+        rollout=RolloutConfig(
+            environment=rollout.environment,
+            reward_fn=rollout.reward_fn,
+            sampling=SamplingConfig(max_new_tokens=rollout.sampling.max_new_tokens),
+        ),
+        training=SFTTrainingConfig(max_length=sft.max_length, train_on=sft.train_on),
+        plugin_digest=digest_plugins(rollout.reward_fn),
         deployment=config.deployment,
     )
 
@@ -126,7 +134,7 @@ def input_file(path: str) -> InputFile:
 
 
 def plugin_digest(config: Config) -> str:
-    """The digest of the user's own packages that the rollout settings name."""
+    """The digest of the user's own packages that sampling, grading and filtering for RL name."""
     return digest_plugins(config.rollout.generate_fn, config.rollout.reward_fn, config.rollout.filter_fn)
 
 

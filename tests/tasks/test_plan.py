@@ -172,6 +172,25 @@ def test_a_selection_is_another_when_a_checkpoint_or_its_rows_are(
     assert identity("a") != before
 
 
+def test_settings_of_training_and_of_rl_alone_leave_selection_and_evaluation_the_same(
+    tmp_path: Path, scope: RunScope, node: Node
+) -> None:
+    training = finished("sft", {"checkpoints": [{"name": "step_000020", "step": 20, "digest": "a"}]})
+
+    def identities(**changes: dict[str, Any]) -> tuple[str, str]:  # Any: settings of every type
+        config = config_at(tmp_path / "inputs", **changes)
+        evaluation = plan_evaluation({"base": base_model(config)}, config, scope, node)
+        return plan_selection(training, config, scope, node).fingerprint, evaluation.fingerprint
+
+    before = identities()
+    assert identities(rollout={"batch_size": 4, "n_samples_per_prompt": 2, "seed": 7}) == before
+    assert identities(training={"rl": {"num_steps": 7}, "sft": {"num_steps": 8}}) == before
+    graded_otherwise = identities(rollout={"environment": "math"})
+    assert graded_otherwise[0] != before[0] and graded_otherwise[1] != before[1]
+    longer = identities(rollout={"sampling": {"max_new_tokens": 9}})
+    assert longer[0] != before[0] and longer[1] != before[1]
+
+
 def test_the_evaluation_names_models_by_their_part_in_the_run(config: Config, scope: RunScope, node: Node) -> None:
     models = {"base": base_model(config), "rl": base_model(config)}
     stage = plan_evaluation(models, config, scope, node)
