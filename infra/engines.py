@@ -1,23 +1,21 @@
-"""Start an inference engine as a job on a node, and wait until it really generates.
+"""Wait until an inference engine, started as a job on a node, really generates; say why when it does not.
 
-Not here: the engine (rollouts_core serves, SGLang, vLLM), its clients, its weights. An engine that dies is restarted
-by its supervisor on the same port; one whose lease nobody renews ends by itself (jobs.py).
+Not here: starting it (an engine is a job like others, jobs.py), its clients, its weights. An engine that dies is
+restarted by its supervisor on the same port; one whose lease nobody renews ends by itself (jobs.py).
 
-    start_engine ── job RUNNING ── loading ── answers with one token: ready
-                         └── ended before that: JobFailedError with the reason found in its log
+    start_or_attach ── job RUNNING ── loading ── answers with one token: ready
+                            └── ended before that: JobFailedError with the reason found in its log
 """
 
 import logging
 import re
 import time
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import httpx
 
 from infra.errors import JobFailedError, JobLostError, TransientInfraError
-from infra.jobs import JobSpec, JobState, JobStatus, describe_exit, read_log_tail, renew_lease, start_or_attach
-from infra.node import Node
+from infra.jobs import JobState, JobStatus, describe_exit, read_log_tail, renew_lease
 from infra.session import Session
 
 POLL_S = 0.5
@@ -45,28 +43,6 @@ _LOG_SIGNS = (
 _TAIL_LINES = 20
 
 logger = logging.getLogger(__name__)
-
-
-def start_engine(
-    session: Session,
-    node: Node,
-    *,
-    run_dir: str,
-    job: Mapping[str, Any],
-    env: Mapping[str, str],
-    max_restarts: int,
-    lease_s: float,
-) -> JobStatus:
-    """Start the engine that `job` describes, or attach to it; it is loading when this returns.
-
-    Args:
-        job: the content of job.json, with the port on which the engine listens; no secrets.
-        env: secrets and GPU placement.
-        lease_s: it ends by itself when its lease is not renewed for this time.
-    """
-    argv = (node.python, "-m", "rollouts_core", "serve", f"{run_dir}/job.json")
-    spec = JobSpec(run_dir=run_dir, argv=argv, job=job, env=env, max_restarts=max_restarts, lease_s=lease_s)
-    return start_or_attach(session, spec)
 
 
 def wait_until_engine_ready(

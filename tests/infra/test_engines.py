@@ -3,7 +3,6 @@
 Without it a pipeline waits for ever for an engine that died, or trains against one that only answers health checks.
 """
 
-import json
 import socket
 import sys
 from pathlib import Path
@@ -11,10 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.engines import PROBE_REQUEST, explain_engine_log, start_engine, wait_until_engine_ready
+from infra.engines import PROBE_REQUEST, explain_engine_log, wait_until_engine_ready
 from infra.errors import JobFailedError, TransientInfraError
 from infra.jobs import start_or_attach
-from infra.node import Node
 from infra.ports import find_free_port, is_port_free
 from infra.session import LocalSession
 from tests.infra.shell_jobs import shell_spec, wait_for_end
@@ -64,14 +62,6 @@ def test_an_engine_that_ends_first_is_explained_from_its_log(session: LocalSessi
     transport = httpx.MockTransport(lambda request: httpx.Response(502))
     with pytest.raises(JobFailedError, match=r"its port is in use(.|\n)*Errno 98"):
         wait_until_engine_ready(session, url="http://e", run_dir=str(run_dir), timeout_s=10, transport=transport)
-
-
-def test_start_engine_serves_the_job_document_of_its_run_directory(session: LocalSession, run_dir: Path) -> None:
-    node = Node(name="local", provider="local", root=str(run_dir.parent), python="/bin/echo")
-    start_engine(session, node, run_dir=str(run_dir), job={"port": 8000}, env={}, max_restarts=0, lease_s=0)
-    wait_for_end(session, run_dir)
-    assert (run_dir / "log.txt").read_text() == f"-m rollouts_core serve {run_dir}/job.json\n"
-    assert json.loads((run_dir / "job.json").read_text()) == {"port": 8000}
 
 
 @pytest.mark.parametrize(
