@@ -129,13 +129,16 @@ def build_batch(
     )
 
 
-def with_step_totals(batches: Sequence[TrainBatch], samples: Iterable[Sample]) -> list[TrainBatch]:
+def with_step_totals(
+    batches: Sequence[TrainBatch], samples: Iterable[Sample], *, count_untrained: bool = False
+) -> list[TrainBatch]:
     """The micro-batches of one step with the totals of all its samples, so that their losses add up to the step's.
 
     Args:
         samples: every sample of the step, also those that no batch holds because they give no gradient.
+        count_untrained: samples and groups without a trained token count, too.
     """
-    trained = [sample for sample in samples if any(sample.loss_mask[1:])]
+    trained = [sample for sample in samples if count_untrained or any(sample.loss_mask[1:])]
     num_scored_tokens = sum(batch.num_scored_tokens for batch in batches)
     return [
         replace(
