@@ -20,7 +20,7 @@ from rollouts_core.checkpoint import list_checkpoints, prune_checkpoints, set_da
 from rollouts_core.config import SFTTrainingConfig
 from rollouts_core.errors import DataError
 from rollouts_core.loss import Metrics
-from rollouts_core.metrics import EventLog, MetricsLogger
+from rollouts_core.metrics import EventLog, MetricsLogger, sum_metrics
 from rollouts_core.types import Sample
 
 
@@ -140,8 +140,3 @@ def prepare_sft_batch(rows: Sequence[Sequence[Sample]], config: SFTTrainingConfi
 def collate_batch(rows: Sequence[Sequence[Sample]], *, pad_id: int) -> TrainBatch:
     """The tensors of some rows of demonstrations."""
     return build_batch(rows, pad_id=pad_id)
-
-
-def sum_metrics(results: Sequence[Metrics]) -> Metrics:
-    """The metrics of a step from those of its micro-batches."""
-    return {name: sum(metrics[name] for metrics in results) for name in results[0]}

@@ -10,6 +10,7 @@ import pytest
 
 from rollouts_core.checkpoint import load_manifest, new_checkpoint, step_directory
 from rollouts_core.config import (
+    AdvantageConfig,
     DeploymentConfig,
     EvaluationConfig,
     LossConfig,
@@ -75,7 +76,7 @@ def test_placement_does_not_change_the_fingerprint(changes: dict[str, Any]) -> N
         {"training": RLTrainingConfig(num_steps=7)},
         {"training": RLTrainingConfig(replicate=1)},
         {"training": RLTrainingConfig(keep_checkpoints=3)},
-        {"training": RLTrainingConfig(baseline=0.5)},
+        {"training": RLTrainingConfig(advantage=AdvantageConfig(baseline=0.5))},
         {"training": RLTrainingConfig(loss=LossConfig(clip_high=0.28))},
         {"training": RLTrainingConfig(optim=RLOptimConfig(lr=2e-6, schedule="constant"))},
         {"training": RLTrainingConfig(optim=RLOptimConfig(lr=1e-6, schedule="linear"))},
