@@ -176,15 +176,20 @@ def split_by_sample(values_BT: Tensor, rows: Sequence[Row]) -> list[list[Tensor]
     return [[values_BT[b, span] for span in row_spans(row)] for b, row in enumerate(rows)]
 
 
-def block_causal_mask(segment_ids_BT: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def block_causal_mask(
+    segment_ids_BT: Tensor, dtype: torch.dtype = torch.float32, *, window: int | None = None
+) -> Tensor:
     """(B, 1, T, T) to add to attention scores: 0 where query t may read key u, -inf elsewhere.
 
-    It may where u <= t lies in the same sample. Padding reads padding, so that no query is left with nothing.
+    It may where u <= t lies in the same sample, and with a `window` no further back than t - u < window. Padding
+    reads padding, so that no query is left with nothing.
     """
-    same_segment_BTT = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
+    may_read_BTT = torch.tril(segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])
+    if window is not None:
+        may_read_BTT = torch.triu(may_read_BTT, diagonal=1 - window)
     # Not booleans: a model without fused attention would add them to its scores as 0 and 1.
-    mask_BTT = torch.zeros_like(same_segment_BTT, dtype=dtype)
-    return mask_BTT.masked_fill_(~torch.tril(same_segment_BTT), -math.inf)[:, None]
+    mask_BTT = torch.zeros_like(may_read_BTT, dtype=dtype)
+    return mask_BTT.masked_fill_(~may_read_BTT, -math.inf)[:, None]
 
 
 def pack_rows(samples: Iterable[Sample], *, max_length: int) -> Iterable[list[Sample]]:

@@ -88,8 +88,6 @@ class ModelConfig(Record):
     """Folder with a Hugging Face checkpoint (config.json, weights, tokenizer), or a hub id."""
     revision: str = ""
     """Commit or tag of a hub model; empty takes the default branch."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the weights while training."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Leave off unless you have read that code."""
 
@@ -137,6 +135,46 @@ class RLOptimConfig(OptimConfig):
     """Shape of the learning rate after warmup."""
 
 
+class LoRAConfig(Record):
+    """Low-rank adapters: only they are trained; checkpoints hold the weights with the adapters merged in."""
+
+    rank: int = Field(0, ge=0)
+    """Rank of the adapters; 0 trains all weights instead."""
+    alpha: Annotated[Finite, Field(gt=0)] = 32.0
+    """Adapters are scaled by alpha / rank."""
+    dropout: Annotated[Finite, Field(ge=0, lt=1)] = 0.0
+    """Share of the adapters' inputs that is dropped while training."""
+    target_modules: tuple[str, ...] = ()
+    """Names of the linear layers that get an adapter; empty takes all but the output head."""
+
+
+class PolicyConfig(Record):
+    """How the model computes while it is trained."""
+
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the matrix products. Trained weights and optimizer state stay float32; with LoRA the frozen
+    weights take this format too."""
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
+    """Attention kernel. Those of flash attention run packed rows without a mask; they need a GPU, their package, and
+    the precision bfloat16."""
+    activation_checkpointing: bool = False
+    """Compute the layers' activations again in the backward pass: less memory, about a third more time."""
+    compile: bool = False
+    """Compile the layers with torch.compile: a slow start, then faster steps on most GPUs."""
+    lora: LoRAConfig = LoRAConfig()
+    """Low-rank adapters."""
+
+    @model_validator(mode="after")
+    def _check_attention(self) -> Self:
+        if self.attention.startswith("flash") and self.precision != "bfloat16":
+            raise ValueError(f'attention "{self.attention}" needs precision = "bfloat16"')
+        return self
+
+
+PLAIN_POLICY = PolicyConfig()
+"""Full training in float32."""
+
+
 class SFTTrainingConfig(Record):
     """Supervised fine-tuning on demonstrations."""
 
@@ -154,12 +192,16 @@ class SFTTrainingConfig(Record):
     """Which tokens enter the loss."""
     seed: int = Field(0, ge=0)
     """Order of the demonstrations."""
+    eval_every: int = Field(100, ge=1)
+    """Steps between two evaluations of the loss on `data.sft_eval`."""
     log_every: int = Field(10, ge=1, json_schema_extra=PLACEMENT)
     """Steps between two lines of metrics."""
     checkpoint_every: int = Field(200, ge=1)
     """Steps between two checkpoints; selection chooses among them and the last one."""
     keep_checkpoints: int = Field(10, ge=1)
     """How many checkpoints stay on disk, the newest ones."""
+    policy: PolicyConfig = PLAIN_POLICY
+    """Precision, adapters and memory savings."""
     optim: OptimConfig = OptimConfig()
     """Optimizer of this stage."""
 
@@ -368,6 +410,8 @@ class RLTrainingConfig(Record):
     """How many checkpoints stay on disk, the newest ones."""
     replicate: int = Field(0, ge=0)
     """Another number trains the same settings again, as another sample of the same run."""
+    policy: PolicyConfig = PLAIN_POLICY
+    """Precision, adapters and memory savings."""
     optim: RLOptimConfig = RLOptimConfig()
     """Optimizer of this stage."""
 

@@ -61,7 +61,7 @@ def make_full_config(directory: Path) -> Config:
     """A configuration that sets something in every section, with absolute paths."""
     files = {name: str(directory / f"{name}.jsonl") for name in ("sft", "prompts", "selection", "heldout")}
     return Config(
-        model=ModelConfig(path=str(directory / "base"), dtype="bfloat16"),
+        model=ModelConfig(path=str(directory / "base"), revision="v2"),
         data=DataConfig(**files),
         training=TrainingConfig(
             sft=SFTTrainingConfig(num_steps=7, optim=OptimConfig(betas=(0.8, 0.9), eps=1e-6)),

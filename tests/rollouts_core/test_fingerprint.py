@@ -71,7 +71,7 @@ def test_placement_does_not_change_the_fingerprint(changes: dict[str, Any]) -> N
     [
         {"prompts": InputFile(path="rows.jsonl", digest="other")},
         {"model": InputModel(name="base", model=ModelConfig(path="base"), digest="other")},
-        {"model": InputModel(name="base", model=ModelConfig(path="base", dtype="bfloat16"), digest="m")},
+        {"model": InputModel(name="base", model=ModelConfig(path="base", revision="v2"), digest="m")},
         {"plugin_digest": "other"},
         {"training": RLTrainingConfig(num_steps=7)},
         {"training": RLTrainingConfig(replicate=1)},
