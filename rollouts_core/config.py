@@ -392,6 +392,8 @@ class RLTrainingConfig(Record):
     """Passes over a batch of rollouts."""
     max_micro_batch_tokens: int = Field(16384, ge=2)
     """Padded tokens per forward and backward pass; smaller needs less memory and gives the same step."""
+    packing: bool = True
+    """Fill rows with several completions, which do not see each other, up to the length of the longest."""
     advantage: AdvantageConfig = AdvantageConfig()
     """How rewards become advantages."""
     reward_shaping: RewardShapingConfig = RewardShapingConfig()

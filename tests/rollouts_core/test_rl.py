@@ -132,7 +132,7 @@ def test_groups_without_signal_give_no_rows_but_count_in_the_average() -> None:
     constant = [s if s.group_index else replace(s, reward=1.0) for s in samples]
     batch = convert_to_batch(constant)
     micro_batches = prepare_grpo_batch(batch, batch.rewards, TRAINING)
-    assert sum(len(m.inputs_BT) for m in micro_batches) == 8
+    assert sum(len(m.sample_ids) for m in micro_batches) == 8
     assert micro_batches[0].num_samples == 12
 
 
