@@ -608,6 +608,13 @@ class Config(Record):
             raise ValueError(f'mode "{self.mode}" compares checkpoints by accuracy: evaluation.metric cannot be "loss"')
         if self.mode != "sft" and self.rollout.sampling.temperature == 0:
             raise ValueError("RL needs rollout.sampling.temperature above 0: greedy samples of a group are all equal")
+        advantage = self.training.rl.advantage
+        is_alone = self.rollout.n_samples_per_prompt == 1 and advantage.singleton == "zero"
+        if self.mode != "sft" and is_alone and advantage.estimator not in ("constant", "batch_mean_std", "gae"):
+            raise ValueError(
+                f'training.rl.advantage.estimator "{advantage.estimator}" compares the completions of a prompt: it '
+                "needs rollout.n_samples_per_prompt of 2 or more, found 1"
+            )
         return self
 
     @classmethod
