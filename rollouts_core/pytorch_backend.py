@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from rollouts_core.backend import ImmediateTrainFuture, TrainingState
+from rollouts_core.backend import FailedTrainFuture, ImmediateTrainFuture, ThreadTrainFuture, TrainFuture, TrainingState
 from rollouts_core.batch import TrainBatch
 from rollouts_core.checkpoint import new_checkpoint, verify_checkpoint
 from rollouts_core.config import ModelConfig, OptimConfig
@@ -29,15 +29,21 @@ from rollouts_core.optim import (
     create_warmup_cosine_scheduler,
     optimizer_tensors,
     restore_optimizer_tensors,
+    restore_schedule,
 )
 from rollouts_core.policy import Policy
+from rollouts_core.random_state import get_random_tensors, get_random_values, is_random_state, set_random_state
+from rollouts_core.snapshot import HostSnapshot
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TRAINER_STATE = "trainer/state.json"
 TRAINER_TENSORS = "trainer/tensors.safetensors"
-RNG_KEY = "rng/torch"
+HF_PREFIX = "hf/"
+"""Marks the tensors of a snapshot that go into the Hugging Face files."""
+WEIGHTS_PREFIX = "weights/"
+"""Marks trained parameters that the Hugging Face files have no place for."""
 
 
 class PyTorchTrainingBackend:
@@ -68,6 +74,8 @@ class PyTorchTrainingBackend:
         self.reference = reference
         self.device = self.model.device
         self._num_optim_steps = 0
+        self._snapshot = HostSnapshot()
+        self._saving: TrainFuture[None] = ImmediateTrainFuture(None)
 
     @property
     def weight_version(self) -> int:
@@ -125,54 +133,100 @@ class PyTorchTrainingBackend:
         Raises:
             CheckpointError: a name or shape that is not the model's; the weights are as before.
         """
-        own = dict(self.model.named_parameters())
-        if weights.keys() != own.keys():
-            raise CheckpointError(f"the weights are of another model: {sorted(weights.keys() ^ own.keys())[:3]}")
-        for name, value in weights.items():
-            if value.shape != own[name].shape:
-                raise CheckpointError(f"{name} has shape {tuple(value.shape)}, expected {tuple(own[name].shape)}")
-        with torch.no_grad():
-            for name, value in weights.items():
-                own[name].copy_(value)
+        load_named_tensors(dict(self.model.named_parameters()), weights)
         return ImmediateTrainFuture(None)
 
-    def save_checkpoint(self, path: Path, state: TrainingState) -> ImmediateTrainFuture[None]:
-        """Write a directory that engines load as it is and that training resumes from exactly."""
+    def save_checkpoint(self, path: Path, state: TrainingState) -> ThreadTrainFuture[None]:
+        """Write a directory that engines load as it is and that training resumes from exactly.
+
+        The call copies everything to host memory, as much as weights and optimizer take; a thread writes the copy.
+        """
+        assert self._saving.done(), "one save at a time: wait for the last one's result"
         trainer = {
             "scheduler": self.scheduler.state_dict(),
             "num_optim_steps": self._num_optim_steps,
+            "random": get_random_values(),
             "loop": dict(state),
         }
-        tensors = {**optimizer_tensors(self.policy, self.optimizer), RNG_KEY: torch.get_rng_state()}
-        with new_checkpoint(path, step=int(state["step"])) as directory:
-            self.model.save_pretrained(directory)
-            self.tokenizer.save_pretrained(directory)
-            (directory / "trainer").mkdir()
-            (directory / TRAINER_STATE).write_text(json.dumps(trainer))
-            save_file(tensors, directory / TRAINER_TENSORS)
-        return ImmediateTrainFuture(None)
+        hf_weights = {HF_PREFIX + name: tensor for name, tensor in self.model.state_dict().items()}
+        copied = self._snapshot.take({**hf_weights, **self._trainer_tensors()})
+        saving = ThreadTrainFuture(lambda: self._write_checkpoint(path, json.dumps(trainer), copied, state))
+        self._saving = saving
+        return saving
 
-    def load_checkpoint(self, path: Path) -> ImmediateTrainFuture[TrainingState]:
+    def load_checkpoint(self, path: Path) -> TrainFuture[TrainingState]:
         """Go on from a checkpoint of this backend; returns the loop's state.
 
         Raises:
             CheckpointError: it is damaged, of another model, or has no trainer state.
         """
+        try:
+            return ImmediateTrainFuture(self._load_checkpoint(path))
+        except CheckpointError as error:
+            return FailedTrainFuture(error)
+
+    def _trainer_tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds beside the Hugging Face files."""
+        return {
+            **{WEIGHTS_PREFIX + name: parameter.detach() for name, parameter in self._own_parameters().items()},
+            **optimizer_tensors(self.policy, self.optimizer),
+            **get_random_tensors(),
+        }
+
+    def _own_parameters(self) -> dict[str, Tensor]:
+        """The policy's parameters that are no part of the Hugging Face model, a value head for instance."""
+        of_model = {id(parameter) for parameter in self.model.parameters()}
+        return {name: p for name, p in self.policy.named_parameters() if id(p) not in of_model}
+
+    def _write_checkpoint(self, path: Path, trainer: str, copied: dict[str, Tensor], state: TrainingState) -> None:
+        hf_weights = {name.removeprefix(HF_PREFIX): t for name, t in copied.items() if name.startswith(HF_PREFIX)}
+        tensors = {name: t for name, t in copied.items() if not name.startswith(HF_PREFIX)}
+        with new_checkpoint(
+            path, step=int(state["step"]), score=state.get("score"), fingerprint=state.get("fingerprint", "")
+        ) as directory:
+            self.model.save_pretrained(directory, state_dict=hf_weights)
+            self.tokenizer.save_pretrained(directory)
+            (directory / "trainer").mkdir()
+            (directory / TRAINER_STATE).write_text(trainer)
+            save_file(tensors, directory / TRAINER_TENSORS)
+
+    def _load_checkpoint(self, path: Path) -> TrainingState:
         verify_checkpoint(path)
         if not (path / TRAINER_STATE).is_file():
             raise CheckpointError(f"{path} has no trainer state: it can be trained from, but not resumed")
         trainer = json.loads((path / TRAINER_STATE).read_text())
         tensors = load_file(path / TRAINER_TENSORS)
         saved = load_hf_model(ModelConfig(path=str(path), dtype=_dtype_name(self.model.dtype)))
-        self.load_weights({name: p.detach() for name, p in saved.named_parameters()})
-        torch.set_rng_state(tensors.pop(RNG_KEY))
-        restore_optimizer_tensors(self.policy, self.optimizer, tensors)
-        self.scheduler.load_state_dict(trainer["scheduler"])
-        for group, lr in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
-            group["lr"] = lr
+        load_named_tensors(dict(self.model.named_parameters()), dict(saved.named_parameters()))
+        load_named_tensors(
+            self._own_parameters(),
+            {name.removeprefix(WEIGHTS_PREFIX): t for name, t in tensors.items() if name.startswith(WEIGHTS_PREFIX)},
+        )
+        moments = {
+            name: t for name, t in tensors.items() if not name.startswith(WEIGHTS_PREFIX) and not is_random_state(name)
+        }
+        restore_optimizer_tensors(self.policy, self.optimizer, moments)
+        restore_schedule(self.scheduler, trainer["scheduler"])
+        set_random_state(tensors, trainer["random"])
         self._num_optim_steps = trainer["num_optim_steps"]
         state: TrainingState = trainer["loop"]
-        return ImmediateTrainFuture(state)
+        return state
+
+
+def load_named_tensors(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Copy values into the tensors of the same names.
+
+    Raises:
+        CheckpointError: a name or shape that is not there; the tensors are as before.
+    """
+    if values.keys() != own.keys():
+        raise CheckpointError(f"the weights are of another model: {sorted(values.keys() ^ own.keys())[:3]}")
+    for name, value in values.items():
+        if value.shape != own[name].shape:
+            raise CheckpointError(f"{name} has shape {tuple(value.shape)}, expected {tuple(own[name].shape)}")
+    with torch.no_grad():
+        for name, value in values.items():
+            own[name].copy_(value)
 
 
 def create_pytorch_backend(
