@@ -11,7 +11,7 @@ from typing import Any
 PUBLIC_NAMES = {
     "advantages": "batch_advantages compute_advantages gae_advantages group_advantages whiten",
     "backend": "ImmediateTrainFuture TrainFuture TrainingBackend",
-    "batch": "TrainBatch build_batch pack_rows with_step_totals",
+    "batch": "TrainBatch build_batch with_step_totals",
     "chat": "compute_loss_mask tokenize_conversation tokenize_prompt",
     "checkpoint": "latest_intact_checkpoint load_manifest verify_checkpoint",
     "comparison": "compare_paired estimate_mean judge_improvement select_best",
@@ -26,6 +26,7 @@ PUBLIC_NAMES = {
     "metrics": "EventLog JSONLLogger MetricsLogger read_metrics",
     "model": "load_hf_model load_tokenizer",
     "optim": "create_adamw_optimizer create_warmup_cosine_scheduler",
+    "packing": "pack_lengths pack_rows",
     "policy": "Policy compute_logprobs score_targets",
     "pytorch_backend": "PyTorchTrainingBackend create_pytorch_backend",
     "rewards": "REWARDS compute_reward",

@@ -187,17 +187,3 @@ def block_causal_mask(
     # Not booleans: a model without fused attention would add them to its scores as 0 and 1.
     mask_BTT = torch.zeros_like(may_read_BTT, dtype=dtype)
     return mask_BTT.masked_fill_(~may_read_BTT, -math.inf)[:, None]
-
-
-def pack_rows(samples: Iterable[Sample], *, max_length: int) -> Iterable[list[Sample]]:
-    """Fill rows with samples in order; a sample that does not fit any more begins the next row."""
-    row: list[Sample] = []
-    num_tokens = 0
-    for sample in samples:
-        if row and num_tokens + len(sample.tokens) > max_length:
-            yield row
-            row, num_tokens = [], 0
-        row.append(sample)
-        num_tokens += len(sample.tokens)
-    if row:
-        yield row
