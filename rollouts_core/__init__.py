@@ -9,13 +9,14 @@ from importlib import import_module
 from typing import Any
 
 PUBLIC_NAMES = {
+    "algorithms": "ALGORITHMS",
     "advantages": "batch_advantages compute_advantages gae_advantages group_advantages whiten",
     "backend": "ImmediateTrainFuture TrainFuture TrainingBackend",
     "batch": "TrainBatch build_batch with_step_totals",
     "chat": "compute_loss_mask tokenize_conversation tokenize_prompt",
     "checkpoint": "latest_intact_checkpoint load_manifest verify_checkpoint",
     "comparison": "compare_paired estimate_mean judge_improvement select_best",
-    "config": "Config RLTrainingConfig RolloutConfig SFTTrainingConfig",
+    "config": "Config algorithm_preset RLTrainingConfig RolloutConfig SFTTrainingConfig",
     "data_buffer": "DataBuffer",
     "dataset": "load_prompts_from_jsonl load_sft_dataset",
     "engines": "InferenceEngine PublishTarget SGLangEngine publish_weights sync_weights_to_engines",

@@ -73,6 +73,8 @@ class TrainBatch:
     """Groups with a trained token over every micro-batch and rank of the step: the divisor of prompt means."""
     is_packed: bool
     """Whether some row holds more than one sample."""
+    sample_ids: tuple[str, ...] = ()
+    """The samples in it by prompt and place, for messages."""
 
     def to(self, device: torch.device) -> TrainBatch:
         """The batch with its tensors on `device`."""
@@ -126,16 +128,24 @@ def build_batch(
         num_samples=sum(any(sample.loss_mask[1:]) for row in rows for sample in row),
         num_groups=len({sample.group_index for row in rows for sample in row if any(sample.loss_mask[1:])}),
         is_packed=any(len(row) > 1 for row in rows),
+        sample_ids=tuple(_name_sample(sample) for row in rows for sample in row),
     )
 
 
-def with_step_totals(batches: Sequence[TrainBatch], samples: Iterable[Sample]) -> list[TrainBatch]:
+def _name_sample(sample: Sample) -> str:
+    return f"{sample.metadata.get('prompt_id', sample.group_index)}/{sample.index}"
+
+
+def with_step_totals(
+    batches: Sequence[TrainBatch], samples: Iterable[Sample], *, count_untrained: bool = False
+) -> list[TrainBatch]:
     """The micro-batches of one step with the totals of all its samples, so that their losses add up to the step's.
 
     Args:
         samples: every sample of the step, also those that no batch holds because they give no gradient.
+        count_untrained: samples and groups without a trained token count, too.
     """
-    trained = [sample for sample in samples if any(sample.loss_mask[1:])]
+    trained = [sample for sample in samples if count_untrained or any(sample.loss_mask[1:])]
     num_scored_tokens = sum(batch.num_scored_tokens for batch in batches)
     return [
         replace(
