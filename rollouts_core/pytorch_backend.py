@@ -182,7 +182,7 @@ class PyTorchTrainingBackend:
         hf_weights = {name.removeprefix(HF_PREFIX): t for name, t in copied.items() if name.startswith(HF_PREFIX)}
         tensors = {name: t for name, t in copied.items() if not name.startswith(HF_PREFIX)}
         with new_checkpoint(
-            path, step=int(state["step"]), score=state.get("score"), fingerprint=state.get("fingerprint", "")
+            path, step=int(state["step"]), score=state.get("score"), settings=state.get("settings")
         ) as directory:
             self.model.save_pretrained(directory, state_dict=hf_weights)
             self.tokenizer.save_pretrained(directory)

@@ -12,21 +12,21 @@ The loop is synchronous: the engines wait while the weights change, so every sam
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 
 from rollouts_core.advantages import group_advantages
 from rollouts_core.backend import TrainingBackend
 from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
-from rollouts_core.checkpoint import prune_checkpoints, step_directory
 from rollouts_core.config import RLTrainingConfig
 from rollouts_core.data_buffer import DataBuffer
 from rollouts_core.engines import InferenceEngine, PublishTarget, publish_weights
 from rollouts_core.loss import Metrics
 from rollouts_core.metrics import EventLog, MetricsLogger
 from rollouts_core.rollout import AsyncRolloutManager
-from rollouts_core.sft import load_latest_checkpoint, sum_metrics
+from rollouts_core.saving import RunCheckpoints, describe_settings
+from rollouts_core.sft import sum_metrics
 from rollouts_core.types import RolloutBatch, Sample, Status, group_samples
 
 OnBatch = Callable[[int, RolloutBatch], None]
@@ -44,6 +44,7 @@ async def run_rl_training(
     target: PublishTarget,
     pad_id: int = 0,
     checkpoint_dir: Path | None = None,
+    inputs: Mapping[str, str] | None = None,
     events: EventLog | None = None,
     on_batch: OnBatch | None = None,
 ) -> list[Metrics]:
@@ -54,45 +55,52 @@ async def run_rl_training(
 
     Args:
         target: where weights are published for the engines.
+        inputs: digests of what the training was made from, by name; a checkpoint of others is refused.
 
     Raises:
+        CheckpointError: a checkpoint of other settings or inputs.
         WeightSyncError: an engine that does not take the weights.
         TrainingError: a loss or gradient that is not finite.
     """
-    state = await load_latest_checkpoint(backend, checkpoint_dir, events)
-    if state:
-        data_buffer.load_state_dict(state["data_buffer"])
-        rollout_manager.load_state_dict(state["rollout"])
-    version = await publish_weights(backend, inference_engines, target)
+    settings = describe_settings(config, inputs or {}, rollout=rollout_manager.config)
     history: list[Metrics] = []
-    for step in range((state["step"] if state else 0) + 1, config.num_steps + 1):
-        began = perf_counter()
-        batch = await rollout_manager.generate_batch()
-        if on_batch:
-            on_batch(step, batch)
-        generated = perf_counter()
-        metrics = await train_on_rollouts(backend, batch, config, pad_id=pad_id)
-        trained = perf_counter()
-        if step % config.sync_every == 0 and not metrics["skipped"]:
-            version = await publish_weights(backend, inference_engines, target)
-            if events:
-                events.write("weights_published", step=step, version=version)
-        metrics |= describe_rollouts(batch)
-        metrics |= {
-            "generate_s": generated - began,
-            "train_s": trained - generated,
-            "publish_s": perf_counter() - trained,
-        }
-        history.append(metrics)
-        if metrics_logger and (step % config.log_every == 0 or step in (1, config.num_steps)):
-            metrics_logger.log(metrics, step)
-        if checkpoint_dir and (step % config.checkpoint_every == 0 or step == config.num_steps):
-            cursors = {"data_buffer": data_buffer.state_dict(), "rollout": rollout_manager.state_dict()}
-            checkpoint = step_directory(checkpoint_dir, step)
-            await backend.save_checkpoint(checkpoint, {"step": step, **cursors}).result()
-            prune_checkpoints(checkpoint_dir, newest=checkpoint, keep=config.keep_checkpoints)
-            if events:
-                events.write("checkpoint", step=step)
+    async with RunCheckpoints(backend, checkpoint_dir, config, settings=settings, events=events) as checkpoints:
+        state = await checkpoints.resume()
+        if state:
+            data_buffer.load_state_dict(state["data_buffer"])
+            rollout_manager.load_state_dict(state["rollout"])
+        version, num_published = await publish_weights(backend, inference_engines, target), backend.weight_version
+        for step in range((state["step"] if state else 0) + 1, config.num_steps + 1):
+            began = perf_counter()
+            batch = await rollout_manager.generate_batch()
+            if on_batch:
+                on_batch(step, batch)
+            generated = perf_counter()
+            metrics = await train_on_rollouts(backend, batch, config, pad_id=pad_id)
+            trained = perf_counter()
+            # At a checkpoint too: a run that goes on from there publishes these weights before anything else.
+            is_publish_due = step % config.sync_every == 0 or checkpoints.is_due(step)
+            if is_publish_due and backend.weight_version != num_published:
+                version, num_published = (
+                    await publish_weights(backend, inference_engines, target),
+                    backend.weight_version,
+                )
+                if events:
+                    events.write("weights_published", step=step, version=version)
+            metrics |= describe_rollouts(batch)
+            metrics |= {
+                "generate_s": generated - began,
+                "train_s": trained - generated,
+                "publish_s": perf_counter() - trained,
+            }
+            history.append(metrics)
+            if metrics_logger and (step % config.log_every == 0 or step in (1, config.num_steps)):
+                metrics_logger.log(metrics, step)
+            await checkpoints.after_step(
+                step,
+                metrics,
+                lambda: {"data_buffer": data_buffer.state_dict(), "rollout": rollout_manager.state_dict()},
+            )
     return history
 
 
