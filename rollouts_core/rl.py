@@ -23,7 +23,7 @@ from rollouts_core.config import RLTrainingConfig
 from rollouts_core.data_buffer import DataBuffer
 from rollouts_core.engines import InferenceEngine, PublishTarget, publish_weights
 from rollouts_core.loss import Metrics
-from rollouts_core.metrics import EventLog, MetricsLogger
+from rollouts_core.metrics import EventLog, MetricsLogger, read_json_lines
 from rollouts_core.rollout import AsyncRolloutManager
 from rollouts_core.saving import RunCheckpoints, describe_settings
 from rollouts_core.sft import sum_metrics
@@ -51,7 +51,8 @@ async def run_rl_training(
     """Train for `config.num_steps` steps; returns the metrics of each step that was run.
 
     With a `checkpoint_dir`, training goes on from its newest intact checkpoint. The engines serve the trainer's
-    weights before the first sample is asked for, also after a restart.
+    weights before the first sample is asked for, also after a restart. Where timing decides which groups a step
+    trains on, `events` gets the decision before the step, and a run that goes on takes the same ones again.
 
     Args:
         target: where weights are published for the engines.
@@ -69,10 +70,14 @@ async def run_rl_training(
         if state:
             data_buffer.load_state_dict(state["data_buffer"])
             rollout_manager.load_state_dict(state["rollout"])
+        if events and checkpoint_dir:
+            rollout_manager.replay(read_schedules(events.path, after_step=state["step"] if state else 0))
         version, num_published = await publish_weights(backend, inference_engines, target), backend.weight_version
         for step in range((state["step"] if state else 0) + 1, config.num_steps + 1):
             began = perf_counter()
             batch = await rollout_manager.generate_batch()
+            if events and "completed" in batch.metadata:
+                events.write("rollouts_scheduled", step=step, completed=batch.metadata["completed"])
             if on_batch:
                 on_batch(step, batch)
             generated = perf_counter()
@@ -102,6 +107,16 @@ async def run_rl_training(
                 lambda: {"data_buffer": data_buffer.state_dict(), "rollout": rollout_manager.state_dict()},
             )
     return history
+
+
+def read_schedules(events: Path, *, after_step: int) -> list[list[int]]:
+    """The logged order of finished groups of the steps after one, as far as an earlier attempt came."""
+    lines = read_json_lines(events)
+    by_step = {line["step"]: line["completed"] for line in lines if line["event"] == "rollouts_scheduled"}
+    schedules: list[list[int]] = []
+    while (order := by_step.get(after_step + len(schedules) + 1)) is not None:
+        schedules.append(order)
+    return schedules
 
 
 async def train_on_rollouts(
