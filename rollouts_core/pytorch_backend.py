@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from copy import deepcopy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +20,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from rollouts_core.backend import FailedTrainFuture, ImmediateTrainFuture, ThreadTrainFuture, TrainFuture, TrainingState
 from rollouts_core.batch import TrainBatch
 from rollouts_core.checkpoint import new_checkpoint, verify_checkpoint
-from rollouts_core.config import ModelConfig, OptimConfig
-from rollouts_core.errors import CheckpointError, TrainingError
+from rollouts_core.config import PLAIN_POLICY, ModelConfig, OptimConfig, PolicyConfig
+from rollouts_core.errors import CheckpointError, NonFiniteError
+from rollouts_core.lora import adapters_off, is_adapter_weight, merged_weights, replace_weights
 from rollouts_core.loss import LossFn, Metrics, TokenScores
 from rollouts_core.model import load_hf_model, load_tokenizer
 from rollouts_core.optim import (
@@ -31,7 +32,7 @@ from rollouts_core.optim import (
     restore_optimizer_tensors,
     restore_schedule,
 )
-from rollouts_core.policy import Policy
+from rollouts_core.policy import Policy, create_policy
 from rollouts_core.random_state import get_random_tensors, get_random_values, is_random_state, set_random_state
 from rollouts_core.snapshot import HostSnapshot
 
@@ -40,10 +41,10 @@ if TYPE_CHECKING:
 
 TRAINER_STATE = "trainer/state.json"
 TRAINER_TENSORS = "trainer/tensors.safetensors"
-HF_PREFIX = "hf/"
+HF_KEY = "hf/"
 """Marks the tensors of a snapshot that go into the Hugging Face files."""
-WEIGHTS_PREFIX = "weights/"
-"""Marks trained parameters that the Hugging Face files have no place for."""
+WEIGHT_KEY = "weight/"
+"""Marks weights that the Hugging Face files have no place for."""
 
 
 class PyTorchTrainingBackend:
@@ -78,6 +79,11 @@ class PyTorchTrainingBackend:
         self._saving: TrainFuture[None] = ImmediateTrainFuture(None)
 
     @property
+    def has_adapters(self) -> bool:
+        """Whether only adapters are trained."""
+        return any(is_adapter_weight(name) for name, _ in self.model.named_parameters())
+
+    @property
     def weight_version(self) -> int:
         """The number of optimizer steps that the weights have taken."""
         return self._num_optim_steps
@@ -86,12 +92,13 @@ class PyTorchTrainingBackend:
         """Add the batch's gradient to that of its step.
 
         Raises:
-            TrainingError: the loss is not a finite number.
+            NonFiniteError: the loss is not a finite number; the gradient of its step is dropped.
         """
         on_device = batch.to(self.device)
         loss, metrics = self.loss_fn(self.policy(on_device), on_device)
         if not math.isfinite(metrics["loss"]):
-            raise TrainingError(
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NonFiniteError(
                 f"the loss became {metrics['loss']} after {self._num_optim_steps} optimizer steps: lower the "
                 "learning rate, or look at the samples of this step"
             )
@@ -100,22 +107,28 @@ class PyTorchTrainingBackend:
 
     @torch.no_grad()
     def score(self, batch: TrainBatch, *, reference: bool = False) -> ImmediateTrainFuture[TokenScores]:
-        """What the policy, or the reference, says about the batch, without a gradient, on the CPU."""
-        if not reference:
-            return ImmediateTrainFuture(self.policy(batch.to(self.device)).to(torch.device("cpu")))
-        if self.reference is None:
-            raise TrainingError("this backend was built without a reference policy: create it with_reference=True")
-        return ImmediateTrainFuture(self.reference(batch.to(self.device)).to(torch.device("cpu")))
+        """What the policy, or the reference, says about the batch, without a gradient or dropout, on the CPU."""
+        asked = self.reference if reference and self.reference else self.policy
+        assert asked is self.reference or not reference or self.has_adapters, "create the backend with_reference=True"
+        asked.eval()
+        with adapters_off(self.model) if reference else nullcontext():
+            scores = asked(batch.to(self.device)).to(torch.device("cpu"))
+        self.policy.train()
+        return ImmediateTrainFuture(scores)
 
     def optim_step(self) -> ImmediateTrainFuture[Metrics]:
         """Clip the gradient, step, and move the learning rate on.
 
         Raises:
-            TrainingError: the gradient is not finite; the weights are as before.
+            NonFiniteError: the gradient is not finite; it is dropped, and the weights are as before.
         """
         norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm))
         if not math.isfinite(norm):
-            raise TrainingError(f"the gradient norm became {norm} after {self._num_optim_steps} optimizer steps")
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NonFiniteError(
+                f"the gradient norm became {norm} after {self._num_optim_steps} optimizer steps: lower the learning "
+                "rate, or look at the samples of this step"
+            )
         lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -124,16 +137,17 @@ class PyTorchTrainingBackend:
         return ImmediateTrainFuture({"grad_norm": norm, "lr": lr})
 
     def get_weights(self) -> ImmediateTrainFuture[dict[str, Tensor]]:
-        """The weights by their Hugging Face names, tied ones once; views, not copies."""
-        return ImmediateTrainFuture({name: p.detach() for name, p in self.model.named_parameters()})
+        """The weights by their Hugging Face names, tied ones once, adapters merged in; the others are views."""
+        return ImmediateTrainFuture(merged_weights(self.model))
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> ImmediateTrainFuture[None]:
-        """Replace the weights; the optimizer keeps its state.
+        """Replace the weights; the optimizer keeps its state, and adapters start again from 0.
 
         Raises:
             CheckpointError: a name or shape that is not the model's; the weights are as before.
         """
-        load_named_tensors(dict(self.model.named_parameters()), weights)
+        check_named_tensors(merged_weights(self.model), weights)
+        replace_weights(self.model, weights)
         return ImmediateTrainFuture(None)
 
     def save_checkpoint(self, path: Path, state: TrainingState) -> ThreadTrainFuture[None]:
@@ -148,7 +162,7 @@ class PyTorchTrainingBackend:
             "random": get_random_values(),
             "loop": dict(state),
         }
-        hf_weights = {HF_PREFIX + name: tensor for name, tensor in self.model.state_dict().items()}
+        hf_weights = {HF_KEY + name: tensor for name, tensor in merged_weights(self.model).items()}
         copied = self._snapshot.take({**hf_weights, **self._trainer_tensors()})
         saving = ThreadTrainFuture(lambda: self._write_checkpoint(path, json.dumps(trainer), copied, state))
         self._saving = saving
@@ -168,19 +182,20 @@ class PyTorchTrainingBackend:
     def _trainer_tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds beside the Hugging Face files."""
         return {
-            **{WEIGHTS_PREFIX + name: parameter.detach() for name, parameter in self._own_parameters().items()},
+            **{WEIGHT_KEY + name: value.detach() for name, value in self._own_weights().items()},
             **optimizer_tensors(self.policy, self.optimizer),
             **get_random_tensors(),
         }
 
-    def _own_parameters(self) -> dict[str, Tensor]:
-        """The policy's parameters that are no part of the Hugging Face model, a value head for instance."""
-        of_model = {id(parameter) for parameter in self.model.parameters()}
-        return {name: p for name, p in self.policy.named_parameters() if id(p) not in of_model}
+    def _own_weights(self) -> dict[str, Tensor]:
+        """The weights that the Hugging Face layout has no place for: adapters and value head, by the policy's names."""
+        return {
+            name: p for name, p in self.policy.named_parameters() if is_adapter_weight(name) or "value_head" in name
+        }
 
     def _write_checkpoint(self, path: Path, trainer: str, copied: dict[str, Tensor], state: TrainingState) -> None:
-        hf_weights = {name.removeprefix(HF_PREFIX): t for name, t in copied.items() if name.startswith(HF_PREFIX)}
-        tensors = {name: t for name, t in copied.items() if not name.startswith(HF_PREFIX)}
+        hf_weights = {name.removeprefix(HF_KEY): t for name, t in copied.items() if name.startswith(HF_KEY)}
+        tensors = {name: t for name, t in copied.items() if not name.startswith(HF_KEY)}
         with new_checkpoint(
             path, step=int(state["step"]), score=state.get("score"), settings=state.get("settings")
         ) as directory:
@@ -196,14 +211,13 @@ class PyTorchTrainingBackend:
             raise CheckpointError(f"{path} has no trainer state: it can be trained from, but not resumed")
         trainer = json.loads((path / TRAINER_STATE).read_text())
         tensors = load_file(path / TRAINER_TENSORS)
-        saved = load_hf_model(ModelConfig(path=str(path), dtype=_dtype_name(self.model.dtype)))
-        load_named_tensors(dict(self.model.named_parameters()), dict(saved.named_parameters()))
-        load_named_tensors(
-            self._own_parameters(),
-            {name.removeprefix(WEIGHTS_PREFIX): t for name, t in tensors.items() if name.startswith(WEIGHTS_PREFIX)},
-        )
+        if not self.has_adapters:  # with them the frozen weights are those that training started from
+            saved = load_hf_model(ModelConfig(path=str(path)))
+            load_named_tensors(dict(self.model.named_parameters()), dict(saved.named_parameters()))
+        own = {name.removeprefix(WEIGHT_KEY): t for name, t in tensors.items() if name.startswith(WEIGHT_KEY)}
+        load_named_tensors(self._own_weights(), own)
         moments = {
-            name: t for name, t in tensors.items() if not name.startswith(WEIGHTS_PREFIX) and not is_random_state(name)
+            name: t for name, t in tensors.items() if not name.startswith(WEIGHT_KEY) and not is_random_state(name)
         }
         restore_optimizer_tensors(self.policy, self.optimizer, moments)
         restore_schedule(self.scheduler, trainer["scheduler"])
@@ -219,14 +233,19 @@ def load_named_tensors(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) 
     Raises:
         CheckpointError: a name or shape that is not there; the tensors are as before.
     """
+    check_named_tensors(own, values)
+    with torch.no_grad():
+        for name, value in values.items():
+            own[name].copy_(value)
+
+
+def check_named_tensors(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError when the values have other names or shapes."""
     if values.keys() != own.keys():
         raise CheckpointError(f"the weights are of another model: {sorted(values.keys() ^ own.keys())[:3]}")
     for name, value in values.items():
         if value.shape != own[name].shape:
             raise CheckpointError(f"{name} has shape {tuple(value.shape)}, expected {tuple(own[name].shape)}")
-    with torch.no_grad():
-        for name, value in values.items():
-            own[name].copy_(value)
 
 
 def create_pytorch_backend(
@@ -235,40 +254,47 @@ def create_pytorch_backend(
     loss_fn: LossFn,
     *,
     num_steps: int,
+    policy: PolicyConfig = PLAIN_POLICY,
     temperature: float = 1.0,
     with_entropies: bool = False,
     with_values: bool = False,
     with_reference: bool = False,
+    seed: int = 0,
     device: str = "",
 ) -> PyTorchTrainingBackend:
     """Model, AdamW, schedule and loss as a backend, in one call.
 
     Args:
         num_steps: optimizer steps that the schedule spans.
+        policy: precision, adapters and memory savings.
         temperature: of the rollouts in RL, 1 in SFT.
         with_entropies: score entropies too.
         with_values: train a value head.
         with_reference: keep the weights that training starts from, for `score(reference=True)`.
+        seed: of PyTorch's random numbers, which new adapters and dropout take.
         device: "" takes the first GPU where there is one, else the CPU.
     """
-    hf_model = load_hf_model(model, device=device or default_device())
-    policy = Policy(hf_model, temperature=temperature, with_entropies=with_entropies, with_values=with_values)
-    optimizer = create_adamw_optimizer(policy, optim)
+    torch.manual_seed(seed)
+    place = device or default_device()
+    trained = create_policy(
+        model, policy, device=place, temperature=temperature, with_entropies=with_entropies, with_values=with_values
+    )
+    reference = None
+    if with_reference and policy.lora.rank == 0:
+        frozen = policy.model_copy(update={"activation_checkpointing": False})
+        reference = create_policy(model, frozen, device=place, temperature=temperature).eval().requires_grad_(False)
+    optimizer = create_adamw_optimizer(trained, optim)
     return PyTorchTrainingBackend(
-        policy,
+        trained,
         optimizer,
         create_warmup_cosine_scheduler(optimizer, optim, num_steps=num_steps),
         loss_fn,
         tokenizer=load_tokenizer(model),
         max_grad_norm=optim.max_grad_norm,
-        reference=Policy(deepcopy(hf_model).requires_grad_(False), temperature=temperature) if with_reference else None,
+        reference=reference,
     )
 
 
 def default_device() -> str:
     """The first GPU where there is one, else the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
