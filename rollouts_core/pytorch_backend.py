@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
 TRAINER_STATE = "trainer/state.json"
 TRAINER_TENSORS = "trainer/tensors.safetensors"
-HF_PREFIX = "hf/"
+HF_KEY = "hf/"
 """Marks the tensors of a snapshot that go into the Hugging Face files."""
-WEIGHTS_PREFIX = "weights/"
-"""Marks trained parameters that the Hugging Face files have no place for."""
+WEIGHT_KEY = "weight/"
+"""Marks weights that the Hugging Face files have no place for."""
 
 
 class PyTorchTrainingBackend:
@@ -158,7 +158,7 @@ class PyTorchTrainingBackend:
         return future_of(lambda: self._load_weights(weights))
 
     def _load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        check_same_tensors(merged_weights(self.model), weights)
+        check_named_tensors(merged_weights(self.model), weights)
         replace_weights(self.model, weights)
 
     def save_checkpoint(self, path: Path, state: TrainingState) -> ThreadTrainFuture[None]:
@@ -173,7 +173,7 @@ class PyTorchTrainingBackend:
             "random": get_random_values(),
             "loop": dict(state),
         }
-        hf_weights = {HF_PREFIX + name: tensor for name, tensor in merged_weights(self.model).items()}
+        hf_weights = {HF_KEY + name: tensor for name, tensor in merged_weights(self.model).items()}
         copied = self._snapshot.take({**hf_weights, **self._trainer_tensors()})
         saving = ThreadTrainFuture(lambda: self._write_checkpoint(path, json.dumps(trainer), copied, state))
         self._saving = saving
@@ -190,7 +190,7 @@ class PyTorchTrainingBackend:
     def _trainer_tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds beside the Hugging Face files."""
         return {
-            **{WEIGHTS_PREFIX + name: parameter.detach() for name, parameter in self._own_weights().items()},
+            **{WEIGHT_KEY + name: value.detach() for name, value in self._own_weights().items()},
             **optimizer_tensors(self.policy, self.optimizer),
             **get_random_tensors(),
         }
@@ -201,10 +201,10 @@ class PyTorchTrainingBackend:
         return {name: p for name, p in named if is_adapter_weight(name) or name.startswith("value_head.")}
 
     def _write_checkpoint(self, path: Path, trainer: str, copied: dict[str, Tensor], state: TrainingState) -> None:
-        hf_weights = {name.removeprefix(HF_PREFIX): t for name, t in copied.items() if name.startswith(HF_PREFIX)}
-        tensors = {name: t for name, t in copied.items() if not name.startswith(HF_PREFIX)}
+        hf_weights = {name.removeprefix(HF_KEY): t for name, t in copied.items() if name.startswith(HF_KEY)}
+        tensors = {name: t for name, t in copied.items() if not name.startswith(HF_KEY)}
         with new_checkpoint(
-            path, step=int(state["step"]), score=state.get("score"), fingerprint=state.get("fingerprint", "")
+            path, step=int(state["step"]), score=state.get("score"), settings=state.get("settings")
         ) as directory:
             self.model.save_pretrained(directory, state_dict=hf_weights)
             self.tokenizer.save_pretrained(directory)
@@ -218,17 +218,17 @@ class PyTorchTrainingBackend:
             raise CheckpointError(f"{path} has no trainer state: it can be trained from, but not resumed")
         trainer = json.loads((path / TRAINER_STATE).read_text())
         tensors = load_file(path / TRAINER_TENSORS)
-        own = {name.removeprefix(WEIGHTS_PREFIX): t for name, t in tensors.items() if name.startswith(WEIGHTS_PREFIX)}
-        check_same_tensors(self._own_weights(), own)
+        own = {name.removeprefix(WEIGHT_KEY): t for name, t in tensors.items() if name.startswith(WEIGHT_KEY)}
+        check_named_tensors(self._own_weights(), own)
         if not self.has_adapters:  # with them the frozen weights are those that training started from
             weights = merged_weights(load_hf_model(ModelConfig(path=str(path))))
-            check_same_tensors(merged_weights(self.model), weights)
+            check_named_tensors(merged_weights(self.model), weights)
             replace_weights(self.model, weights)
         with torch.no_grad():
             for name, parameter in self._own_weights().items():
                 parameter.copy_(own[name])
         moments = {
-            name: t for name, t in tensors.items() if not name.startswith(WEIGHTS_PREFIX) and not is_random_state(name)
+            name: t for name, t in tensors.items() if not name.startswith(WEIGHT_KEY) and not is_random_state(name)
         }
         restore_optimizer_tensors(self.policy, self.optimizer, moments)
         restore_schedule(self.scheduler, trainer["scheduler"])
@@ -238,11 +238,11 @@ class PyTorchTrainingBackend:
         return state
 
 
-def check_same_tensors(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError when names or shapes differ."""
-    if given.keys() != own.keys():
-        raise CheckpointError(f"the weights are of another model: {sorted(given.keys() ^ own.keys())[:3]}")
-    for name, value in given.items():
+def check_named_tensors(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError when the values have other names or shapes."""
+    if values.keys() != own.keys():
+        raise CheckpointError(f"the weights are of another model: {sorted(values.keys() ^ own.keys())[:3]}")
+    for name, value in values.items():
         if value.shape != own[name].shape:
             raise CheckpointError(f"{name} has shape {tuple(value.shape)}, expected {tuple(own[name].shape)}")
 
