@@ -33,7 +33,13 @@ from rollouts_core.optim import (
     restore_schedule,
 )
 from rollouts_core.policy import Policy, create_policy
-from rollouts_core.random_state import get_random_tensors, get_random_values, is_random_state, set_random_state
+from rollouts_core.random_state import (
+    get_random_tensors,
+    get_random_values,
+    is_random_state,
+    seed_everything,
+    set_random_state,
+)
 from rollouts_core.snapshot import HostSnapshot
 
 if TYPE_CHECKING:
@@ -270,10 +276,10 @@ def create_pytorch_backend(
         with_entropies: score entropies too.
         with_values: train a value head.
         with_reference: keep the weights that training starts from, for `score(reference=True)`.
-        seed: of PyTorch's random numbers, which new adapters and dropout take.
+        seed: of the random numbers that new adapters and dropout take.
         device: "" takes the first GPU where there is one, else the CPU.
     """
-    torch.manual_seed(seed)
+    seed_everything(seed)
     place = device or default_device()
     trained = create_policy(
         model, policy, device=place, temperature=temperature, with_entropies=with_entropies, with_values=with_values
