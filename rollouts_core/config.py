@@ -45,6 +45,9 @@ RecordT = TypeVar("RecordT", bound=BaseModel)
 PLACEMENT: JsonDict = {"affects_result": False}
 """Marks a field that says where or how often, never what: it stays out of fingerprints."""
 
+SELECTION: JsonDict = {"affects_weights": False}
+"""Marks a field that decides how far training goes or which checkpoints stay: a resumed training may change it."""
+
 
 def _finite(value: float) -> float:
     if not math.isfinite(value):
@@ -178,7 +181,7 @@ PLAIN_POLICY = PolicyConfig()
 class SFTTrainingConfig(Record):
     """Supervised fine-tuning on demonstrations."""
 
-    num_steps: int = Field(1000, ge=1)
+    num_steps: int = Field(1000, ge=1, json_schema_extra=SELECTION)
     """Optimizer steps."""
     batch_size: int = Field(8, ge=1)
     """Rows per step; with packing a row holds as many demonstrations as fit into `max_length`."""
@@ -192,14 +195,22 @@ class SFTTrainingConfig(Record):
     """Which tokens enter the loss."""
     seed: int = Field(0, ge=0)
     """Order of the demonstrations."""
-    eval_every: int = Field(100, ge=1)
+    eval_every: int = Field(100, ge=1, json_schema_extra=SELECTION)
     """Steps between two evaluations of the loss on `data.sft_eval`."""
     log_every: int = Field(10, ge=1, json_schema_extra=PLACEMENT)
     """Steps between two lines of metrics."""
-    checkpoint_every: int = Field(200, ge=1)
+    checkpoint_every: int = Field(200, ge=1, json_schema_extra=SELECTION)
     """Steps between two checkpoints; selection chooses among them and the last one."""
-    keep_checkpoints: int = Field(10, ge=1)
+    keep_checkpoints: int = Field(10, ge=1, json_schema_extra=SELECTION)
     """How many checkpoints stay on disk, the newest ones."""
+    keep_best: int = Field(0, ge=0, json_schema_extra=SELECTION)
+    """How many checkpoints stay besides those because they were the best: by the loss on evaluation rows where it
+    is measured, else by the training loss since the checkpoint before."""
+    resume_from: str = Field("", json_schema_extra=PLACEMENT)
+    """Checkpoint of another run of the same settings to go on from, for instance with a larger num_steps: its
+    folder, or that of its stage, which means the newest one there."""
+    allow_changed: tuple[str, ...] = Field((), json_schema_extra=PLACEMENT)
+    """Settings in which a checkpoint that is gone on from may differ, by the names that its refusal lists."""
     policy: PolicyConfig = PLAIN_POLICY
     """Precision, adapters and memory savings."""
     optim: OptimConfig = OptimConfig()
@@ -384,7 +395,7 @@ class RLTrainingConfig(Record):
     algorithm: AlgorithmName = Field("", json_schema_extra=PLACEMENT)
     """A system's algorithm by name, like "verl-dapo": fills in whatever of advantage, reward_shaping, loss and
     num_minibatches is not given. It is empty once they are filled in: the settings say everything."""
-    num_steps: int = Field(100, ge=1)
+    num_steps: int = Field(100, ge=1, json_schema_extra=SELECTION)
     """Steps: one batch of rollouts each, and at most `num_minibatches` x `num_epochs` optimizer updates."""
     num_minibatches: int = Field(1, ge=1)
     """Optimizer updates per pass over a batch of rollouts, each on as many whole groups."""
@@ -406,10 +417,18 @@ class RLTrainingConfig(Record):
     """Steps between two publications of the weights to the engines."""
     log_every: int = Field(1, ge=1, json_schema_extra=PLACEMENT)
     """Steps between two lines of metrics."""
-    checkpoint_every: int = Field(10, ge=1)
-    """Steps between two checkpoints; selection chooses among them and the last one."""
-    keep_checkpoints: int = Field(10, ge=1)
+    checkpoint_every: int = Field(10, ge=1, json_schema_extra=SELECTION)
+    """Steps between two checkpoints; selection chooses among them and the last one. Each is published too."""
+    keep_checkpoints: int = Field(10, ge=1, json_schema_extra=SELECTION)
     """How many checkpoints stay on disk, the newest ones."""
+    keep_best: int = Field(0, ge=0, json_schema_extra=SELECTION)
+    """How many checkpoints stay besides those because they were the best: by the mean reward of the steps since
+    the checkpoint before."""
+    resume_from: str = Field("", json_schema_extra=PLACEMENT)
+    """Checkpoint of another run of the same settings to go on from, for instance with a larger num_steps: its
+    folder, or that of its stage, which means the newest one there."""
+    allow_changed: tuple[str, ...] = Field((), json_schema_extra=PLACEMENT)
+    """Settings in which a checkpoint that is gone on from may differ, by the names that its refusal lists."""
     replicate: int = Field(0, ge=0)
     """Another number trains the same settings again, as another sample of the same run."""
     policy: PolicyConfig = PLAIN_POLICY
@@ -653,7 +672,8 @@ def read_settings(path: Path) -> dict[str, Any]:  # Any: unchecked file content
 def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # Any: unchecked file content
     """`settings` with data paths, and a model path that exists as a folder, made absolute against `base`.
 
-    A model path that is no folder beside the file stays as it is: it may be a hub id.
+    So do the checkpoints to resume from. A model path that is no folder beside the file stays as it is: it may be a
+    hub id.
     """
 
     def absolute(value: Any) -> Any:  # Any: unchecked file content
@@ -666,6 +686,13 @@ def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # An
         path = model.get("path")
         if isinstance(path, str) and (path.startswith((".", "/")) or (base / path).is_dir()):
             resolved["model"] = {**model, "path": absolute(path)}
+    if isinstance(training := settings.get("training"), dict):
+        resolved["training"] = {
+            stage: {**section, "resume_from": absolute(section["resume_from"])}
+            if isinstance(section, dict) and "resume_from" in section
+            else section
+            for stage, section in training.items()
+        }
     return resolved
 
 
