@@ -82,6 +82,14 @@ class FailedTrainFuture:
         return True
 
 
+def future_of(work: Callable[[], T]) -> TrainFuture[T]:
+    """Do the work now; its value or its error arrives at `result`."""
+    try:
+        return ImmediateTrainFuture(work())
+    except Exception as error:  # noqa: BLE001 - a future carries whatever its work raised
+        return FailedTrainFuture(error)
+
+
 class TrainingBackend(Protocol):
     """A model, its optimizer and its schedule.
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -36,6 +36,7 @@ from pydantic import (
 )
 from pydantic.config import JsonDict
 
+from rollouts_core.algorithms import ALGORITHMS, AlgorithmName
 from rollouts_core.errors import ConfigError
 from rollouts_core.messages import explain_validation_error
 
@@ -278,6 +279,9 @@ class RewardShapingConfig(Record):
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
     """How that divergence is estimated from the sampled tokens; d is log policy - log reference. k1: d. abs: |d|.
     k2: d^2 / 2. k3: exp(-d) - 1 + d."""
+    kl_credit: Literal["completion", "token"] = "completion"
+    """Subtract the sum from the completion's reward, before its baseline; or from each token's advantage what comes
+    from this token on, after the baseline. The estimator `gae` credits tokens by itself."""
 
     @model_validator(mode="after")
     def _check_limit(self) -> Self:
@@ -325,23 +329,31 @@ class MismatchConfig(Record):
 class LossConfig(Record):
     """The policy loss. The ratio is that of a token's probability now to its probability before the update."""
 
-    objective: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
+    objective: Literal["ppo", "gspo", "cispo", "dppo", "reinforce"] = "ppo"
     """ppo: the clipped ratio times the advantage. gspo: with the completion's geometric mean ratio. cispo: the
-    gradient of the log-prob, weighted by the clipped ratio. reinforce: the gradient of the log-prob."""
+    gradient of the log-prob, weighted by the clipped ratio. dppo: the free ratio, without tokens whose probability
+    moved too far. reinforce: the gradient of the log-prob."""
     ratio_base: Literal["rollout", "old"] = "rollout"
     """Where the ratio's lower half comes from: the engine's log-probs when sampling, or the trainer's own before the
     first update of the step."""
     clip_low: Annotated[Finite, Field(ge=0)] = 0.2
-    """The ratio is clipped below 1 - clip_low; from 1 on there is no lower bound."""
+    """The ratio is clipped below 1 - clip_low; from 1 on there is no lower bound. dppo: how far a probability may
+    fall."""
     clip_high: Annotated[Finite, Field(ge=0)] = 0.2
-    """The ratio is clipped above 1 + clip_high."""
+    """The ratio is clipped above 1 + clip_high. dppo: how far a probability may rise."""
     dual_clip: Annotated[Finite, Field(ge=0)] = 0.0
     """A token with a negative advantage loses at most this multiple of it, in ppo and gspo; 0 sets no limit."""
+    ratio_penalty: Annotated[Finite, Field(ge=0)] = 0.0
+    """Penalty for the square of the log-ratio."""
+    drift_mask: Annotated[Finite, Field(ge=0)] = 0.0
+    """Leave out completions with a negative advantage whose mean log-ratio fell by more than this; 0 keeps all."""
     aggregation: Literal["token_mean", "sequence_mean", "prompt_mean", "constant_length"] = "token_mean"
     """Average over all trained tokens of the update, over each completion's mean, over each prompt's mean, or the sum
     divided by the number of completions and `constant_length`."""
     constant_length: int = Field(0, ge=0)
     """The length that stands for every completion's, for the aggregation `constant_length`."""
+    count_untrained: bool = False
+    """Whether completions of which no token is trained count where the loss averages over completions."""
     entropy_coef: Annotated[Finite, Field(ge=0)] = 0.0
     """Bonus for the entropy of the policy."""
     kl_coef: Annotated[Finite, Field(ge=0)] = 0.0
@@ -356,7 +368,7 @@ class LossConfig(Record):
     kl_output_clamp: Annotated[Finite, Field(ge=0)] = 10.0
     """The absolute estimate is limited to this; 0 sets no limit."""
     value_coef: Annotated[Finite, Field(ge=0)] = 0.1
-    """Weight of the value head's loss, for the estimator `gae`."""
+    """Weight of half the squared error of the value head, for the estimator `gae`."""
     value_clip: Annotated[Finite, Field(ge=0)] = 0.2
     """A value may move this far from what it was before the update; 0 sets no limit."""
     mismatch: MismatchConfig = MismatchConfig()
@@ -380,6 +392,9 @@ class LossConfig(Record):
 class RLTrainingConfig(Record):
     """Reinforcement learning from graded completions."""
 
+    algorithm: AlgorithmName = Field("", json_schema_extra=PLACEMENT)
+    """A system's algorithm by name, like "verl-dapo": fills in whatever of advantage, reward_shaping, loss and
+    num_minibatches is not given. It is empty once they are filled in: the settings say everything."""
     num_steps: int = Field(100, ge=1, json_schema_extra=SELECTION)
     """Steps: one batch of rollouts each, and at most `num_minibatches` x `num_epochs` optimizer updates."""
     num_minibatches: int = Field(1, ge=1)
@@ -419,6 +434,13 @@ class RLTrainingConfig(Record):
     optim: RLOptimConfig = RLOptimConfig()
     """Optimizer of this stage."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_algorithm(cls, settings: Any) -> Any:  # Any: unchecked settings
+        if not isinstance(settings, dict) or str(settings.get("algorithm")) not in ALGORITHMS:
+            return settings
+        return {**_fill_in(cls, ALGORITHMS[settings["algorithm"]].settings, settings), "algorithm": ""}
+
     @property
     def num_optim_steps(self) -> int:
         """Optimizer updates of the whole stage where every step has signal: what the learning rate's schedule spans."""
@@ -451,6 +473,45 @@ class RLTrainingConfig(Record):
         if self.with_values and not self.loss.value_coef:
             raise ValueError('advantage.estimator "gae" needs loss.value_coef above 0: its value head would not learn')
         return self
+
+
+def algorithm_preset(name: AlgorithmName, **overrides: Any) -> RLTrainingConfig:  # Any: settings of every type
+    """The settings of a system's algorithm: how it takes advantages, shapes rewards, computes the loss and updates.
+
+    Args:
+        name: a key of `ALGORITHMS`.
+        overrides: other fields of the record, or whole sections of it.
+
+    Raises:
+        ValidationError: an unknown name or setting.
+    """
+    return RLTrainingConfig.model_validate({**overrides, "algorithm": name})
+
+
+def _fill_in(record: type[Record], usual: Mapping[str, Any], given: Any) -> dict[str, Any]:  # Any: unchecked settings
+    """`given`, with what it does not say taken from `usual`, section by section.
+
+    Settings with every field of their record in them come from a form or a written record: only those say something
+    there that differ from their defaults.
+    """
+    said = given.model_dump(exclude_unset=True) if isinstance(given, BaseModel) else dict(given)
+    if said.keys() >= record.model_fields.keys():
+        defaults = record().model_dump()
+        said = {name: value for name, value in said.items() if value != defaults.get(name)}
+    filled = {**usual, **said}
+    for name, section in SECTIONS.items():
+        if name in usual and isinstance(said.get(name), dict | BaseModel):
+            filled[name] = _fill_in(section, usual[name], said[name])
+    return filled
+
+
+SECTIONS: dict[str, type[Record]] = {
+    "advantage": AdvantageConfig,
+    "reward_shaping": RewardShapingConfig,
+    "loss": LossConfig,
+    "mismatch": MismatchConfig,
+}
+"""The sections that an algorithm may fill in."""
 
 
 class TrainingConfig(Record):

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from rollouts_core.backend import FailedTrainFuture, ImmediateTrainFuture, ThreadTrainFuture, TrainFuture, TrainingState
+from rollouts_core.backend import ImmediateTrainFuture, ThreadTrainFuture, TrainFuture, TrainingState, future_of
 from rollouts_core.batch import TrainBatch
 from rollouts_core.checkpoint import new_checkpoint, verify_checkpoint
 from rollouts_core.config import PLAIN_POLICY, ModelConfig, OptimConfig, PolicyConfig
@@ -33,7 +33,13 @@ from rollouts_core.optim import (
     restore_schedule,
 )
 from rollouts_core.policy import Policy, create_policy
-from rollouts_core.random_state import get_random_tensors, get_random_values, is_random_state, set_random_state
+from rollouts_core.random_state import (
+    get_random_tensors,
+    get_random_values,
+    is_random_state,
+    seed_everything,
+    set_random_state,
+)
 from rollouts_core.snapshot import HostSnapshot
 
 if TYPE_CHECKING:
@@ -88,12 +94,15 @@ class PyTorchTrainingBackend:
         """The number of optimizer steps that the weights have taken."""
         return self._num_optim_steps
 
-    def forward_backward(self, batch: TrainBatch) -> ImmediateTrainFuture[Metrics]:
+    def forward_backward(self, batch: TrainBatch) -> TrainFuture[Metrics]:
         """Add the batch's gradient to that of its step.
 
         Raises:
             NonFiniteError: the loss is not a finite number; the gradient of its step is dropped.
         """
+        return future_of(lambda: self._forward_backward(batch))
+
+    def _forward_backward(self, batch: TrainBatch) -> Metrics:
         on_device = batch.to(self.device)
         loss, metrics = self.loss_fn(self.policy(on_device), on_device)
         if not math.isfinite(metrics["loss"]):
@@ -103,25 +112,31 @@ class PyTorchTrainingBackend:
                 "learning rate, or look at the samples of this step"
             )
         torch.autograd.backward(loss)
-        return ImmediateTrainFuture(metrics)
+        return metrics
+
+    def score(self, batch: TrainBatch, *, reference: bool = False) -> TrainFuture[TokenScores]:
+        """What the policy, or the reference, says about the batch, without a gradient or dropout, on the CPU."""
+        return future_of(lambda: self._score(batch, reference=reference))
 
     @torch.no_grad()
-    def score(self, batch: TrainBatch, *, reference: bool = False) -> ImmediateTrainFuture[TokenScores]:
-        """What the policy, or the reference, says about the batch, without a gradient or dropout, on the CPU."""
+    def _score(self, batch: TrainBatch, *, reference: bool) -> TokenScores:
         asked = self.reference if reference and self.reference else self.policy
         assert asked is self.reference or not reference or self.has_adapters, "create the backend with_reference=True"
         asked.eval()
         with adapters_off(self.model) if reference else nullcontext():
-            scores = asked(batch.to(self.device)).to(torch.device("cpu"))
+            scores: TokenScores = asked(batch.to(self.device)).to(torch.device("cpu"))
         self.policy.train()
-        return ImmediateTrainFuture(scores)
+        return scores
 
-    def optim_step(self) -> ImmediateTrainFuture[Metrics]:
+    def optim_step(self) -> TrainFuture[Metrics]:
         """Clip the gradient, step, and move the learning rate on.
 
         Raises:
             NonFiniteError: the gradient is not finite; it is dropped, and the weights are as before.
         """
+        return future_of(self._optim_step)
+
+    def _optim_step(self) -> Metrics:
         norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm))
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
@@ -134,21 +149,23 @@ class PyTorchTrainingBackend:
         self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
         self._num_optim_steps += 1
-        return ImmediateTrainFuture({"grad_norm": norm, "lr": lr})
+        return {"grad_norm": norm, "lr": lr}
 
     def get_weights(self) -> ImmediateTrainFuture[dict[str, Tensor]]:
         """The weights by their Hugging Face names, tied ones once, adapters merged in; the others are views."""
         return ImmediateTrainFuture(merged_weights(self.model))
 
-    def load_weights(self, weights: Mapping[str, Tensor]) -> ImmediateTrainFuture[None]:
+    def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
         """Replace the weights; the optimizer keeps its state, and adapters start again from 0.
 
         Raises:
             CheckpointError: a name or shape that is not the model's; the weights are as before.
         """
+        return future_of(lambda: self._load_weights(weights))
+
+    def _load_weights(self, weights: Mapping[str, Tensor]) -> None:
         check_named_tensors(merged_weights(self.model), weights)
         replace_weights(self.model, weights)
-        return ImmediateTrainFuture(None)
 
     def save_checkpoint(self, path: Path, state: TrainingState) -> ThreadTrainFuture[None]:
         """Write a directory that engines load as it is and that training resumes from exactly.
@@ -174,10 +191,7 @@ class PyTorchTrainingBackend:
         Raises:
             CheckpointError: it is damaged, of another model, or has no trainer state.
         """
-        try:
-            return ImmediateTrainFuture(self._load_checkpoint(path))
-        except CheckpointError as error:
-            return FailedTrainFuture(error)
+        return future_of(lambda: self._load_checkpoint(path))
 
     def _trainer_tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds beside the Hugging Face files."""
@@ -188,10 +202,9 @@ class PyTorchTrainingBackend:
         }
 
     def _own_weights(self) -> dict[str, Tensor]:
-        """The weights that the Hugging Face layout has no place for: adapters and value head, by the policy's names."""
-        return {
-            name: p for name, p in self.policy.named_parameters() if is_adapter_weight(name) or "value_head" in name
-        }
+        """The weights that the Hugging Face files have no place for: adapters and value head."""
+        named = self.policy.named_parameters()
+        return {name: p for name, p in named if is_adapter_weight(name) or name.startswith("value_head.")}
 
     def _write_checkpoint(self, path: Path, trainer: str, copied: dict[str, Tensor], state: TrainingState) -> None:
         hf_weights = {name.removeprefix(HF_KEY): t for name, t in copied.items() if name.startswith(HF_KEY)}
@@ -211,11 +224,15 @@ class PyTorchTrainingBackend:
             raise CheckpointError(f"{path} has no trainer state: it can be trained from, but not resumed")
         trainer = json.loads((path / TRAINER_STATE).read_text())
         tensors = load_file(path / TRAINER_TENSORS)
-        if not self.has_adapters:  # with them the frozen weights are those that training started from
-            saved = load_hf_model(ModelConfig(path=str(path)))
-            load_named_tensors(dict(self.model.named_parameters()), dict(saved.named_parameters()))
         own = {name.removeprefix(WEIGHT_KEY): t for name, t in tensors.items() if name.startswith(WEIGHT_KEY)}
-        load_named_tensors(self._own_weights(), own)
+        check_named_tensors(self._own_weights(), own)
+        if not self.has_adapters:  # with them the frozen weights are those that training started from
+            weights = merged_weights(load_hf_model(ModelConfig(path=str(path))))
+            check_named_tensors(merged_weights(self.model), weights)
+            replace_weights(self.model, weights)
+        with torch.no_grad():
+            for name, parameter in self._own_weights().items():
+                parameter.copy_(own[name])
         moments = {
             name: t for name, t in tensors.items() if not name.startswith(WEIGHT_KEY) and not is_random_state(name)
         }
@@ -225,18 +242,6 @@ class PyTorchTrainingBackend:
         self._num_optim_steps = trainer["num_optim_steps"]
         state: TrainingState = trainer["loop"]
         return state
-
-
-def load_named_tensors(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Copy values into the tensors of the same names.
-
-    Raises:
-        CheckpointError: a name or shape that is not there; the tensors are as before.
-    """
-    check_named_tensors(own, values)
-    with torch.no_grad():
-        for name, value in values.items():
-            own[name].copy_(value)
 
 
 def check_named_tensors(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -271,10 +276,10 @@ def create_pytorch_backend(
         with_entropies: score entropies too.
         with_values: train a value head.
         with_reference: keep the weights that training starts from, for `score(reference=True)`.
-        seed: of PyTorch's random numbers, which new adapters and dropout take.
+        seed: of the random numbers that new adapters and dropout take.
         device: "" takes the first GPU where there is one, else the CPU.
     """
-    torch.manual_seed(seed)
+    seed_everything(seed)
     place = device or default_device()
     trained = create_policy(
         model, policy, device=place, temperature=temperature, with_entropies=with_entropies, with_values=with_values

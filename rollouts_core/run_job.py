@@ -46,7 +46,6 @@ from rollouts_core.loss import create_cross_entropy_loss, create_policy_loss
 from rollouts_core.metrics import EventLog, JSONLLogger
 from rollouts_core.model import check_vocabulary, load_tokenizer, pad_token_id, silence_progress_bars
 from rollouts_core.pytorch_backend import PyTorchTrainingBackend, create_pytorch_backend
-from rollouts_core.random_state import seed_everything
 from rollouts_core.rl import run_rl_training
 from rollouts_core.rollout import (
     AsyncRolloutManager,
@@ -110,9 +109,13 @@ async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog) ->
     check_model(job.model)
     check_file(job.data)
     check_resume(job, directory)
-    seed_everything(job.training.seed)
     backend = create_pytorch_backend(
-        job.model.model, job.training.optim, create_cross_entropy_loss(), num_steps=job.training.num_steps
+        job.model.model,
+        job.training.optim,
+        create_cross_entropy_loss(),
+        num_steps=job.training.num_steps,
+        policy=job.training.policy,
+        seed=job.training.seed,
     )
     check_vocabulary(backend.model, backend.tokenizer, job.model.model.path)
     samples = load_sft_dataset(
@@ -139,12 +142,13 @@ async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog) -> N
         check_model(job.model)
         check_file(job.prompts)
         check_resume(job, directory)
-        seed_everything(job.rollout.seed)
         backend = create_pytorch_backend(
             job.model.model,
             job.training.optim,
             create_policy_loss(job.training.loss),
             num_steps=job.training.num_optim_steps,
+            policy=job.training.policy,
+            seed=job.rollout.seed,
             temperature=job.rollout.sampling.temperature,
             with_entropies=job.training.with_entropies,
             with_values=job.training.with_values,

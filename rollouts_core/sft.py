@@ -17,11 +17,12 @@ from pathlib import Path
 from time import perf_counter
 
 from rollouts_core.backend import TrainingBackend
-from rollouts_core.batch import TrainBatch, build_batch, pack_rows, with_step_totals
+from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
 from rollouts_core.config import SFTTrainingConfig
 from rollouts_core.errors import DataError
 from rollouts_core.loss import Metrics
 from rollouts_core.metrics import EventLog, MetricsLogger, sum_metrics
+from rollouts_core.packing import pack_rows
 from rollouts_core.saving import RunCheckpoints, describe_settings
 from rollouts_core.types import Sample
 
@@ -110,20 +111,28 @@ def iterate_sft_steps(
     samples: Sequence[Sample] | Iterable[Sample], config: SFTTrainingConfig
 ) -> Iterator[list[list[Sample]]]:
     """The rows of step 1, 2, ...: a function of samples and settings alone, so a resumed run sees the same."""
-    ordered = iterate_epochs(samples, seed=config.seed) if isinstance(samples, Sequence) else iter(samples)
-    rows = pack_rows(ordered, max_length=config.max_length) if config.packing else ([s] for s in ordered)
+    epochs = _shuffle_epochs(samples, seed=config.seed) if isinstance(samples, Sequence) else iter([iter(samples)])
+    rows = (
+        row
+        for epoch in epochs  # rows never hold samples of two epochs
+        for row in (pack_rows(epoch, max_length=config.max_length) if config.packing else ([s] for s in epoch))
+    )
     while len(step := list(itertools.islice(rows, config.batch_size))) == config.batch_size:
         yield step
 
 
 def iterate_epochs(samples: Sequence[Sample], *, seed: int) -> Iterator[Sample]:
     """All samples over and over, each epoch in an order of its own that the seed decides."""
+    return itertools.chain.from_iterable(_shuffle_epochs(samples, seed=seed))
+
+
+def _shuffle_epochs(samples: Sequence[Sample], *, seed: int) -> Iterator[Iterator[Sample]]:
     if not samples:
         raise DataError("there is no sample to train on")
     for epoch in itertools.count():
         order = list(range(len(samples)))
         random.Random(f"{seed}-{epoch}").shuffle(order)
-        yield from (samples[i] for i in order)
+        yield (samples[i] for i in order)
 
 
 def prepare_sft_batch(rows: Sequence[Sequence[Sample]], config: SFTTrainingConfig, *, pad_id: int) -> list[TrainBatch]:

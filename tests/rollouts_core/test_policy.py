@@ -145,7 +145,7 @@ def test_replaced_weights_are_what_adapters_start_from(base_model: ModelConfig) 
     backend = create_backend(base_model, policy=PolicyConfig(lora=LoRAConfig(rank=4)))
     take_steps(backend, range(2))
     other = {name: value + 0.01 for name, value in copy_weights(backend).items()}
-    backend.load_weights(other)
+    asyncio.run(backend.load_weights(other).result())
     assert_equal_tensors(copy_weights(backend), other)
 
 

@@ -114,7 +114,7 @@ def test_a_loss_that_is_not_a_number_is_an_error(base_model: ModelConfig) -> Non
     with torch.no_grad():
         backend.model.lm_head.weight.fill_(math.nan)
     with pytest.raises(TrainingError, match="the loss became nan after 0 optimizer steps"):
-        backend.forward_backward(make_batch())
+        asyncio.run(backend.forward_backward(make_batch()).result())
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -124,7 +124,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights(base_model: ModelConfi
     before = copy_weights(backend)
     next(backend.model.parameters()).grad.fill_(value)
     with pytest.raises(TrainingError, match="the gradient norm became"):
-        backend.optim_step()
+        asyncio.run(backend.optim_step().result())
     assert_equal_tensors(copy_weights(backend), before)
     assert backend.weight_version == 0
 
@@ -148,7 +148,7 @@ def test_weights_of_another_model_are_refused_whole(base_model: ModelConfig, cha
     else:
         weights["lm_head.weight"] = torch.zeros(2, 2)
     with pytest.raises(CheckpointError, match="extra" if change == "unknown" else r"lm_head\.weight"):
-        backend.load_weights(weights)
+        asyncio.run(backend.load_weights(weights).result())
     assert_equal_tensors(copy_weights(backend), before)
 
 
