@@ -197,6 +197,8 @@ class SFTTrainingConfig(Record):
     """Order of the demonstrations."""
     eval_every: int = Field(100, ge=1, json_schema_extra=SELECTION)
     """Steps between two evaluations of the loss on `data.sft_eval`."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What a loss or gradient that is no finite number does: end the run, or skip its update and count it."""
     log_every: int = Field(10, ge=1, json_schema_extra=PLACEMENT)
     """Steps between two lines of metrics."""
     checkpoint_every: int = Field(200, ge=1, json_schema_extra=SELECTION)
