@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,10 @@ class _StandInType(type):
     def __getitem__(cls, _item: Any) -> Any:
         return cls
 
+    def __iter__(cls) -> Iterator[Any]:
+        # without it, the subscript above would make an endless sequence
+        return iter(())
+
     def __or__(cls, _other: Any) -> Any:
         return cls
 
@@ -195,9 +199,9 @@ def _bodies(tree: ast.AST) -> Iterable[list[ast.stmt]]:
 
 
 def definition(source: Path, name: str) -> ast.AST:
-    """The class or function of that dotted name in a source file."""
+    """The class or function of that dotted name in a source file; the whole file for an empty name."""
     node: ast.AST = ast.parse(source.read_text())
-    for part in name.split("."):
+    for part in filter(None, name.split(".")):
         node = next(
             child
             for child in ast.walk(node)
