@@ -5,6 +5,7 @@ Shapes: B rows, T positions.
 """
 
 import ast
+import dataclasses
 import importlib.abc
 import importlib.machinery
 import json
@@ -12,7 +13,7 @@ import math
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,25 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{SIGNIFICANT_DIGITS}g}") + 0.0 if math.isfinite(value) else None
     return value
+
+
+def field_defaults(record: Any) -> dict[str, Any]:
+    """The defaults of a dataclass or a pydantic model; fields without a plain default are left out."""
+    if dataclasses.is_dataclass(record):
+        return {field.name: field.default for field in dataclasses.fields(record) if field.default is not MISSING}
+    return {name: field.default for name, field in record.model_fields.items()}
+
+
+def defaults_case(owner: str, file: str, values: Mapping[str, Any], names: Sequence[str]) -> Case:
+    """The named defaults of one configuration, as a case without inputs. Raises KeyError when one is gone."""
+    return Case(
+        name=f"defaults_{owner}",
+        function=owner,
+        file=file,
+        settings={},
+        inputs=[],
+        outputs={name: values[name] for name in names},
+    )
 
 
 class _StandInType(type):

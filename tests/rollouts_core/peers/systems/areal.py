@@ -12,6 +12,8 @@ from tests.rollouts_core.peers.recording import (
     advantages_per_token,
     as_groups,
     bare_package,
+    defaults_case,
+    field_defaults,
     flat_groups,
     loss_and_gradient,
     prepare_imports,
@@ -283,6 +285,37 @@ def _overlong_case() -> list[Case]:
     ]
 
 
+def _defaults_cases() -> list[Case]:
+    from areal.api.cli_args import NormConfig, PPOActorConfig, PPOCriticConfig
+
+    actor = (
+        "ppo_n_minibatches",
+        "eps_clip",
+        "eps_clip_higher",
+        "c_clip",
+        "reward_norm",
+        "reward_scaling",
+        "reward_bias",
+        "reward_clip",
+        "kl_ctl",
+        "kl_estimator",
+        "discount",
+        "gae_lambda",
+        "mask_no_eos_with_zero",
+        "use_decoupled_loss",
+        "rejection_sampling",
+        "importance_sampling_level",
+        "recompute_logprob",
+    )
+    file = "areal/api/cli_args.py"
+    critic = ("ppo_n_minibatches", "eps_clip", "mask_no_eos_with_zero")
+    return [
+        defaults_case("PPOActorConfig", file, field_defaults(PPOActorConfig), actor),
+        defaults_case("PPOCriticConfig", file, field_defaults(PPOCriticConfig), critic),
+        defaults_case("NormConfig", file, field_defaults(NormConfig), tuple(field_defaults(NormConfig))),
+    ]
+
+
 def record(checkout: Path) -> list[Case]:
     """Every case of AReaL."""
     prepare_imports(checkout, stand_ins=STAND_INS)
@@ -295,4 +328,5 @@ def record(checkout: Path) -> list[Case]:
         *_other_loss_cases(),
         *_kl_cases(),
         *_overlong_case(),
+        *_defaults_cases(),
     ]

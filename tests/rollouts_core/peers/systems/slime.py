@@ -1,5 +1,6 @@
 """slime: reward normalisation, `loss_function` of the Megatron backend (policy, value), GAE, KL estimators."""
 
+import argparse
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from tests.rollouts_core.peers.recording import (
     Case,
     advantages_per_token,
     as_groups,
+    defaults_case,
     flat_groups,
     loss_and_gradient,
     padded,
@@ -256,8 +258,47 @@ def _value_loss_cases() -> list[Case]:
     return cases
 
 
+def _defaults_case() -> Case:
+    from slime.utils.arguments import get_slime_extra_args_provider
+
+    parser = argparse.ArgumentParser(conflict_handler="resolve")
+    get_slime_extra_args_provider()(parser)
+    names = (
+        "advantage_estimator",
+        "rewards_normalization",
+        "grpo_std_normalization",
+        "normalize_advantages",
+        "eps_clip",
+        "eps_clip_high",
+        "eps_clip_c",
+        "value_clip",
+        "gamma",
+        "lambd",
+        "kl_coef",
+        "use_kl_loss",
+        "kl_loss_coef",
+        "kl_loss_type",
+        "entropy_coef",
+        "use_tis",
+        "tis_clip",
+        "tis_clip_low",
+        "use_rollout_logprobs",
+        "opsm_delta",
+        "rollout_batch_size",
+        "n_samples_per_prompt",
+        "over_sampling_batch_size",
+        "num_steps_per_rollout",
+        "rollout_temperature",
+        "rollout_top_p",
+        "rollout_top_k",
+    )
+    values = {name: parser.get_default(name) for name in names}
+    return defaults_case("arguments", "slime/utils/arguments.py", values, names)
+
+
 def record(checkout: Path) -> list[Case]:
     """Every case of slime."""
     prepare_imports(checkout, stand_ins=STAND_INS)
     _megatron_of_one_process()
-    return _advantage_cases() + _policy_loss_cases() + _kl_cases() + _gae_cases() + _value_loss_cases()
+    cases = _advantage_cases() + _policy_loss_cases() + _kl_cases() + _gae_cases() + _value_loss_cases()
+    return [*cases, _defaults_case()]
