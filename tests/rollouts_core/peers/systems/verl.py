@@ -416,13 +416,12 @@ def record(checkout: Path) -> list[Case]:
     # a class that transformers 5 no longer has and that only its model loading uses
     transformers.AutoModelForVision2Seq = StandIn
     has_icepop = "icepop" in (checkout / CORRECTION).read_text()
-    overlong = _overlong_case() if (checkout / "verl/workers/reward_manager/dapo.py").exists() else []
     return [
         *_advantage_cases(),
         *_policy_loss_cases(),
         *_kl_cases(),
         *_critic_cases(),
         *_mismatch_cases(has_icepop=has_icepop),
-        *overlong,
+        *_overlong_case(),
         *_defaults_cases(),
     ]
