@@ -406,6 +406,8 @@ class RLTrainingConfig(Record):
     """Passes over a batch of rollouts."""
     max_micro_batch_tokens: int = Field(16384, ge=2)
     """Padded tokens per forward and backward pass; smaller needs less memory and gives the same step."""
+    packing: bool = True
+    """Fill rows with several completions, which do not see each other, up to the length of the longest."""
     advantage: AdvantageConfig = AdvantageConfig()
     """How rewards become advantages."""
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
@@ -628,6 +630,13 @@ class Config(Record):
             raise ValueError(f'mode "{self.mode}" compares checkpoints by accuracy: evaluation.metric cannot be "loss"')
         if self.mode != "sft" and self.rollout.sampling.temperature == 0:
             raise ValueError("RL needs rollout.sampling.temperature above 0: greedy samples of a group are all equal")
+        advantage = self.training.rl.advantage
+        is_alone = self.rollout.n_samples_per_prompt == 1 and advantage.singleton == "zero"
+        if self.mode != "sft" and is_alone and advantage.estimator not in ("constant", "batch_mean_std", "gae"):
+            raise ValueError(
+                f'training.rl.advantage.estimator "{advantage.estimator}" compares the completions of a prompt: it '
+                "needs rollout.n_samples_per_prompt of 2 or more, found 1"
+            )
         return self
 
     @classmethod

@@ -185,7 +185,7 @@ async def score_rollouts(
     values: dict[int, Tensor] = {}
     samples = trained_samples(batch.samples, config.reward_shaping)
     places = places_to_score(samples, batch.rewards, config)
-    for rows in plan_rows(places, samples, max_tokens=config.max_micro_batch_tokens):
+    for rows in plan_rows(places, samples, config):
         in_rows = [[samples[place] for place in row] for row in rows]
         in_order = list(itertools.chain(*rows))
         micro_batch = build_batch(in_rows, pad_id=pad_id)
