@@ -93,6 +93,9 @@ class ModelConfig(Record):
     """Commit or tag of a hub model; empty takes the default branch."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Leave off unless you have read that code."""
+    allow_pickle: bool = False
+    """Start from weights that lie in pickled files alone (pytorch_model.bin), read without running what they hold.
+    Checkpoints of the training are safetensors; the embedded engine serves nothing else."""
 
 
 class DataConfig(Record):
