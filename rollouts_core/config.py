@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,10 @@ RecordT = TypeVar("RecordT", bound=BaseModel)
 
 PLACEMENT: JsonDict = {"affects_result": False}
 """Marks a field that says where or how often, never what: it stays out of fingerprints."""
+
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+DATA_FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
 def _finite(value: float) -> float:
@@ -93,11 +98,31 @@ class ModelConfig(Record):
     """Run Python code that comes with the model. Leave off unless you have read that code."""
 
 
+class DatasetConfig(Record):
+    """One of several datasets of demonstrations that are trained on together."""
+
+    path: str = Field(min_length=1, json_schema_extra=PLACEMENT)
+    """JSONL or Parquet file, folder of a Hugging Face dataset, or hub id."""
+    split: str = Field("train", min_length=1)
+    """Which split, of a folder or hub dataset that has several."""
+    subset: str = ""
+    """Which configuration of a hub dataset that has several."""
+    revision: str = Field("", json_schema_extra=PLACEMENT)
+    """Commit or tag of a hub dataset; empty takes the newest commit when the run is planned."""
+    max_samples: int | None = Field(None, ge=1)
+    """Only so many rows, from the start."""
+    repeat: Annotated[Finite, Field(gt=0)] = 1.0
+    """How often an epoch visits each row. Below 1 an epoch takes a share of them, and the next epoch others."""
+
+
 class DataConfig(Record):
     """Where demonstrations and prompts come from. Paths are relative to the configuration's file."""
 
-    sft: str = ""
-    """Demonstrations: JSONL or Parquet rows with `messages`, with `prompt` and `completion`, or with `text`."""
+    sft: str | tuple[DatasetConfig, ...] = ""
+    """Demonstrations: rows with `messages`, with `prompt` and `completion`, or with `text`. One JSONL or Parquet file,
+    dataset folder or hub id; or a list of such datasets, each with its share."""
+    streaming: bool = Field(False, json_schema_extra=PLACEMENT)
+    """Read and tokenize demonstrations while training instead of before: for data larger than memory."""
     prompts: str = ""
     """Prompts for RL: JSONL rows with `prompt` or `messages`, and `answer` where the reward needs one."""
     selection: str = ""
@@ -146,7 +171,10 @@ class SFTTrainingConfig(Record):
     micro_batch_size: int = Field(8, ge=1)
     """Rows per forward and backward pass; smaller needs less memory and gives the same step."""
     max_length: int = Field(2048, ge=2)
-    """Tokens per row. Longer demonstrations are cut; one whose trained part is cut away is an error."""
+    """Tokens per row."""
+    on_overlong: Literal["cut", "cut_or_drop", "drop"] = "cut"
+    """Demonstrations of more than `max_length` tokens: cut them, where cutting away all that is trained on is an
+    error; cut them, and leave out those; or leave out all of them."""
     packing: bool = True
     """Fill rows with several demonstrations, which do not see each other."""
     train_on: Literal["last_assistant", "all_assistant", "everything"] = "all_assistant"
@@ -311,6 +339,12 @@ class Config(Record):
     deployment: DeploymentConfig = DeploymentConfig()
     """Placement on the node."""
 
+    @property
+    def demonstrations(self) -> tuple[DatasetConfig, ...]:
+        """The datasets of `data.sft`, also where it is written as one path."""
+        sft = self.data.sft
+        return sft if isinstance(sft, tuple) else (DatasetConfig(path=sft),)
+
     @model_validator(mode="after")
     def _check_mode(self) -> Self:
         needed = {"sft": ["sft"], "rl": ["prompts"], "sft+rl": ["sft", "prompts"]}[self.mode]
@@ -359,20 +393,34 @@ def read_settings(path: Path) -> dict[str, Any]:  # Any: unchecked file content
 def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # Any: unchecked file content
     """`settings` with data paths, and a model path that exists as a folder, made absolute against `base`.
 
-    A model path that is no folder beside the file stays as it is: it may be a hub id.
+    A model path that is no folder beside the file stays as it is: it may be a hub id. So does `data.sft` where it
+    reads `organisation/name` and is nothing beside the file.
     """
 
     def absolute(value: Any) -> Any:  # Any: unchecked file content
         return str((base / value).resolve()) if isinstance(value, str) and value else value
 
+    def dataset(value: Any) -> Any:  # Any: unchecked file content
+        if isinstance(value, list | tuple):
+            return [
+                {**each, "path": dataset(each["path"])} if isinstance(each, dict) and "path" in each else each
+                for each in value
+            ]
+        return value if isinstance(value, str) and _may_be_hub_id(value, base) else absolute(value)
+
     resolved = dict(settings)
     if isinstance(data := settings.get("data"), dict):
-        resolved["data"] = {key: absolute(value) for key, value in data.items()}
+        resolved["data"] = {key: (dataset if key == "sft" else absolute)(value) for key, value in data.items()}
     if isinstance(model := settings.get("model"), dict):
         path = model.get("path")
         if isinstance(path, str) and (path.startswith((".", "/")) or (base / path).is_dir()):
             resolved["model"] = {**model, "path": absolute(path)}
     return resolved
+
+
+def _may_be_hub_id(path: str, base: Path) -> bool:
+    is_name = HUB_ID.fullmatch(path) is not None and not path.endswith(DATA_FILE_SUFFIXES)
+    return is_name and not (base / path).exists()
 
 
 def parse_config(model: type[RecordT], settings: dict[str, Any], *, source: str) -> RecordT:  # Any: unchecked

@@ -1,6 +1,6 @@
 """Supervised fine-tuning: the loop, and how demonstrations become its batches.
 
-Not here: reading rows (dataset.py), tensors (batch.py), the model (pytorch_backend.py).
+Not here: reading rows (dataset.py), their order (steps.py), tensors (batch.py), the model (pytorch_backend.py).
 
     samples -> seeded order per epoch -> rows of max_length -> batch_size rows -> micro-batches
             -> forward_backward ... optim_step -> metrics, checkpoint
@@ -9,8 +9,7 @@ Not here: reading rows (dataset.py), tensors (batch.py), the model (pytorch_back
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
@@ -21,13 +20,13 @@ from rollouts_core.config import SFTTrainingConfig
 from rollouts_core.errors import DataError
 from rollouts_core.loss import Metrics
 from rollouts_core.metrics import EventLog, MetricsLogger
-from rollouts_core.packing import pack_rows
+from rollouts_core.steps import Cursor, Samples, iterate_sft_steps
 from rollouts_core.types import Sample
 
 
 async def run_sft_training(
     backend: TrainingBackend,
-    samples: Sequence[Sample] | Iterable[Sample],
+    samples: Samples,
     config: SFTTrainingConfig,
     metrics_logger: MetricsLogger | None = None,
     *,
@@ -50,8 +49,8 @@ async def run_sft_training(
     state = await load_latest_checkpoint(backend, checkpoint_dir, events)
     start_step = state["step"] if state else 0
     history: list[Metrics] = []
-    steps = iterate_sft_steps(samples, config)
-    for step, rows in enumerate(itertools.islice(steps, start_step, config.num_steps), start=start_step + 1):
+    steps = iterate_sft_steps(samples, config, Cursor(*state["cursor"]) if state else None)
+    for step, rows in enumerate(itertools.islice(steps, config.num_steps - start_step), start=start_step + 1):
         began = perf_counter()
         micro_batches = prepare_sft_batch(rows, config, pad_id=pad_id)
         results = [await backend.forward_backward(batch).result() for batch in micro_batches]
@@ -63,7 +62,7 @@ async def run_sft_training(
             metrics_logger.log(metrics, step)
         if checkpoint_dir and (step % config.checkpoint_every == 0 or step == config.num_steps):
             checkpoint = step_directory(checkpoint_dir, step)
-            await backend.save_checkpoint(checkpoint, {"step": step}).result()
+            await backend.save_checkpoint(checkpoint, {"step": step, "cursor": steps.cursor}).result()
             prune_checkpoints(checkpoint_dir, newest=checkpoint, keep=config.keep_checkpoints)
             if events:
                 events.write("checkpoint", step=step)
@@ -90,34 +89,6 @@ async def load_latest_checkpoint(
     if events:
         events.write("resumed", step=state["step"], checkpoint=checkpoint.name)
     return state
-
-
-def iterate_sft_steps(
-    samples: Sequence[Sample] | Iterable[Sample], config: SFTTrainingConfig
-) -> Iterator[list[list[Sample]]]:
-    """The rows of step 1, 2, ...: a function of samples and settings alone, so a resumed run sees the same."""
-    epochs = _shuffle_epochs(samples, seed=config.seed) if isinstance(samples, Sequence) else iter([iter(samples)])
-    rows = (
-        row
-        for epoch in epochs  # rows never hold samples of two epochs
-        for row in (pack_rows(epoch, max_length=config.max_length) if config.packing else ([s] for s in epoch))
-    )
-    while len(step := list(itertools.islice(rows, config.batch_size))) == config.batch_size:
-        yield step
-
-
-def iterate_epochs(samples: Sequence[Sample], *, seed: int) -> Iterator[Sample]:
-    """All samples over and over, each epoch in an order of its own that the seed decides."""
-    return itertools.chain.from_iterable(_shuffle_epochs(samples, seed=seed))
-
-
-def _shuffle_epochs(samples: Sequence[Sample], *, seed: int) -> Iterator[Iterator[Sample]]:
-    if not samples:
-        raise DataError("there is no sample to train on")
-    for epoch in itertools.count():
-        order = list(range(len(samples)))
-        random.Random(f"{seed}-{epoch}").shuffle(order)
-        yield (samples[i] for i in order)
 
 
 def prepare_sft_batch(rows: Sequence[Sequence[Sample]], config: SFTTrainingConfig, *, pad_id: int) -> list[TrainBatch]:

@@ -15,13 +15,12 @@ from transformers import PreTrainedTokenizerBase
 from rollouts_core.config import ModelConfig
 from rollouts_core.dataset import (
     check_disjoint,
-    digest_path,
     load_prompts_from_jsonl,
-    load_rows,
     load_sft_dataset,
 )
 from rollouts_core.errors import DataError
 from rollouts_core.model import load_tokenizer
+from rollouts_core.rows import digest_path, load_rows
 from rollouts_core.types import Prompt, Sample, Status
 from tests.rollouts_core.make import make_prompts
 
@@ -119,7 +118,7 @@ def test_a_row_with_nothing_to_train_on_is_an_error(
         ({}, "found no field at all"),
         ({"prompt": "x"}, "expected `messages`"),
         ({"text": 3}, "`text` must be text, found int"),
-        ({"prompt": "x", "completion": None}, "`completion` must be text, found NoneType"),
+        ({"prompt": "x", "completion": None}, r"expected `messages`.*; found prompt, completion \(null\)"),
         ({"prompt": 3, "completion": "x"}, "`prompt` must be text, found int"),
         ({"messages": []}, "at least one message"),
         ({"messages": "hello"}, "must be a list"),
@@ -198,8 +197,8 @@ def test_a_file_of_another_kind_is_one_sentence(tmp_path: Path) -> None:
 
 def test_a_folder_of_several_splits_is_one_sentence(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_list([{"prompt": "x"}])
-    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "folder"))
-    with pytest.raises(DataError, match="has the splits test, train"):
+    datasets.DatasetDict({"validation": rows, "test": rows}).save_to_disk(str(tmp_path / "folder"))
+    with pytest.raises(DataError, match="has the splits test, validation, not train"):
         list(load_rows(tmp_path / "folder"))
 
 
@@ -256,9 +255,10 @@ def test_prompts_without_an_id_are_named_by_file_and_row(tmp_path: Path) -> None
     ("row", "reason"),
     [
         ({"question": "x"}, "expected `prompt` or `messages`; found question"),
-        ({"prompt": 3}, "`prompt` must be text, found int"),
+        ({"prompt": 3}, "`prompt` must be text or a list of messages, found int"),
         ({"prompt": []}, "at least one message"),
-        ({"messages": None}, "must be a list"),
+        ({"messages": None}, r"expected `prompt` or `messages`; found messages \(null\)"),
+        ({"messages": "x"}, "must be a list"),
         ({"id": "first", "prompt": "x"}, "id 'first' is also that of row 1"),
     ],
 )

@@ -14,10 +14,10 @@ import pytest
 
 from rollouts_core.__main__ import main
 from rollouts_core.config import DeploymentConfig, EvaluationConfig, ModelConfig, RolloutConfig, SamplingConfig
-from rollouts_core.dataset import digest_path
 from rollouts_core.fingerprint import digest_model
 from rollouts_core.job import EvalJob, GenerateJob, InputFile, InputModel, Job
 from rollouts_core.metrics import read_json_lines
+from rollouts_core.rows import digest_path
 from rollouts_core.types import sample_from_json
 
 ONE_THREAD = DeploymentConfig(trainer_threads=1)

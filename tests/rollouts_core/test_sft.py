@@ -20,7 +20,8 @@ from rollouts_core.errors import DataError
 from rollouts_core.loss import Metrics, create_cross_entropy_loss
 from rollouts_core.metrics import EventLog, JSONLLogger, read_json_lines, read_metrics
 from rollouts_core.pytorch_backend import PyTorchTrainingBackend, create_pytorch_backend
-from rollouts_core.sft import iterate_epochs, iterate_sft_steps, prepare_sft_batch, run_sft_training, sum_metrics
+from rollouts_core.sft import prepare_sft_batch, run_sft_training, sum_metrics
+from rollouts_core.steps import iterate_epochs, iterate_sft_steps
 from rollouts_core.types import Sample
 from tests.rollouts_core.make import make_random_samples, make_sample
 
