@@ -22,7 +22,7 @@ import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 
 import tomli_w
 from pydantic import (
@@ -32,10 +32,13 @@ from pydantic import (
     Field,
     PlainSerializer,
     ValidationError,
+    ValidationInfo,
     WithJsonSchema,
+    field_validator,
     model_validator,
 )
 from pydantic.config import JsonDict
+from pydantic_core import PydanticKnownError
 
 from rollouts_core.errors import ConfigError
 from rollouts_core.messages import explain_validation_error
@@ -70,8 +73,8 @@ def _write_function(function: str | Callable[..., Any]) -> str:  # Any: user fun
     return name_of_function(function)
 
 
-Finite = Annotated[float, AfterValidator(_finite)]
-GpuRank = Annotated[int, Field(ge=0)]
+Finite = Annotated[float, Field(strict=True), AfterValidator(_finite)]
+GpuRank = Annotated[int, Field(ge=0, strict=True)]
 FunctionName = Annotated[
     str | Callable[..., Any],  # Any: user functions of many shapes
     PlainSerializer(_write_function, return_type=str),
@@ -79,10 +82,35 @@ FunctionName = Annotated[
 ]
 
 
+SCALAR_ERRORS: dict[object, Literal["bool_type", "int_type", "float_type"]] = {
+    bool: "bool_type",
+    int: "int_type",
+    float: "float_type",
+}
+
+
+def _scalar_of(annotation: object) -> object:
+    """The type of a field without the checks around it; of one that may be None, the other type."""
+    parts = [part for part in get_args(annotation) if part is not type(None)]
+    if get_origin(annotation) is Annotated or (len(parts) == 1 and type(None) in get_args(annotation)):
+        return _scalar_of(parts[0])
+    return annotation
+
+
 class Record(BaseModel):
     """What all settings share: frozen, no unknown keys, field docstrings as help texts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_conversions(cls, value: Any, info: ValidationInfo) -> Any:  # Any: unchecked input
+        """True is no number and "3" is no 3, although pydantic would take them for one."""
+        assert info.field_name is not None, "only fields are validated"
+        kind = SCALAR_ERRORS.get(_scalar_of(cls.model_fields[info.field_name].annotation))
+        if kind and (isinstance(value, str) or isinstance(value, bool) != (kind == "bool_type")):
+            raise PydanticKnownError(kind)
+        return value
 
 
 class ModelConfig(Record):
