@@ -232,6 +232,10 @@ def _check_parquet(path: Path) -> None:
         tail = file.read()
     if head != PARQUET_MAGIC or tail != PARQUET_MAGIC:
         raise DataError(f"{path} is not a Parquet file, or was cut: write it again")
+    from pyarrow.parquet import read_metadata  # comes with datasets, and is as heavy
+
+    if read_metadata(path).num_rows == 0:
+        raise _is_empty(path)
 
 
 def _parse_line(line: bytes, path: str, number: int) -> Row:

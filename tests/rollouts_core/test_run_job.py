@@ -13,9 +13,16 @@ from typing import Any
 import pytest
 
 from rollouts_core.__main__ import main
-from rollouts_core.config import DeploymentConfig, EvaluationConfig, ModelConfig, RolloutConfig, SamplingConfig
+from rollouts_core.config import (
+    DeploymentConfig,
+    EvaluationConfig,
+    ModelConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SFTTrainingConfig,
+)
 from rollouts_core.fingerprint import digest_model
-from rollouts_core.job import EvalJob, GenerateJob, InputFile, InputModel, Job
+from rollouts_core.job import EvalJob, GenerateJob, InputDataset, InputFile, InputModel, Job, SFTJob
 from rollouts_core.metrics import read_json_lines
 from rollouts_core.rows import digest_path
 from rollouts_core.types import sample_from_json
@@ -101,3 +108,38 @@ def test_a_finished_job_says_when_it_started(base: InputModel, quickstart_dir: P
     do(job, tmp_path / "generate-2")
     events = read_json_lines(tmp_path / "generate-2/events.jsonl")
     assert [(event["event"], event["attempt"]) for event in events] == [("started", 1)]
+
+
+def dataset(path: Path, **share: Any) -> InputDataset:
+    """A dataset as a plan names it."""
+    return InputDataset(path=str(path), digest=digest_path(path), **share)
+
+
+def mixture_job(base: InputModel, quickstart_dir: Path, **changes: Any) -> SFTJob:
+    """Two steps on a mixture of two files."""
+    data = (
+        dataset(quickstart_dir / "sft.jsonl", max_samples=30),
+        dataset(quickstart_dir / "sft.jsonl", repeat=0.5),
+    )
+    training = SFTTrainingConfig(num_steps=2, batch_size=2, micro_batch_size=2, max_length=64)
+    return SFTJob(model=base, data=data, training=training, deployment=ONE_THREAD).model_copy(update=changes)
+
+
+def test_sft_on_a_mixture_is_the_same_streamed_or_not(base: InputModel, quickstart_dir: Path, tmp_path: Path) -> None:
+    kept = do(mixture_job(base, quickstart_dir), tmp_path / "sft-kept")
+    streamed = do(mixture_job(base, quickstart_dir, streaming=True), tmp_path / "sft-streamed")
+    assert kept == streamed
+    assert kept["num_samples"] == 30 + 40
+
+
+def test_sft_refuses_data_that_changed_since_it_was_planned(
+    base: InputModel, quickstart_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes((quickstart_dir / "sft.jsonl").read_bytes())
+    job = mixture_job(base, quickstart_dir, data=(dataset(path),))
+    path.write_bytes(path.read_bytes().replace(b"+", b"-", 1))
+    (tmp_path / "sft-1").mkdir()
+    (tmp_path / "sft-1" / "job.json").write_text(job.model_dump_json())
+    assert main(["sft", str(tmp_path / "sft-1" / "job.json")]) == 2
+    assert "rows.jsonl changed since the stage was planned" in capsys.readouterr().err
