@@ -21,14 +21,14 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from rollouts_core.checkpoint import MANIFEST, list_checkpoints, load_manifest, verify_checkpoint
 from rollouts_core.comparison import estimate_mean, select_best
 from rollouts_core.data_buffer import DataBuffer
-from rollouts_core.dataset import digest_path, load_prompts_from_jsonl, load_sft_dataset
+from rollouts_core.dataset import SFTDataset, load_prompts_from_jsonl, load_sft_dataset, open_datasets, sample_rules
 from rollouts_core.embedded.server import serve
 from rollouts_core.engines import PublishTarget, SGLangEngine
 from rollouts_core.errors import CheckpointError, DataError
@@ -40,8 +40,19 @@ from rollouts_core.evaluate import (
     scores_by_prompt,
 )
 from rollouts_core.files import write_atomically
-from rollouts_core.fingerprint import digest_checkpoint, digest_model
-from rollouts_core.job import EngineAddress, EvalJob, GenerateJob, InputFile, InputModel, Job, RLJob, ServeJob, SFTJob
+from rollouts_core.fingerprint import digest_checkpoint, digest_datasets, digest_model
+from rollouts_core.job import (
+    EngineAddress,
+    EvalJob,
+    GenerateJob,
+    InputDataset,
+    InputFile,
+    InputModel,
+    Job,
+    RLJob,
+    ServeJob,
+    SFTJob,
+)
 from rollouts_core.loss import create_cross_entropy_loss, create_policy_loss
 from rollouts_core.metrics import EventLog, JSONLLogger
 from rollouts_core.model import check_vocabulary, load_tokenizer, pad_token_id, silence_progress_bars
@@ -54,9 +65,13 @@ from rollouts_core.rollout import (
     resolve_generate_fn,
     resolve_reward_fn,
 )
+from rollouts_core.rows import digest_path
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.sft import run_sft_training
 from rollouts_core.types import RolloutBatch, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +122,9 @@ def attempt_number() -> int:
 async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog) -> None:
     """Fine-tune on demonstrations; the record lists the checkpoints."""
     check_model(job.model)
-    check_file(job.data)
+    tables = open_datasets(job.data)
+    for dataset, table in zip(job.data, tables, strict=True):
+        check_digest(dataset, table.digest)
     check_resume(job, directory)
     backend = create_pytorch_backend(
         job.model.model,
@@ -118,10 +135,10 @@ async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog) ->
         seed=job.training.seed,
     )
     check_vocabulary(backend.model, backend.tokenizer, job.model.model.path)
-    samples = load_sft_dataset(
-        job.data.path, backend.tokenizer, max_length=job.training.max_length, train_on=job.training.train_on
-    )
-    events.write("data_loaded", num_samples=len(samples))
+    rules = sample_rules(job.training)
+    samples = SFTDataset(job.data, tables, backend.tokenizer, rules, streaming=job.streaming)
+    eval_samples = load_eval_samples(job, backend.tokenizer)
+    events.write("data_loaded", num_samples=len(samples), num_dropped=samples.num_dropped)
     with JSONLLogger(directory.metrics, attempt=events.attempt) as metrics_logger:
         await run_sft_training(
             backend,
@@ -130,10 +147,27 @@ async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog) ->
             metrics_logger,
             pad_id=pad_token_id(backend.tokenizer),
             checkpoint_dir=directory.checkpoints,
-            inputs={"model": job.model.digest},
+            inputs={"model": job.model.digest, "data": digest_datasets(job.data)},
             events=events,
+            eval_samples=eval_samples,
         )
-    directory.write_result({"checkpoints": describe_checkpoints(directory), "num_samples": len(samples)})
+    num_samples = len(samples) if job.streaming else len(samples) - samples.num_dropped
+    directory.write_result({"checkpoints": describe_checkpoints(directory), "num_samples": num_samples})
+
+
+def load_eval_samples(job: SFTJob, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """The demonstrations that are not trained on, if the job has any."""
+    if job.eval_data is None:
+        return []
+    check_file(job.eval_data)
+    training = job.training
+    return load_sft_dataset(
+        job.eval_data.path,
+        tokenizer,
+        max_length=training.max_length,
+        train_on=training.train_on,
+        on_overlong=training.on_overlong,
+    )
 
 
 async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog) -> None:
@@ -231,7 +265,12 @@ def run_serve_job(job: ServeJob) -> None:
 
 def check_file(file: InputFile) -> None:
     """Raise DataError when a data file is not the one that the job was made for."""
-    if digest_path(file.path) != file.digest:
+    check_digest(file, digest_path(file.path))
+
+
+def check_digest(file: InputFile | InputDataset, found: str) -> None:
+    """Raise DataError when what was found at an input's path is not what the job was made for."""
+    if found != file.digest:
         happened = "changed" if Path(file.path).exists() else "is gone"
         raise DataError(f"{file.path} {happened} since the stage was planned: start the run again")
 
@@ -328,8 +367,10 @@ async def _score_checkpoint(checkpoint: InputModel, job: EvalJob, directory: Run
             load_tokenizer(checkpoint.model),
             max_length=job.training.max_length,
             train_on=job.training.train_on,
+            on_overlong=job.training.on_overlong,
+            max_rows=job.evaluation.max_prompts,
         )
-        return score_demonstrations(checkpoint.model, demonstrations[: job.evaluation.max_prompts])
+        return score_demonstrations(checkpoint.model, demonstrations)
     prompts = load_prompts_from_jsonl(job.data.path, max_rows=job.evaluation.max_prompts)
     rollout = evaluation_rollouts(job.evaluation, job.rollout)
     samples = generate_samples(checkpoint.model, prompts, rollout, num_slots=job.deployment.max_running_requests)

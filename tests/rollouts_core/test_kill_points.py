@@ -33,10 +33,10 @@ from rollouts_core.config import (
     SamplingConfig,
     SFTTrainingConfig,
 )
-from rollouts_core.dataset import digest_path
 from rollouts_core.fingerprint import digest_model
-from rollouts_core.job import EngineAddress, InputFile, InputModel, RLJob, ServeJob, SFTJob
+from rollouts_core.job import EngineAddress, InputDataset, InputFile, InputModel, RLJob, ServeJob, SFTJob
 from rollouts_core.metrics import read_json_lines, read_metrics
+from rollouts_core.rows import digest_path
 from tests.rollouts_core.kill_rewards import grade_even_digits, grade_even_digits_late
 
 pytestmark = pytest.mark.slow
@@ -213,9 +213,10 @@ def with_dropout(base: InputModel, directory: Path) -> InputModel:
 
 
 def test_sft_killed_ten_times_is_the_run_that_was_not(base: InputModel, quickstart_dir: Path, tmp_path: Path) -> None:
-    data = input_file(quickstart_dir / "sft.jsonl")
+    path = quickstart_dir / "sft.jsonl"
+    data = InputDataset(path=str(path), digest=digest_path(path))
     model = with_dropout(base, tmp_path / "model")
-    job = SFTJob(model=model, data=data, training=SFT_TRAINING, deployment=ONE_THREAD)
+    job = SFTJob(model=model, data=(data,), training=SFT_TRAINING, deployment=ONE_THREAD)
     straight = start(write_job(tmp_path / "straight", job))
     kill_often(write_job(tmp_path / "killed", job), seed=1, num_kills=10, max_steps=12)
     assert straight.wait(FINISH_TIMEOUT_S) == 0
@@ -259,8 +260,11 @@ def write_job_of_run(parent: Path, job: RLJob) -> Path:
 def test_sigterm_waits_for_the_checkpoint_that_is_being_written(
     base: InputModel, quickstart_dir: Path, tmp_path: Path
 ) -> None:
-    data = input_file(quickstart_dir / "sft.jsonl")
-    directory = write_job(tmp_path / "run", SFTJob(model=base, data=data, training=SFT_TRAINING, deployment=ONE_THREAD))
+    path = quickstart_dir / "sft.jsonl"
+    data = InputDataset(path=str(path), digest=digest_path(path))
+    directory = write_job(
+        tmp_path / "run", SFTJob(model=base, data=(data,), training=SFT_TRAINING, deployment=ONE_THREAD)
+    )
     process = start(directory)
     wait_until(lambda: any(directory.glob("checkpoints/.*partial*")), process, START_TIMEOUT_S)
     process.terminate()
