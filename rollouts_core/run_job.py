@@ -122,6 +122,9 @@ def attempt_number() -> int:
 async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog) -> None:
     """Fine-tune on demonstrations; the record lists the checkpoints."""
     check_model(job.model)
+    for dataset in job.data:
+        if Path(dataset.path).is_absolute() and not Path(dataset.path).exists():
+            check_digest(dataset, found="")
     tables = open_datasets(job.data)
     for dataset, table in zip(job.data, tables, strict=True):
         check_digest(dataset, table.digest)
