@@ -62,7 +62,7 @@ from rollouts_core.rollout import (
     resolve_generate_fn,
     resolve_reward_fn,
 )
-from rollouts_core.rows import digest_path
+from rollouts_core.rows import RowTable, digest_path
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.sft import run_sft_training
 from rollouts_core.types import RolloutBatch, Sample
@@ -100,9 +100,7 @@ def attempt_number() -> int:
 async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog) -> None:
     """Fine-tune on demonstrations; the record lists the checkpoints."""
     check_model(job.model)
-    tables = open_datasets(job.data)
-    for dataset, table in zip(job.data, tables, strict=True):
-        check_digest(dataset, table.digest)
+    tables = open_checked_datasets(job.data)
     remove_partial_directories(directory.checkpoints)
     backend = create_pytorch_backend(
         job.model.model, job.training.optim, create_cross_entropy_loss(), num_steps=job.training.num_steps
@@ -123,6 +121,21 @@ async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog) ->
         )
     num_samples = len(samples) if job.streaming else len(samples) - samples.num_dropped
     directory.write_result({"checkpoints": describe_checkpoints(directory), "num_samples": num_samples})
+
+
+def open_checked_datasets(datasets: Sequence[InputDataset]) -> list[RowTable]:
+    """The rows of datasets that are what the job was made for.
+
+    Raises:
+        DataError: one that is gone or changed, or that cannot be opened.
+    """
+    for dataset in datasets:
+        if Path(dataset.path).is_absolute() and not Path(dataset.path).exists():
+            check_digest(dataset, "")
+    tables = open_datasets(datasets)
+    for dataset, table in zip(datasets, tables, strict=True):
+        check_digest(dataset, table.digest)
+    return tables
 
 
 async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog) -> None:
