@@ -193,6 +193,7 @@ def resolve_revision(path: str, revision: str) -> str:
 def _open_table(path: Path, *, split: str, subset: str, revision: str) -> Any:  # Any: datasets has no types
     import datasets  # heavy, and only for Parquet and hub data
 
+    datasets.disable_progress_bars()  # a log is no terminal
     if path.suffix == ".parquet":
         _check_parquet(path)
     elif path.is_file():
@@ -206,8 +207,9 @@ def _open_table(path: Path, *, split: str, subset: str, revision: str) -> Any:  
             return datasets.load_dataset(str(path), subset or None, split=split, revision=revision or None)
         found = datasets.load_from_disk(str(path))
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        cause = first_line(error.__cause__ or error)
         raise DataError(
-            f"{path} is no dataset ({first_line(error)}): give a JSONL or Parquet file, or a folder of `save_to_disk`"
+            f"{path} is no dataset ({cause}): give a JSONL or Parquet file, or a folder of `save_to_disk`"
         ) from error
     if isinstance(found, dict) and split not in found:
         raise DataError(f"{path} has the splits {', '.join(sorted(found))}, not {split}: give one of them as `split`")

@@ -65,7 +65,7 @@ from rollouts_core.rollout import (
     resolve_generate_fn,
     resolve_reward_fn,
 )
-from rollouts_core.rows import digest_path
+from rollouts_core.rows import RowTable, digest_path
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.sft import run_sft_training
 from rollouts_core.types import RolloutBatch, Sample
@@ -122,12 +122,7 @@ def attempt_number() -> int:
 async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog) -> None:
     """Fine-tune on demonstrations; the record lists the checkpoints."""
     check_model(job.model)
-    for dataset in job.data:
-        if Path(dataset.path).is_absolute() and not Path(dataset.path).exists():
-            check_digest(dataset, found="")
-    tables = open_datasets(job.data)
-    for dataset, table in zip(job.data, tables, strict=True):
-        check_digest(dataset, table.digest)
+    tables = open_checked_datasets(job.data)
     check_resume(job, directory)
     backend = create_pytorch_backend(
         job.model.model,
@@ -156,6 +151,21 @@ async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog) ->
         )
     num_samples = len(samples) if job.streaming else len(samples) - samples.num_dropped
     directory.write_result({"checkpoints": describe_checkpoints(directory), "num_samples": num_samples})
+
+
+def open_checked_datasets(datasets: Sequence[InputDataset]) -> list[RowTable]:
+    """The rows of datasets that are what the job was made for.
+
+    Raises:
+        DataError: one that is gone or changed, or that cannot be opened.
+    """
+    for dataset in datasets:
+        if Path(dataset.path).is_absolute() and not Path(dataset.path).exists():
+            check_digest(dataset, "")
+    tables = open_datasets(datasets)
+    for dataset, table in zip(datasets, tables, strict=True):
+        check_digest(dataset, table.digest)
+    return tables
 
 
 def load_eval_samples(job: SFTJob, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
