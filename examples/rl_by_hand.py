@@ -27,12 +27,12 @@ from rollouts_core import (
     Sample,
     Status,
     build_batch,
-    compute_logprobs,
     create_adamw_optimizer,
     load_hf_model,
     load_prompts_from_jsonl,
     load_tokenizer,
     policy_loss,
+    score_targets,
     tokenize_prompt,
 )
 from rollouts_core.advantages import group_mean_std
@@ -84,7 +84,7 @@ def train(model_dir: Path, files: Path, *, num_steps: int, batch_size: int) -> N
         advantages = [[advantage] for group in rewards for advantage in group_mean_std(group)]
         rows = [[sample] for group in groups for sample in group]
         batch = build_batch(rows, advantages=advantages, pad_id=pad_token_id(tokenizer))
-        loss, metrics = policy_loss(compute_logprobs(model, batch), batch, LossConfig())
+        loss, metrics = policy_loss(score_targets(model, batch), batch, LossConfig())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm)
         optimizer.step()

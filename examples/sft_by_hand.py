@@ -21,12 +21,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from rollouts_core import (
     build_batch,
-    compute_logprobs,
     create_adamw_optimizer,
     create_warmup_cosine_scheduler,
     load_hf_model,
     load_sft_dataset,
     load_tokenizer,
+    score_targets,
 )
 from rollouts_core.config import ModelConfig, OptimConfig
 from rollouts_core.loss import cross_entropy_loss
@@ -48,7 +48,7 @@ def train(files: Path, *, num_steps: int, batch_size: int, out: Path | None) -> 
     for step in range(1, num_steps + 1):
         rows = [[sample] for sample in itertools.islice(endless, batch_size)]
         batch = build_batch(rows, pad_id=pad_token_id(tokenizer))
-        loss, _ = cross_entropy_loss(compute_logprobs(model, batch), batch)
+        loss, _ = cross_entropy_loss(score_targets(model, batch), batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm)
         optimizer.step()

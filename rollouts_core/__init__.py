@@ -22,10 +22,11 @@ PUBLIC_NAMES = {
     "environments": "ENVIRONMENTS Environment",
     "filters": "check_any_success check_min_reward check_quality_and_diversity check_reasonable_length "
     "check_response_diversity check_reward_nonzero_std compose_filters",
-    "loss": "create_cross_entropy_loss create_policy_loss grpo_loss policy_loss ppo_loss token_logprobs",
+    "loss": "TokenScores create_cross_entropy_loss create_policy_loss grpo_loss policy_loss ppo_loss token_logprobs",
     "metrics": "EventLog JSONLLogger MetricsLogger read_metrics",
-    "model": "compute_logprobs load_hf_model load_tokenizer",
+    "model": "load_hf_model load_tokenizer",
     "optim": "create_adamw_optimizer create_warmup_cosine_scheduler",
+    "policy": "Policy compute_logprobs score_targets",
     "pytorch_backend": "PyTorchTrainingBackend create_pytorch_backend",
     "rewards": "REWARDS compute_reward",
     "rl": "prepare_grpo_batch run_rl_training",

@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor
 
 from rollouts_core.batch import TrainBatch
-from rollouts_core.loss import Metrics
+from rollouts_core.loss import Metrics, TokenScores
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -54,6 +54,14 @@ class TrainingBackend(Protocol):
 
     def forward_backward(self, batch: TrainBatch) -> TrainFuture[Metrics]:
         """Add the batch's gradient; returns metrics that add up over the step's micro-batches."""
+        ...
+
+    def score(self, batch: TrainBatch, *, reference: bool = False) -> TrainFuture[TokenScores]:
+        """What the policy says about the batch, without a gradient, on the CPU.
+
+        Args:
+            reference: ask the weights that training started from instead of the current ones.
+        """
         ...
 
     def optim_step(self) -> TrainFuture[Metrics]:

@@ -11,6 +11,7 @@ B rows of a micro-batch, T token positions, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -21,8 +22,30 @@ from rollouts_core.batch import TrainBatch
 from rollouts_core.config import LossConfig
 
 Metrics = dict[str, float]
-LossFn = Callable[[Tensor, TrainBatch], tuple[Tensor, Metrics]]
-"""(policy_logprobs_BT, batch) -> the micro-batch's share of the step's loss, and metrics that add up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """What a policy says about the targets of a batch; 0 where the loss mask is 0."""
+
+    logprobs_BT: Tensor
+    """log p(target), nats."""
+    entropies_BT: Tensor | None = None
+    """Entropy of the distribution that the target was drawn from, nats; only from policies asked for it."""
+    values_BT: Tensor | None = None
+    """The return that the value head expects before the target is drawn; only from policies that have one."""
+
+    def to(self, device: torch.device) -> TokenScores:
+        """The scores on `device`."""
+        return TokenScores(
+            logprobs_BT=self.logprobs_BT.to(device),
+            entropies_BT=None if self.entropies_BT is None else self.entropies_BT.to(device),
+            values_BT=None if self.values_BT is None else self.values_BT.to(device),
+        )
+
+
+LossFn = Callable[[TokenScores, TrainBatch], tuple[Tensor, Metrics]]
+"""(scores, batch) -> the micro-batch's share of the step's loss, and metrics that add up."""
 
 MAX_LOG_RATIO = 20.0
 """|log ratio| is clamped to this before exp, so that a stray token gives a large number instead of infinity."""
@@ -48,22 +71,22 @@ def create_policy_loss(config: LossConfig) -> LossFn:
     return partial(policy_loss, config=config)
 
 
-def cross_entropy_loss(policy_logprobs_BT: Tensor, batch: TrainBatch) -> tuple[Tensor, Metrics]:
+def cross_entropy_loss(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, Metrics]:
     """Mean negative log-likelihood of the trained targets, weighted by the loss mask."""
     assert batch.num_loss_tokens > 0, "the caller drops empty steps"
     # Masked positions may hold anything: 0 * -inf would be NaN.
-    scored_BT = torch.where(batch.loss_mask_BT > 0, policy_logprobs_BT, 0.0)
+    scored_BT = torch.where(batch.loss_mask_BT > 0, scores.logprobs_BT, 0.0)
     loss = -(scored_BT * batch.loss_mask_BT).sum() / batch.num_loss_tokens
     return loss, {"loss": float(loss.detach())}
 
 
-def policy_loss(policy_logprobs_BT: Tensor, batch: TrainBatch, config: LossConfig) -> tuple[Tensor, Metrics]:
+def policy_loss(scores: TokenScores, batch: TrainBatch, config: LossConfig) -> tuple[Tensor, Metrics]:
     """The clipped policy-gradient loss, averaged over the step's loss tokens or samples.
 
     Token t contributes -min(ratio * A, clip(ratio) * A), ratio = exp(policy - rollout logprob).
 
     Args:
-        policy_logprobs_BT: log p(target) under the current weights, nats, at the rollout's temperature.
+        scores: under the current weights, at the rollout's temperature.
 
     Returns:
         The micro-batch's share of the loss, and metrics that add up over micro-batches: the share of clipped
@@ -71,7 +94,7 @@ def policy_loss(policy_logprobs_BT: Tensor, batch: TrainBatch, config: LossConfi
 
     Source: arXiv:1707.06347 eq. 7; group advantages arXiv:2402.03300; asymmetric clip arXiv:2503.14476.
     """
-    loss_mask_BT = batch.loss_mask_BT
+    loss_mask_BT, policy_logprobs_BT = batch.loss_mask_BT, scores.logprobs_BT
     assert policy_logprobs_BT.shape == loss_mask_BT.shape, f"{policy_logprobs_BT.shape} != {loss_mask_BT.shape}"
     assert batch.num_loss_tokens > 0, "the caller drops empty steps"
     log_ratio_BT = (policy_logprobs_BT - batch.rollout_logprobs_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -132,7 +155,9 @@ def grpo_loss(
         num_samples=int((loss_mask.sum(dim=1) > 0).sum()),
         is_packed=False,
     )
-    loss, _ = policy_loss(policy_logprobs_BT, batch, LossConfig(clip_low=clip_range, clip_high=clip_range))
+    loss, _ = policy_loss(
+        TokenScores(logprobs_BT=policy_logprobs_BT), batch, LossConfig(clip_low=clip_range, clip_high=clip_range)
+    )
     return loss
 
 

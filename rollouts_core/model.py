@@ -1,6 +1,6 @@
-"""Load a language model and its tokenizer, and compute log-probs with it.
+"""Load a language model and its tokenizer.
 
-Not here: generation (embedded/, engines/), training state (pytorch_backend.py).
+Not here: log-probs (policy.py), generation (embedded/, engines/), training state (pytorch_backend.py).
 """
 
 from __future__ import annotations
@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from rollouts_core.batch import TrainBatch, block_causal_mask
 from rollouts_core.config import ModelConfig
 from rollouts_core.errors import CheckpointError, DataError
-from rollouts_core.loss import token_logprobs
 from rollouts_core.messages import first_line
 
 if TYPE_CHECKING:
@@ -81,16 +78,3 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def silence_progress_bars() -> None:
     """Keep the bars of loading and saving weights out of logs and terminals."""
     transformers_logging.disable_progress_bar()
-
-
-def compute_logprobs(model: PreTrainedModel, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
-    """(B, T) log p(target | what precedes it in its own sample), nats."""
-    # Right-padded rows of one sample need no mask: causal attention never reaches the padding.
-    attention_mask = block_causal_mask(batch.segment_ids_BT, model.dtype) if batch.is_packed else None
-    logits_BTV = model(
-        input_ids=batch.inputs_BT,
-        position_ids=batch.position_ids_BT,
-        attention_mask=attention_mask,
-        use_cache=False,
-    ).logits
-    return token_logprobs(logits_BTV, batch.targets_BT, temperature=temperature)

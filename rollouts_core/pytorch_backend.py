@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,14 +22,15 @@ from rollouts_core.batch import TrainBatch
 from rollouts_core.checkpoint import new_checkpoint, verify_checkpoint
 from rollouts_core.config import ModelConfig, OptimConfig
 from rollouts_core.errors import CheckpointError, TrainingError
-from rollouts_core.loss import LossFn, Metrics
-from rollouts_core.model import compute_logprobs, load_hf_model, load_tokenizer
+from rollouts_core.loss import LossFn, Metrics, TokenScores
+from rollouts_core.model import load_hf_model, load_tokenizer
 from rollouts_core.optim import (
     create_adamw_optimizer,
     create_warmup_cosine_scheduler,
     optimizer_tensors,
     restore_optimizer_tensors,
 )
+from rollouts_core.policy import Policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -39,31 +41,32 @@ RNG_KEY = "rng/torch"
 
 
 class PyTorchTrainingBackend:
-    """A model with its optimizer and schedule on one device; implements `TrainingBackend`.
+    """A policy with its optimizer and schedule on one device; implements `TrainingBackend`.
 
     Args:
-        temperature: logits are divided by it before the softmax: the rollouts' temperature in RL, 1 in SFT.
+        reference: the frozen policy that `score(reference=True)` asks.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        policy: Policy,
         optimizer: torch.optim.Optimizer,
         scheduler: LambdaLR,
         loss_fn: LossFn,
         *,
         tokenizer: PreTrainedTokenizerBase,
         max_grad_norm: float,
-        temperature: float = 1.0,
+        reference: Policy | None = None,
     ) -> None:
-        self.model = model
+        self.policy = policy
+        self.model: PreTrainedModel = policy.hf_model
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.loss_fn = loss_fn
         self.tokenizer = tokenizer
         self.max_grad_norm = max_grad_norm
-        self.temperature = temperature
-        self.device = model.device
+        self.reference = reference
+        self.device = self.model.device
         self._num_optim_steps = 0
 
     @property
@@ -78,8 +81,7 @@ class PyTorchTrainingBackend:
             TrainingError: the loss is not a finite number.
         """
         on_device = batch.to(self.device)
-        policy_logprobs_BT = compute_logprobs(self.model, on_device, temperature=self.temperature)
-        loss, metrics = self.loss_fn(policy_logprobs_BT, on_device)
+        loss, metrics = self.loss_fn(self.policy(on_device), on_device)
         if not math.isfinite(metrics["loss"]):
             raise TrainingError(
                 f"the loss became {metrics['loss']} after {self._num_optim_steps} optimizer steps: lower the "
@@ -88,13 +90,22 @@ class PyTorchTrainingBackend:
         torch.autograd.backward(loss)
         return ImmediateTrainFuture(metrics)
 
+    @torch.no_grad()
+    def score(self, batch: TrainBatch, *, reference: bool = False) -> ImmediateTrainFuture[TokenScores]:
+        """What the policy, or the reference, says about the batch, without a gradient, on the CPU."""
+        if not reference:
+            return ImmediateTrainFuture(self.policy(batch.to(self.device)).to(torch.device("cpu")))
+        if self.reference is None:
+            raise TrainingError("this backend was built without a reference policy: create it with_reference=True")
+        return ImmediateTrainFuture(self.reference(batch.to(self.device)).to(torch.device("cpu")))
+
     def optim_step(self) -> ImmediateTrainFuture[Metrics]:
         """Clip the gradient, step, and move the learning rate on.
 
         Raises:
             TrainingError: the gradient is not finite; the weights are as before.
         """
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm))
+        norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm))
         if not math.isfinite(norm):
             raise TrainingError(f"the gradient norm became {norm} after {self._num_optim_steps} optimizer steps")
         lr = float(self.optimizer.param_groups[0]["lr"])
@@ -132,7 +143,7 @@ class PyTorchTrainingBackend:
             "num_optim_steps": self._num_optim_steps,
             "loop": dict(state),
         }
-        tensors = {**optimizer_tensors(self.model, self.optimizer), RNG_KEY: torch.get_rng_state()}
+        tensors = {**optimizer_tensors(self.policy, self.optimizer), RNG_KEY: torch.get_rng_state()}
         with new_checkpoint(path, step=int(state["step"])) as directory:
             self.model.save_pretrained(directory)
             self.tokenizer.save_pretrained(directory)
@@ -155,7 +166,7 @@ class PyTorchTrainingBackend:
         saved = load_hf_model(ModelConfig(path=str(path), dtype=_dtype_name(self.model.dtype)))
         self.load_weights({name: p.detach() for name, p in saved.named_parameters()})
         torch.set_rng_state(tensors.pop(RNG_KEY))
-        restore_optimizer_tensors(self.model, self.optimizer, tensors)
+        restore_optimizer_tensors(self.policy, self.optimizer, tensors)
         self.scheduler.load_state_dict(trainer["scheduler"])
         for group, lr in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = lr
@@ -171,24 +182,32 @@ def create_pytorch_backend(
     *,
     num_steps: int,
     temperature: float = 1.0,
+    with_entropies: bool = False,
+    with_values: bool = False,
+    with_reference: bool = False,
     device: str = "",
 ) -> PyTorchTrainingBackend:
     """Model, AdamW, schedule and loss as a backend, in one call.
 
     Args:
         num_steps: optimizer steps that the schedule spans.
+        temperature: of the rollouts in RL, 1 in SFT.
+        with_entropies: score entropies too.
+        with_values: train a value head.
+        with_reference: keep the weights that training starts from, for `score(reference=True)`.
         device: "" takes the first GPU where there is one, else the CPU.
     """
     hf_model = load_hf_model(model, device=device or default_device())
-    optimizer = create_adamw_optimizer(hf_model, optim)
+    policy = Policy(hf_model, temperature=temperature, with_entropies=with_entropies, with_values=with_values)
+    optimizer = create_adamw_optimizer(policy, optim)
     return PyTorchTrainingBackend(
-        hf_model,
+        policy,
         optimizer,
         create_warmup_cosine_scheduler(optimizer, optim, num_steps=num_steps),
         loss_fn,
         tokenizer=load_tokenizer(model),
         max_grad_norm=optim.max_grad_norm,
-        temperature=temperature,
+        reference=Policy(deepcopy(hf_model).requires_grad_(False), temperature=temperature) if with_reference else None,
     )
 
 

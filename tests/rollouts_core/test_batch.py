@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollouts_core.batch import block_causal_mask, build_batch, pack_rows, with_step_totals
-from rollouts_core.loss import cross_entropy_loss, token_logprobs
+from rollouts_core.loss import TokenScores, cross_entropy_loss, token_logprobs
 from rollouts_core.types import Sample
 from tests.rollouts_core.make import make_random_samples, make_sample
 
@@ -33,14 +33,14 @@ def test_a_perfect_next_token_model_has_loss_zero(num_per_row: int) -> None:
         next_tokens = [token for sample in row for token in sample.tokens[1:]]
         for t, token in enumerate(next_tokens):
             logits_BTV[b, t, token] = 100.0
-    loss, _ = cross_entropy_loss(token_logprobs(logits_BTV, batch.targets_BT), batch)
+    loss, _ = cross_entropy_loss(TokenScores(logprobs_BT=token_logprobs(logits_BTV, batch.targets_BT)), batch)
     assert float(loss) == 0.0
 
 
 def test_a_model_that_repeats_its_input_is_not_perfect() -> None:
     batch = build_batch([[make_sample([5, 7, 9])]], pad_id=0)
     logits_BTV = 100.0 * torch.nn.functional.one_hot(batch.inputs_BT, 25).float()
-    loss, _ = cross_entropy_loss(token_logprobs(logits_BTV, batch.targets_BT), batch)
+    loss, _ = cross_entropy_loss(TokenScores(logprobs_BT=token_logprobs(logits_BTV, batch.targets_BT)), batch)
     assert float(loss) == 100.0
 
 

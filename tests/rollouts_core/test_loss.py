@@ -12,6 +12,7 @@ from torch import Tensor
 from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
 from rollouts_core.config import LossConfig
 from rollouts_core.loss import (
+    TokenScores,
     create_cross_entropy_loss,
     create_policy_loss,
     cross_entropy_loss,
@@ -96,14 +97,16 @@ def test_logits_of_another_length_than_the_targets_are_refused() -> None:
 def test_cross_entropy_is_the_weighted_mean_over_trained_tokens() -> None:
     # weights 1, 0, 0.5 and log-probs -1, -7, -3: (1 + 1.5) / 1.5
     batch = build_batch([[make_sample([1, 2, 3, 4], [0, 1, 0, 0.5])]], pad_id=0)
-    loss, metrics = create_cross_entropy_loss()(torch.tensor([[-1.0, -7.0, -3.0]]), batch)
+    loss, metrics = create_cross_entropy_loss()(TokenScores(logprobs_BT=torch.tensor([[-1.0, -7.0, -3.0]])), batch)
     assert float(loss) == pytest.approx(2.5 / 1.5)
     assert metrics == {"loss": float(loss)}
 
 
 def test_cross_entropy_refuses_a_step_without_trained_tokens() -> None:
     with pytest.raises(AssertionError, match="empty"):
-        cross_entropy_loss(torch.zeros(1, 1), build_batch([[make_sample([1, 2], [0, 0])]], pad_id=0))
+        cross_entropy_loss(
+            TokenScores(logprobs_BT=torch.zeros(1, 1)), build_batch([[make_sample([1, 2], [0, 0])]], pad_id=0)
+        )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +123,9 @@ def test_cross_entropy_refuses_a_step_without_trained_tokens() -> None:
     ],
 )
 def test_policy_loss_by_hand(ratio: float, advantage: float, expected: float) -> None:
-    loss, _ = policy_loss(torch.tensor([[math.log(ratio)]]), make_one_token_batch(advantage), WIDE_CLIP)
+    loss, _ = policy_loss(
+        TokenScores(logprobs_BT=torch.tensor([[math.log(ratio)]])), make_one_token_batch(advantage), WIDE_CLIP
+    )
     assert float(loss) == pytest.approx(expected, abs=1e-6)
 
 
@@ -130,7 +135,7 @@ def test_policy_loss_by_hand(ratio: float, advantage: float, expected: float) ->
 )
 def test_only_a_clipped_token_loses_its_gradient(ratio: float, advantage: float, has_gradient: bool) -> None:
     logprobs_BT = torch.tensor([[math.log(ratio)]], requires_grad=True)
-    loss, metrics = policy_loss(logprobs_BT, make_one_token_batch(advantage), WIDE_CLIP)
+    loss, metrics = policy_loss(TokenScores(logprobs_BT=logprobs_BT), make_one_token_batch(advantage), WIDE_CLIP)
     loss.backward()
     # d/dlogp of -exp(logp) * A is -ratio * A
     expected = -ratio * advantage if has_gradient else 0.0
@@ -145,7 +150,7 @@ def test_policy_loss_equals_a_plain_loop(aggregation: str, num_per_row: int, see
     config = LossConfig(clip_low=0.2, clip_high=0.28, aggregation=aggregation)
     batch = make_random_batch(num_per_row)
     logprobs_BT = draw_logprobs(batch, seed)
-    loss, _ = policy_loss(logprobs_BT, batch, config)
+    loss, _ = policy_loss(TokenScores(logprobs_BT=logprobs_BT), batch, config)
     assert float(loss.detach()) == pytest.approx(loop_policy_loss(logprobs_BT, batch, config), abs=1e-5)
 
 
@@ -153,8 +158,10 @@ def test_token_mean_weighs_long_samples_more_and_sequence_mean_does_not() -> Non
     # ratio 1 everywhere: one token with A = 3, three tokens with A = -1
     samples = [make_sample([1, 2]), make_sample([1, 2, 3, 4])]
     batch = build_batch([samples], advantages=[[3.0, -1.0]], pad_id=0)
-    token_mean, _ = policy_loss(torch.zeros(1, 4), batch, LossConfig(aggregation="token_mean"))
-    sequence_mean, _ = policy_loss(torch.zeros(1, 4), batch, LossConfig(aggregation="sequence_mean"))
+    token_mean, _ = policy_loss(TokenScores(logprobs_BT=torch.zeros(1, 4)), batch, LossConfig(aggregation="token_mean"))
+    sequence_mean, _ = policy_loss(
+        TokenScores(logprobs_BT=torch.zeros(1, 4)), batch, LossConfig(aggregation="sequence_mean")
+    )
     assert float(token_mean) == pytest.approx(0.0)  # -(3 - 1 - 1 - 1) / 4
     assert float(sequence_mean) == pytest.approx(-1.0)  # -(3 + (-1)) / 2
 
@@ -165,8 +172,8 @@ def test_packing_does_not_change_the_policy_loss(aggregation: str) -> None:
     unpacked, packed = make_random_batch(1), make_random_batch(6)
     logprobs_BT = draw_logprobs(unpacked)
     in_one_row = logprobs_BT[unpacked.segment_ids_BT > 0][None]
-    found, _ = policy_loss(in_one_row, packed, config)
-    expected, _ = policy_loss(logprobs_BT, unpacked, config)
+    found, _ = policy_loss(TokenScores(logprobs_BT=in_one_row), packed, config)
+    expected, _ = policy_loss(TokenScores(logprobs_BT=logprobs_BT), unpacked, config)
     assert float(found.detach()) == pytest.approx(float(expected.detach()), abs=1e-6)
 
 
@@ -178,10 +185,10 @@ def test_losses_and_metrics_of_micro_batches_add_up_to_those_of_the_step(aggrega
     logprobs_BT = draw_logprobs(whole)
     parts = [build_batch([[s]], advantages=[[a]], pad_id=0) for s, a in zip(samples, advantages, strict=True)]
     results = [
-        loss_fn(logprobs_BT[i : i + 1, : part.inputs_BT.shape[1]], part)[1]
+        loss_fn(TokenScores(logprobs_BT=logprobs_BT[i : i + 1, : part.inputs_BT.shape[1]]), part)[1]
         for i, part in enumerate(with_step_totals(parts, samples))
     ]
-    _, expected = loss_fn(logprobs_BT, whole)
+    _, expected = loss_fn(TokenScores(logprobs_BT=logprobs_BT), whole)
     for name, value in expected.items():
         assert sum(metrics[name] for metrics in results) == pytest.approx(value, abs=1e-5), name
 
@@ -191,7 +198,7 @@ def test_zero_advantages_give_zero_gradient(aggregation: str) -> None:
     samples = make_random_samples(4)
     batch = build_batch([samples], advantages=[[0.0] * 4], pad_id=0)
     logprobs_BT = draw_logprobs(batch)
-    policy_loss(logprobs_BT, batch, LossConfig(aggregation=aggregation))[0].backward()
+    policy_loss(TokenScores(logprobs_BT=logprobs_BT), batch, LossConfig(aggregation=aggregation))[0].backward()
     assert torch.count_nonzero(logprobs_BT.grad) == 0
 
 
@@ -200,7 +207,7 @@ def test_zero_advantages_give_zero_gradient(aggregation: str) -> None:
 def test_garbage_at_masked_positions_reaches_neither_loss_nor_gradient(garbage: float, aggregation: str) -> None:
     batch = build_batch([[make_sample([1, 2, 3], [0, 0, 1])]], advantages=[[2.0]], pad_id=0)
     logprobs_BT = torch.tensor([[garbage, -0.1]], requires_grad=True)
-    loss, metrics = policy_loss(logprobs_BT, batch, LossConfig(aggregation=aggregation))
+    loss, metrics = policy_loss(TokenScores(logprobs_BT=logprobs_BT), batch, LossConfig(aggregation=aggregation))
     loss.backward()
     assert all(math.isfinite(value) for value in metrics.values())
     assert logprobs_BT.grad[0, 0] == 0
@@ -208,26 +215,26 @@ def test_garbage_at_masked_positions_reaches_neither_loss_nor_gradient(garbage: 
 
 
 def test_a_token_that_became_impossibly_likely_gives_a_finite_loss() -> None:
-    loss, _ = policy_loss(torch.tensor([[500.0]]), make_one_token_batch(-1.0), LossConfig())
+    loss, _ = policy_loss(TokenScores(logprobs_BT=torch.tensor([[500.0]])), make_one_token_batch(-1.0), LossConfig())
     assert float(loss) == pytest.approx(math.exp(20), rel=1e-5)
 
 
 def test_the_kl_metric_is_the_mean_k3_estimate() -> None:
     # ratios 2 and 1: k3 = (2 - 1 - ln 2 + 0) / 2
     batch = build_batch([[make_sample([1, 2, 3])]], advantages=[[1.0]], pad_id=0)
-    _, metrics = policy_loss(torch.tensor([[math.log(2), 0.0]]), batch, LossConfig())
+    _, metrics = policy_loss(TokenScores(logprobs_BT=torch.tensor([[math.log(2), 0.0]])), batch, LossConfig())
     assert metrics["kl_rollout_policy"] == pytest.approx((1 - math.log(2)) / 2, abs=1e-6)
 
 
 def test_the_log_prob_metric_is_the_mean_over_trained_tokens() -> None:
     batch = build_batch([[make_sample([1, 2, 3, 4], [0, 0, 1, 1])]], advantages=[[1.0]], pad_id=0)
-    _, metrics = policy_loss(torch.tensor([[-9.0, -1.0, -2.0]]), batch, LossConfig())
+    _, metrics = policy_loss(TokenScores(logprobs_BT=torch.tensor([[-9.0, -1.0, -2.0]])), batch, LossConfig())
     assert metrics["policy_logprob"] == pytest.approx(-1.5)
 
 
 def test_policy_loss_refuses_log_probs_of_another_shape() -> None:
     with pytest.raises(AssertionError):
-        policy_loss(torch.zeros(1, 2), make_one_token_batch(1.0), LossConfig())
+        policy_loss(TokenScores(logprobs_BT=torch.zeros(1, 2)), make_one_token_batch(1.0), LossConfig())
 
 
 def draw_logits() -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,8 @@ from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
 from rollouts_core.config import LossConfig, ModelConfig
 from rollouts_core.errors import CheckpointError, DataError
 from rollouts_core.loss import LossFn, create_cross_entropy_loss, create_policy_loss
-from rollouts_core.model import check_vocabulary, compute_logprobs, load_hf_model, load_tokenizer, pad_token_id
+from rollouts_core.model import check_vocabulary, load_hf_model, load_tokenizer, pad_token_id
+from rollouts_core.policy import compute_logprobs, score_targets
 from rollouts_core.types import Sample
 from tests.rollouts_core.make import make_random_samples, make_sample
 
@@ -42,7 +43,7 @@ def sum_loss_and_gradient(
     model.zero_grad()
     total = 0.0
     for batch in batches:
-        loss, _ = loss_fn(compute_logprobs(model, batch), batch)
+        loss, _ = loss_fn(score_targets(model, batch), batch)
         loss.backward()
         total += float(loss.detach())
     return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -150,7 +150,7 @@ def test_adams_moments_are_in_the_checkpoint(
     backend, _ = train(base_model, demonstrations, tmp_path, num_steps=2)
     saved = load_file(tmp_path / "step_000002" / "trainer" / "tensors.safetensors")
     for name, p in backend.model.named_parameters():
-        assert torch.equal(saved[f"{name}/exp_avg_sq"], backend.optimizer.state[p]["exp_avg_sq"]), name
+        assert torch.equal(saved[f"hf_model.{name}/exp_avg_sq"], backend.optimizer.state[p]["exp_avg_sq"]), name
 
 
 def test_metrics_are_logged_first_last_and_at_their_interval(
