@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rollouts_core import Sample
 
@@ -25,7 +25,7 @@ LENGTH_SIGMA = 0.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """Shape of a Qwen2 model."""
+    """Shape of a Qwen3 model."""
 
     vocab_size: int
     hidden_size: int
@@ -42,7 +42,7 @@ SIZES = {
     "20M": ModelSize(
         vocab_size=4096, hidden_size=512, num_layers=6, num_heads=8, num_kv_heads=4, intermediate_size=1536
     ),
-    # The shapes of Qwen2.5-0.5B and Qwen2.5-1.5B, with random weights.
+    # Widths, depths and vocabulary of Qwen2.5-0.5B and Qwen2.5-1.5B.
     "0.5B": ModelSize(
         vocab_size=151_936,
         hidden_size=896,
@@ -67,12 +67,13 @@ SIZES = {
 def write_model(folder: Path, size: ModelSize, *, seed: int = 0) -> Path:
     """Write a checkpoint with random weights and a tokenizer of one token per word; returns its folder."""
     torch.manual_seed(seed)
-    config = Qwen2Config(
+    config = Qwen3Config(
         vocab_size=size.vocab_size,
         hidden_size=size.hidden_size,
         num_hidden_layers=size.num_layers,
         num_attention_heads=size.num_heads,
         num_key_value_heads=size.num_kv_heads,
+        head_dim=size.hidden_size // size.num_heads,
         intermediate_size=size.intermediate_size,
         max_position_embeddings=2048,
         tie_word_embeddings=size.ties_embeddings,
@@ -80,7 +81,7 @@ def write_model(folder: Path, size: ModelSize, *, seed: int = 0) -> Path:
         eos_token_id=EOS_ID,
         bos_token_id=None,
     )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
     build_tokenizer(size.vocab_size).save_pretrained(folder)
     return folder
 

@@ -146,7 +146,7 @@ def render(results: Mapping[str, Any], turns: Mapping[str, Sequence[Turn]]) -> s
             row.append(f"{results['mfu'][name]:.1%}")
         rows.append(row)
     header = ["contender", "trained tokens/s", "ours is faster by"]
-    return render_table(header + ["MFU"] if "mfu" in results else header, rows)
+    return render_table([*header, "MFU"] if "mfu" in results else header, rows)
 
 
 def utilisation(size_name: str, turns: Sequence[Turn]) -> float:

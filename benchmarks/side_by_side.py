@@ -7,8 +7,8 @@ Not here: what a contender does (sft_speed.py, grpo_speed.py), the inputs (input
              --{"seconds": 3}-->  worker B      ...
     round 1: A B C   round 2: C B A   round 3: A B C
 
-A machine that is busy with other things, or that changes its clock, slows all contenders of a round alike. Hence a ratio
-is taken within each round, and the report gives its smallest, median and largest value.
+A machine that is busy with other things, or that changes its clock, slows all contenders of a round alike. Hence a
+ratio is taken within each round, and the report gives its smallest, median and largest value.
 """
 
 from __future__ import annotations
@@ -273,8 +273,8 @@ def render_machine(machine: Mapping[str, Any]) -> str:  # Any: JSON
     """One paragraph of provenance."""
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     return (
-        f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['extensions'])}), {machine['threads']} threads "
-        f"in all; load before the start {machine['load_before']}; Python {machine['python']}, {packages}; "
+        f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['extensions'])}), {machine['threads']} "
+        f"threads in all; load before the start {machine['load_before']}; Python {machine['python']}, {packages}; "
         f"commit {machine['commit']}."
     )
 
