@@ -28,6 +28,7 @@ from rollouts_core import (
     Status,
     build_batch,
     create_adamw_optimizer,
+    group_advantages,
     load_hf_model,
     load_prompts_from_jsonl,
     load_tokenizer,
@@ -35,7 +36,6 @@ from rollouts_core import (
     score_targets,
     tokenize_prompt,
 )
-from rollouts_core.advantages import group_mean_std
 from rollouts_core.config import LossConfig, ModelConfig, OptimConfig
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.offline import generate_tokens
@@ -81,7 +81,7 @@ def train(model_dir: Path, files: Path, *, num_steps: int, batch_size: int) -> N
             for i, prompt in enumerate(data_buffer.get_prompts(batch_size))
         ]
         rewards = [[environment.grade(sample) for sample in group] for group in groups]
-        advantages = [[advantage] for group in rewards for advantage in group_mean_std(group)]
+        advantages = [[advantage] for group in rewards for advantage in group_advantages(group)]
         rows = [[sample] for group in groups for sample in group]
         batch = build_batch(rows, advantages=advantages, pad_id=pad_token_id(tokenizer))
         loss, metrics = policy_loss(score_targets(model, batch), batch, LossConfig())

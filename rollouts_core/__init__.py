@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 PUBLIC_NAMES = {
-    "advantages": "compute_advantages group_advantages",
+    "advantages": "batch_advantages compute_advantages gae_advantages group_advantages whiten",
     "backend": "ImmediateTrainFuture TrainFuture TrainingBackend",
     "batch": "TrainBatch build_batch pack_rows with_step_totals",
     "chat": "compute_loss_mask tokenize_conversation tokenize_prompt",
@@ -29,7 +29,8 @@ PUBLIC_NAMES = {
     "policy": "Policy compute_logprobs score_targets",
     "pytorch_backend": "PyTorchTrainingBackend create_pytorch_backend",
     "rewards": "REWARDS compute_reward",
-    "rl": "prepare_grpo_batch run_rl_training",
+    "rl": "run_rl_training score_rollouts train_on_rollouts",
+    "rl_batch": "RolloutScores prepare_grpo_batch prepare_updates",
     "rollout": "AsyncRolloutManager apply_sample_transforms build_batch_metadata compute_response_lengths "
     "convert_to_batch create_engine_generate_fn extract_sample_fields generate_rollout_batches",
     "sft": "collate_batch prepare_sft_batch run_sft_training",

@@ -1,6 +1,11 @@
-"""From the rewards of a group to the advantages that multiply its log-ratios.
+"""From rewards to the advantages that multiply a completion's log-ratios.
 
-Not here: rewards (rewards.py), the loss (loss.py). No tensors: groups are small.
+Not here: rewards (rewards.py), the loss (loss.py), which tokens an advantage belongs to (rl.py). No tensors: groups are
+small, and the tokens of a completion are visited one after the other.
+
+    rewards by group             -> batch_advantages -> one number per completion \\
+                                                                                   -> whiten, where asked for
+    rewards and values per token -> gae_advantages   -> one number per token      /
 """
 
 from __future__ import annotations
@@ -9,10 +14,10 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from rollouts_core.config import RLTrainingConfig
+from rollouts_core.config import AdvantageConfig
 
-STD_EPS = 1e-6
-"""Added to the standard deviation before dividing, as in verl and slime."""
+WHITEN_EPS = 1e-8
+"""Added to the variance of a batch's advantages before dividing by its root, as in verl."""
 
 
 def compute_advantages(rewards: Sequence[float], baseline: float = 0.0) -> list[float]:
@@ -20,48 +25,172 @@ def compute_advantages(rewards: Sequence[float], baseline: float = 0.0) -> list[
     return [reward - baseline for reward in rewards]
 
 
-def group_advantages(rewards: Sequence[float], config: RLTrainingConfig) -> list[float]:
-    """The advantages of one group's rewards by `config.advantage`.
+def group_advantages(rewards: Sequence[float], config: AdvantageConfig | str = "group_mean_std") -> list[float]:
+    """The advantages of one group's rewards.
 
-    A group of one, or of equal rewards, carries no signal: its advantages are 0 (but for a constant baseline).
+    Args:
+        config: settings, or only the name of an estimator. One that looks at the batch takes the group for it.
 
     Raises:
-        ValueError: a reward that is not a finite number.
+        ValueError: a reward that is not a finite number, or NaN where the settings do not exclude it.
     """
-    for reward in rewards:
-        if not math.isfinite(reward):
-            raise ValueError(f"a group has the reward {reward}: rewards must be finite numbers")
-    if config.advantage == "constant":
-        return compute_advantages(rewards, config.baseline)
-    if max(rewards) == min(rewards):
-        return [0.0] * len(rewards)  # exactly: rounding must not make a signal
-    return GROUP_ADVANTAGES[config.advantage](rewards)
+    [advantages] = batch_advantages([rewards], config)
+    return advantages
 
 
-def group_mean_std(rewards: Sequence[float]) -> list[float]:
-    """(r - mean) / (std + eps) with the sample standard deviation. Source: arXiv:2402.03300."""
-    if len(rewards) == 1:
-        return [0.0]
-    mean, std = statistics.fmean(rewards), statistics.stdev(rewards)
-    return [(reward - mean) / (std + STD_EPS) for reward in rewards]
+def batch_advantages(
+    groups: Sequence[Sequence[float]], config: AdvantageConfig | str = "group_mean_std"
+) -> list[list[float]]:
+    """The advantages of all groups of a batch, in the shape of `groups`.
+
+    Equal rewards carry no signal: theirs are exactly 0, except for the estimator `constant`.
+
+    Args:
+        config: settings, or only the name of an estimator.
+
+    Raises:
+        ValueError: a reward that is not a finite number, or NaN where the settings do not exclude it.
+    """
+    settings = AdvantageConfig.model_validate({"estimator": config}) if isinstance(config, str) else config
+    assert settings.estimator != "gae", "the estimator gae needs values: call gae_advantages"
+    scored = [_scored(rewards, settings) for rewards in groups]
+    in_batch = [reward for rewards in scored for reward in rewards]
+    batch_mean = statistics.fmean(in_batch) if in_batch else 0.0
+    batch_scale = _deviation(in_batch, settings.std) + settings.eps
+    estimates: list[list[float]]
+    if settings.estimator == "constant":
+        estimates = [compute_advantages(rewards, settings.baseline) for rewards in scored]
+    elif settings.estimator == "batch_mean_std":
+        estimates = [_divided(compute_advantages(rewards, batch_mean), batch_scale) for rewards in scored]
+        if not in_batch or max(in_batch) == min(in_batch):
+            estimates = [[0.0] * len(rewards) for rewards in scored]
+    elif settings.estimator == "group_mean_batch_std":
+        centred = [_group_estimate(rewards, group_mean, settings) for rewards in scored]
+        estimates = [_divided(advantages, batch_scale) for advantages in centred]
+    else:
+        estimates = [_group_estimate(rewards, GROUP_ESTIMATORS[settings.estimator], settings) for rewards in scored]
+    return [_fill_unscored(rewards, values) for rewards, values in zip(groups, estimates, strict=True)]
 
 
-def group_mean(rewards: Sequence[float]) -> list[float]:
+def group_mean_std(rewards: Sequence[float], config: AdvantageConfig) -> list[float]:
+    """(r - mean) / (std + eps). Source: GRPO, arXiv:2402.03300."""
+    return _divided(group_mean(rewards, config), _deviation(rewards, config.std) + config.eps)
+
+
+def group_mean(rewards: Sequence[float], config: AdvantageConfig) -> list[float]:
     """r - mean. Source: Dr. GRPO, arXiv:2503.20783."""
-    mean = statistics.fmean(rewards)
-    return [reward - mean for reward in rewards]
+    return compute_advantages(rewards, statistics.fmean(rewards))
 
 
-def leave_one_out(rewards: Sequence[float]) -> list[float]:
+def leave_one_out(rewards: Sequence[float], config: AdvantageConfig) -> list[float]:
     """r minus the mean of the others. Source: RLOO, arXiv:2402.14740."""
-    if len(rewards) == 1:
-        return [0.0]
     total = sum(rewards)
     return [reward - (total - reward) / (len(rewards) - 1) for reward in rewards]
 
 
-GROUP_ADVANTAGES: dict[str, Callable[[Sequence[float]], list[float]]] = {
+def leave_one_out_std(rewards: Sequence[float], config: AdvantageConfig) -> list[float]:
+    """r minus the mean of the others, divided by the others' std + eps; not divided where that std is 0."""
+    advantages = []
+    for i, advantage in enumerate(leave_one_out(rewards, config)):
+        others = [*rewards[:i], *rewards[i + 1 :]]
+        std = _deviation(others, config.std)
+        advantages.append(advantage / (std + config.eps) if std > 0 else advantage)
+    return advantages
+
+
+def max_rl(rewards: Sequence[float], config: AdvantageConfig) -> list[float]:
+    """(r - mean) / (mean + eps) for rewards of 0 or more; a mean that is not positive gives no signal.
+
+    Source: arXiv:2602.02710.
+    """
+    mean = statistics.fmean(rewards)
+    if mean <= 0:
+        return [0.0] * len(rewards)
+    return _divided(group_mean(rewards, config), mean + config.eps)
+
+
+def gae_advantages(
+    rewards: Sequence[float], values: Sequence[float], *, gamma: float = 1.0, gae_lambda: float = 1.0
+) -> tuple[list[float], list[float]]:
+    """Advantages and returns of the tokens that the policy sampled, one after the other.
+
+    delta_t = r_t + gamma * v_{t+1} - v_t;  A_t = delta_t + gamma * lambda * A_{t+1};  return_t = A_t + v_t
+
+    Args:
+        rewards: per sampled token; what the environment wrote between them is left out of both lists, so that the
+            token before an observation looks at the value after it.
+        values: the value head's prediction before each token.
+
+    Source: arXiv:1506.02438 eq. 16; observations as in verl's multi-turn estimator.
+    """
+    assert len(rewards) == len(values), f"{len(rewards)} rewards for {len(values)} values"
+    advantages = [0.0] * len(rewards)
+    next_value = next_advantage = 0.0
+    for t in range(len(rewards) - 1, -1, -1):
+        delta = rewards[t] + gamma * next_value - values[t]
+        next_advantage = delta + gamma * gae_lambda * next_advantage
+        next_value = values[t]
+        advantages[t] = next_advantage
+    return advantages, [advantage + value for advantage, value in zip(advantages, values, strict=True)]
+
+
+def whiten(values: Sequence[float], weights: Sequence[float], std: str = "sample") -> list[float]:
+    """`values` shifted and scaled to mean 0 and deviation 1 under `weights`; those of weight 0 move with the rest.
+
+    Args:
+        weights: how many tokens have this value.
+        std: "sample" divides the squares by the weights' sum less one, "population" by their sum.
+    """
+    total = math.fsum(weights)
+    degrees = total - 1 if std == "sample" else total
+    if degrees <= 0:
+        return [0.0] * len(values)
+    mean = math.fsum(value * weight for value, weight in zip(values, weights, strict=True)) / total
+    squares = math.fsum(weight * (value - mean) ** 2 for value, weight in zip(values, weights, strict=True))
+    return _divided([value - mean for value in values], math.sqrt(squares / degrees + WHITEN_EPS))
+
+
+GroupEstimator = Callable[[Sequence[float], AdvantageConfig], list[float]]
+
+GROUP_ESTIMATORS: dict[str, GroupEstimator] = {
     "group_mean_std": group_mean_std,
     "group_mean": group_mean,
     "leave_one_out": leave_one_out,
+    "leave_one_out_std": leave_one_out_std,
+    "max_rl": max_rl,
 }
+"""The estimators that look at one group; each is called with two rewards or more that are not all equal."""
+
+
+def _group_estimate(rewards: Sequence[float], estimate: GroupEstimator, config: AdvantageConfig) -> list[float]:
+    if len(rewards) == 1 and config.singleton == "reward":
+        # Where a system keeps the reward of a group of one, it takes its mean for 0 and its deviation for 1.
+        return _divided(rewards, 1 + config.eps if estimate is group_mean_std else 1.0)
+    if not rewards or max(rewards) == min(rewards):
+        return [0.0] * len(rewards)  # exactly: rounding must not make a signal
+    return estimate(rewards, config)
+
+
+def _scored(rewards: Sequence[float], config: AdvantageConfig) -> list[float]:
+    """The rewards without those that are NaN."""
+    for reward in rewards:
+        if math.isinf(reward) or (math.isnan(reward) and config.unscored == "error"):
+            raise ValueError(f"a group has the reward {reward}: rewards must be finite numbers")
+    return [reward for reward in rewards if not math.isnan(reward)]
+
+
+def _fill_unscored(rewards: Sequence[float], advantages: Sequence[float]) -> list[float]:
+    """`advantages`, which are those of the scored rewards, with 0 where a reward is NaN."""
+    remaining = iter(advantages)
+    return [0.0 if math.isnan(reward) else next(remaining) for reward in rewards]
+
+
+def _deviation(rewards: Sequence[float], std: str) -> float:
+    """The standard deviation; 0 for fewer than two rewards."""
+    if len(rewards) < 2:
+        return 0.0
+    return statistics.stdev(rewards) if std == "sample" else statistics.pstdev(rewards)
+
+
+def _divided(values: Sequence[float], divisor: float) -> list[float]:
+    return [value / divisor for value in values]

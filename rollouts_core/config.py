@@ -87,8 +87,6 @@ class ModelConfig(Record):
     """Folder with a Hugging Face checkpoint (config.json, weights, tokenizer), or a hub id."""
     revision: str = ""
     """Commit or tag of a hub model; empty takes the default branch."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the weights while training."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Leave off unless you have read that code."""
 
@@ -136,6 +134,46 @@ class RLOptimConfig(OptimConfig):
     """Shape of the learning rate after warmup."""
 
 
+class LoRAConfig(Record):
+    """Low-rank adapters: only they are trained; checkpoints hold the weights with the adapters merged in."""
+
+    rank: int = Field(0, ge=0)
+    """Rank of the adapters; 0 trains all weights instead."""
+    alpha: Annotated[Finite, Field(gt=0)] = 32.0
+    """Adapters are scaled by alpha / rank."""
+    dropout: Annotated[Finite, Field(ge=0, lt=1)] = 0.0
+    """Share of the adapters' inputs that is dropped while training."""
+    target_modules: tuple[str, ...] = ()
+    """Names of the linear layers that get an adapter; empty takes all but the output head."""
+
+
+class PolicyConfig(Record):
+    """How the model computes while it is trained."""
+
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the matrix products. Trained weights and optimizer state stay float32; with LoRA the frozen
+    weights take this format too."""
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
+    """Attention kernel. Those of flash attention run packed rows without a mask; they need a GPU, their package, and
+    the precision bfloat16."""
+    activation_checkpointing: bool = False
+    """Compute the layers' activations again in the backward pass: less memory, about a third more time."""
+    compile: bool = False
+    """Compile the layers with torch.compile: a slow start, then faster steps on most GPUs."""
+    lora: LoRAConfig = LoRAConfig()
+    """Low-rank adapters."""
+
+    @model_validator(mode="after")
+    def _check_attention(self) -> Self:
+        if self.attention.startswith("flash") and self.precision != "bfloat16":
+            raise ValueError(f'attention "{self.attention}" needs precision = "bfloat16"')
+        return self
+
+
+PLAIN_POLICY = PolicyConfig()
+"""Full training in float32."""
+
+
 class SFTTrainingConfig(Record):
     """Supervised fine-tuning on demonstrations."""
 
@@ -153,12 +191,16 @@ class SFTTrainingConfig(Record):
     """Which tokens enter the loss."""
     seed: int = Field(0, ge=0)
     """Order of the demonstrations."""
+    eval_every: int = Field(100, ge=1)
+    """Steps between two evaluations of the loss on `data.sft_eval`."""
     log_every: int = Field(10, ge=1, json_schema_extra=PLACEMENT)
     """Steps between two lines of metrics."""
     checkpoint_every: int = Field(200, ge=1)
     """Steps between two checkpoints; selection chooses among them and the last one."""
     keep_checkpoints: int = Field(10, ge=1)
     """How many checkpoints stay on disk, the newest ones."""
+    policy: PolicyConfig = PLAIN_POLICY
+    """Precision, adapters and memory savings."""
     optim: OptimConfig = OptimConfig()
     """Optimizer of this stage."""
 
@@ -171,31 +213,178 @@ class SFTTrainingConfig(Record):
         return self
 
 
-class LossConfig(Record):
-    """The clipped policy-gradient loss."""
+class AdvantageConfig(Record):
+    """From the rewards of the completions to how strongly each is reinforced."""
 
-    clip_low: Annotated[Finite, Field(ge=0, lt=1)] = 0.2
-    """The probability ratio is clipped below 1 - clip_low."""
+    estimator: Literal[
+        "group_mean_std",
+        "group_mean",
+        "leave_one_out",
+        "leave_one_out_std",
+        "group_mean_batch_std",
+        "batch_mean_std",
+        "max_rl",
+        "constant",
+        "gae",
+    ] = "group_mean_std"
+    """What is subtracted from a reward, and what it is divided by. group_mean_std: GRPO. group_mean: Dr. GRPO.
+    leave_one_out: RLOO. leave_one_out_std: also divided by the others' deviation. group_mean_batch_std: the deviation
+    of the whole batch. batch_mean_std: its mean, too. max_rl: divided by the group's mean. constant: minus `baseline`.
+    gae: PPO with a value head."""
+    baseline: Finite = 0.0
+    """The reward that counts as neutral, for the estimator `constant`."""
+    std: Literal["sample", "population"] = "sample"
+    """Whether squared deviations are divided by their number less one, or by their number."""
+    eps: Annotated[Finite, Field(ge=0)] = 1e-6
+    """Added to what a reward is divided by."""
+    singleton: Literal["zero", "reward"] = "zero"
+    """The advantage of a completion without any other in its group: none, or its own reward."""
+    unscored: Literal["error", "exclude"] = "error"
+    """A reward that is NaN stops the run, or is left out of its group's baseline and gets the advantage 0."""
+    whiten: bool = False
+    """Shift and scale the advantages to mean 0 and deviation 1 over all trained tokens of the batch."""
+    gamma: Annotated[Finite, Field(ge=0, le=1)] = 1.0
+    """Discount per token, for the estimator `gae`."""
+    gae_lambda: Annotated[Finite, Field(ge=0, le=1)] = 1.0
+    """Weight of later tokens' surprises, for the estimator `gae`; 1 takes whole returns."""
+
+
+class RewardShapingConfig(Record):
+    """What is added to the graded reward before advantages are computed. Reports show the reward as graded."""
+
+    max_response_tokens: int = Field(0, ge=0)
+    """Length limit of a response for the penalty below, usually `rollout.sampling.max_new_tokens`."""
+    overlong_buffer_tokens: int = Field(0, ge=0)
+    """The penalty grows over this many tokens before the limit; 0 has no penalty."""
+    overlong_penalty: Annotated[Finite, Field(ge=0)] = 1.0
+    """What is subtracted at the limit."""
+    overlong_capped: bool = True
+    """A response beyond the limit loses no more than one at the limit."""
+    mask_truncated: bool = False
+    """Leave completions that the token limit cut out of the loss; their rewards still count in baselines."""
+    kl_coef: Annotated[Finite, Field(ge=0)] = 0.0
+    """Subtract this times the KL divergence from the model that training starts from, summed over tokens."""
+    kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
+    """How that divergence is estimated from the sampled tokens; d is log policy - log reference. k1: d. abs: |d|.
+    k2: d^2 / 2. k3: exp(-d) - 1 + d."""
+
+    @model_validator(mode="after")
+    def _check_limit(self) -> Self:
+        if self.overlong_buffer_tokens > self.max_response_tokens:
+            raise ValueError(
+                f"overlong_buffer_tokens {self.overlong_buffer_tokens} needs max_response_tokens of at least as much, "
+                f"found {self.max_response_tokens}: set it to rollout.sampling.max_new_tokens"
+            )
+        return self
+
+
+class MismatchConfig(Record):
+    """Correction for an engine whose log-probs differ from the trainer's for the same weights.
+
+    w is exp(trainer - engine), per token. The divisors of the loss keep counting what a mask removes.
+    """
+
+    weight: Literal["none", "token", "sequence"] = "none"
+    """Multiply the policy loss by w of each token, or by the product of w over the completion."""
+    weight_low: Annotated[Finite, Field(ge=0)] = 0.0
+    """Smallest weight."""
+    weight_high: Annotated[Finite, Field(ge=0)] = 2.0
+    """Largest weight; 0 sets no limit."""
+    outside: Literal["clamp", "zero"] = "clamp"
+    """A weight outside the limits is set to the limit (truncated importance sampling), or to 0 (IcePop)."""
+    mask: Literal["none", "token", "geometric", "product"] = "none"
+    """Leave out what lies outside the limits below: tokens by w, or completions by the geometric mean or the product
+    of w over their tokens."""
+    mask_low: Annotated[Finite, Field(ge=0)] = 0.0
+    """Smallest value that stays."""
+    mask_high: Annotated[Finite, Field(ge=0)] = 0.0
+    """Largest value that stays; 0 sets no limit."""
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> Self:
+        for name, low, high in (
+            ("weight", self.weight_low, self.weight_high),
+            ("mask", self.mask_low, self.mask_high),
+        ):
+            if 0 < high <= low:
+                raise ValueError(f"{name}_low {low:g} must be below {name}_high {high:g}")
+        return self
+
+
+class LossConfig(Record):
+    """The policy loss. The ratio is that of a token's probability now to its probability before the update."""
+
+    objective: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
+    """ppo: the clipped ratio times the advantage. gspo: with the completion's geometric mean ratio. cispo: the
+    gradient of the log-prob, weighted by the clipped ratio. reinforce: the gradient of the log-prob."""
+    ratio_base: Literal["rollout", "old"] = "rollout"
+    """Where the ratio's lower half comes from: the engine's log-probs when sampling, or the trainer's own before the
+    first update of the step."""
+    clip_low: Annotated[Finite, Field(ge=0)] = 0.2
+    """The ratio is clipped below 1 - clip_low; from 1 on there is no lower bound."""
     clip_high: Annotated[Finite, Field(ge=0)] = 0.2
-    """The probability ratio is clipped above 1 + clip_high."""
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Average over all trained tokens of the step, or over each sample's mean."""
+    """The ratio is clipped above 1 + clip_high."""
+    dual_clip: Annotated[Finite, Field(ge=0)] = 0.0
+    """A token with a negative advantage loses at most this multiple of it, in ppo and gspo; 0 sets no limit."""
+    aggregation: Literal["token_mean", "sequence_mean", "prompt_mean", "constant_length"] = "token_mean"
+    """Average over all trained tokens of the update, over each completion's mean, over each prompt's mean, or the sum
+    divided by the number of completions and `constant_length`."""
+    constant_length: int = Field(0, ge=0)
+    """The length that stands for every completion's, for the aggregation `constant_length`."""
+    entropy_coef: Annotated[Finite, Field(ge=0)] = 0.0
+    """Bonus for the entropy of the policy."""
+    kl_coef: Annotated[Finite, Field(ge=0)] = 0.0
+    """Penalty for the KL divergence from the model that training starts from."""
+    kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
+    """How that divergence is estimated from the sampled tokens; d is log policy - log reference. k1: d. abs: |d|.
+    k2: d^2 / 2. k3: exp(-d) - 1 + d."""
+    kl_weight: Literal["none", "ratio", "on_policy"] = "none"
+    """Multiply the estimate by the ratio, which makes it unbiased; on_policy: by a ratio of 1 that has its gradient."""
+    kl_input_clamp: Annotated[Finite, Field(ge=0)] = 20.0
+    """|d| is limited to this; 0 sets no limit."""
+    kl_output_clamp: Annotated[Finite, Field(ge=0)] = 10.0
+    """The absolute estimate is limited to this; 0 sets no limit."""
+    value_coef: Annotated[Finite, Field(ge=0)] = 0.1
+    """Weight of the value head's loss, for the estimator `gae`."""
+    value_clip: Annotated[Finite, Field(ge=0)] = 0.2
+    """A value may move this far from what it was before the update; 0 sets no limit."""
+    mismatch: MismatchConfig = MismatchConfig()
+    """Correction for the difference between engine and trainer; with `ratio_base` = "old"."""
+
+    @model_validator(mode="after")
+    def _check_pieces(self) -> Self:
+        if 0 < self.dual_clip <= 1:
+            raise ValueError(f"dual_clip must be above 1, or 0 for none, found {self.dual_clip:g}")
+        if self.aggregation == "constant_length" and not self.constant_length:
+            raise ValueError('aggregation "constant_length" needs constant_length')
+        corrects = self.mismatch.weight != "none"
+        if corrects and self.ratio_base == "rollout" and self.objective != "reinforce":
+            raise ValueError(
+                'mismatch.weight corrects twice with ratio_base "rollout", whose ratio holds it already: '
+                'set ratio_base = "old"'
+            )
+        return self
 
 
 class RLTrainingConfig(Record):
     """Reinforcement learning from graded completions."""
 
     num_steps: int = Field(100, ge=1)
-    """Steps: one batch of rollouts and at most one optimizer update each."""
+    """Steps: one batch of rollouts each, and at most `num_minibatches` x `num_epochs` optimizer updates."""
+    num_minibatches: int = Field(1, ge=1)
+    """Optimizer updates per pass over a batch of rollouts, each on as many whole groups."""
+    num_epochs: int = Field(1, ge=1)
+    """Passes over a batch of rollouts."""
     max_micro_batch_tokens: int = Field(16384, ge=2)
     """Padded tokens per forward and backward pass; smaller needs less memory and gives the same step."""
-    advantage: Literal["group_mean_std", "group_mean", "leave_one_out", "constant"] = "group_mean_std"
-    """What is subtracted from a reward: its group's mean (then divided by the group's standard deviation),
-    its group's mean, the mean of the others of its group, or `baseline`."""
-    baseline: Finite = 0.0
-    """The reward that counts as neutral, for the advantage `constant`."""
+    advantage: AdvantageConfig = AdvantageConfig()
+    """How rewards become advantages."""
+    reward_shaping: RewardShapingConfig = RewardShapingConfig()
+    """What is added to rewards before."""
     loss: LossConfig = LossConfig()
     """The policy loss."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What a loss or gradient that is no finite number does: end the run, or skip its update and count it."""
     sync_every: int = Field(1, ge=1)
     """Steps between two publications of the weights to the engines."""
     log_every: int = Field(1, ge=1, json_schema_extra=PLACEMENT)
@@ -206,8 +395,43 @@ class RLTrainingConfig(Record):
     """How many checkpoints stay on disk, the newest ones."""
     replicate: int = Field(0, ge=0)
     """Another number trains the same settings again, as another sample of the same run."""
+    policy: PolicyConfig = PLAIN_POLICY
+    """Precision, adapters and memory savings."""
     optim: RLOptimConfig = RLOptimConfig()
     """Optimizer of this stage."""
+
+    @property
+    def num_optim_steps(self) -> int:
+        """Optimizer updates of the whole stage where every step has signal: what the learning rate's schedule spans."""
+        return self.num_steps * self.num_minibatches * self.num_epochs
+
+    @property
+    def with_values(self) -> bool:
+        """Whether a value head is trained."""
+        return self.advantage.estimator == "gae"
+
+    @property
+    def with_reference(self) -> bool:
+        """Whether something compares with the model that training starts from."""
+        return self.loss.kl_coef > 0 or self.reward_shaping.kl_coef > 0
+
+    @property
+    def needs_old_scores(self) -> bool:
+        """Whether the trainer must score a batch before its first update, which costs a forward pass."""
+        loss, num_updates = self.loss, self.num_minibatches * self.num_epochs
+        compares = loss.ratio_base == "old" or loss.mismatch != MismatchConfig()
+        return self.with_values or self.reward_shaping.kl_coef > 0 or (num_updates > 1 and compares)
+
+    @property
+    def with_entropies(self) -> bool:
+        """Whether the loss asks for entropies."""
+        return self.loss.entropy_coef > 0
+
+    @model_validator(mode="after")
+    def _check_values(self) -> Self:
+        if self.with_values and not self.loss.value_coef:
+            raise ValueError('advantage.estimator "gae" needs loss.value_coef above 0: its value head would not learn')
+        return self
 
 
 class TrainingConfig(Record):

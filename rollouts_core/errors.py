@@ -9,7 +9,8 @@
     ├── EngineError              an inference server refused or answered nonsense
     │   ├── EngineUnavailableError   not reachable, restarting or overloaded: asking again may help
     │   └── WeightSyncError      the engine did not take the weights that were published
-    └── TrainingError            training itself broke (a loss that is not a number)
+    └── TrainingError            training itself broke
+        └── NonFiniteError       a loss or gradient that is not a finite number; the weights are as before
 
 Exceptions take strings only, so they survive pickling and Prefect's storage.
 """
@@ -52,4 +53,8 @@ class WeightSyncError(EngineError):
 
 
 class TrainingError(RolloutsError):
-    """Training that cannot go on, for instance after a loss that is not a number."""
+    """Training that cannot go on."""
+
+
+class NonFiniteError(TrainingError):
+    """A loss or gradient that is not a finite number. The step's gradient is dropped, the weights are as before."""

@@ -10,7 +10,8 @@ B rows of a micro-batch, T token positions, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from rollouts_core.batch import TrainBatch
 from rollouts_core.config import LossConfig
+from rollouts_core.mismatch import describe_mismatch, mean_per_sample, mismatch_weights, sum_per_sample
 
 Metrics = dict[str, float]
 
@@ -81,42 +83,141 @@ def cross_entropy_loss(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, 
 
 
 def policy_loss(scores: TokenScores, batch: TrainBatch, config: LossConfig) -> tuple[Tensor, Metrics]:
-    """The clipped policy-gradient loss, averaged over the step's loss tokens or samples.
+    """The policy-gradient loss with everything that the settings add to it.
 
-    Token t contributes -min(ratio * A, clip(ratio) * A), ratio = exp(policy - rollout logprob).
+    A trained token contributes mismatch weight x objective + kl_coef x KL - entropy_coef x entropy; the tokens are
+    averaged as `config.aggregation` says. A value head's loss comes on top where the batch has returns.
 
     Args:
-        scores: under the current weights, at the rollout's temperature.
+        scores: under the current weights, at the rollout's temperature; with entropies and values where the settings
+            and the batch ask for them.
 
     Returns:
-        The micro-batch's share of the loss, and metrics that add up over micro-batches: the share of clipped
-        tokens, the mean k3 estimate of KL(rollout || policy), and the policy's mean log-prob.
-
-    Source: arXiv:1707.06347 eq. 7; group advantages arXiv:2402.03300; asymmetric clip arXiv:2503.14476.
+        The micro-batch's share of the loss, and metrics that `sum_metrics` combines: shares and means over the tokens
+        that are scored.
     """
-    loss_mask_BT, policy_logprobs_BT = batch.loss_mask_BT, scores.logprobs_BT
-    assert policy_logprobs_BT.shape == loss_mask_BT.shape, f"{policy_logprobs_BT.shape} != {loss_mask_BT.shape}"
+    assert scores.logprobs_BT.shape == batch.loss_mask_BT.shape, (
+        f"{scores.logprobs_BT.shape} != {batch.loss_mask_BT.shape}"
+    )
     assert batch.num_loss_tokens > 0, "the caller drops empty steps"
-    log_ratio_BT = (policy_logprobs_BT - batch.rollout_logprobs_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    # Masked positions hold garbage; without this their infinities would reach the gradient as 0 * inf.
-    log_ratio_BT = torch.where(loss_mask_BT > 0, log_ratio_BT, 0.0)
-    ratio_BT = log_ratio_BT.exp()
-    unclipped_BT = ratio_BT * batch.advantages_BT
-    clipped_BT = ratio_BT.clamp(1 - config.clip_low, 1 + config.clip_high) * batch.advantages_BT
-    per_token_BT = -torch.minimum(unclipped_BT, clipped_BT)
+    logprobs_BT = _trained(scores.logprobs_BT, batch)
+    old_BT = logprobs_BT.detach() if batch.old_logprobs_BT is None else _trained(batch.old_logprobs_BT, batch)
+    rollout_BT = _trained(batch.rollout_logprobs_BT, batch)
+    log_ratio_BT = logprobs_BT - (rollout_BT if config.ratio_base == "rollout" else old_BT)
+    objective_BT, is_clipped_BT = policy_objective(logprobs_BT, log_ratio_BT, batch, config)
+    weights_BT = mismatch_weights(old_BT - rollout_BT, batch, config.mismatch)
+    per_token_BT = objective_BT * weights_BT
+    shares = {
+        "clip_share": is_clipped_BT,
+        "kl_rollout_policy": estimate_kl(_limited(rollout_BT - logprobs_BT, MAX_LOG_RATIO), "k3"),
+        "policy_logprob": logprobs_BT,
+        **describe_mismatch(old_BT - rollout_BT, weights_BT, batch, config.mismatch),
+    }
+    if config.kl_coef:
+        kl_BT = reference_kl(logprobs_BT, log_ratio_BT, batch, config)
+        per_token_BT = per_token_BT + config.kl_coef * kl_BT
+        shares["kl_reference"] = kl_BT
+    if scores.entropies_BT is not None:
+        shares["entropy"] = _trained(scores.entropies_BT, batch)
+        per_token_BT = per_token_BT - config.entropy_coef * shares["entropy"]
+    loss = (per_token_BT * token_weights(batch, config)).sum()
+    if batch.returns_BT is not None:
+        value_loss = clipped_value_loss(scores, batch, config.value_clip)
+        loss = loss + config.value_coef * value_loss
+        return loss, _to_floats(shares, batch, loss=loss, value_loss=value_loss)
+    return loss, _to_floats(shares, batch, loss=loss)
+
+
+def policy_objective(
+    logprobs_BT: Tensor, log_ratio_BT: Tensor, batch: TrainBatch, config: LossConfig
+) -> tuple[Tensor, Tensor]:
+    """(B, T) what each token contributes to the loss by `config.objective`, and where its gradient was limited.
+
+    ppo, gspo: -min(ratio x A, clip(ratio) x A), and at most dual_clip x |A| where A < 0.
+    cispo: -clip(ratio) x A x logprob without a gradient of the ratio. reinforce: -A x logprob.
+
+    Source: ppo arXiv:1707.06347 eq. 7, asymmetric clip arXiv:2503.14476, dual clip arXiv:1912.09729 eq. 5; gspo
+    arXiv:2507.18071 eq. 5; cispo arXiv:2506.13585 eq. 4.
+    """
+    advantages_BT = batch.advantages_BT
+    if config.objective == "reinforce":
+        return -advantages_BT * logprobs_BT, torch.zeros_like(logprobs_BT)
+    if config.objective == "gspo":
+        log_ratio_BT = mean_per_sample(log_ratio_BT, batch)
+    ratio_BT = log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    clipped_BT = ratio_BT.clamp(1 - config.clip_low, 1 + config.clip_high)
+    if config.objective == "cispo":
+        return -clipped_BT.detach() * advantages_BT * logprobs_BT, clipped_BT != ratio_BT
+    free_BT, bound_BT = -advantages_BT * ratio_BT, -advantages_BT * clipped_BT
+    objective_BT, is_clipped_BT = torch.maximum(free_BT, bound_BT), bound_BT > free_BT
+    if config.dual_clip:
+        limit_BT = torch.where(advantages_BT < 0, -advantages_BT * config.dual_clip, math.inf)
+        is_clipped_BT = is_clipped_BT | (objective_BT > limit_BT)
+        objective_BT = torch.minimum(objective_BT, limit_BT)
+    return objective_BT, is_clipped_BT
+
+
+def reference_kl(logprobs_BT: Tensor, log_ratio_BT: Tensor, batch: TrainBatch, config: LossConfig) -> Tensor:
+    """(B, T) estimates of KL(policy || reference) with the settings' limits and weights.
+
+    Source: estimators joschu.net/blog/kl-approx.html; weights arXiv:2512.02556 sec. 3.1, arXiv:2506.09477.
+    """
+    assert batch.ref_logprobs_BT is not None, "a KL term needs ref_logprobs_BT: score the batch with reference=True"
+    free_BT = logprobs_BT - _trained(batch.ref_logprobs_BT, batch)
+    difference_BT = _limited(free_BT, config.kl_input_clamp)
+    kl_BT = estimate_kl(difference_BT, config.kl_estimator)
+    if config.kl_weight == "ratio":
+        kl_BT = kl_BT * log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    elif config.kl_weight == "on_policy":
+        one_BT = (logprobs_BT - logprobs_BT.detach()).exp()
+        kl_BT = kl_BT * torch.where(difference_BT == free_BT, one_BT, one_BT.detach())
+    return _limited(kl_BT, config.kl_output_clamp)
+
+
+def estimate_kl(difference: Tensor, estimator: str) -> Tensor:
+    """KL(p || q) from tokens that p sampled: `difference` is log p - log q of each. Source: reference_kl."""
+    if estimator == "k1":
+        return difference
+    if estimator == "abs":
+        return difference.abs()
+    if estimator == "k2":
+        return difference.square() / 2
+    assert estimator == "k3", f"unknown estimator {estimator}"
+    return torch.expm1(-difference) + difference
+
+
+def clipped_value_loss(scores: TokenScores, batch: TrainBatch, value_clip: float) -> Tensor:
+    """The micro-batch's share of the mean of half the squared error of the value head.
+
+    The larger error counts of the prediction and of the prediction held within `value_clip` of the old one.
+
+    Source: arXiv:1811.02553 sec. 3; there and in verl, OpenRLHF and SkyRL.
+    """
+    assert batch.returns_BT is not None and batch.old_values_BT is not None, "a value loss needs returns and old values"
+    assert scores.values_BT is not None, "the estimator gae needs a policy with a value head: with_values=True"
+    moved_BT = _limited(scores.values_BT - batch.old_values_BT, value_clip)
+    errors_BT = (scores.values_BT - batch.returns_BT).square()
+    clipped_errors_BT = (batch.old_values_BT + moved_BT - batch.returns_BT).square()
+    per_token_BT = _trained(torch.maximum(errors_BT, clipped_errors_BT), batch)
+    return 0.5 * (per_token_BT * batch.loss_mask_BT).sum() / batch.num_loss_tokens
+
+
+def token_weights(batch: TrainBatch, config: LossConfig) -> Tensor:
+    """(B, T) what each token counts in the loss; over all micro-batches and ranks of a step the weights add up to 1.
+
+    With the aggregation `constant_length` they add up to the mean length as a share of the constant.
+
+    Source: token_mean arXiv:2503.14476; sequence_mean arXiv:2402.03300; constant_length arXiv:2503.20783.
+    """
     if config.aggregation == "token_mean":
-        loss = (per_token_BT * loss_mask_BT).sum() / batch.num_loss_tokens
-    else:
-        loss = (per_token_BT * _sequence_mean_weights(batch)).sum() / batch.num_samples
-    with torch.no_grad():
-        share_BT = loss_mask_BT / batch.num_scored_tokens
-        metrics = {
-            "loss": float(loss),
-            "clip_share": float(((clipped_BT < unclipped_BT) * share_BT).sum()),
-            "kl_rollout_policy": float(((ratio_BT - 1 - log_ratio_BT) * share_BT).sum()),
-            "policy_logprob": float((torch.where(loss_mask_BT > 0, policy_logprobs_BT, 0.0) * share_BT).sum()),
-        }
-    return loss, metrics
+        return batch.loss_mask_BT / batch.num_loss_tokens
+    if config.aggregation == "sequence_mean":
+        tokens_BT = sum_per_sample(batch.loss_mask_BT, batch)
+        return batch.loss_mask_BT / (tokens_BT.clamp(min=1e-9) * batch.num_samples)
+    if config.aggregation == "constant_length":
+        return batch.loss_mask_BT / (config.constant_length * batch.num_samples)
+    assert batch.group_tokens_BT is not None, "prompt_mean needs group_tokens_BT: rl.prepare_grpo_batch fills it"
+    return batch.loss_mask_BT / (batch.group_tokens_BT.clamp(min=1e-9) * batch.num_groups)
 
 
 def grpo_loss(
@@ -155,9 +256,8 @@ def grpo_loss(
         num_samples=int((loss_mask.sum(dim=1) > 0).sum()),
         is_packed=False,
     )
-    loss, _ = policy_loss(
-        TokenScores(logprobs_BT=policy_logprobs_BT), batch, LossConfig(clip_low=clip_range, clip_high=clip_range)
-    )
+    config = LossConfig(clip_low=clip_range, clip_high=clip_range)
+    loss, _ = policy_loss(TokenScores(logprobs_BT=policy_logprobs_BT), batch, config)
     return loss
 
 
@@ -176,9 +276,18 @@ def ppo_loss(
     return grpo_loss(logits, labels, loss_mask, advantages, old_log_probs=old_log_probs, clip_range=clip_range)
 
 
-def _sequence_mean_weights(batch: TrainBatch) -> Tensor:
-    """(B, T) loss mask divided by its own sum within each sample, so that every sample weighs 1."""
-    num_segments = int(batch.segment_ids_BT.max()) + 1
-    sums_BS = torch.zeros(len(batch.segment_ids_BT), num_segments, device=batch.loss_mask_BT.device)
-    sums_BS.scatter_add_(1, batch.segment_ids_BT, batch.loss_mask_BT)
-    return batch.loss_mask_BT / sums_BS.gather(1, batch.segment_ids_BT).clamp(min=1e-9)
+def _trained(values_BT: Tensor, batch: TrainBatch) -> Tensor:
+    """`values_BT` at trained targets, else 0: what lies elsewhere may be infinite, and 0 x inf would be NaN."""
+    return torch.where(batch.loss_mask_BT != 0, values_BT, 0.0)
+
+
+def _limited(values: Tensor, limit: float) -> Tensor:
+    return values.clamp(-limit, limit) if limit else values
+
+
+def _to_floats(shares: Mapping[str, Tensor], batch: TrainBatch, **totals: Tensor) -> Metrics:
+    """Scalars as they are, (B, T) metrics as means over the scored tokens; one transfer from the device."""
+    share_BT = batch.loss_mask_BT / batch.num_scored_tokens
+    metrics = {name: value.detach().float() for name, value in {**totals, **shares}.items()}
+    scalars = [value if value.ndim == 0 else (value * share_BT).sum() for value in metrics.values()]
+    return dict(zip(metrics, torch.stack(scalars).tolist(), strict=True))

@@ -11,11 +11,29 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
+
+MAX_SUFFIX = "_max"
+"""Metrics of micro-batches and ranks whose name ends so combine to the largest; all others are summands."""
+
+
+def sum_metrics(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of an update from those of its micro-batches or ranks: maxima by `MAX_SUFFIX`, else sums."""
+    return {
+        name: (max if name.endswith(MAX_SUFFIX) else sum)(metrics[name] for metrics in results) for name in results[0]
+    }
+
+
+def average_metrics(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of a step from those of its updates: maxima by `MAX_SUFFIX`, else means."""
+    return {
+        name: value if name.endswith(MAX_SUFFIX) else value / len(results)
+        for name, value in sum_metrics(results).items()
+    }
 
 
 class MetricsLogger(Protocol):

@@ -14,28 +14,38 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from rollouts_core.config import ModelConfig
-from rollouts_core.errors import CheckpointError, DataError
+from rollouts_core.errors import CheckpointError, ConfigError, DataError
 from rollouts_core.messages import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def load_hf_model(config: ModelConfig, *, device: str = "cpu") -> PreTrainedModel:
+def load_hf_model(
+    config: ModelConfig, *, device: str = "cpu", dtype: torch.dtype = torch.float32, attention: str = "sdpa"
+) -> PreTrainedModel:
     """The causal language model at `config.path`, in training mode; weights only from safetensors.
+
+    Args:
+        dtype: number format of the weights.
+        attention: the attention kernel, by its name in transformers.
 
     Raises:
         CheckpointError: nothing loadable lies there.
+        ConfigError: the attention kernel is not installed.
     """
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
             config.path,
             revision=config.revision or None,
-            dtype=getattr(torch, config.dtype),
+            dtype=dtype,
+            attn_implementation=attention,
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
         )
+    except ImportError as error:
+        raise ConfigError(f"policy.attention {attention!r} cannot be used here: {first_line(error)}") from error
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"no model could be loaded from {config.path}: {first_line(error)}") from error
     if missing := sorted(loading["missing_keys"]):

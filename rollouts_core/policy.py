@@ -15,11 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from rollouts_core.batch import TrainBatch, block_causal_mask
+from rollouts_core.config import ModelConfig, PolicyConfig
+from rollouts_core.errors import ConfigError
 from rollouts_core.logprobs import linear_logprobs
+from rollouts_core.lora import add_adapters
 from rollouts_core.loss import TokenScores
+from rollouts_core.model import load_hf_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+KERNELS_WITHOUT_MASK = {"flash_attention_2", "flash_attention_3"}
+"""Attention kernels that take the bounds of the samples in a row instead of a mask."""
 
 
 class Policy(nn.Module):
@@ -29,6 +36,7 @@ class Policy(nn.Module):
         temperature: logits are divided by it before the softmax: the rollouts' temperature in RL, 1 in SFT.
         with_entropies: also give the entropy of every scored position.
         with_values: add a value head, which predicts the return from the hidden state; its prediction starts at 0.
+        autocast_dtype: number format of the matrix products; None computes in that of the weights.
     """
 
     def __init__(
@@ -38,22 +46,60 @@ class Policy(nn.Module):
         temperature: float = 1.0,
         with_entropies: bool = False,
         with_values: bool = False,
+        autocast_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.hf_model = hf_model
         self.temperature = temperature
         self.with_entropies = with_entropies
         self.value_head = _create_value_head(hf_model) if with_values else None
+        self.autocast_dtype = autocast_dtype
 
     def forward(self, batch: TrainBatch) -> TokenScores:
         """What the policy says about the batch."""
-        return score_targets(
-            self.hf_model,
-            batch,
-            temperature=self.temperature,
-            with_entropies=self.with_entropies,
-            value_head=self.value_head,
-        )
+        device_type = batch.inputs_BT.device.type
+        with torch.autocast(device_type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None):
+            return score_targets(
+                self.hf_model,
+                batch,
+                temperature=self.temperature,
+                with_entropies=self.with_entropies,
+                value_head=self.value_head,
+            )
+
+
+def create_policy(
+    model: ModelConfig,
+    config: PolicyConfig,
+    *,
+    device: str = "cpu",
+    temperature: float = 1.0,
+    with_entropies: bool = False,
+    with_values: bool = False,
+) -> Policy:
+    """The model on disk as a policy that computes as `config` says.
+
+    Raises:
+        CheckpointError: nothing loadable lies there.
+        ConfigError: a setting that this model, or what is installed here, cannot do.
+    """
+    autocast_dtype = None if config.precision == "float32" else torch.bfloat16
+    has_adapters = config.lora.rank > 0
+    stored_dtype = torch.bfloat16 if autocast_dtype and has_adapters else torch.float32
+    hf_model = load_hf_model(model, device=device, dtype=stored_dtype, attention=config.attention)
+    if has_adapters:
+        add_adapters(hf_model, config.lora)
+    if config.activation_checkpointing:
+        hf_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.compile:
+        hf_model.base_model.compile()
+    return Policy(
+        hf_model,
+        temperature=temperature,
+        with_entropies=with_entropies,
+        with_values=with_values,
+        autocast_dtype=autocast_dtype,
+    )
 
 
 def score_targets(
@@ -91,8 +137,10 @@ def compute_logprobs(hf_model: PreTrainedModel, batch: TrainBatch, *, temperatur
 
 def compute_hidden_states(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor:
     """(B, T, H) what the decoder makes of a batch, each sample seeing only itself."""
+    if hf_model.config._attn_implementation in KERNELS_WITHOUT_MASK:
+        return _hidden_states_without_padding(hf_model, batch)
     # Right-padded rows of one sample need no mask: causal attention never reaches the padding.
-    attention_mask = block_causal_mask(batch.segment_ids_BT, hf_model.dtype) if batch.is_packed else None
+    attention_mask = build_attention_mask(hf_model, batch) if batch.is_packed else None
     hidden_BTH: Tensor = hf_model.base_model(
         input_ids=batch.inputs_BT,
         position_ids=batch.position_ids_BT,
@@ -100,6 +148,51 @@ def compute_hidden_states(hf_model: PreTrainedModel, batch: TrainBatch) -> Tenso
         use_cache=False,
     ).last_hidden_state
     return hidden_BTH
+
+
+def build_attention_mask(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor | dict[str, Tensor]:
+    """The mask of packed rows; one per kind of layer where some layers see only a window.
+
+    Raises:
+        ConfigError: the model has layers that carry a state from sample to sample, whatever the mask.
+    """
+    config = hf_model.config
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if unknown := sorted(kinds - {"full_attention", "sliding_attention"}):
+        raise ConfigError(
+            f"packed rows would let samples see each other in the {unknown[0]} layers of {config.model_type}: "
+            "set packing = false"
+        )
+    window = getattr(config, "sliding_window", None)
+    if "sliding_attention" in kinds:
+        return {
+            kind: block_causal_mask(
+                batch.segment_ids_BT, hf_model.dtype, window=window if kind == "sliding_attention" else None
+            )
+            for kind in kinds
+        }
+    sees_window = window and not getattr(config, "layer_types", None)
+    return block_causal_mask(batch.segment_ids_BT, hf_model.dtype, window=window if sees_window else None)
+
+
+def _hidden_states_without_padding(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor:
+    """(B, T, H) by kernels for sequences of varying length: all samples end to end in one row, without a mask."""
+    is_token_BT = batch.segment_ids_BT > 0
+    position_ids_N = batch.position_ids_BT[is_token_BT]
+    starts = torch.nonzero(position_ids_N == 0).flatten()
+    bounds = torch.cat([starts, starts.new_tensor([len(position_ids_N)])]).to(torch.int32)
+    longest = int(bounds.diff().max())
+    hidden_1NH: Tensor = hf_model.base_model(
+        input_ids=batch.inputs_BT[is_token_BT][None],
+        position_ids=position_ids_N[None],
+        use_cache=False,
+        cu_seq_lens_q=bounds,
+        cu_seq_lens_k=bounds,
+        max_length_q=longest,
+        max_length_k=longest,
+    ).last_hidden_state
+    hidden_BTH = hidden_1NH.new_zeros(*is_token_BT.shape, hidden_1NH.shape[-1])
+    return hidden_BTH.masked_scatter(is_token_BT[:, :, None], hidden_1NH)
 
 
 def _scatter(values_N: Tensor, at_BT: Tensor) -> Tensor:

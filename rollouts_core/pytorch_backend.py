@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from copy import deepcopy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +20,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from rollouts_core.backend import ImmediateTrainFuture, TrainingState
 from rollouts_core.batch import TrainBatch
 from rollouts_core.checkpoint import new_checkpoint, verify_checkpoint
-from rollouts_core.config import ModelConfig, OptimConfig
-from rollouts_core.errors import CheckpointError, TrainingError
+from rollouts_core.config import PLAIN_POLICY, ModelConfig, OptimConfig, PolicyConfig
+from rollouts_core.errors import CheckpointError, NonFiniteError
+from rollouts_core.lora import adapters_off, is_adapter_weight, merged_weights, replace_weights
 from rollouts_core.loss import LossFn, Metrics, TokenScores
 from rollouts_core.model import load_hf_model, load_tokenizer
 from rollouts_core.optim import (
@@ -30,7 +31,7 @@ from rollouts_core.optim import (
     optimizer_tensors,
     restore_optimizer_tensors,
 )
-from rollouts_core.policy import Policy
+from rollouts_core.policy import Policy, create_policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 TRAINER_STATE = "trainer/state.json"
 TRAINER_TENSORS = "trainer/tensors.safetensors"
 RNG_KEY = "rng/torch"
+WEIGHT_KEY = "weight/"
 
 
 class PyTorchTrainingBackend:
@@ -70,6 +72,11 @@ class PyTorchTrainingBackend:
         self._num_optim_steps = 0
 
     @property
+    def has_adapters(self) -> bool:
+        """Whether only adapters are trained."""
+        return any(is_adapter_weight(name) for name, _ in self.model.named_parameters())
+
+    @property
     def weight_version(self) -> int:
         """The number of optimizer steps that the weights have taken."""
         return self._num_optim_steps
@@ -78,12 +85,13 @@ class PyTorchTrainingBackend:
         """Add the batch's gradient to that of its step.
 
         Raises:
-            TrainingError: the loss is not a finite number.
+            NonFiniteError: the loss is not a finite number; the gradient of its step is dropped.
         """
         on_device = batch.to(self.device)
         loss, metrics = self.loss_fn(self.policy(on_device), on_device)
         if not math.isfinite(metrics["loss"]):
-            raise TrainingError(
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NonFiniteError(
                 f"the loss became {metrics['loss']} after {self._num_optim_steps} optimizer steps: lower the "
                 "learning rate, or look at the samples of this step"
             )
@@ -92,22 +100,28 @@ class PyTorchTrainingBackend:
 
     @torch.no_grad()
     def score(self, batch: TrainBatch, *, reference: bool = False) -> ImmediateTrainFuture[TokenScores]:
-        """What the policy, or the reference, says about the batch, without a gradient, on the CPU."""
-        if not reference:
-            return ImmediateTrainFuture(self.policy(batch.to(self.device)).to(torch.device("cpu")))
-        if self.reference is None:
-            raise TrainingError("this backend was built without a reference policy: create it with_reference=True")
-        return ImmediateTrainFuture(self.reference(batch.to(self.device)).to(torch.device("cpu")))
+        """What the policy, or the reference, says about the batch, without a gradient or dropout, on the CPU."""
+        asked = self.reference if reference and self.reference else self.policy
+        assert asked is self.reference or not reference or self.has_adapters, "create the backend with_reference=True"
+        asked.eval()
+        with adapters_off(self.model) if reference else nullcontext():
+            scores = asked(batch.to(self.device)).to(torch.device("cpu"))
+        self.policy.train()
+        return ImmediateTrainFuture(scores)
 
     def optim_step(self) -> ImmediateTrainFuture[Metrics]:
         """Clip the gradient, step, and move the learning rate on.
 
         Raises:
-            TrainingError: the gradient is not finite; the weights are as before.
+            NonFiniteError: the gradient is not finite; it is dropped, and the weights are as before.
         """
         norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm))
         if not math.isfinite(norm):
-            raise TrainingError(f"the gradient norm became {norm} after {self._num_optim_steps} optimizer steps")
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NonFiniteError(
+                f"the gradient norm became {norm} after {self._num_optim_steps} optimizer steps: lower the learning "
+                "rate, or look at the samples of this step"
+            )
         lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -116,24 +130,22 @@ class PyTorchTrainingBackend:
         return ImmediateTrainFuture({"grad_norm": norm, "lr": lr})
 
     def get_weights(self) -> ImmediateTrainFuture[dict[str, Tensor]]:
-        """The weights by their Hugging Face names, tied ones once; views, not copies."""
-        return ImmediateTrainFuture({name: p.detach() for name, p in self.model.named_parameters()})
+        """The weights by their Hugging Face names, tied ones once, adapters merged in; the others are views."""
+        return ImmediateTrainFuture(merged_weights(self.model))
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> ImmediateTrainFuture[None]:
-        """Replace the weights; the optimizer keeps its state.
+        """Replace the weights; the optimizer keeps its state, and adapters start again from 0.
 
         Raises:
             CheckpointError: a name or shape that is not the model's; the weights are as before.
         """
-        own = dict(self.model.named_parameters())
+        own = merged_weights(self.model)
         if weights.keys() != own.keys():
             raise CheckpointError(f"the weights are of another model: {sorted(weights.keys() ^ own.keys())[:3]}")
         for name, value in weights.items():
             if value.shape != own[name].shape:
                 raise CheckpointError(f"{name} has shape {tuple(value.shape)}, expected {tuple(own[name].shape)}")
-        with torch.no_grad():
-            for name, value in weights.items():
-                own[name].copy_(value)
+        replace_weights(self.model, weights)
         return ImmediateTrainFuture(None)
 
     def save_checkpoint(self, path: Path, state: TrainingState) -> ImmediateTrainFuture[None]:
@@ -143,9 +155,13 @@ class PyTorchTrainingBackend:
             "num_optim_steps": self._num_optim_steps,
             "loop": dict(state),
         }
-        tensors = {**optimizer_tensors(self.policy, self.optimizer), RNG_KEY: torch.get_rng_state()}
+        tensors = {
+            **optimizer_tensors(self.policy, self.optimizer),
+            **{WEIGHT_KEY + name: value for name, value in self._own_weights().items()},
+            RNG_KEY: torch.get_rng_state(),
+        }
         with new_checkpoint(path, step=int(state["step"])) as directory:
-            self.model.save_pretrained(directory)
+            self.model.save_pretrained(directory, state_dict=merged_weights(self.model))
             self.tokenizer.save_pretrained(directory)
             (directory / "trainer").mkdir()
             (directory / TRAINER_STATE).write_text(json.dumps(trainer))
@@ -163,8 +179,12 @@ class PyTorchTrainingBackend:
             raise CheckpointError(f"{path} has no trainer state: it can be trained from, but not resumed")
         trainer = json.loads((path / TRAINER_STATE).read_text())
         tensors = load_file(path / TRAINER_TENSORS)
-        saved = load_hf_model(ModelConfig(path=str(path), dtype=_dtype_name(self.model.dtype)))
-        self.load_weights({name: p.detach() for name, p in saved.named_parameters()})
+        if not self.has_adapters:  # with them the frozen weights are those that training started from
+            saved = load_hf_model(ModelConfig(path=str(path)))
+            self.load_weights({name: p.detach() for name, p in saved.named_parameters()})
+        with torch.no_grad():
+            for name, parameter in self._own_weights().items():
+                parameter.copy_(tensors.pop(WEIGHT_KEY + name))
         torch.set_rng_state(tensors.pop(RNG_KEY))
         restore_optimizer_tensors(self.policy, self.optimizer, tensors)
         self.scheduler.load_state_dict(trainer["scheduler"])
@@ -174,6 +194,12 @@ class PyTorchTrainingBackend:
         state: TrainingState = trainer["loop"]
         return ImmediateTrainFuture(state)
 
+    def _own_weights(self) -> dict[str, Tensor]:
+        """The weights that the Hugging Face layout has no place for: adapters and value head, by the policy's names."""
+        return {
+            name: p for name, p in self.policy.named_parameters() if is_adapter_weight(name) or "value_head" in name
+        }
+
 
 def create_pytorch_backend(
     model: ModelConfig,
@@ -181,40 +207,47 @@ def create_pytorch_backend(
     loss_fn: LossFn,
     *,
     num_steps: int,
+    policy: PolicyConfig = PLAIN_POLICY,
     temperature: float = 1.0,
     with_entropies: bool = False,
     with_values: bool = False,
     with_reference: bool = False,
+    seed: int = 0,
     device: str = "",
 ) -> PyTorchTrainingBackend:
     """Model, AdamW, schedule and loss as a backend, in one call.
 
     Args:
         num_steps: optimizer steps that the schedule spans.
+        policy: precision, adapters and memory savings.
         temperature: of the rollouts in RL, 1 in SFT.
         with_entropies: score entropies too.
         with_values: train a value head.
         with_reference: keep the weights that training starts from, for `score(reference=True)`.
+        seed: of PyTorch's random numbers, which new adapters and dropout take.
         device: "" takes the first GPU where there is one, else the CPU.
     """
-    hf_model = load_hf_model(model, device=device or default_device())
-    policy = Policy(hf_model, temperature=temperature, with_entropies=with_entropies, with_values=with_values)
-    optimizer = create_adamw_optimizer(policy, optim)
+    torch.manual_seed(seed)
+    place = device or default_device()
+    trained = create_policy(
+        model, policy, device=place, temperature=temperature, with_entropies=with_entropies, with_values=with_values
+    )
+    reference = None
+    if with_reference and policy.lora.rank == 0:
+        frozen = policy.model_copy(update={"activation_checkpointing": False})
+        reference = create_policy(model, frozen, device=place, temperature=temperature).eval().requires_grad_(False)
+    optimizer = create_adamw_optimizer(trained, optim)
     return PyTorchTrainingBackend(
-        policy,
+        trained,
         optimizer,
         create_warmup_cosine_scheduler(optimizer, optim, num_steps=num_steps),
         loss_fn,
         tokenizer=load_tokenizer(model),
         max_grad_norm=optim.max_grad_norm,
-        reference=Policy(deepcopy(hf_model).requires_grad_(False), temperature=temperature) if with_reference else None,
+        reference=reference,
     )
 
 
 def default_device() -> str:
     """The first GPU where there is one, else the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

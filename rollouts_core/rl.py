@@ -11,23 +11,32 @@ The loop is synchronous: the engines wait while the weights change, so every sam
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 
-from rollouts_core.advantages import group_advantages
+from torch import Tensor
+
 from rollouts_core.backend import TrainingBackend
-from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
+from rollouts_core.batch import build_batch, split_by_sample
 from rollouts_core.checkpoint import prune_checkpoints, step_directory
 from rollouts_core.config import RLTrainingConfig
 from rollouts_core.data_buffer import DataBuffer
 from rollouts_core.engines import InferenceEngine, PublishTarget, publish_weights
 from rollouts_core.loss import Metrics
-from rollouts_core.metrics import EventLog, MetricsLogger
+from rollouts_core.metrics import EventLog, MetricsLogger, average_metrics, sum_metrics
+from rollouts_core.rl_batch import (
+    RolloutScores,
+    places_to_score,
+    plan_rows,
+    prepare_updates,
+    trained_samples,
+)
 from rollouts_core.rollout import AsyncRolloutManager
-from rollouts_core.sft import load_latest_checkpoint, sum_metrics
-from rollouts_core.types import RolloutBatch, Sample, Status, group_samples
+from rollouts_core.sft import load_latest_checkpoint
+from rollouts_core.types import RolloutBatch, Status
 
 OnBatch = Callable[[int, RolloutBatch], None]
 """(step, batch): called with the rollouts of every step before they are trained on."""
@@ -99,35 +108,46 @@ async def run_rl_training(
 async def train_on_rollouts(
     backend: TrainingBackend, batch: RolloutBatch, config: RLTrainingConfig, *, pad_id: int
 ) -> Metrics:
-    """One optimizer update from a batch of rollouts; without any signal in it the update is skipped."""
-    micro_batches = prepare_grpo_batch(batch, batch.rewards, config, pad_id=pad_id)
-    if not micro_batches:
-        return {"skipped": 1.0}
-    results = [await backend.forward_backward(micro_batch).result() for micro_batch in micro_batches]
-    return {"skipped": 0.0, **sum_metrics(results), **await backend.optim_step().result()}
+    """The optimizer updates that a batch of rollouts gives; without any signal in it there is none."""
+    scores = await score_rollouts(backend, batch, config, pad_id=pad_id)
+    updates = prepare_updates(
+        batch, batch.rewards, config, num_updates=config.num_minibatches, pad_id=pad_id, scores=scores
+    )
+    done = []
+    for micro_batches in updates * config.num_epochs:
+        if not micro_batches:
+            continue
+        results = [await backend.forward_backward(micro_batch).result() for micro_batch in micro_batches]
+        done.append({**sum_metrics(results), **await backend.optim_step().result()})
+    counts = {"skipped": float(not done), "num_updates": float(len(done))}
+    return {**counts, **average_metrics(done)} if done else counts
 
 
-def prepare_grpo_batch(
-    batch: RolloutBatch, rewards: Sequence[float], config: RLTrainingConfig, *, pad_id: int = 0
-) -> list[TrainBatch]:
-    """The micro-batches of a step: samples with their group's advantages, sorted by length.
+async def score_rollouts(
+    backend: TrainingBackend, batch: RolloutBatch, config: RLTrainingConfig, *, pad_id: int
+) -> RolloutScores:
+    """What the settings ask of the weights before the first update, and of the reference; often nothing.
 
-    Samples whose advantage is 0 give no gradient and are left out, but their tokens count in the averages.
+    With one update per step, the update's own forward pass tells what the weights said before it.
     """
-    graded = [(sample, reward) for sample, reward in zip(batch.samples, rewards, strict=True)]
-    reward_of = {(sample.group_index, sample.index): reward for sample, reward in graded}
-    weighted: list[tuple[Sample, float]] = []
-    for group in group_samples(batch.samples):
-        advantages = group_advantages([reward_of[sample.group_index, sample.index] for sample in group], config)
-        weighted.extend(zip(group, advantages, strict=True))
-    useful = [(sample, advantage) for sample, advantage in weighted if advantage and any(sample.loss_mask[1:])]
-    batches = [
-        build_batch(
-            [[sample] for sample, _ in chunk], advantages=[[advantage] for _, advantage in chunk], pad_id=pad_id
-        )
-        for chunk in _split_by_tokens(useful, config.max_micro_batch_tokens)
-    ]
-    return with_step_totals(batches, batch.samples)
+    old: dict[int, Tensor] = {}
+    ref: dict[int, Tensor] = {}
+    values: dict[int, Tensor] = {}
+    samples = trained_samples(batch.samples, config.reward_shaping)
+    places = places_to_score(samples, batch.rewards, config)
+    for rows in plan_rows(places, samples, max_tokens=config.max_micro_batch_tokens):
+        in_rows = [[samples[place] for place in row] for row in rows]
+        in_order = list(itertools.chain(*rows))
+        micro_batch = build_batch(in_rows, pad_id=pad_id)
+        if config.needs_old_scores:
+            scores = await backend.score(micro_batch).result()
+            old |= zip(in_order, itertools.chain(*split_by_sample(scores.logprobs_BT, in_rows)), strict=True)
+            if scores.values_BT is not None:
+                values |= zip(in_order, itertools.chain(*split_by_sample(scores.values_BT, in_rows)), strict=True)
+        if config.with_reference:
+            scores = await backend.score(micro_batch, reference=True).result()
+            ref |= zip(in_order, itertools.chain(*split_by_sample(scores.logprobs_BT, in_rows)), strict=True)
+    return RolloutScores(old_logprobs=old, ref_logprobs=ref, values=values)
 
 
 def describe_rollouts(batch: RolloutBatch) -> Metrics:
@@ -142,15 +162,3 @@ def describe_rollouts(batch: RolloutBatch) -> Metrics:
         "signal_share": sum(len(set(rewards)) > 1 for rewards in groups) / len(groups),
         "num_dropped_groups": float(batch.metadata.get("num_dropped_groups", 0)),
     }
-
-
-def _split_by_tokens(weighted: Sequence[tuple[Sample, float]], max_tokens: int) -> list[list[tuple[Sample, float]]]:
-    """Samples by length, the longest first, in chunks of at most `max_tokens` padded tokens (or one sample)."""
-    chunks: list[list[tuple[Sample, float]]] = []
-    longest = 0
-    for pair in sorted(weighted, key=lambda pair: -len(pair[0].tokens)):
-        if not chunks or (len(chunks[-1]) + 1) * longest > max_tokens:
-            chunks.append([])
-            longest = len(pair[0].tokens)
-        chunks[-1].append(pair)
-    return chunks

@@ -121,8 +121,11 @@ async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog) -> N
             job.model.model,
             job.training.optim,
             create_policy_loss(job.training.loss),
-            num_steps=job.training.num_steps,
+            num_steps=job.training.num_optim_steps,
             temperature=job.rollout.sampling.temperature,
+            with_entropies=job.training.with_entropies,
+            with_values=job.training.with_values,
+            with_reference=job.training.with_reference,
         )
         prompts = load_prompts_from_jsonl(job.prompts.path)
         max_tokens = job.rollout.max_prompt_tokens

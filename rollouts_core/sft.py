@@ -20,7 +20,7 @@ from rollouts_core.checkpoint import list_checkpoints, prune_checkpoints, set_da
 from rollouts_core.config import SFTTrainingConfig
 from rollouts_core.errors import DataError
 from rollouts_core.loss import Metrics
-from rollouts_core.metrics import EventLog, MetricsLogger
+from rollouts_core.metrics import EventLog, MetricsLogger, sum_metrics
 from rollouts_core.types import Sample
 
 
@@ -33,6 +33,7 @@ async def run_sft_training(
     pad_id: int = 0,
     checkpoint_dir: Path | None = None,
     events: EventLog | None = None,
+    eval_samples: Sequence[Sample] = (),
 ) -> list[Metrics]:
     """Train for `config.num_steps` steps; returns the metrics of each step that was run.
 
@@ -41,6 +42,7 @@ async def run_sft_training(
 
     Args:
         samples: demonstrations; a sequence is shuffled anew each epoch, a stream is taken as it comes.
+        eval_samples: demonstrations whose loss is taken every `config.eval_every` steps and at the end.
 
     Raises:
         DataError: a stream that ends early.
@@ -57,8 +59,10 @@ async def run_sft_training(
         metrics = {**sum_metrics(results), **await backend.optim_step().result()}
         num_tokens = sum(len(sample.tokens) for row in rows for sample in row)
         metrics |= {"num_tokens": num_tokens, "tokens_per_s": num_tokens / (perf_counter() - began)}
+        if eval_samples and (step % config.eval_every == 0 or step == config.num_steps):
+            metrics["eval_loss"] = await compute_eval_loss(backend, eval_samples, config, pad_id=pad_id)
         history.append(metrics)
-        if metrics_logger and (step % config.log_every == 0 or step in (1, config.num_steps)):
+        if metrics_logger and (step % config.log_every == 0 or step in (1, config.num_steps) or "eval_loss" in metrics):
             metrics_logger.log(metrics, step)
         if checkpoint_dir and (step % config.checkpoint_every == 0 or step == config.num_steps):
             checkpoint = step_directory(checkpoint_dir, step)
@@ -89,6 +93,20 @@ async def load_latest_checkpoint(
     if events:
         events.write("resumed", step=state["step"], checkpoint=checkpoint.name)
     return state
+
+
+async def compute_eval_loss(
+    backend: TrainingBackend, samples: Sequence[Sample], config: SFTTrainingConfig, *, pad_id: int
+) -> float:
+    """Mean negative log-likelihood of all trained tokens of `samples`, nats."""
+    rows = list(pack_rows(samples, max_length=config.max_length) if config.packing else ([s] for s in samples))
+    total, num_tokens = 0.0, 0.0
+    for start in range(0, len(rows), config.micro_batch_size):
+        batch = collate_batch(rows[start : start + config.micro_batch_size], pad_id=pad_id)
+        scores = await backend.score(batch).result()
+        total -= float((scores.logprobs_BT * batch.loss_mask_BT).sum())
+        num_tokens += batch.num_loss_tokens
+    return total / num_tokens
 
 
 def iterate_sft_steps(
@@ -122,8 +140,3 @@ def prepare_sft_batch(rows: Sequence[Sequence[Sample]], config: SFTTrainingConfi
 def collate_batch(rows: Sequence[Sequence[Sample]], *, pad_id: int) -> TrainBatch:
     """The tensors of some rows of demonstrations."""
     return build_batch(rows, pad_id=pad_id)
-
-
-def sum_metrics(results: Sequence[Metrics]) -> Metrics:
-    """The metrics of a step from those of its micro-batches."""
-    return {name: sum(metrics[name] for metrics in results) for name in results[0]}

@@ -97,7 +97,6 @@ def checkpoints_of(training: StageRecord, config: Config) -> list[InputModel]:
             name=entry["name"],
             model=ModelConfig(
                 path=f"{training.run_dir}/checkpoints/{entry['name']}",
-                dtype=config.model.dtype,
                 trust_remote_code=config.model.trust_remote_code,
             ),
             digest=entry["digest"],

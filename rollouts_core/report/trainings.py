@@ -98,7 +98,7 @@ def _describe_evaluation(job: EvalJob) -> Training:
 def _describe_model(model: InputModel) -> str:
     config: ModelConfig = model.model
     revision = f" at {config.revision}" if config.revision else ""
-    return f"{config.path}{revision} ({config.dtype})"
+    return f"{config.path}{revision}"
 
 
 def _describe_optim(optim: OptimConfig) -> str:

@@ -139,7 +139,7 @@ def assert_refused(config: Path, *words: str) -> None:
         ("evaluation__max_p_value", NAN, "evaluation.max_p_value: must be a finite number, found nan"),
         ("node__min_free_gb", NAN, "min_free_gb: input should be a finite number, found nan"),
         ("mode", "sft+dpo", "mode: input should be 'sft', 'rl' or 'sft+rl', found 'sft+dpo'"),
-        ("model__dtype", "fp32", "model.dtype: input should be 'float32' or 'bfloat16', found 'fp32'"),
+        ("training__sft__seed", -1, "training.sft.seed: input should be greater than or equal to 0, found -1"),
         ("node__provider", "runpod", "provider: input should be 'local', found 'runpod'"),
         ("run__fresh", ["sfft"], "fresh.0: input should be 'sft', 'select-sft', 'rl', 'select-rl' or 'evaluate'"),
         ("run__name", "my run", "name: string should match pattern"),

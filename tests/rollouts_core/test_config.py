@@ -61,7 +61,7 @@ def make_full_config(directory: Path) -> Config:
     """A configuration that sets something in every section, with absolute paths."""
     files = {name: str(directory / f"{name}.jsonl") for name in ("sft", "prompts", "selection", "heldout")}
     return Config(
-        model=ModelConfig(path=str(directory / "base"), dtype="bfloat16"),
+        model=ModelConfig(path=str(directory / "base"), revision="v2"),
         data=DataConfig(**files),
         training=TrainingConfig(
             sft=SFTTrainingConfig(num_steps=7, optim=OptimConfig(betas=(0.8, 0.9), eps=1e-6)),
@@ -78,12 +78,12 @@ def make_full_config(directory: Path) -> Config:
         ("training.sft.num_stepz", 5, r"unknown key training\.sft\.num_stepz; did you mean num_steps\?"),
         ("modle", {}, r"unknown key modle; did you mean model\?"),
         ("rollout.sampling.temprature", 1, r"unknown key rollout\.sampling\.temprature; did you mean temperature\?"),
-        ("training.rl.loss.zzz", 1, r"unknown key .*zzz; known are aggregation, clip_high, clip_low"),
+        ("training.rl.loss.zzz", 1, r"unknown key .*zzz; known are aggregation, clip_high, clip_low, .*"),
         ("training.sft.num_steps", "many", r"training\.sft\.num_steps: input should be a valid integer.* found 'many'"),
         ("training.sft.num_steps", 0, r"training\.sft\.num_steps: .*greater than or equal to 1, found 0"),
         ("training.sft.optim.lr", -1.0, r"training\.sft\.optim\.lr: .*found -1\.0"),
         ("training.sft.optim.lr", float("nan"), r"training\.sft\.optim\.lr"),
-        ("training.rl.baseline", float("inf"), r"training\.rl\.baseline: must be a finite number"),
+        ("training.rl.advantage.baseline", float("inf"), r"training\.rl\.advantage\.baseline: must be a finite number"),
         ("training.sft.optim.betas", [0.9, 1.0], r"training\.sft\.optim\.betas\.1: .*less than 1, found 1\.0"),
         ("training.sft", 3, r"training\.sft: .*found 3"),
         ("mode", "dpo", r"mode: .*'sft', 'rl' or 'sft\+rl', found 'dpo'"),

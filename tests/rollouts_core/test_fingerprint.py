@@ -10,6 +10,7 @@ import pytest
 
 from rollouts_core.checkpoint import load_manifest, new_checkpoint, step_directory
 from rollouts_core.config import (
+    AdvantageConfig,
     DeploymentConfig,
     EvaluationConfig,
     LossConfig,
@@ -70,12 +71,12 @@ def test_placement_does_not_change_the_fingerprint(changes: dict[str, Any]) -> N
     [
         {"prompts": InputFile(path="rows.jsonl", digest="other")},
         {"model": InputModel(name="base", model=ModelConfig(path="base"), digest="other")},
-        {"model": InputModel(name="base", model=ModelConfig(path="base", dtype="bfloat16"), digest="m")},
+        {"model": InputModel(name="base", model=ModelConfig(path="base", revision="v2"), digest="m")},
         {"plugin_digest": "other"},
         {"training": RLTrainingConfig(num_steps=7)},
         {"training": RLTrainingConfig(replicate=1)},
         {"training": RLTrainingConfig(keep_checkpoints=3)},
-        {"training": RLTrainingConfig(baseline=0.5)},
+        {"training": RLTrainingConfig(advantage=AdvantageConfig(baseline=0.5))},
         {"training": RLTrainingConfig(loss=LossConfig(clip_high=0.28))},
         {"training": RLTrainingConfig(optim=RLOptimConfig(lr=2e-6, schedule="constant"))},
         {"training": RLTrainingConfig(optim=RLOptimConfig(lr=1e-6, schedule="linear"))},

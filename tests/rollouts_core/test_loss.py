@@ -21,6 +21,7 @@ from rollouts_core.loss import (
     ppo_loss,
     token_logprobs,
 )
+from rollouts_core.metrics import sum_metrics
 from tests.rollouts_core.make import make_random_samples, make_sample
 
 WIDE_CLIP = LossConfig(clip_low=0.2, clip_high=0.4)
@@ -190,7 +191,7 @@ def test_losses_and_metrics_of_micro_batches_add_up_to_those_of_the_step(aggrega
     ]
     _, expected = loss_fn(TokenScores(logprobs_BT=logprobs_BT), whole)
     for name, value in expected.items():
-        assert sum(metrics[name] for metrics in results) == pytest.approx(value, abs=1e-5), name
+        assert sum_metrics(results)[name] == pytest.approx(value, abs=1e-5), name
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollouts_core.metrics import EventLog, JSONLLogger, read_json_lines, read_metrics
+from rollouts_core.metrics import EventLog, JSONLLogger, average_metrics, read_json_lines, read_metrics, sum_metrics
 
 
 def test_a_logged_line_says_step_attempt_time_and_numbers(tmp_path: Path) -> None:
@@ -80,3 +80,13 @@ def test_a_file_that_does_not_exist_has_no_lines(tmp_path: Path) -> None:
 def test_missing_folders_are_made(tmp_path: Path) -> None:
     JSONLLogger(tmp_path / "a" / "b" / "m.jsonl").close()
     assert (tmp_path / "a" / "b" / "m.jsonl").is_file()
+
+
+def test_metrics_of_micro_batches_are_added_up_and_maxima_are_not() -> None:
+    results = [{"loss": 1.0, "ratio_max": 3.0}, {"loss": 2.0, "ratio_max": 2.0}]
+    assert sum_metrics(results) == {"loss": 3.0, "ratio_max": 3.0}
+
+
+def test_metrics_of_updates_are_averaged_and_maxima_are_not() -> None:
+    results = [{"loss": 1.0, "ratio_max": 3.0}, {"loss": 2.0, "ratio_max": 2.0}]
+    assert average_metrics(results) == {"loss": 1.5, "ratio_max": 3.0}

@@ -125,7 +125,7 @@ def test_log_probs_depend_on_no_later_token(tiny_model: PreTrainedModel) -> None
 
 
 def test_a_model_is_loaded_in_training_mode_and_in_the_asked_number_format(base_model: ModelConfig) -> None:
-    model = load_hf_model(base_model.model_copy(update={"dtype": "bfloat16"}))
+    model = load_hf_model(base_model, dtype=torch.bfloat16)
     assert model.training
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 

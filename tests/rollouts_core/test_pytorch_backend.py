@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -188,17 +187,6 @@ def test_a_checkpoint_loads_as_a_hugging_face_model(base_model: ModelConfig, tmp
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "step_000002", dtype=torch.float32)
     assert_equal_tensors({name: p.detach() for name, p in model.named_parameters()}, copy_weights(backend))
     assert len(AutoTokenizer.from_pretrained(tmp_path / "step_000002")) == TINY_VOCABULARY
-
-
-def test_a_checkpoint_of_bfloat16_weights_keeps_their_number_format(base_model: ModelConfig, tmp_path: Path) -> None:
-    model = base_model.model_copy(update={"dtype": "bfloat16"})
-    backend = create_backend(model)
-    take_steps(backend, range(1))
-    backend.save_checkpoint(tmp_path / "step_000001", {"step": 1})
-    assert load_file(tmp_path / "step_000001" / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
-    restored = create_backend(model)
-    restored.load_checkpoint(tmp_path / "step_000001")
-    assert take_steps(restored, range(1, 2)) == take_steps(backend, range(1, 2))
 
 
 def test_a_damaged_checkpoint_is_refused_and_nothing_changes(base_model: ModelConfig, tmp_path: Path) -> None:

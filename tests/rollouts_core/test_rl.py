@@ -29,7 +29,8 @@ from rollouts_core.dataset import load_prompts_from_jsonl
 from rollouts_core.engines import PublishTarget
 from rollouts_core.loss import Metrics, create_policy_loss
 from rollouts_core.pytorch_backend import PyTorchTrainingBackend, create_pytorch_backend
-from rollouts_core.rl import prepare_grpo_batch, run_rl_training
+from rollouts_core.rl import run_rl_training
+from rollouts_core.rl_batch import prepare_grpo_batch
 from rollouts_core.rollout import AsyncRolloutManager, convert_to_batch, create_engine_generate_fn
 from rollouts_core.types import RolloutBatch, Sample
 from tests.rollouts_core.make import make_random_samples

@@ -20,7 +20,7 @@ from rollouts_core.errors import DataError
 from rollouts_core.loss import Metrics, create_cross_entropy_loss
 from rollouts_core.metrics import EventLog, JSONLLogger, read_json_lines, read_metrics
 from rollouts_core.pytorch_backend import PyTorchTrainingBackend, create_pytorch_backend
-from rollouts_core.sft import iterate_epochs, iterate_sft_steps, prepare_sft_batch, run_sft_training, sum_metrics
+from rollouts_core.sft import iterate_epochs, iterate_sft_steps, prepare_sft_batch, run_sft_training
 from rollouts_core.types import Sample
 from tests.rollouts_core.make import make_random_samples, make_sample
 
@@ -233,7 +233,3 @@ def test_every_micro_batch_knows_the_totals_of_its_step() -> None:
     assert [len(batch.inputs_BT) for batch in batches] == [2, 2]
     assert {batch.num_loss_tokens for batch in batches} == {total}
     assert {batch.num_samples for batch in batches} == {4}
-
-
-def test_metrics_of_micro_batches_are_added_up() -> None:
-    assert sum_metrics([{"loss": 1.0, "kl": 0.5}, {"loss": 2.0, "kl": 0.25}]) == {"loss": 3.0, "kl": 0.75}

@@ -1,0 +1,94 @@
+"""Correct for, and measure, an engine whose log-probs differ from the trainer's for the same weights.
+
+Not here: the objective that the weights multiply (loss.py), publishing weights (engines/).
+
+The engine computes in another number format, with other kernels, and sometimes with older weights. w is the trainer's
+probability of a sampled token before the update, divided by the engine's when it sampled it.
+
+B rows of a micro-batch, T token positions.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from rollouts_core.batch import TrainBatch
+from rollouts_core.config import MismatchConfig
+
+MAX_LOG_WEIGHT = 20.0
+"""|log w| is clamped to this before exp, so that a stray token gives a large number instead of infinity."""
+
+
+@torch.no_grad()
+def mismatch_weights(log_weight_BT: Tensor, batch: TrainBatch, config: MismatchConfig) -> Tensor:
+    """(B, T) what the policy loss of each token is multiplied with; 1 without a correction, 0 where it is masked.
+
+    Args:
+        log_weight_BT: log w, 0 where nothing is trained.
+
+    Source: truncated importance sampling fengyao.notion.site/off-policy-rl; IcePop arXiv:2510.18855; sequence masks
+    yingru.notion.site (When Speed Kills Stability).
+    """
+    weights_BT = torch.ones_like(log_weight_BT)
+    if config.weight != "none":
+        raw_BT = _weight_of(log_weight_BT, batch, config.weight)
+        high = config.weight_high or math.inf
+        if config.outside == "clamp":
+            weights_BT = raw_BT.clamp(config.weight_low, high)
+        else:
+            weights_BT = torch.where((raw_BT >= config.weight_low) & (raw_BT <= high), raw_BT, 0.0)
+    if config.mask != "none":
+        judged_BT = _weight_of(log_weight_BT, batch, config.mask)
+        stays_BT = (judged_BT >= config.mask_low) & (judged_BT <= (config.mask_high or math.inf))
+        weights_BT = torch.where(stays_BT, weights_BT, 0.0)
+    return weights_BT
+
+
+@torch.no_grad()
+def describe_mismatch(
+    log_weight_BT: Tensor, weights_BT: Tensor, batch: TrainBatch, config: MismatchConfig
+) -> dict[str, Tensor]:
+    """How far trainer and engine are apart: (B, T) tensors to average over tokens, and scalars of name `.._max`.
+
+    mismatch_kl: the k3 estimate of KL(engine || trainer). mismatch_ratio_max: the largest of w and 1/w.
+    mismatch_masked_share, mismatch_clamped_share: tokens whose weight is 0, or was moved to a limit.
+    """
+    clamped_BT = log_weight_BT.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
+    trained_BT = torch.where(batch.loss_mask_BT != 0, clamped_BT, 0.0)
+    described = {
+        "mismatch_kl": torch.expm1(trained_BT) - trained_BT,
+        "mismatch_ratio_max": trained_BT.abs().max().exp(),
+    }
+    if config.weight != "none" or config.mask != "none":
+        described["mismatch_masked_share"] = (weights_BT == 0).float()
+    if config.weight != "none":
+        raw_BT = _weight_of(log_weight_BT, batch, config.weight)
+        described["mismatch_clamped_share"] = ((weights_BT != raw_BT) & (weights_BT != 0)).float()
+    return described
+
+
+def sum_per_sample(values_BT: Tensor, batch: TrainBatch) -> Tensor:
+    """(B, T) the sum of `values_BT` over each position's own sample."""
+    if not batch.is_packed:
+        return values_BT.sum(dim=1, keepdim=True).expand_as(values_BT)
+    num_segments = int(batch.segment_ids_BT.max()) + 1
+    sums_BS = torch.zeros(len(values_BT), num_segments, device=values_BT.device, dtype=values_BT.dtype)
+    return sums_BS.scatter_add(1, batch.segment_ids_BT, values_BT).gather(1, batch.segment_ids_BT)
+
+
+def mean_per_sample(values_BT: Tensor, batch: TrainBatch) -> Tensor:
+    """(B, T) the mean of `values_BT` over each position's own sample, weighted by the loss mask."""
+    sums_BT = sum_per_sample(values_BT * batch.loss_mask_BT, batch)
+    return sums_BT / sum_per_sample(batch.loss_mask_BT, batch).clamp(min=1e-9)
+
+
+def _weight_of(log_weight_BT: Tensor, batch: TrainBatch, level: str) -> Tensor:
+    """(B, T) w of each token, or of the sample that it belongs to: the product, or the geometric mean."""
+    if level == "geometric":
+        log_weight_BT = mean_per_sample(log_weight_BT, batch)
+    elif level in ("sequence", "product"):
+        log_weight_BT = sum_per_sample(log_weight_BT * (batch.loss_mask_BT != 0), batch)
+    return log_weight_BT.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()

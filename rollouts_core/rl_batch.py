@@ -1,0 +1,264 @@
+"""From the graded samples of a step to the micro-batches of its updates.
+
+Not here: sampling and grading (rollout.py), the loop (rl.py), estimators (advantages.py), tensors (batch.py).
+
+    rewards -> shaped rewards -> advantages -> minibatches of whole groups -> rows -> micro-batches, with the totals
+                                                                                      of their update
+
+An update is one optimizer step. Its divisors count all its samples, also those that no row holds because they give no
+gradient, so how it is cut into micro-batches changes nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollouts_core.advantages import batch_advantages, gae_advantages, whiten
+from rollouts_core.batch import TrainBatch, build_batch, spread_over_rows, with_step_totals
+from rollouts_core.config import AdvantageConfig, RewardShapingConfig, RLTrainingConfig
+from rollouts_core.loss import estimate_kl
+from rollouts_core.types import RolloutBatch, Sample, Status
+
+Rows = list[list[int]]
+"""A micro-batch before it has tensors: per row, the places of its samples in the batch of rollouts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutScores:
+    """What was scored before the first update: per place of a sample, one number for each of its positions."""
+
+    old_logprobs: Mapping[int, Tensor] = field(default_factory=dict)
+    """log p(target) by the trainer, nats."""
+    ref_logprobs: Mapping[int, Tensor] = field(default_factory=dict)
+    """log p(target) by the model that training started from, nats."""
+    values: Mapping[int, Tensor] = field(default_factory=dict)
+    """The value head's predictions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credit:
+    """How strongly each sample of a batch is reinforced."""
+
+    advantages: list[Tensor]
+    """Per sample: one number for each of its positions, or a scalar for all of them."""
+    returns: Mapping[int, Tensor] = field(default_factory=dict)
+    """What the value head should predict; empty without one."""
+
+
+def prepare_grpo_batch(
+    batch: RolloutBatch,
+    rewards: Sequence[float],
+    config: RLTrainingConfig,
+    *,
+    pad_id: int = 0,
+    scores: RolloutScores | None = None,
+) -> list[TrainBatch]:
+    """The micro-batches of one update on all samples: with their advantages, sorted by length.
+
+    Samples that give no gradient are left out, but their tokens count in the averages.
+
+    Args:
+        scores: what the settings ask for beyond the rollouts; `rl.score_rollouts` gets it.
+    """
+    return prepare_updates(batch, rewards, config, num_updates=1, pad_id=pad_id, scores=scores)[0]
+
+
+def prepare_updates(
+    batch: RolloutBatch,
+    rewards: Sequence[float],
+    config: RLTrainingConfig,
+    *,
+    num_updates: int,
+    pad_id: int = 0,
+    scores: RolloutScores | None = None,
+) -> list[list[TrainBatch]]:
+    """The micro-batches of each update; advantages are taken over the whole batch, totals over the update.
+
+    Groups stay together and in order; an update whose samples give no gradient has no micro-batch.
+    """
+    known = scores or RolloutScores()
+    samples = trained_samples(batch.samples, config.reward_shaping)
+    credit = assign_credit(samples, rewards, config, known)
+    return [
+        _build_update(places, samples, credit, known, config, pad_id=pad_id)
+        for places in split_groups(samples, num_updates)
+    ]
+
+
+def trained_samples(samples: Sequence[Sample], shaping: RewardShapingConfig) -> list[Sample]:
+    """The samples as they enter the loss: nothing is trained in those that the settings mask."""
+    if not shaping.mask_truncated:
+        return list(samples)
+    return [
+        replace(sample, loss_mask=[0.0] * len(sample.tokens)) if sample.status is Status.TRUNCATED else sample
+        for sample in samples
+    ]
+
+
+def shape_reward(reward: float, *, num_response_tokens: int, shaping: RewardShapingConfig) -> float:
+    """The reward with the penalty for a response that comes near the length limit.
+
+    Source: soft overlong punishment, arXiv:2503.14476 eq. 13; without the cap as in verl.
+    """
+    if not shaping.overlong_buffer_tokens:
+        return reward
+    start = shaping.max_response_tokens - shaping.overlong_buffer_tokens
+    excess = max(0.0, (num_response_tokens - start) / shaping.overlong_buffer_tokens)
+    return reward - shaping.overlong_penalty * (min(1.0, excess) if shaping.overlong_capped else excess)
+
+
+def assign_credit(
+    samples: Sequence[Sample], rewards: Sequence[float], config: RLTrainingConfig, scores: RolloutScores
+) -> Credit:
+    """Advantages of every sample, and returns where there are values."""
+    shaping = config.reward_shaping
+    shaped = [
+        shape_reward(reward, num_response_tokens=sum(map(bool, sample.loss_mask)), shaping=shaping)
+        for sample, reward in zip(samples, rewards, strict=True)
+    ]
+    kl_penalties = {
+        place: shaping.kl_coef * estimate_kl(old - scores.ref_logprobs[place], shaping.kl_estimator)
+        for place, old in scores.old_logprobs.items()
+        if shaping.kl_coef
+    }
+    masks = [torch.tensor(sample.loss_mask[1:]) for sample in samples]
+    if config.with_values:
+        return _credit_tokens(masks, shaped, kl_penalties, scores.values, config.advantage)
+    for place, penalty_T in kl_penalties.items():
+        shaped[place] -= float((penalty_T * (masks[place] != 0)).sum())
+    advantages = [0.0] * len(samples)
+    groups = list(group_places(samples).values())
+    estimates = batch_advantages([[shaped[place] for place in group] for group in groups], config.advantage)
+    for group, values in zip(groups, estimates, strict=True):
+        for place, value in zip(group, values, strict=True):
+            advantages[place] = value
+    if config.advantage.whiten:
+        advantages = whiten(advantages, [float(mask_T.sum()) for mask_T in masks], config.advantage.std)
+    return Credit(advantages=[torch.tensor(advantage) for advantage in advantages])
+
+
+def _credit_tokens(
+    masks: Sequence[Tensor],
+    rewards: Sequence[float],
+    kl_penalties: Mapping[int, Tensor],
+    values: Mapping[int, Tensor],
+    config: AdvantageConfig,
+) -> Credit:
+    """Credit token by token: the reward comes at a sample's last trained token; observations are stepped over."""
+    advantages, returns = [torch.zeros(len(mask_T)) for mask_T in masks], {}
+    for place, values_T in values.items():
+        is_trained_T = masks[place] != 0
+        returns[place] = values_T
+        if math.isnan(rewards[place]) and config.unscored == "exclude":
+            continue
+        if not math.isfinite(rewards[place]):
+            raise ValueError(f"a sample has the reward {rewards[place]}: rewards must be finite numbers")
+        rewards_T = -kl_penalties.get(place, torch.zeros(len(values_T)))[is_trained_T]
+        rewards_T[-1] += rewards[place]
+        of_tokens = gae_advantages(
+            rewards_T.tolist(), values_T[is_trained_T].tolist(), gamma=config.gamma, gae_lambda=config.gae_lambda
+        )
+        advantages[place][is_trained_T] = torch.tensor(of_tokens[0])
+        returns[place] = values_T.masked_scatter(is_trained_T, torch.tensor(of_tokens[1]))
+    if config.whiten:
+        whitened = torch.tensor(whiten(torch.cat(advantages).tolist(), torch.cat(list(masks)).tolist(), config.std))
+        advantages = list(torch.split(whitened, [len(mask_T) for mask_T in masks]))
+    return Credit(advantages=advantages, returns=returns)
+
+
+def group_places(samples: Sequence[Sample]) -> dict[int, list[int]]:
+    """The places of the samples of each group, groups in order of first appearance."""
+    places: dict[int, list[int]] = {}
+    for place, sample in enumerate(samples):
+        places.setdefault(sample.group_index, []).append(place)
+    return places
+
+
+def split_groups(samples: Sequence[Sample], num_parts: int) -> list[list[int]]:
+    """The places of the samples of each part: whole groups in order, as many in each part as possible."""
+    groups = list(group_places(samples).values())
+    bounds = [len(groups) * part // num_parts for part in range(num_parts + 1)]
+    return [[place for group in groups[start:end] for place in group] for start, end in itertools.pairwise(bounds)]
+
+
+def has_gradient(sample: Sample, advantage: Tensor, config: RLTrainingConfig) -> bool:
+    """Whether a sample changes the weights: something of it is trained, by its advantage or by another term."""
+    loss = config.loss
+    others = loss.kl_coef > 0 or loss.entropy_coef > 0 or config.with_values
+    return any(sample.loss_mask[1:]) and (others or bool(advantage.any()))
+
+
+def places_to_score(samples: Sequence[Sample], rewards: Sequence[float], config: RLTrainingConfig) -> list[int]:
+    """The places of the samples that must be scored before the first update: those that will have a gradient.
+
+    Where the scores decide the advantages, or nothing needs scores, this is every trained sample, or none.
+    """
+    if not (config.needs_old_scores or config.with_reference):
+        return []
+    if config.with_values or config.reward_shaping.kl_coef:
+        return [place for place, sample in enumerate(samples) if any(sample.loss_mask[1:])]
+    advantages = assign_credit(samples, rewards, config, RolloutScores()).advantages
+    return [place for place, sample in enumerate(samples) if has_gradient(sample, advantages[place], config)]
+
+
+def plan_rows(places: Sequence[int], samples: Sequence[Sample], *, max_tokens: int) -> list[Rows]:
+    """Samples by length, the longest first, in micro-batches of at most `max_tokens` padded tokens (or one sample)."""
+    micro_batches: list[Rows] = []
+    longest = 0
+    for place in sorted(places, key=lambda place: -len(samples[place].tokens)):
+        if not micro_batches or (len(micro_batches[-1]) + 1) * longest > max_tokens:
+            micro_batches.append([])
+            longest = len(samples[place].tokens)
+        micro_batches[-1].append([place])
+    return micro_batches
+
+
+def _build_update(
+    places: Sequence[int],
+    samples: Sequence[Sample],
+    credit: Credit,
+    scores: RolloutScores,
+    config: RLTrainingConfig,
+    *,
+    pad_id: int,
+) -> list[TrainBatch]:
+    """The micro-batches of one update on the samples at `places`."""
+    useful = [place for place in places if has_gradient(samples[place], credit.advantages[place], config)]
+    columns: dict[str, Mapping[int, Tensor]] = {
+        "old_logprobs_BT": scores.old_logprobs,
+        "ref_logprobs_BT": scores.ref_logprobs,
+        "old_values_BT": scores.values,
+        "returns_BT": credit.returns,
+    }
+    if config.loss.aggregation == "prompt_mean":
+        columns["group_tokens_BT"] = _count_group_tokens(places, samples)
+    batches = []
+    for rows in plan_rows(useful, samples, max_tokens=config.max_micro_batch_tokens):
+        in_rows = [[samples[place] for place in row] for row in rows]
+        batch = build_batch(
+            in_rows, pad_id=pad_id, advantages=[[credit.advantages[place] for place in row] for row in rows]
+        )
+        width = batch.inputs_BT.shape[1]
+        filled: dict[str, Any] = {
+            name: spread_over_rows([[column[place] for place in row] for row in rows], in_rows, num_positions=width)
+            for name, column in columns.items()
+            if column
+        }
+        batches.append(replace(batch, **filled))
+    return with_step_totals(batches, [samples[place] for place in places])
+
+
+def _count_group_tokens(places: Sequence[int], samples: Sequence[Sample]) -> dict[int, Tensor]:
+    """Per place, the sum of the loss masks of its group."""
+    totals: dict[int, float] = {}
+    for place in places:
+        group = samples[place].group_index
+        totals[group] = totals.get(group, 0.0) + sum(samples[place].loss_mask[1:])
+    return {place: torch.tensor(totals[samples[place].group_index]) for place in places}
