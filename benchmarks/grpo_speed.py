@@ -33,6 +33,7 @@ from side_by_side import (
     Turn,
     describe_machine,
     measure,
+    parse_contender,
     render_machine,
     render_table,
     speed_ratios,
@@ -77,7 +78,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model_dir = write_model(Path(folder) / "model", SIZES[options.size])
         shared = ["--size", options.size, "--dtype", options.dtype, "--model-dir", str(model_dir)]
-        shared += ["--threads", str(options.threads), *(f"--peer={setting}" for setting in options.peer)]
+        shared += ["--threads", str(options.threads)]
         turns, _ = measure(
             {name: worker_command(__file__, "--worker", name, *shared) for name in names},
             num_threads=options.threads,
@@ -108,10 +109,11 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--turn-s", type=float, default=3.0, help="least seconds of a turn (default: 3)")
     parser.add_argument("--threads", type=int, default=2, help="threads that work at a time (default: 2)")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: float32 weights, autocast")
-    parser.add_argument("--contenders", default=",".join(NAMES), help="comma-separated")
+    parser.add_argument(
+        "--contenders", default=",".join(NAMES), help="comma-separated; 'trl|setting=value' with another setting"
+    )
     parser.add_argument("--out", type=Path, help="file for the figures")
     parser.add_argument("--log-dir", type=Path, help="folder for what the workers print")
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=VALUE", help="another setting of TRL")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--model-dir", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -145,7 +147,8 @@ def render(results: Mapping[str, Any], turns: Mapping[str, Sequence[Turn]]) -> s
 def run_worker(options: argparse.Namespace) -> None:
     """Train as one contender until the parent has had enough."""
     torch.set_num_threads(options.threads)
-    if options.worker == "ours":
+    name, options.changes = parse_contender(options.worker)
+    if name == "ours":
         with tempfile.TemporaryDirectory() as folder:
             asyncio.run(train_ours(Gate(), options, Path(folder)))
     else:
@@ -278,9 +281,6 @@ def train_with_trl(gate: Gate, options: argparse.Namespace) -> None:
 
 def trl_settings(options: argparse.Namespace) -> dict[str, Any]:
     """What TRL trains with."""
-    values: dict[str, Any] = {"true": True, "false": False}
-    pairs = [setting.split("=", 1) for setting in options.peer]
-    chosen = {name: values.get(text, int(text) if text.isdigit() else text) for name, text in pairs}
     return {
         "output_dir": str(options.model_dir.parent / "out"),
         "max_steps": ENDLESS,
@@ -303,7 +303,7 @@ def trl_settings(options: argparse.Namespace) -> dict[str, Any]:
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-    } | chosen
+    } | options.changes
 
 
 def timed_call(clock: dict[str, float], name: str, function: Any, *positional: Any, **named: Any) -> Any:

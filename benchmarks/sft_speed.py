@@ -39,6 +39,7 @@ from side_by_side import (
     check_equal_losses,
     describe_machine,
     measure,
+    parse_contender,
     render_machine,
     render_table,
     speed_ratios,
@@ -58,6 +59,7 @@ ROW_LENGTH, ROWS_PER_STEP = 256, 8
 DOCUMENTS_PER_STEP = 26
 """As many documents as fit into the packed rows of a step."""
 LEARNING_RATE, MAX_GRAD_NORM = 1e-4, 1.0
+CONTENDERS_HELP = "comma-separated; 'NAME bf16' in mixed precision, 'NAME|setting=value' with another setting of a peer"
 ENDLESS = 1_000_000
 WARMUP_STEPS = 4
 LOSS_TOLERANCE = 2e-4
@@ -80,7 +82,7 @@ def main() -> None:
         shared = ["--size", options.size, "--device", options.device, "--dtype", options.dtype]
         shared += ["--model-dir", str(model_dir), "--threads", str(options.threads)]
         turns, warmups = measure(
-            {name: worker_command(__file__, "--worker", name, *shared, *options.extra) for name in names},
+            {name: worker_command(__file__, "--worker", name, *shared) for name in names},
             num_threads=options.threads,
             log_dir=options.log_dir or Path(folder) / "logs",
             num_rounds=options.rounds,
@@ -112,18 +114,12 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2, help="threads of every contender (default: 2)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: float32 weights, autocast")
-    parser.add_argument("--contenders", default=",".join(NAMES), help="comma-separated; each may end in ' bf16'")
+    parser.add_argument("--contenders", default=",".join(NAMES), help=CONTENDERS_HELP)
     parser.add_argument("--out", type=Path, help="file for the figures")
     parser.add_argument("--log-dir", type=Path, help="folder for what the workers print")
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=VALUE", help="another setting of a peer")
-    parser.add_argument("--documents", type=int, default=DOCUMENTS_PER_STEP, help="documents per padded step")
-    parser.add_argument("--rows", type=int, default=ROWS_PER_STEP, help="packed rows per forward pass of a peer")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--model-dir", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    options.extra = [f"--peer={setting}" for setting in options.peer]
-    options.extra += ["--documents", str(options.documents), "--rows", str(options.rows)]
-    return options
+    return parser.parse_args()
 
 
 def check_work(warmups: Mapping[str, Turn], *, tolerance: float) -> dict[str, float]:
@@ -169,8 +165,9 @@ def flops_per_token(size_name: str) -> float:
 def run_worker(options: argparse.Namespace) -> None:
     """Train as one contender until the parent has had enough."""
     torch.set_num_threads(options.threads)
-    name, _, suffix = options.worker.rpartition(" ") if options.worker.endswith(" bf16") else (options.worker, "", "")
-    options.bf16 = bool(suffix) or options.dtype == "bf16"
+    full_name, options.changes = parse_contender(options.worker)
+    name = full_name.removesuffix(" bf16")
+    options.bf16 = name != full_name or options.dtype == "bf16"
     documents = make_documents(SIZES[options.size].vocab_size)
     if name == "ours":
         train_ours(Gate(), documents, options)
@@ -229,7 +226,7 @@ def train_bare(gate: Gate, documents: list[list[int]], options: argparse.Namespa
     """The shortest loop: tensors prepared beforehand, model, cross entropy, clip, fused AdamW."""
     model = load_model(options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
-    batches = packed_batches(documents) if packed else padded_batches(documents, options.documents)
+    batches = packed_batches(documents) if packed else padded_batches(documents, DOCUMENTS_PER_STEP)
     gate.start()
     for batch in itertools.cycle(batches):
         on_device = batch.to(model.device)
@@ -280,13 +277,11 @@ def train_with_trl(gate: Gate, documents: list[list[int]], options: argparse.Nam
 
     packs = variant in ("bfd", "wrapped")
     settings = trainer_settings(options, grouped=variant == "grouped")
-    settings["per_device_train_batch_size"] = options.rows if packs else options.documents
-    if packs:
-        settings["gradient_accumulation_steps"] = ROWS_PER_STEP // options.rows
+    settings["per_device_train_batch_size"] = ROWS_PER_STEP if packs else DOCUMENTS_PER_STEP
     trainer = SFTTrainer(
         model=load_model(options),
         args=SFTConfig(
-            **settings | peer_settings(options),
+            **settings | options.changes,
             max_length=ROW_LENGTH,
             packing=packs,
             packing_strategy=variant if packs else "bfd",
@@ -304,10 +299,10 @@ def train_with_transformers(gate: Gate, documents: list[list[int]], options: arg
     from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
     tokenizer = AutoTokenizer.from_pretrained(options.model_dir)
-    settings = trainer_settings(options) | {"per_device_train_batch_size": options.documents}
+    settings = trainer_settings(options) | {"per_device_train_batch_size": DOCUMENTS_PER_STEP}
     trainer = Trainer(
         model=load_model(options),
-        args=TrainingArguments(**settings | peer_settings(options)),
+        args=TrainingArguments(**settings | options.changes),
         train_dataset=Dataset.from_dict({"input_ids": documents}),
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
     )
@@ -336,13 +331,6 @@ def trainer_settings(options: argparse.Namespace, *, grouped: bool = False) -> d
         "report_to": "none",
         "disable_tqdm": True,
     }
-
-
-def peer_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Settings of `--peer`, for trying out alternatives."""
-    values: dict[str, Any] = {"true": True, "false": False}
-    pairs = [setting.split("=", 1) for setting in options.peer]
-    return {name: values.get(text, int(text) if text.isdigit() else text) for name, text in pairs}
 
 
 def train_through_gate(gate: Gate, trainer: Any) -> None:  # Any: a Trainer of either peer

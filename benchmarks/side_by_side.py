@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -127,7 +128,7 @@ class Contender:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": str(num_threads),
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")])),
+            "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), str(REPOSITORY)])),
             "HF_HUB_OFFLINE": "1",
             "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
             "TOKENIZERS_PARALLELISM": "false",
@@ -210,7 +211,7 @@ def measure(
                     name,
                     command,
                     num_threads=num_threads if isinstance(num_threads, int) else num_threads[name],
-                    log=log_dir / f"{name.replace(' ', '_').replace('/', '_')}.log",
+                    log=log_dir / f"{re.sub('[^a-z0-9=]+', '_', name)}.log",
                 )
             )
             for name, command in commands.items()
@@ -295,6 +296,14 @@ def write_results(path: Path | None, results: Mapping[str, Any]) -> None:  # Any
 def worker_command(script: str, *arguments: str) -> list[str]:
     """The command line that runs `script` as a worker."""
     return [sys.executable, str(Path(script).resolve()), *arguments]
+
+
+def parse_contender(text: str) -> tuple[str, dict[str, Any]]:  # Any: settings of many types
+    """The name and the settings of `NAME|setting=value|...`."""
+    name, *settings = text.split("|")
+    words: dict[str, Any] = {"true": True, "false": False}
+    pairs = [setting.split("=", 1) for setting in settings]
+    return name, {key: words.get(word, int(word) if word.isdigit() else word) for key, word in pairs}
 
 
 def timed(function: Callable[[], object]) -> float:
