@@ -9,13 +9,14 @@ from importlib import import_module
 from typing import Any
 
 PUBLIC_NAMES = {
+    "algorithms": "ALGORITHMS",
     "advantages": "batch_advantages compute_advantages gae_advantages group_advantages whiten",
     "backend": "ImmediateTrainFuture TrainFuture TrainingBackend",
-    "batch": "TrainBatch build_batch pack_rows with_step_totals",
+    "batch": "TrainBatch build_batch with_step_totals",
     "chat": "compute_loss_mask tokenize_conversation tokenize_prompt",
     "checkpoint": "latest_intact_checkpoint load_manifest verify_checkpoint",
     "comparison": "compare_paired estimate_mean judge_improvement select_best",
-    "config": "Config RLTrainingConfig RolloutConfig SFTTrainingConfig",
+    "config": "Config algorithm_preset RLTrainingConfig RolloutConfig SFTTrainingConfig",
     "data_buffer": "DataBuffer",
     "dataset": "load_prompts_from_jsonl load_sft_dataset",
     "engines": "InferenceEngine PublishTarget SGLangEngine publish_weights sync_weights_to_engines",
@@ -26,6 +27,7 @@ PUBLIC_NAMES = {
     "metrics": "EventLog JSONLLogger MetricsLogger read_metrics",
     "model": "load_hf_model load_tokenizer",
     "optim": "create_adamw_optimizer create_warmup_cosine_scheduler",
+    "packing": "pack_lengths pack_rows",
     "policy": "Policy compute_logprobs score_targets",
     "pytorch_backend": "PyTorchTrainingBackend create_pytorch_backend",
     "rewards": "REWARDS compute_reward",

@@ -5,9 +5,11 @@ Not here: PyTorch (pytorch_backend.py), the loops (sft.py, rl.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -28,6 +30,10 @@ class TrainFuture(Protocol[T_co]):
         """Wait until the work is done and return what it gave, or raise what it raised."""
         ...
 
+    def done(self) -> bool:
+        """True when `result` would not wait."""
+        ...
+
 
 class ImmediateTrainFuture(Generic[T]):
     """A future of work that is already done."""
@@ -38,6 +44,50 @@ class ImmediateTrainFuture(Generic[T]):
     async def result(self) -> T:
         """The value, at once."""
         return self._value
+
+    def done(self) -> bool:
+        """True."""
+        return True
+
+
+class ThreadTrainFuture(Generic[T]):
+    """A future of work that a thread of its own does from now on; the interpreter does not end before it is done."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train future")
+        self._future: Future[T] = executor.submit(work)
+        executor.shutdown(wait=False)
+
+    async def result(self) -> T:
+        """Wait for the thread; who stops waiting does not stop the work."""
+        return await asyncio.shield(asyncio.wrap_future(self._future))
+
+    def done(self) -> bool:
+        """True when the thread has ended."""
+        return self._future.done()
+
+
+class FailedTrainFuture:
+    """A future of work that has failed already: any type of result, since there is none."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    async def result(self) -> NoReturn:
+        """Raise the error."""
+        raise self._error
+
+    def done(self) -> bool:
+        """True."""
+        return True
+
+
+def future_of(work: Callable[[], T]) -> TrainFuture[T]:
+    """Do the work now; its value or its error arrives at `result`."""
+    try:
+        return ImmediateTrainFuture(work())
+    except Exception as error:  # noqa: BLE001 - a future carries whatever its work raised
+        return FailedTrainFuture(error)
 
 
 class TrainingBackend(Protocol):
@@ -77,7 +127,14 @@ class TrainingBackend(Protocol):
         ...
 
     def save_checkpoint(self, path: Path, state: TrainingState) -> TrainFuture[None]:
-        """Write weights, optimizer, schedule, random state and `state` as a checkpoint directory."""
+        """Write weights, optimizer, schedule, random state and `state` as a checkpoint directory.
+
+        What is written is as it was at the call; training may go on meanwhile. The future is waited for before the
+        next save.
+
+        Args:
+            state: `step`, and where known `score` and `settings`, go into the manifest too.
+        """
         ...
 
     def load_checkpoint(self, path: Path) -> TrainFuture[TrainingState]:

@@ -73,6 +73,8 @@ class TrainBatch:
     """Groups with a trained token over every micro-batch and rank of the step: the divisor of prompt means."""
     is_packed: bool
     """Whether some row holds more than one sample."""
+    sample_ids: tuple[str, ...] = ()
+    """The samples in it by prompt and place, for messages."""
 
     def to(self, device: torch.device) -> TrainBatch:
         """The batch with its tensors on `device`."""
@@ -126,16 +128,24 @@ def build_batch(
         num_samples=sum(any(sample.loss_mask[1:]) for row in rows for sample in row),
         num_groups=len({sample.group_index for row in rows for sample in row if any(sample.loss_mask[1:])}),
         is_packed=any(len(row) > 1 for row in rows),
+        sample_ids=tuple(_name_sample(sample) for row in rows for sample in row),
     )
 
 
-def with_step_totals(batches: Sequence[TrainBatch], samples: Iterable[Sample]) -> list[TrainBatch]:
+def _name_sample(sample: Sample) -> str:
+    return f"{sample.metadata.get('prompt_id', sample.group_index)}/{sample.index}"
+
+
+def with_step_totals(
+    batches: Sequence[TrainBatch], samples: Iterable[Sample], *, count_untrained: bool = False
+) -> list[TrainBatch]:
     """The micro-batches of one step with the totals of all its samples, so that their losses add up to the step's.
 
     Args:
         samples: every sample of the step, also those that no batch holds because they give no gradient.
+        count_untrained: samples and groups without a trained token count, too.
     """
-    trained = [sample for sample in samples if any(sample.loss_mask[1:])]
+    trained = [sample for sample in samples if count_untrained or any(sample.loss_mask[1:])]
     num_scored_tokens = sum(batch.num_scored_tokens for batch in batches)
     return [
         replace(
@@ -187,17 +197,3 @@ def block_causal_mask(
     # Not booleans: a model without fused attention would add them to its scores as 0 and 1.
     mask_BTT = torch.zeros_like(may_read_BTT, dtype=dtype)
     return mask_BTT.masked_fill_(~may_read_BTT, -math.inf)[:, None]
-
-
-def pack_rows(samples: Iterable[Sample], *, max_length: int) -> Iterable[list[Sample]]:
-    """Fill rows with samples in order; a sample that does not fit any more begins the next row."""
-    row: list[Sample] = []
-    num_tokens = 0
-    for sample in samples:
-        if row and num_tokens + len(sample.tokens) > max_length:
-            yield row
-            row, num_tokens = [], 0
-        row.append(sample)
-        num_tokens += len(sample.tokens)
-    if row:
-        yield row

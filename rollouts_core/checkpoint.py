@@ -1,11 +1,13 @@
 """Checkpoints as directories with a manifest: written whole or not at all, verified before use.
 
-Not here: what a backend puts into one (pytorch_backend.py), which one is best (evaluate.py).
+Not here: what a backend puts into one (pytorch_backend.py), when one is written and gone on from (saving.py), how
+checkpoints are compared (evaluate.py).
 
     step_000100/
       model.safetensors config.json tokenizer.json ...   Hugging Face layout: engines load it as it is
       trainer/state.json trainer/tensors.safetensors     to resume; no pickles
-      manifest.json                                      written last: step, size and sha256 of every other file
+      manifest.json                                      written last: step, score, fingerprint of the settings, and
+                                                         size and sha256 of every other file
 """
 
 from __future__ import annotations
@@ -14,16 +16,17 @@ import hashlib
 import json
 import logging
 import re
-import shutil
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from rollouts_core.errors import CheckpointError
-from rollouts_core.files import new_directory, write_json
+from rollouts_core.files import link_or_copy, new_directory, remove_directory, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +34,10 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 HASH_BLOCK_BYTES = 1 << 20
 STEP_NAME = re.compile(r"step_(\d{6,})")
+LOADABLE_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".py", ".json", ".jinja"})
+"""Files that something which loads a checkpoint may read or run: none may lie there that the manifest does not list."""
+SETTLED_NS = 2_000_000_000
+"""A file that changed less than this ago is hashed anew each time: clocks of file systems are coarse."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,24 +60,43 @@ class Manifest:
     """Every file but the manifest, by its path inside the directory."""
     created_at: float
     """Seconds since 1970."""
+    score: float | None = None
+    """How good the policy was during the steps before, higher is better; None where nothing measured it."""
+    settings: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
+    """What it was trained with, by name (`saving.describe_settings`)."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The identity of the settings."""
+        return hashlib.sha256(json.dumps(dict(self.settings), sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def content_digest(self) -> str:
+        """One digest for every file."""
+        return self._digest_of(sorted(self.files))
 
     @property
     def digest(self) -> str:
         """One digest for the model's content: weights, config and tokenizer, without the trainer's state."""
+        return self._digest_of(sorted(name for name in self.files if not name.startswith("trainer/")))
+
+    def _digest_of(self, names: list[str]) -> str:
         total = hashlib.sha256()
-        for name in sorted(name for name in self.files if not name.startswith("trainer/")):
+        for name in names:
             total.update(f"{name}\0{self.files[name].sha256}\n".encode())
         return total.hexdigest()
 
 
 @contextmanager
-def new_checkpoint(path: Path, *, step: int) -> Iterator[Path]:
+def new_checkpoint(
+    path: Path, *, step: int, score: float | None = None, settings: Mapping[str, Any] | None = None
+) -> Iterator[Path]:
     """A directory to write a checkpoint into; it appears at `path`, with its manifest, when the block succeeds."""
     with new_directory(path) as partial:
         yield partial
         files = {name: _describe(partial / name) for name in _file_names(partial)}
-        manifest = Manifest(step=step, files=files, created_at=time.time())
-        write_json(partial / MANIFEST, {"format": FORMAT, **asdict(manifest)})
+        manifest = Manifest(step=step, files=files, created_at=time.time(), score=score, settings=dict(settings or {}))
+        write_json(partial / MANIFEST, {"format": FORMAT, "fingerprint": manifest.fingerprint, **asdict(manifest)})
 
 
 def load_manifest(path: Path) -> Manifest:
@@ -84,7 +110,13 @@ def load_manifest(path: Path) -> Manifest:
         if raw["format"] != FORMAT:
             raise CheckpointError(f"{path} has manifest format {raw['format']}, this version reads {FORMAT}")
         files = {name: FileEntry(**entry) for name, entry in raw["files"].items()}
-        return Manifest(step=raw["step"], files=files, created_at=raw["created_at"])
+        return Manifest(
+            step=raw["step"],
+            files=files,
+            created_at=raw["created_at"],
+            score=raw.get("score"),
+            settings=raw.get("settings", {}),
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a whole checkpoint: no readable {MANIFEST} ({error})") from error
 
@@ -92,8 +124,10 @@ def load_manifest(path: Path) -> Manifest:
 def verify_checkpoint(path: Path) -> Manifest:
     """The manifest of a checkpoint whose every file has the size and digest it was written with.
 
+    A file that this process has hashed and nobody touched since is not read again.
+
     Raises:
-        CheckpointError: names the first file that is missing or differs.
+        CheckpointError: names the first file that is missing, differs, or was added.
     """
     manifest = load_manifest(path)
     for name, entry in manifest.files.items():
@@ -101,6 +135,9 @@ def verify_checkpoint(path: Path) -> Manifest:
             _verify_file(path / name, entry)
         except OSError as error:
             raise CheckpointError(f"checkpoint {path} lacks {name}, or it cannot be read ({error.strerror})") from error
+    for name in _file_names(path):
+        if name != MANIFEST and name not in manifest.files and Path(name).suffix in LOADABLE_SUFFIXES:
+            raise CheckpointError(f"{path / name} is not in the manifest of its checkpoint: it was added, remove it")
     return manifest
 
 
@@ -148,15 +185,60 @@ def set_damaged_aside(parent: Path) -> list[Path]:
     return moved
 
 
-def prune_checkpoints(parent: Path, *, newest: Path, keep: int) -> None:
-    """Delete all but the `keep` last checkpoints up to `newest`.
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that a path means: itself, or the newest in the folder of a run or of checkpoints.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (path / MANIFEST).is_file():
+        return path
+    for parent in (path / "checkpoints", path):
+        if checkpoints := list_checkpoints(parent):
+            return checkpoints[-1]
+    raise CheckpointError(
+        f"there is no checkpoint at {path}: give the folder of a checkpoint, or of a run that has one"
+    )
+
+
+def adopt_checkpoint(source: Path, parent: Path) -> Path:
+    """Give a run a checkpoint of another run, as its own; returns where it lies.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    path = step_directory(parent, verify_checkpoint(source).step)
+    with new_directory(path) as partial:
+        for name in _file_names(source):
+            link_or_copy(source / name, partial / name)
+    return path
+
+
+def prune_checkpoints(parent: Path, *, newest: Path, keep: int, keep_best: int = 0) -> None:
+    """Delete all checkpoints up to `newest` but the `keep` last and, besides, the `keep_best` with the highest scores.
 
     Those after it are of an attempt that went further and was not gone on from, because they are damaged.
     """
     checkpoints = list_checkpoints(parent)
     place = checkpoints.index(newest)
-    for path in checkpoints[: max(0, place + 1 - keep)] + checkpoints[place + 1 :]:
-        shutil.rmtree(path)
+    kept = {*checkpoints[max(0, place + 1 - keep) : place + 1], *_best_of(checkpoints[: place + 1], keep_best)}
+    for path in checkpoints:
+        if path not in kept:
+            remove_directory(path)
+
+
+def _best_of(checkpoints: list[Path], num_best: int) -> list[Path]:
+    """The checkpoints with the highest scores; of equals the earlier, and none without a score."""
+    scored = [(score, path) for path in checkpoints if num_best and (score := _score_of(path)) is not None]
+    return [path for _, path in sorted(scored, key=lambda pair: -pair[0])[:num_best]]
+
+
+def _score_of(path: Path) -> float | None:
+    try:
+        return load_manifest(path).score
+    except CheckpointError as error:
+        logger.warning("a damaged checkpoint has no score: %s", error)
+        return None
 
 
 def estimate_checkpoint_bytes(model_dir: Path) -> int:
@@ -195,6 +277,20 @@ def _describe(path: Path) -> FileEntry:
 
 
 def _sha256(path: Path) -> str:
+    """The digest of a file, remembered as long as its inode says that nothing touched it."""
+    stat = path.stat()
+    changed_ns = max(stat.st_mtime_ns, stat.st_ctime_ns)
+    if time.time_ns() - changed_ns < SETTLED_NS:
+        return _hash_file(path)
+    return _hash_unchanged_file(path, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+@lru_cache(maxsize=4096)
+def _hash_unchanged_file(path: Path, *identity: int) -> str:
+    return _hash_file(path)
+
+
+def _hash_file(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(HASH_BLOCK_BYTES):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -36,6 +36,7 @@ from pydantic import (
 )
 from pydantic.config import JsonDict
 
+from rollouts_core.algorithms import ALGORITHMS, AlgorithmName
 from rollouts_core.errors import ConfigError
 from rollouts_core.messages import explain_validation_error
 
@@ -43,6 +44,9 @@ RecordT = TypeVar("RecordT", bound=BaseModel)
 
 PLACEMENT: JsonDict = {"affects_result": False}
 """Marks a field that says where or how often, never what: it stays out of fingerprints."""
+
+SELECTION: JsonDict = {"affects_weights": False}
+"""Marks a field that decides how far training goes or which checkpoints stay: a resumed training may change it."""
 
 
 def _finite(value: float) -> float:
@@ -177,7 +181,7 @@ PLAIN_POLICY = PolicyConfig()
 class SFTTrainingConfig(Record):
     """Supervised fine-tuning on demonstrations."""
 
-    num_steps: int = Field(1000, ge=1)
+    num_steps: int = Field(1000, ge=1, json_schema_extra=SELECTION)
     """Optimizer steps."""
     batch_size: int = Field(8, ge=1)
     """Rows per step; with packing a row holds as many demonstrations as fit into `max_length`."""
@@ -191,14 +195,22 @@ class SFTTrainingConfig(Record):
     """Which tokens enter the loss."""
     seed: int = Field(0, ge=0)
     """Order of the demonstrations."""
-    eval_every: int = Field(100, ge=1)
+    eval_every: int = Field(100, ge=1, json_schema_extra=SELECTION)
     """Steps between two evaluations of the loss on `data.sft_eval`."""
     log_every: int = Field(10, ge=1, json_schema_extra=PLACEMENT)
     """Steps between two lines of metrics."""
-    checkpoint_every: int = Field(200, ge=1)
+    checkpoint_every: int = Field(200, ge=1, json_schema_extra=SELECTION)
     """Steps between two checkpoints; selection chooses among them and the last one."""
-    keep_checkpoints: int = Field(10, ge=1)
+    keep_checkpoints: int = Field(10, ge=1, json_schema_extra=SELECTION)
     """How many checkpoints stay on disk, the newest ones."""
+    keep_best: int = Field(0, ge=0, json_schema_extra=SELECTION)
+    """How many checkpoints stay besides those because they were the best: by the loss on evaluation rows where it
+    is measured, else by the training loss since the checkpoint before."""
+    resume_from: str = Field("", json_schema_extra=PLACEMENT)
+    """Checkpoint of another run of the same settings to go on from, for instance with a larger num_steps: its
+    folder, or that of its stage, which means the newest one there."""
+    allow_changed: tuple[str, ...] = Field((), json_schema_extra=PLACEMENT)
+    """Settings in which a checkpoint that is gone on from may differ, by the names that its refusal lists."""
     policy: PolicyConfig = PLAIN_POLICY
     """Precision, adapters and memory savings."""
     optim: OptimConfig = OptimConfig()
@@ -267,6 +279,9 @@ class RewardShapingConfig(Record):
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
     """How that divergence is estimated from the sampled tokens; d is log policy - log reference. k1: d. abs: |d|.
     k2: d^2 / 2. k3: exp(-d) - 1 + d."""
+    kl_credit: Literal["completion", "token"] = "completion"
+    """Subtract the sum from the completion's reward, before its baseline; or from each token's advantage what comes
+    from this token on, after the baseline. The estimator `gae` credits tokens by itself."""
 
     @model_validator(mode="after")
     def _check_limit(self) -> Self:
@@ -314,23 +329,31 @@ class MismatchConfig(Record):
 class LossConfig(Record):
     """The policy loss. The ratio is that of a token's probability now to its probability before the update."""
 
-    objective: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
+    objective: Literal["ppo", "gspo", "cispo", "dppo", "reinforce"] = "ppo"
     """ppo: the clipped ratio times the advantage. gspo: with the completion's geometric mean ratio. cispo: the
-    gradient of the log-prob, weighted by the clipped ratio. reinforce: the gradient of the log-prob."""
+    gradient of the log-prob, weighted by the clipped ratio. dppo: the free ratio, without tokens whose probability
+    moved too far. reinforce: the gradient of the log-prob."""
     ratio_base: Literal["rollout", "old"] = "rollout"
     """Where the ratio's lower half comes from: the engine's log-probs when sampling, or the trainer's own before the
     first update of the step."""
     clip_low: Annotated[Finite, Field(ge=0)] = 0.2
-    """The ratio is clipped below 1 - clip_low; from 1 on there is no lower bound."""
+    """The ratio is clipped below 1 - clip_low; from 1 on there is no lower bound. dppo: how far a probability may
+    fall."""
     clip_high: Annotated[Finite, Field(ge=0)] = 0.2
-    """The ratio is clipped above 1 + clip_high."""
+    """The ratio is clipped above 1 + clip_high. dppo: how far a probability may rise."""
     dual_clip: Annotated[Finite, Field(ge=0)] = 0.0
     """A token with a negative advantage loses at most this multiple of it, in ppo and gspo; 0 sets no limit."""
+    ratio_penalty: Annotated[Finite, Field(ge=0)] = 0.0
+    """Penalty for the square of the log-ratio."""
+    drift_mask: Annotated[Finite, Field(ge=0)] = 0.0
+    """Leave out completions with a negative advantage whose mean log-ratio fell by more than this; 0 keeps all."""
     aggregation: Literal["token_mean", "sequence_mean", "prompt_mean", "constant_length"] = "token_mean"
     """Average over all trained tokens of the update, over each completion's mean, over each prompt's mean, or the sum
     divided by the number of completions and `constant_length`."""
     constant_length: int = Field(0, ge=0)
     """The length that stands for every completion's, for the aggregation `constant_length`."""
+    count_untrained: bool = False
+    """Whether completions of which no token is trained count where the loss averages over completions."""
     entropy_coef: Annotated[Finite, Field(ge=0)] = 0.0
     """Bonus for the entropy of the policy."""
     kl_coef: Annotated[Finite, Field(ge=0)] = 0.0
@@ -345,7 +368,7 @@ class LossConfig(Record):
     kl_output_clamp: Annotated[Finite, Field(ge=0)] = 10.0
     """The absolute estimate is limited to this; 0 sets no limit."""
     value_coef: Annotated[Finite, Field(ge=0)] = 0.1
-    """Weight of the value head's loss, for the estimator `gae`."""
+    """Weight of half the squared error of the value head, for the estimator `gae`."""
     value_clip: Annotated[Finite, Field(ge=0)] = 0.2
     """A value may move this far from what it was before the update; 0 sets no limit."""
     mismatch: MismatchConfig = MismatchConfig()
@@ -369,7 +392,10 @@ class LossConfig(Record):
 class RLTrainingConfig(Record):
     """Reinforcement learning from graded completions."""
 
-    num_steps: int = Field(100, ge=1)
+    algorithm: AlgorithmName = Field("", json_schema_extra=PLACEMENT)
+    """A system's algorithm by name, like "verl-dapo": fills in whatever of advantage, reward_shaping, loss and
+    num_minibatches is not given. It is empty once they are filled in: the settings say everything."""
+    num_steps: int = Field(100, ge=1, json_schema_extra=SELECTION)
     """Steps: one batch of rollouts each, and at most `num_minibatches` x `num_epochs` optimizer updates."""
     num_minibatches: int = Field(1, ge=1)
     """Optimizer updates per pass over a batch of rollouts, each on as many whole groups."""
@@ -389,16 +415,31 @@ class RLTrainingConfig(Record):
     """Steps between two publications of the weights to the engines."""
     log_every: int = Field(1, ge=1, json_schema_extra=PLACEMENT)
     """Steps between two lines of metrics."""
-    checkpoint_every: int = Field(10, ge=1)
-    """Steps between two checkpoints; selection chooses among them and the last one."""
-    keep_checkpoints: int = Field(10, ge=1)
+    checkpoint_every: int = Field(10, ge=1, json_schema_extra=SELECTION)
+    """Steps between two checkpoints; selection chooses among them and the last one. Each is published too."""
+    keep_checkpoints: int = Field(10, ge=1, json_schema_extra=SELECTION)
     """How many checkpoints stay on disk, the newest ones."""
+    keep_best: int = Field(0, ge=0, json_schema_extra=SELECTION)
+    """How many checkpoints stay besides those because they were the best: by the mean reward of the steps since
+    the checkpoint before."""
+    resume_from: str = Field("", json_schema_extra=PLACEMENT)
+    """Checkpoint of another run of the same settings to go on from, for instance with a larger num_steps: its
+    folder, or that of its stage, which means the newest one there."""
+    allow_changed: tuple[str, ...] = Field((), json_schema_extra=PLACEMENT)
+    """Settings in which a checkpoint that is gone on from may differ, by the names that its refusal lists."""
     replicate: int = Field(0, ge=0)
     """Another number trains the same settings again, as another sample of the same run."""
     policy: PolicyConfig = PLAIN_POLICY
     """Precision, adapters and memory savings."""
     optim: RLOptimConfig = RLOptimConfig()
     """Optimizer of this stage."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_algorithm(cls, settings: Any) -> Any:  # Any: unchecked settings
+        if not isinstance(settings, dict) or str(settings.get("algorithm")) not in ALGORITHMS:
+            return settings
+        return {**_fill_in(cls, ALGORITHMS[settings["algorithm"]].settings, settings), "algorithm": ""}
 
     @property
     def num_optim_steps(self) -> int:
@@ -432,6 +473,45 @@ class RLTrainingConfig(Record):
         if self.with_values and not self.loss.value_coef:
             raise ValueError('advantage.estimator "gae" needs loss.value_coef above 0: its value head would not learn')
         return self
+
+
+def algorithm_preset(name: AlgorithmName, **overrides: Any) -> RLTrainingConfig:  # Any: settings of every type
+    """The settings of a system's algorithm: how it takes advantages, shapes rewards, computes the loss and updates.
+
+    Args:
+        name: a key of `ALGORITHMS`.
+        overrides: other fields of the record, or whole sections of it.
+
+    Raises:
+        ValidationError: an unknown name or setting.
+    """
+    return RLTrainingConfig.model_validate({**overrides, "algorithm": name})
+
+
+def _fill_in(record: type[Record], usual: Mapping[str, Any], given: Any) -> dict[str, Any]:  # Any: unchecked settings
+    """`given`, with what it does not say taken from `usual`, section by section.
+
+    Settings with every field of their record in them come from a form or a written record: only those say something
+    there that differ from their defaults.
+    """
+    said = given.model_dump(exclude_unset=True) if isinstance(given, BaseModel) else dict(given)
+    if said.keys() >= record.model_fields.keys():
+        defaults = record().model_dump()
+        said = {name: value for name, value in said.items() if value != defaults.get(name)}
+    filled = {**usual, **said}
+    for name, section in SECTIONS.items():
+        if name in usual and isinstance(said.get(name), dict | BaseModel):
+            filled[name] = _fill_in(section, usual[name], said[name])
+    return filled
+
+
+SECTIONS: dict[str, type[Record]] = {
+    "advantage": AdvantageConfig,
+    "reward_shaping": RewardShapingConfig,
+    "loss": LossConfig,
+    "mismatch": MismatchConfig,
+}
+"""The sections that an algorithm may fill in."""
 
 
 class TrainingConfig(Record):
@@ -583,7 +663,8 @@ def read_settings(path: Path) -> dict[str, Any]:  # Any: unchecked file content
 def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # Any: unchecked file content
     """`settings` with data paths, and a model path that exists as a folder, made absolute against `base`.
 
-    A model path that is no folder beside the file stays as it is: it may be a hub id.
+    So do the checkpoints to resume from. A model path that is no folder beside the file stays as it is: it may be a
+    hub id.
     """
 
     def absolute(value: Any) -> Any:  # Any: unchecked file content
@@ -596,6 +677,13 @@ def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # An
         path = model.get("path")
         if isinstance(path, str) and (path.startswith((".", "/")) or (base / path).is_dir()):
             resolved["model"] = {**model, "path": absolute(path)}
+    if isinstance(training := settings.get("training"), dict):
+        resolved["training"] = {
+            stage: {**section, "resume_from": absolute(section["resume_from"])}
+            if isinstance(section, dict) and "resume_from" in section
+            else section
+            for stage, section in training.items()
+        }
     return resolved
 
 

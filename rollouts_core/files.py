@@ -65,10 +65,26 @@ def new_directory(path: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def remove_directory(path: Path) -> None:
+    """Delete a directory so that a crash on the way leaves no half of it under its name."""
+    doomed = path.with_name(f".{path.name}.partial-removed-{os.getpid()}")
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
 def remove_partial_directories(parent: Path) -> None:
-    """Delete what `new_directory` left behind when its process was killed."""
+    """Delete what `new_directory` and `remove_directory` left behind when their process was killed."""
     for leftover in parent.glob(".*.partial-*"):
         shutil.rmtree(leftover, ignore_errors=True)
+
+
+def link_or_copy(source: Path, destination: Path) -> None:
+    """The file at a second place, without a second copy where the file system allows that."""
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        destination.hardlink_to(source)
+    except OSError:  # another file system, or one without hard links
+        shutil.copyfile(source, destination)
 
 
 def _fsync_file(path: Path) -> None:

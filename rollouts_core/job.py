@@ -68,6 +68,8 @@ class SFTJob(Record):
     """Demonstrations."""
     training: SFTTrainingConfig
     """The settings of SFT."""
+    resume_digest: str = ""
+    """Digest of the checkpoint that training.resume_from names; empty where it names none."""
     deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
     """Threads and devices."""
 
@@ -82,6 +84,8 @@ class RLJob(Record):
     """What completions are sampled for."""
     training: RLTrainingConfig
     """The settings of RL."""
+    resume_digest: str = ""
+    """Digest of the checkpoint that training.resume_from names; empty where it names none."""
     rollout: RolloutConfig
     """How completions are sampled, graded and filtered."""
     plugin_digest: str = ""

@@ -68,13 +68,10 @@ def adapters_off(hf_model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def merged_weights(hf_model: nn.Module) -> dict[str, Tensor]:
-    """The weights by their Hugging Face names, adapters merged in; those without an adapter are not copied."""
+    """The weights by their Hugging Face names, tied ones once, adapters merged in; the others are not copied."""
     layers = _adapted_layers(hf_model)
-    weights: dict[str, Tensor] = {}
-    for name, parameter in hf_model.named_parameters():
-        if is_adapter_weight(name):
-            continue
-        weights[name.replace(BASE_LAYER, ".")] = parameter.detach()
+    named = {**dict(hf_model.named_parameters()), **_saved_buffers(hf_model)}
+    weights = {name.replace(BASE_LAYER, "."): t.detach() for name, t in named.items() if not is_adapter_weight(name)}
     for name, layer in layers.items():
         base = layer.get_base_layer().weight
         merged = base.float() + layer.get_delta_weight(ADAPTER).float()
@@ -85,11 +82,11 @@ def merged_weights(hf_model: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def replace_weights(hf_model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Make `weights` what the model computes with: they become the frozen ones, and the adapters change nothing."""
-    for name, parameter in hf_model.named_parameters():
+    for name, tensor in {**dict(hf_model.named_parameters()), **_saved_buffers(hf_model)}.items():
         if not is_adapter_weight(name):
-            parameter.copy_(weights[name.replace(BASE_LAYER, ".")])
+            tensor.copy_(weights[name.replace(BASE_LAYER, ".")])
         elif ".lora_B." in name:
-            parameter.zero_()
+            tensor.zero_()
 
 
 def is_adapter_weight(name: str) -> bool:
@@ -100,3 +97,9 @@ def is_adapter_weight(name: str) -> bool:
 def _adapted_layers(hf_model: nn.Module) -> dict[str, BaseTunerLayer]:
     """Layers with an adapter, by name."""
     return {name: module for name, module in hf_model.named_modules() if hasattr(module, "lora_A")}
+
+
+def _saved_buffers(hf_model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds beside parameters, the biases of a router for instance."""
+    saved = hf_model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in hf_model.named_buffers() if name in saved}

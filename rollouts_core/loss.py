@@ -106,6 +106,8 @@ def policy_loss(scores: TokenScores, batch: TrainBatch, config: LossConfig) -> t
     log_ratio_BT = logprobs_BT - (rollout_BT if config.ratio_base == "rollout" else old_BT)
     objective_BT, is_clipped_BT = policy_objective(logprobs_BT, log_ratio_BT, batch, config)
     weights_BT = mismatch_weights(old_BT - rollout_BT, batch, config.mismatch)
+    if config.drift_mask:
+        weights_BT = weights_BT * drift_mask(log_ratio_BT, batch, config.drift_mask)
     per_token_BT = objective_BT * weights_BT
     shares = {
         "clip_share": is_clipped_BT,
@@ -113,6 +115,8 @@ def policy_loss(scores: TokenScores, batch: TrainBatch, config: LossConfig) -> t
         "policy_logprob": logprobs_BT,
         **describe_mismatch(old_BT - rollout_BT, weights_BT, batch, config.mismatch),
     }
+    if config.ratio_penalty:
+        per_token_BT = per_token_BT + config.ratio_penalty * log_ratio_BT.square()
     if config.kl_coef:
         kl_BT = reference_kl(logprobs_BT, log_ratio_BT, batch, config)
         per_token_BT = per_token_BT + config.kl_coef * kl_BT
@@ -120,9 +124,10 @@ def policy_loss(scores: TokenScores, batch: TrainBatch, config: LossConfig) -> t
     if scores.entropies_BT is not None:
         shares["entropy"] = _trained(scores.entropies_BT, batch)
         per_token_BT = per_token_BT - config.entropy_coef * shares["entropy"]
-    loss = (per_token_BT * token_weights(batch, config)).sum()
+    counts_BT = token_weights(batch, config)
+    loss = (per_token_BT * counts_BT).sum()
     if batch.returns_BT is not None:
-        value_loss = clipped_value_loss(scores, batch, config.value_clip)
+        value_loss = (clipped_value_loss(scores, batch, config.value_clip) * counts_BT).sum()
         loss = loss + config.value_coef * value_loss
         return loss, _to_floats(shares, batch, loss=loss, value_loss=value_loss)
     return loss, _to_floats(shares, batch, loss=loss)
@@ -135,9 +140,11 @@ def policy_objective(
 
     ppo, gspo: -min(ratio x A, clip(ratio) x A), and at most dual_clip x |A| where A < 0.
     cispo: -clip(ratio) x A x logprob without a gradient of the ratio. reinforce: -A x logprob.
+    dppo: -ratio x A, and 0 where the probability rose by more than clip_high although A > 0, or fell by more than
+    clip_low although A <= 0.
 
     Source: ppo arXiv:1707.06347 eq. 7, asymmetric clip arXiv:2503.14476, dual clip arXiv:1912.09729 eq. 5; gspo
-    arXiv:2507.18071 eq. 5; cispo arXiv:2506.13585 eq. 4.
+    arXiv:2507.18071 eq. 5; cispo arXiv:2506.13585 eq. 4; dppo arXiv:2602.04879, as in prime-rl.
     """
     advantages_BT = batch.advantages_BT
     if config.objective == "reinforce":
@@ -145,6 +152,10 @@ def policy_objective(
     if config.objective == "gspo":
         log_ratio_BT = mean_per_sample(log_ratio_BT, batch)
     ratio_BT = log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    if config.objective == "dppo":
+        moved_BT = logprobs_BT.detach().exp() - (logprobs_BT - log_ratio_BT).detach().exp()
+        is_far_BT = torch.where(advantages_BT > 0, moved_BT > config.clip_high, moved_BT < -config.clip_low)
+        return -advantages_BT * ratio_BT * ~is_far_BT, is_far_BT
     clipped_BT = ratio_BT.clamp(1 - config.clip_low, 1 + config.clip_high)
     if config.objective == "cispo":
         return -clipped_BT.detach() * advantages_BT * logprobs_BT, clipped_BT != ratio_BT
@@ -155,6 +166,16 @@ def policy_objective(
         is_clipped_BT = is_clipped_BT | (objective_BT > limit_BT)
         objective_BT = torch.minimum(objective_BT, limit_BT)
     return objective_BT, is_clipped_BT
+
+
+@torch.no_grad()
+def drift_mask(log_ratio_BT: Tensor, batch: TrainBatch, limit: float) -> Tensor:
+    """(B, T) 0 where a token is to be made less likely and its completion became so by more than `limit`, else 1.
+
+    Source: off-policy sequence masking, arXiv:2512.02556 sec. 3.1.
+    """
+    has_drifted_BT = -mean_per_sample(log_ratio_BT, batch) > limit
+    return 1.0 - (has_drifted_BT & (batch.advantages_BT < 0)).to(log_ratio_BT.dtype)
 
 
 def reference_kl(logprobs_BT: Tensor, log_ratio_BT: Tensor, batch: TrainBatch, config: LossConfig) -> Tensor:
@@ -187,7 +208,7 @@ def estimate_kl(difference: Tensor, estimator: str) -> Tensor:
 
 
 def clipped_value_loss(scores: TokenScores, batch: TrainBatch, value_clip: float) -> Tensor:
-    """The micro-batch's share of the mean of half the squared error of the value head.
+    """(B, T) half the squared error of the value head.
 
     The larger error counts of the prediction and of the prediction held within `value_clip` of the old one.
 
@@ -198,8 +219,7 @@ def clipped_value_loss(scores: TokenScores, batch: TrainBatch, value_clip: float
     moved_BT = _limited(scores.values_BT - batch.old_values_BT, value_clip)
     errors_BT = (scores.values_BT - batch.returns_BT).square()
     clipped_errors_BT = (batch.old_values_BT + moved_BT - batch.returns_BT).square()
-    per_token_BT = _trained(torch.maximum(errors_BT, clipped_errors_BT), batch)
-    return 0.5 * (per_token_BT * batch.loss_mask_BT).sum() / batch.num_loss_tokens
+    return 0.5 * _trained(torch.maximum(errors_BT, clipped_errors_BT), batch)
 
 
 def token_weights(batch: TrainBatch, config: LossConfig) -> Tensor:

@@ -6,8 +6,9 @@ Not here: when to step (pytorch_backend.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,16 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
     "constant": lambda progress: 1.0,
 }
+
+
+def restore_schedule(scheduler: LambdaLR, state: Mapping[str, Any]) -> None:  # Any: JSON
+    """Put a schedule to the step of a saved one. Its peak and its length are those it was created with."""
+    scheduler.last_epoch = state["last_epoch"]
+    scheduler._step_count = state["_step_count"]
+    ratios = [ratio_of(scheduler.last_epoch) for ratio_of in scheduler.lr_lambdas]
+    scheduler._last_lr = [base * ratio for base, ratio in zip(scheduler.base_lrs, ratios, strict=True)]
+    for group, lr in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=True):
+        group["lr"] = lr
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from rollouts_core.backend import ImmediateTrainFuture, TrainingState
+from rollouts_core.backend import ImmediateTrainFuture, ThreadTrainFuture, TrainFuture, TrainingState, future_of
 from rollouts_core.batch import TrainBatch
 from rollouts_core.checkpoint import new_checkpoint, verify_checkpoint
 from rollouts_core.config import PLAIN_POLICY, ModelConfig, OptimConfig, PolicyConfig
@@ -30,16 +30,27 @@ from rollouts_core.optim import (
     create_warmup_cosine_scheduler,
     optimizer_tensors,
     restore_optimizer_tensors,
+    restore_schedule,
 )
 from rollouts_core.policy import Policy, create_policy
+from rollouts_core.random_state import (
+    get_random_tensors,
+    get_random_values,
+    is_random_state,
+    seed_everything,
+    set_random_state,
+)
+from rollouts_core.snapshot import HostSnapshot
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TRAINER_STATE = "trainer/state.json"
 TRAINER_TENSORS = "trainer/tensors.safetensors"
-RNG_KEY = "rng/torch"
+HF_KEY = "hf/"
+"""Marks the tensors of a snapshot that go into the Hugging Face files."""
 WEIGHT_KEY = "weight/"
+"""Marks weights that the Hugging Face files have no place for."""
 
 
 class PyTorchTrainingBackend:
@@ -70,6 +81,8 @@ class PyTorchTrainingBackend:
         self.reference = reference
         self.device = self.model.device
         self._num_optim_steps = 0
+        self._snapshot = HostSnapshot()
+        self._saving: TrainFuture[None] = ImmediateTrainFuture(None)
 
     @property
     def has_adapters(self) -> bool:
@@ -81,12 +94,15 @@ class PyTorchTrainingBackend:
         """The number of optimizer steps that the weights have taken."""
         return self._num_optim_steps
 
-    def forward_backward(self, batch: TrainBatch) -> ImmediateTrainFuture[Metrics]:
+    def forward_backward(self, batch: TrainBatch) -> TrainFuture[Metrics]:
         """Add the batch's gradient to that of its step.
 
         Raises:
             NonFiniteError: the loss is not a finite number; the gradient of its step is dropped.
         """
+        return future_of(lambda: self._forward_backward(batch))
+
+    def _forward_backward(self, batch: TrainBatch) -> Metrics:
         on_device = batch.to(self.device)
         loss, metrics = self.loss_fn(self.policy(on_device), on_device)
         if not math.isfinite(metrics["loss"]):
@@ -96,25 +112,31 @@ class PyTorchTrainingBackend:
                 "learning rate, or look at the samples of this step"
             )
         torch.autograd.backward(loss)
-        return ImmediateTrainFuture(metrics)
+        return metrics
+
+    def score(self, batch: TrainBatch, *, reference: bool = False) -> TrainFuture[TokenScores]:
+        """What the policy, or the reference, says about the batch, without a gradient or dropout, on the CPU."""
+        return future_of(lambda: self._score(batch, reference=reference))
 
     @torch.no_grad()
-    def score(self, batch: TrainBatch, *, reference: bool = False) -> ImmediateTrainFuture[TokenScores]:
-        """What the policy, or the reference, says about the batch, without a gradient or dropout, on the CPU."""
+    def _score(self, batch: TrainBatch, *, reference: bool) -> TokenScores:
         asked = self.reference if reference and self.reference else self.policy
         assert asked is self.reference or not reference or self.has_adapters, "create the backend with_reference=True"
         asked.eval()
         with adapters_off(self.model) if reference else nullcontext():
-            scores = asked(batch.to(self.device)).to(torch.device("cpu"))
+            scores: TokenScores = asked(batch.to(self.device)).to(torch.device("cpu"))
         self.policy.train()
-        return ImmediateTrainFuture(scores)
+        return scores
 
-    def optim_step(self) -> ImmediateTrainFuture[Metrics]:
+    def optim_step(self) -> TrainFuture[Metrics]:
         """Clip the gradient, step, and move the learning rate on.
 
         Raises:
             NonFiniteError: the gradient is not finite; it is dropped, and the weights are as before.
         """
+        return future_of(self._optim_step)
+
+    def _optim_step(self) -> Metrics:
         norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm))
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
@@ -127,78 +149,108 @@ class PyTorchTrainingBackend:
         self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
         self._num_optim_steps += 1
-        return ImmediateTrainFuture({"grad_norm": norm, "lr": lr})
+        return {"grad_norm": norm, "lr": lr}
 
     def get_weights(self) -> ImmediateTrainFuture[dict[str, Tensor]]:
         """The weights by their Hugging Face names, tied ones once, adapters merged in; the others are views."""
         return ImmediateTrainFuture(merged_weights(self.model))
 
-    def load_weights(self, weights: Mapping[str, Tensor]) -> ImmediateTrainFuture[None]:
+    def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
         """Replace the weights; the optimizer keeps its state, and adapters start again from 0.
 
         Raises:
             CheckpointError: a name or shape that is not the model's; the weights are as before.
         """
-        own = merged_weights(self.model)
-        if weights.keys() != own.keys():
-            raise CheckpointError(f"the weights are of another model: {sorted(weights.keys() ^ own.keys())[:3]}")
-        for name, value in weights.items():
-            if value.shape != own[name].shape:
-                raise CheckpointError(f"{name} has shape {tuple(value.shape)}, expected {tuple(own[name].shape)}")
-        replace_weights(self.model, weights)
-        return ImmediateTrainFuture(None)
+        return future_of(lambda: self._load_weights(weights))
 
-    def save_checkpoint(self, path: Path, state: TrainingState) -> ImmediateTrainFuture[None]:
-        """Write a directory that engines load as it is and that training resumes from exactly."""
+    def _load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        check_named_tensors(merged_weights(self.model), weights)
+        replace_weights(self.model, weights)
+
+    def save_checkpoint(self, path: Path, state: TrainingState) -> ThreadTrainFuture[None]:
+        """Write a directory that engines load as it is and that training resumes from exactly.
+
+        The call copies everything to host memory, as much as weights and optimizer take; a thread writes the copy.
+        """
+        assert self._saving.done(), "one save at a time: wait for the last one's result"
         trainer = {
             "scheduler": self.scheduler.state_dict(),
             "num_optim_steps": self._num_optim_steps,
+            "random": get_random_values(),
             "loop": dict(state),
         }
-        tensors = {
-            **optimizer_tensors(self.policy, self.optimizer),
-            **{WEIGHT_KEY + name: value for name, value in self._own_weights().items()},
-            RNG_KEY: torch.get_rng_state(),
-        }
-        with new_checkpoint(path, step=int(state["step"])) as directory:
-            self.model.save_pretrained(directory, state_dict=merged_weights(self.model))
-            self.tokenizer.save_pretrained(directory)
-            (directory / "trainer").mkdir()
-            (directory / TRAINER_STATE).write_text(json.dumps(trainer))
-            save_file(tensors, directory / TRAINER_TENSORS)
-        return ImmediateTrainFuture(None)
+        hf_weights = {HF_KEY + name: tensor for name, tensor in merged_weights(self.model).items()}
+        copied = self._snapshot.take({**hf_weights, **self._trainer_tensors()})
+        saving = ThreadTrainFuture(lambda: self._write_checkpoint(path, json.dumps(trainer), copied, state))
+        self._saving = saving
+        return saving
 
-    def load_checkpoint(self, path: Path) -> ImmediateTrainFuture[TrainingState]:
+    def load_checkpoint(self, path: Path) -> TrainFuture[TrainingState]:
         """Go on from a checkpoint of this backend; returns the loop's state.
 
         Raises:
             CheckpointError: it is damaged, of another model, or has no trainer state.
         """
+        return future_of(lambda: self._load_checkpoint(path))
+
+    def _trainer_tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds beside the Hugging Face files."""
+        return {
+            **{WEIGHT_KEY + name: value.detach() for name, value in self._own_weights().items()},
+            **optimizer_tensors(self.policy, self.optimizer),
+            **get_random_tensors(),
+        }
+
+    def _own_weights(self) -> dict[str, Tensor]:
+        """The weights that the Hugging Face files have no place for: adapters and value head."""
+        named = self.policy.named_parameters()
+        return {name: p for name, p in named if is_adapter_weight(name) or name.startswith("value_head.")}
+
+    def _write_checkpoint(self, path: Path, trainer: str, copied: dict[str, Tensor], state: TrainingState) -> None:
+        hf_weights = {name.removeprefix(HF_KEY): t for name, t in copied.items() if name.startswith(HF_KEY)}
+        tensors = {name: t for name, t in copied.items() if not name.startswith(HF_KEY)}
+        with new_checkpoint(
+            path, step=int(state["step"]), score=state.get("score"), settings=state.get("settings")
+        ) as directory:
+            self.model.save_pretrained(directory, state_dict=hf_weights)
+            self.tokenizer.save_pretrained(directory)
+            (directory / "trainer").mkdir()
+            (directory / TRAINER_STATE).write_text(trainer)
+            save_file(tensors, directory / TRAINER_TENSORS)
+
+    def _load_checkpoint(self, path: Path) -> TrainingState:
         verify_checkpoint(path)
         if not (path / TRAINER_STATE).is_file():
             raise CheckpointError(f"{path} has no trainer state: it can be trained from, but not resumed")
         trainer = json.loads((path / TRAINER_STATE).read_text())
         tensors = load_file(path / TRAINER_TENSORS)
+        own = {name.removeprefix(WEIGHT_KEY): t for name, t in tensors.items() if name.startswith(WEIGHT_KEY)}
+        check_named_tensors(self._own_weights(), own)
         if not self.has_adapters:  # with them the frozen weights are those that training started from
-            saved = load_hf_model(ModelConfig(path=str(path)))
-            self.load_weights({name: p.detach() for name, p in saved.named_parameters()})
+            weights = merged_weights(load_hf_model(ModelConfig(path=str(path))))
+            check_named_tensors(merged_weights(self.model), weights)
+            replace_weights(self.model, weights)
         with torch.no_grad():
             for name, parameter in self._own_weights().items():
-                parameter.copy_(tensors.pop(WEIGHT_KEY + name))
-        torch.set_rng_state(tensors.pop(RNG_KEY))
-        restore_optimizer_tensors(self.policy, self.optimizer, tensors)
-        self.scheduler.load_state_dict(trainer["scheduler"])
-        for group, lr in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
-            group["lr"] = lr
+                parameter.copy_(own[name])
+        moments = {
+            name: t for name, t in tensors.items() if not name.startswith(WEIGHT_KEY) and not is_random_state(name)
+        }
+        restore_optimizer_tensors(self.policy, self.optimizer, moments)
+        restore_schedule(self.scheduler, trainer["scheduler"])
+        set_random_state(tensors, trainer["random"])
         self._num_optim_steps = trainer["num_optim_steps"]
         state: TrainingState = trainer["loop"]
-        return ImmediateTrainFuture(state)
+        return state
 
-    def _own_weights(self) -> dict[str, Tensor]:
-        """The weights that the Hugging Face layout has no place for: adapters and value head, by the policy's names."""
-        return {
-            name: p for name, p in self.policy.named_parameters() if is_adapter_weight(name) or "value_head" in name
-        }
+
+def check_named_tensors(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError when the values have other names or shapes."""
+    if values.keys() != own.keys():
+        raise CheckpointError(f"the weights are of another model: {sorted(values.keys() ^ own.keys())[:3]}")
+    for name, value in values.items():
+        if value.shape != own[name].shape:
+            raise CheckpointError(f"{name} has shape {tuple(value.shape)}, expected {tuple(own[name].shape)}")
 
 
 def create_pytorch_backend(
@@ -224,10 +276,10 @@ def create_pytorch_backend(
         with_entropies: score entropies too.
         with_values: train a value head.
         with_reference: keep the weights that training starts from, for `score(reference=True)`.
-        seed: of PyTorch's random numbers, which new adapters and dropout take.
+        seed: of the random numbers that new adapters and dropout take.
         device: "" takes the first GPU where there is one, else the CPU.
     """
-    torch.manual_seed(seed)
+    seed_everything(seed)
     place = device or default_device()
     trained = create_policy(
         model, policy, device=place, temperature=temperature, with_entropies=with_entropies, with_values=with_values

@@ -131,17 +131,32 @@ def assign_credit(
     masks = [torch.tensor(sample.loss_mask[1:]) for sample in samples]
     if config.with_values:
         return _credit_tokens(masks, shaped, kl_penalties, scores.values, config.advantage)
-    for place, penalty_T in kl_penalties.items():
-        shaped[place] -= float((penalty_T * (masks[place] != 0)).sum())
-    advantages = [0.0] * len(samples)
+    if shaping.kl_credit == "completion":
+        for place, penalty_T in kl_penalties.items():
+            shaped[place] -= float((penalty_T * (masks[place] != 0)).sum())
+    advantages = [torch.tensor(0.0)] * len(samples)
     groups = list(group_places(samples).values())
     estimates = batch_advantages([[shaped[place] for place in group] for group in groups], config.advantage)
     for group, values in zip(groups, estimates, strict=True):
         for place, value in zip(group, values, strict=True):
-            advantages[place] = value
-    if config.advantage.whiten:
-        advantages = whiten(advantages, [float(mask_T.sum()) for mask_T in masks], config.advantage.std)
-    return Credit(advantages=[torch.tensor(advantage) for advantage in advantages])
+            advantages[place] = torch.tensor(value)
+    if shaping.kl_credit == "token":
+        for place, penalty_T in kl_penalties.items():
+            on_T = penalty_T * (masks[place] != 0)
+            advantages[place] = advantages[place] - on_T.flip(0).cumsum(0).flip(0)
+    return Credit(advantages=whiten_tokens(advantages, masks, config.advantage))
+
+
+def whiten_tokens(advantages: Sequence[Tensor], masks: Sequence[Tensor], config: AdvantageConfig) -> list[Tensor]:
+    """The advantages, shifted and scaled over all trained tokens where the settings ask for it."""
+    if not config.whiten:
+        return list(advantages)
+    if all(advantage.ndim == 0 for advantage in advantages):
+        values, weights = [float(a) for a in advantages], [float(mask_T.sum()) for mask_T in masks]
+        return [torch.tensor(value) for value in whiten(values, weights, config.std)]
+    by_token = [advantage.expand(len(mask_T)) for advantage, mask_T in zip(advantages, masks, strict=True)]
+    whitened = torch.tensor(whiten(torch.cat(by_token).tolist(), torch.cat(list(masks)).tolist(), config.std))
+    return list(torch.split(whitened, [len(mask_T) for mask_T in masks]))
 
 
 def _credit_tokens(
@@ -156,7 +171,7 @@ def _credit_tokens(
     for place, values_T in values.items():
         is_trained_T = masks[place] != 0
         returns[place] = values_T
-        if math.isnan(rewards[place]) and config.unscored == "exclude":
+        if not is_trained_T.any() or (math.isnan(rewards[place]) and config.unscored == "exclude"):
             continue
         if not math.isfinite(rewards[place]):
             raise ValueError(f"a sample has the reward {rewards[place]}: rewards must be finite numbers")
@@ -167,10 +182,7 @@ def _credit_tokens(
         )
         advantages[place][is_trained_T] = torch.tensor(of_tokens[0])
         returns[place] = values_T.masked_scatter(is_trained_T, torch.tensor(of_tokens[1]))
-    if config.whiten:
-        whitened = torch.tensor(whiten(torch.cat(advantages).tolist(), torch.cat(list(masks)).tolist(), config.std))
-        advantages = list(torch.split(whitened, [len(mask_T) for mask_T in masks]))
-    return Credit(advantages=advantages, returns=returns)
+    return Credit(advantages=whiten_tokens(advantages, masks, config), returns=returns)
 
 
 def group_places(samples: Sequence[Sample]) -> dict[int, list[int]]:
@@ -252,7 +264,8 @@ def _build_update(
             if column
         }
         batches.append(replace(batch, **filled))
-    return with_step_totals(batches, [samples[place] for place in places])
+    in_update = [samples[place] for place in places]
+    return with_step_totals(batches, in_update, count_untrained=config.loss.count_untrained)
 
 
 def _count_group_tokens(places: Sequence[int], samples: Sequence[Sample]) -> dict[int, Tensor]:

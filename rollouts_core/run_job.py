@@ -13,12 +13,15 @@ import asyncio
 import json
 import logging
 import os
+import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 
@@ -36,8 +39,8 @@ from rollouts_core.evaluate import (
     score_demonstrations,
     scores_by_prompt,
 )
-from rollouts_core.files import remove_partial_directories, write_atomically
-from rollouts_core.fingerprint import digest_model
+from rollouts_core.files import write_atomically
+from rollouts_core.fingerprint import digest_checkpoint, digest_model
 from rollouts_core.job import EngineAddress, EvalJob, GenerateJob, InputFile, InputModel, Job, RLJob, ServeJob, SFTJob
 from rollouts_core.loss import create_cross_entropy_loss, create_policy_loss
 from rollouts_core.metrics import EventLog, JSONLLogger
@@ -69,15 +72,31 @@ def run_job(job: Job, directory: RunDirectory) -> None:
     with EventLog(directory.events, attempt=attempt_number()) as events:
         events.write("started", kind=job.kind, pid=os.getpid())
         if isinstance(job, SFTJob):
-            asyncio.run(run_sft_job(job, directory, events))
+            with exit_at_sigterm():
+                asyncio.run(run_sft_job(job, directory, events))
         elif isinstance(job, RLJob):
-            asyncio.run(run_rl_job(job, directory, events))
+            with exit_at_sigterm():
+                asyncio.run(run_rl_job(job, directory, events))
         elif isinstance(job, EvalJob):
             asyncio.run(run_eval_job(job, directory))
         elif isinstance(job, GenerateJob):
             asyncio.run(run_generate_job(job, directory))
         else:
             run_serve_job(job)
+
+
+@contextmanager
+def exit_at_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the block by an exception, so that a checkpoint that is being written is finished first."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        sys.exit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def attempt_number() -> int:
@@ -89,9 +108,14 @@ async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog) ->
     """Fine-tune on demonstrations; the record lists the checkpoints."""
     check_model(job.model)
     check_file(job.data)
-    remove_partial_directories(directory.checkpoints)
+    check_resume(job, directory)
     backend = create_pytorch_backend(
-        job.model.model, job.training.optim, create_cross_entropy_loss(), num_steps=job.training.num_steps
+        job.model.model,
+        job.training.optim,
+        create_cross_entropy_loss(),
+        num_steps=job.training.num_steps,
+        policy=job.training.policy,
+        seed=job.training.seed,
     )
     check_vocabulary(backend.model, backend.tokenizer, job.model.model.path)
     samples = load_sft_dataset(
@@ -106,6 +130,7 @@ async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog) ->
             metrics_logger,
             pad_id=pad_token_id(backend.tokenizer),
             checkpoint_dir=directory.checkpoints,
+            inputs={"model": job.model.digest},
             events=events,
         )
     directory.write_result({"checkpoints": describe_checkpoints(directory), "num_samples": len(samples)})
@@ -116,12 +141,14 @@ async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog) -> N
     with keep_leases(job.engines):
         check_model(job.model)
         check_file(job.prompts)
-        remove_partial_directories(directory.checkpoints)
+        check_resume(job, directory)
         backend = create_pytorch_backend(
             job.model.model,
             job.training.optim,
             create_policy_loss(job.training.loss),
             num_steps=job.training.num_optim_steps,
+            policy=job.training.policy,
+            seed=job.rollout.seed,
             temperature=job.rollout.sampling.temperature,
             with_entropies=job.training.with_entropies,
             with_values=job.training.with_values,
@@ -158,6 +185,7 @@ async def train_against_engines(
                     target=publish_target(job, directory),
                     pad_id=pad_token_id(backend.tokenizer),
                     checkpoint_dir=directory.checkpoints,
+                    inputs={"model": job.model.digest, "plugins": job.plugin_digest},
                     events=events,
                     on_batch=lambda step, batch: write_rollouts(directory, step, batch),
                 )
@@ -218,10 +246,22 @@ def check_model(model: InputModel) -> None:
         raise CheckpointError(f"the model at {path} {happened} since the stage was planned: start the run again")
 
 
+def check_resume(job: SFTJob | RLJob, directory: RunDirectory) -> None:
+    """Raise CheckpointError when the run is to begin with another run's checkpoint, and that one is another now."""
+    source = job.training.resume_from
+    if source and not list_checkpoints(directory.checkpoints) and digest_checkpoint(source) != job.resume_digest:
+        raise CheckpointError(f"the checkpoint at {source} changed since the stage was planned: start the run again")
+
+
 def describe_checkpoints(directory: RunDirectory) -> list[dict[str, Any]]:  # Any: JSON
-    """Name, step and digest of every checkpoint of a run directory."""
+    """Name, step, digest and score of every checkpoint of a run directory."""
     return [
-        {"name": path.name, "step": (manifest := load_manifest(path)).step, "digest": manifest.digest}
+        {
+            "name": path.name,
+            "step": (manifest := load_manifest(path)).step,
+            "digest": manifest.digest,
+            "score": manifest.score,
+        }
         for path in list_checkpoints(directory.checkpoints)
     ]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from infra.node import Node
 from rollouts_core.config import Config, ModelConfig, RolloutConfig, SamplingConfig, SFTTrainingConfig
 from rollouts_core.dataset import digest_path
-from rollouts_core.fingerprint import digest_model, digest_plugins, fingerprint_job
+from rollouts_core.fingerprint import digest_checkpoint, digest_model, digest_plugins, fingerprint_job
 from rollouts_core.job import EngineAddress, EvalJob, InputFile, InputModel, Job, RLJob, ServeJob, SFTJob
 from tasks.records import EngineRecord, RunScope, Stage, StageRecord
 
@@ -25,6 +25,7 @@ def plan_sft(config: Config, scope: RunScope, node: Node) -> Stage:
         model=base_model(config),
         data=input_file(config.data.sft),
         training=config.training.sft,
+        resume_digest=digest_checkpoint(config.training.sft.resume_from),
         deployment=config.deployment,
     )
     return build_stage("sft", job, scope, node, num_steps=config.training.sft.num_steps)
@@ -43,6 +44,7 @@ def plan_rl(start: InputModel, config: Config, scope: RunScope, node: Node) -> S
         model=start,
         prompts=input_file(config.data.prompts),
         training=config.training.rl,
+        resume_digest=digest_checkpoint(config.training.rl.resume_from),
         rollout=config.rollout,
         plugin_digest=plugin_digest(config),
         deployment=config.deployment,

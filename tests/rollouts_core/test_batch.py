@@ -7,9 +7,8 @@ would only look a little worse.
 import pytest
 import torch
 
-from rollouts_core.batch import block_causal_mask, build_batch, pack_rows, with_step_totals
+from rollouts_core.batch import block_causal_mask, build_batch, with_step_totals
 from rollouts_core.loss import TokenScores, cross_entropy_loss, token_logprobs
-from rollouts_core.types import Sample
 from tests.rollouts_core.make import make_random_samples, make_sample
 
 
@@ -111,28 +110,3 @@ def test_a_query_reads_its_own_past_and_nothing_of_its_neighbours() -> None:
 def test_every_query_has_something_to_read() -> None:
     batch = build_batch([make_random_samples(3), make_random_samples(1, seed=1)], pad_id=0)
     assert bool((block_causal_mask(batch.segment_ids_BT) == 0).any(dim=-1).all())
-
-
-def test_packing_keeps_every_sample_once_and_in_order() -> None:
-    samples = make_random_samples(40)
-    assert [s for row in pack_rows(samples, max_length=30) for s in row] == samples
-
-
-def test_packed_rows_are_no_longer_than_the_limit() -> None:
-    rows = pack_rows(make_random_samples(40), max_length=30)
-    assert max(sum(len(sample.tokens) for sample in row) for row in rows) <= 30
-
-
-def test_a_row_takes_every_sample_that_still_fits() -> None:
-    samples = [make_sample(range(n)) for n in (4, 6, 1, 10, 3)]
-    assert [[len(s.tokens) for s in row] for row in pack_rows(samples, max_length=10)] == [[4, 6], [1], [10], [3]]
-
-
-def test_a_sample_longer_than_the_limit_gets_a_row_of_its_own() -> None:
-    samples = [make_sample(range(n)) for n in (2, 50, 2)]
-    assert [[len(s.tokens) for s in row] for row in pack_rows(samples, max_length=10)] == [[2], [50], [2]]
-
-
-def test_nothing_packs_into_no_rows() -> None:
-    no_samples: list[Sample] = []
-    assert list(pack_rows(no_samples, max_length=10)) == []

@@ -5,14 +5,19 @@ Without it a run would go on from cut weights, or from step 999999 for ever.
 
 import json
 import logging
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from rollouts_core import checkpoint as checkpoint_module
 from rollouts_core.checkpoint import (
+    adopt_checkpoint,
+    find_checkpoint,
     latest_intact_checkpoint,
     list_checkpoints,
     load_manifest,
@@ -25,10 +30,12 @@ from rollouts_core.checkpoint import (
 from rollouts_core.errors import CheckpointError
 
 
-def write_checkpoint(parent: Path, step: int, weights: str = "weights", trainer: str = "state") -> Path:
+def write_checkpoint(
+    parent: Path, step: int, weights: str = "weights", trainer: str = "state", score: float | None = None
+) -> Path:
     """A checkpoint of two small files."""
     path = step_directory(parent, step)
-    with new_checkpoint(path, step=step) as directory:
+    with new_checkpoint(path, step=step, score=score) as directory:
         (directory / "model.safetensors").write_text(weights)
         (directory / "trainer").mkdir()
         (directory / "trainer" / "state.json").write_text(trainer)
@@ -70,6 +77,8 @@ def test_the_digest_of_a_model_depends_on_its_weights(tmp_path: Path) -> None:
         ("no manifest", r"is not a whole checkpoint: no readable manifest\.json"),
         ("cut manifest", r"is not a whole checkpoint: no readable manifest\.json"),
         ("empty manifest", r"is not a whole checkpoint: no readable manifest\.json"),
+        ("added code", r"modeling\.py is not in the manifest of its checkpoint: it was added"),
+        ("added weights", r"model-2\.safetensors is not in the manifest"),
         ("later format", r"has manifest format 2, this version reads 1"),
     ],
 )
@@ -94,6 +103,8 @@ def damage_checkpoint(path: Path, damage: str) -> None:
             "trainer": ("trainer/state.json", "stOte"),
             "cut manifest": ("manifest.json", manifest.read_text()[:-20]),
             "empty manifest": ("manifest.json", "[]"),
+            "added code": ("modeling.py", "import os"),
+            "added weights": ("model-2.safetensors", "more"),
             "later format": ("manifest.json", json.dumps({**json.loads(manifest.read_text()), "format": 2})),
         }[damage]
         (path / name).write_text(content)
@@ -150,6 +161,104 @@ def test_pruning_keeps_the_newest(tmp_path: Path, keep: int, kept: list[int]) ->
         write_checkpoint(tmp_path, step)
     prune_checkpoints(tmp_path, newest=step_directory(tmp_path, 1_000_000), keep=keep)
     assert [load_manifest(path).step for path in list_checkpoints(tmp_path)] == kept
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_best", "kept"),
+    [
+        (1, 0, [6]),
+        (1, 1, [3, 6]),
+        (1, 2, [2, 3, 6]),
+        (2, 2, [2, 3, 5, 6]),
+        (1, 9, [1, 2, 3, 5, 6]),
+        (3, 1, [3, 4, 5, 6]),
+    ],
+)
+def test_pruning_keeps_the_best_besides_the_newest(tmp_path: Path, keep: int, keep_best: int, kept: list[int]) -> None:
+    scores = {1: -3.0, 2: 0.5, 3: 0.9, 4: None, 5: 0.1, 6: 0.5}  # 2 and 6 are equal: the earlier one counts as better
+    for step, score in scores.items():
+        write_checkpoint(tmp_path, step, score=score)
+    prune_checkpoints(tmp_path, newest=step_directory(tmp_path, 6), keep=keep, keep_best=keep_best)
+    assert [load_manifest(path).step for path in list_checkpoints(tmp_path)] == kept
+
+
+def test_a_kill_while_pruning_leaves_no_half_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        write_checkpoint(tmp_path, step)
+
+    def die(path: Path) -> None:
+        (path / "manifest.json").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", die)
+    with pytest.raises(KeyboardInterrupt):
+        prune_checkpoints(tmp_path, newest=step_directory(tmp_path, 2), keep=1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000002"]
+
+
+def count_hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files that are read for their digest from now on."""
+    hashed: list[Path] = []
+    really_hash = checkpoint_module._hash_file
+    monkeypatch.setattr(checkpoint_module, "_hash_file", lambda path: hashed.append(path) or really_hash(path))
+    return hashed
+
+
+def test_an_untouched_checkpoint_is_read_once_by_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_checkpoint(tmp_path, 7)
+    monkeypatch.setattr(checkpoint_module, "SETTLED_NS", 0)
+    time.sleep(0.02)  # longer than the clock tick of a file system
+    hashed = count_hashed(monkeypatch)
+    verify_checkpoint(path)
+    verify_checkpoint(path)
+    assert len(hashed) == 2  # its two files, once each
+
+
+def test_a_remembered_digest_does_not_hide_a_change_that_sets_the_old_time_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_checkpoint(tmp_path, 7)
+    monkeypatch.setattr(checkpoint_module, "SETTLED_NS", 0)
+    time.sleep(0.02)
+    verify_checkpoint(path)
+    before = (path / "model.safetensors").stat()
+    damage_checkpoint(path, "tampered")
+    os.utime(path / "model.safetensors", ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(CheckpointError, match="does not have the content"):
+        verify_checkpoint(path)
+
+
+def test_a_file_that_just_changed_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_checkpoint(tmp_path, 7)
+    hashed = count_hashed(monkeypatch)
+    verify_checkpoint(path)
+    verify_checkpoint(path)
+    assert len(hashed) == 4
+
+
+def test_a_path_means_a_checkpoint_or_the_newest_of_a_run(tmp_path: Path) -> None:
+    for step in (2, 10):
+        write_checkpoint(tmp_path / "run" / "checkpoints", step)
+    newest = tmp_path / "run" / "checkpoints" / "step_000010"
+    assert find_checkpoint(tmp_path / "run") == find_checkpoint(newest.parent) == find_checkpoint(newest) == newest
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint at .*nothing"):
+        find_checkpoint(tmp_path / "nothing")
+
+
+def test_an_adopted_checkpoint_is_the_runs_own(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "first", 7, score=0.5)
+    adopted = adopt_checkpoint(source, tmp_path / "second")
+    shutil.rmtree(tmp_path / "first")
+    assert adopted == step_directory(tmp_path / "second", 7)
+    assert verify_checkpoint(adopted).score == 0.5
+
+
+def test_a_damaged_checkpoint_is_not_adopted(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "first", 7)
+    damage_checkpoint(source, "truncated")
+    with pytest.raises(CheckpointError, match="has 6 bytes"):
+        adopt_checkpoint(source, tmp_path / "second")
+    assert list_checkpoints(tmp_path / "second") == []
 
 
 def test_pruning_does_not_count_what_an_abandoned_attempt_left_beyond(tmp_path: Path) -> None:

@@ -87,10 +87,12 @@ def assert_equal_tensors(first: dict[str, Tensor], second: dict[str, Tensor]) ->
 def test_a_resumed_policy_trains_on_exactly(base_model: ModelConfig, tmp_path: Path, policy: PolicyConfig) -> None:
     backend = create_backend(base_model, policy=policy)
     take_steps(backend, range(2))
-    backend.save_checkpoint(tmp_path / "step_000002", {"step": 2})
+    asyncio.run(backend.save_checkpoint(tmp_path / "step_000002", {"step": 2}).result())
     expected = take_steps(backend, range(2, 4))
     restored = create_backend(base_model, policy=policy)
-    restored.load_checkpoint(tmp_path / "step_000002")  # sets the random state, which dropout takes from, too
+    asyncio.run(
+        restored.load_checkpoint(tmp_path / "step_000002").result()
+    )  # sets the random state, which dropout takes from, too
     assert take_steps(restored, range(2, 4)) == expected
     assert_equal_tensors(copy_weights(restored), copy_weights(backend))
 
@@ -120,7 +122,7 @@ def test_adapters_change_nothing_at_first_then_only_they_are_trained(base_model:
 def test_exported_adapters_compute_what_the_policy_computes(base_model: ModelConfig, tmp_path: Path) -> None:
     backend = create_backend(base_model, policy=PolicyConfig(lora=LoRAConfig(rank=4, alpha=64)))
     take_steps(backend, range(3))
-    backend.save_checkpoint(tmp_path / "step_000003", {"step": 3})
+    asyncio.run(backend.save_checkpoint(tmp_path / "step_000003", {"step": 3}).result())
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "step_000003", dtype=torch.float32)
     batch = make_batch()
     with torch.no_grad():
@@ -143,7 +145,7 @@ def test_replaced_weights_are_what_adapters_start_from(base_model: ModelConfig) 
     backend = create_backend(base_model, policy=PolicyConfig(lora=LoRAConfig(rank=4)))
     take_steps(backend, range(2))
     other = {name: value + 0.01 for name, value in copy_weights(backend).items()}
-    backend.load_weights(other)
+    asyncio.run(backend.load_weights(other).result())
     assert_equal_tensors(copy_weights(backend), other)
 
 
@@ -161,9 +163,9 @@ def test_a_value_head_is_trained_and_resumed(base_model: ModelConfig, tmp_path: 
     losses = [metrics["loss"] for metrics in take_steps(backend, range(4))]
     assert losses[0] == pytest.approx(1.0)  # the head starts at 0
     assert losses[-1] < 0.9
-    backend.save_checkpoint(tmp_path / "step_000004", {"step": 4})
+    asyncio.run(backend.save_checkpoint(tmp_path / "step_000004", {"step": 4}).result())
     restored = create()
-    restored.load_checkpoint(tmp_path / "step_000004")
+    asyncio.run(restored.load_checkpoint(tmp_path / "step_000004").result())
     assert take_steps(restored, range(4, 6)) == take_steps(backend, range(4, 6))
 
 

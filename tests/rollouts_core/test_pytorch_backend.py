@@ -6,20 +6,25 @@ Without it gradients of one step could leak into the next, or a resumed run woul
 import asyncio
 import json
 import math
+import random
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rollouts_core.backend import TrainingState
 from rollouts_core.batch import TrainBatch, build_batch
 from rollouts_core.checkpoint import load_manifest, new_checkpoint, verify_checkpoint
 from rollouts_core.config import ModelConfig, OptimConfig
 from rollouts_core.errors import CheckpointError, TrainingError
 from rollouts_core.loss import create_cross_entropy_loss
+from rollouts_core.optim import lr_ratio
 from rollouts_core.pytorch_backend import PyTorchTrainingBackend, create_pytorch_backend
 from rollouts_core.quickstart import build_character_tokenizer, build_untrained_model
 from tests.rollouts_core.make import TINY_SIZE, make_random_samples
@@ -109,7 +114,7 @@ def test_a_loss_that_is_not_a_number_is_an_error(base_model: ModelConfig) -> Non
     with torch.no_grad():
         backend.model.lm_head.weight.fill_(math.nan)
     with pytest.raises(TrainingError, match="the loss became nan after 0 optimizer steps"):
-        backend.forward_backward(make_batch())
+        asyncio.run(backend.forward_backward(make_batch()).result())
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -119,7 +124,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights(base_model: ModelConfi
     before = copy_weights(backend)
     next(backend.model.parameters()).grad.fill_(value)
     with pytest.raises(TrainingError, match="the gradient norm became"):
-        backend.optim_step()
+        asyncio.run(backend.optim_step().result())
     assert_equal_tensors(copy_weights(backend), before)
     assert backend.weight_version == 0
 
@@ -143,38 +148,121 @@ def test_weights_of_another_model_are_refused_whole(base_model: ModelConfig, cha
     else:
         weights["lm_head.weight"] = torch.zeros(2, 2)
     with pytest.raises(CheckpointError, match="extra" if change == "unknown" else r"lm_head\.weight"):
-        backend.load_weights(weights)
+        asyncio.run(backend.load_weights(weights).result())
     assert_equal_tensors(copy_weights(backend), before)
+
+
+def save(backend: PyTorchTrainingBackend, path: Path, state: TrainingState) -> None:
+    """Write a checkpoint and wait for it."""
+    asyncio.run(backend.save_checkpoint(path, state).result())
+
+
+def load(backend: PyTorchTrainingBackend, path: Path) -> TrainingState:
+    """Go on from a checkpoint."""
+    return asyncio.run(backend.load_checkpoint(path).result())
 
 
 def test_a_restored_backend_takes_the_same_steps_bit_for_bit(base_model: ModelConfig, tmp_path: Path) -> None:
     straight = create_backend(base_model)
     take_steps(straight, range(3))
-    straight.save_checkpoint(tmp_path / "step_000003", {"step": 3})
+    save(straight, tmp_path / "step_000003", {"step": 3})
     restored = create_backend(base_model)
-    restored.load_checkpoint(tmp_path / "step_000003")
+    load(restored, tmp_path / "step_000003")
     assert restored.weight_version == 3
     assert take_steps(restored, range(3, 6)) == take_steps(straight, range(3, 6))
     assert_equal_tensors(copy_weights(restored), copy_weights(straight))
 
 
-def test_the_random_state_is_restored(base_model: ModelConfig, tmp_path: Path) -> None:
+def test_the_random_state_of_every_library_is_restored(base_model: ModelConfig, tmp_path: Path) -> None:
     backend = create_backend(base_model)
-    backend.save_checkpoint(tmp_path / "step_000001", {"step": 1})
-    expected = torch.rand(3)
-    backend.load_checkpoint(tmp_path / "step_000001")
-    assert torch.equal(torch.rand(3), expected)
+    np.random.standard_normal()  # half of a pair: the other one is part of the state
+    save(backend, tmp_path / "step_000001", {"step": 1})
+    draws = [[torch.rand(3).tolist(), np.random.standard_normal(3).tolist(), random.random(), random.gauss(0, 1)]]
+    load(backend, tmp_path / "step_000001")
+    draws += [[torch.rand(3).tolist(), np.random.standard_normal(3).tolist(), random.random(), random.gauss(0, 1)]]
+    assert draws[0] == draws[1]
+
+
+def test_a_checkpoint_is_of_the_moment_of_the_call(base_model: ModelConfig, tmp_path: Path) -> None:
+    backend = create_backend(base_model)
+    take_steps(backend, range(2))
+    before = copy_weights(backend)
+    saving = backend.save_checkpoint(tmp_path / "step_000002", {"step": 2})
+    later = take_steps(backend, range(2, 5))
+    asyncio.run(saving.result())
+    restored = create_backend(base_model)
+    load(restored, tmp_path / "step_000002")
+    assert_equal_tensors(copy_weights(restored), before)
+    assert take_steps(restored, range(2, 5)) == later
+
+
+def test_a_second_checkpoint_does_not_change_the_first(base_model: ModelConfig, tmp_path: Path) -> None:
+    backend = create_backend(base_model)
+    for step in (1, 2):  # both are copied through the same host memory
+        take_steps(backend, range(step, step + 1))
+        save(backend, tmp_path / f"step_00000{step}", {"step": step})
+    first, second = (load_manifest(tmp_path / f"step_00000{step}").digest for step in (1, 2))
+    assert first != second
+    verify_checkpoint(tmp_path / "step_000001")
+
+
+def test_a_second_save_during_the_first_is_a_mistake(base_model: ModelConfig, tmp_path: Path) -> None:
+    backend = create_backend(base_model)
+    may_write = threading.Event()
+    backend._write_checkpoint = lambda *_: may_write.wait(10)  # a slow disk
+    saving = backend.save_checkpoint(tmp_path / "step_000001", {"step": 1})
+    with pytest.raises(AssertionError, match="one save at a time"):
+        backend.save_checkpoint(tmp_path / "step_000002", {"step": 2})
+    may_write.set()
+    asyncio.run(saving.result())
+
+
+def test_an_error_of_the_writer_arrives_at_result(base_model: ModelConfig, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    saving = create_backend(base_model).save_checkpoint(tmp_path / "file" / "step_000001", {"step": 1})
+    with pytest.raises(OSError, match="file"):
+        asyncio.run(saving.result())
+
+
+def test_a_trained_value_head_is_in_the_checkpoint(base_model: ModelConfig, tmp_path: Path) -> None:
+    first, second = (
+        create_pytorch_backend(base_model, OPTIM, create_cross_entropy_loss(), num_steps=10, with_values=True)
+        for _ in range(2)
+    )
+    torch.nn.init.constant_(first.policy.value_head.weight, 0.25)
+    save(first, tmp_path / "step_000001", {"step": 1})
+    load(second, tmp_path / "step_000001")
+    assert torch.equal(second.policy.value_head.weight, first.policy.value_head.weight)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "step_000001")
+
+
+def test_score_and_settings_are_in_the_manifest(base_model: ModelConfig, tmp_path: Path) -> None:
+    save(
+        create_backend(base_model), tmp_path / "step_000001", {"step": 1, "score": -0.5, "settings": {"batch_size": 4}}
+    )
+    manifest = load_manifest(tmp_path / "step_000001")
+    assert (manifest.score, manifest.settings) == (-0.5, {"batch_size": 4})
+
+
+def test_the_schedule_of_a_longer_training_goes_on_at_the_saved_step(base_model: ModelConfig, tmp_path: Path) -> None:
+    first = create_backend(base_model)
+    take_steps(first, range(4))
+    save(first, tmp_path / "step_000004", {"step": 4})
+    longer = create_pytorch_backend(base_model, OPTIM, create_cross_entropy_loss(), num_steps=20)
+    load(longer, tmp_path / "step_000004")
+    lrs = [metrics["lr"] for metrics in take_steps(longer, range(2))]
+    assert lrs == [OPTIM.lr * lr_ratio(step, config=OPTIM, num_steps=20) for step in (4, 5)]
 
 
 def test_the_loops_state_comes_back(base_model: ModelConfig, tmp_path: Path) -> None:
     state = {"step": 4, "data_buffer": {"epoch_id": 1, "prompts_digest": "d"}}
     backend = create_backend(base_model)
-    backend.save_checkpoint(tmp_path / "step_000004", state)
-    assert asyncio.run(backend.load_checkpoint(tmp_path / "step_000004").result()) == state
+    save(backend, tmp_path / "step_000004", state)
+    assert load(backend, tmp_path / "step_000004") == state
 
 
 def test_a_checkpoint_has_a_manifest_of_all_its_files(base_model: ModelConfig, tmp_path: Path) -> None:
-    create_backend(base_model).save_checkpoint(tmp_path / "step_000004", {"step": 4})
+    save(create_backend(base_model), tmp_path / "step_000004", {"step": 4})
     manifest = verify_checkpoint(tmp_path / "step_000004")
     assert manifest.step == 4
     assert {"config.json", "model.safetensors", "tokenizer.json", "trainer/state.json"} <= manifest.files.keys()
@@ -183,7 +271,7 @@ def test_a_checkpoint_has_a_manifest_of_all_its_files(base_model: ModelConfig, t
 def test_a_checkpoint_loads_as_a_hugging_face_model(base_model: ModelConfig, tmp_path: Path) -> None:
     backend = create_backend(base_model)
     take_steps(backend, range(2))
-    backend.save_checkpoint(tmp_path / "step_000002", {"step": 2})
+    save(backend, tmp_path / "step_000002", {"step": 2})
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "step_000002", dtype=torch.float32)
     assert_equal_tensors({name: p.detach() for name, p in model.named_parameters()}, copy_weights(backend))
     assert len(AutoTokenizer.from_pretrained(tmp_path / "step_000002")) == TINY_VOCABULARY
@@ -192,12 +280,12 @@ def test_a_checkpoint_loads_as_a_hugging_face_model(base_model: ModelConfig, tmp
 def test_a_damaged_checkpoint_is_refused_and_nothing_changes(base_model: ModelConfig, tmp_path: Path) -> None:
     trained, backend = create_backend(base_model), create_backend(base_model)
     take_steps(trained, range(1))
-    trained.save_checkpoint(tmp_path / "step_000001", {"step": 1})
+    save(trained, tmp_path / "step_000001", {"step": 1})
     tensors = tmp_path / "step_000001" / "trainer" / "tensors.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-4])
     before = copy_weights(backend)
     with pytest.raises(CheckpointError, match="it was cut or changed"):
-        backend.load_checkpoint(tmp_path / "step_000001")
+        load(backend, tmp_path / "step_000001")
     assert_equal_tensors(copy_weights(backend), before)
 
 
@@ -205,7 +293,7 @@ def test_a_checkpoint_without_trainer_state_cannot_be_resumed(base_model: ModelC
     with new_checkpoint(tmp_path / "step_000001", step=1) as directory:
         shutil.copytree(base_model.path, directory, dirs_exist_ok=True)
     with pytest.raises(CheckpointError, match="has no trainer state"):
-        create_backend(base_model).load_checkpoint(tmp_path / "step_000001")
+        load(create_backend(base_model), tmp_path / "step_000001")
 
 
 def test_a_checkpoint_of_another_model_is_refused(base_model: ModelConfig, tmp_path: Path) -> None:
@@ -213,20 +301,20 @@ def test_a_checkpoint_of_another_model_is_refused(base_model: ModelConfig, tmp_p
     tokenizer.save_pretrained(tmp_path / "wider")
     build_untrained_model(tokenizer, replace(TINY_SIZE, hidden_size=32), seed=0).save_pretrained(tmp_path / "wider")
     wider = create_backend(ModelConfig(path=str(tmp_path / "wider")))
-    wider.save_checkpoint(tmp_path / "step_000001", {"step": 1})
+    save(wider, tmp_path / "step_000001", {"step": 1})
     with pytest.raises(CheckpointError, match="has shape"):
-        create_backend(base_model).load_checkpoint(tmp_path / "step_000001")
+        load(create_backend(base_model), tmp_path / "step_000001")
 
 
 def test_a_state_that_is_no_json_leaves_no_checkpoint(base_model: ModelConfig, tmp_path: Path) -> None:
     with pytest.raises(TypeError):
-        create_backend(base_model).save_checkpoint(tmp_path / "step_000001", {"step": 1, "bad": object()})
+        save(create_backend(base_model), tmp_path / "step_000001", {"step": 1, "bad": object()})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_trainers_state_is_readable_json(base_model: ModelConfig, tmp_path: Path) -> None:
     backend = create_backend(base_model)
     take_steps(backend, range(2))
-    backend.save_checkpoint(tmp_path / "step_000002", {"step": 2})
+    save(backend, tmp_path / "step_000002", {"step": 2})
     trainer = json.loads((tmp_path / "step_000002" / "trainer" / "state.json").read_text())
     assert trainer["num_optim_steps"] == load_manifest(tmp_path / "step_000002").step == 2

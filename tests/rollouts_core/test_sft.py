@@ -175,7 +175,7 @@ def test_checkpoints_and_resuming_are_events(
         with EventLog(tmp_path / "e.jsonl") as events:
             asyncio.run(run_sft_training(backend, demonstrations, config, checkpoint_dir=tmp_path / "c", events=events))
     written = [(line["event"], line["step"]) for line in read_json_lines(tmp_path / "e.jsonl")]
-    assert written == [("checkpoint", 2), ("resumed", 2), ("checkpoint", 4)]
+    assert written == [("checkpoint", 2), ("resumed", 2), ("extended", 2), ("checkpoint", 4)]
 
 
 def test_a_stream_that_ends_early_is_an_error(base_model: ModelConfig, demonstrations: list[Sample]) -> None:
