@@ -62,6 +62,8 @@ SHORTEST_PROMPT, LONGEST_PROMPT, NUM_PROMPTS = 8, 24, 2_000
 LEARNING_RATE, MAX_GRAD_NORM = 1e-7, 1.0
 ENDLESS = 1_000_000
 WARMUP_STEPS = 3
+MICRO_BATCH_TOKENS = 2048
+"""Padded tokens of a forward pass: on a CPU larger ones fall out of the caches."""
 LENGTH_TOLERANCE = 0.05
 """Largest accepted relative difference of the sampled tokens per step."""
 PARTS = ("generate_s", "grade_s", "train_s", "publish_s")
@@ -196,7 +198,9 @@ async def train_ours(gate: Gate, options: argparse.Namespace, folder: Path) -> N
         sampling=SamplingConfig(temperature=1.0, max_new_tokens=MAX_NEW_TOKENS),
     )
     training = RLTrainingConfig(
-        num_steps=ENDLESS, optim=RLOptimConfig(lr=LEARNING_RATE, betas=(0.9, 0.999), max_grad_norm=MAX_GRAD_NORM)
+        num_steps=ENDLESS,
+        max_micro_batch_tokens=MICRO_BATCH_TOKENS,
+        optim=RLOptimConfig(lr=LEARNING_RATE, betas=(0.9, 0.999), max_grad_norm=MAX_GRAD_NORM),
     )
     backend = create_pytorch_backend(
         ModelConfig(path=str(options.model_dir)),
