@@ -93,6 +93,9 @@ class ModelConfig(Record):
     """Commit or tag of a hub model; empty takes the default branch."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Leave off unless you have read that code."""
+    allow_pickle: bool = False
+    """Start from weights that lie in pickled files alone (pytorch_model.bin), read without running what they hold.
+    Checkpoints of the training are safetensors; the embedded engine serves nothing else."""
 
 
 class DataConfig(Record):
@@ -197,6 +200,8 @@ class SFTTrainingConfig(Record):
     """Order of the demonstrations."""
     eval_every: int = Field(100, ge=1, json_schema_extra=SELECTION)
     """Steps between two evaluations of the loss on `data.sft_eval`."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What a loss or gradient that is no finite number does: end the run, or skip its update and count it."""
     log_every: int = Field(10, ge=1, json_schema_extra=PLACEMENT)
     """Steps between two lines of metrics."""
     checkpoint_every: int = Field(200, ge=1, json_schema_extra=SELECTION)
@@ -403,6 +408,8 @@ class RLTrainingConfig(Record):
     """Passes over a batch of rollouts."""
     max_micro_batch_tokens: int = Field(16384, ge=2)
     """Padded tokens per forward and backward pass; smaller needs less memory and gives the same step."""
+    packing: bool = True
+    """Fill rows with several completions, which do not see each other, up to the length of the longest."""
     advantage: AdvantageConfig = AdvantageConfig()
     """How rewards become advantages."""
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
@@ -625,6 +632,13 @@ class Config(Record):
             raise ValueError(f'mode "{self.mode}" compares checkpoints by accuracy: evaluation.metric cannot be "loss"')
         if self.mode != "sft" and self.rollout.sampling.temperature == 0:
             raise ValueError("RL needs rollout.sampling.temperature above 0: greedy samples of a group are all equal")
+        advantage = self.training.rl.advantage
+        is_alone = self.rollout.n_samples_per_prompt == 1 and advantage.singleton == "zero"
+        if self.mode != "sft" and is_alone and advantage.estimator not in ("constant", "batch_mean_std", "gae"):
+            raise ValueError(
+                f'training.rl.advantage.estimator "{advantage.estimator}" compares the completions of a prompt: it '
+                "needs rollout.n_samples_per_prompt of 2 or more, found 1"
+            )
         return self
 
     @classmethod

@@ -764,3 +764,13 @@ def test_presets_with_one_update_ask_for_no_extra_forward_pass() -> None:
     free = {name for name in ALGORITHMS if not algorithm_preset(name).needs_old_scores}
     assert {"slime-grpo", "trl-dapo", "nemo-loo", "open-instruct", "prime-rl"} <= free
     assert not {"verl-dapo", "openrlhf-rloo"} & free
+
+
+def test_the_documentation_has_every_preset_and_the_commit_of_its_source() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    for name, preset in ALGORITHMS.items():
+        repository, commit = preset.source.partition(":")[0].split()
+        assert f"| `{name}` |" in text
+        assert f"| {repository} | {commit} |" in text
+        recorded = {json.loads((PEERS / f"{system}.json").read_text())["commit"][:8] for system in SYSTEMS}
+        assert commit in recorded

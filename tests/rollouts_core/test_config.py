@@ -84,6 +84,13 @@ def make_full_config(directory: Path) -> Config:
         ("training.sft.optim.lr", -1.0, r"training\.sft\.optim\.lr: .*found -1\.0"),
         ("training.sft.optim.lr", float("nan"), r"training\.sft\.optim\.lr"),
         ("training.rl.advantage.baseline", float("inf"), r"training\.rl\.advantage\.baseline: must be a finite number"),
+        (
+            "training.rl.loss.dual_clip",
+            0.5,
+            r"training\.rl\.loss: dual_clip must be above 1, .* found 0\.5",
+        ),
+        ("training.rl.loss.aggregation", "constant_length", r"training\.rl\.loss: .* needs constant_length"),
+        ("training.rl.algorithm", "verl-dappo", r"training\.rl\.algorithm: .*'verl-dapo'.*found 'verl-dappo'"),
         ("training.sft.optim.betas", [0.9, 1.0], r"training\.sft\.optim\.betas\.1: .*less than 1, found 1\.0"),
         ("training.sft", 3, r"training\.sft: .*found 3"),
         ("mode", "dpo", r"mode: .*'sft', 'rl' or 'sft\+rl', found 'dpo'"),
@@ -101,6 +108,17 @@ def test_a_mistake_is_one_sentence_with_file_and_key(key: str, value: object, se
     with pytest.raises(ConfigError, match=rf"^pipeline\.toml: {sentence}") as caught:
         parse(with_setting(key, value))
     assert "\n" not in str(caught.value)
+
+
+def test_completions_without_another_to_compare_with_are_refused() -> None:
+    settings = with_setting("rollout.n_samples_per_prompt", 1)
+    with pytest.raises(ConfigError, match=r"needs rollout\.n_samples_per_prompt of 2 or more, found 1"):
+        parse(settings)
+    parse({**settings, "training": {"rl": {"advantage": {"estimator": "constant", "baseline": 0.5}}}})
+
+
+def test_the_schedule_spans_every_update_of_every_step() -> None:
+    assert RLTrainingConfig(num_steps=5, num_minibatches=4, num_epochs=2).num_optim_steps == 40
 
 
 @pytest.mark.parametrize("section", ["model", "data"])
@@ -254,3 +272,16 @@ def test_the_orchestrator_does_not_import_torch(module: str) -> None:
     )
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert finished.stdout == "[]\n"
+
+
+def test_a_checkpoint_to_go_on_from_is_relative_to_the_file(tmp_path: Path) -> None:
+    settings = {
+        "mode": "sft",
+        "model": {"path": "hub/model"},
+        "data": {"sft": "a", "selection": "b", "heldout": "c"},
+        "training": {"sft": {"resume_from": "stages/sft-1", "num_steps": 7}, "rl": {}},
+    }
+    (tmp_path / "c.json").write_text(json.dumps(settings))
+    training = Config.load(tmp_path / "c.json").training
+    assert training.sft.resume_from == str(tmp_path / "stages/sft-1")
+    assert (training.sft.num_steps, training.rl.resume_from) == (7, "")
