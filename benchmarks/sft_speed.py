@@ -12,7 +12,8 @@ do equal work.
     bare padded     one document per row
     trl             SFTTrainer, one document per row (its default)
     trl grouped     the same, documents of like lengths together
-    trl bfd         SFTTrainer, packing="bfd": documents end to end in one row
+    trl bfd         SFTTrainer, packing="bfd": documents end to end in one row of eight times 256 tokens
+    trl bfd by row  the same, a row of 256 tokens at a time and eight of them per step
     trl wrapped     SFTTrainer, packing="wrapped": the stream of documents cut every 256 tokens
     hf              transformers.Trainer with padding
 """
@@ -51,7 +52,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rollouts_core import build_batch, create_pytorch_backend, run_sft_training
 from rollouts_core.batch import TrainBatch
-from rollouts_core.config import ModelConfig, OptimConfig, SFTTrainingConfig
+from rollouts_core.config import ModelConfig, OptimConfig, PolicyConfig, SFTTrainingConfig
 from rollouts_core.loss import create_cross_entropy_loss
 from rollouts_core.sft import iterate_sft_steps
 
@@ -61,11 +62,10 @@ DOCUMENTS_PER_STEP = 26
 LEARNING_RATE, MAX_GRAD_NORM = 1e-4, 1.0
 CONTENDERS_HELP = "comma-separated; 'NAME bf16' in mixed precision, 'NAME|setting=value' with another setting of a peer"
 ENDLESS = 1_000_000
-WARMUP_STEPS = 4
+WARMUP_STEPS = 3
 LOSS_TOLERANCE = 2e-4
 """Float32 sums in another order."""
-NAMES = ("ours", "bare packed", "bare padded", "trl", "trl grouped", "trl bfd", "trl wrapped", "hf")
-BF16_NAMES = ("ours bf16", "bare packed bf16", "trl wrapped bf16")
+NAMES = ("ours", "bare packed", "bare padded", "trl", "trl grouped", "trl bfd", "trl bfd by row", "trl wrapped", "hf")
 PEAK_BF16_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12}
 """Dense bfloat16 FLOP per second by a part of the GPU's name, from the vendor's data sheets."""
 
@@ -215,6 +215,7 @@ def train_ours(gate: Gate, documents: list[list[int]], options: argparse.Namespa
         OptimConfig(lr=LEARNING_RATE, schedule="constant", betas=(0.9, 0.999), max_grad_norm=MAX_GRAD_NORM),
         create_cross_entropy_loss(),
         num_steps=ENDLESS,
+        policy=PolicyConfig(precision="bfloat16" if options.bf16 else "float32"),
         device=options.device,
     )
     logger = GateLogger(gate, iterate_sft_steps(samples, sft_config()))
@@ -275,16 +276,18 @@ def train_with_trl(gate: Gate, documents: list[list[int]], options: argparse.Nam
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    packs = variant in ("bfd", "wrapped")
+    packs = variant in ("bfd", "bfd by row", "wrapped")
     settings = trainer_settings(options, grouped=variant == "grouped")
     settings["per_device_train_batch_size"] = ROWS_PER_STEP if packs else DOCUMENTS_PER_STEP
+    if variant == "bfd by row":
+        settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": ROWS_PER_STEP}
     trainer = SFTTrainer(
         model=load_model(options),
         args=SFTConfig(
             **settings | options.changes,
             max_length=ROW_LENGTH,
             packing=packs,
-            packing_strategy=variant if packs else "bfd",
+            packing_strategy="wrapped" if variant == "wrapped" else "bfd",
             dataset_num_proc=1,
         ),
         train_dataset=Dataset.from_dict({"input_ids": documents}),

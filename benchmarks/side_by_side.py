@@ -285,7 +285,8 @@ def render_machine(machine: Mapping[str, Any]) -> str:  # Any: JSON
 def render_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table, its first column to the left, the others to the right."""
     lines = ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+    cells = [[cell.replace("|", ", ") for cell in row] for row in rows]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in cells])
 
 
 def write_results(path: Path | None, results: Mapping[str, Any]) -> None:  # Any: JSON
