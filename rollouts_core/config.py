@@ -93,6 +93,9 @@ class ModelConfig(Record):
     """Commit or tag of a hub model; empty takes the default branch."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Leave off unless you have read that code."""
+    allow_pickle: bool = False
+    """Start from weights that lie in pickled files alone (pytorch_model.bin), read without running what they hold.
+    Checkpoints of the training are safetensors; the embedded engine serves nothing else."""
 
 
 class DataConfig(Record):
@@ -197,6 +200,8 @@ class SFTTrainingConfig(Record):
     """Order of the demonstrations."""
     eval_every: int = Field(100, ge=1, json_schema_extra=SELECTION)
     """Steps between two evaluations of the loss on `data.sft_eval`."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What a loss or gradient that is no finite number does: end the run, or skip its update and count it."""
     log_every: int = Field(10, ge=1, json_schema_extra=PLACEMENT)
     """Steps between two lines of metrics."""
     checkpoint_every: int = Field(200, ge=1, json_schema_extra=SELECTION)

@@ -21,10 +21,11 @@ from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
 from rollouts_core.config import SFTTrainingConfig
 from rollouts_core.errors import DataError
 from rollouts_core.loss import Metrics
-from rollouts_core.metrics import EventLog, MetricsLogger, sum_metrics
+from rollouts_core.metrics import EventLog, MetricsLogger
 from rollouts_core.packing import pack_rows
 from rollouts_core.saving import RunCheckpoints, describe_settings
 from rollouts_core.types import Sample
+from rollouts_core.update import update_policy
 
 
 async def run_sft_training(
@@ -52,7 +53,7 @@ async def run_sft_training(
     Raises:
         CheckpointError: a checkpoint of other settings, samples or inputs.
         DataError: a stream that ends early.
-        TrainingError: a loss or gradient that is not finite.
+        NonFiniteError: a loss or gradient that is not finite, where the settings stop for it.
     """
     known_inputs = dict(inputs or {})
     if checkpoint_dir and isinstance(samples, Sequence):
@@ -66,8 +67,7 @@ async def run_sft_training(
         for step, rows in enumerate(itertools.islice(steps, start_step, config.num_steps), start=start_step + 1):
             began = perf_counter()
             micro_batches = prepare_sft_batch(rows, config, pad_id=pad_id)
-            results = [await backend.forward_backward(batch).result() for batch in micro_batches]
-            metrics = {**sum_metrics(results), **await backend.optim_step().result()}
+            metrics = await update_policy(backend, micro_batches, on_nonfinite=config.on_nonfinite)
             num_tokens = sum(len(sample.tokens) for row in rows for sample in row)
             metrics |= {"num_tokens": num_tokens, "tokens_per_s": num_tokens / (perf_counter() - began)}
             if eval_samples and (step % config.eval_every == 0 or step == config.num_steps):

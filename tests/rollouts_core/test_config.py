@@ -272,3 +272,16 @@ def test_the_orchestrator_does_not_import_torch(module: str) -> None:
     )
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert finished.stdout == "[]\n"
+
+
+def test_a_checkpoint_to_go_on_from_is_relative_to_the_file(tmp_path: Path) -> None:
+    settings = {
+        "mode": "sft",
+        "model": {"path": "hub/model"},
+        "data": {"sft": "a", "selection": "b", "heldout": "c"},
+        "training": {"sft": {"resume_from": "stages/sft-1", "num_steps": 7}, "rl": {}},
+    }
+    (tmp_path / "c.json").write_text(json.dumps(settings))
+    training = Config.load(tmp_path / "c.json").training
+    assert training.sft.resume_from == str(tmp_path / "stages/sft-1")
+    assert (training.sft.num_steps, training.rl.resume_from) == (7, "")
