@@ -362,8 +362,8 @@ class MismatchConfig(Record):
     w is exp(trainer - engine), per token. The divisors of the loss keep counting what a mask removes.
     """
 
-    weight: Literal["none", "token", "sequence"] = "none"
-    """Multiply the policy loss by w of each token, or by the product of w over the completion."""
+    weight: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Multiply the policy loss by w of each token, or by the product or the geometric mean of w over the completion."""
     weight_low: Annotated[Finite, Field(ge=0)] = 0.0
     """Smallest weight."""
     weight_high: Annotated[Finite, Field(ge=0)] = 2.0
