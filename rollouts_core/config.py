@@ -528,11 +528,6 @@ class RLTrainingConfig(Record):
         compares = loss.ratio_base == "old" or loss.mismatch != MismatchConfig()
         return self.with_values or self.reward_shaping.kl_coef > 0 or (num_updates > 1 and compares)
 
-    @property
-    def with_entropies(self) -> bool:
-        """Whether the loss asks for entropies."""
-        return self.loss.entropy_coef > 0
-
     @model_validator(mode="after")
     def _check_values(self) -> Self:
         if self.with_values and not self.loss.value_coef:

@@ -197,10 +197,11 @@ async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog) -> N
             policy=job.training.policy,
             seed=job.rollout.seed,
             temperature=job.rollout.sampling.temperature,
-            with_entropies=job.training.with_entropies,
+            with_entropies=True,
             with_values=job.training.with_values,
             with_reference=job.training.with_reference,
         )
+        check_vocabulary(backend.model, backend.tokenizer, job.model.model.path)
         prompts = load_prompts_from_jsonl(job.prompts.path)
         max_tokens = job.rollout.max_prompt_tokens
         check_prompt_lengths(prompts, backend.tokenizer, max_tokens=max_tokens, source=job.prompts.path)
