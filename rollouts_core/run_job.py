@@ -16,12 +16,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -87,11 +87,9 @@ def run_job(job: Job, directory: RunDirectory) -> None:
     with EventLog(directory.events, attempt=attempt_number()) as events:
         events.write("started", kind=job.kind, pid=os.getpid())
         if isinstance(job, SFTJob):
-            with exit_at_sigterm():
-                asyncio.run(run_sft_job(job, directory, events))
+            asyncio.run(until_sigterm(run_sft_job(job, directory, events)))
         elif isinstance(job, RLJob):
-            with exit_at_sigterm():
-                asyncio.run(run_rl_job(job, directory, events))
+            asyncio.run(until_sigterm(run_rl_job(job, directory, events)))
         elif isinstance(job, EvalJob):
             asyncio.run(run_eval_job(job, directory))
         elif isinstance(job, GenerateJob):
@@ -100,16 +98,26 @@ def run_job(job: Job, directory: RunDirectory) -> None:
             run_serve_job(job)
 
 
-@contextmanager
-def exit_at_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the block by an exception, so that a checkpoint that is being written is finished first."""
+async def until_sigterm(work: Coroutine[Any, Any, None]) -> None:
+    """Do the work; SIGTERM cancels it where it waits next, so that a checkpoint being written is finished first.
 
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        sys.exit(128 + number)
+    An exception out of the signal's handler could strike anywhere, for instance while a thread is being started.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    arrived: list[int] = []
 
-    previous = signal.signal(signal.SIGTERM, leave)
+    def cancel(number: int, frame: FrameType | None) -> None:
+        arrived.append(number)
+        loop.call_soon_threadsafe(task.cancel)
+
+    previous = signal.signal(signal.SIGTERM, cancel)
     try:
-        yield
+        await work
+    except asyncio.CancelledError:
+        if arrived:
+            sys.exit(128 + arrived[0])
+        raise
     finally:
         signal.signal(signal.SIGTERM, previous)
 
