@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from rollouts_core.backend import TrainingBackend
+from rollouts_core.backends import create_backend
 from rollouts_core.checkpoint import MANIFEST, list_checkpoints, load_manifest, verify_checkpoint
 from rollouts_core.comparison import estimate_mean, select_best
 from rollouts_core.data_buffer import DataBuffer
@@ -41,8 +43,7 @@ from rollouts_core.fingerprint import digest_model
 from rollouts_core.job import EngineAddress, EvalJob, GenerateJob, InputFile, InputModel, Job, RLJob, ServeJob, SFTJob
 from rollouts_core.loss import create_cross_entropy_loss, create_policy_loss
 from rollouts_core.metrics import EventLog, JSONLLogger
-from rollouts_core.model import check_vocabulary, load_tokenizer, pad_token_id, silence_progress_bars
-from rollouts_core.pytorch_backend import PyTorchTrainingBackend, create_pytorch_backend
+from rollouts_core.model import load_tokenizer, pad_token_id, silence_progress_bars
 from rollouts_core.rl import run_rl_training
 from rollouts_core.rollout import (
     AsyncRolloutManager,
@@ -90,12 +91,16 @@ async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog) ->
     check_model(job.model)
     check_file(job.data)
     remove_partial_directories(directory.checkpoints)
-    backend = create_pytorch_backend(
-        job.model.model, job.training.optim, create_cross_entropy_loss(), num_steps=job.training.num_steps
+    backend = create_backend(
+        job.model.model,
+        job.training.optim,
+        create_cross_entropy_loss(),
+        num_steps=job.training.num_steps,
+        policy=job.training.policy,
     )
-    check_vocabulary(backend.model, backend.tokenizer, job.model.model.path)
+    tokenizer = load_tokenizer(job.model.model)
     samples = load_sft_dataset(
-        job.data.path, backend.tokenizer, max_length=job.training.max_length, train_on=job.training.train_on
+        job.data.path, tokenizer, max_length=job.training.max_length, train_on=job.training.train_on
     )
     events.write("data_loaded", num_samples=len(samples))
     with JSONLLogger(directory.metrics, attempt=events.attempt) as metrics_logger:
@@ -104,7 +109,7 @@ async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog) ->
             samples,
             job.training,
             metrics_logger,
-            pad_id=pad_token_id(backend.tokenizer),
+            pad_id=pad_token_id(tokenizer),
             checkpoint_dir=directory.checkpoints,
             events=events,
         )
@@ -117,33 +122,36 @@ async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog) -> N
         check_model(job.model)
         check_file(job.prompts)
         remove_partial_directories(directory.checkpoints)
-        backend = create_pytorch_backend(
+        backend = create_backend(
             job.model.model,
             job.training.optim,
             create_policy_loss(job.training.loss),
             num_steps=job.training.num_optim_steps,
+            policy=job.training.policy,
             temperature=job.rollout.sampling.temperature,
             with_entropies=job.training.with_entropies,
             with_values=job.training.with_values,
             with_reference=job.training.with_reference,
         )
         prompts = load_prompts_from_jsonl(job.prompts.path)
+        tokenizer = load_tokenizer(job.model.model)
         max_tokens = job.rollout.max_prompt_tokens
-        check_prompt_lengths(prompts, backend.tokenizer, max_tokens=max_tokens, source=job.prompts.path)
+        check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=job.prompts.path)
         await train_against_engines(job, directory, events, backend, DataBuffer(prompts, seed=job.rollout.seed))
     directory.write_result({"checkpoints": describe_checkpoints(directory), "num_prompts": len(prompts)})
 
 
 async def train_against_engines(
-    job: RLJob, directory: RunDirectory, events: EventLog, backend: PyTorchTrainingBackend, data_buffer: DataBuffer
+    job: RLJob, directory: RunDirectory, events: EventLog, backend: TrainingBackend, data_buffer: DataBuffer
 ) -> None:
     """Open everything that the RL loop needs, and run it."""
+    tokenizer = load_tokenizer(job.model.model)
     metrics_logger = JSONLLogger(directory.metrics, attempt=events.attempt)
     async with open_engines(job) as engines:
         generate_fn = (
             resolve_generate_fn(job.rollout)
             if job.rollout.generate_fn
-            else create_engine_generate_fn(engines, backend.tokenizer, job.rollout)
+            else create_engine_generate_fn(engines, tokenizer, job.rollout)
         )
         manager = AsyncRolloutManager(data_buffer, job.rollout, generate_fn=generate_fn)
         with metrics_logger:
@@ -156,7 +164,7 @@ async def train_against_engines(
                     job.training,
                     metrics_logger,
                     target=publish_target(job, directory),
-                    pad_id=pad_token_id(backend.tokenizer),
+                    pad_id=pad_token_id(tokenizer),
                     checkpoint_dir=directory.checkpoints,
                     events=events,
                     on_batch=lambda step, batch: write_rollouts(directory, step, batch),
