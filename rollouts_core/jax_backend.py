@@ -256,7 +256,7 @@ class JAXTrainingBackend:
         weights = read_weights(path, self.settings)
         own = {name.removeprefix(WEIGHTS_PREFIX): t for name, t in tensors.items() if name.startswith(WEIGHTS_PREFIX)}
         check_same_tensors(to_weights(self._params), {**weights, **own})
-        self._moments = self._moments_of(tensors, num_optim_steps=trainer["num_optim_steps"])
+        self._moments = self._moments_of(tensors)
         self._params = to_params({**weights, **own})
         self._grads = None
         set_random_state(tensors, trainer["random"])
@@ -264,17 +264,15 @@ class JAXTrainingBackend:
         state: TrainingState = trainer["loop"]
         return state
 
-    def _moments_of(self, tensors: Mapping[str, Tensor], *, num_optim_steps: int) -> dict[str, Params]:
-        if num_optim_steps == 0:
-            return _zero_moments(self._params)
-        names = [_policy_name(name) for name in to_weights(self._params)]
-        missing = [
-            f"{name}/{quantity}" for quantity in MOMENTS for name in names if f"{name}/{quantity}" not in tensors
-        ]
-        if missing:
-            raise CheckpointError(f"the checkpoint's optimizer state lacks {missing[0]}: it is of another training")
+    def _moments_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Params]:
+        """The moving averages in a checkpoint; 0 for weights that had no gradient yet, of which PyTorch saves none."""
         return {
-            quantity: to_params({name.removeprefix(POLICY_PREFIX): tensors[f"{name}/{quantity}"] for name in names})
+            quantity: to_params(
+                {
+                    name: tensors.get(f"{_policy_name(name)}/{quantity}", torch.zeros_like(weight))
+                    for name, weight in to_weights(self._params).items()
+                }
+            )
             for quantity in MOMENTS
         }
 
