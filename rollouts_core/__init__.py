@@ -12,6 +12,7 @@ PUBLIC_NAMES = {
     "algorithms": "ALGORITHMS",
     "advantages": "batch_advantages compute_advantages gae_advantages group_advantages whiten",
     "backend": "ImmediateTrainFuture TrainFuture TrainingBackend",
+    "backends": "create_backend",
     "batch": "TrainBatch build_batch with_step_totals",
     "chat": "compute_loss_mask tokenize_conversation tokenize_prompt",
     "checkpoint": "latest_intact_checkpoint load_manifest verify_checkpoint",

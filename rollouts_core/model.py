@@ -83,9 +83,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
+def check_vocabulary(num_embeddings: int, tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
     """Raise DataError when the tokenizer can produce ids that the model has no embedding for."""
-    num_embeddings = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > num_embeddings:
         raise DataError(
             f"the tokenizer at {path} has {len(tokenizer)} tokens but the model embeds {num_embeddings}: "

@@ -24,7 +24,7 @@ from rollouts_core.config import PLAIN_POLICY, ModelConfig, OptimConfig, PolicyC
 from rollouts_core.errors import NonFiniteError
 from rollouts_core.lora import adapters_off, is_adapter_weight, merged_weights, replace_weights
 from rollouts_core.loss import LossFn, Metrics, TokenScores
-from rollouts_core.model import load_hf_model, load_tokenizer
+from rollouts_core.model import check_vocabulary, load_hf_model, load_tokenizer
 from rollouts_core.optim import (
     create_adamw_optimizer,
     create_warmup_cosine_scheduler,
@@ -275,6 +275,8 @@ def create_pytorch_backend(
     trained = create_policy(
         model, policy, device=place, temperature=temperature, with_entropies=with_entropies, with_values=with_values
     )
+    tokenizer = load_tokenizer(model)
+    check_vocabulary(trained.hf_model.get_input_embeddings().weight.shape[0], tokenizer, model.path)
     reference = None
     if with_reference and policy.lora.rank == 0:
         frozen = policy.model_copy(update={"activation_checkpointing": False})
@@ -285,7 +287,7 @@ def create_pytorch_backend(
         optimizer,
         create_warmup_cosine_scheduler(optimizer, optim, num_steps=num_steps),
         loss_fn,
-        tokenizer=load_tokenizer(model),
+        tokenizer=tokenizer,
         max_grad_norm=optim.max_grad_norm,
         reference=reference,
     )

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rollouts_core.backend import TrainingBackend
+from rollouts_core.backends import create_backend
 from rollouts_core.checkpoint import MANIFEST, list_checkpoints, load_manifest, verify_checkpoint
 from rollouts_core.comparison import estimate_mean, select_best
 from rollouts_core.data_buffer import DataBuffer
@@ -55,8 +57,7 @@ from rollouts_core.job import (
 )
 from rollouts_core.loss import create_cross_entropy_loss, create_policy_loss
 from rollouts_core.metrics import EventLog, JSONLLogger
-from rollouts_core.model import check_vocabulary, load_tokenizer, pad_token_id, silence_progress_bars
-from rollouts_core.pytorch_backend import PyTorchTrainingBackend, create_pytorch_backend
+from rollouts_core.model import load_tokenizer, pad_token_id, silence_progress_bars
 from rollouts_core.rl import run_rl_training
 from rollouts_core.rollout import (
     AsyncRolloutManager,
@@ -132,7 +133,7 @@ async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog) ->
     check_model(job.model)
     tables = open_checked_datasets(job.data)
     check_resume(job, directory)
-    backend = create_pytorch_backend(
+    backend = create_backend(
         job.model.model,
         job.training.optim,
         create_cross_entropy_loss(),
@@ -140,10 +141,10 @@ async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog) ->
         policy=job.training.policy,
         seed=job.training.seed,
     )
-    check_vocabulary(backend.model, backend.tokenizer, job.model.model.path)
+    tokenizer = load_tokenizer(job.model.model)
     rules = sample_rules(job.training)
-    samples = SFTDataset(job.data, tables, backend.tokenizer, rules, streaming=job.streaming)
-    eval_samples = load_eval_samples(job, backend.tokenizer)
+    samples = SFTDataset(job.data, tables, tokenizer, rules, streaming=job.streaming)
+    eval_samples = load_eval_samples(job, tokenizer)
     events.write("data_loaded", num_samples=len(samples), num_dropped=samples.num_dropped)
     with JSONLLogger(directory.metrics, attempt=events.attempt) as metrics_logger:
         await run_sft_training(
@@ -151,7 +152,7 @@ async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog) ->
             samples,
             job.training,
             metrics_logger,
-            pad_id=pad_token_id(backend.tokenizer),
+            pad_id=pad_token_id(tokenizer),
             checkpoint_dir=directory.checkpoints,
             inputs={"model": job.model.digest, "data": digest_datasets(job.data)},
             events=events,
@@ -197,7 +198,7 @@ async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog) -> N
         check_model(job.model)
         check_file(job.prompts)
         check_resume(job, directory)
-        backend = create_pytorch_backend(
+        backend = create_backend(
             job.model.model,
             job.training.optim,
             create_policy_loss(job.training.loss),
@@ -209,24 +210,25 @@ async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog) -> N
             with_values=job.training.with_values,
             with_reference=job.training.with_reference,
         )
-        check_vocabulary(backend.model, backend.tokenizer, job.model.model.path)
         prompts = load_prompts_from_jsonl(job.prompts.path)
+        tokenizer = load_tokenizer(job.model.model)
         max_tokens = job.rollout.max_prompt_tokens
-        check_prompt_lengths(prompts, backend.tokenizer, max_tokens=max_tokens, source=job.prompts.path)
+        check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=job.prompts.path)
         await train_against_engines(job, directory, events, backend, DataBuffer(prompts, seed=job.rollout.seed))
     directory.write_result({"checkpoints": describe_checkpoints(directory), "num_prompts": len(prompts)})
 
 
 async def train_against_engines(
-    job: RLJob, directory: RunDirectory, events: EventLog, backend: PyTorchTrainingBackend, data_buffer: DataBuffer
+    job: RLJob, directory: RunDirectory, events: EventLog, backend: TrainingBackend, data_buffer: DataBuffer
 ) -> None:
     """Open everything that the RL loop needs, and run it."""
+    tokenizer = load_tokenizer(job.model.model)
     metrics_logger = JSONLLogger(directory.metrics, attempt=events.attempt)
     async with open_engines(job) as engines:
         generate_fn = (
             resolve_generate_fn(job.rollout)
             if job.rollout.generate_fn
-            else create_engine_generate_fn(engines, backend.tokenizer, job.rollout)
+            else create_engine_generate_fn(engines, tokenizer, job.rollout)
         )
         manager = AsyncRolloutManager(data_buffer, job.rollout, generate_fn=generate_fn)
         with metrics_logger:
@@ -239,7 +241,7 @@ async def train_against_engines(
                     job.training,
                     metrics_logger,
                     target=publish_target(job, directory),
-                    pad_id=pad_token_id(backend.tokenizer),
+                    pad_id=pad_token_id(tokenizer),
                     checkpoint_dir=directory.checkpoints,
                     inputs={"model": job.model.digest, "plugins": job.plugin_digest},
                     events=events,

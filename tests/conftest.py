@@ -13,7 +13,23 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    if report.skipped and os.environ.get("CI") == "true" and not hasattr(report, "wasxfail"):
+    if _is_missing_in_ci(report) and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"skipped in continuous integration: {report.longrepr}"
     return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """The same for a file that is skipped as a whole."""
+    report = yield
+    if _is_missing_in_ci(report):
+        report.outcome = "failed"
+        report.longrepr = f"skipped in continuous integration: {report.longrepr}"
+    return report
+
+
+def _is_missing_in_ci(report: pytest.TestReport | pytest.CollectReport) -> bool:
+    return report.skipped and os.environ.get("CI") == "true"
