@@ -12,7 +12,7 @@ added is an error instead of a wrong mask.
     tokens           3  14 20 14 25 24 1    4         15 1
     Turn(assistant)                                   [8, 10)
 
-Many conversations are encoded in one call, which takes a tenth of the time of one call each.
+Many conversations are encoded in one call of the tokenizer, whose fixed cost is above that of a short text.
 """
 
 from __future__ import annotations
