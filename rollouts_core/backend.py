@@ -133,7 +133,7 @@ class TrainingBackend(Protocol):
         next save.
 
         Args:
-            state: `step`, and where known `score` and `fingerprint`, go into the manifest too.
+            state: `step`, and where known `score` and `settings`, go into the manifest too.
         """
         ...
 

@@ -25,6 +25,7 @@ def create_backend(
     with_entropies: bool = False,
     with_values: bool = False,
     with_reference: bool = False,
+    seed: int = 0,
 ) -> TrainingBackend:
     """Model, optimizer, schedule and loss as the backend that `policy.backend` names.
 
@@ -34,6 +35,7 @@ def create_backend(
         with_entropies: score entropies too.
         with_values: train a value head.
         with_reference: keep the weights that training starts from, for `score(reference=True)`.
+        seed: of every library's random numbers.
 
     Raises:
         ConfigError: a setting that the backend cannot do, or a backend that is not installed.
@@ -50,6 +52,7 @@ def create_backend(
         with_entropies=with_entropies,
         with_values=with_values,
         with_reference=with_reference,
+        seed=seed,
     )
 
 

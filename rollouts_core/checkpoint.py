@@ -18,11 +18,12 @@ import logging
 import re
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from rollouts_core.errors import CheckpointError
 from rollouts_core.files import link_or_copy, new_directory, remove_directory, write_json
@@ -61,8 +62,13 @@ class Manifest:
     """Seconds since 1970."""
     score: float | None = None
     """How good the policy was during the steps before, higher is better; None where nothing measured it."""
-    fingerprint: str = ""
-    """The identity of the settings it was trained with (saving.py)."""
+    settings: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
+    """What it was trained with, by name (`saving.describe_settings`)."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The identity of the settings."""
+        return hashlib.sha256(json.dumps(dict(self.settings), sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def content_digest(self) -> str:
@@ -82,13 +88,15 @@ class Manifest:
 
 
 @contextmanager
-def new_checkpoint(path: Path, *, step: int, score: float | None = None, fingerprint: str = "") -> Iterator[Path]:
+def new_checkpoint(
+    path: Path, *, step: int, score: float | None = None, settings: Mapping[str, Any] | None = None
+) -> Iterator[Path]:
     """A directory to write a checkpoint into; it appears at `path`, with its manifest, when the block succeeds."""
     with new_directory(path) as partial:
         yield partial
         files = {name: _describe(partial / name) for name in _file_names(partial)}
-        manifest = Manifest(step=step, files=files, created_at=time.time(), score=score, fingerprint=fingerprint)
-        write_json(partial / MANIFEST, {"format": FORMAT, **asdict(manifest)})
+        manifest = Manifest(step=step, files=files, created_at=time.time(), score=score, settings=dict(settings or {}))
+        write_json(partial / MANIFEST, {"format": FORMAT, "fingerprint": manifest.fingerprint, **asdict(manifest)})
 
 
 def load_manifest(path: Path) -> Manifest:
@@ -107,7 +115,7 @@ def load_manifest(path: Path) -> Manifest:
             files=files,
             created_at=raw["created_at"],
             score=raw.get("score"),
-            fingerprint=raw.get("fingerprint", ""),
+            settings=raw.get("settings", {}),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a whole checkpoint: no readable {MANIFEST} ({error})") from error

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 
 import tomli_w
 from pydantic import (
@@ -31,10 +32,13 @@ from pydantic import (
     Field,
     PlainSerializer,
     ValidationError,
+    ValidationInfo,
     WithJsonSchema,
+    field_validator,
     model_validator,
 )
 from pydantic.config import JsonDict
+from pydantic_core import PydanticKnownError
 
 from rollouts_core.algorithms import ALGORITHMS, AlgorithmName
 from rollouts_core.errors import ConfigError
@@ -44,6 +48,13 @@ RecordT = TypeVar("RecordT", bound=BaseModel)
 
 PLACEMENT: JsonDict = {"affects_result": False}
 """Marks a field that says where or how often, never what: it stays out of fingerprints."""
+
+SELECTION: JsonDict = {"affects_weights": False}
+"""Marks a field that decides how far training goes or which checkpoints stay: a resumed training may change it."""
+
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+DATA_FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
 def _finite(value: float) -> float:
@@ -66,8 +77,8 @@ def _write_function(function: str | Callable[..., Any]) -> str:  # Any: user fun
     return name_of_function(function)
 
 
-Finite = Annotated[float, AfterValidator(_finite)]
-GpuRank = Annotated[int, Field(ge=0)]
+Finite = Annotated[float, Field(strict=True), AfterValidator(_finite)]
+GpuRank = Annotated[int, Field(ge=0, strict=True)]
 FunctionName = Annotated[
     str | Callable[..., Any],  # Any: user functions of many shapes
     PlainSerializer(_write_function, return_type=str),
@@ -75,10 +86,35 @@ FunctionName = Annotated[
 ]
 
 
+SCALAR_ERRORS: dict[object, Literal["bool_type", "int_type", "float_type"]] = {
+    bool: "bool_type",
+    int: "int_type",
+    float: "float_type",
+}
+
+
+def _scalar_of(annotation: object) -> object:
+    """The type of a field without the checks around it; of one that may be None, the other type."""
+    parts = [part for part in get_args(annotation) if part is not type(None)]
+    if get_origin(annotation) is Annotated or (len(parts) == 1 and type(None) in get_args(annotation)):
+        return _scalar_of(parts[0])
+    return annotation
+
+
 class Record(BaseModel):
     """What all settings share: frozen, no unknown keys, field docstrings as help texts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_conversions(cls, value: Any, info: ValidationInfo) -> Any:  # Any: unchecked input
+        """True is no number and "3" is no 3, although pydantic would take them for one."""
+        assert info.field_name is not None, "only fields are validated"
+        kind = SCALAR_ERRORS.get(_scalar_of(cls.model_fields[info.field_name].annotation))
+        if kind and (isinstance(value, str) or isinstance(value, bool) != (kind == "bool_type")):
+            raise PydanticKnownError(kind)
+        return value
 
 
 class ModelConfig(Record):
@@ -90,13 +126,38 @@ class ModelConfig(Record):
     """Commit or tag of a hub model; empty takes the default branch."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Leave off unless you have read that code."""
+    allow_pickle: bool = False
+    """Start from weights that lie in pickled files alone (pytorch_model.bin), read without running what they hold.
+    Checkpoints of the training are safetensors; the embedded engine serves nothing else."""
+
+
+class DatasetConfig(Record):
+    """One of several datasets of demonstrations that are trained on together."""
+
+    path: str = Field(min_length=1, json_schema_extra=PLACEMENT)
+    """JSONL or Parquet file, folder of a Hugging Face dataset, or hub id."""
+    split: str = Field("train", min_length=1)
+    """Which split, of a folder or hub dataset that has several."""
+    subset: str = ""
+    """Which configuration of a hub dataset that has several."""
+    revision: str = Field("", json_schema_extra=PLACEMENT)
+    """Commit or tag of a hub dataset; empty takes the newest commit when the run is planned."""
+    max_samples: int | None = Field(None, ge=1)
+    """Only so many rows, from the start."""
+    repeat: Annotated[Finite, Field(gt=0)] = 1.0
+    """How often an epoch visits each row. Below 1 an epoch takes a share of them, and the next epoch others."""
 
 
 class DataConfig(Record):
     """Where demonstrations and prompts come from. Paths are relative to the configuration's file."""
 
-    sft: str = ""
-    """Demonstrations: JSONL or Parquet rows with `messages`, with `prompt` and `completion`, or with `text`."""
+    sft: str | tuple[DatasetConfig, ...] = ""
+    """Demonstrations: rows with `messages`, with `prompt` and `completion`, or with `text`. One JSONL or Parquet file,
+    dataset folder or hub id; or a list of such datasets, each with its share."""
+    streaming: bool = Field(False, json_schema_extra=PLACEMENT)
+    """Read and tokenize demonstrations while training instead of before: for data larger than memory."""
+    sft_eval: str = ""
+    """Demonstrations whose loss is taken while SFT trains on others; empty takes none."""
     prompts: str = ""
     """Prompts for RL: JSONL rows with `prompt` or `messages`, and `answer` where the reward needs one."""
     selection: str = ""
@@ -188,28 +249,41 @@ PLAIN_POLICY = PolicyConfig()
 class SFTTrainingConfig(Record):
     """Supervised fine-tuning on demonstrations."""
 
-    num_steps: int = Field(1000, ge=1)
+    num_steps: int = Field(1000, ge=1, json_schema_extra=SELECTION)
     """Optimizer steps."""
     batch_size: int = Field(8, ge=1)
     """Rows per step; with packing a row holds as many demonstrations as fit into `max_length`."""
     micro_batch_size: int = Field(8, ge=1)
     """Rows per forward and backward pass; smaller needs less memory and gives the same step."""
     max_length: int = Field(2048, ge=2)
-    """Tokens per row. Longer demonstrations are cut; one whose trained part is cut away is an error."""
+    """Tokens per row."""
+    on_overlong: Literal["cut", "cut_or_drop", "drop"] = "cut"
+    """Demonstrations of more than `max_length` tokens: cut them, where cutting away all that is trained on is an
+    error; cut them, and leave out those; or leave out all of them."""
     packing: bool = True
     """Fill rows with several demonstrations, which do not see each other."""
     train_on: Literal["last_assistant", "all_assistant", "everything"] = "all_assistant"
     """Which tokens enter the loss."""
     seed: int = Field(0, ge=0)
     """Order of the demonstrations."""
-    eval_every: int = Field(100, ge=1)
+    eval_every: int = Field(100, ge=1, json_schema_extra=SELECTION)
     """Steps between two evaluations of the loss on `data.sft_eval`."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What a loss or gradient that is no finite number does: end the run, or skip its update and count it."""
     log_every: int = Field(10, ge=1, json_schema_extra=PLACEMENT)
     """Steps between two lines of metrics."""
-    checkpoint_every: int = Field(200, ge=1)
+    checkpoint_every: int = Field(200, ge=1, json_schema_extra=SELECTION)
     """Steps between two checkpoints; selection chooses among them and the last one."""
-    keep_checkpoints: int = Field(10, ge=1)
+    keep_checkpoints: int = Field(10, ge=1, json_schema_extra=SELECTION)
     """How many checkpoints stay on disk, the newest ones."""
+    keep_best: int = Field(0, ge=0, json_schema_extra=SELECTION)
+    """How many checkpoints stay besides those because they were the best: by the loss on evaluation rows where it
+    is measured, else by the training loss since the checkpoint before."""
+    resume_from: str = Field("", json_schema_extra=PLACEMENT)
+    """Checkpoint of another run of the same settings to go on from, for instance with a larger num_steps: its
+    folder, or that of its stage, which means the newest one there."""
+    allow_changed: tuple[str, ...] = Field((), json_schema_extra=PLACEMENT)
+    """Settings in which a checkpoint that is gone on from may differ, by the names that its refusal lists."""
     policy: PolicyConfig = PLAIN_POLICY
     """Precision, adapters and memory savings."""
     optim: OptimConfig = OptimConfig()
@@ -298,8 +372,8 @@ class MismatchConfig(Record):
     w is exp(trainer - engine), per token. The divisors of the loss keep counting what a mask removes.
     """
 
-    weight: Literal["none", "token", "sequence"] = "none"
-    """Multiply the policy loss by w of each token, or by the product of w over the completion."""
+    weight: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Multiply the policy loss by w of each token, or by the product or the geometric mean of w over the completion."""
     weight_low: Annotated[Finite, Field(ge=0)] = 0.0
     """Smallest weight."""
     weight_high: Annotated[Finite, Field(ge=0)] = 2.0
@@ -394,7 +468,7 @@ class RLTrainingConfig(Record):
     algorithm: AlgorithmName = Field("", json_schema_extra=PLACEMENT)
     """A system's algorithm by name, like "verl-dapo": fills in whatever of advantage, reward_shaping, loss and
     num_minibatches is not given. It is empty once they are filled in: the settings say everything."""
-    num_steps: int = Field(100, ge=1)
+    num_steps: int = Field(100, ge=1, json_schema_extra=SELECTION)
     """Steps: one batch of rollouts each, and at most `num_minibatches` x `num_epochs` optimizer updates."""
     num_minibatches: int = Field(1, ge=1)
     """Optimizer updates per pass over a batch of rollouts, each on as many whole groups."""
@@ -402,6 +476,8 @@ class RLTrainingConfig(Record):
     """Passes over a batch of rollouts."""
     max_micro_batch_tokens: int = Field(16384, ge=2)
     """Padded tokens per forward and backward pass; smaller needs less memory and gives the same step."""
+    packing: bool = True
+    """Fill rows with several completions, which do not see each other, up to the length of the longest."""
     advantage: AdvantageConfig = AdvantageConfig()
     """How rewards become advantages."""
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
@@ -414,10 +490,18 @@ class RLTrainingConfig(Record):
     """Steps between two publications of the weights to the engines."""
     log_every: int = Field(1, ge=1, json_schema_extra=PLACEMENT)
     """Steps between two lines of metrics."""
-    checkpoint_every: int = Field(10, ge=1)
-    """Steps between two checkpoints; selection chooses among them and the last one."""
-    keep_checkpoints: int = Field(10, ge=1)
+    checkpoint_every: int = Field(10, ge=1, json_schema_extra=SELECTION)
+    """Steps between two checkpoints; selection chooses among them and the last one. Each is published too."""
+    keep_checkpoints: int = Field(10, ge=1, json_schema_extra=SELECTION)
     """How many checkpoints stay on disk, the newest ones."""
+    keep_best: int = Field(0, ge=0, json_schema_extra=SELECTION)
+    """How many checkpoints stay besides those because they were the best: by the mean reward of the steps since
+    the checkpoint before."""
+    resume_from: str = Field("", json_schema_extra=PLACEMENT)
+    """Checkpoint of another run of the same settings to go on from, for instance with a larger num_steps: its
+    folder, or that of its stage, which means the newest one there."""
+    allow_changed: tuple[str, ...] = Field((), json_schema_extra=PLACEMENT)
+    """Settings in which a checkpoint that is gone on from may differ, by the names that its refusal lists."""
     replicate: int = Field(0, ge=0)
     """Another number trains the same settings again, as another sample of the same run."""
     policy: PolicyConfig = PLAIN_POLICY
@@ -453,11 +537,6 @@ class RLTrainingConfig(Record):
         loss, num_updates = self.loss, self.num_minibatches * self.num_epochs
         compares = loss.ratio_base == "old" or loss.mismatch != MismatchConfig()
         return self.with_values or self.reward_shaping.kl_coef > 0 or (num_updates > 1 and compares)
-
-    @property
-    def with_entropies(self) -> bool:
-        """Whether the loss asks for entropies."""
-        return self.loss.entropy_coef > 0
 
     @model_validator(mode="after")
     def _check_values(self) -> Self:
@@ -606,6 +685,12 @@ class Config(Record):
     deployment: DeploymentConfig = DeploymentConfig()
     """Placement on the node."""
 
+    @property
+    def demonstrations(self) -> tuple[DatasetConfig, ...]:
+        """The datasets of `data.sft`, also where it is written as one path."""
+        sft = self.data.sft
+        return sft if isinstance(sft, tuple) else (DatasetConfig(path=sft),)
+
     @model_validator(mode="after")
     def _check_mode(self) -> Self:
         needed = {"sft": ["sft"], "rl": ["prompts"], "sft+rl": ["sft", "prompts"]}[self.mode]
@@ -616,6 +701,13 @@ class Config(Record):
             raise ValueError(f'mode "{self.mode}" compares checkpoints by accuracy: evaluation.metric cannot be "loss"')
         if self.mode != "sft" and self.rollout.sampling.temperature == 0:
             raise ValueError("RL needs rollout.sampling.temperature above 0: greedy samples of a group are all equal")
+        advantage = self.training.rl.advantage
+        is_alone = self.rollout.n_samples_per_prompt == 1 and advantage.singleton == "zero"
+        if self.mode != "sft" and is_alone and advantage.estimator not in ("constant", "batch_mean_std", "gae"):
+            raise ValueError(
+                f'training.rl.advantage.estimator "{advantage.estimator}" compares the completions of a prompt: it '
+                "needs rollout.n_samples_per_prompt of 2 or more, found 1"
+            )
         return self
 
     @classmethod
@@ -654,20 +746,41 @@ def read_settings(path: Path) -> dict[str, Any]:  # Any: unchecked file content
 def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # Any: unchecked file content
     """`settings` with data paths, and a model path that exists as a folder, made absolute against `base`.
 
-    A model path that is no folder beside the file stays as it is: it may be a hub id.
+    So do the checkpoints to resume from. A model path that is no folder beside the file stays as it is: it may be a
+    hub id. So does `data.sft` where it reads `organisation/name` and is nothing beside the file.
     """
 
     def absolute(value: Any) -> Any:  # Any: unchecked file content
         return str((base / value).resolve()) if isinstance(value, str) and value else value
 
+    def dataset(value: Any) -> Any:  # Any: unchecked file content
+        if isinstance(value, list | tuple):
+            return [
+                {**each, "path": dataset(each["path"])} if isinstance(each, dict) and "path" in each else each
+                for each in value
+            ]
+        return value if isinstance(value, str) and _may_be_hub_id(value, base) else absolute(value)
+
     resolved = dict(settings)
     if isinstance(data := settings.get("data"), dict):
-        resolved["data"] = {key: absolute(value) for key, value in data.items()}
+        resolved["data"] = {key: (dataset if key == "sft" else absolute)(value) for key, value in data.items()}
     if isinstance(model := settings.get("model"), dict):
         path = model.get("path")
         if isinstance(path, str) and (path.startswith((".", "/")) or (base / path).is_dir()):
             resolved["model"] = {**model, "path": absolute(path)}
+    if isinstance(training := settings.get("training"), dict):
+        resolved["training"] = {
+            stage: {**section, "resume_from": absolute(section["resume_from"])}
+            if isinstance(section, dict) and "resume_from" in section
+            else section
+            for stage, section in training.items()
+        }
     return resolved
+
+
+def _may_be_hub_id(path: str, base: Path) -> bool:
+    is_name = HUB_ID.fullmatch(path) is not None and not path.endswith(DATA_FILE_SUFFIXES)
+    return is_name and not (base / path).exists()
 
 
 def parse_config(model: type[RecordT], settings: dict[str, Any], *, source: str) -> RecordT:  # Any: unchecked

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,19 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rollouts_core.checkpoint import MANIFEST, load_manifest
-from rollouts_core.config import FunctionName, ModelConfig, name_of_function
-from rollouts_core.dataset import digest_path
+from rollouts_core.checkpoint import MANIFEST, find_checkpoint, load_manifest
+from rollouts_core.config import PLACEMENT, SELECTION, FunctionName, ModelConfig, name_of_function
 from rollouts_core.errors import ConfigError
+from rollouts_core.rows import digest_path
 
 SEMANTICS_VERSION = 1
 """Raised when the same settings and data train to another result than before."""
 
 FINGERPRINT_CHARS = 16
+
+NO_RESULT = tuple(PLACEMENT)
+NO_WEIGHTS = tuple(SELECTION)
+"""The keys by which config.py marks fields that can change no result, and no weights."""
 
 
 def fingerprint_job(stage: str, job: BaseModel, *, salt: str = "") -> str:
@@ -39,24 +44,35 @@ def fingerprint_job(stage: str, job: BaseModel, *, salt: str = "") -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:FINGERPRINT_CHARS]
 
 
-def affecting_settings(record: BaseModel, default: BaseModel | None = None) -> dict[str, Any]:  # Any: JSON
+def training_settings(record: BaseModel) -> dict[str, Any]:  # Any: JSON
+    """`affecting_settings` that can change weights, by dotted names: `{"batch_size": 4, "optim.lr": 0.001}`."""
+    named = {name: name_of_function(value) for name, value in record if callable(value)}
+    return _flatten(affecting_settings(record.model_copy(update=named), unless_marked=(*NO_RESULT, *NO_WEIGHTS)))
+
+
+def affecting_settings(
+    record: BaseModel, default: BaseModel | None = None, *, unless_marked: Collection[str] = NO_RESULT
+) -> dict[str, Any]:  # Any: JSON
     """The fields of a record that can change a result and differ from their defaults, as JSON values.
 
     Args:
         default: what the record is where nobody says anything; a section's default may differ from that of its type.
+        unless_marked: fields that the marks of config.py say are none of the effects named here are left out.
     """
     as_json = record.model_dump(mode="json")
     chosen: dict[str, Any] = {}  # Any: JSON
     for name, field in type(record).model_fields.items():
         value, usual = getattr(record, name), _default_of(field, name, default)
-        if _is_placement(field) or value == usual:
+        if _is_marked(field, unless_marked) or value == usual:
             continue
         if isinstance(value, BaseModel):
-            section = affecting_settings(value, usual if isinstance(usual, BaseModel) else None)
+            section = affecting_settings(
+                value, usual if isinstance(usual, BaseModel) else None, unless_marked=unless_marked
+            )
             if section or usual is PydanticUndefined:
                 chosen[name] = section
         elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
-            chosen[name] = [affecting_settings(item) for item in value]
+            chosen[name] = [affecting_settings(item, unless_marked=unless_marked) for item in value]
         else:
             chosen[name] = as_json[name]
     return chosen
@@ -68,9 +84,19 @@ def _default_of(field: FieldInfo, name: str, default: BaseModel | None) -> Any: 
     return PydanticUndefined if field.is_required() else field.get_default(call_default_factory=True)
 
 
-def _is_placement(field: FieldInfo) -> bool:
+def _is_marked(field: FieldInfo, marks: Collection[str]) -> bool:
     extra = field.json_schema_extra
-    return isinstance(extra, dict) and extra.get("affects_result") is False
+    return isinstance(extra, dict) and any(extra.get(mark) is False for mark in marks)
+
+
+def _flatten(settings: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
+    flat: dict[str, Any] = {}  # Any: JSON
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{inner}": item for inner, item in _flatten(value).items()}
+        else:
+            flat[name] = value
+    return flat
 
 
 def digest_model(model: ModelConfig) -> str:
@@ -79,6 +105,20 @@ def digest_model(model: ModelConfig) -> str:
     if (path / MANIFEST).is_file():
         return load_manifest(path).digest
     return digest_path(model.path if path.exists() else f"{model.path}@{model.revision}")
+
+
+def digest_datasets(datasets: Sequence[BaseModel]) -> str:
+    """One digest of a mixture: the content of its datasets and how much of each is used."""
+    return hashlib.sha256(json.dumps([affecting_settings(each) for each in datasets]).encode()).hexdigest()
+
+
+def digest_checkpoint(path: str) -> str:
+    """The digest of everything in the checkpoint that a path means, the trainer's state too; "" for no path.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    return load_manifest(find_checkpoint(Path(path))).content_digest if path else ""
 
 
 def digest_plugins(*names: FunctionName) -> str:

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from rollouts_core.config import (
     PLACEMENT,
+    DatasetConfig,
     DeploymentConfig,
     EvaluationConfig,
     ModelConfig,
@@ -34,6 +35,13 @@ class InputFile(Record):
     """Where it lies."""
     digest: str
     """sha256 of its content, checked before it is used."""
+
+
+class InputDataset(DatasetConfig):
+    """A dataset that a job reads, and how much of it."""
+
+    digest: str
+    """sha256 of its content, checked when it is opened; for a dataset of the hub, of its name and commit."""
 
 
 class InputModel(Record):
@@ -64,10 +72,16 @@ class SFTJob(Record):
     kind: Literal["sft"] = "sft"
     model: InputModel
     """The model to start from."""
-    data: InputFile
+    data: tuple[InputDataset, ...] = Field(min_length=1)
     """Demonstrations."""
+    eval_data: InputFile | None = None
+    """Demonstrations whose loss is taken now and then."""
+    streaming: bool = Field(False, json_schema_extra=PLACEMENT)
+    """Whether they are read and tokenized while training."""
     training: SFTTrainingConfig
     """The settings of SFT."""
+    resume_digest: str = ""
+    """Digest of the checkpoint that training.resume_from names; empty where it names none."""
     deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
     """Threads and devices."""
 
@@ -82,6 +96,8 @@ class RLJob(Record):
     """What completions are sampled for."""
     training: RLTrainingConfig
     """The settings of RL."""
+    resume_digest: str = ""
+    """Digest of the checkpoint that training.resume_from names; empty where it names none."""
     rollout: RolloutConfig
     """How completions are sampled, graded and filtered."""
     plugin_digest: str = ""

@@ -64,7 +64,7 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         num_tokens, num_words = len(hidden_NH), len(head_VH)
         ctx.piece = max(1, MAX_PIECE_BYTES // (4 * num_words))
-        ctx.temperature, ctx.with_entropies = temperature, with_entropies
+        ctx.temperature = temperature
         logprobs_N = torch.empty(num_tokens, device=hidden_NH.device)
         log_norms_N = torch.empty_like(logprobs_N)
         entropies_N = torch.zeros_like(logprobs_N)
@@ -80,14 +80,17 @@ class _LinearLogprobs(torch.autograd.Function):
             if num_tokens <= ctx.piece and any(ctx.needs_input_grad):
                 ctx.logits = logits
         ctx.save_for_backward(hidden_NH, head_VH, bias_V, targets_N, log_norms_N, entropies_N)
-        if not with_entropies:
-            ctx.mark_non_differentiable(entropies_N)
+        ctx.set_materialize_grads(False)  # entropies that are only logged cost nothing here
         return logprobs_N, entropies_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs_N: Tensor, grad_entropies_N: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_logprobs_N: Tensor | None, grad_entropies_N: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden_NH, head_VH, bias_V, targets_N, log_norms_N, entropies_N = ctx.saved_tensors
+        if grad_logprobs_N is None:
+            grad_logprobs_N = torch.zeros_like(log_norms_N)
         needs_hidden, needs_head, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
         grad_head_VH = torch.zeros_like(head_VH, dtype=torch.float32) if needs_head else None
@@ -98,11 +101,10 @@ class _LinearLogprobs(torch.autograd.Function):
             logits = _piece_of_logits(hidden_NH[at], head_VH, bias_V, ctx.temperature) if kept is None else kept
             log_probs = logits.sub_(log_norms_N[at, None])
             # d logprob / d logit = onehot - p;  d entropy / d logit = -p (log p + entropy)
-            if ctx.with_entropies:
-                weight = -(log_probs + entropies_N[at, None]) * grad_entropies_N[at, None] - grad_logprobs_N[at, None]
-                grad_logits = log_probs.exp_().mul_(weight)
-            else:
-                grad_logits = log_probs.exp_().mul_(-grad_logprobs_N[at, None])
+            weight = -grad_logprobs_N[at, None]
+            if grad_entropies_N is not None:
+                weight = weight - (log_probs + entropies_N[at, None]) * grad_entropies_N[at, None]
+            grad_logits = log_probs.exp_().mul_(weight)
             grad_logits.scatter_add_(1, targets_N[at, None], grad_logprobs_N[at, None])
             if ctx.temperature != 1.0:
                 grad_logits /= ctx.temperature

@@ -123,7 +123,8 @@ def policy_loss(scores: TokenScores, batch: TrainBatch, config: LossConfig) -> t
         shares["kl_reference"] = kl_BT
     if scores.entropies_BT is not None:
         shares["entropy"] = _trained(scores.entropies_BT, batch)
-        per_token_BT = per_token_BT - config.entropy_coef * shares["entropy"]
+        if config.entropy_coef:  # times 0, it would still cost a backward pass through every entropy
+            per_token_BT = per_token_BT - config.entropy_coef * shares["entropy"]
     counts_BT = token_weights(batch, config)
     loss = (per_token_BT * counts_BT).sum()
     if batch.returns_BT is not None:
@@ -216,10 +217,10 @@ def clipped_value_loss(scores: TokenScores, batch: TrainBatch, value_clip: float
     """
     assert batch.returns_BT is not None and batch.old_values_BT is not None, "a value loss needs returns and old values"
     assert scores.values_BT is not None, "the estimator gae needs a policy with a value head: with_values=True"
-    moved_BT = _limited(scores.values_BT - batch.old_values_BT, value_clip)
-    errors_BT = (scores.values_BT - batch.returns_BT).square()
-    clipped_errors_BT = (batch.old_values_BT + moved_BT - batch.returns_BT).square()
-    return 0.5 * _trained(torch.maximum(errors_BT, clipped_errors_BT), batch)
+    values_BT, returns_BT = _trained(scores.values_BT, batch), _trained(batch.returns_BT, batch)
+    old_BT = _trained(batch.old_values_BT, batch)
+    held_BT = old_BT + _limited(values_BT - old_BT, value_clip)
+    return 0.5 * torch.maximum((values_BT - returns_BT).square(), (held_BT - returns_BT).square())
 
 
 def token_weights(batch: TrainBatch, config: LossConfig) -> Tensor:

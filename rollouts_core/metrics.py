@@ -73,8 +73,9 @@ class EventLog:
     """A file with one JSON object per line: `{"event": "checkpoint", "attempt": 1, "time": ..., ...}`."""
 
     def __init__(self, path: str | Path, *, attempt: int = 1) -> None:
+        self.path = Path(path)
         self.attempt = attempt
-        self._file = _open_for_lines(Path(path))
+        self._file = _open_for_lines(self.path)
 
     def write(self, event: str, **details: Any) -> None:  # Any: JSON
         """Append an event; it is on disk when this returns."""

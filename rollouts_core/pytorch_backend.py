@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from rollouts_core.backend import ImmediateTrainFuture, ThreadTrainFuture, TrainFuture, TrainingState, future_of
 from rollouts_core.batch import TrainBatch
-from rollouts_core.checkpoint import new_checkpoint, verify_checkpoint
 from rollouts_core.config import PLAIN_POLICY, ModelConfig, OptimConfig, PolicyConfig
-from rollouts_core.errors import CheckpointError, NonFiniteError
+from rollouts_core.errors import NonFiniteError
 from rollouts_core.lora import adapters_off, is_adapter_weight, merged_weights, replace_weights
 from rollouts_core.loss import LossFn, Metrics, TokenScores
 from rollouts_core.model import check_vocabulary, load_hf_model, load_tokenizer
@@ -33,18 +33,24 @@ from rollouts_core.optim import (
     restore_schedule,
 )
 from rollouts_core.policy import Policy, create_policy
-from rollouts_core.random_state import get_random_tensors, get_random_values, is_random_state, set_random_state
+from rollouts_core.random_state import (
+    get_random_tensors,
+    get_random_values,
+    seed_everything,
+    set_random_state,
+)
 from rollouts_core.snapshot import HostSnapshot
+from rollouts_core.training_state import (
+    HF_KEY,
+    WEIGHT_KEY,
+    check_named_tensors,
+    own_weights,
+    read_training_checkpoint,
+    write_training_checkpoint,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-TRAINER_STATE = "trainer/state.json"
-TRAINER_TENSORS = "trainer/tensors.safetensors"
-HF_PREFIX = "hf/"
-"""Marks the tensors of a snapshot that go into the Hugging Face files."""
-WEIGHTS_PREFIX = "weights/"
-"""Marks trained parameters that the Hugging Face files have no place for."""
 
 
 class PyTorchTrainingBackend:
@@ -76,6 +82,9 @@ class PyTorchTrainingBackend:
         self.device = self.model.device
         self._num_optim_steps = 0
         self._snapshot = HostSnapshot()
+        self._copied = threading.Event()
+        """Set when no save is reading weights and optimizer any more."""
+        self._copied.set()
         self._saving: TrainFuture[None] = ImmediateTrainFuture(None)
 
     @property
@@ -101,10 +110,7 @@ class PyTorchTrainingBackend:
         loss, metrics = self.loss_fn(self.policy(on_device), on_device)
         if not math.isfinite(metrics["loss"]):
             self.optimizer.zero_grad(set_to_none=True)
-            raise NonFiniteError(
-                f"the loss became {metrics['loss']} after {self._num_optim_steps} optimizer steps: lower the "
-                "learning rate, or look at the samples of this step"
-            )
+            raise nonfinite_error("loss", metrics["loss"], num_optim_steps=self._num_optim_steps)
         torch.autograd.backward(loss)
         return metrics
 
@@ -134,11 +140,9 @@ class PyTorchTrainingBackend:
         norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm))
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
-            raise NonFiniteError(
-                f"the gradient norm became {norm} after {self._num_optim_steps} optimizer steps: lower the learning "
-                "rate, or look at the samples of this step"
-            )
+            raise nonfinite_error("gradient norm", norm, num_optim_steps=self._num_optim_steps)
         lr = float(self.optimizer.param_groups[0]["lr"])
+        self._copied.wait()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
@@ -158,24 +162,28 @@ class PyTorchTrainingBackend:
         return future_of(lambda: self._load_weights(weights))
 
     def _load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        check_same_tensors(merged_weights(self.model), weights)
+        check_named_tensors(merged_weights(self.model), weights)
+        self._copied.wait()
         replace_weights(self.model, weights)
 
     def save_checkpoint(self, path: Path, state: TrainingState) -> ThreadTrainFuture[None]:
         """Write a directory that engines load as it is and that training resumes from exactly.
 
-        The call copies everything to host memory, as much as weights and optimizer take; a thread writes the copy.
+        A thread copies everything to host memory, as much as weights and optimizer take, and writes the copy. Forward
+        and backward passes go on meanwhile; what changes weights waits until they are copied.
         """
         assert self._saving.done(), "one save at a time: wait for the last one's result"
         trainer = {
-            "scheduler": self.scheduler.state_dict(),
+            "scheduler": deepcopy(self.scheduler.state_dict()),
             "num_optim_steps": self._num_optim_steps,
             "random": get_random_values(),
             "loop": dict(state),
         }
-        hf_weights = {HF_PREFIX + name: tensor for name, tensor in merged_weights(self.model).items()}
-        copied = self._snapshot.take({**hf_weights, **self._trainer_tensors()})
-        saving = ThreadTrainFuture(lambda: self._write_checkpoint(path, json.dumps(trainer), copied, state))
+        tensors = self._trainer_tensors()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the last step's kernels may still be changing them
+        self._copied.clear()
+        saving = ThreadTrainFuture(lambda: self._copy_and_write(path, trainer, tensors, state))
         self._saving = saving
         return saving
 
@@ -190,61 +198,50 @@ class PyTorchTrainingBackend:
     def _trainer_tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds beside the Hugging Face files."""
         return {
-            **{WEIGHTS_PREFIX + name: parameter.detach() for name, parameter in self._own_weights().items()},
+            **{WEIGHT_KEY + name: value.detach() for name, value in own_weights(self.policy).items()},
             **optimizer_tensors(self.policy, self.optimizer),
             **get_random_tensors(),
         }
 
-    def _own_weights(self) -> dict[str, Tensor]:
-        """The weights that the Hugging Face files have no place for: adapters and value head."""
-        named = self.policy.named_parameters()
-        return {name: p for name, p in named if is_adapter_weight(name) or name.startswith("value_head.")}
+    def _copy_and_write(
+        self, path: Path, trainer: Mapping[str, Any], tensors: Mapping[str, Tensor], state: TrainingState
+    ) -> None:
+        try:
+            hf_weights = {HF_KEY + name: tensor for name, tensor in merged_weights(self.model).items()}
+            copied = self._snapshot.take({**hf_weights, **tensors})
+        finally:
+            self._copied.set()
+        self._write_checkpoint(path, json.dumps(trainer), copied, state)
 
     def _write_checkpoint(self, path: Path, trainer: str, copied: dict[str, Tensor], state: TrainingState) -> None:
-        hf_weights = {name.removeprefix(HF_PREFIX): t for name, t in copied.items() if name.startswith(HF_PREFIX)}
-        tensors = {name: t for name, t in copied.items() if not name.startswith(HF_PREFIX)}
-        with new_checkpoint(
-            path, step=int(state["step"]), score=state.get("score"), fingerprint=state.get("fingerprint", "")
-        ) as directory:
-            self.model.save_pretrained(directory, state_dict=hf_weights)
-            self.tokenizer.save_pretrained(directory)
-            (directory / "trainer").mkdir()
-            (directory / TRAINER_STATE).write_text(trainer)
-            save_file(tensors, directory / TRAINER_TENSORS)
+        write_training_checkpoint(path, state, trainer, copied, model=self.model, tokenizer=self.tokenizer)
 
     def _load_checkpoint(self, path: Path) -> TrainingState:
-        verify_checkpoint(path)
-        if not (path / TRAINER_STATE).is_file():
-            raise CheckpointError(f"{path} has no trainer state: it can be trained from, but not resumed")
-        trainer = json.loads((path / TRAINER_STATE).read_text())
-        tensors = load_file(path / TRAINER_TENSORS)
-        own = {name.removeprefix(WEIGHTS_PREFIX): t for name, t in tensors.items() if name.startswith(WEIGHTS_PREFIX)}
-        check_same_tensors(self._own_weights(), own)
+        saved = read_training_checkpoint(path)
+        self._copied.wait()
+        own = own_weights(self.policy)
+        check_named_tensors(own, saved.own_weights)
         if not self.has_adapters:  # with them the frozen weights are those that training started from
             weights = merged_weights(load_hf_model(ModelConfig(path=str(path))))
-            check_same_tensors(merged_weights(self.model), weights)
+            check_named_tensors(merged_weights(self.model), weights)
             replace_weights(self.model, weights)
         with torch.no_grad():
-            for name, parameter in self._own_weights().items():
-                parameter.copy_(own[name])
-        moments = {
-            name: t for name, t in tensors.items() if not name.startswith(WEIGHTS_PREFIX) and not is_random_state(name)
-        }
-        restore_optimizer_tensors(self.policy, self.optimizer, moments)
-        restore_schedule(self.scheduler, trainer["scheduler"])
-        set_random_state(tensors, trainer["random"])
-        self._num_optim_steps = trainer["num_optim_steps"]
-        state: TrainingState = trainer["loop"]
+            for name, parameter in own.items():
+                parameter.copy_(saved.own_weights[name])
+        restore_optimizer_tensors(self.policy, self.optimizer, saved.moments)
+        restore_schedule(self.scheduler, saved.trainer["scheduler"])
+        set_random_state(saved.random_tensors, saved.trainer["random"])
+        self._num_optim_steps = saved.trainer["num_optim_steps"]
+        state: TrainingState = saved.trainer["loop"]
         return state
 
 
-def check_same_tensors(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError when names or shapes differ."""
-    if given.keys() != own.keys():
-        raise CheckpointError(f"the weights are of another model: {sorted(given.keys() ^ own.keys())[:3]}")
-    for name, value in given.items():
-        if value.shape != own[name].shape:
-            raise CheckpointError(f"{name} has shape {tuple(value.shape)}, expected {tuple(own[name].shape)}")
+def nonfinite_error(quantity: str, value: float, *, num_optim_steps: int) -> NonFiniteError:
+    """The error of a loss or a gradient norm that is not a finite number."""
+    return NonFiniteError(
+        f"the {quantity} became {value} after {num_optim_steps} optimizer steps: lower the learning rate, or look at "
+        "the samples of this step"
+    )
 
 
 def create_pytorch_backend(
@@ -270,10 +267,10 @@ def create_pytorch_backend(
         with_entropies: score entropies too.
         with_values: train a value head.
         with_reference: keep the weights that training starts from, for `score(reference=True)`.
-        seed: of PyTorch's random numbers, which new adapters and dropout take.
+        seed: of the random numbers that new adapters and dropout take.
         device: "" takes the first GPU where there is one, else the CPU.
     """
-    torch.manual_seed(seed)
+    seed_everything(seed)
     place = device or default_device()
     trained = create_policy(
         model, policy, device=place, temperature=temperature, with_entropies=with_entropies, with_values=with_values

@@ -12,23 +12,21 @@ The loop is synchronous: the engines wait while the weights change, so every sam
 from __future__ import annotations
 
 import itertools
-import logging
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from torch import Tensor
 
 from rollouts_core.backend import TrainingBackend
-from rollouts_core.batch import TrainBatch, build_batch, split_by_sample
-from rollouts_core.checkpoint import prune_checkpoints, step_directory
+from rollouts_core.batch import build_batch, split_by_sample
 from rollouts_core.config import RLTrainingConfig
 from rollouts_core.data_buffer import DataBuffer
 from rollouts_core.engines import InferenceEngine, PublishTarget, publish_weights
-from rollouts_core.errors import NonFiniteError
 from rollouts_core.loss import Metrics
-from rollouts_core.metrics import EventLog, MetricsLogger, average_metrics, sum_metrics
+from rollouts_core.metrics import EventLog, MetricsLogger, average_metrics, read_json_lines
 from rollouts_core.rl_batch import (
     RolloutScores,
     places_to_score,
@@ -37,12 +35,9 @@ from rollouts_core.rl_batch import (
     trained_samples,
 )
 from rollouts_core.rollout import AsyncRolloutManager
-from rollouts_core.sft import load_latest_checkpoint
+from rollouts_core.saving import RunCheckpoints, describe_settings
 from rollouts_core.types import RolloutBatch, Status
-
-logger = logging.getLogger(__name__)
-
-MAX_NAMED_SAMPLES = 16
+from rollouts_core.update import update_policy
 
 OnBatch = Callable[[int, RolloutBatch], None]
 """(step, batch): called with the rollouts of every step before they are trained on."""
@@ -59,56 +54,79 @@ async def run_rl_training(
     target: PublishTarget,
     pad_id: int = 0,
     checkpoint_dir: Path | None = None,
+    inputs: Mapping[str, str] | None = None,
     events: EventLog | None = None,
     on_batch: OnBatch | None = None,
 ) -> list[Metrics]:
     """Train for `config.num_steps` steps; returns the metrics of each step that was run.
 
     With a `checkpoint_dir`, training goes on from its newest intact checkpoint. The engines serve the trainer's
-    weights before the first sample is asked for, also after a restart.
+    weights before the first sample is asked for, also after a restart. Where timing decides which groups a step
+    trains on, `events` gets the decision before the step, and a run that goes on takes the same ones again.
 
     Args:
         target: where weights are published for the engines.
+        inputs: digests of what the training was made from, by name; a checkpoint of others is refused.
 
     Raises:
+        CheckpointError: a checkpoint of other settings or inputs.
         WeightSyncError: an engine that does not take the weights.
         NonFiniteError: a loss or gradient that is not finite, where the settings stop for it.
     """
-    state = await load_latest_checkpoint(backend, checkpoint_dir, events)
-    if state:
-        data_buffer.load_state_dict(state["data_buffer"])
-        rollout_manager.load_state_dict(state["rollout"])
-    version = await publish_weights(backend, inference_engines, target)
+    settings = describe_settings(config, inputs or {}, rollout=rollout_manager.config)
     history: list[Metrics] = []
-    for step in range((state["step"] if state else 0) + 1, config.num_steps + 1):
-        began = perf_counter()
-        batch = await rollout_manager.generate_batch()
-        if on_batch:
-            on_batch(step, batch)
-        generated = perf_counter()
-        metrics = await train_on_rollouts(backend, batch, config, pad_id=pad_id)
-        trained = perf_counter()
-        if step % config.sync_every == 0 and not metrics["skipped"]:
-            version = await publish_weights(backend, inference_engines, target)
-            if events:
-                events.write("weights_published", step=step, version=version)
-        metrics |= describe_rollouts(batch)
-        metrics |= {
-            "generate_s": generated - began,
-            "train_s": trained - generated,
-            "publish_s": perf_counter() - trained,
-        }
-        history.append(metrics)
-        if metrics_logger and (step % config.log_every == 0 or step in (1, config.num_steps)):
-            metrics_logger.log(metrics, step)
-        if checkpoint_dir and (step % config.checkpoint_every == 0 or step == config.num_steps):
-            cursors = {"data_buffer": data_buffer.state_dict(), "rollout": rollout_manager.state_dict()}
-            checkpoint = step_directory(checkpoint_dir, step)
-            await backend.save_checkpoint(checkpoint, {"step": step, **cursors}).result()
-            prune_checkpoints(checkpoint_dir, newest=checkpoint, keep=config.keep_checkpoints)
-            if events:
-                events.write("checkpoint", step=step)
+    async with RunCheckpoints(backend, checkpoint_dir, config, settings=settings, events=events) as checkpoints:
+        state = await checkpoints.resume()
+        if state:
+            data_buffer.load_state_dict(state["data_buffer"])
+            rollout_manager.load_state_dict(state["rollout"])
+        if events and checkpoint_dir:
+            rollout_manager.replay(read_schedules(events.path, after_step=state["step"] if state else 0))
+        await publish_weights(backend, inference_engines, target)
+        num_published = backend.weight_version
+        for step in range((state["step"] if state else 0) + 1, config.num_steps + 1):
+            began = perf_counter()
+            batch = await rollout_manager.generate_batch()
+            if events and "completed" in batch.metadata:
+                events.write("rollouts_scheduled", step=step, completed=batch.metadata["completed"])
+            if on_batch:
+                on_batch(step, batch)
+            generated = perf_counter()
+            metrics = await train_on_rollouts(backend, batch, config, pad_id=pad_id)
+            trained = perf_counter()
+            # At a checkpoint too: a run that goes on from there publishes these weights before anything else.
+            is_publish_due = step % config.sync_every == 0 or checkpoints.is_due(step)
+            if is_publish_due and backend.weight_version != num_published:
+                version = await publish_weights(backend, inference_engines, target)
+                num_published = backend.weight_version
+                if events:
+                    events.write("weights_published", step=step, version=version)
+            metrics |= describe_rollouts(batch)
+            metrics |= {
+                "generate_s": generated - began,
+                "train_s": trained - generated,
+                "publish_s": perf_counter() - trained,
+            }
+            history.append(metrics)
+            if metrics_logger and (step % config.log_every == 0 or step in (1, config.num_steps)):
+                metrics_logger.log(metrics, step)
+            await checkpoints.after_step(step, metrics, lambda: read_cursors(data_buffer, rollout_manager))
     return history
+
+
+def read_cursors(data_buffer: DataBuffer, rollout_manager: AsyncRolloutManager) -> dict[str, Any]:  # Any: JSON
+    """What the loop needs to go on with the data: the place in the prompts, and the groups carried over."""
+    return {"data_buffer": data_buffer.state_dict(), "rollout": rollout_manager.state_dict()}
+
+
+def read_schedules(events: Path, *, after_step: int) -> list[list[int]]:
+    """The logged order of finished groups of the steps after one, as far as an earlier attempt came."""
+    lines = read_json_lines(events)
+    by_step = {line["step"]: line["completed"] for line in lines if line["event"] == "rollouts_scheduled"}
+    schedules: list[list[int]] = []
+    while (order := by_step.get(after_step + len(schedules) + 1)) is not None:
+        schedules.append(order)
+    return schedules
 
 
 async def train_on_rollouts(
@@ -119,35 +137,18 @@ async def train_on_rollouts(
     updates = prepare_updates(
         batch, batch.rewards, config, num_updates=config.num_minibatches, pad_id=pad_id, scores=scores
     )
-    done: list[Metrics] = []
-    num_nonfinite = 0
-    for micro_batches in updates * config.num_epochs:
-        if not micro_batches:
-            continue
-        try:
-            done.append(await update_policy(backend, micro_batches))
-        except NonFiniteError as error:
-            if config.on_nonfinite == "stop":
-                raise
-            logger.warning("skipped an update: %s", error)
-            num_nonfinite += 1
-    counts = {"skipped": float(not done), "num_updates": float(len(done)), "num_nonfinite": float(num_nonfinite)}
-    return {**counts, **average_metrics(done)} if done else counts
-
-
-async def update_policy(backend: TrainingBackend, micro_batches: Sequence[TrainBatch]) -> Metrics:
-    """One optimizer update from its micro-batches.
-
-    Raises:
-        NonFiniteError: names the samples that the loss was taken over; the weights are as before.
-    """
-    results = []
-    for micro_batch in micro_batches:
-        try:
-            results.append(await backend.forward_backward(micro_batch).result())
-        except NonFiniteError as error:
-            raise NonFiniteError(f"{error}: {', '.join(micro_batch.sample_ids[:MAX_NAMED_SAMPLES])}") from error
-    return {**sum_metrics(results), **await backend.optim_step().result()}
+    tried = [
+        await update_policy(backend, micro_batches, on_nonfinite=config.on_nonfinite)
+        for micro_batches in updates * config.num_epochs
+        if micro_batches
+    ]
+    done = [metrics for metrics in tried if not metrics["num_nonfinite"]]
+    counts = {
+        "skipped": float(not done),
+        "num_updates": float(len(done)),
+        "num_nonfinite": float(len(tried) - len(done)),
+    }
+    return {**average_metrics(done), **counts} if done else counts
 
 
 async def score_rollouts(
@@ -162,7 +163,7 @@ async def score_rollouts(
     values: dict[int, Tensor] = {}
     samples = trained_samples(batch.samples, config.reward_shaping)
     places = places_to_score(samples, batch.rewards, config)
-    for rows in plan_rows(places, samples, max_tokens=config.max_micro_batch_tokens):
+    for rows in plan_rows(places, samples, config):
         in_rows = [[samples[place] for place in row] for row in rows]
         in_order = list(itertools.chain(*rows))
         micro_batch = build_batch(in_rows, pad_id=pad_id)

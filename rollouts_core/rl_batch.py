@@ -24,6 +24,7 @@ from rollouts_core.advantages import batch_advantages, gae_advantages, whiten
 from rollouts_core.batch import TrainBatch, build_batch, spread_over_rows, with_step_totals
 from rollouts_core.config import AdvantageConfig, RewardShapingConfig, RLTrainingConfig
 from rollouts_core.loss import estimate_kl
+from rollouts_core.packing import pack_lengths
 from rollouts_core.types import RolloutBatch, Sample, Status
 
 Rows = list[list[int]]
@@ -60,7 +61,7 @@ def prepare_grpo_batch(
     pad_id: int = 0,
     scores: RolloutScores | None = None,
 ) -> list[TrainBatch]:
-    """The micro-batches of one update on all samples: with their advantages, sorted by length.
+    """The micro-batches of one update on all samples, with their advantages.
 
     Samples that give no gradient are left out, but their tokens count in the averages.
 
@@ -220,8 +221,23 @@ def places_to_score(samples: Sequence[Sample], rewards: Sequence[float], config:
     return [place for place, sample in enumerate(samples) if has_gradient(sample, advantages[place], config)]
 
 
-def plan_rows(places: Sequence[int], samples: Sequence[Sample], *, max_tokens: int) -> list[Rows]:
-    """Samples by length, the longest first, in micro-batches of at most `max_tokens` padded tokens (or one sample)."""
+def plan_rows(places: Sequence[int], samples: Sequence[Sample], config: RLTrainingConfig) -> list[Rows]:
+    """Rows in micro-batches of at most `config.max_micro_batch_tokens` padded tokens (or of one sample).
+
+    Packed rows are as long as the longest sample: longer ones would only add attention over what a mask hides.
+    """
+    if not places:
+        return []
+    if not config.packing:
+        return _plan_single_rows(places, samples, max_tokens=config.max_micro_batch_tokens)
+    lengths = [len(samples[place].tokens) for place in places]
+    rows = [[places[i] for i in row] for row in pack_lengths(lengths, max(lengths))]
+    num_rows = max(1, config.max_micro_batch_tokens // max(lengths))
+    return [rows[i : i + num_rows] for i in range(0, len(rows), num_rows)]
+
+
+def _plan_single_rows(places: Sequence[int], samples: Sequence[Sample], *, max_tokens: int) -> list[Rows]:
+    """One sample per row, the longest first, so that the rows of a micro-batch are of similar length."""
     micro_batches: list[Rows] = []
     longest = 0
     for place in sorted(places, key=lambda place: -len(samples[place].tokens)):
@@ -252,7 +268,7 @@ def _build_update(
     if config.loss.aggregation == "prompt_mean":
         columns["group_tokens_BT"] = _count_group_tokens(places, samples)
     batches = []
-    for rows in plan_rows(useful, samples, max_tokens=config.max_micro_batch_tokens):
+    for rows in plan_rows(useful, samples, config):
         in_rows = [[samples[place] for place in row] for row in rows]
         batch = build_batch(
             in_rows, pad_id=pad_id, advantages=[[credit.advantages[place] for place in row] for row in rows]

@@ -7,23 +7,26 @@ Not here: what an engine is (engines/), advantages and tensors (rl.py), the orde
                        +------------ ask for more <------drop------+
 
 Groups are kept in the order in which they finish and never chosen by reward: choosing would bias the gradient.
-Groups still under way when the batch is full begin the next one.
+Groups still under way when the batch is full begin the next one. Where that, or a filter, lets timing decide which
+groups a batch gets, the order in which groups finished is in its metadata; a manager that is told that order takes
+them in it again, however they finish this time, and so makes the same batch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-from collections import Counter
+import logging
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio
-from anyio.streams.memory import MemoryObjectSendStream
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from rollouts_core.chat import tokenize_prompt
+from rollouts_core.chat import tokenize_prompt, tokenize_prompts
 from rollouts_core.config import RolloutConfig, name_of_function
 from rollouts_core.data_buffer import DataBuffer
 from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
@@ -36,6 +39,8 @@ from rollouts_core.types import Prompt, RolloutBatch, Sample, Status, VersionSpa
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 GenerateFn = Callable[..., Sequence[Sample] | Awaitable[Sequence[Sample]]]
 """Takes the pending samples of a group (and the caller's keywords) and returns them finished, in order."""
@@ -76,6 +81,8 @@ class AsyncRolloutManager:
         self.filter_fn = resolve_filter_fn(config)
         self.partial_samples: list[Sample] = []
         """Groups that were asked for but not used: the next batch begins with them."""
+        self._orders: deque[Sequence[int]] = deque()
+        self._timing_decides = self.filter_fn is not None or _num_asked_groups(config) > config.batch_size
 
     async def __aenter__(self) -> Self:
         return self
@@ -98,6 +105,8 @@ class AsyncRolloutManager:
         drops: Counter[str] = Counter()
         num_asked = 0
         failure: RolloutsError | None = None
+        order = _LoggedOrder(self._orders.popleft() if self._orders else ())
+        completed: list[int] = []
         send, receive = anyio.create_memory_object_stream[_Finished](float("inf"))
         async with send, receive, anyio.create_task_group() as tasks:
             while len(kept) < self.config.batch_size and failure is None:
@@ -109,20 +118,24 @@ class AsyncRolloutManager:
                     for group in self._next_groups():
                         under_way[group[0].group_index] = group
                         tasks.start_soon(self._finish_group, group, grade, send)
-                finished = await receive.receive()
-                del under_way[finished.group[0].group_index]
+                finished = await order.next_finished(receive, under_way)
+                completed.append(finished.group[0].group_index)
+                del under_way[completed[-1]]
                 failure = finished.error
                 if finished.decision.keep:
                     kept.append(finished.group)
                 elif failure is None:
                     drops[finished.decision.reason] += 1
             tasks.cancel_scope.cancel()
+        if order.was_left:
+            self._orders.clear()
         self.partial_samples.extend(sample for group in under_way.values() for sample in group)
         if failure is not None:
             raise failure
         kept.sort(key=lambda group: group[0].group_index)
         counters = {"epoch_id": self.data_buffer.epoch_id, "num_dropped_groups": drops.total(), "drops": dict(drops)}
-        return convert_to_batch([sample for group in kept for sample in group], metadata=counters)
+        schedule = {"completed": completed} if self._timing_decides else {}
+        return convert_to_batch([sample for group in kept for sample in group], metadata={**counters, **schedule})
 
     async def generate_batches(self, reward_fn: RewardFn | None = None) -> AsyncIterator[RolloutBatch]:
         """Batches without end."""
@@ -137,13 +150,17 @@ class AsyncRolloutManager:
         """Go on with the groups of `state_dict`."""
         self.partial_samples = [sample_from_json(record) for record in state["partial_samples"]]
 
+    def replay(self, orders: Sequence[Sequence[int]]) -> None:
+        """Make the next batches like those whose metadata had these `completed` groups, in order."""
+        self._orders = deque(orders)
+
     def _next_groups(self) -> list[Group]:
         """The groups to ask for: those carried over first, then new prompts."""
         carried: dict[int, Group] = {}
         for sample in self.partial_samples:
             carried.setdefault(sample.group_index, []).append(sample)
         self.partial_samples = []
-        num_groups = max(self.config.batch_size, int(self.config.batch_size * self.config.over_sampling_factor))
+        num_groups = _num_asked_groups(self.config)
         first_index = self.data_buffer.num_drawn
         prompts = self.data_buffer.get_prompts(max(0, num_groups - len(carried)))
         fresh = [
@@ -179,6 +196,35 @@ class AsyncRolloutManager:
         except Exception as error:
             raise _user_function_error("filter", self.filter_fn, group, error) from error
         return outcome if isinstance(outcome, FilterDecision) else FilterDecision(bool(outcome), "filtered")
+
+
+class _LoggedOrder:
+    """Hands out finished groups in the order of a log; without a log, or behind its end, as they come."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self._expected = deque(order)
+        self.was_left = False
+        """The log could not be followed."""
+        self._early: dict[int, _Finished] = {}
+
+    async def next_finished(
+        self, receive: MemoryObjectReceiveStream[_Finished], under_way: Mapping[int, Group]
+    ) -> _Finished:
+        """The next group to look at, after waiting for it."""
+        if self._expected and self._expected[0] not in under_way:
+            logger.warning(
+                "the logged schedule has group %d next, which was not asked for: from here on timing decides again",
+                self._expected[0],
+            )
+            self._expected.clear()
+            self.was_left = True
+        if not self._expected:
+            return self._early.pop(next(iter(self._early))) if self._early else await receive.receive()
+        group_index = self._expected.popleft()
+        while group_index not in self._early:
+            finished = await receive.receive()
+            self._early[finished.group[0].group_index] = finished
+        return self._early.pop(group_index)
 
 
 def generate_rollout_batches(
@@ -263,8 +309,8 @@ def check_prompt_lengths(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, *, max_tokens: int, source: str
 ) -> None:
     """Raise DataError for the first prompt of more than `max_tokens` tokens."""
-    for number, prompt in enumerate(prompts, start=1):
-        num_tokens = len(tokenize_prompt(tokenizer, prompt.messages))
+    lengths = map(len, tokenize_prompts(tokenizer, [prompt.messages for prompt in prompts]))
+    for number, (prompt, num_tokens) in enumerate(zip(prompts, lengths, strict=True), start=1):
         if num_tokens > max_tokens:
             raise DataError(
                 f"{source}, row {number}: the prompt {prompt.id!r} has {num_tokens} tokens, the limit is {max_tokens}: "
@@ -351,6 +397,11 @@ def _version_number(version: str) -> int:
     """The number behind the last dash of an engine's weight version; -1 for a server's own start version."""
     number = version.rpartition("-")[2]
     return int(number) if number.isdigit() else -1
+
+
+def _num_asked_groups(config: RolloutConfig) -> int:
+    """Groups that a batch asks for at a time."""
+    return max(config.batch_size, int(config.batch_size * config.over_sampling_factor))
 
 
 def _user_function_error(kind: str, function: Callable[..., Any], group: Group, error: Exception) -> RewardError:

@@ -13,12 +13,15 @@ import asyncio
 import json
 import logging
 import os
+import signal
+import sys
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,7 +30,7 @@ from rollouts_core.backends import create_backend
 from rollouts_core.checkpoint import MANIFEST, list_checkpoints, load_manifest, verify_checkpoint
 from rollouts_core.comparison import estimate_mean, select_best
 from rollouts_core.data_buffer import DataBuffer
-from rollouts_core.dataset import digest_path, load_prompts_from_jsonl, load_sft_dataset
+from rollouts_core.dataset import SFTDataset, load_prompts_from_jsonl, load_sft_dataset, open_datasets, sample_rules
 from rollouts_core.embedded.server import serve
 from rollouts_core.engines import PublishTarget, SGLangEngine
 from rollouts_core.errors import CheckpointError, DataError
@@ -38,9 +41,20 @@ from rollouts_core.evaluate import (
     score_demonstrations,
     scores_by_prompt,
 )
-from rollouts_core.files import remove_partial_directories, write_atomically
-from rollouts_core.fingerprint import digest_model
-from rollouts_core.job import EngineAddress, EvalJob, GenerateJob, InputFile, InputModel, Job, RLJob, ServeJob, SFTJob
+from rollouts_core.files import write_atomically
+from rollouts_core.fingerprint import digest_checkpoint, digest_datasets, digest_model
+from rollouts_core.job import (
+    EngineAddress,
+    EvalJob,
+    GenerateJob,
+    InputDataset,
+    InputFile,
+    InputModel,
+    Job,
+    RLJob,
+    ServeJob,
+    SFTJob,
+)
 from rollouts_core.loss import create_cross_entropy_loss, create_policy_loss
 from rollouts_core.metrics import EventLog, JSONLLogger
 from rollouts_core.model import load_tokenizer, pad_token_id, silence_progress_bars
@@ -52,9 +66,13 @@ from rollouts_core.rollout import (
     resolve_generate_fn,
     resolve_reward_fn,
 )
+from rollouts_core.rows import RowTable, digest_path
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.sft import run_sft_training
 from rollouts_core.types import RolloutBatch, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -70,15 +88,39 @@ def run_job(job: Job, directory: RunDirectory) -> None:
     with EventLog(directory.events, attempt=attempt_number()) as events:
         events.write("started", kind=job.kind, pid=os.getpid())
         if isinstance(job, SFTJob):
-            asyncio.run(run_sft_job(job, directory, events))
+            asyncio.run(until_sigterm(run_sft_job(job, directory, events)))
         elif isinstance(job, RLJob):
-            asyncio.run(run_rl_job(job, directory, events))
+            asyncio.run(until_sigterm(run_rl_job(job, directory, events)))
         elif isinstance(job, EvalJob):
             asyncio.run(run_eval_job(job, directory))
         elif isinstance(job, GenerateJob):
             asyncio.run(run_generate_job(job, directory))
         else:
             run_serve_job(job)
+
+
+async def until_sigterm(work: Coroutine[Any, Any, None]) -> None:
+    """Do the work; SIGTERM cancels it where it waits next, so that a checkpoint being written is finished first.
+
+    An exception out of the signal's handler could strike anywhere, for instance while a thread is being started.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    arrived: list[int] = []
+
+    def cancel(number: int, frame: FrameType | None) -> None:
+        arrived.append(number)
+        loop.call_soon_threadsafe(task.cancel)
+
+    previous = signal.signal(signal.SIGTERM, cancel)
+    try:
+        await work
+    except asyncio.CancelledError:
+        if arrived:
+            sys.exit(128 + arrived[0])
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def attempt_number() -> int:
@@ -89,20 +131,21 @@ def attempt_number() -> int:
 async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog) -> None:
     """Fine-tune on demonstrations; the record lists the checkpoints."""
     check_model(job.model)
-    check_file(job.data)
-    remove_partial_directories(directory.checkpoints)
+    tables = open_checked_datasets(job.data)
+    check_resume(job, directory)
     backend = create_backend(
         job.model.model,
         job.training.optim,
         create_cross_entropy_loss(),
         num_steps=job.training.num_steps,
         policy=job.training.policy,
+        seed=job.training.seed,
     )
     tokenizer = load_tokenizer(job.model.model)
-    samples = load_sft_dataset(
-        job.data.path, tokenizer, max_length=job.training.max_length, train_on=job.training.train_on
-    )
-    events.write("data_loaded", num_samples=len(samples))
+    rules = sample_rules(job.training)
+    samples = SFTDataset(job.data, tables, tokenizer, rules, streaming=job.streaming)
+    eval_samples = load_eval_samples(job, tokenizer)
+    events.write("data_loaded", num_samples=len(samples), num_dropped=samples.num_dropped)
     with JSONLLogger(directory.metrics, attempt=events.attempt) as metrics_logger:
         await run_sft_training(
             backend,
@@ -111,9 +154,42 @@ async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog) ->
             metrics_logger,
             pad_id=pad_token_id(tokenizer),
             checkpoint_dir=directory.checkpoints,
+            inputs={"model": job.model.digest, "data": digest_datasets(job.data)},
             events=events,
+            eval_samples=eval_samples,
         )
-    directory.write_result({"checkpoints": describe_checkpoints(directory), "num_samples": len(samples)})
+    num_samples = len(samples) if job.streaming else len(samples) - samples.num_dropped
+    directory.write_result({"checkpoints": describe_checkpoints(directory), "num_samples": num_samples})
+
+
+def open_checked_datasets(datasets: Sequence[InputDataset]) -> list[RowTable]:
+    """The rows of datasets that are what the job was made for.
+
+    Raises:
+        DataError: one that is gone or changed, or that cannot be opened.
+    """
+    for dataset in datasets:
+        if Path(dataset.path).is_absolute() and not Path(dataset.path).exists():
+            check_digest(dataset, "")
+    tables = open_datasets(datasets)
+    for dataset, table in zip(datasets, tables, strict=True):
+        check_digest(dataset, table.digest)
+    return tables
+
+
+def load_eval_samples(job: SFTJob, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """The demonstrations that are not trained on, if the job has any."""
+    if job.eval_data is None:
+        return []
+    check_file(job.eval_data)
+    training = job.training
+    return load_sft_dataset(
+        job.eval_data.path,
+        tokenizer,
+        max_length=training.max_length,
+        train_on=training.train_on,
+        on_overlong=training.on_overlong,
+    )
 
 
 async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog) -> None:
@@ -121,20 +197,21 @@ async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog) -> N
     with keep_leases(job.engines):
         check_model(job.model)
         check_file(job.prompts)
-        remove_partial_directories(directory.checkpoints)
+        check_resume(job, directory)
         backend = create_backend(
             job.model.model,
             job.training.optim,
             create_policy_loss(job.training.loss),
             num_steps=job.training.num_optim_steps,
             policy=job.training.policy,
+            seed=job.rollout.seed,
             temperature=job.rollout.sampling.temperature,
-            with_entropies=job.training.with_entropies,
+            with_entropies=True,
             with_values=job.training.with_values,
             with_reference=job.training.with_reference,
         )
-        prompts = load_prompts_from_jsonl(job.prompts.path)
         tokenizer = load_tokenizer(job.model.model)
+        prompts = load_prompts_from_jsonl(job.prompts.path)
         max_tokens = job.rollout.max_prompt_tokens
         check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=job.prompts.path)
         await train_against_engines(job, directory, events, backend, DataBuffer(prompts, seed=job.rollout.seed))
@@ -166,6 +243,7 @@ async def train_against_engines(
                     target=publish_target(job, directory),
                     pad_id=pad_token_id(tokenizer),
                     checkpoint_dir=directory.checkpoints,
+                    inputs={"model": job.model.digest, "plugins": job.plugin_digest},
                     events=events,
                     on_batch=lambda step, batch: write_rollouts(directory, step, batch),
                 )
@@ -211,7 +289,12 @@ def run_serve_job(job: ServeJob) -> None:
 
 def check_file(file: InputFile) -> None:
     """Raise DataError when a data file is not the one that the job was made for."""
-    if digest_path(file.path) != file.digest:
+    check_digest(file, digest_path(file.path))
+
+
+def check_digest(file: InputFile | InputDataset, found: str) -> None:
+    """Raise DataError when what was found at an input's path is not what the job was made for."""
+    if found != file.digest:
         happened = "changed" if Path(file.path).exists() else "is gone"
         raise DataError(f"{file.path} {happened} since the stage was planned: start the run again")
 
@@ -226,10 +309,22 @@ def check_model(model: InputModel) -> None:
         raise CheckpointError(f"the model at {path} {happened} since the stage was planned: start the run again")
 
 
+def check_resume(job: SFTJob | RLJob, directory: RunDirectory) -> None:
+    """Raise CheckpointError when the run is to begin with another run's checkpoint, and that one is another now."""
+    source = job.training.resume_from
+    if source and not list_checkpoints(directory.checkpoints) and digest_checkpoint(source) != job.resume_digest:
+        raise CheckpointError(f"the checkpoint at {source} changed since the stage was planned: start the run again")
+
+
 def describe_checkpoints(directory: RunDirectory) -> list[dict[str, Any]]:  # Any: JSON
-    """Name, step and digest of every checkpoint of a run directory."""
+    """Name, step, digest and score of every checkpoint of a run directory."""
     return [
-        {"name": path.name, "step": (manifest := load_manifest(path)).step, "digest": manifest.digest}
+        {
+            "name": path.name,
+            "step": (manifest := load_manifest(path)).step,
+            "digest": manifest.digest,
+            "score": manifest.score,
+        }
         for path in list_checkpoints(directory.checkpoints)
     ]
 
@@ -296,8 +391,10 @@ async def _score_checkpoint(checkpoint: InputModel, job: EvalJob, directory: Run
             load_tokenizer(checkpoint.model),
             max_length=job.training.max_length,
             train_on=job.training.train_on,
+            on_overlong=job.training.on_overlong,
+            max_rows=job.evaluation.max_prompts,
         )
-        return score_demonstrations(checkpoint.model, demonstrations[: job.evaluation.max_prompts])
+        return score_demonstrations(checkpoint.model, demonstrations)
     prompts = load_prompts_from_jsonl(job.data.path, max_rows=job.evaluation.max_prompts)
     rollout = evaluation_rollouts(job.evaluation, job.rollout)
     samples = generate_samples(checkpoint.model, prompts, rollout, num_slots=job.deployment.max_running_requests)

@@ -1,6 +1,6 @@
 """Supervised fine-tuning: the loop, and how demonstrations become its batches.
 
-Not here: reading rows (dataset.py), tensors (batch.py), the model (pytorch_backend.py).
+Not here: reading rows (dataset.py), their order (steps.py), tensors (batch.py), the model (pytorch_backend.py).
 
     samples -> seeded order per epoch -> rows of max_length -> batch_size rows -> micro-batches
             -> forward_backward ... optim_step -> metrics, checkpoint
@@ -8,31 +8,35 @@ Not here: reading rows (dataset.py), tensors (batch.py), the model (pytorch_back
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-import random
-from collections.abc import Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 
-from rollouts_core.backend import TrainingBackend, TrainingState
+from rollouts_core.backend import TrainingBackend
 from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
-from rollouts_core.checkpoint import list_checkpoints, prune_checkpoints, set_damaged_aside, step_directory
 from rollouts_core.config import SFTTrainingConfig
 from rollouts_core.errors import DataError
 from rollouts_core.loss import Metrics
-from rollouts_core.metrics import EventLog, MetricsLogger, sum_metrics
+from rollouts_core.metrics import EventLog, MetricsLogger
 from rollouts_core.packing import pack_rows
+from rollouts_core.saving import RunCheckpoints, describe_settings
+from rollouts_core.steps import Cursor, Samples, iterate_sft_steps
 from rollouts_core.types import Sample
+from rollouts_core.update import update_policy
 
 
 async def run_sft_training(
     backend: TrainingBackend,
-    samples: Sequence[Sample] | Iterable[Sample],
+    samples: Samples,
     config: SFTTrainingConfig,
     metrics_logger: MetricsLogger | None = None,
     *,
     pad_id: int = 0,
     checkpoint_dir: Path | None = None,
+    inputs: Mapping[str, str] | None = None,
     events: EventLog | None = None,
     eval_samples: Sequence[Sample] = (),
 ) -> list[Metrics]:
@@ -43,34 +47,36 @@ async def run_sft_training(
 
     Args:
         samples: demonstrations; a sequence is shuffled anew each epoch, a stream is taken as it comes.
+        inputs: digests of what the training was made from, by name; a checkpoint of others is refused.
         eval_samples: demonstrations whose loss is taken every `config.eval_every` steps and at the end.
 
     Raises:
+        CheckpointError: a checkpoint of other settings, samples or inputs.
         DataError: a stream that ends early.
-        TrainingError: a loss or gradient that is not finite.
+        NonFiniteError: a loss or gradient that is not finite, where the settings stop for it.
     """
-    state = await load_latest_checkpoint(backend, checkpoint_dir, events)
-    start_step = state["step"] if state else 0
+    known_inputs = dict(inputs or {})
+    if checkpoint_dir and isinstance(samples, Sequence):
+        known_inputs["samples"] = digest_samples(samples)
+    settings = describe_settings(config, known_inputs)
     history: list[Metrics] = []
-    steps = iterate_sft_steps(samples, config)
-    for step, rows in enumerate(itertools.islice(steps, start_step, config.num_steps), start=start_step + 1):
-        began = perf_counter()
-        micro_batches = prepare_sft_batch(rows, config, pad_id=pad_id)
-        results = [await backend.forward_backward(batch).result() for batch in micro_batches]
-        metrics = {**sum_metrics(results), **await backend.optim_step().result()}
-        num_tokens = sum(len(sample.tokens) for row in rows for sample in row)
-        metrics |= {"num_tokens": num_tokens, "tokens_per_s": num_tokens / (perf_counter() - began)}
-        if eval_samples and (step % config.eval_every == 0 or step == config.num_steps):
-            metrics["eval_loss"] = await compute_eval_loss(backend, eval_samples, config, pad_id=pad_id)
-        history.append(metrics)
-        if metrics_logger and (step % config.log_every == 0 or step in (1, config.num_steps) or "eval_loss" in metrics):
-            metrics_logger.log(metrics, step)
-        if checkpoint_dir and (step % config.checkpoint_every == 0 or step == config.num_steps):
-            checkpoint = step_directory(checkpoint_dir, step)
-            await backend.save_checkpoint(checkpoint, {"step": step}).result()
-            prune_checkpoints(checkpoint_dir, newest=checkpoint, keep=config.keep_checkpoints)
-            if events:
-                events.write("checkpoint", step=step)
+    async with RunCheckpoints(backend, checkpoint_dir, config, settings=settings, events=events) as checkpoints:
+        state = await checkpoints.resume()
+        start_step = state["step"] if state else 0
+        steps = iterate_sft_steps(samples, config, Cursor(*state["cursor"]) if state else None)
+        for step, rows in enumerate(itertools.islice(steps, config.num_steps - start_step), start=start_step + 1):
+            began = perf_counter()
+            micro_batches = prepare_sft_batch(rows, config, pad_id=pad_id)
+            metrics = await update_policy(backend, micro_batches, on_nonfinite=config.on_nonfinite)
+            num_tokens = sum(len(sample.tokens) for row in rows for sample in row)
+            metrics |= {"num_tokens": num_tokens, "tokens_per_s": num_tokens / (perf_counter() - began)}
+            if eval_samples and (step % config.eval_every == 0 or step == config.num_steps):
+                metrics["eval_loss"] = await compute_eval_loss(backend, eval_samples, config, pad_id=pad_id)
+            history.append(metrics)
+            is_logged = step % config.log_every == 0 or step in (1, config.num_steps) or "eval_loss" in metrics
+            if metrics_logger and is_logged:
+                metrics_logger.log(metrics, step)
+            await checkpoints.after_step(step, metrics, lambda: {"cursor": steps.cursor})
     if start_step + len(history) < config.num_steps:
         raise DataError(
             f"the samples ended after {start_step + len(history)} of {config.num_steps} steps: give more rows"
@@ -78,22 +84,13 @@ async def run_sft_training(
     return history
 
 
-async def load_latest_checkpoint(
-    backend: TrainingBackend, checkpoint_dir: Path | None, events: EventLog | None
-) -> TrainingState | None:
-    """Go on from the newest intact checkpoint; returns the loop's state, or None where there is no checkpoint."""
-    if checkpoint_dir is None:
-        return None
-    damaged = set_damaged_aside(checkpoint_dir)
-    if events and damaged:
-        events.write("damaged_checkpoints", set_aside=[path.name for path in damaged])
-    if not (checkpoints := list_checkpoints(checkpoint_dir)):
-        return None
-    checkpoint = checkpoints[-1]
-    state = await backend.load_checkpoint(checkpoint).result()
-    if events:
-        events.write("resumed", step=state["step"], checkpoint=checkpoint.name)
-    return state
+def digest_samples(samples: Sequence[Sample]) -> str:
+    """sha256 over the tokens and masks of all samples, in order."""
+    total = hashlib.sha256()
+    for sample in samples:
+        total.update(array("q", sample.tokens).tobytes())
+        total.update(array("d", sample.loss_mask).tobytes())
+    return total.hexdigest()
 
 
 async def compute_eval_loss(
@@ -108,34 +105,6 @@ async def compute_eval_loss(
         total -= float((scores.logprobs_BT * batch.loss_mask_BT).sum())
         num_tokens += batch.num_loss_tokens
     return total / num_tokens
-
-
-def iterate_sft_steps(
-    samples: Sequence[Sample] | Iterable[Sample], config: SFTTrainingConfig
-) -> Iterator[list[list[Sample]]]:
-    """The rows of step 1, 2, ...: a function of samples and settings alone, so a resumed run sees the same."""
-    epochs = _shuffle_epochs(samples, seed=config.seed) if isinstance(samples, Sequence) else iter([iter(samples)])
-    rows = (
-        row
-        for epoch in epochs  # rows never hold samples of two epochs
-        for row in (pack_rows(epoch, max_length=config.max_length) if config.packing else ([s] for s in epoch))
-    )
-    while len(step := list(itertools.islice(rows, config.batch_size))) == config.batch_size:
-        yield step
-
-
-def iterate_epochs(samples: Sequence[Sample], *, seed: int) -> Iterator[Sample]:
-    """All samples over and over, each epoch in an order of its own that the seed decides."""
-    return itertools.chain.from_iterable(_shuffle_epochs(samples, seed=seed))
-
-
-def _shuffle_epochs(samples: Sequence[Sample], *, seed: int) -> Iterator[Iterator[Sample]]:
-    if not samples:
-        raise DataError("there is no sample to train on")
-    for epoch in itertools.count():
-        order = list(range(len(samples)))
-        random.Random(f"{seed}-{epoch}").shuffle(order)
-        yield (samples[i] for i in order)
 
 
 def prepare_sft_batch(rows: Sequence[Sequence[Sample]], config: SFTTrainingConfig, *, pad_id: int) -> list[TrainBatch]:

@@ -32,6 +32,12 @@ def bootstrap(node: Node, config: Config, min_free_gb: float) -> None:
 def estimate_disk_bytes(config: Config) -> int:
     """What the checkpoints of a run come to, in bytes; 0 for a hub model, whose size is not known before."""
     sft, rl = config.training.sft, config.training.rl
-    num_sft = min(sft.keep_checkpoints, -(-sft.num_steps // sft.checkpoint_every)) if config.mode != "rl" else 0
-    num_rl = min(rl.keep_checkpoints, -(-rl.num_steps // rl.checkpoint_every)) if config.mode != "sft" else 0
+    num_sft = (
+        min(sft.keep_checkpoints + sft.keep_best, -(-sft.num_steps // sft.checkpoint_every))
+        if config.mode != "rl"
+        else 0
+    )
+    num_rl = (
+        min(rl.keep_checkpoints + rl.keep_best, -(-rl.num_steps // rl.checkpoint_every)) if config.mode != "sft" else 0
+    )
     return (num_sft + num_rl) * estimate_checkpoint_bytes(Path(config.model.path))

@@ -36,18 +36,18 @@ from rollouts_core.config import (
     PolicyConfig,
     SFTTrainingConfig,
 )
-from rollouts_core.dataset import digest_path
 from rollouts_core.errors import CheckpointError, ConfigError, TrainingError
 from rollouts_core.fingerprint import digest_model
 from rollouts_core.jax_backend import JAXTrainingBackend, create_jax_backend
 from rollouts_core.jax_model import bucket_size, pad_batch, score_in_pieces, to_params, to_weights
-from rollouts_core.job import InputFile, InputModel, SFTJob
+from rollouts_core.job import InputDataset, InputModel, SFTJob
 from rollouts_core.loss import LossFn, TokenScores, create_cross_entropy_loss, create_policy_loss
 from rollouts_core.metrics import read_json_lines
 from rollouts_core.model import load_hf_model
 from rollouts_core.policy import compute_logprobs
 from rollouts_core.pytorch_backend import create_pytorch_backend
 from rollouts_core.quickstart import build_character_tokenizer
+from rollouts_core.rows import digest_path
 from rollouts_core.types import Sample
 from tests.rollouts_core.embedded.tiny_models import make_model, save_model
 from tests.rollouts_core.make import make_random_samples, make_sample
@@ -217,7 +217,7 @@ def test_an_sft_job_gives_the_losses_of_the_pytorch_job(
         )
         job = SFTJob(
             model=InputModel(name="base", model=base_model, digest=digest_model(base_model)),
-            data=InputFile(path=str(data), digest=digest_path(data)),
+            data=(InputDataset(path=str(data), digest=digest_path(data)),),
             training=training,
             deployment=DeploymentConfig(trainer_threads=1),
         )

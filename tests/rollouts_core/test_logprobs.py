@@ -75,6 +75,15 @@ def test_a_second_backward_pass_gives_the_same_gradient() -> None:
         torch.testing.assert_close(found, expected)
 
 
+def test_entropies_alone_have_a_gradient_too() -> None:
+    hidden_NH, head_VH, _, targets_N = make_inputs(with_bias=False)
+    _, entropies_N = linear_logprobs(hidden_NH, head_VH, targets_N, with_entropies=True)
+    assert entropies_N is not None
+    found = torch.autograd.grad(entropies_N.sum(), hidden_NH)[0]
+    expected = torch.autograd.grad(full_logprobs(hidden_NH, head_VH, None, targets_N, 1.0)[1].sum(), hidden_NH)[0]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_frozen_head_gets_no_gradient_and_hidden_states_do() -> None:
     hidden_NH, head_VH, _, targets_N = make_inputs(with_bias=False, dtype=torch.float32)
     linear_logprobs(hidden_NH, head_VH.detach(), targets_N)[0].sum().backward()

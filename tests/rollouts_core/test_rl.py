@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rollouts_core.batch import TrainBatch
 from rollouts_core.checkpoint import step_directory
 from rollouts_core.config import (
     ModelConfig,
@@ -27,9 +30,10 @@ from rollouts_core.config import (
 from rollouts_core.data_buffer import DataBuffer
 from rollouts_core.dataset import load_prompts_from_jsonl
 from rollouts_core.engines import PublishTarget
-from rollouts_core.loss import Metrics, create_policy_loss
+from rollouts_core.errors import NonFiniteError
+from rollouts_core.loss import LossFn, Metrics, TokenScores, create_policy_loss, policy_loss
 from rollouts_core.pytorch_backend import PyTorchTrainingBackend, create_pytorch_backend
-from rollouts_core.rl import run_rl_training
+from rollouts_core.rl import run_rl_training, score_rollouts, train_on_rollouts
 from rollouts_core.rl_batch import prepare_grpo_batch
 from rollouts_core.rollout import AsyncRolloutManager, convert_to_batch, create_engine_generate_fn
 from rollouts_core.types import RolloutBatch, Sample
@@ -50,14 +54,17 @@ ROLLOUT = RolloutConfig(
 
 
 def train(
-    base_model: ModelConfig, tokenizer: PreTrainedTokenizerBase, run_dir: Path, *, num_steps: int
+    base_model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    run_dir: Path,
+    *,
+    num_steps: int,
+    training: RLTrainingConfig = TRAINING,
 ) -> tuple[PyTorchTrainingBackend, list[Metrics], list[RolloutBatch]]:
     """Train in `run_dir` up to `num_steps`, going on from what lies there, with an engine that starts anew."""
     batches: list[RolloutBatch] = []
-    config = TRAINING.model_copy(update={"num_steps": num_steps})
-    backend = create_pytorch_backend(
-        base_model, config.optim, create_policy_loss(config.loss), num_steps=TRAINING.num_steps
-    )
+    config = training.model_copy(update={"num_steps": num_steps})
+    backend = make_backend(base_model, training)
     prompts = load_prompts_from_jsonl(Path(base_model.path).parent / "prompts.jsonl")
     target = PublishTarget(
         weights_dir=run_dir / "weights", model_config=Path(base_model.path) / "config.json", prefix="test"
@@ -79,6 +86,19 @@ def train(
             )
         )
     return backend, history, batches
+
+
+def make_backend(base_model: ModelConfig, config: RLTrainingConfig) -> PyTorchTrainingBackend:
+    """What the settings need of a backend."""
+    return create_pytorch_backend(
+        base_model,
+        config.optim,
+        create_policy_loss(config.loss),
+        num_steps=config.num_optim_steps,
+        with_entropies=True,
+        with_values=config.with_values,
+        with_reference=config.with_reference,
+    )
 
 
 def without_times(history: list[Metrics]) -> list[Metrics]:
@@ -132,13 +152,148 @@ def test_groups_without_signal_give_no_rows_but_count_in_the_average() -> None:
     constant = [s if s.group_index else replace(s, reward=1.0) for s in samples]
     batch = convert_to_batch(constant)
     micro_batches = prepare_grpo_batch(batch, batch.rewards, TRAINING)
-    assert sum(len(m.inputs_BT) for m in micro_batches) == 8
+    assert sum(len(m.sample_ids) for m in micro_batches) == 8
     assert micro_batches[0].num_samples == 12
 
 
 def test_a_step_without_any_signal_has_no_batch() -> None:
     batch = convert_to_batch([replace(s, reward=0.0) for s in graded_samples()])
     assert prepare_grpo_batch(batch, batch.rewards, TRAINING) == []
+
+
+SEVERAL_UPDATES = {"num_minibatches": 3, "num_epochs": 2, "loss": {"ratio_base": "old", "clip_high": 0.28}}
+PPO = {
+    "num_minibatches": 2,
+    "advantage": {"estimator": "gae", "whiten": True, "gae_lambda": 0.95},
+    "reward_shaping": {"kl_coef": 0.05},
+    "loss": {"ratio_base": "old", "entropy_coef": 0.01, "kl_coef": 0.01},
+}
+
+
+def with_settings(settings: dict[str, object]) -> RLTrainingConfig:
+    return RLTrainingConfig.model_validate({**TRAINING.model_dump(), **settings})
+
+
+@pytest.mark.parametrize("settings", [SEVERAL_UPDATES, PPO], ids=["several updates", "ppo"])
+def test_a_stop_changes_nothing_with_several_updates_values_and_a_reference(
+    base_model: ModelConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, settings: dict[str, object]
+) -> None:
+    config = with_settings(settings)
+    _, straight, _ = train(base_model, tokenizer, tmp_path / "straight", num_steps=4, training=config)
+    _, first, _ = train(base_model, tokenizer, tmp_path / "stopped", num_steps=2, training=config)
+    _, second, _ = train(base_model, tokenizer, tmp_path / "stopped", num_steps=4, training=config)
+    assert without_times(first + second) == without_times(straight)
+    assert all(metrics["num_updates"] > 1 for metrics in straight)
+
+
+def test_the_trainer_scores_before_the_first_update_of_a_step(base_model: ModelConfig) -> None:
+    config = with_settings(SEVERAL_UPDATES)
+    backend, batch = make_backend(base_model, config), convert_to_batch(graded_samples())
+    scores = asyncio.run(score_rollouts(backend, batch, config, pad_id=0))
+    [micro_batch] = prepare_grpo_batch(batch, batch.rewards, config, scores=scores)
+    now_BT = asyncio.run(backend.score(micro_batch).result()).logprobs_BT
+    is_trained_BT = micro_batch.loss_mask_BT > 0
+    assert torch.allclose(micro_batch.old_logprobs_BT[is_trained_BT], now_BT[is_trained_BT], atol=1e-5)
+
+
+def test_one_update_with_scores_from_before_equals_one_without_them(base_model: ModelConfig) -> None:
+    batch = convert_to_batch(graded_samples())
+    loss = {"ratio_base": "old", "mismatch": {"weight": "token", "mask": "geometric", "mask_low": 0.01}}
+    free, scored = with_settings({"loss": loss}), with_settings({"loss": loss, "reward_shaping": {"kl_coef": 1e-12}})
+    assert not free.needs_old_scores
+    results = []
+    for config in (free, scored):
+        backend = make_backend(base_model, config)
+        metrics = asyncio.run(train_on_rollouts(backend, batch, config, pad_id=0))
+        results.append((metrics["grad_norm"], metrics["mismatch_kl"]))
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
+
+
+def test_the_reference_is_the_model_that_training_started_from(base_model: ModelConfig) -> None:
+    config = with_settings({"loss": {"kl_coef": 0.1}})
+    backend, batch = make_backend(base_model, config), convert_to_batch(graded_samples())
+    before = asyncio.run(score_rollouts(backend, batch, config, pad_id=0)).ref_logprobs
+    metrics = [asyncio.run(train_on_rollouts(backend, batch, config, pad_id=0)) for _ in range(3)]
+    after = asyncio.run(score_rollouts(backend, batch, config, pad_id=0)).ref_logprobs
+    assert all(torch.equal(before[place], after[place]) for place in before)
+    assert metrics[0]["kl_reference"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics[2]["kl_reference"] > 1e-6
+
+
+def test_later_updates_of_a_step_see_a_ratio_to_the_first(base_model: ModelConfig) -> None:
+    config = with_settings({"num_epochs": 4, "loss": {"ratio_base": "old", "clip_low": 1e-4, "clip_high": 1e-4}})
+    backend = make_backend(base_model, config)
+    metrics = asyncio.run(train_on_rollouts(backend, convert_to_batch(graded_samples()), config, pad_id=0))
+    assert metrics["num_updates"] == 4
+    assert metrics["clip_share"] > 0.1
+
+
+def test_the_value_head_learns_what_the_rewards_are(base_model: ModelConfig) -> None:
+    config = with_settings({"advantage": {"estimator": "gae"}, "loss": {"value_coef": 1.0, "value_clip": 0.0}})
+    backend, batch = make_backend(base_model, config), convert_to_batch(graded_samples())
+    losses = [asyncio.run(train_on_rollouts(backend, batch, config, pad_id=0))["value_loss"] for _ in range(30)]
+    # the head starts at 0, so the first loss is half the mean square of the returns over tokens
+    tokens = [(sum(s.loss_mask), s.reward or 0.0) for s in batch.samples]
+    expected = 0.5 * sum(n * reward**2 for n, reward in tokens) / sum(n for n, _ in tokens)
+    assert losses[0] == pytest.approx(expected, rel=1e-5)
+    assert losses[-1] < 0.75 * losses[0]
+
+
+def nan_for(sample_id: str, calls: list[int], config: RLTrainingConfig) -> LossFn:
+    """The policy loss, but NaN where a batch holds this sample."""
+
+    def loss_fn(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, Metrics]:
+        calls.append(len(batch.sample_ids))
+        loss, metrics = policy_loss(scores, batch, config.loss)
+        return (loss, {**metrics, "loss": math.nan}) if sample_id in batch.sample_ids else (loss, metrics)
+
+    return loss_fn
+
+
+def test_a_loss_that_is_not_finite_stops_training_and_names_its_samples(base_model: ModelConfig) -> None:
+    config = with_settings({"num_minibatches": 3})
+    backend = create_pytorch_backend(base_model, config.optim, nan_for("1/2", [], config), num_steps=10)
+    with pytest.raises(NonFiniteError, match=r"loss became nan after 1 optimizer steps.*\b1/2\b"):
+        asyncio.run(train_on_rollouts(backend, convert_to_batch(graded_samples()), config, pad_id=0))
+
+
+def test_a_loss_that_is_not_finite_may_skip_its_update(base_model: ModelConfig) -> None:
+    config = with_settings({"num_minibatches": 3, "max_micro_batch_tokens": 12, "on_nonfinite": "skip"})
+    batch = convert_to_batch(graded_samples())
+    backend = create_pytorch_backend(base_model, config.optim, nan_for("1/2", [], config), num_steps=10)
+    metrics = asyncio.run(train_on_rollouts(backend, batch, config, pad_id=0))
+    assert (metrics["num_updates"], metrics["num_nonfinite"], metrics["skipped"]) == (2.0, 1.0, 0.0)
+    # as if the group had given no gradient
+    without = [replace(s, reward=0.0) if s.group_index == 1 else s for s in batch.samples]
+    other = create_pytorch_backend(base_model, config.optim, create_policy_loss(config.loss), num_steps=10)
+    asyncio.run(train_on_rollouts(other, convert_to_batch(without), config, pad_id=0))
+    ours, theirs = (asyncio.run(b.get_weights().result()) for b in (backend, other))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_step_of_which_every_update_is_skipped_counts_as_skipped(base_model: ModelConfig) -> None:
+    config = with_settings({"on_nonfinite": "skip"})
+    backend = create_pytorch_backend(base_model, config.optim, nan_for("1/2", [], config), num_steps=10)
+    metrics = asyncio.run(train_on_rollouts(backend, convert_to_batch(graded_samples()), config, pad_id=0))
+    assert metrics == {"skipped": 1.0, "num_updates": 0.0, "num_nonfinite": 1.0}
+    assert backend.weight_version == 0
+
+
+def test_samples_with_several_trained_spans_are_trained_on_all_of_them(base_model: ModelConfig) -> None:
+    config = with_settings({"loss": {"ratio_base": "old"}})
+    samples = [
+        replace(s, tokens=[*s.tokens, 3, 4, 5], loss_mask=[*s.loss_mask, 0.0, 1.0, 1.0], rollout_log_probs=None)
+        for s in graded_samples()
+    ]
+    backend, batch = make_backend(base_model, config), convert_to_batch(samples)
+    [micro_batch] = prepare_grpo_batch(batch, batch.rewards, config)
+    assert micro_batch.num_loss_tokens == sum(sum(s.loss_mask[1:]) for s in samples)
+    before = asyncio.run(backend.score(micro_batch).result()).logprobs_BT
+    for _ in range(3):
+        asyncio.run(train_on_rollouts(backend, batch, config, pad_id=0))
+    change_BT = asyncio.run(backend.score(micro_batch).result()).logprobs_BT - before
+    # on the whole, good samples became likelier and bad ones did not
+    assert float((change_BT * micro_batch.advantages_BT * micro_batch.loss_mask_BT).sum()) > 0
 
 
 def graded_samples() -> list[Sample]:

@@ -7,6 +7,7 @@ could spin for ever, all without an error.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -146,3 +147,71 @@ def test_a_users_function_that_raises_ends_the_batch_and_is_named(role: str) -> 
 
     with pytest.raises(RewardError, match=r"broken_function on prompt 'p\d' raised KeyError"):
         generate(CONFIG.model_copy(update={role: broken_function}))
+
+
+async def answer_at_random(group: Sequence[Sample]) -> list[Sample]:
+    await asyncio.sleep(secrets.randbelow(8) / 1000)
+    return [answer_with(sample) for sample in group]
+
+
+def keep_two_of_three(group: Sequence[Sample]) -> FilterDecision:
+    return FilterDecision(group[0].group_index % 3 != 0, "third")
+
+
+BY_TIMING = CONFIG.model_copy(
+    update={"generate_fn": answer_at_random, "filter_fn": keep_two_of_three, "over_sampling_factor": 2.0}
+)
+
+
+def generate_several(config: RolloutConfig, orders: Sequence[Sequence[int]]) -> tuple[list[RolloutBatch], object]:
+    """Four batches, the first of which follow `orders`; and where manager and prompts then are."""
+    data_buffer = DataBuffer(make_prompts(8))
+    manager = AsyncRolloutManager(data_buffer, config)
+    manager.replay(orders)
+
+    async def loop() -> list[RolloutBatch]:
+        return [await manager.generate_batch() for _ in range(4)]
+
+    return asyncio.run(loop()), (manager.state_dict(), data_buffer.state_dict())
+
+
+def test_a_logged_order_makes_the_same_batches_again_whoever_finishes_first() -> None:
+    batches, end = generate_several(BY_TIMING, [])
+    orders = [batch.metadata["completed"] for batch in batches]
+    for _ in range(5):
+        again, end_again = generate_several(BY_TIMING, orders)
+        assert [batch.to_json() for batch in again] == [batch.to_json() for batch in batches]
+        assert end_again == end
+
+
+def test_an_order_of_an_earlier_batch_leaves_the_later_ones_to_timing() -> None:
+    batches, _ = generate_several(BY_TIMING, [[5, 4, 2]])
+    assert batches[0].metadata["completed"] == [5, 4, 2]
+    assert [group[0].group_index for group in batches[0].groups] == [2, 4, 5]
+    assert all(len(batch.groups) == 3 for batch in batches)
+
+
+def test_an_order_that_cannot_be_followed_is_left_loudly(caplog: pytest.LogCaptureFixture) -> None:
+    batches, _ = generate_several(BY_TIMING, [[5, 99, 2], [7]])
+    assert batches[0].metadata["completed"][0] == 5
+    assert [len(batch.groups) for batch in batches] == [3, 3, 3, 3]
+    assert len([r for r in caplog.records if "group 99 next" in r.getMessage()]) == 1
+
+
+def test_where_timing_decides_nothing_no_order_is_kept() -> None:
+    _, batch = generate(CONFIG)
+    assert "completed" not in batch.metadata
+
+
+def test_a_failure_of_a_group_that_the_log_has_not_reached_does_not_come_first() -> None:
+    async def fail_first_group(group: Sequence[Sample]) -> list[Sample]:
+        if group[0].group_index == 0:
+            raise OSError("unused in the first attempt")
+        await asyncio.sleep(0.01)
+        return [answer_with(sample) for sample in group]
+
+    config = BY_TIMING.model_copy(update={"generate_fn": fail_first_group, "filter_fn": ""})
+    manager = AsyncRolloutManager(DataBuffer(make_prompts(8)), config)
+    manager.replay([[3, 2, 1]])
+    batch = asyncio.run(manager.generate_batch())
+    assert batch.metadata["completed"] == [3, 2, 1]

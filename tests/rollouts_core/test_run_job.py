@@ -7,17 +7,27 @@ loss.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollouts_core.__main__ import main
-from rollouts_core.config import DeploymentConfig, EvaluationConfig, ModelConfig, RolloutConfig, SamplingConfig
-from rollouts_core.dataset import digest_path
-from rollouts_core.fingerprint import digest_model
-from rollouts_core.job import EvalJob, GenerateJob, InputFile, InputModel, Job
-from rollouts_core.metrics import read_json_lines
+from rollouts_core.checkpoint import load_manifest
+from rollouts_core.config import (
+    DeploymentConfig,
+    EvaluationConfig,
+    ModelConfig,
+    OptimConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SFTTrainingConfig,
+)
+from rollouts_core.fingerprint import digest_checkpoint, digest_model
+from rollouts_core.job import EvalJob, GenerateJob, InputDataset, InputFile, InputModel, Job, SFTJob
+from rollouts_core.metrics import read_json_lines, read_metrics
+from rollouts_core.rows import digest_path
 from rollouts_core.types import sample_from_json
 
 ONE_THREAD = DeploymentConfig(trainer_threads=1)
@@ -101,3 +111,112 @@ def test_a_finished_job_says_when_it_started(base: InputModel, quickstart_dir: P
     do(job, tmp_path / "generate-2")
     events = read_json_lines(tmp_path / "generate-2/events.jsonl")
     assert [(event["event"], event["attempt"]) for event in events] == [("started", 1)]
+
+
+CONSTANT = OptimConfig(lr=1e-3, schedule="constant")
+
+
+def sft_job(base: InputModel, quickstart_dir: Path, **training: Any) -> SFTJob:
+    settings = {"num_steps": 4, "batch_size": 2, "checkpoint_every": 2, "log_every": 1, "optim": CONSTANT, **training}
+    source = settings.get("resume_from", "")
+    return SFTJob(
+        model=base,
+        data=(dataset(quickstart_dir / "sft.jsonl"),),
+        training=SFTTrainingConfig(**settings),
+        resume_digest=digest_checkpoint(source),
+        deployment=ONE_THREAD,
+    )
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(run_dir / "metrics.jsonl")]
+
+
+def test_a_finished_stage_is_extended_by_another_that_goes_on_from_it(
+    base: InputModel, quickstart_dir: Path, tmp_path: Path
+) -> None:
+    do(sft_job(base, quickstart_dir, num_steps=6), tmp_path / "straight")
+    do(sft_job(base, quickstart_dir), tmp_path / "first")
+    result = do(sft_job(base, quickstart_dir, num_steps=6, resume_from=str(tmp_path / "first")), tmp_path / "second")
+    assert losses(tmp_path / "first") + losses(tmp_path / "second") == losses(tmp_path / "straight")
+    ends = [tmp_path / name / "checkpoints/step_000006" for name in ("straight", "second")]
+    assert load_manifest(ends[0]).files == load_manifest(ends[1]).files
+    assert [entry["name"] for entry in result["checkpoints"]] == ["step_000004", "step_000006"]
+    assert all(entry["score"] < 0 for entry in result["checkpoints"])  # minus a loss
+
+
+def test_going_on_from_a_checkpoint_that_is_another_now_is_refused(
+    base: InputModel, quickstart_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    do(sft_job(base, quickstart_dir), tmp_path / "first")
+    job = sft_job(base, quickstart_dir, num_steps=8, resume_from=str(tmp_path / "first"))
+    do(sft_job(base, quickstart_dir, num_steps=6, resume_from=str(tmp_path / "first")), tmp_path / "second")
+    (tmp_path / "second/checkpoints/step_000006").rename(tmp_path / "first/checkpoints/step_000006")
+    (tmp_path / "third").mkdir()
+    (tmp_path / "third/job.json").write_text(job.model_dump_json())
+    assert main(["sft", str(tmp_path / "third/job.json")]) == 2
+    assert "changed since the stage was planned" in capsys.readouterr().err
+
+
+def test_going_on_with_other_settings_is_refused_in_one_sentence(
+    base: InputModel, quickstart_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    do(sft_job(base, quickstart_dir), tmp_path / "first")
+    job = sft_job(base, quickstart_dir, num_steps=6, batch_size=4, resume_from=str(tmp_path / "first"))
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second/job.json").write_text(job.model_dump_json())
+    assert main(["sft", str(tmp_path / "second/job.json")]) == 2
+    assert "batch_size was 2 and is 4" in capsys.readouterr().err
+    allowed = job.model_copy(update={"training": job.training.model_copy(update={"allow_changed": ("batch_size",)})})
+    (tmp_path / "second/job.json").write_text(allowed.model_dump_json())
+    assert main(["sft", str(tmp_path / "second/job.json")]) == 0
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    base: InputModel, quickstart_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    do(sft_job(base, quickstart_dir), tmp_path / "first")
+    shutil.copytree(base.model.path, tmp_path / "model")
+    (tmp_path / "model/README.md").write_text("another one")
+    other = ModelConfig(path=str(tmp_path / "model"))
+    model = InputModel(name="base", model=other, digest=digest_model(other))
+    (tmp_path / "second").mkdir()
+    job = sft_job(model, quickstart_dir, num_steps=6, resume_from=str(tmp_path / "first"))
+    (tmp_path / "second/job.json").write_text(job.model_dump_json())
+    assert main(["sft", str(tmp_path / "second/job.json")]) == 2
+    assert "model was" in capsys.readouterr().err
+
+
+def dataset(path: Path, **share: Any) -> InputDataset:
+    """A dataset as a plan names it."""
+    return InputDataset(path=str(path), digest=digest_path(path), **share)
+
+
+def mixture_job(base: InputModel, quickstart_dir: Path, **changes: Any) -> SFTJob:
+    """Two steps on a mixture of two files."""
+    data = (
+        dataset(quickstart_dir / "sft.jsonl", max_samples=30),
+        dataset(quickstart_dir / "sft.jsonl", repeat=0.5),
+    )
+    training = SFTTrainingConfig(num_steps=2, batch_size=2, micro_batch_size=2, max_length=64)
+    return SFTJob(model=base, data=data, training=training, deployment=ONE_THREAD).model_copy(update=changes)
+
+
+def test_sft_on_a_mixture_is_the_same_streamed_or_not(base: InputModel, quickstart_dir: Path, tmp_path: Path) -> None:
+    kept = do(mixture_job(base, quickstart_dir), tmp_path / "sft-kept")
+    streamed = do(mixture_job(base, quickstart_dir, streaming=True), tmp_path / "sft-streamed")
+    assert kept == streamed
+    assert kept["num_samples"] == 30 + 40
+
+
+def test_sft_refuses_data_that_changed_since_it_was_planned(
+    base: InputModel, quickstart_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes((quickstart_dir / "sft.jsonl").read_bytes())
+    job = mixture_job(base, quickstart_dir, data=(dataset(path),))
+    path.write_bytes(path.read_bytes().replace(b"+", b"-", 1))
+    (tmp_path / "sft-1").mkdir()
+    (tmp_path / "sft-1" / "job.json").write_text(job.model_dump_json())
+    assert main(["sft", str(tmp_path / "sft-1" / "job.json")]) == 2
+    assert "rows.jsonl changed since the stage was planned" in capsys.readouterr().err

@@ -13,7 +13,8 @@ import pytest
 from infra.node import LocalNode, Node
 from infra.providers import provision_node
 from rollouts_core.checkpoint import load_manifest, new_checkpoint
-from rollouts_core.config import Config, ModelConfig
+from rollouts_core.config import Config, DataConfig, ModelConfig
+from rollouts_core.errors import CheckpointError
 from rollouts_core.job import InputModel
 from tasks.plan import (
     base_model,
@@ -196,3 +197,75 @@ def test_the_evaluation_names_models_by_their_part_in_the_run(config: Config, sc
     stage = plan_evaluation(models, config, scope, node)
     assert [model["name"] for model in stage.job["checkpoints"]] == ["base", "rl"]
     assert stage.num_steps == 2
+
+
+def write_checkpoint(run_dir: Path, step: int, content: str) -> Path:
+    path = run_dir / "checkpoints" / f"step_{step:06d}"
+    with new_checkpoint(path, step=step) as directory:
+        (directory / "model.safetensors").write_text(content)
+    return run_dir
+
+
+@pytest.mark.parametrize("stage", ["sft", "rl"])
+def test_what_a_stage_goes_on_from_is_part_of_its_identity_and_where_it_lies_is_not(
+    stage: str, config: Config, scope: RunScope, node: Node, tmp_path: Path
+) -> None:
+    def fingerprint(source: Path | str) -> str:
+        training = config.training.model_copy(
+            update={stage: getattr(config.training, stage).model_copy(update={"resume_from": str(source)})}
+        )
+        changed = config.model_copy(update={"training": training})
+        if stage == "sft":
+            return plan_sft(changed, scope, node).fingerprint
+        return plan_rl(base_model(changed), changed, scope, node).fingerprint
+
+    first, copy = (write_checkpoint(tmp_path / name, 4, "weights") for name in ("first", "copy"))
+    other = write_checkpoint(tmp_path / "other", 4, "other weights")
+    assert fingerprint(first) == fingerprint(copy) == fingerprint(first / "checkpoints/step_000004")
+    assert len({fingerprint(""), fingerprint(first), fingerprint(other)}) == 3
+
+
+def test_going_on_from_nothing_is_told_before_anything_starts(
+    config: Config, scope: RunScope, node: Node, tmp_path: Path
+) -> None:
+    sft = config.training.sft.model_copy(update={"resume_from": str(tmp_path / "nothing")})
+    changed = config.model_copy(update={"training": config.training.model_copy(update={"sft": sft})})
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint at .*nothing"):
+        plan_sft(changed, scope, node)
+
+
+def sft_identity(scope: RunScope, node: Node, config: Config, sft: object, **settings: object) -> str:
+    """The identity of SFT on these demonstrations."""
+    data = DataConfig.model_validate({**config.data.model_dump(), "sft": sft, **settings})
+    return plan_sft(config.model_copy(update={"data": data}), scope, node).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("share", "is_same"),
+    [
+        ({}, True),
+        ({"max_samples": None, "repeat": 1.0, "split": "train"}, True),
+        ({"max_samples": 1}, False),
+        ({"repeat": 2.0}, False),
+        ({"split": "test"}, False),
+    ],
+)
+def test_the_share_of_a_dataset_is_part_of_its_identity(
+    scope: RunScope, node: Node, config: Config, share: dict[str, Any], is_same: bool
+) -> None:
+    one_path = sft_identity(scope, node, config, config.data.sft)
+    assert (sft_identity(scope, node, config, [{"path": config.data.sft, **share}]) == one_path) is is_same
+
+
+def test_the_order_of_datasets_is_part_of_their_identity_and_streaming_is_not(
+    scope: RunScope, node: Node, config: Config
+) -> None:
+    both = [{"path": config.data.sft}, {"path": config.data.prompts}]
+    assert sft_identity(scope, node, config, both) != sft_identity(scope, node, config, both[::-1])
+    assert sft_identity(scope, node, config, both) == sft_identity(scope, node, config, both, streaming=True)
+
+
+def test_a_hub_dataset_is_planned_with_its_commit(scope: RunScope, node: Node, config: Config) -> None:
+    commits = ["0" * 40, "1" * 40]
+    first, second = ([{"path": "org/name", "revision": commit}] for commit in commits)
+    assert sft_identity(scope, node, config, first) != sft_identity(scope, node, config, second)

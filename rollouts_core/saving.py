@@ -1,0 +1,256 @@
+"""The checkpoints of one training run: going on from the newest, writing beside the training, keeping the right ones.
+
+Not here: the format of a checkpoint (checkpoint.py), what a backend puts into one (pytorch_backend.py).
+
+    resume  ->  same settings?  ->  load            step, step, step ...
+                     \\-> refused, by name            after_step -> due? -> copy -> [thread: write, fsync, rename]
+                                                     next step  <- event "checkpoint", retention <- renamed ---+
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import anyio
+from pydantic import BaseModel
+
+from rollouts_core.backend import TrainFuture, TrainingBackend, TrainingState
+from rollouts_core.checkpoint import (
+    adopt_checkpoint,
+    find_checkpoint,
+    list_checkpoints,
+    load_manifest,
+    prune_checkpoints,
+    set_damaged_aside,
+    step_directory,
+)
+from rollouts_core.config import RLTrainingConfig, SFTTrainingConfig
+from rollouts_core.errors import CheckpointError
+from rollouts_core.files import remove_partial_directories
+from rollouts_core.fingerprint import SEMANTICS_VERSION, training_settings
+from rollouts_core.loss import Metrics
+from rollouts_core.metrics import EventLog
+
+logger = logging.getLogger(__name__)
+
+SCORED_METRICS = ("reward", "eval_loss", "loss")
+"""What `score_steps` reads."""
+
+
+class _Save(NamedTuple):
+    """A checkpoint that is being written."""
+
+    path: Path
+    step: int
+    future: TrainFuture[None]
+
+
+class RunCheckpoints:
+    """The checkpoints of one run in one directory; used with `async with`, whose end waits for the last save.
+
+    At most one save is in flight. Retention and the event `checkpoint` follow once it is whole on disk; an error of
+    it is raised at the next step, or at the end.
+
+    Args:
+        directory: where they lie; None neither writes nor goes on from any.
+        settings: what `describe_settings` gave: a checkpoint of others is refused.
+    """
+
+    def __init__(
+        self,
+        backend: TrainingBackend,
+        directory: Path | None,
+        config: SFTTrainingConfig | RLTrainingConfig,
+        *,
+        settings: Mapping[str, Any],  # Any: JSON
+        events: EventLog | None = None,
+    ) -> None:
+        self.backend = backend
+        self.directory = directory
+        self.config = config
+        self.settings = settings
+        self.events = events
+        self._saving: _Save | None = None
+        self._window: list[Metrics] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with anyio.CancelScope(shield=True):
+            await self._settle(wait=True)
+
+    async def resume(self) -> TrainingState | None:
+        """Go on from the newest intact checkpoint, or `config.resume_from`; None where there is neither.
+
+        Raises:
+            CheckpointError: it is of other settings, of another model, or of a step beyond `config.num_steps`.
+        """
+        if self.directory is None or (checkpoint := self._find_checkpoint(self.directory)) is None:
+            return None
+        manifest = load_manifest(checkpoint)
+        changed = check_same_settings(
+            manifest.settings, self.settings, allowed=self.config.allow_changed, checkpoint=checkpoint
+        )
+        if manifest.step > self.config.num_steps:
+            raise CheckpointError(
+                f"{checkpoint} is of step {manifest.step}, num_steps is {self.config.num_steps}: raise num_steps to "
+                "train on, or start a new run"
+            )
+        state = await self.backend.load_checkpoint(checkpoint).result()
+        self._window = list(state["window"])
+        details = {"changed": changed} if changed else {}
+        self._write_event("resumed", step=manifest.step, checkpoint=checkpoint.name, **details)
+        self._tell_of_extension(manifest.step, state["num_steps"])
+        return state
+
+    def is_due(self, step: int) -> bool:
+        """True when a checkpoint is written after this step."""
+        if self.directory is None:
+            return False
+        return step % self.config.checkpoint_every == 0 or step == self.config.num_steps
+
+    async def after_step(
+        self, step: int, metrics: Metrics, cursors: Callable[[], Mapping[str, Any]] = dict
+    ) -> None:  # Any: JSON
+        """Finish a save that is done; begin one when it is due.
+
+        Args:
+            cursors: what the loop needs to go on from here besides the step; asked for only when a save is due.
+        """
+        await asyncio.sleep(0)  # the only place where a loop that never waits can be cancelled
+        await self._settle(wait=False)
+        if self.directory is None:
+            return
+        self._window.append({name: metrics[name] for name in SCORED_METRICS if name in metrics})
+        if not self.is_due(step):
+            return
+        await self._settle(wait=True)
+        score = score_steps(self._window)
+        if step % self.config.checkpoint_every == 0:
+            self._window = []
+        state = {
+            "step": step,
+            "num_steps": self.config.num_steps,
+            "score": score,
+            "settings": dict(self.settings),
+            "window": list(self._window),
+            **cursors(),
+        }
+        path = step_directory(self.directory, step)
+        self._saving = _Save(path, step, self.backend.save_checkpoint(path, state))
+
+    def _find_checkpoint(self, directory: Path) -> Path | None:
+        """The run's newest whole checkpoint, after giving it that of `config.resume_from` where it has none."""
+        remove_partial_directories(directory)
+        if damaged := set_damaged_aside(directory):
+            self._write_event("damaged_checkpoints", set_aside=[path.name for path in damaged])
+        if checkpoints := list_checkpoints(directory):
+            return checkpoints[-1]
+        if not self.config.resume_from:
+            return None
+        source = find_checkpoint(Path(self.config.resume_from))
+        self._write_event("adopted", checkpoint=str(source))
+        return adopt_checkpoint(source, directory)
+
+    def _tell_of_extension(self, step: int, saved_num_steps: int) -> None:
+        if saved_num_steps == self.config.num_steps:
+            return
+        is_exact = self.config.optim.schedule == "constant"
+        self._write_event(
+            "extended", step=step, from_steps=saved_num_steps, to_steps=self.config.num_steps, exact=is_exact
+        )
+        if not is_exact:
+            logger.warning(
+                "the %s schedule spanned %d steps until step %d and spans %d from there on: the result differs from "
+                'that of one run of %d steps (with schedule = "constant" it would not)',
+                self.config.optim.schedule,
+                saved_num_steps,
+                step,
+                self.config.num_steps,
+                self.config.num_steps,
+            )
+
+    async def _settle(self, *, wait: bool) -> None:
+        """Finish the save in flight if it is done, or after waiting for it."""
+        saving = self._saving
+        if saving is None or not (wait or saving.future.done()):
+            return
+        self._saving = None
+        await saving.future.result()
+        prune_checkpoints(
+            saving.path.parent,
+            newest=saving.path,
+            keep=self.config.keep_checkpoints,
+            keep_best=self.config.keep_best,
+        )
+        self._write_event("checkpoint", step=saving.step)
+
+    def _write_event(self, event: str, **details: Any) -> None:  # Any: JSON
+        if self.events:
+            self.events.write(event, **details)
+
+
+def describe_settings(
+    training: SFTTrainingConfig | RLTrainingConfig, inputs: Mapping[str, str], **sections: BaseModel
+) -> dict[str, Any]:  # Any: JSON
+    """What makes a checkpoint one of this training, by name: settings that differ from their defaults, and inputs.
+
+    Args:
+        inputs: digests of what the training reads, by name.
+        sections: further settings, whose names begin with the section's.
+    """
+    named = {**training_settings(training), **inputs, "semantics": SEMANTICS_VERSION}
+    for section, record in sections.items():
+        named |= {f"{section}.{name}": value for name, value in training_settings(record).items()}
+    as_json: dict[str, Any] = json.loads(json.dumps(named))  # Any: JSON
+    return as_json
+
+
+def check_same_settings(
+    saved: Mapping[str, Any],  # Any: JSON
+    current: Mapping[str, Any],  # Any: JSON
+    *,
+    allowed: Sequence[str],
+    checkpoint: Path,
+) -> list[str]:
+    """The names of the settings that differ, all of them in `allowed` by themselves or by their section.
+
+    Raises:
+        CheckpointError: others differ; it names them with both values.
+    """
+    changed = [name for name in sorted(saved.keys() | current.keys()) if saved.get(name) != current.get(name)]
+    refused = [n for n in changed if not any(n == name or n.startswith(f"{name}.") for name in allowed)]
+    if refused:
+        differences = "; ".join(f"{name} was {_show(saved, name)} and is {_show(current, name)}" for name in refused)
+        raise CheckpointError(
+            f"{checkpoint} was trained with other settings, so going on would train something that neither settings "
+            f"describe: {differences}. Restore them, start a new run, or name them in allow_changed"
+        )
+    return changed
+
+
+def score_steps(window: Sequence[Metrics]) -> float | None:
+    """How good the policy was over some steps, higher is better: what keep-best goes by.
+
+    The mean reward in RL; in SFT minus the last evaluation's loss, or minus the mean training loss where none fell
+    into these steps.
+    """
+    if rewards := [metrics["reward"] for metrics in window if "reward" in metrics]:
+        return sum(rewards) / len(rewards)
+    if evaluations := [metrics["eval_loss"] for metrics in window if "eval_loss" in metrics]:
+        return -evaluations[-1]
+    losses = [metrics["loss"] for metrics in window if "loss" in metrics]
+    return -sum(losses) / len(losses) if losses else None
+
+
+def _show(settings: Mapping[str, Any], name: str) -> str:  # Any: JSON
+    return json.dumps(settings[name]) if name in settings else "its default"

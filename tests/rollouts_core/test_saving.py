@@ -1,0 +1,321 @@
+"""Pins when checkpoints are written, which stay, and from which training goes on.
+
+Without it a run could go on with settings that its first half never had, lose its best checkpoint, or end while its
+last one is half on disk.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollouts_core.backend import ImmediateTrainFuture, ThreadTrainFuture
+from rollouts_core.checkpoint import list_checkpoints, load_manifest, new_checkpoint, verify_checkpoint
+from rollouts_core.config import (
+    ModelConfig,
+    OptimConfig,
+    RLTrainingConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SFTTrainingConfig,
+)
+from rollouts_core.errors import CheckpointError
+from rollouts_core.loss import Metrics, create_cross_entropy_loss
+from rollouts_core.metrics import EventLog, read_json_lines
+from rollouts_core.pytorch_backend import create_pytorch_backend
+from rollouts_core.saving import RunCheckpoints, check_same_settings, describe_settings, score_steps
+from rollouts_core.sft import run_sft_training
+from rollouts_core.types import Sample
+from tests.rollouts_core.make import make_random_samples
+
+CONFIG = SFTTrainingConfig(num_steps=8, checkpoint_every=2, keep_checkpoints=1)
+CONSTANT = OptimConfig(lr=0.01, schedule="constant")
+
+
+class SlowDiskBackend:
+    """Writes checkpoints in a thread that waits for leave to do so; nothing is trained."""
+
+    def __init__(self) -> None:
+        self.may_write = threading.Event()
+        self.num_in_flight = 0
+        self.most_in_flight = 0
+
+    def save_checkpoint(self, path: Path, state: Mapping[str, Any]) -> ThreadTrainFuture[None]:
+        self.num_in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
+        return ThreadTrainFuture(lambda: self._write(path, state))
+
+    def load_checkpoint(self, path: Path) -> ImmediateTrainFuture[Mapping[str, Any]]:
+        return ImmediateTrainFuture({"step": load_manifest(path).step, "num_steps": CONFIG.num_steps, "window": []})
+
+    def _write(self, path: Path, state: Mapping[str, Any]) -> None:
+        assert self.may_write.wait(10)
+        with new_checkpoint(path, step=state["step"], score=state["score"], settings=state["settings"]) as directory:
+            (directory / "model.safetensors").write_text("weights")
+        self.num_in_flight -= 1
+
+
+def run_steps(backend: SlowDiskBackend, directory: Path, config: SFTTrainingConfig = CONFIG, **options: Any) -> None:
+    """All steps of a training that only writes checkpoints; the loss of step n is n."""
+
+    async def loop() -> None:
+        async with RunCheckpoints(backend, directory, config, settings={"lr": 1}, **options) as checkpoints:
+            for step in range(1, config.num_steps + 1):
+                await checkpoints.after_step(step, {"loss": float(step)})
+
+    asyncio.run(loop())
+
+
+def test_the_loop_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    backend = SlowDiskBackend()
+
+    async def loop() -> list[str]:
+        async with RunCheckpoints(backend, tmp_path, CONFIG, settings={}) as checkpoints:
+            for step in (1, 2, 3):
+                await checkpoints.after_step(step, {"loss": 1.0})
+            on_disk = [path.name for path in list_checkpoints(tmp_path)]
+            backend.may_write.set()
+            return on_disk
+
+    assert asyncio.run(loop()) == []  # three steps were done while nothing could be written
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000002"]
+
+
+def test_one_save_is_in_flight_at_most(tmp_path: Path) -> None:
+    backend = SlowDiskBackend()
+    threading.Timer(0.2, backend.may_write.set).start()
+    run_steps(backend, tmp_path)
+    assert backend.most_in_flight == 1
+
+
+def test_the_event_and_retention_follow_the_rename(tmp_path: Path) -> None:
+    backend = SlowDiskBackend()
+    with EventLog(tmp_path / "e.jsonl") as events:
+
+        async def loop() -> tuple[list[str], list[str]]:
+            async with RunCheckpoints(backend, tmp_path / "c", CONFIG, settings={}, events=events) as checkpoints:
+                for step in (1, 2):
+                    await checkpoints.after_step(step, {"loss": 1.0})
+                early = [line["event"] for line in read_json_lines(tmp_path / "e.jsonl")]
+                backend.may_write.set()
+            return early, [line["event"] for line in read_json_lines(tmp_path / "e.jsonl")]
+
+        assert asyncio.run(loop()) == ([], ["checkpoint"])
+
+
+@pytest.mark.parametrize("ending", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_whatever_ends_the_loop_waits_for_the_save(tmp_path: Path, ending: type[BaseException]) -> None:
+    backend = SlowDiskBackend()
+    threading.Timer(0.2, backend.may_write.set).start()
+
+    async def loop() -> None:
+        async with RunCheckpoints(backend, tmp_path, CONFIG, settings={}) as checkpoints:
+            for step in (1, 2):
+                await checkpoints.after_step(step, {"loss": 1.0})
+            raise ending
+
+    with pytest.raises(ending):
+        asyncio.run(loop())
+    verify_checkpoint(tmp_path / "step_000002")
+
+
+def test_an_error_of_the_writer_ends_the_loop_at_the_next_step(tmp_path: Path) -> None:
+    backend = SlowDiskBackend()
+    backend.may_write.set()
+    (tmp_path / "file").write_text("no folder")
+    reached = []
+
+    async def loop() -> None:
+        async with RunCheckpoints(backend, tmp_path / "file" / "c", CONFIG, settings={}) as checkpoints:
+            for step in (1, 2, 3):
+                reached.append(step)
+                await checkpoints.after_step(step, {"loss": 1.0})
+                while checkpoints._saving and not checkpoints._saving.future.done():
+                    await asyncio.sleep(0.01)
+
+    with pytest.raises(OSError, match="file"):
+        asyncio.run(loop())
+    assert reached == [1, 2, 3]
+
+
+def test_the_best_stay_besides_the_newest(tmp_path: Path) -> None:
+    backend = SlowDiskBackend()
+    backend.may_write.set()
+    run_steps(backend, tmp_path, CONFIG.model_copy(update={"keep_best": 1}))
+    # the loss rises, so the first checkpoint is the best: minus the mean of 1 and 2
+    assert {path.name: load_manifest(path).score for path in list_checkpoints(tmp_path)} == {
+        "step_000002": -1.5,
+        "step_000008": -7.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("window", "score"),
+    [
+        ([{"reward": 0.5, "loss": 9.0}, {"reward": 1.0}], 0.75),
+        ([{"loss": 2.0}, {"loss": 4.0}], -3.0),
+        ([{"loss": 2.0, "eval_loss": 5.0}, {"loss": 4.0, "eval_loss": 1.0}, {"loss": 9.0}], -1.0),
+        ([{"skipped": 1.0}], None),
+        ([], None),
+    ],
+)
+def test_a_score_is_higher_for_a_better_policy(window: list[Metrics], score: float | None) -> None:
+    assert score_steps(window) == score
+
+
+def reward_nothing(sample: Sample) -> float:
+    return 0.0
+
+
+def test_settings_have_the_names_that_the_configuration_gives_them() -> None:
+    training = RLTrainingConfig(num_steps=7, checkpoint_every=3, log_every=2, max_micro_batch_tokens=8)
+    rollout = RolloutConfig(batch_size=4, sampling=SamplingConfig(temperature=0.5), reward_fn=reward_nothing)
+    settings = describe_settings(training, {"model": "abc"}, rollout=rollout)
+    del settings["semantics"]
+    assert settings == {
+        "max_micro_batch_tokens": 8,
+        "model": "abc",
+        "rollout.batch_size": 4,
+        "rollout.sampling.temperature": 0.5,
+        "rollout.reward_fn": f"{__name__}:reward_nothing",
+    }
+
+
+def test_a_function_that_no_file_could_name_is_no_obstacle() -> None:
+    settings = describe_settings(CONFIG, {}, rollout=RolloutConfig(reward_fn=lambda sample: 0.0))
+    assert settings["rollout.reward_fn"].endswith("<lambda>")
+
+
+def test_other_settings_are_refused_by_name_and_value() -> None:
+    saved, current = {"batch_size": 4, "optim.lr": 0.01, "seed": 1}, {"batch_size": 8, "optim.lr": 0.01}
+    with pytest.raises(CheckpointError, match="batch_size was 4 and is 8; seed was 1 and is its default"):
+        check_same_settings(saved, current, allowed=(), checkpoint=Path("c"))
+
+
+@pytest.mark.parametrize("allowed", [["optim.lr"], ["optim"], ["seed", "optim"]])
+def test_differences_that_were_allowed_are_told(allowed: list[str]) -> None:
+    saved, current = {"optim.lr": 0.01}, {"optim.lr": 0.1}
+    assert check_same_settings(saved, current, allowed=allowed, checkpoint=Path("c")) == ["optim.lr"]
+
+
+def test_a_part_of_a_name_allows_nothing() -> None:
+    with pytest.raises(CheckpointError, match=r"optim\.lr was 0.01 and is 0.1"):
+        check_same_settings({"optim.lr": 0.01}, {"optim.lr": 0.1}, allowed=["opt", "lr"], checkpoint=Path("c"))
+
+
+# What follows trains a real model.
+
+TRAINING = SFTTrainingConfig(num_steps=4, batch_size=2, packing=False, checkpoint_every=4, optim=CONSTANT)
+SAMPLES = make_random_samples(12)
+
+
+def train(
+    model: ModelConfig,
+    directory: Path,
+    samples: list[Sample] = SAMPLES,
+    inputs: Mapping[str, str] | None = None,
+    **changes: Any,
+) -> list[Metrics]:
+    """Train in a directory, from whatever lies there, with changes to `TRAINING`."""
+    config = SFTTrainingConfig.model_validate({**TRAINING.model_dump(), **changes})
+    backend = create_pytorch_backend(
+        model, config.optim, create_cross_entropy_loss(), num_steps=config.num_steps, device="cpu"
+    )
+    with EventLog(directory / "events.jsonl") as events:
+        return asyncio.run(
+            run_sft_training(
+                backend, samples, config, checkpoint_dir=directory / "checkpoints", inputs=inputs, events=events
+            )
+        )
+
+
+def without_times(history: list[Metrics]) -> list[Metrics]:
+    return [{name: value for name, value in metrics.items() if name != "tokens_per_s"} for metrics in history]
+
+
+def events_of(directory: Path, kind: str) -> list[dict[str, Any]]:
+    return [line for line in read_json_lines(directory / "events.jsonl") if line["event"] == kind]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"batch_size": 4}, "batch_size was 2 and is 4"),
+        ({"optim": OptimConfig(lr=0.02, schedule="constant").model_dump()}, r"optim\.lr was 0.01 and is 0.02"),
+        ({"packing": True}, "packing was false and is its default"),
+        ({"seed": 3}, "seed was its default and is 3"),
+        ({"inputs": {"model": "other"}}, 'model was "base" and is "other"'),
+        ({"samples": SAMPLES[:-1]}, 'samples was "[0-9a-f]+" and is "[0-9a-f]+"'),
+    ],
+)
+def test_a_run_of_other_settings_does_not_go_on(
+    base_model: ModelConfig, tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    train(base_model, tmp_path, num_steps=2, inputs={"model": "base"})
+    with pytest.raises(CheckpointError, match=sentence):
+        train(base_model, tmp_path, **{"inputs": {"model": "base"}, **changes})
+
+
+def test_what_decides_only_about_checkpoints_may_change(base_model: ModelConfig, tmp_path: Path) -> None:
+    train(base_model, tmp_path, num_steps=2)
+    history = train(base_model, tmp_path, checkpoint_every=3, keep_checkpoints=7, keep_best=2, log_every=5)
+    assert len(history) == 2
+    assert [event["step"] for event in events_of(tmp_path, "checkpoint")] == [2, 3, 4]
+
+
+def test_a_difference_that_is_allowed_takes_effect_and_is_told(base_model: ModelConfig, tmp_path: Path) -> None:
+    train(base_model, tmp_path, num_steps=2)
+    optim = OptimConfig(lr=0.02, schedule="constant").model_dump()
+    history = train(base_model, tmp_path, optim=optim, allow_changed=("optim.lr",))
+    assert [metrics["lr"] for metrics in history] == [0.02, 0.02]
+    assert events_of(tmp_path, "resumed")[0]["changed"] == ["optim.lr"]
+
+
+def test_a_finished_run_of_a_constant_schedule_is_extended_bit_for_bit(base_model: ModelConfig, tmp_path: Path) -> None:
+    straight = train(base_model, tmp_path / "straight", num_steps=6, checkpoint_every=2)
+    first = train(base_model, tmp_path / "extended", num_steps=3, checkpoint_every=2)
+    second = train(base_model, tmp_path / "extended", num_steps=6, checkpoint_every=2)
+    assert without_times([*first, *second]) == without_times(straight)
+    ends = [verify_checkpoint(tmp_path / name / "checkpoints" / "step_000006") for name in ("straight", "extended")]
+    assert ends[0].files == ends[1].files
+    assert ends[0].score == ends[1].score
+    assert events_of(tmp_path / "extended", "extended")[0]["exact"] is True
+
+
+def test_extending_another_schedule_is_told_to_be_inexact(
+    base_model: ModelConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    optim = OptimConfig(lr=0.01, schedule="linear", min_lr_ratio=0.0).model_dump()
+    train(base_model, tmp_path, num_steps=2, optim=optim)
+    with caplog.at_level(logging.WARNING):
+        history = train(base_model, tmp_path, num_steps=5, optim=optim)
+    assert "linear schedule spanned 2 steps until step 2 and spans 5 from there on" in caplog.text
+    assert events_of(tmp_path, "extended")[0]["exact"] is False
+    assert [metrics["lr"] for metrics in history] == pytest.approx([0.005, 0.0025, 0.0])  # steps 3 to 5 of 5
+
+
+def test_a_run_does_not_go_back(base_model: ModelConfig, tmp_path: Path) -> None:
+    train(base_model, tmp_path)
+    with pytest.raises(CheckpointError, match="is of step 4, num_steps is 3: raise num_steps"):
+        train(base_model, tmp_path, num_steps=3)
+
+
+def test_another_run_goes_on_from_the_newest_checkpoint_of_the_first(base_model: ModelConfig, tmp_path: Path) -> None:
+    straight = train(base_model, tmp_path / "straight", num_steps=6)
+    train(base_model, tmp_path / "first")
+    second = train(base_model, tmp_path / "second", num_steps=6, resume_from=str(tmp_path / "first"))
+    assert without_times(second) == without_times(straight)[4:]
+    own = [path.name for path in list_checkpoints(tmp_path / "second" / "checkpoints")]
+    assert own == ["step_000004", "step_000006"]  # selection sees where it began
+    assert train(base_model, tmp_path / "second", num_steps=6, resume_from=str(tmp_path / "gone")) == []
+
+
+def test_leftovers_of_a_killed_save_are_removed(base_model: ModelConfig, tmp_path: Path) -> None:
+    leftover = tmp_path / "checkpoints" / ".step_000002.partial-abc"
+    leftover.mkdir(parents=True)
+    train(base_model, tmp_path, num_steps=1)
+    assert not leftover.exists()
