@@ -35,7 +35,7 @@ def create_backend(
         with_entropies: score entropies too.
         with_values: train a value head.
         with_reference: keep the weights that training starts from, for `score(reference=True)`.
-        seed: of the random numbers that new adapters and dropout take.
+        seed: of every library's random numbers.
 
     Raises:
         ConfigError: a setting that the backend cannot do, or a backend that is not installed.

@@ -15,6 +15,8 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,11 +29,10 @@ from torch import Tensor
 
 from rollouts_core.backend import ImmediateTrainFuture, ThreadTrainFuture, TrainFuture, TrainingState, future_of
 from rollouts_core.batch import TrainBatch
-from rollouts_core.checkpoint import new_checkpoint
 from rollouts_core.config import PLAIN_POLICY, ModelConfig, OptimConfig, PolicyConfig
 from rollouts_core.embedded.architecture import load_architecture, tensor_shapes
 from rollouts_core.embedded.weights import check_tensors, read_tensors
-from rollouts_core.errors import CheckpointError, ConfigError, NonFiniteError
+from rollouts_core.errors import CheckpointError, ConfigError
 from rollouts_core.jax_model import (
     ALL_LAYERS,
     EMBEDDING,
@@ -50,13 +51,14 @@ from rollouts_core.jax_model import (
 from rollouts_core.loss import LossFn, Metrics, TokenScores
 from rollouts_core.model import check_vocabulary, load_tokenizer
 from rollouts_core.optim import lr_ratio
+from rollouts_core.pytorch_backend import nonfinite_error
 from rollouts_core.random_state import get_random_tensors, get_random_values, seed_everything, set_random_state
 from rollouts_core.training_state import (
-    TRAINER_STATE,
-    TRAINER_TENSORS,
+    HF_KEY,
     WEIGHT_KEY,
     check_named_tensors,
     read_training_checkpoint,
+    write_training_checkpoint,
 )
 
 if TYPE_CHECKING:
@@ -67,6 +69,23 @@ POLICY_PREFIX = "hf_model."
 """What the PyTorch policy puts before the Hugging Face names; the optimizer's state is saved under its names."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's two moving averages by PyTorch's names."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """Stands for a transformers model where a checkpoint is written."""
+
+    model_dir: Path
+    """Where the model's configuration lies."""
+
+    def save_pretrained(self, save_directory: Path, *, state_dict: dict[str, Tensor]) -> None:
+        """Write float32 weights and the configuration."""
+        save_file(state_dict, save_directory / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((self.model_dir / "config.json").read_text())
+        config.pop("torch_dtype", None)  # what older versions of transformers call it
+        (save_directory / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=2) + "\n")
+        if (self.model_dir / "generation_config.json").is_file():
+            shutil.copyfile(self.model_dir / "generation_config.json", save_directory / "generation_config.json")
 
 
 class JAXTrainingBackend:
@@ -124,10 +143,7 @@ class JAXTrainingBackend:
         loss, metrics = self.loss_fn(_token_scores(leaves), batch)
         if not math.isfinite(metrics["loss"]):
             self._grads = None
-            raise NonFiniteError(
-                f"the loss became {metrics['loss']} after {self._num_optim_steps} optimizer steps: lower the "
-                "learning rate, or look at the samples of this step"
-            )
+            raise nonfinite_error("loss", metrics["loss"], num_optim_steps=self._num_optim_steps)
         torch.autograd.backward(loss)
         gradient = Scores(*(None if s is None else _padded_gradient(t, s) for s, t in zip(scores, leaves, strict=True)))
         grads = _pull_back(pull_back, gradient)
@@ -157,10 +173,7 @@ class JAXTrainingBackend:
         grads, self._grads = self._grads, None
         norm = float(_norm(grads))
         if not math.isfinite(norm):
-            raise NonFiniteError(
-                f"the gradient norm became {norm} after {self._num_optim_steps} optimizer steps: lower the learning "
-                "rate, or look at the samples of this step"
-            )
+            raise nonfinite_error("gradient norm", norm, num_optim_steps=self._num_optim_steps)
         lr = self.optim.lr * lr_ratio(self._num_optim_steps, config=self.optim, num_steps=self.num_steps)
         self._num_optim_steps += 1
         beta1, beta2 = self.optim.betas
@@ -211,8 +224,9 @@ class JAXTrainingBackend:
             **self._optimizer_tensors(),
             **get_random_tensors(),
         }
-        hf_weights, text = _without_value_head(weights), json.dumps(trainer)
-        saving = ThreadTrainFuture(lambda: self._write_checkpoint(path, text, hf_weights, tensors, state))
+        copied = {HF_KEY + name: value for name, value in _without_value_head(weights).items()} | tensors
+        write = partial(write_training_checkpoint, model=ModelFiles(self.model_dir), tokenizer=self.tokenizer)
+        saving = ThreadTrainFuture(lambda: write(path, state, json.dumps(trainer), copied))
         self._saving = saving
         return saving
 
@@ -234,24 +248,6 @@ class JAXTrainingBackend:
                 named[f"{_policy_name(name)}/{quantity}"] = value
                 named[f"{_policy_name(name)}/step"] = torch.tensor(float(self._num_optim_steps))
         return named
-
-    def _write_checkpoint(
-        self,
-        path: Path,
-        trainer: str,
-        hf_weights: dict[str, Tensor],
-        tensors: dict[str, Tensor],
-        state: TrainingState,
-    ) -> None:
-        with new_checkpoint(
-            path, step=int(state["step"]), score=state.get("score"), settings=state.get("settings")
-        ) as directory:
-            save_file(hf_weights, directory / "model.safetensors", metadata={"format": "pt"})
-            _copy_model_config(self.model_dir, directory)
-            self.tokenizer.save_pretrained(directory)
-            (directory / "trainer").mkdir()
-            (directory / TRAINER_STATE).write_text(trainer)
-            save_file(tensors, directory / TRAINER_TENSORS)
 
     def _load_checkpoint(self, path: Path) -> TrainingState:
         saved = read_training_checkpoint(path)
@@ -291,7 +287,7 @@ def create_jax_backend(
     with_reference: bool = False,
     seed: int = 0,
 ) -> JAXTrainingBackend:
-    """Model, AdamW, schedule and loss as a backend, in one call; the arguments of `create_pytorch_backend`.
+    """Model, AdamW, schedule and loss as a backend, in one call; the arguments of `create_backend`.
 
     Raises:
         ConfigError: the model is no folder, or has dropout, which this backend does not do.
@@ -440,12 +436,3 @@ def _token_scores(scores: Sequence[Tensor | None]) -> TokenScores:
     logprobs_BT, entropies_BT, values_BT = scores
     assert logprobs_BT is not None, "every policy gives log-probs"
     return TokenScores(logprobs_BT=logprobs_BT, entropies_BT=entropies_BT, values_BT=values_BT)
-
-
-def _copy_model_config(model_dir: Path, directory: Path) -> None:
-    """Put the model's configuration beside weights in float32."""
-    config = json.loads((model_dir / "config.json").read_text())
-    config.pop("torch_dtype", None)  # what older versions of transformers call it
-    (directory / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=2) + "\n")
-    if (model_dir / "generation_config.json").is_file():
-        shutil.copyfile(model_dir / "generation_config.json", directory / "generation_config.json")

@@ -210,8 +210,8 @@ async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog) -> N
             with_values=job.training.with_values,
             with_reference=job.training.with_reference,
         )
-        prompts = load_prompts_from_jsonl(job.prompts.path)
         tokenizer = load_tokenizer(job.model.model)
+        prompts = load_prompts_from_jsonl(job.prompts.path)
         max_tokens = job.rollout.max_prompt_tokens
         check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=job.prompts.path)
         await train_against_engines(job, directory, events, backend, DataBuffer(prompts, seed=job.rollout.seed))

@@ -1,4 +1,4 @@
-"""What a PyTorch backend puts into a checkpoint and takes out of it, with any number of processes.
+"""What a backend puts into a checkpoint and takes out of it, with any number of processes.
 
 Not here: the directory and its manifest (checkpoint.py), gathering what is spread over processes (fsdp_backend.py).
 
@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -24,7 +24,7 @@ from rollouts_core.lora import is_adapter_weight
 from rollouts_core.random_state import is_random_state
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from rollouts_core.policy import Policy
 
@@ -50,6 +50,14 @@ class SavedTraining:
     """`scheduler`, `num_optim_steps`, `random`, and the loop's state as `loop`."""
 
 
+class SavesPretrained(Protocol):
+    """What writes a model's Hugging Face files: a transformers model, or what stands for one."""
+
+    def save_pretrained(self, save_directory: Path, *, state_dict: dict[str, Tensor]) -> object:
+        """Write config.json and the weights in `state_dict`."""
+        ...
+
+
 def own_weights(policy: Policy) -> dict[str, Tensor]:
     """The weights that the Hugging Face files have no place for: adapters and value head."""
     named = policy.named_parameters()
@@ -62,7 +70,7 @@ def write_training_checkpoint(
     trainer: str,
     tensors: Mapping[str, Tensor],
     *,
-    model: PreTrainedModel,
+    model: SavesPretrained,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Write a directory that engines load as it is and that training resumes from.

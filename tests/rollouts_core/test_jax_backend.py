@@ -23,19 +23,31 @@ import jax
 import jax.numpy as jnp
 
 from rollouts_core import logprobs
+from rollouts_core.__main__ import main
 from rollouts_core.backend import TrainingBackend
 from rollouts_core.backends import create_backend
 from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
 from rollouts_core.checkpoint import verify_checkpoint
-from rollouts_core.config import LossConfig, ModelConfig, OptimConfig, PolicyConfig
+from rollouts_core.config import (
+    DeploymentConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    PolicyConfig,
+    SFTTrainingConfig,
+)
 from rollouts_core.errors import CheckpointError, ConfigError, TrainingError
+from rollouts_core.fingerprint import digest_model
 from rollouts_core.jax_backend import JAXTrainingBackend, create_jax_backend
 from rollouts_core.jax_model import bucket_size, pad_batch, score_in_pieces, to_params, to_weights
+from rollouts_core.job import InputDataset, InputModel, SFTJob
 from rollouts_core.loss import LossFn, TokenScores, create_cross_entropy_loss, create_policy_loss
+from rollouts_core.metrics import read_json_lines
 from rollouts_core.model import load_hf_model
 from rollouts_core.policy import compute_logprobs
 from rollouts_core.pytorch_backend import create_pytorch_backend
 from rollouts_core.quickstart import build_character_tokenizer
+from rollouts_core.rows import digest_path
 from rollouts_core.types import Sample
 from tests.rollouts_core.embedded.tiny_models import make_model, save_model
 from tests.rollouts_core.make import make_random_samples, make_sample
@@ -191,6 +203,30 @@ def test_a_value_head_goes_from_pytorch_to_jax_and_back(qwen3: ModelConfig, tmp_
     torch.nn.init.zeros_(pytorch.policy.value_head.weight)
     asyncio.run(pytorch.load_checkpoint(tmp_path / "step_000002").result())
     assert pytorch.policy.value_head.weight.tolist() == [[0.25] * 32]
+
+
+@pytest.mark.slow
+def test_an_sft_job_gives_the_losses_of_the_pytorch_job(
+    base_model: ModelConfig, quickstart_dir: Path, tmp_path: Path
+) -> None:
+    data = quickstart_dir / "sft.jsonl"
+    losses = []
+    for name in ("jax", "pytorch"):
+        training = SFTTrainingConfig(
+            num_steps=2, batch_size=2, max_length=64, log_every=1, policy=PolicyConfig(backend=name)
+        )
+        job = SFTJob(
+            model=InputModel(name="base", model=base_model, digest=digest_model(base_model)),
+            data=(InputDataset(path=str(data), digest=digest_path(data)),),
+            training=training,
+            deployment=DeploymentConfig(trainer_threads=1),
+        )
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "job.json").write_text(job.model_dump_json())
+        assert main(["sft", str(tmp_path / name / "job.json")]) == 0
+        losses.append([row["loss"] for row in read_json_lines(tmp_path / name / "metrics.jsonl")])
+    assert len(losses[0]) == 2
+    assert losses[0] == pytest.approx(losses[1], rel=ROUNDING)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
