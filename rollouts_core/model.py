@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from rollouts_core.config import ModelConfig
@@ -27,6 +27,7 @@ def load_hf_model(
     """The causal language model at `config.path`, in training mode; weights only from safetensors.
 
     Args:
+        device: "meta" gives the model without values.
         dtype: number format of the weights.
         attention: the attention kernel, by its name in transformers.
 
@@ -34,6 +35,8 @@ def load_hf_model(
         CheckpointError: nothing loadable lies there.
         ConfigError: the attention kernel is not installed.
     """
+    if device == "meta":
+        return _build_without_values(config, dtype=dtype, attention=attention)
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
             config.path,
@@ -51,6 +54,16 @@ def load_hf_model(
     if missing := sorted(loading["missing_keys"]):
         raise CheckpointError(f"the weights at {config.path} lack {len(missing)} tensors, {missing[0]} first")
     return model.to(device).train()
+
+
+def _build_without_values(config: ModelConfig, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    settings = AutoConfig.from_pretrained(
+        config.path, revision=config.revision or None, trust_remote_code=config.trust_remote_code
+    )
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            settings, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
+        ).train()
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:

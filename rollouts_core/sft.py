@@ -65,7 +65,7 @@ async def run_sft_training(
         start_step = state["step"] if state else 0
         for step, rows in enumerate(itertools.islice(steps, start_step, config.num_steps), start=start_step + 1):
             began = perf_counter()
-            micro_batches = prepare_sft_batch(rows, config, pad_id=pad_id)
+            micro_batches = prepare_sft_batch(rows, config, pad_id=pad_id, num_ranks=backend.num_ranks)
             results = [await backend.forward_backward(batch).result() for batch in micro_batches]
             metrics = {**sum_metrics(results), **await backend.optim_step().result()}
             num_tokens = sum(len(sample.tokens) for row in rows for sample in row)
@@ -99,8 +99,9 @@ async def compute_eval_loss(
     """Mean negative log-likelihood of all trained tokens of `samples`, nats."""
     rows = list(pack_rows(samples, max_length=config.max_length) if config.packing else ([s] for s in samples))
     total, num_tokens = 0.0, 0.0
-    for start in range(0, len(rows), config.micro_batch_size):
-        batch = collate_batch(rows[start : start + config.micro_batch_size], pad_id=pad_id)
+    size = config.micro_batch_size * backend.num_ranks
+    for start in range(0, len(rows), size):
+        batch = collate_batch(rows[start : start + size], pad_id=pad_id)
         scores = await backend.score(batch).result()
         total -= float((scores.logprobs_BT * batch.loss_mask_BT).sum())
         num_tokens += batch.num_loss_tokens
@@ -135,9 +136,15 @@ def _shuffle_epochs(samples: Sequence[Sample], *, seed: int) -> Iterator[Iterato
         yield (samples[i] for i in order)
 
 
-def prepare_sft_batch(rows: Sequence[Sequence[Sample]], config: SFTTrainingConfig, *, pad_id: int) -> list[TrainBatch]:
-    """The micro-batches of one step, which know the step's totals."""
-    size = config.micro_batch_size
+def prepare_sft_batch(
+    rows: Sequence[Sequence[Sample]], config: SFTTrainingConfig, *, pad_id: int, num_ranks: int = 1
+) -> list[TrainBatch]:
+    """The micro-batches of one step, which know the step's totals.
+
+    Args:
+        num_ranks: devices that share the rows of each micro-batch.
+    """
+    size = config.micro_batch_size * num_ranks
     chunks = [rows[i : i + size] for i in range(0, len(rows), size)]
     batches = [collate_batch(chunk, pad_id=pad_id) for chunk in chunks]
     return with_step_totals(batches, (sample for row in rows for sample in row))
