@@ -57,9 +57,12 @@ def load_hf_model(
 
 
 def _build_without_values(config: ModelConfig, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    settings = AutoConfig.from_pretrained(
-        config.path, revision=config.revision or None, trust_remote_code=config.trust_remote_code
-    )
+    try:
+        settings = AutoConfig.from_pretrained(
+            config.path, revision=config.revision or None, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"no model could be loaded from {config.path}: {first_line(error)}") from error
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             settings, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code

@@ -11,13 +11,10 @@ the model and do what the leader sends them, so that the loops need not know how
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import signal
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -25,13 +22,13 @@ import torch
 import torch.distributed as dist
 
 from rollouts_core.errors import NonFiniteError, TrainingError
+from rollouts_core.launch import is_launched
 
 logger = logging.getLogger(__name__)
 
 MAX_WAIT = timedelta(days=30)
 """How long a follower waits for the leader, who may be generating, evaluating or writing. One that dies is noticed at
 once, because its connections close."""
-_PR_SET_PDEATHSIG = 1
 
 
 class Ranks:
@@ -105,21 +102,11 @@ def join_ranks(*, device: str = "") -> Iterator[Ranks]:
     ranks = Ranks(device=device)
     try:
         yield ranks
-    finally:
+    except BaseException:
         if ranks.is_leader and ranks.followers_wait:
-            ranks.stop_followers()
+            with suppress(RuntimeError):  # they may be gone, too
+                ranks.stop_followers()
+        raise
+    if ranks.is_leader and ranks.followers_wait:
+        ranks.stop_followers()
     dist.destroy_process_group()
-
-
-def is_launched() -> bool:
-    """Whether torchrun started this process, alone or as one of several."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def die_with_parent() -> None:
-    """Let the kernel kill this process when the one that started it is gone, however that ended (Linux only)."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(125)

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -41,11 +41,14 @@ from rollouts_core.evaluate import (
 )
 from rollouts_core.files import write_atomically
 from rollouts_core.fingerprint import digest_checkpoint, digest_model
+from rollouts_core.fsdp_backend import FSDPTrainingBackend, create_fsdp_backend
 from rollouts_core.job import EngineAddress, EvalJob, GenerateJob, InputFile, InputModel, Job, RLJob, ServeJob, SFTJob
+from rollouts_core.launch import is_launched
 from rollouts_core.loss import create_cross_entropy_loss, create_policy_loss
 from rollouts_core.metrics import EventLog, JSONLLogger
 from rollouts_core.model import check_vocabulary, load_tokenizer, pad_token_id, silence_progress_bars
 from rollouts_core.pytorch_backend import PyTorchTrainingBackend, create_pytorch_backend
+from rollouts_core.ranks import Ranks, join_ranks
 from rollouts_core.rl import run_rl_training
 from rollouts_core.rollout import (
     AsyncRolloutManager,
@@ -69,15 +72,12 @@ def run_job(job: Job, directory: RunDirectory) -> None:
     """Do the job; its result.json exists when this returns (a server returns when it was told to stop)."""
     silence_progress_bars()
     torch.set_num_threads(_num_threads(job))
+    if isinstance(job, SFTJob | RLJob):
+        run_training_job(job, directory)
+        return
     with EventLog(directory.events, attempt=attempt_number()) as events:
         events.write("started", kind=job.kind, pid=os.getpid())
-        if isinstance(job, SFTJob):
-            with exit_at_sigterm():
-                asyncio.run(run_sft_job(job, directory, events))
-        elif isinstance(job, RLJob):
-            with exit_at_sigterm():
-                asyncio.run(run_rl_job(job, directory, events))
-        elif isinstance(job, EvalJob):
+        if isinstance(job, EvalJob):
             asyncio.run(run_eval_job(job, directory))
         elif isinstance(job, GenerateJob):
             asyncio.run(run_generate_job(job, directory))
@@ -85,11 +85,49 @@ def run_job(job: Job, directory: RunDirectory) -> None:
             run_serve_job(job)
 
 
+def run_training_job(job: SFTJob | RLJob, directory: RunDirectory) -> None:
+    """Train, alone or as one of the processes that torchrun started; the first of them does all but computing."""
+    with join_ranks() if is_launched() else nullcontext() as ranks:
+        if ranks is not None and not ranks.is_leader:
+            backend = create_backend(job, ranks)
+            assert isinstance(backend, FSDPTrainingBackend)
+            backend.follow()
+            return
+        with EventLog(directory.events, attempt=attempt_number()) as events, exit_at_sigterm():
+            events.write("started", kind=job.kind, pid=os.getpid())
+            if isinstance(job, SFTJob):
+                asyncio.run(run_sft_job(job, directory, events, ranks))
+            else:
+                asyncio.run(run_rl_job(job, directory, events, ranks))
+
+
+def create_backend(job: SFTJob | RLJob, ranks: Ranks | None) -> PyTorchTrainingBackend | FSDPTrainingBackend:
+    """The backend that a job trains with: that of one process, or this rank's part of that of several."""
+    is_rl = isinstance(job, RLJob)
+    loss_fn = create_policy_loss(job.training.loss) if is_rl else create_cross_entropy_loss()
+    options: dict[str, Any] = {  # Any: keywords of many types
+        "num_steps": job.training.num_optim_steps if is_rl else job.training.num_steps,
+        "policy": job.training.policy,
+        "seed": job.rollout.seed if is_rl else job.training.seed,
+    }
+    if is_rl:
+        options |= {
+            "temperature": job.rollout.sampling.temperature,
+            "with_entropies": job.training.with_entropies,
+            "with_values": job.training.with_values,
+            "with_reference": job.training.with_reference,
+        }
+    if ranks is None:
+        return create_pytorch_backend(job.model.model, job.training.optim, loss_fn, **options)
+    return create_fsdp_backend(job.model.model, job.training.optim, loss_fn, ranks=ranks, **options)
+
+
 @contextmanager
 def exit_at_sigterm() -> Iterator[None]:
     """Let SIGTERM end the block by an exception, so that a checkpoint that is being written is finished first."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(number, signal.SIG_IGN)  # another one would break off what the first one lets finish
         sys.exit(128 + number)
 
     previous = signal.signal(signal.SIGTERM, leave)
@@ -104,19 +142,12 @@ def attempt_number() -> int:
     return int(os.environ.get(ATTEMPT_VARIABLE, "1"))
 
 
-async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog) -> None:
+async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None) -> None:
     """Fine-tune on demonstrations; the record lists the checkpoints."""
     check_model(job.model)
     check_file(job.data)
     check_resume(job, directory)
-    backend = create_pytorch_backend(
-        job.model.model,
-        job.training.optim,
-        create_cross_entropy_loss(),
-        num_steps=job.training.num_steps,
-        policy=job.training.policy,
-        seed=job.training.seed,
-    )
+    backend = create_backend(job, ranks)
     check_vocabulary(backend.model, backend.tokenizer, job.model.model.path)
     samples = load_sft_dataset(
         job.data.path, backend.tokenizer, max_length=job.training.max_length, train_on=job.training.train_on
@@ -136,24 +167,13 @@ async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog) ->
     directory.write_result({"checkpoints": describe_checkpoints(directory), "num_samples": len(samples)})
 
 
-async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog) -> None:
+async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None) -> None:
     """Improve a model against engines; the record lists the checkpoints."""
     with keep_leases(job.engines):
         check_model(job.model)
         check_file(job.prompts)
         check_resume(job, directory)
-        backend = create_pytorch_backend(
-            job.model.model,
-            job.training.optim,
-            create_policy_loss(job.training.loss),
-            num_steps=job.training.num_optim_steps,
-            policy=job.training.policy,
-            seed=job.rollout.seed,
-            temperature=job.rollout.sampling.temperature,
-            with_entropies=job.training.with_entropies,
-            with_values=job.training.with_values,
-            with_reference=job.training.with_reference,
-        )
+        backend = create_backend(job, ranks)
         prompts = load_prompts_from_jsonl(job.prompts.path)
         max_tokens = job.rollout.max_prompt_tokens
         check_prompt_lengths(prompts, backend.tokenizer, max_tokens=max_tokens, source=job.prompts.path)
@@ -162,7 +182,11 @@ async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog) -> N
 
 
 async def train_against_engines(
-    job: RLJob, directory: RunDirectory, events: EventLog, backend: PyTorchTrainingBackend, data_buffer: DataBuffer
+    job: RLJob,
+    directory: RunDirectory,
+    events: EventLog,
+    backend: PyTorchTrainingBackend | FSDPTrainingBackend,
+    data_buffer: DataBuffer,
 ) -> None:
     """Open everything that the RL loop needs, and run it."""
     metrics_logger = JSONLLogger(directory.metrics, attempt=events.attempt)
@@ -341,4 +365,5 @@ async def _score_checkpoint(checkpoint: InputModel, job: EvalJob, directory: Run
 def _num_threads(job: Job) -> int:
     if isinstance(job, ServeJob):
         return job.deployment.engine_threads
-    return job.deployment.trainer_threads or os.cpu_count() or 1
+    num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's word for those of this machine
+    return job.deployment.trainer_threads or max(1, (os.cpu_count() or 1) // num_processes)

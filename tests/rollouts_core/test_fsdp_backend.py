@@ -254,20 +254,25 @@ def test_a_checkpoint_of_two_has_the_files_of_one(base_model: ModelConfig, pair:
     assert all(torch.equal(value, weights[name]) for name, value in loaded.named_parameters())
 
 
-def load_weights(backend: TrainingBackend, *, weights: Weights) -> tuple[str, Weights]:
-    """The error of weights that do not fit, and the weights after loading ones that do."""
+def load_weights(backend: TrainingBackend, *, weights: Weights) -> tuple[str, TokenScores, Weights]:
+    """The error of weights that do not fit, and the scores and weights after loading ones that do."""
+    batch = make_step(0)[0]
+    asyncio.run(backend.score(batch).result())
     try:
         asyncio.run(backend.load_weights({**weights, "extra": torch.zeros(1)}).result())
     except CheckpointError as error:
         message = str(error)
     asyncio.run(backend.load_weights(weights).result())
-    return message, get_weights(backend)
+    return message, asyncio.run(backend.score(batch).result()), get_weights(backend)
 
 
 def test_loaded_weights_are_those_that_were_given(base_model: ModelConfig, pair: TwoProcesses) -> None:
     _, weights = with_one(train, base_model)
-    message, found = with_two(pair, partial(load_weights, weights=weights), base_model)
+    work = partial(load_weights, weights=weights)
+    _, expected_scores, _ = with_one(work, base_model)
+    message, scores, found = with_two(pair, work, base_model)
     assert "extra" in message
+    torch.testing.assert_close(scores.logprobs_BT, expected_scores.logprobs_BT, **SAME)
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
