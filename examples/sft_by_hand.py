@@ -32,7 +32,7 @@ from rollouts_core.config import ModelConfig, OptimConfig
 from rollouts_core.loss import cross_entropy_loss
 from rollouts_core.model import pad_token_id
 from rollouts_core.quickstart import QuickstartSize, write_quickstart_files
-from rollouts_core.sft import iterate_epochs
+from rollouts_core.steps import iterate_epochs
 
 
 def train(files: Path, *, num_steps: int, batch_size: int, out: Path | None) -> None:

@@ -56,8 +56,10 @@ def check_writable(store: Path) -> None:
 
 def check_files(data: DataConfig) -> None:
     """Raise ConfigError for a data file that does not exist; names of hub datasets are left to the loader."""
-    for name in DataConfig.model_fields:
-        path = Path(getattr(data, name))
+    named = [(name, getattr(data, name)) for name in ("sft_eval", "prompts", "selection", "heldout")]
+    demonstrations = [data.sft] if isinstance(data.sft, str) else [dataset.path for dataset in data.sft]
+    for name, given in [*(("sft", path) for path in demonstrations), *named]:
+        path = Path(given)
         if path.is_absolute() and not path.exists():
             raise ConfigError(f"data.{name}: {path} does not exist")
 

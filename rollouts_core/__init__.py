@@ -18,7 +18,7 @@ PUBLIC_NAMES = {
     "comparison": "compare_paired estimate_mean judge_improvement select_best",
     "config": "Config algorithm_preset RLTrainingConfig RolloutConfig SFTTrainingConfig",
     "data_buffer": "DataBuffer",
-    "dataset": "load_prompts_from_jsonl load_sft_dataset",
+    "dataset": "SFTDataset load_prompts_from_jsonl load_sft_dataset open_datasets",
     "engines": "InferenceEngine PublishTarget SGLangEngine publish_weights sync_weights_to_engines",
     "environments": "ENVIRONMENTS Environment",
     "filters": "check_any_success check_min_reward check_quality_and_diversity check_reasonable_length "

@@ -37,6 +37,9 @@ AlgorithmName = Literal[
     "nemo-loo",
     "open-instruct",
     "prime-rl",
+    "nanochat",
+    "torchtitan-grpo",
+    "torchtitan-dapo",
 ]
 
 Settings = Mapping[str, Any]  # Any: settings of every type
@@ -84,6 +87,8 @@ OPEN_INSTRUCT = "allenai/open-instruct e6c3044a: open_instruct/grpo_utils.py, op
 PRIME_RL = (
     "PrimeIntellect-ai/prime-rl 559b4477: src/prime_rl/trainer/rl/loss.py, src/prime_rl/orchestrator/algo/grpo.py"
 )
+NANOCHAT = "karpathy/nanochat 92d63d4e: scripts/chat_rl.py"
+TORCHTITAN = "pytorch/torchtitan b5bcd76c: torchtitan/experiments/rl"
 
 TRL_MISMATCH = {"weight": "sequence", "weight_low": 0.0, "weight_high": 3.0, "outside": "zero"}
 OPENRLHF_KL = {"kl_coef": 0.01, "kl_estimator": "k1", "kl_credit": "token"}
@@ -253,5 +258,18 @@ ALGORITHMS: dict[str, AlgorithmPreset] = {
             "advantage": {"estimator": "group_mean"},
             "loss": _ppo(objective="dppo", ratio_base="rollout", ratio_penalty=1e-3),
         },
+    ),
+    "nanochat": AlgorithmPreset(
+        source=NANOCHAT,
+        settings={"advantage": {"estimator": "group_mean"}, "loss": _ppo(objective="reinforce")},
+        rollout={"batch_size": 16, "n_samples_per_prompt": 16},
+    ),
+    "torchtitan-grpo": AlgorithmPreset(
+        source=TORCHTITAN,
+        settings={"advantage": {"estimator": "group_mean"}, "loss": _ppo(ratio_base="rollout")},
+    ),
+    "torchtitan-dapo": AlgorithmPreset(
+        source=TORCHTITAN,
+        settings={"advantage": {"estimator": "group_mean"}, "loss": _ppo(ratio_base="rollout", clip_high=0.28)},
     ),
 }

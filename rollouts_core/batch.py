@@ -133,6 +133,8 @@ def build_batch(
 
 
 def _name_sample(sample: Sample) -> str:
+    if "row" in sample.metadata and "prompt_id" not in sample.metadata:
+        return f"row {sample.metadata['row']}"
     return f"{sample.metadata.get('prompt_id', sample.group_index)}/{sample.index}"
 
 

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 
 import tomli_w
 from pydantic import (
@@ -31,10 +32,13 @@ from pydantic import (
     Field,
     PlainSerializer,
     ValidationError,
+    ValidationInfo,
     WithJsonSchema,
+    field_validator,
     model_validator,
 )
 from pydantic.config import JsonDict
+from pydantic_core import PydanticKnownError
 
 from rollouts_core.algorithms import ALGORITHMS, AlgorithmName
 from rollouts_core.errors import ConfigError
@@ -47,6 +51,10 @@ PLACEMENT: JsonDict = {"affects_result": False}
 
 SELECTION: JsonDict = {"affects_weights": False}
 """Marks a field that decides how far training goes or which checkpoints stay: a resumed training may change it."""
+
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+DATA_FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
 def _finite(value: float) -> float:
@@ -69,8 +77,8 @@ def _write_function(function: str | Callable[..., Any]) -> str:  # Any: user fun
     return name_of_function(function)
 
 
-Finite = Annotated[float, AfterValidator(_finite)]
-GpuRank = Annotated[int, Field(ge=0)]
+Finite = Annotated[float, Field(strict=True), AfterValidator(_finite)]
+GpuRank = Annotated[int, Field(ge=0, strict=True)]
 FunctionName = Annotated[
     str | Callable[..., Any],  # Any: user functions of many shapes
     PlainSerializer(_write_function, return_type=str),
@@ -78,10 +86,35 @@ FunctionName = Annotated[
 ]
 
 
+SCALAR_ERRORS: dict[object, Literal["bool_type", "int_type", "float_type"]] = {
+    bool: "bool_type",
+    int: "int_type",
+    float: "float_type",
+}
+
+
+def _scalar_of(annotation: object) -> object:
+    """The type of a field without the checks around it; of one that may be None, the other type."""
+    parts = [part for part in get_args(annotation) if part is not type(None)]
+    if get_origin(annotation) is Annotated or (len(parts) == 1 and type(None) in get_args(annotation)):
+        return _scalar_of(parts[0])
+    return annotation
+
+
 class Record(BaseModel):
     """What all settings share: frozen, no unknown keys, field docstrings as help texts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_conversions(cls, value: Any, info: ValidationInfo) -> Any:  # Any: unchecked input
+        """True is no number and "3" is no 3, although pydantic would take them for one."""
+        assert info.field_name is not None, "only fields are validated"
+        kind = SCALAR_ERRORS.get(_scalar_of(cls.model_fields[info.field_name].annotation))
+        if kind and (isinstance(value, str) or isinstance(value, bool) != (kind == "bool_type")):
+            raise PydanticKnownError(kind)
+        return value
 
 
 class ModelConfig(Record):
@@ -93,13 +126,38 @@ class ModelConfig(Record):
     """Commit or tag of a hub model; empty takes the default branch."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Leave off unless you have read that code."""
+    allow_pickle: bool = False
+    """Start from weights that lie in pickled files alone (pytorch_model.bin), read without running what they hold.
+    Checkpoints of the training are safetensors; the embedded engine serves nothing else."""
+
+
+class DatasetConfig(Record):
+    """One of several datasets of demonstrations that are trained on together."""
+
+    path: str = Field(min_length=1, json_schema_extra=PLACEMENT)
+    """JSONL or Parquet file, folder of a Hugging Face dataset, or hub id."""
+    split: str = Field("train", min_length=1)
+    """Which split, of a folder or hub dataset that has several."""
+    subset: str = ""
+    """Which configuration of a hub dataset that has several."""
+    revision: str = Field("", json_schema_extra=PLACEMENT)
+    """Commit or tag of a hub dataset; empty takes the newest commit when the run is planned."""
+    max_samples: int | None = Field(None, ge=1)
+    """Only so many rows, from the start."""
+    repeat: Annotated[Finite, Field(gt=0)] = 1.0
+    """How often an epoch visits each row. Below 1 an epoch takes a share of them, and the next epoch others."""
 
 
 class DataConfig(Record):
     """Where demonstrations and prompts come from. Paths are relative to the configuration's file."""
 
-    sft: str = ""
-    """Demonstrations: JSONL or Parquet rows with `messages`, with `prompt` and `completion`, or with `text`."""
+    sft: str | tuple[DatasetConfig, ...] = ""
+    """Demonstrations: rows with `messages`, with `prompt` and `completion`, or with `text`. One JSONL or Parquet file,
+    dataset folder or hub id; or a list of such datasets, each with its share."""
+    streaming: bool = Field(False, json_schema_extra=PLACEMENT)
+    """Read and tokenize demonstrations while training instead of before: for data larger than memory."""
+    sft_eval: str = ""
+    """Demonstrations whose loss is taken while SFT trains on others; empty takes none."""
     prompts: str = ""
     """Prompts for RL: JSONL rows with `prompt` or `messages`, and `answer` where the reward needs one."""
     selection: str = ""
@@ -188,7 +246,10 @@ class SFTTrainingConfig(Record):
     micro_batch_size: int = Field(8, ge=1)
     """Rows per forward and backward pass of a device; smaller needs less memory and gives the same step."""
     max_length: int = Field(2048, ge=2)
-    """Tokens per row. Longer demonstrations are cut; one whose trained part is cut away is an error."""
+    """Tokens per row."""
+    on_overlong: Literal["cut", "cut_or_drop", "drop"] = "cut"
+    """Demonstrations of more than `max_length` tokens: cut them, where cutting away all that is trained on is an
+    error; cut them, and leave out those; or leave out all of them."""
     packing: bool = True
     """Fill rows with several demonstrations, which do not see each other."""
     train_on: Literal["last_assistant", "all_assistant", "everything"] = "all_assistant"
@@ -197,6 +258,8 @@ class SFTTrainingConfig(Record):
     """Order of the demonstrations."""
     eval_every: int = Field(100, ge=1, json_schema_extra=SELECTION)
     """Steps between two evaluations of the loss on `data.sft_eval`."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What a loss or gradient that is no finite number does: end the run, or skip its update and count it."""
     log_every: int = Field(10, ge=1, json_schema_extra=PLACEMENT)
     """Steps between two lines of metrics."""
     checkpoint_every: int = Field(200, ge=1, json_schema_extra=SELECTION)
@@ -299,8 +362,8 @@ class MismatchConfig(Record):
     w is exp(trainer - engine), per token. The divisors of the loss keep counting what a mask removes.
     """
 
-    weight: Literal["none", "token", "sequence"] = "none"
-    """Multiply the policy loss by w of each token, or by the product of w over the completion."""
+    weight: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Multiply the policy loss by w of each token, or by the product or the geometric mean of w over the completion."""
     weight_low: Annotated[Finite, Field(ge=0)] = 0.0
     """Smallest weight."""
     weight_high: Annotated[Finite, Field(ge=0)] = 2.0
@@ -464,11 +527,6 @@ class RLTrainingConfig(Record):
         loss, num_updates = self.loss, self.num_minibatches * self.num_epochs
         compares = loss.ratio_base == "old" or loss.mismatch != MismatchConfig()
         return self.with_values or self.reward_shaping.kl_coef > 0 or (num_updates > 1 and compares)
-
-    @property
-    def with_entropies(self) -> bool:
-        """Whether the loss asks for entropies."""
-        return self.loss.entropy_coef > 0
 
     @model_validator(mode="after")
     def _check_values(self) -> Self:
@@ -634,6 +692,12 @@ class Config(Record):
     deployment: DeploymentConfig = DeploymentConfig()
     """Placement on the node."""
 
+    @property
+    def demonstrations(self) -> tuple[DatasetConfig, ...]:
+        """The datasets of `data.sft`, also where it is written as one path."""
+        sft = self.data.sft
+        return sft if isinstance(sft, tuple) else (DatasetConfig(path=sft),)
+
     @model_validator(mode="after")
     def _check_mode(self) -> Self:
         needed = {"sft": ["sft"], "rl": ["prompts"], "sft+rl": ["sft", "prompts"]}[self.mode]
@@ -690,15 +754,23 @@ def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # An
     """`settings` with data paths, and a model path that exists as a folder, made absolute against `base`.
 
     So do the checkpoints to resume from. A model path that is no folder beside the file stays as it is: it may be a
-    hub id.
+    hub id. So does `data.sft` where it reads `organisation/name` and is nothing beside the file.
     """
 
     def absolute(value: Any) -> Any:  # Any: unchecked file content
         return str((base / value).resolve()) if isinstance(value, str) and value else value
 
+    def dataset(value: Any) -> Any:  # Any: unchecked file content
+        if isinstance(value, list | tuple):
+            return [
+                {**each, "path": dataset(each["path"])} if isinstance(each, dict) and "path" in each else each
+                for each in value
+            ]
+        return value if isinstance(value, str) and _may_be_hub_id(value, base) else absolute(value)
+
     resolved = dict(settings)
     if isinstance(data := settings.get("data"), dict):
-        resolved["data"] = {key: absolute(value) for key, value in data.items()}
+        resolved["data"] = {key: (dataset if key == "sft" else absolute)(value) for key, value in data.items()}
     if isinstance(model := settings.get("model"), dict):
         path = model.get("path")
         if isinstance(path, str) and (path.startswith((".", "/")) or (base / path).is_dir()):
@@ -711,6 +783,11 @@ def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # An
             for stage, section in training.items()
         }
     return resolved
+
+
+def _may_be_hub_id(path: str, base: Path) -> bool:
+    is_name = HUB_ID.fullmatch(path) is not None and not path.endswith(DATA_FILE_SUFFIXES)
+    return is_name and not (base / path).exists()
 
 
 def parse_config(model: type[RecordT], settings: dict[str, Any], *, source: str) -> RecordT:  # Any: unchecked

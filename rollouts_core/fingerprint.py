@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from pydantic_core import PydanticUndefined
 
 from rollouts_core.checkpoint import MANIFEST, find_checkpoint, load_manifest
 from rollouts_core.config import PLACEMENT, SELECTION, FunctionName, ModelConfig, name_of_function
-from rollouts_core.dataset import digest_path
 from rollouts_core.errors import ConfigError
+from rollouts_core.rows import digest_path
 
 SEMANTICS_VERSION = 1
 """Raised when the same settings and data train to another result than before."""
@@ -105,6 +105,11 @@ def digest_model(model: ModelConfig) -> str:
     if (path / MANIFEST).is_file():
         return load_manifest(path).digest
     return digest_path(model.path if path.exists() else f"{model.path}@{model.revision}")
+
+
+def digest_datasets(datasets: Sequence[BaseModel]) -> str:
+    """One digest of a mixture: the content of its datasets and how much of each is used."""
+    return hashlib.sha256(json.dumps([affecting_settings(each) for each in datasets]).encode()).hexdigest()
 
 
 def digest_checkpoint(path: str) -> str:

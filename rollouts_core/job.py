@@ -14,6 +14,7 @@ from pydantic import Field
 
 from rollouts_core.config import (
     PLACEMENT,
+    DatasetConfig,
     DeploymentConfig,
     EvaluationConfig,
     ModelConfig,
@@ -34,6 +35,13 @@ class InputFile(Record):
     """Where it lies."""
     digest: str
     """sha256 of its content, checked before it is used."""
+
+
+class InputDataset(DatasetConfig):
+    """A dataset that a job reads, and how much of it."""
+
+    digest: str
+    """sha256 of its content, checked when it is opened; for a dataset of the hub, of its name and commit."""
 
 
 class InputModel(Record):
@@ -64,8 +72,12 @@ class SFTJob(Record):
     kind: Literal["sft"] = "sft"
     model: InputModel
     """The model to start from."""
-    data: InputFile
+    data: tuple[InputDataset, ...] = Field(min_length=1)
     """Demonstrations."""
+    eval_data: InputFile | None = None
+    """Demonstrations whose loss is taken now and then."""
+    streaming: bool = Field(False, json_schema_extra=PLACEMENT)
+    """Whether they are read and tokenized while training."""
     training: SFTTrainingConfig
     """The settings of SFT."""
     resume_digest: str = ""

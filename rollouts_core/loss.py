@@ -123,7 +123,8 @@ def policy_loss(scores: TokenScores, batch: TrainBatch, config: LossConfig) -> t
         shares["kl_reference"] = kl_BT
     if scores.entropies_BT is not None:
         shares["entropy"] = _trained(scores.entropies_BT, batch)
-        per_token_BT = per_token_BT - config.entropy_coef * shares["entropy"]
+        if config.entropy_coef:  # times 0, it would still cost a backward pass through every entropy
+            per_token_BT = per_token_BT - config.entropy_coef * shares["entropy"]
     counts_BT = token_weights(batch, config)
     loss = (per_token_BT * counts_BT).sum()
     if batch.returns_BT is not None:

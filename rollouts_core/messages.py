@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 MAX_SHOWN_CHARS = 80
 
@@ -18,7 +19,7 @@ def explain_validation_error(error: ValidationError, model: type[BaseModel], *, 
         model: the record that was being filled, for the names a misspelt key may have meant.
         source: the file or form, named at the start of the sentence.
     """
-    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    problems = sorted(_of_the_meant_type(error.errors()), key=lambda problem: problem["type"] != "extra_forbidden")
     problem = problems[0]
     path = _path_of(problem, model)
     key = ".".join(path)
@@ -49,31 +50,44 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def _of_the_meant_type(problems: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Without what a field that may be text or a list says about text where a list was given."""
+    lists = [each for each in problems if each["type"] == "string_type" and isinstance(each["input"], list | tuple)]
+    return [each for each in problems if each not in lists] or problems
+
+
 def _path_of(problem: Mapping[str, Any], model: type[BaseModel]) -> list[str]:  # Any: pydantic's details
     """The key that a problem is about, without the names that pydantic gives to the alternatives of a union."""
     path: list[str] = []
     section: type[BaseModel] | None = model
     for part in problem["loc"]:
-        if section is None and isinstance(part, str):
-            break
-        path.append(str(part))
-        section = _section(section, part) if section and isinstance(part, str) else None
+        if isinstance(part, int):
+            path.append(str(part))
+        elif "[" not in part:  # else a list's type, as an alternative of a union: the list's own path goes on behind it
+            if section is None or (part == "str" and part not in section.model_fields):
+                break
+            path.append(part)
+            section = _section(section, part)
     return path
 
 
 def _suggestion(path: list[str], model: type[BaseModel]) -> str:
     section: type[BaseModel] | None = model
     for part in path[:-1]:
-        section = _section(section, part) if section else None
+        if not part.isdecimal():
+            section = _section(section, part) if section else None
     return closest_name(path[-1], list(section.model_fields)) if section else ""
 
 
 def _section(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    if name not in model.model_fields:
-        return None
-    annotation = model.model_fields[name].annotation
-    candidates = [annotation, *get_args(annotation)]
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+    """The record that a field holds, or a list of which it may hold."""
+    return _record_in(model.model_fields[name].annotation) if name in model.model_fields else None
+
+
+def _record_in(annotation: object) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((record for part in get_args(annotation) if (record := _record_in(part))), None)
 
 
 def _show(value: Any) -> str:  # Any: whatever the user wrote

@@ -56,11 +56,10 @@ def describe_mismatch(
     mismatch_kl: the k3 estimate of KL(engine || trainer). mismatch_ratio_max: the largest of w and 1/w.
     mismatch_masked_share, mismatch_clamped_share: tokens whose weight is 0, or was moved to a limit.
     """
-    clamped_BT = log_weight_BT.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
-    trained_BT = torch.where(batch.loss_mask_BT != 0, clamped_BT, 0.0)
+    limited_BT = log_weight_BT.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
     described = {
-        "mismatch_kl": torch.expm1(trained_BT) - trained_BT,
-        "mismatch_ratio_max": trained_BT.abs().max().exp(),
+        "mismatch_kl": torch.expm1(limited_BT) - limited_BT,
+        "mismatch_ratio_max": limited_BT.abs().max().exp(),
     }
     if config.weight != "none" or config.mask != "none":
         described["mismatch_masked_share"] = (weights_BT == 0).float()
@@ -90,5 +89,5 @@ def _weight_of(log_weight_BT: Tensor, batch: TrainBatch, level: str) -> Tensor:
     if level == "geometric":
         log_weight_BT = mean_per_sample(log_weight_BT, batch)
     elif level in ("sequence", "product"):
-        log_weight_BT = sum_per_sample(log_weight_BT * (batch.loss_mask_BT != 0), batch)
+        log_weight_BT = sum_per_sample(log_weight_BT, batch)
     return log_weight_BT.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()

@@ -6,6 +6,7 @@ Not here: log-probs (policy.py), generation (embedded/, engines/), training stat
 from __future__ import annotations
 
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 def load_hf_model(
     config: ModelConfig, *, device: str = "cpu", dtype: torch.dtype = torch.float32, attention: str = "sdpa"
 ) -> PreTrainedModel:
-    """The causal language model at `config.path`, in training mode; weights only from safetensors.
+    """The causal language model at `config.path`, in training mode; weights from safetensors, unless `allow_pickle`.
 
     Args:
         device: "meta" gives the model without values.
@@ -37,6 +38,8 @@ def load_hf_model(
     """
     if device == "meta":
         return _build_without_values(config, dtype=dtype, attention=attention)
+    if not config.allow_pickle:
+        refuse_pickled_weights(Path(config.path))
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
             config.path,
@@ -44,12 +47,12 @@ def load_hf_model(
             dtype=dtype,
             attn_implementation=attention,
             trust_remote_code=config.trust_remote_code,
-            use_safetensors=True,
+            use_safetensors=None if config.allow_pickle else True,
             output_loading_info=True,
         )
     except ImportError as error:
         raise ConfigError(f"policy.attention {attention!r} cannot be used here: {first_line(error)}") from error
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError, UnpicklingError) as error:
         raise CheckpointError(f"no model could be loaded from {config.path}: {first_line(error)}") from error
     if missing := sorted(loading["missing_keys"]):
         raise CheckpointError(f"the weights at {config.path} lack {len(missing)} tensors, {missing[0]} first")
@@ -67,6 +70,16 @@ def _build_without_values(config: ModelConfig, *, dtype: torch.dtype, attention:
         return AutoModelForCausalLM.from_config(
             settings, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
         ).train()
+
+
+def refuse_pickled_weights(path: Path) -> None:
+    """Raise CheckpointError for a folder whose weights lie in pickled files alone, which can hold code."""
+    pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
+    if pickled and not any(path.glob("*.safetensors")):
+        raise CheckpointError(
+            f"the weights at {path} are pickled ({pickled[0]}), and a pickle can run code when it is loaded: convert "
+            "them to safetensors, or set model.allow_pickle"
+        )
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -80,6 +82,9 @@ class PyTorchTrainingBackend:
         self.device = self.model.device
         self._num_optim_steps = 0
         self._snapshot = HostSnapshot()
+        self._copied = threading.Event()
+        """Set when no save is reading weights and optimizer any more."""
+        self._copied.set()
         self._saving: TrainFuture[None] = ImmediateTrainFuture(None)
 
     @property
@@ -142,6 +147,7 @@ class PyTorchTrainingBackend:
             self.optimizer.zero_grad(set_to_none=True)
             raise nonfinite_error("gradient norm", norm, num_optim_steps=self._num_optim_steps)
         lr = float(self.optimizer.param_groups[0]["lr"])
+        self._copied.wait()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
@@ -162,23 +168,27 @@ class PyTorchTrainingBackend:
 
     def _load_weights(self, weights: Mapping[str, Tensor]) -> None:
         check_named_tensors(merged_weights(self.model), weights)
+        self._copied.wait()
         replace_weights(self.model, weights)
 
     def save_checkpoint(self, path: Path, state: TrainingState) -> ThreadTrainFuture[None]:
         """Write a directory that engines load as it is and that training resumes from exactly.
 
-        The call copies everything to host memory, as much as weights and optimizer take; a thread writes the copy.
+        A thread copies everything to host memory, as much as weights and optimizer take, and writes the copy. Forward
+        and backward passes go on meanwhile; what changes weights waits until they are copied.
         """
         assert self._saving.done(), "one save at a time: wait for the last one's result"
         trainer = {
-            "scheduler": self.scheduler.state_dict(),
+            "scheduler": deepcopy(self.scheduler.state_dict()),
             "num_optim_steps": self._num_optim_steps,
             "random": get_random_values(),
             "loop": dict(state),
         }
-        hf_weights = {HF_KEY + name: tensor for name, tensor in merged_weights(self.model).items()}
-        copied = self._snapshot.take({**hf_weights, **self._trainer_tensors()})
-        saving = ThreadTrainFuture(lambda: self._write_checkpoint(path, json.dumps(trainer), copied, state))
+        tensors = self._trainer_tensors()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the last step's kernels may still be changing them
+        self._copied.clear()
+        saving = ThreadTrainFuture(lambda: self._copy_and_write(path, trainer, tensors, state))
         self._saving = saving
         return saving
 
@@ -198,11 +208,22 @@ class PyTorchTrainingBackend:
             **get_random_tensors(),
         }
 
+    def _copy_and_write(
+        self, path: Path, trainer: Mapping[str, Any], tensors: Mapping[str, Tensor], state: TrainingState
+    ) -> None:
+        try:
+            hf_weights = {HF_KEY + name: tensor for name, tensor in merged_weights(self.model).items()}
+            copied = self._snapshot.take({**hf_weights, **tensors})
+        finally:
+            self._copied.set()
+        self._write_checkpoint(path, json.dumps(trainer), copied, state)
+
     def _write_checkpoint(self, path: Path, trainer: str, copied: dict[str, Tensor], state: TrainingState) -> None:
         write_training_checkpoint(path, state, trainer, copied, model=self.model, tokenizer=self.tokenizer)
 
     def _load_checkpoint(self, path: Path) -> TrainingState:
         saved = read_training_checkpoint(path)
+        self._copied.wait()
         own = own_weights(self.policy)
         check_named_tensors(own, saved.own_weights)
         if not self.has_adapters:  # with them the frozen weights are those that training started from

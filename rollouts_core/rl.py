@@ -12,7 +12,6 @@ The loop is synchronous: the engines wait while the weights change, so every sam
 from __future__ import annotations
 
 import itertools
-import logging
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,13 +21,12 @@ from typing import Any
 from torch import Tensor
 
 from rollouts_core.backend import TrainingBackend
-from rollouts_core.batch import TrainBatch, build_batch, split_by_sample
+from rollouts_core.batch import build_batch, split_by_sample
 from rollouts_core.config import RLTrainingConfig
 from rollouts_core.data_buffer import DataBuffer
 from rollouts_core.engines import InferenceEngine, PublishTarget, publish_weights
-from rollouts_core.errors import NonFiniteError
 from rollouts_core.loss import Metrics
-from rollouts_core.metrics import EventLog, MetricsLogger, average_metrics, read_json_lines, sum_metrics
+from rollouts_core.metrics import EventLog, MetricsLogger, average_metrics, read_json_lines
 from rollouts_core.rl_batch import (
     RolloutScores,
     places_to_score,
@@ -39,10 +37,7 @@ from rollouts_core.rl_batch import (
 from rollouts_core.rollout import AsyncRolloutManager
 from rollouts_core.saving import RunCheckpoints, describe_settings
 from rollouts_core.types import RolloutBatch, Status
-
-logger = logging.getLogger(__name__)
-
-MAX_NAMED_SAMPLES = 16
+from rollouts_core.update import update_policy
 
 OnBatch = Callable[[int, RolloutBatch], None]
 """(step, batch): called with the rollouts of every step before they are trained on."""
@@ -148,35 +143,18 @@ async def train_on_rollouts(
         scores=scores,
         num_ranks=backend.num_ranks,
     )
-    done: list[Metrics] = []
-    num_nonfinite = 0
-    for micro_batches in updates * config.num_epochs:
-        if not micro_batches:
-            continue
-        try:
-            done.append(await update_policy(backend, micro_batches))
-        except NonFiniteError as error:
-            if config.on_nonfinite == "stop":
-                raise
-            logger.warning("skipped an update: %s", error)
-            num_nonfinite += 1
-    counts = {"skipped": float(not done), "num_updates": float(len(done)), "num_nonfinite": float(num_nonfinite)}
-    return {**counts, **average_metrics(done)} if done else counts
-
-
-async def update_policy(backend: TrainingBackend, micro_batches: Sequence[TrainBatch]) -> Metrics:
-    """One optimizer update from its micro-batches.
-
-    Raises:
-        NonFiniteError: names the samples that the loss was taken over; the weights are as before.
-    """
-    results = []
-    for micro_batch in micro_batches:
-        try:
-            results.append(await backend.forward_backward(micro_batch).result())
-        except NonFiniteError as error:
-            raise NonFiniteError(f"{error}: {', '.join(micro_batch.sample_ids[:MAX_NAMED_SAMPLES])}") from error
-    return {**sum_metrics(results), **await backend.optim_step().result()}
+    tried = [
+        await update_policy(backend, micro_batches, on_nonfinite=config.on_nonfinite)
+        for micro_batches in updates * config.num_epochs
+        if micro_batches
+    ]
+    done = [metrics for metrics in tried if not metrics["num_nonfinite"]]
+    counts = {
+        "skipped": float(not done),
+        "num_updates": float(len(done)),
+        "num_nonfinite": float(len(tried) - len(done)),
+    }
+    return {**average_metrics(done), **counts} if done else counts
 
 
 async def score_rollouts(

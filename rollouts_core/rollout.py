@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Self
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from rollouts_core.chat import tokenize_prompt
+from rollouts_core.chat import tokenize_prompt, tokenize_prompts
 from rollouts_core.config import RolloutConfig, name_of_function
 from rollouts_core.data_buffer import DataBuffer
 from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
@@ -309,8 +309,8 @@ def check_prompt_lengths(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, *, max_tokens: int, source: str
 ) -> None:
     """Raise DataError for the first prompt of more than `max_tokens` tokens."""
-    for number, prompt in enumerate(prompts, start=1):
-        num_tokens = len(tokenize_prompt(tokenizer, prompt.messages))
+    lengths = map(len, tokenize_prompts(tokenizer, [prompt.messages for prompt in prompts]))
+    for number, (prompt, num_tokens) in enumerate(zip(prompts, lengths, strict=True), start=1):
         if num_tokens > max_tokens:
             raise DataError(
                 f"{source}, row {number}: the prompt {prompt.id!r} has {num_tokens} tokens, the limit is {max_tokens}: "

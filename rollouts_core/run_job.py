@@ -16,19 +16,19 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rollouts_core.checkpoint import MANIFEST, list_checkpoints, load_manifest, verify_checkpoint
 from rollouts_core.comparison import estimate_mean, select_best
 from rollouts_core.data_buffer import DataBuffer
-from rollouts_core.dataset import digest_path, load_prompts_from_jsonl, load_sft_dataset
+from rollouts_core.dataset import SFTDataset, load_prompts_from_jsonl, load_sft_dataset, open_datasets, sample_rules
 from rollouts_core.embedded.server import serve
 from rollouts_core.engines import PublishTarget, SGLangEngine
 from rollouts_core.errors import CheckpointError, DataError
@@ -40,11 +40,22 @@ from rollouts_core.evaluate import (
     scores_by_prompt,
 )
 from rollouts_core.files import write_atomically
-from rollouts_core.fingerprint import digest_checkpoint, digest_model
+from rollouts_core.fingerprint import digest_checkpoint, digest_datasets, digest_model
 from rollouts_core.fsdp_backend import FSDPTrainingBackend, create_fsdp_backend
-from rollouts_core.job import EngineAddress, EvalJob, GenerateJob, InputFile, InputModel, Job, RLJob, ServeJob, SFTJob
-from rollouts_core.launch import is_launched
-from rollouts_core.loss import create_cross_entropy_loss, create_policy_loss
+from rollouts_core.job import (
+    EngineAddress,
+    EvalJob,
+    GenerateJob,
+    InputDataset,
+    InputFile,
+    InputModel,
+    Job,
+    RLJob,
+    ServeJob,
+    SFTJob,
+)
+from rollouts_core.launch import is_follower, is_launched
+from rollouts_core.loss import LossFn, create_cross_entropy_loss, create_policy_loss
 from rollouts_core.metrics import EventLog, JSONLLogger
 from rollouts_core.model import check_vocabulary, load_tokenizer, pad_token_id, silence_progress_bars
 from rollouts_core.pytorch_backend import PyTorchTrainingBackend, create_pytorch_backend
@@ -57,15 +68,22 @@ from rollouts_core.rollout import (
     resolve_generate_fn,
     resolve_reward_fn,
 )
+from rollouts_core.rows import RowTable, digest_path
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.sft import run_sft_training
 from rollouts_core.types import RolloutBatch, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
 ATTEMPT_VARIABLE = "ROLLOUTS_ATTEMPT"
 LEASE_RENEWAL_S = 5.0
 ENGINE_START_TIMEOUT_S = 120.0
+
+Backend = PyTorchTrainingBackend | FSDPTrainingBackend
+"""What a job trains with."""
 
 
 def run_job(job: Job, directory: RunDirectory) -> None:
@@ -87,52 +105,66 @@ def run_job(job: Job, directory: RunDirectory) -> None:
 
 def run_training_job(job: SFTJob | RLJob, directory: RunDirectory) -> None:
     """Train, alone or as one of the processes that torchrun started; the first of them does all but computing."""
+    if is_follower():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader ends, and with it the others
     with join_ranks() if is_launched() else nullcontext() as ranks:
         if ranks is not None and not ranks.is_leader:
             backend = create_backend(job, ranks)
             assert isinstance(backend, FSDPTrainingBackend)
             backend.follow()
             return
-        with EventLog(directory.events, attempt=attempt_number()) as events, exit_at_sigterm():
+        with EventLog(directory.events, attempt=attempt_number()) as events:
             events.write("started", kind=job.kind, pid=os.getpid())
             if isinstance(job, SFTJob):
-                asyncio.run(run_sft_job(job, directory, events, ranks))
+                asyncio.run(until_sigterm(run_sft_job(job, directory, events, ranks)))
             else:
-                asyncio.run(run_rl_job(job, directory, events, ranks))
+                asyncio.run(until_sigterm(run_rl_job(job, directory, events, ranks)))
 
 
-def create_backend(job: SFTJob | RLJob, ranks: Ranks | None) -> PyTorchTrainingBackend | FSDPTrainingBackend:
+def create_backend(job: SFTJob | RLJob, ranks: Ranks | None) -> Backend:
     """The backend that a job trains with: that of one process, or this rank's part of that of several."""
-    is_rl = isinstance(job, RLJob)
-    loss_fn = create_policy_loss(job.training.loss) if is_rl else create_cross_entropy_loss()
-    options: dict[str, Any] = {  # Any: keywords of many types
-        "num_steps": job.training.num_optim_steps if is_rl else job.training.num_steps,
-        "policy": job.training.policy,
-        "seed": job.rollout.seed if is_rl else job.training.seed,
-    }
-    if is_rl:
-        options |= {
+    options: dict[str, Any]  # Any: keywords of many types
+    loss_fn: LossFn
+    if isinstance(job, SFTJob):
+        loss_fn = create_cross_entropy_loss()
+        options = {"num_steps": job.training.num_steps, "seed": job.training.seed}
+    else:
+        loss_fn = create_policy_loss(job.training.loss)
+        options = {
+            "num_steps": job.training.num_optim_steps,
+            "seed": job.rollout.seed,
             "temperature": job.rollout.sampling.temperature,
-            "with_entropies": job.training.with_entropies,
+            "with_entropies": True,
             "with_values": job.training.with_values,
             "with_reference": job.training.with_reference,
         }
+    options["policy"] = job.training.policy
     if ranks is None:
         return create_pytorch_backend(job.model.model, job.training.optim, loss_fn, **options)
     return create_fsdp_backend(job.model.model, job.training.optim, loss_fn, ranks=ranks, **options)
 
 
-@contextmanager
-def exit_at_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the block by an exception, so that a checkpoint that is being written is finished first."""
+async def until_sigterm(work: Coroutine[Any, Any, None]) -> None:
+    """Do the work; SIGTERM cancels it where it waits next, so that a checkpoint being written is finished first.
 
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        signal.signal(number, signal.SIG_IGN)  # another one would break off what the first one lets finish
-        sys.exit(128 + number)
+    An exception out of the signal's handler could strike anywhere, for instance while a thread is being started.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    arrived: list[int] = []
 
-    previous = signal.signal(signal.SIGTERM, leave)
+    def cancel(number: int, frame: FrameType | None) -> None:
+        if not arrived:  # another one would break off what the first one lets finish
+            loop.call_soon_threadsafe(task.cancel)
+        arrived.append(number)
+
+    previous = signal.signal(signal.SIGTERM, cancel)
     try:
-        yield
+        await work
+    except asyncio.CancelledError:
+        if arrived:
+            sys.exit(128 + arrived[0])
+        raise
     finally:
         signal.signal(signal.SIGTERM, previous)
 
@@ -145,14 +177,14 @@ def attempt_number() -> int:
 async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None) -> None:
     """Fine-tune on demonstrations; the record lists the checkpoints."""
     check_model(job.model)
-    check_file(job.data)
+    tables = open_checked_datasets(job.data)
     check_resume(job, directory)
     backend = create_backend(job, ranks)
     check_vocabulary(backend.model, backend.tokenizer, job.model.model.path)
-    samples = load_sft_dataset(
-        job.data.path, backend.tokenizer, max_length=job.training.max_length, train_on=job.training.train_on
-    )
-    events.write("data_loaded", num_samples=len(samples))
+    rules = sample_rules(job.training)
+    samples = SFTDataset(job.data, tables, backend.tokenizer, rules, streaming=job.streaming)
+    eval_samples = load_eval_samples(job, backend.tokenizer)
+    events.write("data_loaded", num_samples=len(samples), num_dropped=samples.num_dropped)
     with JSONLLogger(directory.metrics, attempt=events.attempt) as metrics_logger:
         await run_sft_training(
             backend,
@@ -161,10 +193,42 @@ async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog, ra
             metrics_logger,
             pad_id=pad_token_id(backend.tokenizer),
             checkpoint_dir=directory.checkpoints,
-            inputs={"model": job.model.digest},
+            inputs={"model": job.model.digest, "data": digest_datasets(job.data)},
             events=events,
+            eval_samples=eval_samples,
         )
-    directory.write_result({"checkpoints": describe_checkpoints(directory), "num_samples": len(samples)})
+    num_samples = len(samples) if job.streaming else len(samples) - samples.num_dropped
+    directory.write_result({"checkpoints": describe_checkpoints(directory), "num_samples": num_samples})
+
+
+def open_checked_datasets(datasets: Sequence[InputDataset]) -> list[RowTable]:
+    """The rows of datasets that are what the job was made for.
+
+    Raises:
+        DataError: one that is gone or changed, or that cannot be opened.
+    """
+    for dataset in datasets:
+        if Path(dataset.path).is_absolute() and not Path(dataset.path).exists():
+            check_digest(dataset, "")
+    tables = open_datasets(datasets)
+    for dataset, table in zip(datasets, tables, strict=True):
+        check_digest(dataset, table.digest)
+    return tables
+
+
+def load_eval_samples(job: SFTJob, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """The demonstrations that are not trained on, if the job has any."""
+    if job.eval_data is None:
+        return []
+    check_file(job.eval_data)
+    training = job.training
+    return load_sft_dataset(
+        job.eval_data.path,
+        tokenizer,
+        max_length=training.max_length,
+        train_on=training.train_on,
+        on_overlong=training.on_overlong,
+    )
 
 
 async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None) -> None:
@@ -174,6 +238,7 @@ async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog, rank
         check_file(job.prompts)
         check_resume(job, directory)
         backend = create_backend(job, ranks)
+        check_vocabulary(backend.model, backend.tokenizer, job.model.model.path)
         prompts = load_prompts_from_jsonl(job.prompts.path)
         max_tokens = job.rollout.max_prompt_tokens
         check_prompt_lengths(prompts, backend.tokenizer, max_tokens=max_tokens, source=job.prompts.path)
@@ -182,11 +247,7 @@ async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog, rank
 
 
 async def train_against_engines(
-    job: RLJob,
-    directory: RunDirectory,
-    events: EventLog,
-    backend: PyTorchTrainingBackend | FSDPTrainingBackend,
-    data_buffer: DataBuffer,
+    job: RLJob, directory: RunDirectory, events: EventLog, backend: Backend, data_buffer: DataBuffer
 ) -> None:
     """Open everything that the RL loop needs, and run it."""
     metrics_logger = JSONLLogger(directory.metrics, attempt=events.attempt)
@@ -255,7 +316,12 @@ def run_serve_job(job: ServeJob) -> None:
 
 def check_file(file: InputFile) -> None:
     """Raise DataError when a data file is not the one that the job was made for."""
-    if digest_path(file.path) != file.digest:
+    check_digest(file, digest_path(file.path))
+
+
+def check_digest(file: InputFile | InputDataset, found: str) -> None:
+    """Raise DataError when what was found at an input's path is not what the job was made for."""
+    if found != file.digest:
         happened = "changed" if Path(file.path).exists() else "is gone"
         raise DataError(f"{file.path} {happened} since the stage was planned: start the run again")
 
@@ -352,8 +418,10 @@ async def _score_checkpoint(checkpoint: InputModel, job: EvalJob, directory: Run
             load_tokenizer(checkpoint.model),
             max_length=job.training.max_length,
             train_on=job.training.train_on,
+            on_overlong=job.training.on_overlong,
+            max_rows=job.evaluation.max_prompts,
         )
-        return score_demonstrations(checkpoint.model, demonstrations[: job.evaluation.max_prompts])
+        return score_demonstrations(checkpoint.model, demonstrations)
     prompts = load_prompts_from_jsonl(job.data.path, max_rows=job.evaluation.max_prompts)
     rollout = evaluation_rollouts(job.evaluation, job.rollout)
     samples = generate_samples(checkpoint.model, prompts, rollout, num_slots=job.deployment.max_running_requests)

@@ -9,6 +9,7 @@ Not here: the format of a checkpoint (checkpoint.py), what a backend puts into o
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -125,6 +126,7 @@ class RunCheckpoints:
         Args:
             cursors: what the loop needs to go on from here besides the step; asked for only when a save is due.
         """
+        await asyncio.sleep(0)  # the only place where a loop that never waits can be cancelled
         await self._settle(wait=False)
         if self.directory is None:
             return

@@ -1,6 +1,6 @@
 """Supervised fine-tuning: the loop, and how demonstrations become its batches.
 
-Not here: reading rows (dataset.py), tensors (batch.py), the model (pytorch_backend.py).
+Not here: reading rows (dataset.py), their order (steps.py), tensors (batch.py), the model (pytorch_backend.py).
 
     samples -> seeded order per epoch -> rows of max_length -> batch_size rows -> micro-batches
             -> forward_backward ... optim_step -> metrics, checkpoint
@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import random
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 
@@ -21,15 +20,17 @@ from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
 from rollouts_core.config import SFTTrainingConfig
 from rollouts_core.errors import DataError
 from rollouts_core.loss import Metrics
-from rollouts_core.metrics import EventLog, MetricsLogger, sum_metrics
+from rollouts_core.metrics import EventLog, MetricsLogger
 from rollouts_core.packing import pack_rows
 from rollouts_core.saving import RunCheckpoints, describe_settings
+from rollouts_core.steps import Cursor, Samples, iterate_sft_steps
 from rollouts_core.types import Sample
+from rollouts_core.update import update_policy
 
 
 async def run_sft_training(
     backend: TrainingBackend,
-    samples: Sequence[Sample] | Iterable[Sample],
+    samples: Samples,
     config: SFTTrainingConfig,
     metrics_logger: MetricsLogger | None = None,
     *,
@@ -52,22 +53,21 @@ async def run_sft_training(
     Raises:
         CheckpointError: a checkpoint of other settings, samples or inputs.
         DataError: a stream that ends early.
-        TrainingError: a loss or gradient that is not finite.
+        NonFiniteError: a loss or gradient that is not finite, where the settings stop for it.
     """
     known_inputs = dict(inputs or {})
     if checkpoint_dir and isinstance(samples, Sequence):
         known_inputs["samples"] = digest_samples(samples)
     settings = describe_settings(config, known_inputs)
     history: list[Metrics] = []
-    steps = iterate_sft_steps(samples, config)
     async with RunCheckpoints(backend, checkpoint_dir, config, settings=settings, events=events) as checkpoints:
         state = await checkpoints.resume()
         start_step = state["step"] if state else 0
-        for step, rows in enumerate(itertools.islice(steps, start_step, config.num_steps), start=start_step + 1):
+        steps = iterate_sft_steps(samples, config, Cursor(*state["cursor"]) if state else None)
+        for step, rows in enumerate(itertools.islice(steps, config.num_steps - start_step), start=start_step + 1):
             began = perf_counter()
             micro_batches = prepare_sft_batch(rows, config, pad_id=pad_id, num_ranks=backend.num_ranks)
-            results = [await backend.forward_backward(batch).result() for batch in micro_batches]
-            metrics = {**sum_metrics(results), **await backend.optim_step().result()}
+            metrics = await update_policy(backend, micro_batches, on_nonfinite=config.on_nonfinite)
             num_tokens = sum(len(sample.tokens) for row in rows for sample in row)
             metrics |= {"num_tokens": num_tokens, "tokens_per_s": num_tokens / (perf_counter() - began)}
             if eval_samples and (step % config.eval_every == 0 or step == config.num_steps):
@@ -76,7 +76,7 @@ async def run_sft_training(
             is_logged = step % config.log_every == 0 or step in (1, config.num_steps) or "eval_loss" in metrics
             if metrics_logger and is_logged:
                 metrics_logger.log(metrics, step)
-            await checkpoints.after_step(step, metrics)
+            await checkpoints.after_step(step, metrics, lambda: {"cursor": steps.cursor})
     if start_step + len(history) < config.num_steps:
         raise DataError(
             f"the samples ended after {start_step + len(history)} of {config.num_steps} steps: give more rows"
@@ -106,34 +106,6 @@ async def compute_eval_loss(
         total -= float((scores.logprobs_BT * batch.loss_mask_BT).sum())
         num_tokens += batch.num_loss_tokens
     return total / num_tokens
-
-
-def iterate_sft_steps(
-    samples: Sequence[Sample] | Iterable[Sample], config: SFTTrainingConfig
-) -> Iterator[list[list[Sample]]]:
-    """The rows of step 1, 2, ...: a function of samples and settings alone, so a resumed run sees the same."""
-    epochs = _shuffle_epochs(samples, seed=config.seed) if isinstance(samples, Sequence) else iter([iter(samples)])
-    rows = (
-        row
-        for epoch in epochs  # rows never hold samples of two epochs
-        for row in (pack_rows(epoch, max_length=config.max_length) if config.packing else ([s] for s in epoch))
-    )
-    while len(step := list(itertools.islice(rows, config.batch_size))) == config.batch_size:
-        yield step
-
-
-def iterate_epochs(samples: Sequence[Sample], *, seed: int) -> Iterator[Sample]:
-    """All samples over and over, each epoch in an order of its own that the seed decides."""
-    return itertools.chain.from_iterable(_shuffle_epochs(samples, seed=seed))
-
-
-def _shuffle_epochs(samples: Sequence[Sample], *, seed: int) -> Iterator[Iterator[Sample]]:
-    if not samples:
-        raise DataError("there is no sample to train on")
-    for epoch in itertools.count():
-        order = list(range(len(samples)))
-        random.Random(f"{seed}-{epoch}").shuffle(order)
-        yield (samples[i] for i in order)
 
 
 def prepare_sft_batch(

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 
 class Message(TypedDict):
@@ -25,6 +25,14 @@ class Message(TypedDict):
 
     role: str
     content: str
+    tool_calls: NotRequired[list[dict[str, Any]]]  # Any: JSON arguments
+    """Functions that an assistant calls, as {"function": {"name": ..., "arguments": {...}}}."""
+    tool_call_id: NotRequired[str]
+    """Which call a message of the role `tool` answers."""
+    name: NotRequired[str]
+    """The tool that answers, or a speaker among several."""
+    reasoning_content: NotRequired[str]
+    """What an assistant thought before its answer, for templates that write it apart."""
 
 
 class Status(StrEnum):

@@ -7,15 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
-from rollouts_core.config import Config, ModelConfig, name_of_function
-from rollouts_core.dataset import check_disjoint, load_prompts_from_jsonl, load_rows, load_sft_dataset
+from rollouts_core.config import Config, DatasetConfig, ModelConfig, name_of_function
+from rollouts_core.dataset import (
+    CHUNK_ROWS,
+    check_disjoint,
+    count_used_rows,
+    iterate_samples,
+    load_prompts_from_jsonl,
+    sample_rules,
+)
 from rollouts_core.embedded.architecture import load_architecture
 from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.errors import CheckpointError, ConfigError, DataError, RewardError
@@ -30,6 +38,7 @@ from rollouts_core.rollout import (
     resolve_generate_fn,
     resolve_reward_fn,
 )
+from rollouts_core.rows import load_rows, open_rows
 from rollouts_core.types import Prompt, Sample, Status
 
 if TYPE_CHECKING:
@@ -41,6 +50,7 @@ MODEL_FILES = {
     "tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken"],
 }
 """What a model's folder must hold, and the names under which it may."""
+NUM_STREAMED_ROWS_CHECKED = 10_000
 ENGINE_MARGIN_TOKENS = 1
 """The embedded engine refuses prompts that leave no room for a token more than was asked for."""
 
@@ -56,10 +66,14 @@ def validate_config(config: Config) -> list[str]:
     check_model_vocabulary(config.model, tokenizer)
     findings = [f"model {config.model.path}: tokenizer with {len(tokenizer)} tokens"]
     if config.mode != "rl":
-        findings.append(_check_demonstrations(config.data.sft, config, tokenizer))
+        findings += check_demonstrations(config, tokenizer)
+        if config.data.sft_eval:
+            path = config.data.sft_eval
+            findings.append(_check_demonstrations(DatasetConfig(path=path), config, tokenizer).sentence(path))
     if config.evaluation.metric == "loss":
         findings += [
-            _check_demonstrations(path, config, tokenizer) for path in (config.data.selection, config.data.heldout)
+            _check_demonstrations(DatasetConfig(path=path), config, tokenizer).sentence(path)
+            for path in (config.data.selection, config.data.heldout)
         ]
         check_other_rows(config.data.selection, config.data.heldout)
         return findings
@@ -72,6 +86,29 @@ def validate_config(config: Config) -> list[str]:
         check_answers(rows, config, source=prompts[name])
     check_functions(config, loaded["heldout"][0])
     return findings + [f"{prompts[name]}: {len(rows)} prompts" for name, rows in loaded.items()]
+
+
+def check_demonstrations(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Read every row that SFT would, or the first of each dataset where they are streamed; a sentence per dataset.
+
+    Raises:
+        DataError: a row or a dataset that cannot be trained on.
+    """
+    findings: list[str] = []
+    num_epoch_rows = 0.0
+    sft = config.training.sft
+    for dataset in config.demonstrations:
+        counts = _check_demonstrations(dataset, config, tokenizer)
+        findings.append(counts.sentence(dataset.path))
+        share = dataset.repeat * counts.num_rows / counts.num_checked
+        kept = counts.num_checked - counts.num_dropped
+        num_epoch_rows += share * (counts.num_tokens / sft.max_length if sft.packing else kept)
+    if num_epoch_rows < sft.batch_size:
+        findings.append(
+            f"training.sft.batch_size {sft.batch_size} is more than the about {math.ceil(num_epoch_rows)} rows of "
+            f"{sft.max_length} tokens of an epoch: a step sees demonstrations several times"
+        )
+    return findings
 
 
 def check_model_files(config: Config) -> None:
@@ -175,13 +212,43 @@ def _check_filter(filter_fn: FilterFn, group: list[Sample]) -> None:
         raise RewardError(f"{where} returned {outcome!r}: expected True or False")
 
 
-def _check_demonstrations(path: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> str:
-    sft = config.training.sft
-    samples = load_sft_dataset(path, tokenizer, max_length=sft.max_length, train_on=sft.train_on)
-    num_trained = sum(1 for sample in samples for weight in sample.loss_mask if weight)
-    num_cut = sum(sample.status is Status.TRUNCATED for sample in samples)
-    cut = f", {num_cut} cut to {sft.max_length} tokens" if num_cut else ""
-    return f"{path}: {len(samples)} demonstrations, {num_trained} trained tokens{cut}"
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """What a dataset of demonstrations holds."""
+
+    num_rows: int
+    """All rows of it that are used."""
+    num_checked: int
+    num_dropped: int
+    num_cut: int
+    num_tokens: int
+    num_trained: int
+
+    def sentence(self, path: str) -> str:
+        """What was found, for a person."""
+        checked = f" in the first {self.num_checked} of {self.num_rows} rows" * (self.num_checked < self.num_rows)
+        cut = f", {self.num_cut} cut" * bool(self.num_cut)
+        dropped = f", {self.num_dropped} left out for their length" * bool(self.num_dropped)
+        kept = self.num_checked - self.num_dropped
+        return f"{path}: {kept} demonstrations{checked}, {self.num_trained} trained tokens{cut}{dropped}"
+
+
+def _check_demonstrations(dataset: DatasetConfig, config: Config, tokenizer: PreTrainedTokenizerBase) -> _Counts:
+    table = open_rows(dataset.path, split=dataset.split, subset=dataset.subset, revision=dataset.revision)
+    num_rows = count_used_rows(table, dataset)
+    num_checked = min(num_rows, NUM_STREAMED_ROWS_CHECKED) if config.data.streaming else num_rows
+    chunks = (range(i, min(i + CHUNK_ROWS, num_checked)) for i in range(0, num_checked, CHUNK_ROWS))
+    rows = (row for chunk in chunks for row in table.read(chunk))
+    num_kept = num_cut = num_tokens = num_trained = 0
+    for sample in iterate_samples(rows, dataset.path, tokenizer, sample_rules(config.training.sft)):
+        if sample is not None:
+            num_kept += 1
+            num_cut += sample.status is Status.TRUNCATED
+            num_tokens += len(sample.tokens)
+            num_trained += sum(map(bool, sample.loss_mask))
+    if num_kept == 0 and num_checked == num_rows:
+        raise DataError(f"{dataset.path}: all {num_rows} rows are longer than training.sft.max_length: raise it")
+    return _Counts(num_rows, num_checked, num_checked - num_kept, num_cut, num_tokens, num_trained)
 
 
 def _load_checked_prompts(path: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from infra.node import Node
-from rollouts_core.config import Config, ModelConfig, RolloutConfig, SamplingConfig, SFTTrainingConfig
-from rollouts_core.dataset import digest_path
+from rollouts_core.config import Config, DatasetConfig, ModelConfig, RolloutConfig, SamplingConfig, SFTTrainingConfig
 from rollouts_core.fingerprint import digest_checkpoint, digest_model, digest_plugins, fingerprint_job
-from rollouts_core.job import EngineAddress, EvalJob, InputFile, InputModel, Job, RLJob, ServeJob, SFTJob
+from rollouts_core.job import EngineAddress, EvalJob, InputDataset, InputFile, InputModel, Job, RLJob, ServeJob, SFTJob
+from rollouts_core.rows import digest_path, resolve_revision
 from tasks.records import EngineRecord, RunScope, Stage, StageRecord
 
 ENGINE_MARGIN_TOKENS = 1
@@ -23,7 +23,9 @@ def plan_sft(config: Config, scope: RunScope, node: Node) -> Stage:
     """Fine-tune `config.model` on the demonstrations."""
     job = SFTJob(
         model=base_model(config),
-        data=input_file(config.data.sft),
+        data=tuple(input_dataset(dataset) for dataset in config.demonstrations),
+        eval_data=input_file(config.data.sft_eval) if config.data.sft_eval else None,
+        streaming=config.data.streaming,
         training=config.training.sft,
         resume_digest=digest_checkpoint(config.training.sft.resume_from),
         deployment=config.deployment,
@@ -123,7 +125,7 @@ def evaluation_job(checkpoints: Sequence[InputModel], data: str, config: Config)
             reward_fn=rollout.reward_fn,
             sampling=SamplingConfig(max_new_tokens=rollout.sampling.max_new_tokens),
         ),
-        training=SFTTrainingConfig(max_length=sft.max_length, train_on=sft.train_on),
+        training=SFTTrainingConfig(max_length=sft.max_length, train_on=sft.train_on, on_overlong=sft.on_overlong),
         plugin_digest=digest_plugins(rollout.reward_fn),
         deployment=config.deployment,
     )
@@ -132,6 +134,13 @@ def evaluation_job(checkpoints: Sequence[InputModel], data: str, config: Config)
 def input_file(path: str) -> InputFile:
     """A data file with the digest of its content."""
     return InputFile(path=path, digest=digest_path(path))
+
+
+def input_dataset(dataset: DatasetConfig) -> InputDataset:
+    """A dataset with the digest of its content; one of the hub is held to the commit that it has now."""
+    revision = resolve_revision(dataset.path, dataset.revision)
+    digest = digest_path(dataset.path, revision=revision)
+    return InputDataset(**{**dataset.model_dump(), "revision": revision, "digest": digest})
 
 
 def plugin_digest(config: Config) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollouts_core.config import ModelConfig, OptimConfig, name_of_function
 from rollouts_core.errors import ConfigError
-from rollouts_core.job import EvalJob, InputFile, InputModel, Job, RLJob, SFTJob, load_job
+from rollouts_core.job import EvalJob, InputDataset, InputFile, InputModel, Job, RLJob, SFTJob, load_job
 from rollouts_core.report.charts import (
     format_number,
 )
@@ -52,7 +53,7 @@ def _describe_sft(report: ReportInput, job: SFTJob) -> Training:
         title="Supervised fine-tuning",
         facts=(
             ("Start", _describe_model(job.model)),
-            ("Data", _describe_data(job.data, report.sft_dir, "num_samples", "demonstrations")),
+            ("Data", _describe_mixture(job.data, report.sft_dir)),
             (
                 "Training",
                 f"{training.num_steps:,} steps of {training.batch_size} {rows} of at most {training.max_length:,} "
@@ -103,6 +104,20 @@ def _describe_model(model: InputModel) -> str:
 
 def _describe_optim(optim: OptimConfig) -> str:
     return f"{optim.schedule} learning rate, peak {format_number(optim.lr)}"
+
+
+def _describe_mixture(datasets: Sequence[InputDataset], directory: Path | None) -> str:
+    """Each dataset with its share; the number of rows is that of all."""
+    result = (RunDirectory(directory).read_result() if directory else None) or {}
+    shares = [
+        f"{each.path} ("
+        + (f"first {each.max_samples:,} rows, " if each.max_samples else "")
+        + (f"× {each.repeat:g}, " if each.repeat != 1 else "")
+        + f"sha256 {each.digest[:10]}…)"
+        for each in datasets
+    ]
+    count = f"{result['num_samples']:,} demonstrations: " if "num_samples" in result else ""
+    return count + ", ".join(shares)
 
 
 def _describe_data(file: InputFile, directory: Path | None, key: str, rows: str) -> str:

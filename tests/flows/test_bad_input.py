@@ -25,9 +25,9 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from rollouts_core.config import ModelConfig, SFTTrainingConfig
-from rollouts_core.dataset import digest_path
 from rollouts_core.fingerprint import digest_model
-from rollouts_core.job import InputFile, InputModel, SFTJob
+from rollouts_core.job import InputDataset, InputModel, SFTJob
+from rollouts_core.rows import digest_path
 from tests.flows.conftest import RUN_TIMEOUT_S, Rollouts, clean_environment, processes_of, wait_until
 from tests.small_pipeline import small_settings, write_small_pipeline
 
@@ -520,7 +520,7 @@ def write_job(folder: Path) -> Path:
     model = ModelConfig(path=str(folder / "base_model"))
     job = SFTJob(
         model=InputModel(name="base", model=model, digest=digest_model(model)),
-        data=InputFile(path=str(folder / "sft.jsonl"), digest=digest_path(folder / "sft.jsonl")),
+        data=(InputDataset(path=str(folder / "sft.jsonl"), digest=digest_path(folder / "sft.jsonl")),),
         training=SFTTrainingConfig(num_steps=1, max_length=128),
     )
     (folder / "run").mkdir()

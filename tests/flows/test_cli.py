@@ -149,7 +149,8 @@ def test_a_python_file_may_define_only_the_core_settings(folder: Path) -> None:
 
 def test_paths_are_relative_to_the_configuration(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def paths_of(pipeline: Pipeline) -> list[str]:
-        return [pipeline.config.model.path, *pipeline.config.data.model_dump().values()]
+        data = pipeline.config.data
+        return [pipeline.config.model.path, str(data.sft), data.prompts, data.selection, data.heldout]
 
     monkeypatch.chdir(folder.parent)
     expected = [str(folder / name) for name in ("base_model", "sft.jsonl", "prompts.jsonl", "selection.jsonl")]

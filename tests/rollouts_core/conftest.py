@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rollouts_core.config import ModelConfig
 from rollouts_core.model import load_hf_model, load_tokenizer
@@ -43,3 +44,14 @@ def tokenizer(base_model: ModelConfig) -> PreTrainedTokenizerBase:
 def tiny_model(base_model: ModelConfig) -> PreTrainedModel:
     """A fresh copy of the untrained tiny Qwen3."""
     return load_hf_model(base_model)
+
+
+@pytest.fixture
+def byte_tokenizer() -> PreTrainedTokenizerBase:
+    """One token per byte, so that any text can be written; a test gives it a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")

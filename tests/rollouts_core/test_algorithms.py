@@ -269,6 +269,8 @@ def open_instruct_loss(case: Case) -> dict[str, Any]:
         }
         if s["rho_mask_upper_bound"]:
             mismatch |= {"mask": "token", "mask_low": s["rho_mask_lower_bound"], "mask_high": s["rho_mask_upper_bound"]}
+        if s["rho_mask_sequence_level"]:
+            mismatch |= {"weight": "geometric", "mask": "geometric"}
     return {
         "objective": "cispo" if s["loss_fn"] == "cispo" else "ppo",
         "ratio_base": "old",
@@ -332,6 +334,41 @@ def skyrl_loss(case: Case) -> dict[str, Any]:
     }
 
 
+def areal_loss(case: Case) -> dict[str, Any]:
+    s = case["settings"]
+    rejection = s["rejection_sampling"] or {}
+    mismatch: dict[str, Any] = {}
+    if "rollout_logprobs_BT" in case["inputs"]:
+        mismatch = {
+            "weight": {"token": "token", "sequence": "geometric"}[rejection["level"]],
+            "weight_high": rejection["upper"],
+            "weight_low": rejection.get("lower") or 0.0,
+            "outside": {"mask": "zero", "clamp": "clamp"}[rejection["action"]],
+        }
+    by_sequence = s["importance_sampling_level"] == "sequence"
+    return {
+        "objective": "gspo" if by_sequence else "ppo",
+        "ratio_base": "old",
+        "clip_low": s["eps_clip"],
+        "clip_high": s["eps_clip_higher"] or s["eps_clip"],
+        "dual_clip": s["c_clip"] or 0.0,
+        "mismatch": mismatch,
+    }
+
+
+def nanochat_loss(case: Case) -> dict[str, Any]:
+    return {"objective": "reinforce"}
+
+
+def torchtitan_loss(case: Case) -> dict[str, Any]:
+    s = case["settings"]
+    return {
+        "ratio_base": "rollout",
+        "clip_low": s.get("ratio_clip_low", s.get("clip_eps")),
+        "clip_high": s.get("ratio_clip_high", s.get("clip_eps")),
+    }
+
+
 TRANSLATIONS: dict[str, Callable[[Case], dict[str, Any]]] = {
     "slime": slime_loss,
     "verl": verl_loss,
@@ -342,6 +379,9 @@ TRANSLATIONS: dict[str, Callable[[Case], dict[str, Any]]] = {
     "open_instruct": open_instruct_loss,
     "prime_rl": prime_rl_loss,
     "skyrl": skyrl_loss,
+    "areal": areal_loss,
+    "nanochat": nanochat_loss,
+    "torchtitan": torchtitan_loss,
 }
 UNSUPPORTED = {
     "trl-policy_loss_sapo": "the soft gate of SAPO",
@@ -360,7 +400,6 @@ UNSUPPORTED = {
     "nemo_rl-policy_loss_on_policy_kl": "the KL term weighted by the ratio to the engine",
     "nemo_rl-policy_loss_on_policy": "a ratio that is 1 by decree",
     "open_instruct-policy_loss_constant_denominator": "a divisor that counts nothing",
-    "open_instruct-mismatch_icepop_sequence": "the geometric mean of the ratios as every token's weight",
     "open_instruct-mismatch_tv": "a mask by total variation",
     "prime_rl-policy_loss_ipo": "a symmetric limit on how far a probability moves",
     "prime_rl-policy_loss_ref_kl": "distillation",
@@ -375,6 +414,20 @@ UNSUPPORTED = {
     "nemo_rl-gae_discounted": "discounts over observations, too",
     "skyrl-advantage_reinforce_plus_plus": "discounted rewards per token without a value head",
     "slime-advantage_grpo_ragged": "one row for all groups where their sizes differ",
+    "areal-policy_loss_sapo": "the soft gate of SAPO",
+    "areal-mismatch_sequence_kl_k3": "a mask by the k3 estimate",
+    "areal-advantage_tokens_group": "whitening within groups",
+    "areal-advantage_tokens_batch": "whitening with 1e-5 added to the deviation",
+    "areal-advantage_group_mean_batch_std": "the deviation of the centred rewards",
+    "areal-gae_no_norm": "the reward at the last position of a row, trained or not",
+    "areal-gae_default": "the reward at the last position of a row, trained or not",
+    "areal-gae_discounted": "the reward at the last position of a row, trained or not",
+    "slime-advantage_ppo": "values and divergences of observations, too",
+    "slime-advantage_ppo_whitened": "values and divergences of observations, too",
+    "slime-advantage_reinforce_plus_plus_baseline_tokens": "the divergence of a token charged to itself alone",
+    "tinker_cookbook-kl_in_advantage": "the divergence in the advantage, centred over the batch",
+    "tinker_cookbook-kl_in_advantage_discounted": "the divergence in the advantage, centred over the batch",
+    "slime-advantage_reinforce_plus_plus": "discounted rewards per token without a value head",
 }
 """What the systems have and we do not; for a release of a system as for its commit."""
 SCALES = {
@@ -433,30 +486,34 @@ def advantage_settings(name: str) -> dict[str, Any]:
         or s.get("scale_rewards") == "none"
         or s.get("estimator") == "dr_grpo"
         or s.get("advantage_normalization_type") == "centered"
-        or system == "prime_rl"
+        or (system in ("areal", "torchtitan") and not (s.get("std_level") or s.get("should_std_normalize")))
+        or system in ("prime_rl", "nanochat", "tinker_cookbook")
     )
     if "max_rl" in case_name or "maxrl" in case_name:
         estimator = "max_rl"
-    elif "rloo" in case_name:
+    elif "rloo" in case_name or s.get("mean_leave1out"):
         estimator = "leave_one_out"
     elif s.get("use_leave_one_out_baseline") and "reinforce" not in case_name:
         estimator = "leave_one_out" if is_mean_only else "leave_one_out_std"
-    elif s.get("scale_rewards") == "batch":
+    elif s.get("mean_level") == "batch":
+        estimator = "batch_mean_std"
+    elif s.get("scale_rewards") == "batch" or s.get("std_level") == "batch":
         estimator = "group_mean_batch_std"
     elif s.get("rewards_normalization") is False:
         estimator = "constant"
     elif is_mean_only or "reinforce" in case_name:
         estimator = "group_mean"
-    eps = {"trl": 1e-4, "openrlhf": 1e-9, "open_instruct": 1e-8, "prime_rl": 0.0}.get(system, 1e-6)
+    eps = {"trl": 1e-4, "openrlhf": 1e-9, "open_instruct": 1e-8, "prime_rl": 0.0, "areal": 1e-5}.get(system, 1e-6)
     # SkyRL gives a completion without others in its group no advantage in RLOO, and its reward elsewhere.
     keeps = (
         "vectorized" not in case_name if system.startswith("verl") else system == "skyrl" and "rloo" not in case_name
     )
     whitens = "reinforce" in case_name and system in ("openrlhf", "nemo_rl") and not s.get("no_std_norm")
+    is_population = system in ("open_instruct", "torchtitan") or s.get("std_unbiased") is False
     return {
         "estimator": estimator,
         "eps": eps,
-        "std": "population" if whitens or system == "open_instruct" else "sample",
+        "std": "population" if whitens or is_population else "sample",
         "singleton": "reward" if keeps else "zero",
         "whiten": whitens,
     }
@@ -520,6 +577,7 @@ CREDIT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"estimator": "group_mean", "singleton": "reward", "whiten": True},
         {},
     ),
+    "slime-advantage_grpo_whitened": ({"estimator": "constant", "whiten": True}, {}),
     "nemo_rl-gae_default": ({"estimator": "gae", "whiten": True}, {}),
 }
 """Cases that record the credit of every token, with our settings of advantage and reward_shaping."""
@@ -581,6 +639,7 @@ VALUE_LOSSES: dict[str, tuple[float, float, dict[str, Any]]] = {
     "verl_release-value_loss_token_mean": (1.0, 0.5, {}),
     "verl_release-value_loss_seq_mean_token_mean": (1.0, 0.5, {"aggregation": "sequence_mean"}),
     "skyrl-value_loss_default": (1.0, 0.2, {"aggregation": "sequence_mean", "count_untrained": True}),
+    "areal-value_loss_default": (1.0, 0.2, {}),
     "slime-value_loss_per_token": (2 * 23 / 24, 0.2, {}),
     "slime-value_loss_default": (2.0, 0.2, {"aggregation": "sequence_mean", "count_untrained": True}),
     "nemo_rl-value_loss_default": (1.0, 0.0, {}),
@@ -647,6 +706,9 @@ PRESETS: dict[AlgorithmName, tuple[str, str]] = {
     "skyrl-maxrl": ("skyrl-advantage_maxrl", "skyrl-policy_loss_token_mean"),
     "nemo-loo": ("nemo_rl-advantage_default_ragged", "nemo_rl-policy_loss_default"),
     "open-instruct": ("open_instruct-advantage_centered", "open_instruct-policy_loss_default"),
+    "nanochat": ("nanochat-advantage_default", "nanochat-policy_loss_default"),
+    "torchtitan-grpo": ("torchtitan-advantage_default_ragged", "torchtitan-policy_loss_grpo"),
+    "torchtitan-dapo": ("torchtitan-advantage_default_ragged", "torchtitan-policy_loss_dapo"),
     "prime-rl": ("prime_rl-advantage_grpo_ragged", "prime_rl-policy_loss_default"),
 }
 """Each preset with the cases that record its advantages and its loss."""
@@ -702,6 +764,7 @@ def test_every_recorded_case_is_compared_or_named_as_unsupported() -> None:
         *select("mismatch"),
         *select("kl"),
         *select("reward_overlong"),
+        *select("defaults"),
         *(name for name in select("advantage") if "advantages_groups" in ALL_CASES[name]["outputs"]),
         *(name for name in select("gae") if "token_rewards_BT" in ALL_CASES[name]["inputs"]),
         *CREDIT,

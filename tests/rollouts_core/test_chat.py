@@ -6,7 +6,16 @@ Without it a mask that is one token off would train the model on the user's word
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from rollouts_core.chat import Turn, compute_loss_mask, tokenize_conversation, tokenize_prompt
+from rollouts_core.chat import (
+    Conversation,
+    TokenizedConversation,
+    TrainOn,
+    Turn,
+    compute_loss_mask,
+    tokenize_conversation,
+    tokenize_conversations,
+    tokenize_prompt,
+)
 from rollouts_core.config import ModelConfig
 from rollouts_core.errors import DataError
 from rollouts_core.model import load_tokenizer
@@ -26,6 +35,38 @@ DROPS_EARLIER_ANSWERS = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
+CALLS_A_TOOL: list[Message] = [
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1, "b": 1}}}]},
+    {"role": "tool", "name": "add", "content": "2"},
+    {"role": "assistant", "content": "It is 2."},
+]
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+WITH_TOOLS = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}{{ call.function.arguments | tojson }}</call>"
+    "{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As reasoning models do it: what was thought stays only behind the last question.
+FORGETS_THOUGHTS = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last %}<think>{{ m.reasoning_content or '' }}</think>{% endif %}"
+    "{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THINKS: list[Message] = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b", "reasoning_content": "x"},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "d", "reasoning_content": "y"},
+]
+
 
 @pytest.fixture
 def own_tokenizer(base_model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -33,10 +74,22 @@ def own_tokenizer(base_model: ModelConfig) -> PreTrainedTokenizerBase:
     return load_tokenizer(base_model)
 
 
-def select_trained_text(tokenizer: PreTrainedTokenizerBase, messages: list[Message], train_on: str) -> str:
+def select_trained_text(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    train_on: TrainOn,
+    tools: list[dict[str, object]] | None = None,
+) -> str:
     """The text of the tokens that enter the loss."""
-    tokens, turns = tokenize_conversation(tokenizer, messages)
-    loss_mask = compute_loss_mask(turns, len(tokens), train_on)
+    [tokenized] = tokenize_conversations(tokenizer, [Conversation(messages, tools)], train_on=train_on)
+    assert isinstance(tokenized, TokenizedConversation), tokenized
+    return trained_text(tokenizer, tokenized, train_on)
+
+
+def trained_text(tokenizer: PreTrainedTokenizerBase, tokenized: TokenizedConversation, train_on: TrainOn) -> str:
+    """The text of the tokens that the mask of a conversation's turns selects."""
+    tokens = tokenized.tokens
+    loss_mask = compute_loss_mask(tokenized.turns, len(tokens), train_on)
     return tokenizer.decode([token for token, weight in zip(tokens, loss_mask, strict=True) if weight])
 
 
@@ -60,7 +113,7 @@ def test_a_conversation_begins_with_the_tokens_of_its_prompt(tokenizer: PreTrain
     [("all_assistant", "2<|end|>14<|end|>"), ("last_assistant", "14<|end|>"), ("everything", RENDERED)],
 )
 def test_the_trained_text_is_what_the_setting_says(
-    tokenizer: PreTrainedTokenizerBase, train_on: str, expected: str
+    tokenizer: PreTrainedTokenizerBase, train_on: TrainOn, expected: str
 ) -> None:
     assert select_trained_text(tokenizer, TWO_TURNS, train_on) == expected
 
@@ -92,7 +145,7 @@ def test_an_empty_answer_trains_on_the_end_token(tokenizer: PreTrainedTokenizerB
         (0, "all_assistant", []),
     ],
 )
-def test_a_mask_is_cut_where_the_tokens_are_cut(num_tokens: int, train_on: str, expected: list[int]) -> None:
+def test_a_mask_is_cut_where_the_tokens_are_cut(num_tokens: int, train_on: TrainOn, expected: list[int]) -> None:
     turns = [Turn("assistant", 1, 3), Turn("assistant", 5, 8)]
     assert compute_loss_mask(turns, num_tokens, train_on) == expected
 
@@ -119,3 +172,105 @@ def test_a_tokenizer_without_a_chat_template_is_an_error(own_tokenizer: PreTrain
     own_tokenizer.chat_template = None
     with pytest.raises(DataError, match="no chat template"):
         tokenize_conversation(own_tokenizer, TWO_TURNS)
+
+
+@pytest.mark.parametrize(
+    ("train_on", "expected"),
+    [
+        ("all_assistant", '<call>add{"a": 1, "b": 1}</call><|im_end|>It is 2.<|im_end|>'),
+        ("last_assistant", "It is 2.<|im_end|>"),
+    ],
+)
+def test_calls_are_trained_on_and_what_the_tool_says_is_not(
+    byte_tokenizer: PreTrainedTokenizerBase, train_on: TrainOn, expected: str
+) -> None:
+    byte_tokenizer.chat_template = WITH_TOOLS
+    assert select_trained_text(byte_tokenizer, CALLS_A_TOOL, train_on, [ADD]) == expected
+
+
+def test_the_template_sees_the_tools(byte_tokenizer: PreTrainedTokenizerBase) -> None:
+    byte_tokenizer.chat_template = WITH_TOOLS
+    tokens, turns = tokenize_conversation(byte_tokenizer, CALLS_A_TOOL, tools=[ADD])
+    assert '"name": "add"' in byte_tokenizer.decode(tokens[: turns[0].start])
+    prompt = tokenize_prompt(byte_tokenizer, CALLS_A_TOOL[:1], [ADD])
+    assert tokens[: len(prompt)] == prompt
+
+
+@pytest.mark.parametrize(
+    ("train_on", "expected"),
+    [("all_assistant", "b<|im_end|>d<|im_end|>"), ("last_assistant", "d<|im_end|>")],
+)
+def test_a_template_with_generation_markers_says_what_is_trained_on(
+    byte_tokenizer: PreTrainedTokenizerBase, train_on: TrainOn, expected: str
+) -> None:
+    byte_tokenizer.chat_template = MARKED
+    assert select_trained_text(byte_tokenizer, THINKS, train_on) == expected
+
+
+def test_markers_and_prefixes_give_the_same_turns(byte_tokenizer: PreTrainedTokenizerBase) -> None:
+    byte_tokenizer.chat_template = MARKED
+    marked = tokenize_conversation(byte_tokenizer, THINKS)
+    byte_tokenizer.chat_template = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    assert tokenize_conversation(byte_tokenizer, THINKS) == marked
+
+
+def test_markers_serve_a_template_that_is_not_prefix_stable(byte_tokenizer: PreTrainedTokenizerBase) -> None:
+    byte_tokenizer.chat_template = FORGETS_THOUGHTS.replace(
+        "{{ m.content }}<|im_end|>",
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}",
+    )
+    assert select_trained_text(byte_tokenizer, THINKS, "all_assistant") == "b<|im_end|>d<|im_end|>"
+
+
+def test_markers_around_another_role_are_an_error(byte_tokenizer: PreTrainedTokenizerBase) -> None:
+    byte_tokenizer.chat_template = MARKED.replace("== 'assistant'", "== 'model'")
+    with pytest.raises(DataError, match="markers hold no token"):
+        tokenize_conversation(byte_tokenizer, THINKS)
+
+
+def test_markers_that_do_not_tell_turns_apart_cannot_give_the_last_one(
+    byte_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    byte_tokenizer.chat_template = MARKED.replace("{{ m.content }}<|im_end|>{% endgen", "{{ m.content }}{% endgen")
+    messages: list[Message] = [*THINKS[:3], {"role": "assistant", "content": ""}]
+    with pytest.raises(DataError, match="give 1 spans for 2 assistant turns"):
+        tokenize_conversation(byte_tokenizer, messages, train_on="last_assistant")
+
+
+def test_a_template_that_forgets_thoughts_still_trains_on_the_last_turn(
+    byte_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    byte_tokenizer.chat_template = FORGETS_THOUGHTS
+    assert select_trained_text(byte_tokenizer, THINKS, "last_assistant") == "<think>y</think>d<|im_end|>"
+
+
+def test_a_template_that_forgets_thoughts_does_not_train_on_all_turns(byte_tokenizer: PreTrainedTokenizerBase) -> None:
+    byte_tokenizer.chat_template = FORGETS_THOUGHTS
+    with pytest.raises(DataError, match=r"not prefix-stable.*use train_on = last_assistant"):
+        tokenize_conversation(byte_tokenizer, THINKS)
+
+
+@pytest.mark.parametrize("template", [WITH_TOOLS, MARKED])
+def test_given_messages_are_not_trained_on(byte_tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    byte_tokenizer.chat_template = template
+    given = Conversation(THINKS, num_given=3)
+    [tokenized] = tokenize_conversations(byte_tokenizer, [given], train_on="all_assistant")
+    assert isinstance(tokenized, TokenizedConversation)
+    assert trained_text(byte_tokenizer, tokenized, "all_assistant") == "d<|im_end|>"
+
+
+@pytest.mark.parametrize("template", [WITH_TOOLS, MARKED, FORGETS_THOUGHTS])
+def test_many_conversations_get_what_each_gets_alone(byte_tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    byte_tokenizer.chat_template = template
+    conversations = [Conversation(each) for each in (THINKS[:2], CALLS_A_TOOL[:1], THINKS[2:], THINKS, CALLS_A_TOOL)]
+    together = tokenize_conversations(byte_tokenizer, conversations, train_on="last_assistant")
+    alone = [tokenize_conversations(byte_tokenizer, [each], train_on="last_assistant")[0] for each in conversations]
+    assert list(map(str, together)) == list(map(str, alone))
+    assert [isinstance(each, DataError) for each in together] == [False, True, False, False, False]
+
+
+def test_the_template_that_refuses_a_row_is_quoted(byte_tokenizer: PreTrainedTokenizerBase) -> None:
+    byte_tokenizer.chat_template = "{{ raise_exception('turns must alternate') }}"
+    with pytest.raises(DataError, match="refuses the turns user: turns must alternate"):
+        tokenize_conversation(byte_tokenizer, THINKS[:2])

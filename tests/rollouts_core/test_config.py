@@ -16,6 +16,7 @@ from rollouts_core import config as config_module
 from rollouts_core.config import (
     Config,
     DataConfig,
+    DatasetConfig,
     EvaluationConfig,
     LossConfig,
     ModelConfig,
@@ -80,6 +81,21 @@ def make_full_config(directory: Path) -> Config:
         ("rollout.sampling.temprature", 1, r"unknown key rollout\.sampling\.temprature; did you mean temperature\?"),
         ("training.rl.loss.zzz", 1, r"unknown key .*zzz; known are aggregation, clip_high, clip_low, .*"),
         ("training.sft.num_steps", "many", r"training\.sft\.num_steps: input should be a valid integer.* found 'many'"),
+        ("training.sft.num_steps", True, r"training\.sft\.num_steps: input should be a valid integer, found True"),
+        ("training.sft.num_steps", "3", r"training\.sft\.num_steps: input should be a valid integer, found '3'"),
+        ("training.sft.packing", 1, r"training\.sft\.packing: input should be a valid boolean, found 1"),
+        ("training.sft.packing", "yes", r"training\.sft\.packing: input should be a valid boolean, found 'yes'"),
+        ("training.sft.optim.lr", "1e-3", r"training\.sft\.optim\.lr: input should be a valid number, found '1e-3'"),
+        ("training.sft.optim.lr", True, r"training\.sft\.optim\.lr: input should be a valid number, found True"),
+        ("training.sft.optim.betas", [0.9, "0.9"], r"training\.sft\.optim\.betas\.1: .*valid number, found '0\.9'"),
+        ("deployment.trainer_gpu_ranks", [True], r"deployment\.trainer_gpu_ranks\.0: .*valid integer, found True"),
+        ("data.sft", 3, r"data\.sft: input should be a valid string, found 3"),
+        ("data.sft", [], r'mode "sft\+rl" needs data\.sft'),
+        ("data.sft", ["a"], r"data\.sft\.0: expected a table of settings, found 'a'"),
+        ("data.sft", [{"path": "a"}, {"repeat": 2}], r"data\.sft\.1\.path is missing"),
+        ("data.sft", [{"path": "a", "max_sampels": 2}], r"unknown key data\.sft\.0\.max_sampels; did you mean max_s"),
+        ("data.sft", [{"path": "a", "repeat": 0}], r"data\.sft\.0\.repeat: .*greater than 0, found 0"),
+        ("data.sft", [{"path": "a", "max_samples": "9"}], r"data\.sft\.0\.max_samples: .*valid integer, found '9'"),
         ("training.sft.num_steps", 0, r"training\.sft\.num_steps: .*greater than or equal to 1, found 0"),
         ("training.sft.optim.lr", -1.0, r"training\.sft\.optim\.lr: .*found -1\.0"),
         ("training.sft.optim.lr", float("nan"), r"training\.sft\.optim\.lr"),
@@ -205,6 +221,37 @@ def test_data_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     assert config.data.sft == str(tmp_path / "sft.jsonl")
     assert config.data.prompts == str(tmp_path / "configs" / "b.jsonl")
     assert config.model.path == str(tmp_path / "configs" / "base")
+
+
+def test_several_datasets_are_a_list_of_tables(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "pipeline.toml").write_text(
+        'model.path = "base"\ndata = {prompts = "b.jsonl", selection = "c.jsonl", heldout = "d.jsonl", sft = [\n'
+        '{path = "a.jsonl", max_samples = 100, repeat = 2}, {path = "folder", repeat = 0.5}, {path = "org/name"}]}\n'
+    )
+    config = Config.load(tmp_path / "pipeline.toml")
+    assert config.demonstrations == (
+        DatasetConfig(path=str(tmp_path / "a.jsonl"), max_samples=100, repeat=2.0),
+        DatasetConfig(path=str(tmp_path / "folder"), repeat=0.5),
+        DatasetConfig(path="org/name"),
+    )
+    config.save(tmp_path / "again.toml")
+    assert Config.load(tmp_path / "again.toml") == config
+
+
+def test_one_path_is_a_mixture_of_one() -> None:
+    assert parse(MINIMAL).demonstrations == (DatasetConfig(path=parse(MINIMAL).data.sft),)
+
+
+@pytest.mark.parametrize(
+    ("given", "stays"),
+    [("org/name", True), ("org/name.jsonl", False), ("./org/name", False), ("org/here", False), ("name", False)],
+)
+def test_demonstrations_of_the_hub_keep_their_name(tmp_path: Path, given: str, stays: bool) -> None:
+    (tmp_path / "org" / "here").mkdir(parents=True)
+    (tmp_path / "pipeline.json").write_text(json.dumps(with_setting("data.sft", given)))
+    expected = given if stays else str(tmp_path / given)
+    assert Config.load(tmp_path / "pipeline.json").data.sft == expected
 
 
 @pytest.mark.parametrize("path", ["Qwen/Qwen3-0.6B", "/elsewhere/model"])

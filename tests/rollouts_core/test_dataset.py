@@ -12,13 +12,15 @@ import datasets
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from rollouts_core.config import ModelConfig
+from rollouts_core.config import DatasetConfig, ModelConfig
 from rollouts_core.dataset import (
+    CHUNK_ROWS,
+    SampleRules,
+    SFTDataset,
     check_disjoint,
-    digest_path,
     load_prompts_from_jsonl,
-    load_rows,
     load_sft_dataset,
+    open_datasets,
 )
 from rollouts_core.errors import DataError
 from rollouts_core.model import load_tokenizer
@@ -119,7 +121,7 @@ def test_a_row_with_nothing_to_train_on_is_an_error(
         ({}, "found no field at all"),
         ({"prompt": "x"}, "expected `messages`"),
         ({"text": 3}, "`text` must be text, found int"),
-        ({"prompt": "x", "completion": None}, "`completion` must be text, found NoneType"),
+        ({"prompt": "x", "completion": None}, r"expected `messages`.*; found prompt, completion \(null\)"),
         ({"prompt": 3, "completion": "x"}, "`prompt` must be text, found int"),
         ({"messages": []}, "at least one message"),
         ({"messages": "hello"}, "must be a list"),
@@ -137,75 +139,11 @@ def test_a_bad_demonstration_is_named_by_its_row(
         load_sft_dataset(path, tokenizer, max_length=100)
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [("{broken", "not valid JSON"), ("[1, 2]", "expected a JSON object, found list"), ("7", "found int")],
-)
-def test_a_line_that_is_no_json_object_is_named_by_its_row(tmp_path: Path, line: str, reason: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(f'{{"prompt": "x"}}\n{line}\n')
-    with pytest.raises(DataError, match=rf"rows\.jsonl, row 2: .*{reason}"):
-        list(load_rows(path))
-
-
-@pytest.mark.parametrize("content", ["", "\n\n"])
-def test_an_empty_file_is_an_error(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(content)
-    with pytest.raises(DataError, match="is empty"):
-        list(load_rows(path))
-
-
-@pytest.mark.parametrize("name", ["none.jsonl", "none.parquet", "none"])
-def test_a_missing_file_is_an_error(tmp_path: Path, name: str) -> None:
-    with pytest.raises(DataError, match="does not exist"):
-        list(load_rows(tmp_path / name))
-
-
-def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "x"}\n\n  \n{"prompt": "y"}')
-    assert [row["prompt"] for _, row in load_rows(path)] == ["x", "y"]
-
-
 def test_a_row_after_blank_lines_is_named_by_its_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('\n{"prompt": "x"}\n\n{"question": "y"}\n')
     with pytest.raises(DataError, match=r"rows\.jsonl, row 4: expected"):
         load_prompts_from_jsonl(path)
-
-
-def test_a_file_in_another_encoding_is_named_by_its_row(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_bytes('{"prompt": "x"}\n{"prompt": "ü"}\n'.encode("latin-1"))
-    with pytest.raises(DataError, match=r"rows\.jsonl, row 2: not valid JSON"):
-        list(load_rows(tmp_path / "rows.jsonl"))
-
-
-@pytest.mark.parametrize("keep_bytes", [0, 3, 100])
-def test_a_cut_parquet_file_is_one_sentence(tmp_path: Path, keep_bytes: int) -> None:
-    path = tmp_path / "rows.parquet"
-    datasets.Dataset.from_list([{"prompt": "x"}] * 50).to_parquet(str(path))
-    path.write_bytes(path.read_bytes()[:keep_bytes])
-    with pytest.raises(DataError, match="is not a Parquet file, or was cut"):
-        list(load_rows(path))
-
-
-def test_a_file_of_another_kind_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text("prompt\nx\n")
-    with pytest.raises(DataError, match=r"must end in \.jsonl or \.parquet"):
-        list(load_rows(tmp_path / "rows.csv"))
-
-
-def test_a_folder_of_several_splits_is_one_sentence(tmp_path: Path) -> None:
-    rows = datasets.Dataset.from_list([{"prompt": "x"}])
-    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "folder"))
-    with pytest.raises(DataError, match="has the splits test, train"):
-        list(load_rows(tmp_path / "folder"))
-
-
-def test_a_folder_that_is_no_dataset_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is no dataset"):
-        list(load_rows(tmp_path))
 
 
 def test_a_parquet_file_has_the_rows_of_its_jsonl(
@@ -217,11 +155,6 @@ def test_a_parquet_file_has_the_rows_of_its_jsonl(
     jsonl = write_rows(tmp_path / "rows.jsonl", rows)
     expected = load_sft_dataset(jsonl, tokenizer, max_length=100)
     assert load_sft_dataset(tmp_path / "rows.parquet", tokenizer, max_length=100) == expected
-
-
-def test_a_saved_dataset_folder_has_its_rows(tmp_path: Path) -> None:
-    datasets.Dataset.from_list([{"prompt": "x"}, {"prompt": "y"}]).save_to_disk(str(tmp_path / "folder"))
-    assert [(n, row["prompt"]) for n, row in load_rows(tmp_path / "folder")] == [(1, "x"), (2, "y")]
 
 
 def test_a_prompt_keeps_id_answer_and_every_other_field(tmp_path: Path) -> None:
@@ -256,9 +189,10 @@ def test_prompts_without_an_id_are_named_by_file_and_row(tmp_path: Path) -> None
     ("row", "reason"),
     [
         ({"question": "x"}, "expected `prompt` or `messages`; found question"),
-        ({"prompt": 3}, "`prompt` must be text, found int"),
+        ({"prompt": 3}, "`prompt` must be text or a list of messages, found int"),
         ({"prompt": []}, "at least one message"),
-        ({"messages": None}, "must be a list"),
+        ({"messages": None}, r"expected `prompt` or `messages`; found messages \(null\)"),
+        ({"messages": "x"}, "must be a list"),
         ({"id": "first", "prompt": "x"}, "id 'first' is also that of row 1"),
     ],
 )
@@ -277,34 +211,6 @@ def test_at_most_so_many_prompts_are_loaded_from_the_start(
     assert [prompt.id for prompt in prompts] == [str(i) for i in range(num_loaded)]
 
 
-def test_the_digest_of_a_file_is_that_of_its_content(tmp_path: Path) -> None:
-    for name, content in [("a", "x"), ("b", "x"), ("c", "y")]:
-        (tmp_path / name).write_text(content)
-    assert digest_path(tmp_path / "a") == digest_path(tmp_path / "b") != digest_path(tmp_path / "c")
-
-
-@pytest.mark.parametrize("change", ["content", "name", "added"])
-def test_the_digest_of_a_folder_notices(tmp_path: Path, change: str) -> None:
-    (tmp_path / "inner").mkdir()
-    file = tmp_path / "inner" / "a"
-    file.write_text("x")
-    before = digest_path(tmp_path)
-    if change == "content":
-        file.write_text("y")
-    elif change == "name":
-        file.rename(tmp_path / "inner" / "b")
-    else:
-        (tmp_path / "c").write_text("")
-    assert digest_path(tmp_path) != before
-
-
-def test_the_digest_of_a_folder_does_not_depend_on_where_it_lies(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "a").write_text("x")
-    assert digest_path(tmp_path / "one") == digest_path(tmp_path / "two")
-
-
 def test_lists_without_a_common_prompt_are_disjoint() -> None:
     prompts = make_prompts(6)
     check_disjoint(prompts[:3], prompts[3:], names=("selection", "heldout"))
@@ -315,3 +221,156 @@ def test_a_conversation_in_both_lists_is_named_whatever_its_id() -> None:
     leaked = Prompt(id="other", messages=prompts[1].messages)
     with pytest.raises(DataError, match="prompt 'other' of heldout is also prompt 'p1' of selection"):
         check_disjoint(prompts, [leaked], names=("selection", "heldout"))
+
+
+def test_a_tool_conversation_is_a_sample(tmp_path: Path, byte_tokenizer: PreTrainedTokenizerBase) -> None:
+    byte_tokenizer.chat_template = (
+        "{{ (tools or []) | length }}{% for m in messages %}{{ m.role[0] }}:{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+        "<|im_end|>{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    )
+    call = {"id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+        {"role": "assistant", "content": "2"},
+    ]
+    sample = load_one(tmp_path, {"messages": messages, "tools": [{"function": {"name": "add"}}]}, byte_tokenizer)
+    assert byte_tokenizer.decode(sample.tokens) == ('1u:?<|im_end|>a:add{"a": 1}<|im_end|>t:2<|im_end|>a:2<|im_end|>')
+    assert trained_text(byte_tokenizer, sample) == 'add{"a": 1}<|im_end|>2<|im_end|>'
+
+
+def test_answers_in_a_prompt_are_given_and_not_trained_on(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    row = {"prompt": [*CONVERSATION, CONVERSATION[0]], "completion": "3"}
+    assert trained_text(tokenizer, load_one(tmp_path, row, tokenizer)) == "3<|end|>"
+
+
+LENGTHS = [2, 9, 3, 9, 4]
+"""Digits of the answers of five demonstrations, whose other tokens are 5."""
+
+
+@pytest.mark.parametrize(
+    ("on_overlong", "max_length", "num_tokens"),
+    [
+        ("cut", 10, [7, 10, 8, 10, 9]),
+        ("cut_or_drop", 10, [7, 10, 8, 10, 9]),
+        ("drop", 10, [7, 8, 9]),
+        ("cut_or_drop", 5, [5, 5, 5, 5, 5]),
+    ],
+)
+def test_overlong_rows_are_cut_or_left_out(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, on_overlong: Any, max_length: int, num_tokens: list[int]
+) -> None:
+    path = write_rows(tmp_path / "r.jsonl", [{"prompt": "1", "completion": "2" * n} for n in LENGTHS])
+    samples = load_sft_dataset(path, tokenizer, max_length=max_length, on_overlong=on_overlong)
+    assert [len(sample.tokens) for sample in samples] == num_tokens
+
+
+def test_a_row_whose_answer_is_cut_away_is_left_out_where_that_is_asked_for(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rows = [PROMPT_AND_COMPLETION, {"prompt": "1" * 30, "completion": "2"}, PROMPT_AND_COMPLETION]
+    path = write_rows(tmp_path / "r.jsonl", rows)
+    assert len(load_sft_dataset(path, tokenizer, max_length=20, on_overlong="cut_or_drop")) == 2
+    with pytest.raises(DataError, match="row 2: nothing to train on within the first 20"):
+        load_sft_dataset(path, tokenizer, max_length=20)
+
+
+def test_at_most_so_many_demonstrations_are_loaded(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    path = write_rows(tmp_path / "r.jsonl", [PROMPT_AND_COMPLETION, PROMPT_AND_COMPLETION, {"broken": 1}])
+    assert len(load_sft_dataset(path, tokenizer, max_length=20, max_rows=2)) == 2
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> list[DatasetConfig]:
+    """A mixture of sums that span several chunks, texts of which some are too long, and a few repeated rows."""
+    sums = write_rows(
+        tmp_path / "sums.jsonl", [{"prompt": f"{i}+1=?", "completion": f"{i + 1}"} for i in range(CHUNK_ROWS + 90)]
+    )
+    texts = write_rows(tmp_path / "texts.jsonl", [{"text": "7" * (10 + i)} for i in range(40)])
+    few = write_rows(tmp_path / "few.jsonl", [{"messages": CONVERSATION}] * 5)
+    return [
+        DatasetConfig(path=str(sums)),
+        DatasetConfig(path=str(texts), repeat=0.5, max_samples=30),
+        DatasetConfig(path=str(few), repeat=3),
+    ]
+
+
+def open_mixture(
+    parts: list[DatasetConfig], tokenizer: PreTrainedTokenizerBase, *, streaming: bool, max_length: int = 30
+) -> SFTDataset:
+    """The mixture with overlong rows left out."""
+    rules = SampleRules(max_length, on_overlong="drop")
+    return SFTDataset(parts, open_datasets(parts), tokenizer, rules, streaming=streaming)
+
+
+def test_a_mixture_has_its_shares(parts: list[DatasetConfig], tokenizer: PreTrainedTokenizerBase) -> None:
+    dataset = open_mixture(parts, tokenizer, streaming=False)
+    assert (len(dataset), dataset.num_visits_per_epoch) == (CHUNK_ROWS + 90 + 30 + 5, CHUNK_ROWS + 90 + 15 + 15)
+    # Texts of 10 to 39 tokens and an end: those of more than 29 are too long.
+    assert dataset.num_dropped == 10
+    epochs = [[s for s in dataset.iterate_epoch(e, seed=0) if s is not None] for e in (0, 1)]
+    texts = [sum(tokenizer.decode(s.tokens).startswith("777") for s in epoch) for epoch in epochs]
+    assert sum(texts) == 20  # two epochs of half of the rows visit each once
+    assert [sum(tokenizer.decode(s.tokens).startswith("<|user|>1+1=?") for s in epoch) for epoch in epochs] == [16, 16]
+
+
+def test_streaming_gives_the_same_samples_in_the_same_order(
+    parts: list[DatasetConfig], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    kept, streamed = (open_mixture(parts, tokenizer, streaming=each) for each in (False, True))
+    for epoch, start in [(0, 0), (1, 0), (1, CHUNK_ROWS - 1)]:
+        expected = list(kept.iterate_epoch(epoch, seed=5, start=start))
+        found = list(streamed.iterate_epoch(epoch, seed=5, start=start))
+        assert [each and (each.tokens, each.loss_mask, each.status) for each in found] == [
+            each and (each.tokens, each.loss_mask, each.status) for each in expected
+        ]
+        assert len(expected) == kept.num_visits_per_epoch - start
+
+
+def test_an_epoch_from_a_later_visit_is_the_end_of_the_whole_one(
+    parts: list[DatasetConfig], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    dataset = open_mixture(parts, tokenizer, streaming=True)
+    assert list(dataset.iterate_epoch(1, seed=0, start=600)) == list(dataset.iterate_epoch(1, seed=0))[600:]
+
+
+def test_streaming_reads_no_more_than_it_is_asked_for(
+    parts: list[DatasetConfig], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    bad = write_rows(tmp_path / "bad.jsonl", [PROMPT_AND_COMPLETION] * 2 * CHUNK_ROWS + [{"text": 3}])
+    with pytest.raises(DataError, match=rf"row {2 * CHUNK_ROWS + 1}: `text` must be text"):
+        open_mixture([DatasetConfig(path=str(bad))], tokenizer, streaming=False)
+    streamed = open_mixture([DatasetConfig(path=str(bad))], tokenizer, streaming=True)
+    with pytest.raises(DataError, match=rf"row {2 * CHUNK_ROWS + 1}: `text` must be text"):
+        list(streamed.iterate_epoch(0, seed=0))
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_row_of_another_type_midway_is_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, streaming: bool
+) -> None:
+    path = write_rows(tmp_path / "r.jsonl", [{"messages": CONVERSATION}] * 9 + [{"messages": "1+1=2"}])
+    with pytest.raises(DataError, match=r"r\.jsonl, row 10: `messages` must be a list"):
+        dataset = open_mixture([DatasetConfig(path=str(path))], tokenizer, streaming=streaming)
+        list(dataset.iterate_epoch(0, seed=0))
+
+
+def test_an_empty_part_of_a_mixture_is_an_error(parts: list[DatasetConfig], tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(DataError, match=r"empty\.jsonl is empty"):
+        open_datasets([*parts, DatasetConfig(path=str(tmp_path / "empty.jsonl"))])
+
+
+def test_a_share_of_less_than_a_row_is_an_error(parts: list[DatasetConfig], tokenizer: PreTrainedTokenizerBase) -> None:
+    tiny = parts[2].model_copy(update={"repeat": 0.1})
+    with pytest.raises(DataError, match=r"few\.jsonl: repeat 0\.1 of 5 rows is less than one row"):
+        open_mixture([*parts, tiny], tokenizer, streaming=False)
+
+
+def test_a_mixture_of_which_everything_is_too_long_is_an_error(
+    parts: list[DatasetConfig], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    with pytest.raises(DataError, match="all 637 rows are longer than max_length 2"):
+        open_mixture(parts, tokenizer, streaming=False, max_length=2)

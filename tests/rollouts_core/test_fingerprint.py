@@ -23,7 +23,7 @@ from rollouts_core.config import (
 )
 from rollouts_core.errors import ConfigError
 from rollouts_core.fingerprint import affecting_settings, digest_model, digest_plugins, fingerprint_job
-from rollouts_core.job import EngineAddress, EvalJob, InputFile, InputModel, RLJob, SFTJob
+from rollouts_core.job import EngineAddress, EvalJob, InputDataset, InputFile, InputModel, RLJob, SFTJob
 from rollouts_core.rewards import exact_match
 
 BASE = InputModel(name="base", model=ModelConfig(path="base"), digest="m")
@@ -117,7 +117,7 @@ def test_the_order_of_checkpoints_is_part_of_an_evaluation() -> None:
 
 @pytest.mark.parametrize("change", ["stage", "salt"])
 def test_another_stage_or_salt_is_other_work(change: str) -> None:
-    job = SFTJob(model=BASE, data=ROWS, training=SFTTrainingConfig())
+    job = SFTJob(model=BASE, data=(InputDataset(path="rows.jsonl", digest="d"),), training=SFTTrainingConfig())
     other = fingerprint_job("warmup", job) if change == "stage" else fingerprint_job("sft", job, salt="again")
     assert other != fingerprint_job("sft", job)
 

@@ -20,6 +20,7 @@ from rollouts_core.job import (
     EngineAddress,
     EvalJob,
     GenerateJob,
+    InputDataset,
     InputFile,
     InputModel,
     Job,
@@ -31,9 +32,10 @@ from rollouts_core.job import (
 from rollouts_core.rewards import exact_match
 
 BASE = InputModel(name="base", model=ModelConfig(path="base"), digest="m", step=3)
+DATASET = InputDataset(path="rows.jsonl", digest="d", max_samples=3, repeat=0.5)
 ROWS = InputFile(path="rows.jsonl", digest="d")
 JOBS = [
-    SFTJob(model=BASE, data=ROWS, training=SFTTrainingConfig(num_steps=3)),
+    SFTJob(model=BASE, data=(DATASET,), training=SFTTrainingConfig(num_steps=3)),
     RLJob(
         model=BASE,
         prompts=ROWS,

@@ -33,10 +33,10 @@ from rollouts_core.config import (
     SamplingConfig,
     SFTTrainingConfig,
 )
-from rollouts_core.dataset import digest_path
 from rollouts_core.fingerprint import digest_model
-from rollouts_core.job import EngineAddress, InputFile, InputModel, RLJob, ServeJob, SFTJob
+from rollouts_core.job import EngineAddress, InputDataset, InputFile, InputModel, RLJob, ServeJob, SFTJob
 from rollouts_core.metrics import read_json_lines, read_metrics
+from rollouts_core.rows import digest_path
 from tests.rollouts_core.kill_rewards import grade_even_digits, grade_even_digits_late
 
 pytestmark = pytest.mark.slow
@@ -48,7 +48,7 @@ POLL_S = 0.002
 TIMES = {"time", "attempt", "tokens_per_s", "generate_s", "train_s", "publish_s"}
 ONE_THREAD = DeploymentConfig(trainer_threads=1)
 SFT_TRAINING = SFTTrainingConfig(
-    num_steps=160,
+    num_steps=120,
     batch_size=4,
     micro_batch_size=2,
     max_length=64,
@@ -59,7 +59,7 @@ SFT_TRAINING = SFTTrainingConfig(
     optim=OptimConfig(lr=1e-3, num_warmup_steps=5),
 )
 RL_TRAINING = RLTrainingConfig(
-    num_steps=36, checkpoint_every=3, keep_checkpoints=2, sync_every=2, optim=RLOptimConfig(lr=1e-3)
+    num_steps=30, checkpoint_every=3, keep_checkpoints=2, sync_every=2, optim=RLOptimConfig(lr=1e-3)
 )
 ROLLOUT = RolloutConfig(
     batch_size=3, n_samples_per_prompt=4, sampling=SamplingConfig(max_new_tokens=8), reward_fn=grade_even_digits
@@ -212,14 +212,15 @@ def with_dropout(base: InputModel, directory: Path) -> InputModel:
     return InputModel(name="base", model=model, digest=digest_model(model))
 
 
-def test_sft_killed_ten_times_is_the_run_that_was_not(base: InputModel, quickstart_dir: Path, tmp_path: Path) -> None:
-    data = input_file(quickstart_dir / "sft.jsonl")
+def test_sft_killed_eight_times_is_the_run_that_was_not(base: InputModel, quickstart_dir: Path, tmp_path: Path) -> None:
+    path = quickstart_dir / "sft.jsonl"
+    data = InputDataset(path=str(path), digest=digest_path(path))
     model = with_dropout(base, tmp_path / "model")
-    job = SFTJob(model=model, data=data, training=SFT_TRAINING, deployment=ONE_THREAD)
+    job = SFTJob(model=model, data=(data,), training=SFT_TRAINING, deployment=ONE_THREAD)
     straight = start(write_job(tmp_path / "straight", job))
-    kill_often(write_job(tmp_path / "killed", job), seed=1, num_kills=10, max_steps=12)
+    kill_often(write_job(tmp_path / "killed", job), seed=1, num_kills=8, max_steps=12)
     assert straight.wait(FINISH_TIMEOUT_S) == 0
-    assert [row["step"] for row in read_rows(tmp_path / "killed")] == list(range(1, 161))
+    assert [row["step"] for row in read_rows(tmp_path / "killed")] == list(range(1, 121))
     assert_same_run(tmp_path / "straight", tmp_path / "killed")
 
 
@@ -256,13 +257,18 @@ def write_job_of_run(parent: Path, job: RLJob) -> Path:
     return write_job(parent / "rl-0123456789abcdef", job)
 
 
+@pytest.mark.parametrize("delay_s", [0.0, 0.003, 0.01])
 def test_sigterm_waits_for_the_checkpoint_that_is_being_written(
-    base: InputModel, quickstart_dir: Path, tmp_path: Path
+    base: InputModel, quickstart_dir: Path, tmp_path: Path, delay_s: float
 ) -> None:
-    data = input_file(quickstart_dir / "sft.jsonl")
-    directory = write_job(tmp_path / "run", SFTJob(model=base, data=data, training=SFT_TRAINING, deployment=ONE_THREAD))
+    path = quickstart_dir / "sft.jsonl"
+    data = InputDataset(path=str(path), digest=digest_path(path))
+    directory = write_job(
+        tmp_path / "run", SFTJob(model=base, data=(data,), training=SFT_TRAINING, deployment=ONE_THREAD)
+    )
     process = start(directory)
     wait_until(lambda: any(directory.glob("checkpoints/.*partial*")), process, START_TIMEOUT_S)
+    time.sleep(delay_s)
     process.terminate()
     assert process.wait(30) == 128 + signal.SIGTERM
     checkpoints = list_checkpoints(directory / "checkpoints")

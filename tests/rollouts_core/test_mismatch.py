@@ -42,6 +42,9 @@ def weights(**settings: object) -> list[list[float]]:
         # products 0.25 * 1 * 4 = 1 and 1.2 * 0.9 = 1.08
         ({"weight": "sequence"}, [[1, 1, 1], [1.08, 1.08]]),
         ({"weight": "sequence", "weight_high": 1.05, "outside": "zero"}, [[1, 1, 1], [0, 0]]),
+        # geometric means 1 and 1.08 ** 0.5 = 1.03923
+        ({"weight": "geometric", "weight_high": 0}, [[1, 1, 1], [1.03923, 1.03923]]),
+        ({"weight": "geometric", "weight_high": 1.02}, [[1, 1, 1], [1.02, 1.02]]),
         ({"mask": "token", "mask_low": 0.5, "mask_high": 2}, [[0, 1, 0], [1, 1]]),
         ({"mask": "token", "mask_low": 0.5}, [[0, 1, 1], [1, 1]]),
         ({"mask": "product", "mask_high": 1.05}, [[1, 1, 1], [0, 0]]),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -181,3 +182,45 @@ def test_without_a_pad_token_rows_are_filled_with_the_end_token(base_model: Mode
     own = load_tokenizer(base_model)
     own.pad_token = None
     assert pad_token_id(own) == own.eos_token_id
+
+
+class Payload:
+    """What an attacker pickles: loading it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Path.touch, (self.path,))
+
+
+def with_pickled_weights(base_model: ModelConfig, directory: Path, extra: dict[str, object]) -> ModelConfig:
+    """The base model with its weights, and something else, in a pickle."""
+    shutil.copytree(base_model.path, directory)
+    weights = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    torch.save({**weights, **extra}, directory / "pytorch_model.bin")
+    return ModelConfig(path=str(directory))
+
+
+def test_pickled_weights_are_refused(base_model: ModelConfig, tmp_path: Path) -> None:
+    pickled = with_pickled_weights(base_model, tmp_path / "model", {"payload": Payload(tmp_path / "ran")})
+    with pytest.raises(CheckpointError, match=r"are pickled \(pytorch_model\.bin\).*convert them to safetensors"):
+        load_hf_model(pickled)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_pickled_weights_that_are_allowed_are_those_of_the_model(base_model: ModelConfig, tmp_path: Path) -> None:
+    pickled = with_pickled_weights(base_model, tmp_path / "model", {})
+    loaded = load_hf_model(pickled.model_copy(update={"allow_pickle": True}))
+    for name, parameter in load_hf_model(base_model).named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter), name
+
+
+def test_code_in_pickled_weights_does_not_run_even_when_they_are_allowed(
+    base_model: ModelConfig, tmp_path: Path
+) -> None:
+    pickled = with_pickled_weights(base_model, tmp_path / "model", {"payload": Payload(tmp_path / "ran")})
+    with pytest.raises(CheckpointError, match="no model could be loaded"):
+        load_hf_model(pickled.model_copy(update={"allow_pickle": True}))
+    assert not (tmp_path / "ran").exists()

@@ -9,6 +9,7 @@ import math
 import random
 import shutil
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from rollouts_core.loss import create_cross_entropy_loss
 from rollouts_core.optim import lr_ratio
 from rollouts_core.pytorch_backend import PyTorchTrainingBackend, create_pytorch_backend
 from rollouts_core.quickstart import build_character_tokenizer, build_untrained_model
+from rollouts_core.snapshot import HostSnapshot
 from tests.rollouts_core.make import TINY_SIZE, make_random_samples
 
 TINY_VOCABULARY = len(build_character_tokenizer())
@@ -194,6 +196,47 @@ def test_a_checkpoint_is_of_the_moment_of_the_call(base_model: ModelConfig, tmp_
     load(restored, tmp_path / "step_000002")
     assert_equal_tensors(copy_weights(restored), before)
     assert take_steps(restored, range(2, 5)) == later
+
+
+class SlowSnapshot(HostSnapshot):
+    """Copies only when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_copy = threading.Event()
+
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        assert self.may_copy.wait(10)
+        return super().take(tensors)
+
+
+@pytest.mark.parametrize("change", ["optim_step", "load_weights"])
+def test_what_changes_weights_waits_until_a_save_has_copied_them(
+    base_model: ModelConfig, tmp_path: Path, change: str
+) -> None:
+    backend = create_backend(base_model)
+    take_steps(backend, range(1))
+    before = copy_weights(backend)
+    backend._snapshot = SlowSnapshot()
+    saving = backend.save_checkpoint(tmp_path / "step_000001", {"step": 1})
+    backend.forward_backward(make_batch(1))  # does not wait
+    zeros = {name: torch.zeros_like(weight) for name, weight in before.items()}
+    threading.Timer(0.1, backend._snapshot.may_copy.set).start()
+    backend.optim_step() if change == "optim_step" else backend.load_weights(zeros)
+    asyncio.run(saving.result())
+    restored = create_backend(base_model)
+    load(restored, tmp_path / "step_000001")
+    assert_equal_tensors(copy_weights(restored), before)
+    assert not torch.equal(copy_weights(backend)["lm_head.weight"], before["lm_head.weight"])
+
+
+def test_training_goes_on_after_a_copy_that_failed(base_model: ModelConfig, tmp_path: Path) -> None:
+    backend = create_backend(base_model)
+    backend._snapshot = None  # stands for memory that ran out
+    saving = backend.save_checkpoint(tmp_path / "step_000001", {"step": 1})
+    take_steps(backend, range(1))
+    with pytest.raises(AttributeError):
+        asyncio.run(saving.result())
 
 
 def test_a_second_checkpoint_does_not_change_the_first(base_model: ModelConfig, tmp_path: Path) -> None:

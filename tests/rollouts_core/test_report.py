@@ -27,7 +27,7 @@ from rollouts_core.config import (
     SFTTrainingConfig,
 )
 from rollouts_core.errors import DataError
-from rollouts_core.job import EvalJob, InputFile, InputModel, RLJob, SFTJob
+from rollouts_core.job import EvalJob, InputDataset, InputFile, InputModel, RLJob, SFTJob
 from rollouts_core.metrics import JSONLLogger
 from rollouts_core.report import ReportInput, StageSummary, render_report, render_summary_markdown
 from rollouts_core.report.charts import Axis, axis_place, axis_ticks, format_number, format_seconds
@@ -40,6 +40,7 @@ from rollouts_core.types import Message, Sample, Status
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL = InputModel(name="base", model=ModelConfig(path="models/tiny"), digest="ab" * 32)
+DATASET = InputDataset(path="data/rows.jsonl", digest="cd" * 32)
 DATA = InputFile(path="data/rows.jsonl", digest="cd" * 32)
 BASE_SCORES = [0.0] * 36 + [1.0] * 4
 SFT_SCORES = [0.0] * 20 + [1.0] * 20
@@ -98,7 +99,7 @@ def write_completions(directory: Path, name: str, completions: Sequence[str], re
 
 
 def write_sft(directory: Path) -> Path:
-    write_job(directory, SFTJob(model=MODEL, data=DATA, training=SFTTrainingConfig(num_steps=400)))
+    write_job(directory, SFTJob(model=MODEL, data=(DATASET,), training=SFTTrainingConfig(num_steps=400)))
     with JSONLLogger(RunDirectory(directory).metrics) as logger:
         for step in range(1, 401):
             logger.log({"loss": 4.0 / step, "lr": 1e-5, "grad_norm": 1.0}, step)

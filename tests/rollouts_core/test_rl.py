@@ -95,7 +95,7 @@ def make_backend(base_model: ModelConfig, config: RLTrainingConfig) -> PyTorchTr
         config.optim,
         create_policy_loss(config.loss),
         num_steps=config.num_optim_steps,
-        with_entropies=config.with_entropies,
+        with_entropies=True,
         with_values=config.with_values,
         with_reference=config.with_reference,
     )

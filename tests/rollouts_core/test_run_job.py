@@ -24,10 +24,10 @@ from rollouts_core.config import (
     SamplingConfig,
     SFTTrainingConfig,
 )
-from rollouts_core.dataset import digest_path
 from rollouts_core.fingerprint import digest_checkpoint, digest_model
-from rollouts_core.job import EvalJob, GenerateJob, InputFile, InputModel, Job, SFTJob
+from rollouts_core.job import EvalJob, GenerateJob, InputDataset, InputFile, InputModel, Job, SFTJob
 from rollouts_core.metrics import read_json_lines, read_metrics
+from rollouts_core.rows import digest_path
 from rollouts_core.types import sample_from_json
 
 ONE_THREAD = DeploymentConfig(trainer_threads=1)
@@ -121,7 +121,7 @@ def sft_job(base: InputModel, quickstart_dir: Path, **training: Any) -> SFTJob:
     source = settings.get("resume_from", "")
     return SFTJob(
         model=base,
-        data=rows(quickstart_dir, "sft"),
+        data=(dataset(quickstart_dir / "sft.jsonl"),),
         training=SFTTrainingConfig(**settings),
         resume_digest=digest_checkpoint(source),
         deployment=ONE_THREAD,
@@ -185,3 +185,38 @@ def test_a_checkpoint_of_another_model_is_refused(
     (tmp_path / "second/job.json").write_text(job.model_dump_json())
     assert main(["sft", str(tmp_path / "second/job.json")]) == 2
     assert "model was" in capsys.readouterr().err
+
+
+def dataset(path: Path, **share: Any) -> InputDataset:
+    """A dataset as a plan names it."""
+    return InputDataset(path=str(path), digest=digest_path(path), **share)
+
+
+def mixture_job(base: InputModel, quickstart_dir: Path, **changes: Any) -> SFTJob:
+    """Two steps on a mixture of two files."""
+    data = (
+        dataset(quickstart_dir / "sft.jsonl", max_samples=30),
+        dataset(quickstart_dir / "sft.jsonl", repeat=0.5),
+    )
+    training = SFTTrainingConfig(num_steps=2, batch_size=2, micro_batch_size=2, max_length=64)
+    return SFTJob(model=base, data=data, training=training, deployment=ONE_THREAD).model_copy(update=changes)
+
+
+def test_sft_on_a_mixture_is_the_same_streamed_or_not(base: InputModel, quickstart_dir: Path, tmp_path: Path) -> None:
+    kept = do(mixture_job(base, quickstart_dir), tmp_path / "sft-kept")
+    streamed = do(mixture_job(base, quickstart_dir, streaming=True), tmp_path / "sft-streamed")
+    assert kept == streamed
+    assert kept["num_samples"] == 30 + 40
+
+
+def test_sft_refuses_data_that_changed_since_it_was_planned(
+    base: InputModel, quickstart_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes((quickstart_dir / "sft.jsonl").read_bytes())
+    job = mixture_job(base, quickstart_dir, data=(dataset(path),))
+    path.write_bytes(path.read_bytes().replace(b"+", b"-", 1))
+    (tmp_path / "sft-1").mkdir()
+    (tmp_path / "sft-1" / "job.json").write_text(job.model_dump_json())
+    assert main(["sft", str(tmp_path / "sft-1" / "job.json")]) == 2
+    assert "rows.jsonl changed since the stage was planned" in capsys.readouterr().err

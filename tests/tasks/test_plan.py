@@ -13,7 +13,7 @@ import pytest
 from infra.node import LocalNode, Node
 from infra.providers import provision_node
 from rollouts_core.checkpoint import load_manifest, new_checkpoint
-from rollouts_core.config import Config, ModelConfig
+from rollouts_core.config import Config, DataConfig, ModelConfig
 from rollouts_core.errors import CheckpointError
 from rollouts_core.job import InputModel
 from tasks.plan import (
@@ -232,3 +232,40 @@ def test_going_on_from_nothing_is_told_before_anything_starts(
     changed = config.model_copy(update={"training": config.training.model_copy(update={"sft": sft})})
     with pytest.raises(CheckpointError, match=r"there is no checkpoint at .*nothing"):
         plan_sft(changed, scope, node)
+
+
+def sft_identity(scope: RunScope, node: Node, config: Config, sft: object, **settings: object) -> str:
+    """The identity of SFT on these demonstrations."""
+    data = DataConfig.model_validate({**config.data.model_dump(), "sft": sft, **settings})
+    return plan_sft(config.model_copy(update={"data": data}), scope, node).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("share", "is_same"),
+    [
+        ({}, True),
+        ({"max_samples": None, "repeat": 1.0, "split": "train"}, True),
+        ({"max_samples": 1}, False),
+        ({"repeat": 2.0}, False),
+        ({"split": "test"}, False),
+    ],
+)
+def test_the_share_of_a_dataset_is_part_of_its_identity(
+    scope: RunScope, node: Node, config: Config, share: dict[str, Any], is_same: bool
+) -> None:
+    one_path = sft_identity(scope, node, config, config.data.sft)
+    assert (sft_identity(scope, node, config, [{"path": config.data.sft, **share}]) == one_path) is is_same
+
+
+def test_the_order_of_datasets_is_part_of_their_identity_and_streaming_is_not(
+    scope: RunScope, node: Node, config: Config
+) -> None:
+    both = [{"path": config.data.sft}, {"path": config.data.prompts}]
+    assert sft_identity(scope, node, config, both) != sft_identity(scope, node, config, both[::-1])
+    assert sft_identity(scope, node, config, both) == sft_identity(scope, node, config, both, streaming=True)
+
+
+def test_a_hub_dataset_is_planned_with_its_commit(scope: RunScope, node: Node, config: Config) -> None:
+    commits = ["0" * 40, "1" * 40]
+    first, second = ([{"path": "org/name", "revision": commit}] for commit in commits)
+    assert sft_identity(scope, node, config, first) != sft_identity(scope, node, config, second)

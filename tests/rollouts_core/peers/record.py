@@ -17,9 +17,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.rollouts_core.peers.recording import Case, plain
 
 FOLDER = Path(__file__).parent
+RELEASE = "_release"
+"""A folder `verl_release` holds an unpacked release of verl, next to the checkout `verl`; both are recorded alike."""
 REPOSITORIES = {
     "slime": "THUDM/slime",
     "verl": "volcengine/verl",
@@ -59,8 +63,9 @@ def as_json(cases: list[Case], *, repository: str, commit: str, date: str) -> st
 
 
 def record(system: str, checkout: Path) -> None:
-    """Run one system's recorder and write its file."""
+    """Run one system's recorder and write its file, `<folder>.json`."""
     commit, date = commit_and_date(checkout)
+    torch.set_num_threads(1)
     recorder = importlib.import_module(f"tests.rollouts_core.peers.systems.{system}")
     cases = recorder.record(checkout.resolve())
     output = FOLDER / f"{checkout.name}.json"
@@ -73,10 +78,10 @@ def main() -> None:
     parser.add_argument("checkouts", type=Path, help="folder with one checkout per system")
     parser.add_argument("systems", nargs="*", help="only these, by the names of their folders; all by default")
     options = parser.parse_args()
-    names = options.systems or [name for name in REPOSITORIES if (options.checkouts / name).is_dir()]
+    known = [name + suffix for name in REPOSITORIES for suffix in ("", RELEASE)]
+    names = options.systems or [name for name in known if (options.checkouts / name).is_dir()]
     if len(names) == 1:
-        # `verl_release` is recorded as `verl` is, from another folder
-        record(names[0].removesuffix("_release"), options.checkouts / names[0])
+        record(names[0].removesuffix(RELEASE), options.checkouts / names[0])
         return
     for name in names:
         command = [sys.executable, "-m", "tests.rollouts_core.peers.record", str(options.checkouts), name]

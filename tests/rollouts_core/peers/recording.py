@@ -5,14 +5,15 @@ Shapes: B rows, T positions.
 """
 
 import ast
+import dataclasses
 import importlib.abc
 import importlib.machinery
 import json
 import math
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,25 @@ def plain(value: Any) -> Any:
     return value
 
 
+def field_defaults(record: Any) -> dict[str, Any]:
+    """The defaults of a dataclass or a pydantic model; fields without a plain default are left out."""
+    if dataclasses.is_dataclass(record):
+        return {field.name: field.default for field in dataclasses.fields(record) if field.default is not MISSING}
+    return {name: field.default for name, field in record.model_fields.items()}
+
+
+def defaults_case(owner: str, file: str, values: Mapping[str, Any], names: Sequence[str]) -> Case:
+    """The named defaults of one configuration, as a case without inputs. Raises KeyError when one is gone."""
+    return Case(
+        name=f"defaults_{owner}",
+        function=owner,
+        file=file,
+        settings={},
+        inputs=[],
+        outputs={name: values[name] for name in names},
+    )
+
+
 class _StandInType(type):
     """Type of the stand-ins: any attribute exists and is a stand-in too."""
 
@@ -111,6 +131,10 @@ class _StandInType(type):
 
     def __getitem__(cls, _item: Any) -> Any:
         return cls
+
+    def __iter__(cls) -> Iterator[Any]:
+        # without it, the subscript above would make an endless sequence
+        return iter(())
 
     def __or__(cls, _other: Any) -> Any:
         return cls
@@ -195,9 +219,9 @@ def _bodies(tree: ast.AST) -> Iterable[list[ast.stmt]]:
 
 
 def definition(source: Path, name: str) -> ast.AST:
-    """The class or function of that dotted name in a source file."""
+    """The class or function of that dotted name in a source file; the whole file for an empty name."""
     node: ast.AST = ast.parse(source.read_text())
-    for part in name.split("."):
+    for part in filter(None, name.split(".")):
         node = next(
             child
             for child in ast.walk(node)

@@ -11,6 +11,8 @@ from tests.rollouts_core.peers.recording import (
     Case,
     advantages_per_token,
     as_groups,
+    defaults_case,
+    field_defaults,
     flat_groups,
     loss_and_gradient,
     prepare_imports,
@@ -262,6 +264,17 @@ def _overlong_case() -> list[Case]:
     ]
 
 
+def _defaults_cases() -> list[Case]:
+    from nemo_rl.algorithms.advantage_estimator import AdvEstimatorConfig
+    from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, MseValueLossConfig
+
+    owners = ((ClippedPGLossConfig, LOSS), (MseValueLossConfig, LOSS), (AdvEstimatorConfig, ADVANTAGE))
+    return [
+        defaults_case(owner.__name__, file, field_defaults(owner), tuple(field_defaults(owner)))
+        for owner, file in owners
+    ]
+
+
 def record(checkout: Path) -> list[Case]:
     """Every case of NeMo-RL."""
     prepare_imports(checkout, stand_ins=STAND_INS)
@@ -271,4 +284,5 @@ def record(checkout: Path) -> list[Case]:
         *_policy_loss_cases(),
         *_kl_and_value_cases(),
         *_overlong_case(),
+        *_defaults_cases(),
     ]

@@ -3,7 +3,6 @@
 The advantages have no function of their own: their statements are cut out of the actor's method.
 """
 
-from dataclasses import MISSING, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,8 @@ from tests.rollouts_core.peers.recording import (
     Case,
     advantages_per_token,
     as_groups,
+    defaults_case,
+    field_defaults,
     flat_groups,
     loss_and_gradient,
     prepare_imports,
@@ -83,7 +84,7 @@ def _advantage_cases(checkout: Path) -> list[Case]:
 def _defaults() -> dict[str, Any]:
     from open_instruct.grpo_utils import GRPOExperimentConfig
 
-    values = {field.name: field.default for field in fields(GRPOExperimentConfig) if field.default is not MISSING}
+    values = field_defaults(GRPOExperimentConfig)
     return {name: values[name] for name in SHOWN}
 
 
@@ -145,4 +146,8 @@ def _loss_cases() -> list[Case]:
 def record(checkout: Path) -> list[Case]:
     """Every case of open-instruct."""
     prepare_imports(checkout, stand_ins=STAND_INS)
-    return [*_advantage_cases(checkout), *_loss_cases()]
+    return [
+        *_advantage_cases(checkout),
+        *_loss_cases(),
+        defaults_case("GRPOExperimentConfig", GRPO, _defaults(), SHOWN),
+    ]

@@ -14,6 +14,8 @@ from tests.rollouts_core.peers.recording import (
     Case,
     advantages_per_token,
     bare_package,
+    defaults_case,
+    field_defaults,
     loss_and_gradient,
     prepare_imports,
     rows,
@@ -127,6 +129,16 @@ def _loss_cases() -> list[Case]:
     ]
 
 
+def _defaults_cases() -> list[Case]:
+    from prime_rl.configs.trainer import DefaultLossConfig, IPOLossConfig
+
+    file = "packages/prime-rl-configs/src/prime_rl/configs/trainer.py"
+    return [
+        defaults_case(owner.__name__, file, field_defaults(owner), tuple(field_defaults(owner)))
+        for owner in (DefaultLossConfig, IPOLossConfig)
+    ]
+
+
 def record(checkout: Path) -> list[Case]:
     """Every case of prime-rl."""
     folders = ("src", "packages/prime-rl-configs/src")
@@ -135,4 +147,4 @@ def record(checkout: Path) -> list[Case]:
     importlib.import_module("pydantic_config").BaseConfig = pydantic.BaseModel
     for package in ("prime_rl.orchestrator", "prime_rl.orchestrator.algo"):
         bare_package(package, checkout / "src" / package.replace(".", "/"))
-    return [*_advantage_cases(), *_loss_cases()]
+    return [*_advantage_cases(), *_loss_cases(), *_defaults_cases()]

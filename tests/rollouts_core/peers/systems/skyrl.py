@@ -13,6 +13,8 @@ from tests.rollouts_core.peers.recording import (
     advantages_per_token,
     as_groups,
     bare_package,
+    defaults_case,
+    field_defaults,
     flat_groups,
     loss_and_gradient,
     prepare_imports,
@@ -224,6 +226,38 @@ def _kl_and_value_cases() -> list[Case]:
     return [*cases, value]
 
 
+def _defaults_cases() -> list[Case]:
+    from skyrl.train import config
+
+    algorithm = (
+        "advantage_estimator",
+        "policy_loss_type",
+        "loss_reduction",
+        "grpo_norm_by_std",
+        "advantage_batch_normalize",
+        "eps_clip_low",
+        "eps_clip_high",
+        "clip_ratio_c",
+        "value_clip",
+        "gamma",
+        "lambd",
+        "use_kl_loss",
+        "use_kl_in_reward",
+        "kl_loss_coef",
+        "kl_estimator_type",
+        "use_entropy_loss",
+        "entropy_loss_coef",
+        "zero_variance_filter",
+    )
+    file = "skyrl/train/config/config.py"
+    parts = ("OffPolicyCorrectionConfig", "CISPOConfig", "SAPOConfig", "DPPOConfig", "DynamicSamplingConfig")
+    values = {name: field_defaults(getattr(config, name)) for name in parts}
+    return [
+        defaults_case("AlgorithmConfig", file, field_defaults(config.AlgorithmConfig), algorithm),
+        *(defaults_case(name, file, values[name], tuple(values[name])) for name in parts),
+    ]
+
+
 def record(checkout: Path) -> list[Case]:
     """Every case of SkyRL."""
     if INPUTS["group_index_B"] != [row for row, (start, end) in enumerate(PROMPTS) for _ in range(start, end)]:
@@ -232,4 +266,10 @@ def record(checkout: Path) -> list[Case]:
     importlib.import_module("ray").is_initialized = lambda: False
     for package in ("skyrl.backends", "skyrl.backends.skyrl_train", "skyrl.backends.skyrl_train.utils"):
         bare_package(package, checkout / package.replace(".", "/"))
-    return [*_advantage_cases(), *_token_advantage_cases(), *_policy_loss_cases(), *_kl_and_value_cases()]
+    return [
+        *_advantage_cases(),
+        *_token_advantage_cases(),
+        *_policy_loss_cases(),
+        *_kl_and_value_cases(),
+        *_defaults_cases(),
+    ]

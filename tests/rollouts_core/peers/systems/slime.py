@@ -1,5 +1,6 @@
 """slime: reward normalisation, `loss_function` of the Megatron backend (policy, value), GAE, KL estimators."""
 
+import argparse
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from tests.rollouts_core.peers.recording import (
     Case,
     advantages_per_token,
     as_groups,
+    defaults_case,
     flat_groups,
     loss_and_gradient,
     padded,
@@ -226,6 +228,53 @@ def _gae_cases() -> list[Case]:
     return cases
 
 
+def _token_advantage_cases() -> list[Case]:
+    """`compute_advantages_and_returns`: from the normalised reward of a row to its tokens, and whitening."""
+    from slime.backends.megatron_utils import loss as module
+
+    module.dist.all_reduce = lambda *_tensors, **_options: None
+    with_tokens = [row for row, mask in enumerate(INPUTS["loss_mask_BT"]) if any(mask)]
+    variants: list[tuple[str, dict[str, Any]]] = [
+        ("grpo_whitened", {"normalize_advantages": True}),
+        ("ppo", {"advantage_estimator": "ppo", "kl_coef": 0.1}),
+        ("ppo_whitened", {"advantage_estimator": "ppo", "gamma": 0.97, "lambd": 0.9, "normalize_advantages": True}),
+        ("reinforce_plus_plus", {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.97, "kl_coef": 0.1}),
+        (
+            "reinforce_plus_plus_baseline_tokens",
+            {"advantage_estimator": "reinforce_plus_plus_baseline", "kl_coef": 0.1, "normalize_advantages": True},
+        ),
+    ]
+    cases = []
+    for name, changed in variants:
+        settings = {
+            "advantage_estimator": "grpo",
+            "kl_coef": 0.0,
+            "kl_loss_type": "k1",
+            "gamma": 1.0,
+            "lambd": 1.0,
+            "normalize_advantages": False,
+            "rows": with_tokens,
+            **changed,
+        }
+        flags = {"use_rollout_logprobs": False, "custom_advantage_function_path": None, "use_opd": False}
+        batch = _batch(rows("advantages_BT")) | {"rewards": INPUTS["rewards_B"]}
+        del batch["unconcat_tokens"]
+        chosen = {key: [values[row] for row in with_tokens] for key, values in batch.items()}
+        module.compute_advantages_and_returns(SimpleNamespace(**settings, **flags), chosen)
+        cases.append(
+            Case(
+                name=f"advantage_{name}",
+                function="compute_advantages_and_returns",
+                file=LOSS,
+                settings=settings,
+                inputs=["rewards_B", "old_logprobs_BT", "ref_logprobs_BT", "values_BT", "loss_mask_BT", "lengths_B"],
+                outputs={"advantages_BT": padded(chosen["advantages"]), "returns_BT": padded(chosen["returns"])},
+                note="only the rows in settings; kl is old minus reference; rewards_B are taken as they are",
+            )
+        )
+    return cases
+
+
 def _value_loss_cases() -> list[Case]:
     from slime.backends.megatron_utils import loss as module
 
@@ -256,8 +305,54 @@ def _value_loss_cases() -> list[Case]:
     return cases
 
 
+def _defaults_case() -> Case:
+    from slime.utils.arguments import get_slime_extra_args_provider
+
+    parser = argparse.ArgumentParser(conflict_handler="resolve")
+    get_slime_extra_args_provider()(parser)
+    names = (
+        "advantage_estimator",
+        "rewards_normalization",
+        "grpo_std_normalization",
+        "normalize_advantages",
+        "eps_clip",
+        "eps_clip_high",
+        "eps_clip_c",
+        "value_clip",
+        "gamma",
+        "lambd",
+        "kl_coef",
+        "use_kl_loss",
+        "kl_loss_coef",
+        "kl_loss_type",
+        "entropy_coef",
+        "use_tis",
+        "tis_clip",
+        "tis_clip_low",
+        "use_rollout_logprobs",
+        "opsm_delta",
+        "rollout_batch_size",
+        "n_samples_per_prompt",
+        "over_sampling_batch_size",
+        "num_steps_per_rollout",
+        "rollout_temperature",
+        "rollout_top_p",
+        "rollout_top_k",
+    )
+    values = {name: parser.get_default(name) for name in names}
+    return defaults_case("arguments", "slime/utils/arguments.py", values, names)
+
+
 def record(checkout: Path) -> list[Case]:
     """Every case of slime."""
     prepare_imports(checkout, stand_ins=STAND_INS)
     _megatron_of_one_process()
-    return _advantage_cases() + _policy_loss_cases() + _kl_cases() + _gae_cases() + _value_loss_cases()
+    return [
+        *_advantage_cases(),
+        *_policy_loss_cases(),
+        *_kl_cases(),
+        *_gae_cases(),
+        *_token_advantage_cases(),
+        *_value_loss_cases(),
+        _defaults_case(),
+    ]

@@ -14,6 +14,8 @@ from tests.rollouts_core.peers.recording import (
     INPUTS,
     Case,
     as_groups,
+    defaults_case,
+    field_defaults,
     flat_groups,
     loss_and_gradient,
     prepare_imports,
@@ -243,6 +245,34 @@ def _rloo_loss_case() -> list[Case]:
     ]
 
 
+def _defaults_cases() -> list[Case]:
+    from trl import GRPOConfig, RLOOConfig
+
+    shared = ("num_generations", "max_completion_length", "temperature", "beta", "epsilon", "epsilon_high")
+    grpo = (
+        "loss_type",
+        "scale_rewards",
+        "delta",
+        "importance_sampling_level",
+        "num_iterations",
+        "mask_truncated_completions",
+        "use_bias_correction_kl",
+        "off_policy_mask_threshold",
+        "vllm_importance_sampling_correction",
+        "vllm_importance_sampling_mode",
+        "vllm_importance_sampling_clip_max",
+        "vllm_importance_sampling_clip_min",
+        "top_entropy_quantile",
+        "sapo_temperature_pos",
+        "sapo_temperature_neg",
+    )
+    rloo = ("normalize_advantages", "reward_clip_range", "num_iterations", "mask_truncated_completions")
+    return [
+        defaults_case("GRPOConfig", "trl/trainer/grpo_config.py", field_defaults(GRPOConfig), shared + grpo),
+        defaults_case("RLOOConfig", "trl/trainer/rloo_config.py", field_defaults(RLOOConfig), shared + rloo),
+    ]
+
+
 def record(checkout: Path) -> list[Case]:
     """Every case of TRL."""
     prepare_imports(checkout)
@@ -251,4 +281,5 @@ def record(checkout: Path) -> list[Case]:
         *_grpo_loss_cases(),
         *_mismatch_cases(checkout),
         *_rloo_loss_case(),
+        *_defaults_cases(),
     ]

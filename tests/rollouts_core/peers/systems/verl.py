@@ -18,6 +18,8 @@ from tests.rollouts_core.peers.recording import (
     StandIn,
     advantages_per_token,
     as_groups,
+    defaults_case,
+    field_defaults,
     flat_groups,
     loss_and_gradient,
     prepare_imports,
@@ -374,18 +376,52 @@ def _overlong_case() -> list[Case]:
     ]
 
 
+def _defaults_cases() -> list[Case]:
+    from verl.trainer.config import AlgoConfig
+    from verl.trainer.config.algorithm import RolloutCorrectionConfig
+    from verl.workers.config import ActorConfig, CriticConfig
+
+    actor = (
+        "clip_ratio",
+        "clip_ratio_low",
+        "clip_ratio_high",
+        "clip_ratio_c",
+        "loss_agg_mode",
+        "loss_scale_factor",
+        "entropy_coeff",
+        "use_kl_loss",
+        "kl_loss_coef",
+        "kl_loss_type",
+        "ppo_epochs",
+    )
+    algorithm = ("adv_estimator", "gamma", "lam", "norm_adv_by_std_in_grpo", "use_kl_in_reward", "kl_penalty")
+    critic = ("cliprange_value", "loss_agg_mode", "ppo_epochs")
+    correction = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold", "bypass_mode")
+    return [
+        defaults_case("ActorConfig", "verl/workers/config/actor.py", field_defaults(ActorConfig), actor),
+        defaults_case("AlgoConfig", "verl/trainer/config/algorithm.py", field_defaults(AlgoConfig), algorithm),
+        defaults_case("CriticConfig", "verl/workers/config/critic.py", field_defaults(CriticConfig), critic),
+        defaults_case(
+            "RolloutCorrectionConfig",
+            "verl/trainer/config/algorithm.py",
+            field_defaults(RolloutCorrectionConfig),
+            correction,
+        ),
+    ]
+
+
 def record(checkout: Path) -> list[Case]:
     """Every case of verl."""
     prepare_imports(checkout, stand_ins=STAND_INS)
     # a class that transformers 5 no longer has and that only its model loading uses
     transformers.AutoModelForVision2Seq = StandIn
     has_icepop = "icepop" in (checkout / CORRECTION).read_text()
-    overlong = _overlong_case() if (checkout / "verl/workers/reward_manager/dapo.py").exists() else []
     return [
         *_advantage_cases(),
         *_policy_loss_cases(),
         *_kl_cases(),
         *_critic_cases(),
         *_mismatch_cases(has_icepop=has_icepop),
-        *overlong,
+        *_overlong_case(),
+        *_defaults_cases(),
     ]

@@ -1,0 +1,76 @@
+"""Run every benchmark that needs no GPU and put its tables into docs/benchmarks.md.
+
+    python benchmarks/run_all.py [--out docs/benchmarks.md] [--quick]
+
+Run it on a machine that does nothing else: about 14 minutes on two cores. `--quick` takes two rounds of everything, to
+see that it runs. What stands outside the two markers of the document is left as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from side_by_side import REPOSITORY, worker_environment
+
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+SFT_20M = "ours,ours bf16,bare packed,trl,trl grouped,trl bfd,trl bfd by row,trl wrapped,hf"
+RUNS = (
+    ("SFT, 1M parameters", "sft_speed.py --size 1M --turn-s 2 --rounds 5"),
+    ("SFT, 20M parameters", f"sft_speed.py --size 20M --turn-s 3 --rounds 4 --contenders '{SFT_20M}'"),
+    ("GRPO step, 0.16M parameters", "grpo_speed.py --size 0.16M --turn-s 2 --rounds 5"),
+    ("GRPO step, 1M parameters", "grpo_speed.py --size 1M --turn-s 3 --rounds 5"),
+    ("GRPO step, 20M parameters", "grpo_speed.py --size 20M --turn-s 1 --rounds 3"),
+    ("GRPO step, 20M parameters, bfloat16", "grpo_speed.py --size 20M --turn-s 1 --rounds 3 --dtype bf16"),
+    ("Memory of the loss", "loss_memory.py"),
+    ("Cost of a save", "save_cost.py --rounds 5"),
+)
+"""Title and command of each section, in the order of the document."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="document whose figures are replaced (default: only print them)")
+    parser.add_argument("--threads", type=int, default=2, help="threads of every contender (default: 2)")
+    parser.add_argument("--quick", action="store_true", help="two rounds of everything")
+    options = parser.parse_args()
+    began = time.monotonic()
+    sections = [
+        run_section(title, command, quick=options.quick, num_threads=options.threads) for title, command in RUNS
+    ]
+    figures = "\n\n".join(sections)
+    print(f"{figures}\n\n{time.monotonic() - began:.0f} s in all")
+    if options.out is not None:
+        replace_figures(options.out, figures)
+
+
+def run_section(title: str, command: str, *, quick: bool, num_threads: int) -> str:
+    """Title, command and output of one benchmark."""
+    print(f"{title} ...", file=sys.stderr, flush=True)
+    words = [*shlex.split(command), "--threads", str(num_threads)]
+    if quick and "--rounds" in words:
+        words[words.index("--rounds") + 1] = "2"
+    answer = subprocess.run(
+        [sys.executable, f"benchmarks/{words[0]}", *words[1:]],
+        cwd=REPOSITORY,
+        env=worker_environment(num_threads),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return f"### {title}\n\n`python benchmarks/{command}`\n\n{answer.stdout.strip()}"
+
+
+def replace_figures(document: Path, figures: str) -> None:
+    """Put `figures` between the document's markers."""
+    before, rest = document.read_text().split(BEGIN)
+    _, after = rest.split(END)
+    document.write_text(f"{before}{BEGIN}\n\n{figures}\n\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,371 @@
+"""SFT in trained tokens per second: this library, a bare PyTorch loop, TRL's SFTTrainer and the Transformers Trainer.
+
+    python benchmarks/sft_speed.py --size 1M [--rounds 5] [--out sft-1M.json]
+    python benchmarks/sft_speed.py --size 0.5B --device cuda --dtype bf16     # on a GPU; adds model FLOPs utilisation
+
+All train the same model on the same 6,000 documents (inputs.py) with AdamW and a clipped gradient. Only targets of real
+documents that enter the loss count: no padding. The losses of the first steps show that contenders with equal batches
+do equal work.
+
+    ours            run_sft_training: rows of 256, best-fit packing, documents do not see each other
+    bare packed     the same rows, as tensors prepared beforehand, in the shortest loop that separates documents
+    bare padded     one document per row
+    trl             SFTTrainer, one document per row (its default)
+    trl grouped     the same, documents of like lengths together
+    trl bfd         SFTTrainer, packing="bfd": documents end to end in one row of eight times 256 tokens
+    trl bfd by row  the same, a row of 256 tokens at a time and eight of them per step
+    trl wrapped     SFTTrainer, packing="wrapped": the stream of documents cut every 256 tokens
+    hf              transformers.Trainer with padding
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import statistics
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from inputs import PAD_ID, SIZES, as_samples, make_documents, write_model
+from side_by_side import (
+    Gate,
+    Turn,
+    check_equal_losses,
+    describe_machine,
+    measure,
+    parse_contender,
+    render_machine,
+    render_table,
+    speed_ratios,
+    speeds,
+    worker_command,
+    write_results,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from rollouts_core import build_batch, create_pytorch_backend, run_sft_training
+from rollouts_core.batch import TrainBatch
+from rollouts_core.config import ModelConfig, OptimConfig, PolicyConfig, SFTTrainingConfig
+from rollouts_core.loss import create_cross_entropy_loss
+from rollouts_core.sft import iterate_sft_steps
+
+ROW_LENGTH, ROWS_PER_STEP = 256, 8
+DOCUMENTS_PER_STEP = 26
+"""As many documents as fit into the packed rows of a step."""
+LEARNING_RATE, MAX_GRAD_NORM = 1e-4, 1.0
+CONTENDERS_HELP = "comma-separated; 'NAME bf16' in mixed precision, 'NAME|setting=value' with another setting of a peer"
+ENDLESS = 1_000_000
+WARMUP_STEPS = 3
+LOSS_TOLERANCE = 2e-4
+"""Float32 sums in another order."""
+NAMES = ("ours", "bare packed", "bare padded", "trl", "trl grouped", "trl bfd", "trl bfd by row", "trl wrapped", "hf")
+PEAK_BF16_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12}
+"""Dense bfloat16 FLOP per second by a part of the GPU's name, from the vendor's data sheets."""
+
+
+def main() -> None:
+    options = read_options()
+    if options.worker:
+        run_worker(options)
+        return
+    names = [name for name in options.contenders.split(",") if name]
+    machine = describe_machine(options.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        model_dir = write_model(Path(folder) / "model", SIZES[options.size])
+        shared = ["--size", options.size, "--device", options.device, "--dtype", options.dtype]
+        shared += ["--model-dir", str(model_dir), "--threads", str(options.threads)]
+        turns, warmups = measure(
+            {name: worker_command(__file__, "--worker", name, *shared) for name in names},
+            num_threads=options.threads,
+            log_dir=options.log_dir or Path(folder) / "logs",
+            num_rounds=options.rounds,
+            turn_s=options.turn_s,
+            warmup_steps=WARMUP_STEPS,
+        )
+    differences = check_work(warmups, tolerance=LOSS_TOLERANCE if options.dtype == "fp32" else 0.05)
+    results = {
+        "script": "sft_speed",
+        "size": options.size,
+        "device": options.device,
+        "dtype": options.dtype,
+        "machine": machine,
+        "rounds": options.rounds,
+        "loss_differences": differences,
+        "tokens_per_s": {name: [turn.speed for turn in taken] for name, taken in turns.items()},
+    }
+    if options.device == "cuda":
+        results["mfu"] = {name: utilisation(options.size, taken) for name, taken in turns.items()}
+    write_results(options.out, results)
+    print(render_machine(machine) + "\n\n" + render(results, turns))
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="1M", help="model (default: 1M)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of every contender (default: 5)")
+    parser.add_argument("--turn-s", type=float, default=3.0, help="least seconds of a turn (default: 3)")
+    parser.add_argument("--threads", type=int, default=2, help="threads of every contender (default: 2)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: float32 weights, autocast")
+    parser.add_argument("--contenders", default=",".join(NAMES), help=CONTENDERS_HELP)
+    parser.add_argument("--out", type=Path, help="file for the figures")
+    parser.add_argument("--log-dir", type=Path, help="folder for what the workers print")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--model-dir", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def check_work(warmups: Mapping[str, Turn], *, tolerance: float) -> dict[str, float]:
+    """The largest difference of the first losses within each set of contenders that see equal batches."""
+    differences = {}
+    for names in (("bare packed", "ours"), ("bare padded", "trl", "hf")):
+        present = [name for name in names if name in warmups]
+        if len(present) > 1:
+            differences[" = ".join(present)] = check_equal_losses(warmups, present, tolerance=tolerance)
+    return differences
+
+
+def render(results: Mapping[str, Any], turns: Mapping[str, Sequence[Turn]]) -> str:
+    """The table: speed of each, and how many times faster ours is."""
+    rows = []
+    for name, taken in turns.items():
+        ratio = "" if name == "ours" or "ours" not in turns else speed_ratios(turns, "ours", name).render()
+        row = [name, speeds(taken).render(0), ratio]
+        if "mfu" in results:
+            row.append(f"{results['mfu'][name]:.1%}")
+        rows.append(row)
+    header = ["contender", "trained tokens/s", "ours is faster by"]
+    return render_table([*header, "MFU"] if "mfu" in results else header, rows)
+
+
+def utilisation(size_name: str, turns: Sequence[Turn]) -> float:
+    """Share of the GPU's dense bfloat16 peak that the model's own arithmetic uses; NaN on a GPU not listed."""
+    name = torch.cuda.get_device_name()
+    peak = next((flops for part, flops in PEAK_BF16_FLOPS.items() if part in name), float("nan"))
+    return statistics.median(turn.speed for turn in turns) * flops_per_token(size_name) / peak
+
+
+def flops_per_token(size_name: str) -> float:
+    """FLOP of forward and backward per token: 6 per matrix parameter, and the causal attention of a mean document."""
+    size = SIZES[size_name]
+    head_dim = size.hidden_size // size.num_heads
+    attention = size.hidden_size * head_dim * 2 * (size.num_heads + size.num_kv_heads)
+    matrices = size.num_layers * (attention + 3 * size.hidden_size * size.intermediate_size)
+    head = size.vocab_size * size.hidden_size
+    return 6.0 * (matrices + head) + 6.0 * size.num_layers * size.hidden_size * 79
+
+
+def run_worker(options: argparse.Namespace) -> None:
+    """Train as one contender until the parent has had enough."""
+    torch.set_num_threads(options.threads)
+    full_name, options.changes = parse_contender(options.worker)
+    name = full_name.removesuffix(" bf16")
+    options.bf16 = name != full_name or options.dtype == "bf16"
+    documents = make_documents(SIZES[options.size].vocab_size)
+    if name == "ours":
+        train_ours(Gate(), documents, options)
+    elif name.startswith("bare"):
+        train_bare(Gate(), documents, options, packed=name.endswith("packed"))
+    elif name.startswith("trl"):
+        train_with_trl(Gate(), documents, options, variant=name.removeprefix("trl").strip())
+    else:
+        train_with_transformers(Gate(), documents, options)
+
+
+# --- ours and the bare loop
+
+
+class GateLogger:
+    """A `MetricsLogger` that hands each step to the gate."""
+
+    def __init__(self, gate: Gate, rows: Iterator[list[list[Any]]]) -> None:
+        self._gate = gate
+        self._rows = rows
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Count the step's trained targets, and wait while it is another's turn."""
+        num_targets = sum(len(sample.tokens) - 1 for row in next(self._rows) for sample in row)
+        self._gate.step_done(units=num_targets, loss=metrics["loss"])
+
+
+def sft_config() -> SFTTrainingConfig:
+    """Rows of ROW_LENGTH tokens, ROWS_PER_STEP of them per step."""
+    return SFTTrainingConfig(
+        num_steps=ENDLESS,
+        batch_size=ROWS_PER_STEP,
+        micro_batch_size=ROWS_PER_STEP,
+        max_length=ROW_LENGTH,
+        packing=True,
+        log_every=1,
+    )
+
+
+def train_ours(gate: Gate, documents: list[list[int]], options: argparse.Namespace) -> None:
+    """`run_sft_training` as a user calls it."""
+    samples = as_samples(documents)
+    backend = create_pytorch_backend(
+        ModelConfig(path=str(options.model_dir)),
+        OptimConfig(lr=LEARNING_RATE, schedule="constant", betas=(0.9, 0.999), max_grad_norm=MAX_GRAD_NORM),
+        create_cross_entropy_loss(),
+        num_steps=ENDLESS,
+        policy=PolicyConfig(precision="bfloat16" if options.bf16 else "float32"),
+        device=options.device,
+    )
+    logger = GateLogger(gate, iterate_sft_steps(samples, sft_config()))
+    gate.start()
+    asyncio.run(run_sft_training(backend, samples, sft_config(), logger, pad_id=PAD_ID))
+
+
+def train_bare(gate: Gate, documents: list[list[int]], options: argparse.Namespace, *, packed: bool) -> None:
+    """The shortest loop: tensors prepared beforehand, model, cross entropy, clip, fused AdamW."""
+    model = load_model(options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+    batches = packed_batches(documents) if packed else padded_batches(documents, DOCUMENTS_PER_STEP)
+    gate.start()
+    for batch in itertools.cycle(batches):
+        on_device = batch.to(model.device)
+        inputs = {"input_ids": on_device.inputs_BT}
+        if packed:
+            segments = on_device.segment_ids_BT
+            same = (segments[:, :, None] == segments[:, None, :]).tril()
+            inputs |= {"attention_mask": same[:, None], "position_ids": on_device.position_ids_BT}
+        with torch.autocast(options.device, dtype=torch.bfloat16, enabled=options.bf16):
+            logits = model(**inputs, use_cache=False).logits
+        targets = on_device.targets_BT.masked_fill(on_device.loss_mask_BT == 0, -100)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        gate.step_done(units=batch.num_loss_tokens, loss=float(loss))
+
+
+def load_model(options: argparse.Namespace) -> PreTrainedModel:
+    """The model in float32."""
+    return AutoModelForCausalLM.from_pretrained(options.model_dir, dtype=torch.float32).to(options.device).train()
+
+
+def packed_batches(documents: list[list[int]]) -> list[TrainBatch]:
+    """The steps of `run_sft_training`'s first two epochs, as tensors."""
+    num_steps = 2 * sum(map(len, documents)) // (ROW_LENGTH * ROWS_PER_STEP)
+    steps = itertools.islice(iterate_sft_steps(as_samples(documents), sft_config()), num_steps)
+    return [build_batch(rows, pad_id=PAD_ID) for rows in steps]
+
+
+def padded_batches(documents: list[list[int]], size: int) -> list[TrainBatch]:
+    """Documents in order, one per row."""
+    samples = as_samples(documents)
+    return [
+        build_batch([[sample] for sample in samples[start : start + size]], pad_id=PAD_ID)
+        for start in range(0, len(samples) - size + 1, size)
+    ]
+
+
+# --- the peers
+
+
+def train_with_trl(gate: Gate, documents: list[list[int]], options: argparse.Namespace, *, variant: str) -> None:
+    """SFTTrainer with its best settings."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    packs = variant in ("bfd", "bfd by row", "wrapped")
+    settings = trainer_settings(options, grouped=variant == "grouped")
+    settings["per_device_train_batch_size"] = ROWS_PER_STEP if packs else DOCUMENTS_PER_STEP
+    if variant == "bfd by row":
+        settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": ROWS_PER_STEP}
+    trainer = SFTTrainer(
+        model=load_model(options),
+        args=SFTConfig(
+            **settings | options.changes,
+            max_length=ROW_LENGTH,
+            packing=packs,
+            packing_strategy="wrapped" if variant == "wrapped" else "bfd",
+            dataset_num_proc=1,
+        ),
+        train_dataset=Dataset.from_dict({"input_ids": documents}),
+        processing_class=AutoTokenizer.from_pretrained(options.model_dir),
+    )
+    train_through_gate(gate, trainer)
+
+
+def train_with_transformers(gate: Gate, documents: list[list[int]], options: argparse.Namespace) -> None:
+    """transformers.Trainer with the collator that its documentation gives to language models."""
+    from datasets import Dataset
+    from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
+
+    tokenizer = AutoTokenizer.from_pretrained(options.model_dir)
+    settings = trainer_settings(options) | {"per_device_train_batch_size": DOCUMENTS_PER_STEP}
+    trainer = Trainer(
+        model=load_model(options),
+        args=TrainingArguments(**settings | options.changes),
+        train_dataset=Dataset.from_dict({"input_ids": documents}),
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+    )
+    train_through_gate(gate, trainer)
+
+
+def trainer_settings(options: argparse.Namespace, *, grouped: bool = False) -> dict[str, Any]:
+    """What both peers train with; docs/benchmarks.md says which alternatives were tried."""
+    return {
+        "output_dir": str(options.model_dir.parent / "out"),
+        "max_steps": ENDLESS,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "max_grad_norm": MAX_GRAD_NORM,
+        "optim": "adamw_torch_fused",
+        "use_cpu": options.device == "cpu",
+        "bf16": options.bf16,
+        "gradient_checkpointing": False,
+        "train_sampling_strategy": "group_by_length" if grouped else "sequential",
+        "dataloader_num_workers": 0,
+        "dataloader_pin_memory": options.device == "cuda",
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def train_through_gate(gate: Gate, trainer: Any) -> None:  # Any: a Trainer of either peer
+    """Train while the parent allows it. Tokens are counted where batches are made, losses where they are computed."""
+    from transformers import TrainerCallback
+
+    counts: deque[int] = deque()
+    losses: deque[torch.Tensor] = deque()
+    per_step = trainer.args.gradient_accumulation_steps
+    collate, compute_loss = trainer.data_collator, trainer.compute_loss
+
+    def counting_collate(examples: list[Any]) -> Any:
+        batch = collate(examples)
+        counts.append(int((batch["labels"][:, 1:] != -100).sum()))
+        return batch
+
+    def watched_loss(*positional: Any, **named: Any) -> Any:
+        outcome = compute_loss(*positional, **named)
+        losses.append((outcome[0] if isinstance(outcome, tuple) else outcome).detach())
+        return outcome
+
+    class StepGate(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            num_targets = sum(counts.popleft() for _ in range(per_step))
+            loss = sum(float(losses.popleft()) for _ in range(per_step))
+            gate.step_done(units=num_targets, loss=loss)
+
+    trainer.data_collator, trainer.compute_loss = counting_collate, watched_loss
+    trainer.add_callback(StepGate())
+    gate.start()
+    trainer.train()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""Which rows of several datasets an epoch visits, and in which order: a function of sizes, repeats and the seed.
+
+Not here: reading rows (rows.py), what follows from them (dataset.py).
+
+    dataset   rows   repeat   visits per epoch
+    a         100    1        each row once
+    b          10    3        each row three times
+    c         100    0.25     25 rows; four epochs visit each row once
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Sequence
+
+
+def epoch_order(sizes: Sequence[int], repeats: Sequence[float], *, seed: int, epoch: int) -> array[int]:
+    """The rows of an epoch, shuffled; rows are numbered through all datasets. 8 bytes per visit.
+
+    No row of a dataset is visited a second time more often than another: visits of its rows go round by round, and
+    an epoch takes up where the one before it ended.
+    """
+    assert len(sizes) == len(repeats), f"{len(sizes)} sizes, {len(repeats)} repeats"
+    order = array("q")
+    first_row = 0
+    for part, (size, repeat) in enumerate(zip(sizes, repeats, strict=True)):
+        begin, end = int(epoch * size * repeat), int((epoch + 1) * size * repeat)
+        for number in range(begin // size, -(-end // size)):
+            rounds = array("q", range(first_row, first_row + size))
+            low, high = max(begin - number * size, 0), min(end - number * size, size)
+            if (low, high) != (0, size):
+                random.Random(f"{seed}-{part}-{number}").shuffle(rounds)
+            order += rounds[low:high]
+        first_row += size
+    random.Random(f"{seed}-{epoch}").shuffle(order)
+    return order

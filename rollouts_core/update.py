@@ -1,0 +1,55 @@
+"""One optimizer update from its micro-batches: what a step of SFT and of RL have in common.
+
+Not here: which samples an update takes (sft.py, rl_batch.py), gradients (pytorch_backend.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Literal
+
+from rollouts_core.backend import TrainingBackend
+from rollouts_core.batch import TrainBatch
+from rollouts_core.errors import NonFiniteError
+from rollouts_core.loss import Metrics
+from rollouts_core.metrics import sum_metrics
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMED_SAMPLES = 16
+
+
+async def update_policy(
+    backend: TrainingBackend,
+    micro_batches: Sequence[TrainBatch],
+    *,
+    on_nonfinite: Literal["stop", "skip"] = "stop",
+) -> Metrics:
+    """Add up the gradients of the micro-batches, then step.
+
+    Returns:
+        The update's metrics, with `num_nonfinite` = 0; or that as 1 and nothing else where the update was skipped.
+
+    Raises:
+        NonFiniteError: the loss or gradient is no finite number and `on_nonfinite` says stop. It names the samples
+            that the loss was taken over; the weights are as before.
+    """
+    results: list[Metrics] = []
+    try:
+        for micro_batch in micro_batches:
+            results.append(await _add_gradient(backend, micro_batch))
+        return {"num_nonfinite": 0.0, **sum_metrics(results), **await backend.optim_step().result()}
+    except NonFiniteError as error:
+        if on_nonfinite == "stop":
+            raise
+        logger.warning("skipped an update: %s", error)
+        return {"num_nonfinite": 1.0}
+
+
+async def _add_gradient(backend: TrainingBackend, micro_batch: TrainBatch) -> Metrics:
+    try:
+        return await backend.forward_backward(micro_batch).result()
+    except NonFiniteError as error:
+        named = ", ".join(micro_batch.sample_ids[:MAX_NAMED_SAMPLES])
+        raise NonFiniteError(f"{error}; these were {named}") from error

@@ -1,0 +1,88 @@
+"""Pins what is said about demonstrations before any training: what was found, and what will not work.
+
+Without it a run would fail hours later on a row, or train on a handful of rows without a word.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from rollouts_core import validate
+from rollouts_core.config import Config
+from rollouts_core.errors import DataError
+from rollouts_core.validate import check_demonstrations
+
+SUM = {"prompt": "1+1=?", "completion": "2"}
+NUM_TOKENS = 10
+"""Tokens of a sum."""
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
+    """A JSONL file of these rows."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def make_config(sft: object, *, streaming: bool = False, **training: Any) -> Config:
+    """A configuration that is about demonstrations."""
+    return Config.model_validate(
+        {
+            "mode": "sft",
+            "model": {"path": "m"},
+            "data": {"sft": sft, "streaming": streaming, "selection": "s", "heldout": "h"},
+            "training": {"sft": {"max_length": 20, "batch_size": 2, "micro_batch_size": 1, **training}},
+        }
+    )
+
+
+def test_each_dataset_is_described(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    first = write_rows(tmp_path / "a.jsonl", [SUM] * 6)
+    second = write_rows(tmp_path / "b.jsonl", [{"text": "1" * n} for n in (5, 30, 9)])
+    config = make_config([{"path": first, "max_samples": 5}, {"path": second}])
+    assert check_demonstrations(config, tokenizer) == [
+        f"{first}: 5 demonstrations, 10 trained tokens",
+        f"{second}: 3 demonstrations, 36 trained tokens, 1 cut",
+    ]
+
+
+def test_rows_that_will_be_left_out_are_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"text": "1" * n} for n in (15, 30, 15, 15)])
+    findings = check_demonstrations(make_config(path, on_overlong="drop"), tokenizer)
+    assert findings == [f"{path}: 3 demonstrations, 48 trained tokens, 1 left out for their length"]
+
+
+def test_a_dataset_that_would_be_left_out_whole_is_an_error(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"text": "1" * 30}] * 3)
+    with pytest.raises(DataError, match=r"a\.jsonl: all 3 rows are longer than training\.sft\.max_length"):
+        check_demonstrations(make_config(path, on_overlong="drop"), tokenizer)
+
+
+@pytest.mark.parametrize(("repeat", "packing", "is_said"), [(1, True, True), (1, False, False), (2, True, False)])
+def test_a_step_of_more_rows_than_an_epoch_has_is_said(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, repeat: float, packing: bool, is_said: bool
+) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [SUM] * 4)  # 40 tokens: two rows of 20
+    config = make_config([{"path": path, "repeat": repeat}], packing=packing, batch_size=4)
+    said = [finding for finding in check_demonstrations(config, tokenizer) if "a step sees demonstrations" in finding]
+    assert (
+        said
+        == [
+            "training.sft.batch_size 4 is more than the about 2 rows of 20 tokens of an epoch: "
+            "a step sees demonstrations several times"
+        ]
+        * is_said
+    )
+
+
+def test_of_streamed_data_only_the_first_rows_are_checked(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validate, "NUM_STREAMED_ROWS_CHECKED", 7)
+    path = write_rows(tmp_path / "a.jsonl", [SUM] * 9 + [{"broken": 1}])
+    [finding] = check_demonstrations(make_config(path, streaming=True), tokenizer)
+    assert finding == f"{path}: 7 demonstrations in the first 7 of 10 rows, 14 trained tokens"
+    with pytest.raises(DataError, match="row 10: expected `messages`"):
+        check_demonstrations(make_config(path), tokenizer)
