@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 
 from rollouts_core.errors import InputError
 from rollouts_core.job import load_job
+from rollouts_core.launch import die_with_parent, is_follower, is_launched, launch, num_processes
 from rollouts_core.metrics import EventLog
 from rollouts_core.run_directory import RunDirectory
 
@@ -33,13 +34,18 @@ JOB_KINDS = {
 def main(argv: list[str] | None = None) -> int:
     """Run the job that the command line names; returns the exit code."""
     arguments = _build_parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    level = logging.WARNING if is_follower() else logging.INFO
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per engine request otherwise
     directory = RunDirectory(arguments.job.resolve().parent)
     try:
         job = load_job(arguments.job)
         if job.kind != arguments.kind:
             raise InputError(f"{arguments.job} describes a job of kind {job.kind}, not {arguments.kind}")
+        if is_launched():
+            die_with_parent()
+        elif (number := num_processes(job)) > 1:
+            return launch("rollouts_core", [job.kind, str(arguments.job.resolve())], num_processes=number)
         # torch and transformers load here, after everything that can fail without them.
         from rollouts_core.run_job import attempt_number, run_job
     except InputError as error:
@@ -68,6 +74,8 @@ def is_disk_full(error: OSError | SafetensorError) -> bool:
 def _fail(directory: RunDirectory, attempt: int, message: str) -> int:
     """Say what the user must change, on stderr and in events.jsonl."""
     sys.stderr.write(f"rollouts: {message}\n")
+    if is_follower():
+        return USER_ERROR_CODE
     # On a full disk the sentence above is all that can be left.
     with contextlib.suppress(OSError), EventLog(directory.events, attempt=attempt) as events:
         events.write("failed", message=message)

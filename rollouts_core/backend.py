@@ -98,6 +98,11 @@ class TrainingBackend(Protocol):
     """
 
     @property
+    def num_ranks(self) -> int:
+        """Devices that share the rows of each batch: a micro-batch may be that many times as large as one holds."""
+        ...
+
+    @property
     def weight_version(self) -> int:
         """The number of optimizer steps that the weights have taken."""
         ...

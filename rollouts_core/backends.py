@@ -1,17 +1,20 @@
 """Create the training backend that the settings name.
 
-Not here: the backends (pytorch_backend.py, jax_backend.py).
+Not here: the backends (pytorch_backend.py, fsdp_backend.py, jax_backend.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from rollouts_core.backend import TrainingBackend
 from rollouts_core.config import PLAIN_POLICY, ModelConfig, OptimConfig, PolicyConfig
 from rollouts_core.errors import ConfigError
+from rollouts_core.fsdp_backend import create_fsdp_backend
 from rollouts_core.loss import LossFn
 from rollouts_core.pytorch_backend import create_pytorch_backend
+from rollouts_core.ranks import Ranks
 
 
 def create_backend(
@@ -26,6 +29,7 @@ def create_backend(
     with_values: bool = False,
     with_reference: bool = False,
     seed: int = 0,
+    ranks: Ranks | None = None,
 ) -> TrainingBackend:
     """Model, optimizer, schedule and loss as the backend that `policy.backend` names.
 
@@ -36,12 +40,19 @@ def create_backend(
         with_values: train a value head.
         with_reference: keep the weights that training starts from, for `score(reference=True)`.
         seed: of every library's random numbers.
+        ranks: the processes that train together; None trains in this one alone.
 
     Raises:
         ConfigError: a setting that the backend cannot do, or a backend that is not installed.
         CheckpointError: no model that can be loaded.
     """
-    create = _find_jax() if policy.backend == "jax" else create_pytorch_backend
+    create: Callable[..., TrainingBackend]
+    if ranks is None:
+        create = _find_jax() if policy.backend == "jax" else create_pytorch_backend
+    elif policy.backend == "pytorch":
+        create = partial(create_fsdp_backend, ranks=ranks)
+    else:
+        raise ConfigError(f'backend "{policy.backend}" trains in one process: give one GPU, or set backend = "pytorch"')
     return create(
         model,
         optim,

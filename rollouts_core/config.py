@@ -254,7 +254,7 @@ class SFTTrainingConfig(Record):
     batch_size: int = Field(8, ge=1)
     """Rows per step; with packing a row holds as many demonstrations as fit into `max_length`."""
     micro_batch_size: int = Field(8, ge=1)
-    """Rows per forward and backward pass; smaller needs less memory and gives the same step."""
+    """Rows per forward and backward pass of a device; smaller needs less memory and gives the same step."""
     max_length: int = Field(2048, ge=2)
     """Tokens per row."""
     on_overlong: Literal["cut", "cut_or_drop", "drop"] = "cut"
@@ -475,7 +475,7 @@ class RLTrainingConfig(Record):
     num_epochs: int = Field(1, ge=1)
     """Passes over a batch of rollouts."""
     max_micro_batch_tokens: int = Field(16384, ge=2)
-    """Padded tokens per forward and backward pass; smaller needs less memory and gives the same step."""
+    """Padded tokens per forward and backward pass of a device; smaller needs less memory and gives the same step."""
     packing: bool = True
     """Fill rows with several completions, which do not see each other, up to the length of the longest."""
     advantage: AdvantageConfig = AdvantageConfig()
@@ -652,11 +652,14 @@ class DeploymentConfig(Record):
     """Where things run on the node. Nothing here changes a result."""
 
     trainer_gpu_ranks: tuple[GpuRank, ...] = Field((), json_schema_extra=PLACEMENT)
-    """GPUs of the trainer; empty trains on the CPU, or on the first GPU where there is one."""
+    """GPUs of the trainer, one process on each; empty trains on the CPU, or on the first GPU where there is one."""
+    trainer_processes: int = Field(0, ge=0, json_schema_extra=PLACEMENT)
+    """Processes that train together, each with a GPU of its own; 0 takes as many as there are trainer_gpu_ranks, or
+    one. Without trainer_gpu_ranks they share the CPU, which is for trying things out."""
     engine_gpu_ranks: tuple[GpuRank, ...] = Field((), json_schema_extra=PLACEMENT)
     """GPUs of the inference engine."""
     trainer_threads: int = Field(0, ge=0, json_schema_extra=PLACEMENT)
-    """CPU threads of the trainer; 0 takes all cores."""
+    """CPU threads of each trainer process; 0 shares all cores between them."""
     engine_threads: int = Field(1, ge=1, json_schema_extra=PLACEMENT)
     """CPU threads of the embedded engine."""
     engine_port: int = Field(0, ge=0, le=65535, json_schema_extra=PLACEMENT)
@@ -665,6 +668,20 @@ class DeploymentConfig(Record):
     """Completions that the engine generates at the same time."""
     stage_timeout_minutes: int = Field(24 * 60, ge=1, json_schema_extra=PLACEMENT)
     """A stage that takes longer is stopped and counts as failed."""
+
+    @property
+    def num_trainer_processes(self) -> int:
+        """How many processes train together."""
+        return self.trainer_processes or max(1, len(self.trainer_gpu_ranks))
+
+    @model_validator(mode="after")
+    def _check_processes(self) -> Self:
+        if 0 < len(self.trainer_gpu_ranks) < self.trainer_processes:
+            raise ValueError(
+                f"trainer_processes {self.trainer_processes} needs as many trainer_gpu_ranks, found "
+                f"{len(self.trainer_gpu_ranks)}: each process has a GPU of its own"
+            )
+        return self
 
 
 class Config(Record):

@@ -125,6 +125,11 @@ class JAXTrainingBackend:
         self._reference = to_params(_without_value_head(weights)) if with_reference else None
 
     @property
+    def num_ranks(self) -> int:
+        """One: a process of its own, on one device."""
+        return 1
+
+    @property
     def weight_version(self) -> int:
         """The number of optimizer steps that the weights have taken."""
         return self._num_optim_steps

@@ -70,8 +70,7 @@ def adapters_off(hf_model: nn.Module) -> Iterator[None]:
 def merged_weights(hf_model: nn.Module) -> dict[str, Tensor]:
     """The weights by their Hugging Face names, tied ones once, adapters merged in; the others are not copied."""
     layers = _adapted_layers(hf_model)
-    named = {**dict(hf_model.named_parameters()), **_saved_buffers(hf_model)}
-    weights = {name.replace(BASE_LAYER, "."): t.detach() for name, t in named.items() if not is_adapter_weight(name)}
+    weights = base_weights(hf_model)
     for name, layer in layers.items():
         base = layer.get_base_layer().weight
         merged = base.float() + layer.get_delta_weight(ADAPTER).float()
@@ -82,11 +81,23 @@ def merged_weights(hf_model: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def replace_weights(hf_model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Make `weights` what the model computes with: they become the frozen ones, and the adapters change nothing."""
-    for name, tensor in {**dict(hf_model.named_parameters()), **_saved_buffers(hf_model)}.items():
-        if not is_adapter_weight(name):
-            tensor.copy_(weights[name.replace(BASE_LAYER, ".")])
-        elif ".lora_B." in name:
-            tensor.zero_()
+    for name, tensor in base_weights(hf_model).items():
+        tensor.copy_(weights[name])
+    reset_adapters(hf_model)
+
+
+def base_weights(hf_model: nn.Module) -> dict[str, Tensor]:
+    """The weights by their Hugging Face names as the model holds them, tied ones once, without what adapters add."""
+    named = {**dict(hf_model.named_parameters()), **_saved_buffers(hf_model)}
+    return {name.replace(BASE_LAYER, "."): t.detach() for name, t in named.items() if not is_adapter_weight(name)}
+
+
+@torch.no_grad()
+def reset_adapters(hf_model: nn.Module) -> None:
+    """Let the adapters change nothing."""
+    for name, parameter in hf_model.named_parameters():
+        if is_adapter_weight(name) and ".lora_B." in name:
+            parameter.zero_()
 
 
 def is_adapter_weight(name: str) -> bool:

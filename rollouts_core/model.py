@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from rollouts_core.config import ModelConfig
@@ -28,6 +28,7 @@ def load_hf_model(
     """The causal language model at `config.path`, in training mode; weights from safetensors, unless `allow_pickle`.
 
     Args:
+        device: "meta" gives the model without values.
         dtype: number format of the weights.
         attention: the attention kernel, by its name in transformers.
 
@@ -35,6 +36,8 @@ def load_hf_model(
         CheckpointError: nothing loadable lies there.
         ConfigError: the attention kernel is not installed.
     """
+    if device == "meta":
+        return _build_without_values(config, dtype=dtype, attention=attention)
     if not config.allow_pickle:
         refuse_pickled_weights(Path(config.path))
     try:
@@ -54,6 +57,19 @@ def load_hf_model(
     if missing := sorted(loading["missing_keys"]):
         raise CheckpointError(f"the weights at {config.path} lack {len(missing)} tensors, {missing[0]} first")
     return model.to(device).train()
+
+
+def _build_without_values(config: ModelConfig, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    try:
+        settings = AutoConfig.from_pretrained(
+            config.path, revision=config.revision or None, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"no model could be loaded from {config.path}: {first_line(error)}") from error
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            settings, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
+        ).train()
 
 
 def refuse_pickled_weights(path: Path) -> None:

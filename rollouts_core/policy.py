@@ -122,7 +122,7 @@ def score_targets(
         temperature=temperature,
         with_entropies=with_entropies,
     )
-    values_N = None if value_head is None else value_head(hidden_NH.float()).squeeze(-1)
+    values_N = None if value_head is None else value_head(hidden_NH.float()).squeeze(-1).float()
     return TokenScores(
         logprobs_BT=_scatter(logprobs_N, is_scored_BT),
         entropies_BT=None if entropies_N is None else _scatter(entropies_N, is_scored_BT),

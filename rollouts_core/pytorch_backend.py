@@ -88,6 +88,11 @@ class PyTorchTrainingBackend:
         self._saving: TrainFuture[None] = ImmediateTrainFuture(None)
 
     @property
+    def num_ranks(self) -> int:
+        """1: every row of a batch is computed here."""
+        return 1
+
+    @property
     def has_adapters(self) -> bool:
         """Whether only adapters are trained."""
         return any(is_adapter_weight(name) for name, _ in self.model.named_parameters())

@@ -26,11 +26,16 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def get_random_tensors() -> dict[str, Tensor]:
-    """torch's random state by name: that of the CPU, and of every GPU."""
+def get_random_tensors(*, own_gpu_only: bool = False) -> dict[str, Tensor]:
+    """torch's random state by name: that of the CPU, and of every GPU.
+
+    Args:
+        own_gpu_only: of the current GPU alone, as the first one: asking the others would occupy memory of theirs.
+    """
     states = {TORCH_KEY: torch.get_rng_state()}
     if torch.cuda.is_available():
-        states |= {f"{CUDA_KEY}{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+        of_gpus = [torch.cuda.get_rng_state()] if own_gpu_only else torch.cuda.get_rng_state_all()
+        states |= {f"{CUDA_KEY}{i}": state for i, state in enumerate(of_gpus)}
     return states
 
 

@@ -135,7 +135,13 @@ async def train_on_rollouts(
     """The optimizer updates that a batch of rollouts gives; without any signal in it there is none."""
     scores = await score_rollouts(backend, batch, config, pad_id=pad_id)
     updates = prepare_updates(
-        batch, batch.rewards, config, num_updates=config.num_minibatches, pad_id=pad_id, scores=scores
+        batch,
+        batch.rewards,
+        config,
+        num_updates=config.num_minibatches,
+        pad_id=pad_id,
+        scores=scores,
+        num_ranks=backend.num_ranks,
     )
     tried = [
         await update_policy(backend, micro_batches, on_nonfinite=config.on_nonfinite)
@@ -163,7 +169,7 @@ async def score_rollouts(
     values: dict[int, Tensor] = {}
     samples = trained_samples(batch.samples, config.reward_shaping)
     places = places_to_score(samples, batch.rewards, config)
-    for rows in plan_rows(places, samples, config):
+    for rows in plan_rows(places, samples, config, num_ranks=backend.num_ranks):
         in_rows = [[samples[place] for place in row] for row in rows]
         in_order = list(itertools.chain(*rows))
         micro_batch = build_batch(in_rows, pad_id=pad_id)

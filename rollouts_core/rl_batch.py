@@ -79,16 +79,20 @@ def prepare_updates(
     num_updates: int,
     pad_id: int = 0,
     scores: RolloutScores | None = None,
+    num_ranks: int = 1,
 ) -> list[list[TrainBatch]]:
     """The micro-batches of each update; advantages are taken over the whole batch, totals over the update.
 
     Groups stay together and in order; an update whose samples give no gradient has no micro-batch.
+
+    Args:
+        num_ranks: devices that share the rows of each micro-batch.
     """
     known = scores or RolloutScores()
     samples = trained_samples(batch.samples, config.reward_shaping)
     credit = assign_credit(samples, rewards, config, known)
     return [
-        _build_update(places, samples, credit, known, config, pad_id=pad_id)
+        _build_update(places, samples, credit, known, config, pad_id=pad_id, num_ranks=num_ranks)
         for places in split_groups(samples, num_updates)
     ]
 
@@ -221,29 +225,31 @@ def places_to_score(samples: Sequence[Sample], rewards: Sequence[float], config:
     return [place for place, sample in enumerate(samples) if has_gradient(sample, advantages[place], config)]
 
 
-def plan_rows(places: Sequence[int], samples: Sequence[Sample], config: RLTrainingConfig) -> list[Rows]:
-    """Rows in micro-batches of at most `config.max_micro_batch_tokens` padded tokens (or of one sample).
+def plan_rows(
+    places: Sequence[int], samples: Sequence[Sample], config: RLTrainingConfig, *, num_ranks: int = 1
+) -> list[Rows]:
+    """Rows in micro-batches of at most `config.max_micro_batch_tokens` padded tokens (or one row) per rank.
 
     Packed rows are as long as the longest sample: longer ones would only add attention over what a mask hides.
     """
     if not places:
         return []
     if not config.packing:
-        return _plan_single_rows(places, samples, max_tokens=config.max_micro_batch_tokens)
+        return _plan_single_rows(places, samples, config.max_micro_batch_tokens, num_ranks)
     lengths = [len(samples[place].tokens) for place in places]
     rows = [[places[i] for i in row] for row in pack_lengths(lengths, max(lengths))]
-    num_rows = max(1, config.max_micro_batch_tokens // max(lengths))
+    num_rows = num_ranks * max(1, config.max_micro_batch_tokens // max(lengths))
     return [rows[i : i + num_rows] for i in range(0, len(rows), num_rows)]
 
 
-def _plan_single_rows(places: Sequence[int], samples: Sequence[Sample], *, max_tokens: int) -> list[Rows]:
+def _plan_single_rows(places: Sequence[int], samples: Sequence[Sample], max_tokens: int, num_ranks: int) -> list[Rows]:
     """One sample per row, the longest first, so that the rows of a micro-batch are of similar length."""
     micro_batches: list[Rows] = []
-    longest = 0
+    num_rows = 0
     for place in sorted(places, key=lambda place: -len(samples[place].tokens)):
-        if not micro_batches or (len(micro_batches[-1]) + 1) * longest > max_tokens:
+        if not micro_batches or len(micro_batches[-1]) == num_rows:
             micro_batches.append([])
-            longest = len(samples[place].tokens)
+            num_rows = num_ranks * max(1, max_tokens // len(samples[place].tokens))
         micro_batches[-1].append([place])
     return micro_batches
 
@@ -256,6 +262,7 @@ def _build_update(
     config: RLTrainingConfig,
     *,
     pad_id: int,
+    num_ranks: int,
 ) -> list[TrainBatch]:
     """The micro-batches of one update on the samples at `places`."""
     useful = [place for place in places if has_gradient(samples[place], credit.advantages[place], config)]
@@ -268,7 +275,7 @@ def _build_update(
     if config.loss.aggregation == "prompt_mean":
         columns["group_tokens_BT"] = _count_group_tokens(places, samples)
     batches = []
-    for rows in plan_rows(useful, samples, config):
+    for rows in plan_rows(useful, samples, config, num_ranks=num_ranks):
         in_rows = [[samples[place] for place in row] for row in rows]
         batch = build_batch(
             in_rows, pad_id=pad_id, advantages=[[credit.advantages[place] for place in row] for row in rows]

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -43,6 +43,7 @@ from rollouts_core.evaluate import (
 )
 from rollouts_core.files import write_atomically
 from rollouts_core.fingerprint import digest_checkpoint, digest_datasets, digest_model
+from rollouts_core.fsdp_backend import FSDPTrainingBackend
 from rollouts_core.job import (
     EngineAddress,
     EvalJob,
@@ -55,9 +56,11 @@ from rollouts_core.job import (
     ServeJob,
     SFTJob,
 )
+from rollouts_core.launch import is_follower, is_launched
 from rollouts_core.loss import create_cross_entropy_loss, create_policy_loss
 from rollouts_core.metrics import EventLog, JSONLLogger
 from rollouts_core.model import load_tokenizer, pad_token_id, silence_progress_bars
+from rollouts_core.ranks import Ranks, join_ranks
 from rollouts_core.rl import run_rl_training
 from rollouts_core.rollout import (
     AsyncRolloutManager,
@@ -85,18 +88,63 @@ def run_job(job: Job, directory: RunDirectory) -> None:
     """Do the job; its result.json exists when this returns (a server returns when it was told to stop)."""
     silence_progress_bars()
     torch.set_num_threads(_num_threads(job))
+    if isinstance(job, SFTJob | RLJob):
+        run_training_job(job, directory)
+        return
     with EventLog(directory.events, attempt=attempt_number()) as events:
         events.write("started", kind=job.kind, pid=os.getpid())
-        if isinstance(job, SFTJob):
-            asyncio.run(until_sigterm(run_sft_job(job, directory, events)))
-        elif isinstance(job, RLJob):
-            asyncio.run(until_sigterm(run_rl_job(job, directory, events)))
-        elif isinstance(job, EvalJob):
+        if isinstance(job, EvalJob):
             asyncio.run(run_eval_job(job, directory))
         elif isinstance(job, GenerateJob):
             asyncio.run(run_generate_job(job, directory))
         else:
             run_serve_job(job)
+
+
+def run_training_job(job: SFTJob | RLJob, directory: RunDirectory) -> None:
+    """Train, alone or as one of the processes that torchrun started; the first of them does all but computing."""
+    if is_follower():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader ends, and with it the others
+    with join_ranks() if is_launched() else nullcontext() as ranks:
+        if ranks is not None and not ranks.is_leader:
+            backend = create_job_backend(job, ranks)
+            assert isinstance(backend, FSDPTrainingBackend)
+            backend.follow()
+            return
+        with EventLog(directory.events, attempt=attempt_number()) as events:
+            events.write("started", kind=job.kind, pid=os.getpid())
+            if isinstance(job, SFTJob):
+                asyncio.run(until_sigterm(run_sft_job(job, directory, events, ranks)))
+            else:
+                asyncio.run(until_sigterm(run_rl_job(job, directory, events, ranks)))
+
+
+def create_job_backend(job: SFTJob | RLJob, ranks: Ranks | None) -> TrainingBackend:
+    """The backend that a job trains with: that of one process, or this rank's part of that of several."""
+    training = job.training
+    if isinstance(job, SFTJob):
+        return create_backend(
+            job.model.model,
+            training.optim,
+            create_cross_entropy_loss(),
+            num_steps=job.training.num_steps,
+            policy=training.policy,
+            seed=job.training.seed,
+            ranks=ranks,
+        )
+    return create_backend(
+        job.model.model,
+        training.optim,
+        create_policy_loss(job.training.loss),
+        num_steps=job.training.num_optim_steps,
+        policy=training.policy,
+        seed=job.rollout.seed,
+        temperature=job.rollout.sampling.temperature,
+        with_entropies=True,
+        with_values=job.training.with_values,
+        with_reference=job.training.with_reference,
+        ranks=ranks,
+    )
 
 
 async def until_sigterm(work: Coroutine[Any, Any, None]) -> None:
@@ -109,8 +157,9 @@ async def until_sigterm(work: Coroutine[Any, Any, None]) -> None:
     arrived: list[int] = []
 
     def cancel(number: int, frame: FrameType | None) -> None:
+        if not arrived:  # another one would break off what the first one lets finish
+            loop.call_soon_threadsafe(task.cancel)
         arrived.append(number)
-        loop.call_soon_threadsafe(task.cancel)
 
     previous = signal.signal(signal.SIGTERM, cancel)
     try:
@@ -128,19 +177,12 @@ def attempt_number() -> int:
     return int(os.environ.get(ATTEMPT_VARIABLE, "1"))
 
 
-async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog) -> None:
+async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None) -> None:
     """Fine-tune on demonstrations; the record lists the checkpoints."""
     check_model(job.model)
     tables = open_checked_datasets(job.data)
     check_resume(job, directory)
-    backend = create_backend(
-        job.model.model,
-        job.training.optim,
-        create_cross_entropy_loss(),
-        num_steps=job.training.num_steps,
-        policy=job.training.policy,
-        seed=job.training.seed,
-    )
+    backend = create_job_backend(job, ranks)
     tokenizer = load_tokenizer(job.model.model)
     rules = sample_rules(job.training)
     samples = SFTDataset(job.data, tables, tokenizer, rules, streaming=job.streaming)
@@ -192,24 +234,13 @@ def load_eval_samples(job: SFTJob, tokenizer: PreTrainedTokenizerBase) -> list[S
     )
 
 
-async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog) -> None:
+async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None) -> None:
     """Improve a model against engines; the record lists the checkpoints."""
     with keep_leases(job.engines):
         check_model(job.model)
         check_file(job.prompts)
         check_resume(job, directory)
-        backend = create_backend(
-            job.model.model,
-            job.training.optim,
-            create_policy_loss(job.training.loss),
-            num_steps=job.training.num_optim_steps,
-            policy=job.training.policy,
-            seed=job.rollout.seed,
-            temperature=job.rollout.sampling.temperature,
-            with_entropies=True,
-            with_values=job.training.with_values,
-            with_reference=job.training.with_reference,
-        )
+        backend = create_job_backend(job, ranks)
         tokenizer = load_tokenizer(job.model.model)
         prompts = load_prompts_from_jsonl(job.prompts.path)
         max_tokens = job.rollout.max_prompt_tokens
@@ -406,4 +437,5 @@ async def _score_checkpoint(checkpoint: InputModel, job: EvalJob, directory: Run
 def _num_threads(job: Job) -> int:
     if isinstance(job, ServeJob):
         return job.deployment.engine_threads
-    return job.deployment.trainer_threads or os.cpu_count() or 1
+    num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's word for those of this machine
+    return job.deployment.trainer_threads or max(1, (os.cpu_count() or 1) // num_processes)

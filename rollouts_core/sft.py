@@ -66,7 +66,7 @@ async def run_sft_training(
         steps = iterate_sft_steps(samples, config, Cursor(*state["cursor"]) if state else None)
         for step, rows in enumerate(itertools.islice(steps, config.num_steps - start_step), start=start_step + 1):
             began = perf_counter()
-            micro_batches = prepare_sft_batch(rows, config, pad_id=pad_id)
+            micro_batches = prepare_sft_batch(rows, config, pad_id=pad_id, num_ranks=backend.num_ranks)
             metrics = await update_policy(backend, micro_batches, on_nonfinite=config.on_nonfinite)
             num_tokens = sum(len(sample.tokens) for row in rows for sample in row)
             metrics |= {"num_tokens": num_tokens, "tokens_per_s": num_tokens / (perf_counter() - began)}
@@ -99,17 +99,24 @@ async def compute_eval_loss(
     """Mean negative log-likelihood of all trained tokens of `samples`, nats."""
     rows = list(pack_rows(samples, max_length=config.max_length) if config.packing else ([s] for s in samples))
     total, num_tokens = 0.0, 0.0
-    for start in range(0, len(rows), config.micro_batch_size):
-        batch = collate_batch(rows[start : start + config.micro_batch_size], pad_id=pad_id)
+    size = config.micro_batch_size * backend.num_ranks
+    for start in range(0, len(rows), size):
+        batch = collate_batch(rows[start : start + size], pad_id=pad_id)
         scores = await backend.score(batch).result()
         total -= float((scores.logprobs_BT * batch.loss_mask_BT).sum())
         num_tokens += batch.num_loss_tokens
     return total / num_tokens
 
 
-def prepare_sft_batch(rows: Sequence[Sequence[Sample]], config: SFTTrainingConfig, *, pad_id: int) -> list[TrainBatch]:
-    """The micro-batches of one step, which know the step's totals."""
-    size = config.micro_batch_size
+def prepare_sft_batch(
+    rows: Sequence[Sequence[Sample]], config: SFTTrainingConfig, *, pad_id: int, num_ranks: int = 1
+) -> list[TrainBatch]:
+    """The micro-batches of one step, which know the step's totals.
+
+    Args:
+        num_ranks: devices that share the rows of each micro-batch.
+    """
+    size = config.micro_batch_size * num_ranks
     chunks = [rows[i : i + size] for i in range(0, len(rows), size)]
     batches = [collate_batch(chunk, pad_id=pad_id) for chunk in chunks]
     return with_step_totals(batches, (sample for row in rows for sample in row))

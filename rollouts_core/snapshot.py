@@ -43,6 +43,11 @@ class HostSnapshot:
             copied[name] = self._buffer(name, tensor).copy_(tensor, non_blocking=True)
         return copied
 
+    @torch.no_grad()
+    def keep(self, name: str, tensor: Tensor) -> Tensor:
+        """One tensor as it is now: for tensors that are gathered one after another and not all there at once."""
+        return self._buffer(name, tensor).copy_(tensor)
+
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:

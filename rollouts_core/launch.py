@@ -1,0 +1,93 @@
+"""Start a job as several processes with torchrun, and end as they ended.
+
+Not here: what the processes do (run_job.py), how they talk (ranks.py). Nothing here imports torch before it is needed.
+
+    python -m rollouts_core sft job.json                      the launcher, with torchrun's agent in it
+        +-- RANK=0 python -m rollouts_core sft job.json       the leader
+        +-- RANK=1 python -m rollouts_core sft job.json       a follower, which dies with the launcher
+
+A process that fails ends the others. A signal to the launcher reaches all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+
+from rollouts_core.job import Job, RLJob, SFTJob
+
+_PR_SET_PDEATHSIG = 1
+
+
+def num_processes(job: Job) -> int:
+    """How many processes do a job: several where it trains and its deployment says so."""
+    return job.deployment.num_trainer_processes if isinstance(job, SFTJob | RLJob) else 1
+
+
+def is_launched() -> bool:
+    """Whether torchrun started this process, alone or as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_follower() -> bool:
+    """Whether this process writes no files, because another one leads."""
+    return is_launched() and os.environ["RANK"] != "0"
+
+
+def launch(module: str, arguments: Sequence[str], *, num_processes: int) -> int:
+    """Run `python -m module arguments` as several processes of this machine; returns the exit code.
+
+    It is that of a process that failed. Where a signal killed one, this process dies of the same signal, so that who
+    started it learns of it, for instance that memory ran out.
+    """
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # it would talk after the job's last line
+    local = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_processes)]
+    try:
+        run.run(run.parse_args([*local, "-m", module, *arguments]))  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        return _end_like({rank: failure.exitcode for rank, failure in error.failures.items()})
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def choose_exit_code(exit_codes: Mapping[int, int]) -> int:
+    """The exit code that says most about why a job ended, negative for a signal.
+
+    One that tells the user to change something comes first, then a signal: the others often fail because of it.
+
+    Args:
+        exit_codes: those of the processes that failed, by rank.
+    """
+    codes = list(exit_codes.values())
+    return next((code for code in codes if code == 2), min(codes) if min(codes) < 0 else codes[0])
+
+
+def _end_like(exit_codes: Mapping[int, int]) -> int:
+    code = choose_exit_code(exit_codes)
+    if code >= 0:
+        return code
+    ranks = ", ".join(str(rank) for rank, other in exit_codes.items() if other == code)
+    sys.stderr.write(f"rollouts: rank {ranks} was killed by signal {-code}\n")
+    sys.stderr.flush()
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+    return 128 - code
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when the one that started it is gone, however that ended (Linux only)."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(125)
