@@ -48,6 +48,8 @@ class Turn:
     """Trained tokens, or steps: what the contender's speed is counted in."""
     seconds: float
     """From the permission to the end of the last step."""
+    cpu_seconds: float
+    """What the worker's process computed in that time, on all its threads; not that of its children."""
     num_steps: int
     """Whole steps."""
     losses: list[float] = field(default_factory=list)
@@ -92,6 +94,7 @@ class Gate:
         turn = Turn(
             units=self._units,
             seconds=now - self._began,
+            cpu_seconds=time.process_time() - self._cpu_began,
             num_steps=len(self._losses),
             losses=self._losses,
             parts=self._parts,
@@ -113,6 +116,7 @@ class Gate:
         self._losses: list[float] = []
         self._parts: dict[str, float] = {}
         self._began = time.perf_counter()
+        self._cpu_began = time.process_time()
 
     def _send(self, message: Mapping[str, Any]) -> None:  # Any: JSON
         self._answers.write(json.dumps(message) + "\n")
@@ -233,6 +237,12 @@ def measure(
 def speed_ratios(turns: Mapping[str, Sequence[Turn]], name: str, reference: str) -> Range:
     """How many times faster `name` is than `reference`, round by round."""
     return range_of([ours.speed / theirs.speed for ours, theirs in zip(turns[name], turns[reference], strict=True)])
+
+
+def cpu_ratios(turns: Mapping[str, Sequence[Turn]], name: str, reference: str) -> Range:
+    """How many times less CPU time a unit takes `name` than `reference`: says more where others use the machine."""
+    costs = {key: [turn.cpu_seconds / turn.units for turn in turns[key]] for key in (name, reference)}
+    return range_of([theirs / ours for ours, theirs in zip(costs[name], costs[reference], strict=True)])
 
 
 def speeds(turns: Sequence[Turn]) -> Range:
