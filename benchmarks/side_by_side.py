@@ -32,12 +32,6 @@ from typing import Any, Self
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "datasets", "safetensors", "numpy")
 STOP_TIMEOUT_S = 30.0
-ALLOCATOR = {
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-    "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
-    "MALLOC_TOP_PAD_": str(64 << 20),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,11 +301,7 @@ def write_results(path: Path | None, results: Mapping[str, Any]) -> None:  # Any
 
 
 def worker_environment(num_threads: int) -> dict[str, str]:
-    """The environment of every worker: so many threads, no hub, and an allocator that keeps what it has.
-
-    Without the settings of malloc glibc gives large buffers back to the system after every use and gets them anew page
-    by page: 10 % of a step of the small models. Peers get them too.
-    """
+    """The environment of every worker: so many threads, and no hub."""
     search_path = [os.environ.get("PYTHONPATH", ""), str(REPOSITORY)]
     return {
         **os.environ,
@@ -321,7 +311,6 @@ def worker_environment(num_threads: int) -> dict[str, str]:
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "TRL_EXPERIMENTAL_SILENCE": "1",
-        **ALLOCATOR,
     }
 
 
