@@ -52,9 +52,9 @@ from side_by_side import (
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rollouts_core import build_batch, create_pytorch_backend, run_sft_training
+from rollouts_core.algorithms.loss import create_cross_entropy_loss
 from rollouts_core.batch import TrainBatch
 from rollouts_core.config import ModelConfig, OptimConfig, PolicyConfig, SFTTrainingConfig
-from rollouts_core.loss import create_cross_entropy_loss
 from rollouts_core.sft import iterate_sft_steps
 
 ROW_LENGTH, ROWS_PER_STEP = 256, 8

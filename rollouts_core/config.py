@@ -3,7 +3,8 @@
 The docstrings are the help text of the Prefect form. A default stands in its field and nowhere else. Nothing here
 imports torch, so the orchestrator can read, check and fingerprint a configuration without it.
 
-Not here: machines and clouds (infra), reading data (dataset.py), what a name like "arithmetic" means (environments).
+Not here: machines and clouds (infra), reading data (data/dataset.py), what a name like "arithmetic" means
+(environments).
 
     Config
     ├── model        which checkpoint training starts from
@@ -40,7 +41,7 @@ from pydantic import (
 from pydantic.config import JsonDict
 from pydantic_core import PydanticKnownError
 
-from rollouts_core.algorithms import ALGORITHMS, AlgorithmName
+from rollouts_core.algorithms.presets import ALGORITHMS, AlgorithmName
 from rollouts_core.errors import ConfigError
 from rollouts_core.messages import explain_validation_error
 

@@ -25,12 +25,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rollouts_core.backend import TrainingBackend
-from rollouts_core.backends import create_backend
+from rollouts_core.algorithms.loss import create_cross_entropy_loss, create_policy_loss
+from rollouts_core.backends.create import create_backend
+from rollouts_core.backends.fsdp import FSDPTrainingBackend
+from rollouts_core.backends.launch import is_follower, is_launched
+from rollouts_core.backends.protocol import TrainingBackend
+from rollouts_core.backends.ranks import Ranks, join_ranks
 from rollouts_core.checkpoint import MANIFEST, list_checkpoints, load_manifest, verify_checkpoint
 from rollouts_core.comparison import estimate_mean, select_best
-from rollouts_core.data_buffer import DataBuffer
-from rollouts_core.dataset import SFTDataset, load_prompts_from_jsonl, load_sft_dataset, open_datasets, sample_rules
+from rollouts_core.data.data_buffer import DataBuffer
+from rollouts_core.data.dataset import (
+    SFTDataset,
+    load_prompts_from_jsonl,
+    load_sft_dataset,
+    open_datasets,
+    sample_rules,
+)
+from rollouts_core.data.rows import RowTable, digest_path
 from rollouts_core.embedded.server import serve
 from rollouts_core.engines import PublishTarget, SGLangEngine
 from rollouts_core.errors import CheckpointError, DataError
@@ -43,7 +54,6 @@ from rollouts_core.evaluate import (
 )
 from rollouts_core.files import write_atomically
 from rollouts_core.fingerprint import digest_checkpoint, digest_datasets, digest_model
-from rollouts_core.fsdp_backend import FSDPTrainingBackend
 from rollouts_core.job import (
     EngineAddress,
     EvalJob,
@@ -56,11 +66,8 @@ from rollouts_core.job import (
     ServeJob,
     SFTJob,
 )
-from rollouts_core.launch import is_follower, is_launched
-from rollouts_core.loss import create_cross_entropy_loss, create_policy_loss
 from rollouts_core.metrics import EventLog, JSONLLogger
-from rollouts_core.model import load_tokenizer, pad_token_id, silence_progress_bars
-from rollouts_core.ranks import Ranks, join_ranks
+from rollouts_core.model.loading import load_tokenizer, pad_token_id, silence_progress_bars
 from rollouts_core.rl import run_rl_training
 from rollouts_core.rollout import (
     AsyncRolloutManager,
@@ -69,7 +76,6 @@ from rollouts_core.rollout import (
     resolve_generate_fn,
     resolve_reward_fn,
 )
-from rollouts_core.rows import RowTable, digest_path
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.sft import run_sft_training
 from rollouts_core.types import RolloutBatch, Sample

@@ -12,11 +12,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rollouts_core.config import ModelConfig
-from rollouts_core.dataset import load_prompts_from_jsonl, load_sft_dataset
+from rollouts_core.data.dataset import load_prompts_from_jsonl, load_sft_dataset
+from rollouts_core.data.rows import digest_path
 from rollouts_core.environments import ArithmeticEnvironment
-from rollouts_core.model import check_vocabulary, load_hf_model
+from rollouts_core.model.loading import check_vocabulary, load_hf_model
 from rollouts_core.quickstart import CHARACTERS, SPECIAL_TOKENS, write_quickstart_files
-from rollouts_core.rows import digest_path
 from rollouts_core.types import Sample, Status
 from tests.rollouts_core.make import TINY_SIZE
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from rollouts_core.algorithms.loss import TokenScores, policy_loss
 from rollouts_core.batch import TrainBatch, split_by_sample
 from rollouts_core.config import AdvantageConfig, LossConfig, RewardShapingConfig, RLTrainingConfig
-from rollouts_core.loss import TokenScores, policy_loss
 from rollouts_core.rl_batch import (
     RolloutScores,
     assign_credit,

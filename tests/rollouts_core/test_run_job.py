@@ -28,10 +28,10 @@ from rollouts_core.config import (
     SamplingConfig,
     SFTTrainingConfig,
 )
+from rollouts_core.data.rows import digest_path
 from rollouts_core.fingerprint import digest_checkpoint, digest_model
 from rollouts_core.job import EvalJob, GenerateJob, InputDataset, InputFile, InputModel, Job, SFTJob
 from rollouts_core.metrics import read_json_lines, read_metrics
-from rollouts_core.rows import digest_path
 from rollouts_core.types import sample_from_json
 
 ONE_THREAD = DeploymentConfig(trainer_threads=1)
