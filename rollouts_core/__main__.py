@@ -15,7 +15,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from rollouts_core.backends.launch import die_with_parent, is_follower, is_launched, launch, num_processes
+from rollouts_core.backends.launch import die_with_parent, is_follower, is_launched, launch, num_processes, run_worker
 from rollouts_core.errors import InputError
 from rollouts_core.job import load_job
 from rollouts_core.metrics import EventLog
@@ -97,4 +97,6 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    if is_launched():
+        run_worker(main)
     sys.exit(main())

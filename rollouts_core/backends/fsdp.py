@@ -14,7 +14,6 @@ floating-point sums.
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -60,7 +59,6 @@ from rollouts_core.backends.training_state import (
 from rollouts_core.batch import TrainBatch
 from rollouts_core.config import PLAIN_POLICY, ModelConfig, OptimConfig, PolicyConfig
 from rollouts_core.errors import NonFiniteError
-from rollouts_core.messages import first_line
 from rollouts_core.metrics import sum_metrics
 from rollouts_core.model.loading import load_hf_model, load_tokenizer
 from rollouts_core.model.lora import adapters_off, base_weights, is_adapter_weight, merged_weights, reset_adapters
@@ -68,9 +66,6 @@ from rollouts_core.model.policy import Policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,18 +140,14 @@ class FSDPTrainingBackend:
         ranks.followers_wait = True
 
     def follow(self) -> None:
-        """Do what the leader asks of this rank until it says stop, or is gone."""
-        while (task := self._next_task()) is not None:
+        """Do what the leader asks of this rank until it says stop.
+
+        Raises:
+            LeaderGoneError: it ended without a word; `join_ranks` takes that for an end.
+        """
+        while (task := self.ranks.scatter()) is not None:
             with suppress(NonFiniteError), self.ranks.working():  # the leader raises the same one
                 self._tasks[task.name](task.payload)
-
-    def _next_task(self) -> _Task | None:
-        try:
-            task: _Task | None = self.ranks.scatter()
-        except RuntimeError as error:
-            logger.warning("rank %d ends because rank 0 is gone (%s)", self.ranks.rank, first_line(error))
-            return None
-        return task
 
     def _together(
         self, name: str, payloads: Sequence[object] | None = None, *, at_leader: object = None
@@ -425,6 +416,7 @@ def create_fsdp_backend(
 
     The other arguments are those of `create_pytorch_backend`. Only the leader reads the model's weights.
     """
+    ranks.begin()
     seed_everything(seed)
     trained = create_sharded_policy(
         model, policy, ranks, temperature=temperature, with_entropies=with_entropies, with_values=with_values

@@ -16,7 +16,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 from rollouts_core.job import Job, RLJob, SFTJob
 
@@ -82,6 +85,28 @@ def _end_like(exit_codes: Mapping[int, int]) -> int:
         signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
     return 128 - code
+
+
+def run_worker(program: Callable[[], int]) -> NoReturn:
+    """Run a worker's program and end the process with its exit code, without the interpreter's shutdown.
+
+    That shutdown aborts now and then because of threads of torch's connections: torch 2.13 with gloo did so in one of
+    eight jobs that had done all their work.
+    """
+    code = 1
+    try:
+        code = program()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:  # noqa: BLE001 - the last frame of the process: what it does not print is lost
+        traceback.print_exc()
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def die_with_parent() -> None:

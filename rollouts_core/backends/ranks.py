@@ -23,12 +23,17 @@ import torch.distributed as dist
 
 from rollouts_core.backends.launch import is_launched
 from rollouts_core.errors import NonFiniteError, TrainingError
+from rollouts_core.messages import first_line
 
 logger = logging.getLogger(__name__)
 
 MAX_WAIT = timedelta(days=30)
 """How long a follower waits for the leader, who may be generating, evaluating or writing. One that dies is noticed at
 once, because its connections close."""
+
+
+class LeaderGoneError(TrainingError):
+    """A follower has nobody to follow any more."""
 
 
 class Ranks:
@@ -53,8 +58,8 @@ class Ranks:
         dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
         # Objects are small and on the CPU; and a wait in NCCL would occupy the GPU and time out.
         self._objects = dist.new_group(backend="gloo", timeout=MAX_WAIT)
-        self.followers_wait = False
-        """Whether every follower waits for something to do: nothing else may be sent to them otherwise."""
+        self.followers_wait = True
+        """Whether every follower waits in `scatter`: nothing may be sent to them otherwise."""
 
     @property
     def is_leader(self) -> bool:
@@ -72,11 +77,30 @@ class Ranks:
             raise
         self.followers_wait = True
 
+    def begin(self) -> None:
+        """Return on every rank when the leader gets here, to make something together.
+
+        Raises:
+            LeaderGoneError: it ended before.
+        """
+        if self.scatter([True] * self.size if self.is_leader else None) is None:
+            raise LeaderGoneError("rank 0 ended before it began")
+        self.followers_wait = False
+
     def scatter(self, objects: Sequence[object] | None = None) -> Any:  # Any: whatever the leader sends
-        """One of the leader's objects, each rank its own; the leader gives as many as there are ranks."""
+        """One of the leader's objects, each rank its own; the leader gives as many as there are ranks.
+
+        Raises:
+            LeaderGoneError: on a follower, when the leader ended without a word.
+        """
         assert (objects is not None) == self.is_leader, "only the leader has something to scatter"
         received: list[Any] = [None]
-        dist.scatter_object_list(received, None if objects is None else list(objects), group=self._objects)
+        try:
+            dist.scatter_object_list(received, None if objects is None else list(objects), group=self._objects)
+        except RuntimeError as error:
+            if self.is_leader:
+                raise
+            raise LeaderGoneError(f"rank 0 is gone: {first_line(error)}") from error
         return received[0]
 
     def gather(self, value: object) -> list[Any]:  # Any: whatever the ranks send
@@ -97,11 +121,15 @@ def join_ranks(*, device: str = "") -> Iterator[Ranks]:
     """The connections to the other ranks, for as long as the block runs.
 
     When the leader's block ends, by an error too, the followers' `follow` returns, unless the error came out of
-    work that they share: then they are left in the middle of it, and whoever started them ends them.
+    work that they share: then they are left in the middle of it, and whoever started them ends them. A follower's
+    block ends without an error when the leader is gone.
     """
     ranks = Ranks(device=device)
     try:
         yield ranks
+    except LeaderGoneError as error:
+        logger.info("rank %d ends: %s", ranks.rank, error)
+        return
     except BaseException:
         if ranks.is_leader and ranks.followers_wait:
             with suppress(RuntimeError):  # they may be gone, too
