@@ -1,6 +1,7 @@
 # make quickstart   the whole pipeline on this machine, with data and a model that it makes itself
 # make test         every test; `make test-fast` leaves out those that start servers, jobs or pipelines
 # make check        lint, format, types
+# make bench        docs/benchmarks.md: this library side by side with others, 14 minutes on an idle machine
 
 # The first interpreter that is new enough; set PYTHON to choose another.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -8,7 +9,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: quickstart test test-fast check install clean
+.PHONY: quickstart test test-fast check bench install clean
 
 quickstart: $(READY)
 	$(BIN)/rollouts quickstart
@@ -24,6 +25,9 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+bench: .bench/.ready
+	.bench/bin/python benchmarks/run_all.py --out docs/benchmarks.md
+
 install: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -32,5 +36,13 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
+# An environment of its own: the peers are no part of the project.
+.bench/.ready: pyproject.toml constraints.txt benchmarks/requirements.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: install it, or name one with PYTHON=..."; exit 2; }
+	$(PYTHON) -m venv .bench
+	.bench/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt \
+		--editable . --requirement benchmarks/requirements.txt
+	@touch $@
+
 clean:
-	rm -rf .venv .rollouts
+	rm -rf .venv .bench .rollouts

@@ -51,6 +51,7 @@ from rollouts_core import (
     create_pytorch_backend,
     run_rl_training,
 )
+from rollouts_core.algorithms.loss import create_policy_loss
 from rollouts_core.config import (
     ModelConfig,
     PolicyConfig,
@@ -61,7 +62,6 @@ from rollouts_core.config import (
 )
 from rollouts_core.embedded.server import serve
 from rollouts_core.engines import PublishTarget, SGLangEngine
-from rollouts_core.loss import create_policy_loss
 from rollouts_core.rollout import create_engine_generate_fn
 
 PROMPTS_PER_STEP, GROUP_SIZE, MAX_NEW_TOKENS = 16, 8, 40

@@ -6,7 +6,7 @@ Each way runs forward and backward in a process of its own. What counts is the r
 GPU of the allocator's peak) above what the inputs take; gradients of hidden states and head are part of it for both.
 Loss and gradients must agree.
 
-    ours     rollouts_core.logprobs.linear_logprobs and the cross-entropy of log-probs
+    ours     rollouts_core.model.logprobs.linear_logprobs and the cross-entropy of log-probs
     naive    logits = hidden @ head.T, F.cross_entropy in float32: the way of a model's own forward pass
 """
 
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from side_by_side import describe_machine, render_machine, render_table, worker_environment, write_results
 from torch import Tensor
 
-from rollouts_core.logprobs import linear_logprobs
+from rollouts_core.model.logprobs import linear_logprobs
 
 NAMES = ("ours", "naive")
 TOLERANCE = 1e-5

@@ -27,8 +27,8 @@ from inputs import PAD_ID, SIZES, as_samples, make_documents, write_model
 from side_by_side import describe_machine, range_of, render_machine, render_table, write_results
 
 from rollouts_core import PyTorchTrainingBackend, TrainBatch, build_batch, create_pytorch_backend
+from rollouts_core.algorithms.loss import create_cross_entropy_loss
 from rollouts_core.config import ModelConfig, OptimConfig
-from rollouts_core.loss import create_cross_entropy_loss
 
 DOCUMENTS_PER_STEP = 8
 

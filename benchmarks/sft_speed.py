@@ -38,6 +38,7 @@ from side_by_side import (
     Gate,
     Turn,
     check_equal_losses,
+    cpu_ratios,
     describe_machine,
     measure,
     parse_contender,
@@ -51,9 +52,9 @@ from side_by_side import (
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rollouts_core import build_batch, create_pytorch_backend, run_sft_training
+from rollouts_core.algorithms.loss import create_cross_entropy_loss
 from rollouts_core.batch import TrainBatch
 from rollouts_core.config import ModelConfig, OptimConfig, PolicyConfig, SFTTrainingConfig
-from rollouts_core.loss import create_cross_entropy_loss
 from rollouts_core.sft import iterate_sft_steps
 
 ROW_LENGTH, ROWS_PER_STEP = 256, 8
@@ -98,6 +99,9 @@ def main() -> None:
         "machine": machine,
         "rounds": options.rounds,
         "loss_differences": differences,
+        "cpu_us_per_token": {
+            name: [1e6 * turn.cpu_seconds / turn.units for turn in taken] for name, taken in turns.items()
+        },
         "tokens_per_s": {name: [turn.speed for turn in taken] for name, taken in turns.items()},
     }
     if options.device == "cuda":
@@ -136,12 +140,13 @@ def render(results: Mapping[str, Any], turns: Mapping[str, Sequence[Turn]]) -> s
     """The table: speed of each, and how many times faster ours is."""
     rows = []
     for name, taken in turns.items():
-        ratio = "" if name == "ours" or "ours" not in turns else speed_ratios(turns, "ours", name).render()
-        row = [name, speeds(taken).render(0), ratio]
+        row = [name, speeds(taken).render(0)]
+        has_ratio = name != "ours" and "ours" in turns
+        row += [ratio(turns, "ours", name).render() if has_ratio else "" for ratio in (speed_ratios, cpu_ratios)]
         if "mfu" in results:
             row.append(f"{results['mfu'][name]:.1%}")
         rows.append(row)
-    header = ["contender", "trained tokens/s", "ours is faster by"]
+    header = ["contender", "trained tokens/s", "ours is faster by", "by CPU time"]
     return render_table([*header, "MFU"] if "mfu" in results else header, rows)
 
 

@@ -32,12 +32,6 @@ from typing import Any, Self
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "datasets", "safetensors", "numpy")
 STOP_TIMEOUT_S = 30.0
-ALLOCATOR = {
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-    "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
-    "MALLOC_TOP_PAD_": str(64 << 20),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +42,8 @@ class Turn:
     """Trained tokens, or steps: what the contender's speed is counted in."""
     seconds: float
     """From the permission to the end of the last step."""
+    cpu_seconds: float
+    """What the worker's process computed in that time, on all its threads; not that of its children."""
     num_steps: int
     """Whole steps."""
     losses: list[float] = field(default_factory=list)
@@ -92,6 +88,7 @@ class Gate:
         turn = Turn(
             units=self._units,
             seconds=now - self._began,
+            cpu_seconds=time.process_time() - self._cpu_began,
             num_steps=len(self._losses),
             losses=self._losses,
             parts=self._parts,
@@ -113,6 +110,7 @@ class Gate:
         self._losses: list[float] = []
         self._parts: dict[str, float] = {}
         self._began = time.perf_counter()
+        self._cpu_began = time.process_time()
 
     def _send(self, message: Mapping[str, Any]) -> None:  # Any: JSON
         self._answers.write(json.dumps(message) + "\n")
@@ -235,6 +233,12 @@ def speed_ratios(turns: Mapping[str, Sequence[Turn]], name: str, reference: str)
     return range_of([ours.speed / theirs.speed for ours, theirs in zip(turns[name], turns[reference], strict=True)])
 
 
+def cpu_ratios(turns: Mapping[str, Sequence[Turn]], name: str, reference: str) -> Range:
+    """How many times less CPU time a unit takes `name` than `reference`: says more where others use the machine."""
+    costs = {key: [turn.cpu_seconds / turn.units for turn in turns[key]] for key in (name, reference)}
+    return range_of([theirs / ours for ours, theirs in zip(costs[name], costs[reference], strict=True)])
+
+
 def speeds(turns: Sequence[Turn]) -> Range:
     """Units per second, over the rounds."""
     return range_of([turn.speed for turn in turns])
@@ -297,11 +301,7 @@ def write_results(path: Path | None, results: Mapping[str, Any]) -> None:  # Any
 
 
 def worker_environment(num_threads: int) -> dict[str, str]:
-    """The environment of every worker: so many threads, no hub, and an allocator that keeps what it has.
-
-    Without the settings of malloc glibc gives large buffers back to the system after every use and gets them anew page
-    by page: 10 % of a step of the small models. Peers get them too.
-    """
+    """The environment of every worker: so many threads, and no hub."""
     search_path = [os.environ.get("PYTHONPATH", ""), str(REPOSITORY)]
     return {
         **os.environ,
@@ -311,7 +311,6 @@ def worker_environment(num_threads: int) -> dict[str, str]:
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "TRL_EXPERIMENTAL_SILENCE": "1",
-        **ALLOCATOR,
     }
 
 

@@ -40,7 +40,7 @@ from rollouts_core.config import LossConfig, ModelConfig, OptimConfig
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.offline import generate_tokens
 from rollouts_core.embedded.sampling import SamplingParams
-from rollouts_core.model import pad_token_id
+from rollouts_core.model.loading import pad_token_id
 from rollouts_core.quickstart import QuickstartSize, write_quickstart_files
 
 GROUP_SIZE = 8

@@ -28,11 +28,11 @@ from rollouts_core import (
     load_tokenizer,
     score_targets,
 )
+from rollouts_core.algorithms.loss import cross_entropy_loss
 from rollouts_core.config import ModelConfig, OptimConfig
-from rollouts_core.loss import cross_entropy_loss
-from rollouts_core.model import pad_token_id
+from rollouts_core.data.steps import iterate_epochs
+from rollouts_core.model.loading import pad_token_id
 from rollouts_core.quickstart import QuickstartSize, write_quickstart_files
-from rollouts_core.steps import iterate_epochs
 
 
 def train(files: Path, *, num_steps: int, batch_size: int, out: Path | None) -> None:

@@ -108,7 +108,7 @@ def quickstart(
 ) -> None:
     """Make a small task, a tokenizer and a model, and run the whole pipeline on them: about two minutes on a CPU."""
     check_writable(store)
-    from rollouts_core.model import silence_progress_bars  # torch loads here
+    from rollouts_core.model.loading import silence_progress_bars  # torch loads here
     from rollouts_core.quickstart import QuickstartSize, write_quickstart_files
 
     silence_progress_bars()

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from rollouts_core.backends.launch import die_with_parent, is_follower, is_launched, launch, num_processes, run_worker
 from rollouts_core.errors import InputError
 from rollouts_core.job import load_job
-from rollouts_core.launch import die_with_parent, is_follower, is_launched, launch, num_processes, run_worker
 from rollouts_core.metrics import EventLog
 from rollouts_core.run_directory import RunDirectory
 

@@ -1,6 +1,6 @@
 """Checkpoints as directories with a manifest: written whole or not at all, verified before use.
 
-Not here: what a backend puts into one (pytorch_backend.py), when one is written and gone on from (saving.py), how
+Not here: what a backend puts into one (backends/pytorch.py), when one is written and gone on from (saving.py), how
 checkpoints are compared (evaluate.py).
 
     step_000100/

@@ -3,7 +3,8 @@
 The docstrings are the help text of the Prefect form. A default stands in its field and nowhere else. Nothing here
 imports torch, so the orchestrator can read, check and fingerprint a configuration without it.
 
-Not here: machines and clouds (infra), reading data (dataset.py), what a name like "arithmetic" means (environments).
+Not here: machines and clouds (infra), reading data (data/dataset.py), what a name like "arithmetic" means
+(environments).
 
     Config
     ├── model        which checkpoint training starts from
@@ -40,7 +41,7 @@ from pydantic import (
 from pydantic.config import JsonDict
 from pydantic_core import PydanticKnownError
 
-from rollouts_core.algorithms import ALGORITHMS, AlgorithmName
+from rollouts_core.algorithms.presets import ALGORITHMS, AlgorithmName
 from rollouts_core.errors import ConfigError
 from rollouts_core.messages import explain_validation_error
 
@@ -212,6 +213,9 @@ class LoRAConfig(Record):
 class PolicyConfig(Record):
     """How the model computes while it is trained."""
 
+    backend: Literal["pytorch", "jax"] = "pytorch"
+    """The library that trains. Both give the same losses up to rounding; jax knows the Llama, Qwen2 and Qwen3 families
+    and needs pip install 'rollouts[jax]'."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Number format of the matrix products. Trained weights and optimizer state stay float32; with LoRA the frozen
     weights take this format too."""
@@ -229,6 +233,13 @@ class PolicyConfig(Record):
     def _check_attention(self) -> Self:
         if self.attention.startswith("flash") and self.precision != "bfloat16":
             raise ValueError(f'attention "{self.attention}" needs precision = "bfloat16"')
+        return self
+
+    @model_validator(mode="after")
+    def _check_backend(self) -> Self:
+        wanted = {"lora": self.lora.rank > 0, "compile": self.compile, "attention": self.attention != "sdpa"}
+        if self.backend == "jax" and (without := [name for name, is_set in wanted.items() if is_set]):
+            raise ValueError(f'backend "jax" has no {without[0]} setting: leave it out, or set backend = "pytorch"')
         return self
 
 

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from rollouts_core.batch import build_batch
-from rollouts_core.chat import tokenize_prompt
 from rollouts_core.config import EvaluationConfig, ModelConfig, RolloutConfig
+from rollouts_core.data.chat import tokenize_prompt
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.offline import generate_tokens
 from rollouts_core.embedded.running import Completion as EmbeddedCompletion
 from rollouts_core.embedded.sampling import SamplingParams
 from rollouts_core.engines.protocol import Completion
 from rollouts_core.engines.sglang import STATUS_OF_FINISH
-from rollouts_core.model import load_hf_model, load_tokenizer, pad_token_id
-from rollouts_core.policy import compute_logprobs
+from rollouts_core.model.loading import load_hf_model, load_tokenizer, pad_token_id
+from rollouts_core.model.policy import compute_logprobs
 from rollouts_core.rewards import RewardFn, grade_sample
 from rollouts_core.rollout import build_pending_group, complete_sample, sampling_seed
 from rollouts_core.types import Prompt, Sample, group_samples

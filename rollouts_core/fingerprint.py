@@ -21,8 +21,8 @@ from pydantic_core import PydanticUndefined
 
 from rollouts_core.checkpoint import MANIFEST, find_checkpoint, load_manifest
 from rollouts_core.config import PLACEMENT, SELECTION, FunctionName, ModelConfig, name_of_function
+from rollouts_core.data.rows import digest_path
 from rollouts_core.errors import ConfigError
-from rollouts_core.rows import digest_path
 
 SEMANTICS_VERSION = 1
 """Raised when the same settings and data train to another result than before."""

@@ -1,6 +1,6 @@
 """Grade a finished sample: the reward functions that ship, and the one call that grades.
 
-Not here: advantages (advantages.py), environments that hold a conversation (environments/).
+Not here: advantages (algorithms/advantages.py), environments that hold a conversation (environments/).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reinforcement learning: the loop, and how graded samples become its batches.
 
-Not here: sampling (rollout.py), engines (engines/), the loss (loss.py), the model (pytorch_backend.py).
+Not here: sampling (rollout.py), engines (engines/), the loss (algorithms/loss.py), the model (backends/pytorch.py).
 
     engines --completions--> rollout_manager --groups--> advantages -> micro-batches -> forward_backward -> optim_step
        ^                                                                                                      |
@@ -20,12 +20,12 @@ from typing import Any
 
 from torch import Tensor
 
-from rollouts_core.backend import TrainingBackend
+from rollouts_core.algorithms.loss import Metrics
+from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.batch import build_batch, split_by_sample
 from rollouts_core.config import RLTrainingConfig
-from rollouts_core.data_buffer import DataBuffer
+from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.engines import InferenceEngine, PublishTarget, publish_weights
-from rollouts_core.loss import Metrics
 from rollouts_core.metrics import EventLog, MetricsLogger, average_metrics, read_json_lines
 from rollouts_core.rl_batch import (
     RolloutScores,

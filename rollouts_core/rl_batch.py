@@ -1,6 +1,7 @@
 """From the graded samples of a step to the micro-batches of its updates.
 
-Not here: sampling and grading (rollout.py), the loop (rl.py), estimators (advantages.py), tensors (batch.py).
+Not here: sampling and grading (rollout.py), the loop (rl.py), estimators (algorithms/advantages.py), tensors
+(batch.py).
 
     rewards -> shaped rewards -> advantages -> minibatches of whole groups -> rows -> micro-batches, with the totals
                                                                                       of their update
@@ -20,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollouts_core.advantages import batch_advantages, gae_advantages, whiten
+from rollouts_core.algorithms.advantages import batch_advantages, gae_advantages, whiten
+from rollouts_core.algorithms.loss import estimate_kl
 from rollouts_core.batch import TrainBatch, build_batch, spread_over_rows, with_step_totals
 from rollouts_core.config import AdvantageConfig, RewardShapingConfig, RLTrainingConfig
-from rollouts_core.loss import estimate_kl
-from rollouts_core.packing import pack_lengths
+from rollouts_core.data.packing import pack_lengths
 from rollouts_core.types import RolloutBatch, Sample, Status
 
 Rows = list[list[int]]

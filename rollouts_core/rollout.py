@@ -1,6 +1,6 @@
 """Sample, grade and filter completions until a batch of groups is full.
 
-Not here: what an engine is (engines/), advantages and tensors (rl.py), the order of prompts (data_buffer.py).
+Not here: what an engine is (engines/), advantages and tensors (rl.py), the order of prompts (data/data_buffer.py).
 
     DataBuffer -> pending groups -> generate_fn -> reward_fn -> filter_fn --keep--> batch, ordered by group
                        ^                                           |
@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, Self
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from rollouts_core.chat import tokenize_prompt, tokenize_prompts
 from rollouts_core.config import RolloutConfig, name_of_function
-from rollouts_core.data_buffer import DataBuffer
+from rollouts_core.data.chat import tokenize_prompt, tokenize_prompts
+from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
 from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.errors import ConfigError, DataError, RewardError, RolloutsError

@@ -25,10 +25,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rollouts_core.algorithms.loss import create_cross_entropy_loss, create_policy_loss
+from rollouts_core.backends.create import create_backend
+from rollouts_core.backends.fsdp import FSDPTrainingBackend
+from rollouts_core.backends.launch import is_follower, is_launched
+from rollouts_core.backends.protocol import TrainingBackend
+from rollouts_core.backends.ranks import Ranks, join_ranks
 from rollouts_core.checkpoint import MANIFEST, list_checkpoints, load_manifest, verify_checkpoint
 from rollouts_core.comparison import estimate_mean, select_best
-from rollouts_core.data_buffer import DataBuffer
-from rollouts_core.dataset import SFTDataset, load_prompts_from_jsonl, load_sft_dataset, open_datasets, sample_rules
+from rollouts_core.data.data_buffer import DataBuffer
+from rollouts_core.data.dataset import (
+    SFTDataset,
+    load_prompts_from_jsonl,
+    load_sft_dataset,
+    open_datasets,
+    sample_rules,
+)
+from rollouts_core.data.rows import RowTable, digest_path
 from rollouts_core.embedded.server import serve
 from rollouts_core.engines import PublishTarget, SGLangEngine
 from rollouts_core.errors import CheckpointError, DataError
@@ -41,7 +54,6 @@ from rollouts_core.evaluate import (
 )
 from rollouts_core.files import write_atomically
 from rollouts_core.fingerprint import digest_checkpoint, digest_datasets, digest_model
-from rollouts_core.fsdp_backend import FSDPTrainingBackend, create_fsdp_backend
 from rollouts_core.job import (
     EngineAddress,
     EvalJob,
@@ -54,12 +66,8 @@ from rollouts_core.job import (
     ServeJob,
     SFTJob,
 )
-from rollouts_core.launch import is_follower, is_launched
-from rollouts_core.loss import LossFn, create_cross_entropy_loss, create_policy_loss
 from rollouts_core.metrics import EventLog, JSONLLogger
-from rollouts_core.model import check_vocabulary, load_tokenizer, pad_token_id, silence_progress_bars
-from rollouts_core.pytorch_backend import PyTorchTrainingBackend, create_pytorch_backend
-from rollouts_core.ranks import Ranks, join_ranks
+from rollouts_core.model.loading import load_tokenizer, pad_token_id, silence_progress_bars
 from rollouts_core.rl import run_rl_training
 from rollouts_core.rollout import (
     AsyncRolloutManager,
@@ -68,7 +76,6 @@ from rollouts_core.rollout import (
     resolve_generate_fn,
     resolve_reward_fn,
 )
-from rollouts_core.rows import RowTable, digest_path
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.sft import run_sft_training
 from rollouts_core.types import RolloutBatch, Sample
@@ -81,9 +88,6 @@ logger = logging.getLogger(__name__)
 ATTEMPT_VARIABLE = "ROLLOUTS_ATTEMPT"
 LEASE_RENEWAL_S = 5.0
 ENGINE_START_TIMEOUT_S = 120.0
-
-Backend = PyTorchTrainingBackend | FSDPTrainingBackend
-"""What a job trains with."""
 
 
 def run_job(job: Job, directory: RunDirectory) -> None:
@@ -109,7 +113,7 @@ def run_training_job(job: SFTJob | RLJob, directory: RunDirectory) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader ends, and with it the others
     with join_ranks() if is_launched() else nullcontext() as ranks:
         if ranks is not None and not ranks.is_leader:
-            backend = create_backend(job, ranks)
+            backend = create_job_backend(job, ranks)
             assert isinstance(backend, FSDPTrainingBackend)
             backend.follow()
             return
@@ -121,27 +125,32 @@ def run_training_job(job: SFTJob | RLJob, directory: RunDirectory) -> None:
                 asyncio.run(until_sigterm(run_rl_job(job, directory, events, ranks)))
 
 
-def create_backend(job: SFTJob | RLJob, ranks: Ranks | None) -> Backend:
+def create_job_backend(job: SFTJob | RLJob, ranks: Ranks | None) -> TrainingBackend:
     """The backend that a job trains with: that of one process, or this rank's part of that of several."""
-    options: dict[str, Any]  # Any: keywords of many types
-    loss_fn: LossFn
+    training = job.training
     if isinstance(job, SFTJob):
-        loss_fn = create_cross_entropy_loss()
-        options = {"num_steps": job.training.num_steps, "seed": job.training.seed}
-    else:
-        loss_fn = create_policy_loss(job.training.loss)
-        options = {
-            "num_steps": job.training.num_optim_steps,
-            "seed": job.rollout.seed,
-            "temperature": job.rollout.sampling.temperature,
-            "with_entropies": True,
-            "with_values": job.training.with_values,
-            "with_reference": job.training.with_reference,
-        }
-    options["policy"] = job.training.policy
-    if ranks is None:
-        return create_pytorch_backend(job.model.model, job.training.optim, loss_fn, **options)
-    return create_fsdp_backend(job.model.model, job.training.optim, loss_fn, ranks=ranks, **options)
+        return create_backend(
+            job.model.model,
+            training.optim,
+            create_cross_entropy_loss(),
+            num_steps=job.training.num_steps,
+            policy=training.policy,
+            seed=job.training.seed,
+            ranks=ranks,
+        )
+    return create_backend(
+        job.model.model,
+        training.optim,
+        create_policy_loss(job.training.loss),
+        num_steps=job.training.num_optim_steps,
+        policy=training.policy,
+        seed=job.rollout.seed,
+        temperature=job.rollout.sampling.temperature,
+        with_entropies=True,
+        with_values=job.training.with_values,
+        with_reference=job.training.with_reference,
+        ranks=ranks,
+    )
 
 
 async def until_sigterm(work: Coroutine[Any, Any, None]) -> None:
@@ -179,11 +188,11 @@ async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog, ra
     check_model(job.model)
     tables = open_checked_datasets(job.data)
     check_resume(job, directory)
-    backend = create_backend(job, ranks)
-    check_vocabulary(backend.model, backend.tokenizer, job.model.model.path)
+    backend = create_job_backend(job, ranks)
+    tokenizer = load_tokenizer(job.model.model)
     rules = sample_rules(job.training)
-    samples = SFTDataset(job.data, tables, backend.tokenizer, rules, streaming=job.streaming)
-    eval_samples = load_eval_samples(job, backend.tokenizer)
+    samples = SFTDataset(job.data, tables, tokenizer, rules, streaming=job.streaming)
+    eval_samples = load_eval_samples(job, tokenizer)
     events.write("data_loaded", num_samples=len(samples), num_dropped=samples.num_dropped)
     with JSONLLogger(directory.metrics, attempt=events.attempt) as metrics_logger:
         await run_sft_training(
@@ -191,7 +200,7 @@ async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog, ra
             samples,
             job.training,
             metrics_logger,
-            pad_id=pad_token_id(backend.tokenizer),
+            pad_id=pad_token_id(tokenizer),
             checkpoint_dir=directory.checkpoints,
             inputs={"model": job.model.digest, "data": digest_datasets(job.data)},
             events=events,
@@ -237,25 +246,26 @@ async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog, rank
         check_model(job.model)
         check_file(job.prompts)
         check_resume(job, directory)
-        backend = create_backend(job, ranks)
-        check_vocabulary(backend.model, backend.tokenizer, job.model.model.path)
+        backend = create_job_backend(job, ranks)
+        tokenizer = load_tokenizer(job.model.model)
         prompts = load_prompts_from_jsonl(job.prompts.path)
         max_tokens = job.rollout.max_prompt_tokens
-        check_prompt_lengths(prompts, backend.tokenizer, max_tokens=max_tokens, source=job.prompts.path)
+        check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=job.prompts.path)
         await train_against_engines(job, directory, events, backend, DataBuffer(prompts, seed=job.rollout.seed))
     directory.write_result({"checkpoints": describe_checkpoints(directory), "num_prompts": len(prompts)})
 
 
 async def train_against_engines(
-    job: RLJob, directory: RunDirectory, events: EventLog, backend: Backend, data_buffer: DataBuffer
+    job: RLJob, directory: RunDirectory, events: EventLog, backend: TrainingBackend, data_buffer: DataBuffer
 ) -> None:
     """Open everything that the RL loop needs, and run it."""
+    tokenizer = load_tokenizer(job.model.model)
     metrics_logger = JSONLLogger(directory.metrics, attempt=events.attempt)
     async with open_engines(job) as engines:
         generate_fn = (
             resolve_generate_fn(job.rollout)
             if job.rollout.generate_fn
-            else create_engine_generate_fn(engines, backend.tokenizer, job.rollout)
+            else create_engine_generate_fn(engines, tokenizer, job.rollout)
         )
         manager = AsyncRolloutManager(data_buffer, job.rollout, generate_fn=generate_fn)
         with metrics_logger:
@@ -268,7 +278,7 @@ async def train_against_engines(
                     job.training,
                     metrics_logger,
                     target=publish_target(job, directory),
-                    pad_id=pad_token_id(backend.tokenizer),
+                    pad_id=pad_token_id(tokenizer),
                     checkpoint_dir=directory.checkpoints,
                     inputs={"model": job.model.digest, "plugins": job.plugin_digest},
                     events=events,

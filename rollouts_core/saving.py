@@ -1,6 +1,6 @@
 """The checkpoints of one training run: going on from the newest, writing beside the training, keeping the right ones.
 
-Not here: the format of a checkpoint (checkpoint.py), what a backend puts into one (pytorch_backend.py).
+Not here: the format of a checkpoint (checkpoint.py), what a backend puts into one (backends/pytorch.py).
 
     resume  ->  same settings?  ->  load            step, step, step ...
                      \\-> refused, by name            after_step -> due? -> copy -> [thread: write, fsync, rename]
@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, Self
 import anyio
 from pydantic import BaseModel
 
-from rollouts_core.backend import TrainFuture, TrainingBackend, TrainingState
+from rollouts_core.algorithms.loss import Metrics
+from rollouts_core.backends.protocol import TrainFuture, TrainingBackend, TrainingState
 from rollouts_core.checkpoint import (
     adopt_checkpoint,
     find_checkpoint,
@@ -34,7 +35,6 @@ from rollouts_core.config import RLTrainingConfig, SFTTrainingConfig
 from rollouts_core.errors import CheckpointError
 from rollouts_core.files import remove_partial_directories
 from rollouts_core.fingerprint import SEMANTICS_VERSION, training_settings
-from rollouts_core.loss import Metrics
 from rollouts_core.metrics import EventLog
 
 logger = logging.getLogger(__name__)

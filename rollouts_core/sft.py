@@ -1,6 +1,7 @@
 """Supervised fine-tuning: the loop, and how demonstrations become its batches.
 
-Not here: reading rows (dataset.py), their order (steps.py), tensors (batch.py), the model (pytorch_backend.py).
+Not here: reading rows (data/dataset.py), their order (data/steps.py), tensors (batch.py), the model
+(backends/pytorch.py).
 
     samples -> seeded order per epoch -> rows of max_length -> batch_size rows -> micro-batches
             -> forward_backward ... optim_step -> metrics, checkpoint
@@ -15,15 +16,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 
-from rollouts_core.backend import TrainingBackend
+from rollouts_core.algorithms.loss import Metrics
+from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
 from rollouts_core.config import SFTTrainingConfig
+from rollouts_core.data.packing import pack_rows
+from rollouts_core.data.steps import Cursor, Samples, iterate_sft_steps
 from rollouts_core.errors import DataError
-from rollouts_core.loss import Metrics
 from rollouts_core.metrics import EventLog, MetricsLogger
-from rollouts_core.packing import pack_rows
 from rollouts_core.saving import RunCheckpoints, describe_settings
-from rollouts_core.steps import Cursor, Samples, iterate_sft_steps
 from rollouts_core.types import Sample
 from rollouts_core.update import update_policy
 

@@ -1,6 +1,6 @@
 """The records that training data is made of: a prompt, a sample, a batch of samples.
 
-Not here: reading them from files (dataset.py), turning them into tensors (batch.py).
+Not here: reading them from files (data/dataset.py), turning them into tensors (batch.py).
 
 Index t of every per-token array of a `Sample` speaks about token t given the tokens before it:
 

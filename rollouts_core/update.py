@@ -1,6 +1,6 @@
 """One optimizer update from its micro-batches: what a step of SFT and of RL have in common.
 
-Not here: which samples an update takes (sft.py, rl_batch.py), gradients (pytorch_backend.py).
+Not here: which samples an update takes (sft.py, rl_batch.py), gradients (backends/pytorch.py).
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import logging
 from collections.abc import Sequence
 from typing import Literal
 
-from rollouts_core.backend import TrainingBackend
+from rollouts_core.algorithms.loss import Metrics
+from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.batch import TrainBatch
 from rollouts_core.errors import NonFiniteError
-from rollouts_core.loss import Metrics
 from rollouts_core.metrics import sum_metrics
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 
 from rollouts_core.config import Config, DatasetConfig, ModelConfig, name_of_function
-from rollouts_core.dataset import (
+from rollouts_core.data.dataset import (
     CHUNK_ROWS,
     check_disjoint,
     count_used_rows,
@@ -24,12 +24,13 @@ from rollouts_core.dataset import (
     load_prompts_from_jsonl,
     sample_rules,
 )
+from rollouts_core.data.rows import load_rows, open_rows
 from rollouts_core.embedded.architecture import load_architecture
 from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.errors import CheckpointError, ConfigError, DataError, RewardError
 from rollouts_core.filters import FilterDecision, FilterFn
 from rollouts_core.messages import first_line
-from rollouts_core.model import load_tokenizer
+from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.rewards import REWARDS, grade_sample
 from rollouts_core.rollout import (
     build_pending_group,
@@ -38,7 +39,6 @@ from rollouts_core.rollout import (
     resolve_generate_fn,
     resolve_reward_fn,
 )
-from rollouts_core.rows import load_rows, open_rows
 from rollouts_core.types import Prompt, Sample, Status
 
 if TYPE_CHECKING:

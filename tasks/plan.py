@@ -10,9 +10,9 @@ from pathlib import Path
 
 from infra.node import Node
 from rollouts_core.config import Config, DatasetConfig, ModelConfig, RolloutConfig, SamplingConfig, SFTTrainingConfig
+from rollouts_core.data.rows import digest_path, resolve_revision
 from rollouts_core.fingerprint import digest_checkpoint, digest_model, digest_plugins, fingerprint_job
 from rollouts_core.job import EngineAddress, EvalJob, InputDataset, InputFile, InputModel, Job, RLJob, ServeJob, SFTJob
-from rollouts_core.rows import digest_path, resolve_revision
 from tasks.records import EngineRecord, RunScope, Stage, StageRecord
 
 ENGINE_MARGIN_TOKENS = 1

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollouts_core.algorithms.loss import create_cross_entropy_loss
+from rollouts_core.backends.pytorch import create_pytorch_backend
 from rollouts_core.config import ModelConfig, OptimConfig, SFTTrainingConfig
-from rollouts_core.dataset import load_sft_dataset
-from rollouts_core.loss import create_cross_entropy_loss
-from rollouts_core.pytorch_backend import create_pytorch_backend
+from rollouts_core.data.dataset import load_sft_dataset
 from rollouts_core.quickstart import QuickstartSize, write_quickstart_files
 from rollouts_core.sft import run_sft_training
 

@@ -25,6 +25,7 @@ CONFINED = {
     "prefect": ("flows/", "tasks/"),
     "torch": ("rollouts_core/",),
     "transformers": ("rollouts_core/",),
+    "jax": ("rollouts_core/backends/jax_model.py", "rollouts_core/backends/jax.py"),
     "paramiko": ("infra/ssh.py",),
 }
 

@@ -28,17 +28,17 @@ from transformers import (
 )
 
 from flows.form import load_pipeline, parse_pipeline
+from rollouts_core.algorithms.loss import Metrics, create_cross_entropy_loss, create_policy_loss
+from rollouts_core.backends.pytorch import create_pytorch_backend
 from rollouts_core.checkpoint import step_directory
 from rollouts_core.config import Config, ModelConfig, read_settings
-from rollouts_core.data_buffer import DataBuffer
-from rollouts_core.dataset import load_prompts_from_jsonl, load_sft_dataset
+from rollouts_core.data.data_buffer import DataBuffer
+from rollouts_core.data.dataset import load_prompts_from_jsonl, load_sft_dataset
 from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.engines import PublishTarget, SGLangEngine
-from rollouts_core.loss import Metrics, create_cross_entropy_loss, create_policy_loss
-from rollouts_core.model import pad_token_id
-from rollouts_core.pytorch_backend import create_pytorch_backend
+from rollouts_core.model.loading import pad_token_id
 from rollouts_core.quickstart import QuickstartSize, write_quickstart_files
 from rollouts_core.rl import run_rl_training
 from rollouts_core.rollout import AsyncRolloutManager, create_engine_generate_fn

@@ -1,6 +1,6 @@
 """Read a Hugging Face config.json into the numbers that decoding needs, or say why the model is not supported.
 
-Not here: reading weights (weights.py), computing with them (decoder.py).
+Not here: reading weights (weights.py), computing with them (decoder.py, ../jax_model.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCaus
 
 
 class UnsupportedModelError(CheckpointError):
-    """A model that the embedded engine cannot run; SGLang or vLLM may."""
+    """A model that the project's own decoders cannot run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,18 +62,29 @@ class Architecture:
     """Tokens that end a completion unless a request ignores them."""
 
 
-def load_architecture(model_dir: Path) -> Architecture:
+def load_architecture(
+    model_dir: Path,
+    *,
+    runner: str = "the embedded engine",
+    remedy: str = "use the engine SGLang or vLLM for this model",
+) -> Architecture:
     """The architecture of the checkpoint in `model_dir`.
+
+    Args:
+        runner: who will compute with it, for the message of the error.
+        remedy: what to do where it cannot.
 
     Raises:
         CheckpointError: no readable config.json.
-        UnsupportedModelError: a model that the decoder would compute wrongly.
+        UnsupportedModelError: a model that the decoders would compute wrongly.
     """
     config = _read_json(model_dir / "config.json")
     names = config.get("architectures") or ["(no architecture)"]
-    if names[0] not in SUPPORTED_ARCHITECTURES:
-        raise _unsupported(model_dir, f"architecture {names[0]}", ", ".join(SUPPORTED_ARCHITECTURES))
-    _check_features(model_dir, config)
+    if unsupported := _find_unsupported(names[0], config):
+        found, supported = unsupported
+        raise UnsupportedModelError(
+            f"{model_dir}: {runner} does not support {found}; it supports {supported}: {remedy}"
+        )
     is_llama, is_qwen2, is_qwen3 = (names[0] == name for name in SUPPORTED_ARCHITECTURES)
     has_attention_bias = bool(config.get("attention_bias", False))
     num_heads = config["num_attention_heads"]
@@ -146,31 +157,26 @@ def tensor_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _check_features(model_dir: Path, config: Mapping[str, Any]) -> None:  # Any: JSON
+def _find_unsupported(name: str, config: Mapping[str, Any]) -> tuple[str, str] | None:  # Any: JSON
+    """The first thing in the config that the decoders cannot do, and what they can do instead."""
     rope = _rope(config)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type != "default":
-        raise _unsupported(model_dir, f"rope type {rope_type!r}", "rope type 'default'")
-    if (partial := rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))) != 1.0:
-        raise _unsupported(model_dir, f"partial_rotary_factor {partial}", "rotation of whole heads")
-    if (activation := config.get("hidden_act", "silu")) != "silu":
-        raise _unsupported(model_dir, f"activation {activation!r}", "activation 'silu'")
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    activation = config.get("hidden_act", "silu")
     layer_types = set(config.get("layer_types") or ()) - {"full_attention"}
-    if config.get("use_sliding_window") or layer_types:
-        raise _unsupported(model_dir, "sliding-window attention", "full attention")
-    if config.get("quantization_config"):
-        raise _unsupported(model_dir, "quantized weights", "float32, bfloat16 and float16 weights")
+    checks = [
+        (name in SUPPORTED_ARCHITECTURES, f"architecture {name}", ", ".join(SUPPORTED_ARCHITECTURES)),
+        (rope_type == "default", f"rope type {rope_type!r}", "rope type 'default'"),
+        (partial == 1.0, f"partial_rotary_factor {partial}", "rotation of whole heads"),
+        (activation == "silu", f"activation {activation!r}", "activation 'silu'"),
+        (not config.get("use_sliding_window") and not layer_types, "sliding-window attention", "full attention"),
+        (not config.get("quantization_config"), "quantized weights", "float32, bfloat16 and float16 weights"),
+    ]
+    return next(((found, supported) for is_fine, found, supported in checks if not is_fine), None)
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:  # Any: JSON
     return config.get("rope_parameters") or config.get("rope_scaling") or {}
-
-
-def _unsupported(model_dir: Path, found: str, supported: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{model_dir}: the embedded engine does not support {found}; it supports {supported}: "
-        "use the engine SGLang or vLLM for this model"
-    )
 
 
 def _eos_token_ids(model_dir: Path, config: Mapping[str, Any]) -> tuple[int, ...]:  # Any: JSON

@@ -15,7 +15,7 @@ from pathlib import Path
 import anyio
 from safetensors.torch import save_file
 
-from rollouts_core.backend import TrainingBackend
+from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.engines.protocol import InferenceEngine
 from rollouts_core.errors import EngineError, WeightSyncError
 from rollouts_core.files import new_directory

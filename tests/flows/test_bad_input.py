@@ -25,9 +25,9 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from rollouts_core.config import ModelConfig, SFTTrainingConfig
+from rollouts_core.data.rows import digest_path
 from rollouts_core.fingerprint import digest_model
 from rollouts_core.job import InputDataset, InputModel, SFTJob
-from rollouts_core.rows import digest_path
 from tests.flows.conftest import RUN_TIMEOUT_S, Rollouts, clean_environment, processes_of, wait_until
 from tests.small_pipeline import small_settings, write_small_pipeline
 

@@ -1,10 +1,5 @@
 """What the tests of the training core share: one torch thread, no network, and tiny quickstart files made once."""
 
-import os
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["HF_DATASETS_OFFLINE"] = "1"
-
 from pathlib import Path
 
 import pytest
@@ -13,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rollouts_core.config import ModelConfig
-from rollouts_core.model import load_hf_model, load_tokenizer
+from rollouts_core.model.loading import load_hf_model, load_tokenizer
 from rollouts_core.quickstart import write_quickstart_files
 from tests.rollouts_core.make import TINY_SIZE
 

@@ -7,8 +7,8 @@ would only look a little worse.
 import pytest
 import torch
 
+from rollouts_core.algorithms.loss import TokenScores, cross_entropy_loss, token_logprobs
 from rollouts_core.batch import block_causal_mask, build_batch, with_step_totals
-from rollouts_core.loss import TokenScores, cross_entropy_loss, token_logprobs
 from tests.rollouts_core.make import make_random_samples, make_sample
 
 

@@ -33,10 +33,10 @@ from rollouts_core.config import (
     SamplingConfig,
     SFTTrainingConfig,
 )
+from rollouts_core.data.rows import digest_path
 from rollouts_core.fingerprint import digest_model
 from rollouts_core.job import EngineAddress, InputDataset, InputFile, InputModel, RLJob, ServeJob, SFTJob
 from rollouts_core.metrics import read_json_lines, read_metrics
-from rollouts_core.rows import digest_path
 from tests.rollouts_core.kill_rewards import grade_even_digits, grade_even_digits_late
 
 pytestmark = pytest.mark.slow

@@ -12,11 +12,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rollouts_core.config import ModelConfig
-from rollouts_core.dataset import load_prompts_from_jsonl, load_sft_dataset
+from rollouts_core.data.dataset import load_prompts_from_jsonl, load_sft_dataset
+from rollouts_core.data.rows import digest_path
 from rollouts_core.environments import ArithmeticEnvironment
-from rollouts_core.model import check_vocabulary, load_hf_model
+from rollouts_core.model.loading import check_vocabulary, load_hf_model
 from rollouts_core.quickstart import CHARACTERS, SPECIAL_TOKENS, write_quickstart_files
-from rollouts_core.rows import digest_path
 from rollouts_core.types import Sample, Status
 from tests.rollouts_core.make import TINY_SIZE
 
@@ -106,5 +106,5 @@ def test_every_character_and_special_token_is_one_token(tokenizer: PreTrainedTok
 
 def test_model_and_tokenizer_belong_together(base_model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     model = load_hf_model(base_model)
-    check_vocabulary(model, tokenizer, base_model.path)
+    check_vocabulary(model.get_input_embeddings().weight.shape[0], tokenizer, base_model.path)
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id

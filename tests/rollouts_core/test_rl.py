@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rollouts_core.algorithms.loss import LossFn, Metrics, TokenScores, create_policy_loss, policy_loss
+from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorch_backend
 from rollouts_core.batch import TrainBatch
 from rollouts_core.checkpoint import step_directory
 from rollouts_core.config import (
@@ -27,12 +29,10 @@ from rollouts_core.config import (
     RolloutConfig,
     SamplingConfig,
 )
-from rollouts_core.data_buffer import DataBuffer
-from rollouts_core.dataset import load_prompts_from_jsonl
+from rollouts_core.data.data_buffer import DataBuffer
+from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.engines import PublishTarget
 from rollouts_core.errors import NonFiniteError
-from rollouts_core.loss import LossFn, Metrics, TokenScores, create_policy_loss, policy_loss
-from rollouts_core.pytorch_backend import PyTorchTrainingBackend, create_pytorch_backend
 from rollouts_core.rl import run_rl_training, score_rollouts, train_on_rollouts
 from rollouts_core.rl_batch import prepare_grpo_batch
 from rollouts_core.rollout import AsyncRolloutManager, convert_to_batch, create_engine_generate_fn

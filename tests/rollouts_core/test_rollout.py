@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 from rollouts_core.config import RolloutConfig
-from rollouts_core.data_buffer import DataBuffer
+from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.errors import ConfigError, DataError, RewardError
 from rollouts_core.filters import FilterDecision
 from rollouts_core.rollout import AsyncRolloutManager, generate_rollout_batches, sampling_seed

@@ -12,22 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from rollouts_core.__main__ import main
 from rollouts_core.checkpoint import load_manifest
 from rollouts_core.config import (
     DeploymentConfig,
     EvaluationConfig,
+    LoRAConfig,
     ModelConfig,
     OptimConfig,
+    PolicyConfig,
     RolloutConfig,
     SamplingConfig,
     SFTTrainingConfig,
 )
+from rollouts_core.data.rows import digest_path
 from rollouts_core.fingerprint import digest_checkpoint, digest_model
 from rollouts_core.job import EvalJob, GenerateJob, InputDataset, InputFile, InputModel, Job, SFTJob
 from rollouts_core.metrics import read_json_lines, read_metrics
-from rollouts_core.rows import digest_path
 from rollouts_core.types import sample_from_json
 
 ONE_THREAD = DeploymentConfig(trainer_threads=1)
@@ -143,6 +147,25 @@ def test_a_finished_stage_is_extended_by_another_that_goes_on_from_it(
     assert load_manifest(ends[0]).files == load_manifest(ends[1]).files
     assert [entry["name"] for entry in result["checkpoints"]] == ["step_000004", "step_000006"]
     assert all(entry["score"] < 0 for entry in result["checkpoints"])  # minus a loss
+
+
+def test_settings_of_the_policy_reach_the_training(base: InputModel, quickstart_dir: Path, tmp_path: Path) -> None:
+    lora = LoRAConfig(rank=4, target_modules=("q_proj",))
+    do(sft_job(base, quickstart_dir, policy=PolicyConfig(lora=lora, precision="bfloat16")), tmp_path / "lora")
+    weights = load_file(tmp_path / "lora/checkpoints/step_000004/model.safetensors")
+    before = load_file(Path(base.model.path) / "model.safetensors")
+    changed = {name for name in weights if not torch.equal(weights[name].float(), before[name].bfloat16().float())}
+    assert changed == {name for name in before if name.endswith("q_proj.weight")}
+
+
+def test_the_loss_of_evaluation_demonstrations_is_logged_and_scores_checkpoints(
+    base: InputModel, quickstart_dir: Path, tmp_path: Path
+) -> None:
+    job = sft_job(base, quickstart_dir, eval_every=2).model_copy(update={"eval_data": rows(quickstart_dir, "sft")})
+    result = do(job, tmp_path / "run")
+    logged = {row["step"]: row.get("eval_loss") for row in read_metrics(tmp_path / "run/metrics.jsonl")}
+    assert [step for step, loss in logged.items() if loss] == [2, 4]
+    assert [entry["score"] for entry in result["checkpoints"]] == [-logged[2], -logged[4]]
 
 
 def test_going_on_from_a_checkpoint_that_is_another_now_is_refused(

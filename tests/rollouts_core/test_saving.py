@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from rollouts_core.backend import ImmediateTrainFuture, ThreadTrainFuture
+from rollouts_core.algorithms.loss import Metrics, create_cross_entropy_loss
+from rollouts_core.backends.protocol import ImmediateTrainFuture, ThreadTrainFuture
+from rollouts_core.backends.pytorch import create_pytorch_backend
 from rollouts_core.checkpoint import list_checkpoints, load_manifest, new_checkpoint, verify_checkpoint
 from rollouts_core.config import (
     ModelConfig,
@@ -24,9 +26,7 @@ from rollouts_core.config import (
     SFTTrainingConfig,
 )
 from rollouts_core.errors import CheckpointError
-from rollouts_core.loss import Metrics, create_cross_entropy_loss
 from rollouts_core.metrics import EventLog, read_json_lines
-from rollouts_core.pytorch_backend import create_pytorch_backend
 from rollouts_core.saving import RunCheckpoints, check_same_settings, describe_settings, score_steps
 from rollouts_core.sft import run_sft_training
 from rollouts_core.types import Sample

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from rollouts_core.algorithms.loss import Metrics, create_cross_entropy_loss
+from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorch_backend
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from rollouts_core.config import DatasetConfig, ModelConfig, OptimConfig, SFTTrainingConfig
-from rollouts_core.dataset import SFTDataset, load_sft_dataset, open_datasets, sample_rules
+from rollouts_core.data.dataset import SFTDataset, load_sft_dataset, open_datasets, sample_rules
 from rollouts_core.errors import DataError
-from rollouts_core.loss import Metrics, create_cross_entropy_loss
 from rollouts_core.metrics import EventLog, JSONLLogger, read_json_lines, read_metrics
-from rollouts_core.pytorch_backend import PyTorchTrainingBackend, create_pytorch_backend
 from rollouts_core.sft import prepare_sft_batch, run_sft_training
 from rollouts_core.types import Sample
 from tests.rollouts_core.make import make_random_samples

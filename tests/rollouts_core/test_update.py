@@ -8,11 +8,11 @@ import asyncio
 import pytest
 import torch
 
+from rollouts_core.algorithms.loss import Metrics, TokenScores, cross_entropy_loss
+from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorch_backend
 from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
 from rollouts_core.config import ModelConfig, OptimConfig
 from rollouts_core.errors import NonFiniteError
-from rollouts_core.loss import Metrics, TokenScores, cross_entropy_loss
-from rollouts_core.pytorch_backend import PyTorchTrainingBackend, create_pytorch_backend
 from rollouts_core.update import update_policy
 from tests.rollouts_core.make import make_random_samples
 

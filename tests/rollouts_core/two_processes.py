@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from rollouts_core.ranks import Ranks, join_ranks
+from rollouts_core.backends.ranks import Ranks, join_ranks
 
 Work = Callable[..., Any]  # Any: whatever a test wants to know
 """Called on both ranks with `Ranks` and the arguments of `TwoProcesses.run`."""

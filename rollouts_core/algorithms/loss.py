@@ -1,0 +1,314 @@
+"""The losses: functions of the log-probs of the targets and of the batch, normalised by the step's totals.
+
+Not here: how log-probs come from a model (model/loading.py), how advantages come from rewards (advantages.py).
+
+Each loss of a micro-batch is a summand: the losses of all micro-batches of a step add up to the step's mean, because
+the divisor counts the whole step. Metrics are summands too.
+
+B rows of a micro-batch, T token positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rollouts_core.algorithms.mismatch import describe_mismatch, mean_per_sample, mismatch_weights, sum_per_sample
+from rollouts_core.batch import TrainBatch
+from rollouts_core.config import LossConfig
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """What a policy says about the targets of a batch; 0 where the loss mask is 0."""
+
+    logprobs_BT: Tensor
+    """log p(target), nats."""
+    entropies_BT: Tensor | None = None
+    """Entropy of the distribution that the target was drawn from, nats; only from policies asked for it."""
+    values_BT: Tensor | None = None
+    """The return that the value head expects before the target is drawn; only from policies that have one."""
+
+    def to(self, device: torch.device) -> TokenScores:
+        """The scores on `device`."""
+        return TokenScores(
+            logprobs_BT=self.logprobs_BT.to(device),
+            entropies_BT=None if self.entropies_BT is None else self.entropies_BT.to(device),
+            values_BT=None if self.values_BT is None else self.values_BT.to(device),
+        )
+
+
+LossFn = Callable[[TokenScores, TrainBatch], tuple[Tensor, Metrics]]
+"""(scores, batch) -> the micro-batch's share of the step's loss, and metrics that add up."""
+
+MAX_LOG_RATIO = 20.0
+"""|log ratio| is clamped to this before exp, so that a stray token gives a large number instead of infinity."""
+
+
+def token_logprobs(logits_BTV: Tensor, targets_BT: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """(B, T) log p(target) under softmax(logits / temperature), in float32.
+
+    Index t of the logits scores index t of the targets: nothing is shifted here.
+    """
+    assert logits_BTV.shape[:-1] == targets_BT.shape, f"{logits_BTV.shape} against {targets_BT.shape}"
+    scaled = logits_BTV.float() if temperature == 1.0 else logits_BTV.float() / temperature
+    return -F.cross_entropy(scaled.flatten(0, 1), targets_BT.flatten(), reduction="none").view(targets_BT.shape)
+
+
+def create_cross_entropy_loss() -> LossFn:
+    """The SFT loss: mean negative log-likelihood over all loss tokens of the step, in nats."""
+    return cross_entropy_loss
+
+
+def create_policy_loss(config: LossConfig) -> LossFn:
+    """The RL loss with these settings."""
+    return partial(policy_loss, config=config)
+
+
+def cross_entropy_loss(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, Metrics]:
+    """Mean negative log-likelihood of the trained targets, weighted by the loss mask."""
+    assert batch.num_loss_tokens > 0, "the caller drops empty steps"
+    # Masked positions may hold anything: 0 * -inf would be NaN.
+    scored_BT = torch.where(batch.loss_mask_BT > 0, scores.logprobs_BT, 0.0)
+    loss = -(scored_BT * batch.loss_mask_BT).sum() / batch.num_loss_tokens
+    return loss, {"loss": float(loss.detach())}
+
+
+def policy_loss(scores: TokenScores, batch: TrainBatch, config: LossConfig) -> tuple[Tensor, Metrics]:
+    """The policy-gradient loss with everything that the settings add to it.
+
+    A trained token contributes mismatch weight x objective + kl_coef x KL - entropy_coef x entropy; the tokens are
+    averaged as `config.aggregation` says. A value head's loss comes on top where the batch has returns.
+
+    Args:
+        scores: under the current weights, at the rollout's temperature; with entropies and values where the settings
+            and the batch ask for them.
+
+    Returns:
+        The micro-batch's share of the loss, and metrics that `sum_metrics` combines: shares and means over the tokens
+        that are scored.
+    """
+    assert scores.logprobs_BT.shape == batch.loss_mask_BT.shape, (
+        f"{scores.logprobs_BT.shape} != {batch.loss_mask_BT.shape}"
+    )
+    assert batch.num_loss_tokens > 0, "the caller drops empty steps"
+    logprobs_BT = _trained(scores.logprobs_BT, batch)
+    old_BT = logprobs_BT.detach() if batch.old_logprobs_BT is None else _trained(batch.old_logprobs_BT, batch)
+    rollout_BT = _trained(batch.rollout_logprobs_BT, batch)
+    log_ratio_BT = logprobs_BT - (rollout_BT if config.ratio_base == "rollout" else old_BT)
+    objective_BT, is_clipped_BT = policy_objective(logprobs_BT, log_ratio_BT, batch, config)
+    weights_BT = mismatch_weights(old_BT - rollout_BT, batch, config.mismatch)
+    if config.drift_mask:
+        weights_BT = weights_BT * drift_mask(log_ratio_BT, batch, config.drift_mask)
+    per_token_BT = objective_BT * weights_BT
+    shares = {
+        "clip_share": is_clipped_BT,
+        "kl_rollout_policy": estimate_kl(_limited(rollout_BT - logprobs_BT, MAX_LOG_RATIO), "k3"),
+        "policy_logprob": logprobs_BT,
+        **describe_mismatch(old_BT - rollout_BT, weights_BT, batch, config.mismatch),
+    }
+    if config.ratio_penalty:
+        per_token_BT = per_token_BT + config.ratio_penalty * log_ratio_BT.square()
+    if config.kl_coef:
+        kl_BT = reference_kl(logprobs_BT, log_ratio_BT, batch, config)
+        per_token_BT = per_token_BT + config.kl_coef * kl_BT
+        shares["kl_reference"] = kl_BT
+    if scores.entropies_BT is not None:
+        shares["entropy"] = _trained(scores.entropies_BT, batch)
+        if config.entropy_coef:  # times 0, it would still cost a backward pass through every entropy
+            per_token_BT = per_token_BT - config.entropy_coef * shares["entropy"]
+    counts_BT = token_weights(batch, config)
+    loss = (per_token_BT * counts_BT).sum()
+    if batch.returns_BT is not None:
+        value_loss = (clipped_value_loss(scores, batch, config.value_clip) * counts_BT).sum()
+        loss = loss + config.value_coef * value_loss
+        return loss, _to_floats(shares, batch, loss=loss, value_loss=value_loss)
+    return loss, _to_floats(shares, batch, loss=loss)
+
+
+def policy_objective(
+    logprobs_BT: Tensor, log_ratio_BT: Tensor, batch: TrainBatch, config: LossConfig
+) -> tuple[Tensor, Tensor]:
+    """(B, T) what each token contributes to the loss by `config.objective`, and where its gradient was limited.
+
+    ppo, gspo: -min(ratio x A, clip(ratio) x A), and at most dual_clip x |A| where A < 0.
+    cispo: -clip(ratio) x A x logprob without a gradient of the ratio. reinforce: -A x logprob.
+    dppo: -ratio x A, and 0 where the probability rose by more than clip_high although A > 0, or fell by more than
+    clip_low although A <= 0.
+
+    Source: ppo arXiv:1707.06347 eq. 7, asymmetric clip arXiv:2503.14476, dual clip arXiv:1912.09729 eq. 5; gspo
+    arXiv:2507.18071 eq. 5; cispo arXiv:2506.13585 eq. 4; dppo arXiv:2602.04879, as in prime-rl.
+    """
+    advantages_BT = batch.advantages_BT
+    if config.objective == "reinforce":
+        return -advantages_BT * logprobs_BT, torch.zeros_like(logprobs_BT)
+    if config.objective == "gspo":
+        log_ratio_BT = mean_per_sample(log_ratio_BT, batch)
+    ratio_BT = log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    if config.objective == "dppo":
+        moved_BT = logprobs_BT.detach().exp() - (logprobs_BT - log_ratio_BT).detach().exp()
+        is_far_BT = torch.where(advantages_BT > 0, moved_BT > config.clip_high, moved_BT < -config.clip_low)
+        return -advantages_BT * ratio_BT * ~is_far_BT, is_far_BT
+    clipped_BT = ratio_BT.clamp(1 - config.clip_low, 1 + config.clip_high)
+    if config.objective == "cispo":
+        return -clipped_BT.detach() * advantages_BT * logprobs_BT, clipped_BT != ratio_BT
+    free_BT, bound_BT = -advantages_BT * ratio_BT, -advantages_BT * clipped_BT
+    objective_BT, is_clipped_BT = torch.maximum(free_BT, bound_BT), bound_BT > free_BT
+    if config.dual_clip:
+        limit_BT = torch.where(advantages_BT < 0, -advantages_BT * config.dual_clip, math.inf)
+        is_clipped_BT = is_clipped_BT | (objective_BT > limit_BT)
+        objective_BT = torch.minimum(objective_BT, limit_BT)
+    return objective_BT, is_clipped_BT
+
+
+@torch.no_grad()
+def drift_mask(log_ratio_BT: Tensor, batch: TrainBatch, limit: float) -> Tensor:
+    """(B, T) 0 where a token is to be made less likely and its completion became so by more than `limit`, else 1.
+
+    Source: off-policy sequence masking, arXiv:2512.02556 sec. 3.1.
+    """
+    has_drifted_BT = -mean_per_sample(log_ratio_BT, batch) > limit
+    return 1.0 - (has_drifted_BT & (batch.advantages_BT < 0)).to(log_ratio_BT.dtype)
+
+
+def reference_kl(logprobs_BT: Tensor, log_ratio_BT: Tensor, batch: TrainBatch, config: LossConfig) -> Tensor:
+    """(B, T) estimates of KL(policy || reference) with the settings' limits and weights.
+
+    Source: estimators joschu.net/blog/kl-approx.html; weights arXiv:2512.02556 sec. 3.1, arXiv:2506.09477.
+    """
+    assert batch.ref_logprobs_BT is not None, "a KL term needs ref_logprobs_BT: score the batch with reference=True"
+    free_BT = logprobs_BT - _trained(batch.ref_logprobs_BT, batch)
+    difference_BT = _limited(free_BT, config.kl_input_clamp)
+    kl_BT = estimate_kl(difference_BT, config.kl_estimator)
+    if config.kl_weight == "ratio":
+        kl_BT = kl_BT * log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    elif config.kl_weight == "on_policy":
+        one_BT = (logprobs_BT - logprobs_BT.detach()).exp()
+        kl_BT = kl_BT * torch.where(difference_BT == free_BT, one_BT, one_BT.detach())
+    return _limited(kl_BT, config.kl_output_clamp)
+
+
+def estimate_kl(difference: Tensor, estimator: str) -> Tensor:
+    """KL(p || q) from tokens that p sampled: `difference` is log p - log q of each. Source: reference_kl."""
+    if estimator == "k1":
+        return difference
+    if estimator == "abs":
+        return difference.abs()
+    if estimator == "k2":
+        return difference.square() / 2
+    assert estimator == "k3", f"unknown estimator {estimator}"
+    return torch.expm1(-difference) + difference
+
+
+def clipped_value_loss(scores: TokenScores, batch: TrainBatch, value_clip: float) -> Tensor:
+    """(B, T) half the squared error of the value head.
+
+    The larger error counts of the prediction and of the prediction held within `value_clip` of the old one.
+
+    Source: arXiv:1811.02553 sec. 3; there and in verl, OpenRLHF and SkyRL.
+    """
+    assert batch.returns_BT is not None and batch.old_values_BT is not None, "a value loss needs returns and old values"
+    assert scores.values_BT is not None, "the estimator gae needs a policy with a value head: with_values=True"
+    values_BT, returns_BT = _trained(scores.values_BT, batch), _trained(batch.returns_BT, batch)
+    old_BT = _trained(batch.old_values_BT, batch)
+    held_BT = old_BT + _limited(values_BT - old_BT, value_clip)
+    return 0.5 * torch.maximum((values_BT - returns_BT).square(), (held_BT - returns_BT).square())
+
+
+def token_weights(batch: TrainBatch, config: LossConfig) -> Tensor:
+    """(B, T) what each token counts in the loss; over all micro-batches and ranks of a step the weights add up to 1.
+
+    With the aggregation `constant_length` they add up to the mean length as a share of the constant.
+
+    Source: token_mean arXiv:2503.14476; sequence_mean arXiv:2402.03300; constant_length arXiv:2503.20783.
+    """
+    if config.aggregation == "token_mean":
+        return batch.loss_mask_BT / batch.num_loss_tokens
+    if config.aggregation == "sequence_mean":
+        tokens_BT = sum_per_sample(batch.loss_mask_BT, batch)
+        return batch.loss_mask_BT / (tokens_BT.clamp(min=1e-9) * batch.num_samples)
+    if config.aggregation == "constant_length":
+        return batch.loss_mask_BT / (config.constant_length * batch.num_samples)
+    assert batch.group_tokens_BT is not None, "prompt_mean needs group_tokens_BT: rl.prepare_grpo_batch fills it"
+    return batch.loss_mask_BT / (batch.group_tokens_BT.clamp(min=1e-9) * batch.num_groups)
+
+
+def grpo_loss(
+    logits: Tensor,
+    labels: Tensor,
+    loss_mask: Tensor,
+    advantages: Tensor,
+    *,
+    old_log_probs: Tensor | None = None,
+    clip_range: float = 0.2,
+) -> Tensor:
+    """The policy loss over full logits: scalar mean over all tokens of the mask.
+
+    Args:
+        logits: (B, T, V); index t scores `labels[:, t]`, which was shifted once, where the batch was made.
+        labels: (B, T) token ids.
+        loss_mask: (B, T), 1 where a token is trained on.
+        advantages: (B,) one per row, or (B, T) one per token.
+        old_log_probs: (B, T) log-probs when sampled; None takes the current ones, so that the ratio is 1.
+
+    Source: arXiv:2402.03300 sec. 4.1, without its KL term.
+    """
+    policy_logprobs_BT = token_logprobs(logits, labels)
+    behaviour_BT = policy_logprobs_BT.detach() if old_log_probs is None else old_log_probs
+    advantages_BT = advantages[:, None].expand(labels.shape) if advantages.ndim == 1 else advantages
+    batch = TrainBatch(
+        inputs_BT=labels,
+        targets_BT=labels,
+        position_ids_BT=torch.zeros_like(labels),
+        segment_ids_BT=torch.ones_like(labels),
+        loss_mask_BT=loss_mask.float(),
+        advantages_BT=advantages_BT.float(),
+        rollout_logprobs_BT=behaviour_BT,
+        num_loss_tokens=float(loss_mask.sum()),
+        num_scored_tokens=float(loss_mask.sum()),
+        num_samples=int((loss_mask.sum(dim=1) > 0).sum()),
+        is_packed=False,
+    )
+    config = LossConfig(clip_low=clip_range, clip_high=clip_range)
+    loss, _ = policy_loss(TokenScores(logprobs_BT=policy_logprobs_BT), batch, config)
+    return loss
+
+
+def ppo_loss(
+    logits: Tensor,
+    labels: Tensor,
+    loss_mask: Tensor,
+    advantages: Tensor,
+    old_log_probs: Tensor | None = None,
+    clip_range: float = 0.2,
+) -> Tensor:
+    """PPO's clipped surrogate over full logits: `grpo_loss` with advantages that may differ per token.
+
+    Source: arXiv:1707.06347 eq. 7.
+    """
+    return grpo_loss(logits, labels, loss_mask, advantages, old_log_probs=old_log_probs, clip_range=clip_range)
+
+
+def _trained(values_BT: Tensor, batch: TrainBatch) -> Tensor:
+    """`values_BT` at trained targets, else 0: what lies elsewhere may be infinite, and 0 x inf would be NaN."""
+    return torch.where(batch.loss_mask_BT != 0, values_BT, 0.0)
+
+
+def _limited(values: Tensor, limit: float) -> Tensor:
+    return values.clamp(-limit, limit) if limit else values
+
+
+def _to_floats(shares: Mapping[str, Tensor], batch: TrainBatch, **totals: Tensor) -> Metrics:
+    """Scalars as they are, (B, T) metrics as means over the scored tokens; one transfer from the device."""
+    share_BT = batch.loss_mask_BT / batch.num_scored_tokens
+    metrics = {name: value.detach().float() for name, value in {**totals, **shares}.items()}
+    scalars = [value if value.ndim == 0 else (value * share_BT).sum() for value in metrics.values()]
+    return dict(zip(metrics, torch.stack(scalars).tolist(), strict=True))

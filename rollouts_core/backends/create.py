@@ -1,0 +1,75 @@
+"""Create the training backend that the settings name.
+
+Not here: the backends (pytorch.py, fsdp.py, jax.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from rollouts_core.algorithms.loss import LossFn
+from rollouts_core.backends.fsdp import create_fsdp_backend
+from rollouts_core.backends.protocol import TrainingBackend
+from rollouts_core.backends.pytorch import create_pytorch_backend
+from rollouts_core.backends.ranks import Ranks
+from rollouts_core.config import PLAIN_POLICY, ModelConfig, OptimConfig, PolicyConfig
+from rollouts_core.errors import ConfigError
+
+
+def create_backend(
+    model: ModelConfig,
+    optim: OptimConfig,
+    loss_fn: LossFn,
+    *,
+    num_steps: int,
+    policy: PolicyConfig = PLAIN_POLICY,
+    temperature: float = 1.0,
+    with_entropies: bool = False,
+    with_values: bool = False,
+    with_reference: bool = False,
+    seed: int = 0,
+    ranks: Ranks | None = None,
+) -> TrainingBackend:
+    """Model, optimizer, schedule and loss as the backend that `policy.backend` names.
+
+    Args:
+        num_steps: optimizer steps that the schedule spans.
+        temperature: of the rollouts in RL, 1 in SFT.
+        with_entropies: score entropies too.
+        with_values: train a value head.
+        with_reference: keep the weights that training starts from, for `score(reference=True)`.
+        seed: of every library's random numbers.
+        ranks: the processes that train together; None trains in this one alone.
+
+    Raises:
+        ConfigError: a setting that the backend cannot do, or a backend that is not installed.
+        CheckpointError: no model that can be loaded.
+    """
+    create: Callable[..., TrainingBackend]
+    if ranks is None:
+        create = _find_jax() if policy.backend == "jax" else create_pytorch_backend
+    elif policy.backend == "pytorch":
+        create = partial(create_fsdp_backend, ranks=ranks)
+    else:
+        raise ConfigError(f'backend "{policy.backend}" trains in one process: give one GPU, or set backend = "pytorch"')
+    return create(
+        model,
+        optim,
+        loss_fn,
+        num_steps=num_steps,
+        policy=policy,
+        temperature=temperature,
+        with_entropies=with_entropies,
+        with_values=with_values,
+        with_reference=with_reference,
+        seed=seed,
+    )
+
+
+def _find_jax() -> Callable[..., TrainingBackend]:
+    try:
+        from rollouts_core.backends.jax import create_jax_backend
+    except ImportError as error:
+        raise ConfigError("backend = jax is set but JAX is not installed: run pip install 'rollouts[jax]'") from error
+    return create_jax_backend

@@ -1,0 +1,309 @@
+"""Train a Hugging Face model in one process: the `TrainingBackend` of a laptop or of one GPU.
+
+Not here: the losses (algorithms/loss.py), batches (batch.py), the order of steps (sft.py, rl.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Mapping
+from contextlib import nullcontext
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from rollouts_core.algorithms.loss import LossFn, Metrics, TokenScores
+from rollouts_core.backends.optim import (
+    create_adamw_optimizer,
+    create_warmup_cosine_scheduler,
+    optimizer_tensors,
+    restore_optimizer_tensors,
+    restore_schedule,
+)
+from rollouts_core.backends.protocol import (
+    ImmediateTrainFuture,
+    ThreadTrainFuture,
+    TrainFuture,
+    TrainingState,
+    future_of,
+)
+from rollouts_core.backends.random_state import (
+    get_random_tensors,
+    get_random_values,
+    seed_everything,
+    set_random_state,
+)
+from rollouts_core.backends.snapshot import HostSnapshot
+from rollouts_core.backends.training_state import (
+    HF_KEY,
+    WEIGHT_KEY,
+    check_named_tensors,
+    own_weights,
+    read_training_checkpoint,
+    write_training_checkpoint,
+)
+from rollouts_core.batch import TrainBatch
+from rollouts_core.config import PLAIN_POLICY, ModelConfig, OptimConfig, PolicyConfig
+from rollouts_core.errors import NonFiniteError
+from rollouts_core.model.loading import check_vocabulary, load_hf_model, load_tokenizer
+from rollouts_core.model.lora import adapters_off, is_adapter_weight, merged_weights, replace_weights
+from rollouts_core.model.policy import Policy, create_policy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class PyTorchTrainingBackend:
+    """A policy with its optimizer and schedule on one device; implements `TrainingBackend`.
+
+    Args:
+        reference: the frozen policy that `score(reference=True)` asks.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: torch.optim.Optimizer,
+        scheduler: LambdaLR,
+        loss_fn: LossFn,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        max_grad_norm: float,
+        reference: Policy | None = None,
+    ) -> None:
+        self.policy = policy
+        self.model: PreTrainedModel = policy.hf_model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.loss_fn = loss_fn
+        self.tokenizer = tokenizer
+        self.max_grad_norm = max_grad_norm
+        self.reference = reference
+        self.device = self.model.device
+        self._num_optim_steps = 0
+        self._snapshot = HostSnapshot()
+        self._copied = threading.Event()
+        """Set when no save is reading weights and optimizer any more."""
+        self._copied.set()
+        self._saving: TrainFuture[None] = ImmediateTrainFuture(None)
+
+    @property
+    def num_ranks(self) -> int:
+        """1: every row of a batch is computed here."""
+        return 1
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether only adapters are trained."""
+        return any(is_adapter_weight(name) for name, _ in self.model.named_parameters())
+
+    @property
+    def weight_version(self) -> int:
+        """The number of optimizer steps that the weights have taken."""
+        return self._num_optim_steps
+
+    def forward_backward(self, batch: TrainBatch) -> TrainFuture[Metrics]:
+        """Add the batch's gradient to that of its step.
+
+        Raises:
+            NonFiniteError: the loss is not a finite number; the gradient of its step is dropped.
+        """
+        return future_of(lambda: self._forward_backward(batch))
+
+    def _forward_backward(self, batch: TrainBatch) -> Metrics:
+        on_device = batch.to(self.device)
+        loss, metrics = self.loss_fn(self.policy(on_device), on_device)
+        if not math.isfinite(metrics["loss"]):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise nonfinite_error("loss", metrics["loss"], num_optim_steps=self._num_optim_steps)
+        torch.autograd.backward(loss)
+        return metrics
+
+    def score(self, batch: TrainBatch, *, reference: bool = False) -> TrainFuture[TokenScores]:
+        """What the policy, or the reference, says about the batch, without a gradient or dropout, on the CPU."""
+        return future_of(lambda: self._score(batch, reference=reference))
+
+    @torch.no_grad()
+    def _score(self, batch: TrainBatch, *, reference: bool) -> TokenScores:
+        asked = self.reference if reference and self.reference else self.policy
+        assert asked is self.reference or not reference or self.has_adapters, "create the backend with_reference=True"
+        asked.eval()
+        with adapters_off(self.model) if reference else nullcontext():
+            scores: TokenScores = asked(batch.to(self.device)).to(torch.device("cpu"))
+        self.policy.train()
+        return scores
+
+    def optim_step(self) -> TrainFuture[Metrics]:
+        """Clip the gradient, step, and move the learning rate on.
+
+        Raises:
+            NonFiniteError: the gradient is not finite; it is dropped, and the weights are as before.
+        """
+        return future_of(self._optim_step)
+
+    def _optim_step(self) -> Metrics:
+        norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm))
+        if not math.isfinite(norm):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise nonfinite_error("gradient norm", norm, num_optim_steps=self._num_optim_steps)
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        self._copied.wait()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scheduler.step()
+        self._num_optim_steps += 1
+        return {"grad_norm": norm, "lr": lr}
+
+    def get_weights(self) -> ImmediateTrainFuture[dict[str, Tensor]]:
+        """The weights by their Hugging Face names, tied ones once, adapters merged in; the others are views."""
+        return ImmediateTrainFuture(merged_weights(self.model))
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
+        """Replace the weights; the optimizer keeps its state, and adapters start again from 0.
+
+        Raises:
+            CheckpointError: a name or shape that is not the model's; the weights are as before.
+        """
+        return future_of(lambda: self._load_weights(weights))
+
+    def _load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        check_named_tensors(merged_weights(self.model), weights)
+        self._copied.wait()
+        replace_weights(self.model, weights)
+
+    def save_checkpoint(self, path: Path, state: TrainingState) -> ThreadTrainFuture[None]:
+        """Write a directory that engines load as it is and that training resumes from exactly.
+
+        A thread copies everything to host memory, as much as weights and optimizer take, and writes the copy. Forward
+        and backward passes go on meanwhile; what changes weights waits until they are copied.
+        """
+        assert self._saving.done(), "one save at a time: wait for the last one's result"
+        trainer = {
+            "scheduler": deepcopy(self.scheduler.state_dict()),
+            "num_optim_steps": self._num_optim_steps,
+            "random": get_random_values(),
+            "loop": dict(state),
+        }
+        tensors = self._trainer_tensors()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the last step's kernels may still be changing them
+        self._copied.clear()
+        saving = ThreadTrainFuture(lambda: self._copy_and_write(path, trainer, tensors, state))
+        self._saving = saving
+        return saving
+
+    def load_checkpoint(self, path: Path) -> TrainFuture[TrainingState]:
+        """Go on from a checkpoint of this backend; returns the loop's state.
+
+        Raises:
+            CheckpointError: it is damaged, of another model, or has no trainer state.
+        """
+        return future_of(lambda: self._load_checkpoint(path))
+
+    def _trainer_tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds beside the Hugging Face files."""
+        return {
+            **{WEIGHT_KEY + name: value.detach() for name, value in own_weights(self.policy).items()},
+            **optimizer_tensors(self.policy, self.optimizer),
+            **get_random_tensors(),
+        }
+
+    def _copy_and_write(
+        self, path: Path, trainer: Mapping[str, Any], tensors: Mapping[str, Tensor], state: TrainingState
+    ) -> None:
+        try:
+            hf_weights = {HF_KEY + name: tensor for name, tensor in merged_weights(self.model).items()}
+            copied = self._snapshot.take({**hf_weights, **tensors})
+        finally:
+            self._copied.set()
+        self._write_checkpoint(path, json.dumps(trainer), copied, state)
+
+    def _write_checkpoint(self, path: Path, trainer: str, copied: dict[str, Tensor], state: TrainingState) -> None:
+        write_training_checkpoint(path, state, trainer, copied, model=self.model, tokenizer=self.tokenizer)
+
+    def _load_checkpoint(self, path: Path) -> TrainingState:
+        saved = read_training_checkpoint(path)
+        self._copied.wait()
+        own = own_weights(self.policy)
+        check_named_tensors(own, saved.own_weights)
+        if not self.has_adapters:  # with them the frozen weights are those that training started from
+            weights = merged_weights(load_hf_model(ModelConfig(path=str(path))))
+            check_named_tensors(merged_weights(self.model), weights)
+            replace_weights(self.model, weights)
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(saved.own_weights[name])
+        restore_optimizer_tensors(self.policy, self.optimizer, saved.moments)
+        restore_schedule(self.scheduler, saved.trainer["scheduler"])
+        set_random_state(saved.random_tensors, saved.trainer["random"])
+        self._num_optim_steps = saved.trainer["num_optim_steps"]
+        state: TrainingState = saved.trainer["loop"]
+        return state
+
+
+def nonfinite_error(quantity: str, value: float, *, num_optim_steps: int) -> NonFiniteError:
+    """The error of a loss or a gradient norm that is not a finite number."""
+    return NonFiniteError(
+        f"the {quantity} became {value} after {num_optim_steps} optimizer steps: lower the learning rate, or look at "
+        "the samples of this step"
+    )
+
+
+def create_pytorch_backend(
+    model: ModelConfig,
+    optim: OptimConfig,
+    loss_fn: LossFn,
+    *,
+    num_steps: int,
+    policy: PolicyConfig = PLAIN_POLICY,
+    temperature: float = 1.0,
+    with_entropies: bool = False,
+    with_values: bool = False,
+    with_reference: bool = False,
+    seed: int = 0,
+    device: str = "",
+) -> PyTorchTrainingBackend:
+    """Model, AdamW, schedule and loss as a backend, in one call.
+
+    Args:
+        num_steps: optimizer steps that the schedule spans.
+        policy: precision, adapters and memory savings.
+        temperature: of the rollouts in RL, 1 in SFT.
+        with_entropies: score entropies too.
+        with_values: train a value head.
+        with_reference: keep the weights that training starts from, for `score(reference=True)`.
+        seed: of the random numbers that new adapters and dropout take.
+        device: "" takes the first GPU where there is one, else the CPU.
+    """
+    seed_everything(seed)
+    place = device or default_device()
+    trained = create_policy(
+        model, policy, device=place, temperature=temperature, with_entropies=with_entropies, with_values=with_values
+    )
+    tokenizer = load_tokenizer(model)
+    check_vocabulary(trained.hf_model.get_input_embeddings().weight.shape[0], tokenizer, model.path)
+    reference = None
+    if with_reference and policy.lora.rank == 0:
+        frozen = policy.model_copy(update={"activation_checkpointing": False})
+        reference = create_policy(model, frozen, device=place, temperature=temperature).eval().requires_grad_(False)
+    optimizer = create_adamw_optimizer(trained, optim)
+    return PyTorchTrainingBackend(
+        trained,
+        optimizer,
+        create_warmup_cosine_scheduler(optimizer, optim, num_steps=num_steps),
+        loss_fn,
+        tokenizer=tokenizer,
+        max_grad_norm=optim.max_grad_norm,
+        reference=reference,
+    )
+
+
+def default_device() -> str:
+    """The first GPU where there is one, else the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,68 @@
+"""Seed, read and restore the random state of every library that training uses.
+
+Not here: seeds of samples (rollout.py), the order of data (data/data_buffer.py, sft.py); they do not depend on this
+state.
+
+    torch on the CPU and on every GPU -> tensors      Python's random, numpy -> JSON values
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+TORCH_KEY = "rng/torch"
+CUDA_KEY = "rng/cuda/"
+
+
+def seed_everything(seed: int) -> None:
+    """Begin with the same random state wherever a run starts."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def get_random_tensors(*, own_gpu_only: bool = False) -> dict[str, Tensor]:
+    """torch's random state by name: that of the CPU, and of every GPU.
+
+    Args:
+        own_gpu_only: of the current GPU alone, as the first one: asking the others would occupy memory of theirs.
+    """
+    states = {TORCH_KEY: torch.get_rng_state()}
+    if torch.cuda.is_available():
+        of_gpus = [torch.cuda.get_rng_state()] if own_gpu_only else torch.cuda.get_rng_state_all()
+        states |= {f"{CUDA_KEY}{i}": state for i, state in enumerate(of_gpus)}
+    return states
+
+
+def get_random_values() -> dict[str, Any]:  # Any: JSON
+    """The random state of Python and numpy."""
+    version, words, gauss = random.getstate()
+    kind, keys, place, has_gauss, cached_gauss = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [kind, [int(key) for key in keys], int(place), int(has_gauss), float(cached_gauss)],
+    }
+
+
+def set_random_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:  # Any: JSON
+    """Put back what `get_random_tensors` and `get_random_values` gave; a GPU that is not there is left out."""
+    torch.set_rng_state(tensors[TORCH_KEY])
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            if (name := f"{CUDA_KEY}{i}") in tensors:
+                torch.cuda.set_rng_state(tensors[name], i)
+    version, words, gauss = values["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, place, has_gauss, cached_gauss = values["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), place, has_gauss, cached_gauss))
+
+
+def is_random_state(name: str) -> bool:
+    """True for the names of `get_random_tensors`."""
+    return name == TORCH_KEY or name.startswith(CUDA_KEY)

@@ -1,0 +1,140 @@
+"""The processes that train one model together: which one this is, and how objects pass between them.
+
+Not here: what they compute (fsdp.py), who starts them (launch.py).
+
+Rank 0 leads: it alone runs the loop, talks to engines and writes files. The others follow: they hold their share of
+the model and do what the leader sends them, so that the loops need not know how many processes there are.
+
+    leader     loop -> backend.forward_backward(batch) -> scatter -+-> its share  -> gather -> the batch's metrics
+    followers  ......................................... waiting --+-> its share  -> gather -> waiting ...
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rollouts_core.backends.launch import is_launched
+from rollouts_core.errors import NonFiniteError, TrainingError
+from rollouts_core.messages import first_line
+
+logger = logging.getLogger(__name__)
+
+MAX_WAIT = timedelta(days=30)
+"""How long a follower waits for the leader, who may be generating, evaluating or writing. One that dies is noticed at
+once, because its connections close."""
+
+
+class LeaderGoneError(TrainingError):
+    """A follower has nobody to follow any more."""
+
+
+class Ranks:
+    """This process as one of those that torchrun started, with the connections to the others.
+
+    Args:
+        device: where this process computes; "" takes the GPU of its local rank where there is one, else the CPU.
+
+    Raises:
+        TrainingError: torchrun did not start this process.
+    """
+
+    def __init__(self, *, device: str = "") -> None:
+        if not is_launched():
+            raise TrainingError("RANK and WORLD_SIZE are not set: start this program with torchrun")
+        self.rank = int(os.environ["RANK"])
+        self.size = int(os.environ["WORLD_SIZE"])
+        has_gpu = torch.cuda.is_available()
+        self.device = torch.device(device or (f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if has_gpu else "cpu"))
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+        # Objects are small and on the CPU; and a wait in NCCL would occupy the GPU and time out.
+        self._objects = dist.new_group(backend="gloo", timeout=MAX_WAIT)
+        self.followers_wait = True
+        """Whether every follower waits in `scatter`: nothing may be sent to them otherwise."""
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process runs the loop."""
+        return self.rank == 0
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """A block that all ranks run together, and leave together by its end or by NonFiniteError."""
+        self.followers_wait = False
+        try:
+            yield
+        except NonFiniteError:
+            self.followers_wait = True
+            raise
+        self.followers_wait = True
+
+    def begin(self) -> None:
+        """Return on every rank when the leader gets here, to make something together.
+
+        Raises:
+            LeaderGoneError: it ended before.
+        """
+        if self.scatter([True] * self.size if self.is_leader else None) is None:
+            raise LeaderGoneError("rank 0 ended before it began")
+        self.followers_wait = False
+
+    def scatter(self, objects: Sequence[object] | None = None) -> Any:  # Any: whatever the leader sends
+        """One of the leader's objects, each rank its own; the leader gives as many as there are ranks.
+
+        Raises:
+            LeaderGoneError: on a follower, when the leader ended without a word.
+        """
+        assert (objects is not None) == self.is_leader, "only the leader has something to scatter"
+        received: list[Any] = [None]
+        try:
+            dist.scatter_object_list(received, None if objects is None else list(objects), group=self._objects)
+        except RuntimeError as error:
+            if self.is_leader:
+                raise
+            raise LeaderGoneError(f"rank 0 is gone: {first_line(error)}") from error
+        return received[0]
+
+    def gather(self, value: object) -> list[Any]:  # Any: whatever the ranks send
+        """Every rank's object, in order, on every rank."""
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value, group=self._objects)
+        return gathered
+
+    def stop_followers(self) -> None:
+        """Let `FSDPTrainingBackend.follow` of the other ranks return."""
+        assert self.is_leader, "followers end when the leader says so"
+        self.scatter([None] * self.size)
+        self.followers_wait = False
+
+
+@contextmanager
+def join_ranks(*, device: str = "") -> Iterator[Ranks]:
+    """The connections to the other ranks, for as long as the block runs.
+
+    When the leader's block ends, by an error too, the followers' `follow` returns, unless the error came out of
+    work that they share: then they are left in the middle of it, and whoever started them ends them. A follower's
+    block ends without an error when the leader is gone.
+    """
+    ranks = Ranks(device=device)
+    try:
+        yield ranks
+    except LeaderGoneError as error:
+        logger.info("rank %d ends: %s", ranks.rank, error)
+        return
+    except BaseException:
+        if ranks.is_leader and ranks.followers_wait:
+            with suppress(RuntimeError):  # they may be gone, too
+                ranks.stop_followers()
+        raise
+    if ranks.is_leader and ranks.followers_wait:
+        ranks.stop_followers()
+    dist.destroy_process_group()

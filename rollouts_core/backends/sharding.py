@@ -1,0 +1,103 @@
+"""Spread a policy over ranks, a layer at a time, without any rank ever holding two copies of it.
+
+Not here: training it (fsdp.py), what a policy is (model/policy.py).
+
+    leader: the model on disk, in host memory          every rank: the same model without values
+                     layer by layer: room on the device <- the leader's values, then cut into pieces
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from rollouts_core.backends.ranks import Ranks
+from rollouts_core.config import ModelConfig, PolicyConfig
+from rollouts_core.errors import ConfigError
+from rollouts_core.model.policy import Policy, create_policy
+
+
+def create_sharded_policy(
+    model: ModelConfig, config: PolicyConfig, ranks: Ranks, **options: Any
+) -> Policy:  # Any: the keywords of create_policy
+    """The model on disk as a policy of which every rank holds a part; every rank calls this.
+
+    Layers gather their weights in the number format of their products, the rest in that of the weights: what is
+    computed equals what one process computes under autocast, except that the weights of norms are rounded.
+    """
+    plain = config.model_copy(update={"compile": False})
+    source = create_policy(model, plain, device="cpu", **options) if ranks.is_leader else None
+    policy = create_policy(model, plain, device="meta", **options)
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    in_layers = MixedPrecisionPolicy(
+        param_dtype=policy.autocast_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    outside = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for name, layer in find_layers(policy):
+        _give_values(layer, source.get_submodule(name) if source else None, ranks.device)
+        if config.compile:
+            layer.compile()
+        fully_shard(layer, mesh=mesh, mp_policy=in_layers)
+    _give_values(policy, source, ranks.device)
+    # The head's weight is read outside of the head, and everything here is used first and last: keep it gathered.
+    fully_shard(policy, mesh=mesh, mp_policy=outside, reshard_after_forward=False)
+    if source is not None:  # what the model's files say beside weights goes into checkpoints
+        policy.hf_model.generation_config = source.hf_model.generation_config
+    return policy
+
+
+def find_layers(policy: Policy) -> list[tuple[str, nn.Module]]:
+    """The transformer layers by name: what transformers keeps on one device.
+
+    Raises:
+        ConfigError: the model does not name them.
+    """
+    kinds = set(policy.hf_model._no_split_modules or ())
+    layers = [(name, module) for name, module in policy.named_modules() if type(module).__name__ in kinds]
+    if not layers:
+        raise ConfigError(
+            f"{type(policy.hf_model).__name__} does not say which of its modules are layers, so it cannot be spread "
+            "over processes: train it with one"
+        )
+    return layers
+
+
+@torch.no_grad()
+def _give_values(module: nn.Module, source: nn.Module | None, device: torch.device) -> None:
+    """Replace parameters and buffers without values by ones on `device` with the leader's values.
+
+    Args:
+        source: the leader's module with values; None on other ranks.
+    """
+    replaced: dict[nn.Parameter, nn.Parameter] = {}  # a parameter that two modules share stays one
+    for owner_name, owner in module.named_modules():
+        values = _own_tensors(source.get_submodule(owner_name)) if source else {}
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            if not parameter.is_meta:
+                continue
+            if parameter not in replaced:
+                received = _receive(parameter, values.get(name), device)
+                replaced[parameter] = nn.Parameter(received, requires_grad=parameter.requires_grad)
+            setattr(owner, name, replaced[parameter])
+        for name, buffer in list(owner.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                setattr(owner, name, _receive(buffer, values.get(name), device))
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of a module without those of its parts."""
+    return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+
+
+def _receive(like: Tensor, value: Tensor | None, device: torch.device) -> Tensor:
+    """The leader's value on every rank."""
+    whole = torch.empty(like.shape, dtype=like.dtype, device=device)
+    if value is not None:
+        whole.copy_(value)
+    dist.broadcast(whole, src=0)
+    return whole

@@ -1,0 +1,57 @@
+"""Copy tensors to host memory, so that training goes on while the copy is written.
+
+Not here: what is copied (pytorch.py), how it is written (checkpoint.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+class HostSnapshot:
+    """Host memory for one copy of some tensors; used again for each copy, because fresh memory is slow to touch."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors as they are now. Tensors that share memory share it in the copy too; the next call reuses it."""
+        device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+        if device is None:
+            return self._copy(tensors)
+        # A stream of its own, so that the copy does not stand in line with the training's kernels.
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            copied = self._copy(tensors)
+        stream.synchronize()
+        return copied
+
+    def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        first_name: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
+        copied: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            memory = (tensor.data_ptr(), tensor.shape, tensor.stride())
+            if tensor.numel() and memory in first_name:
+                copied[name] = copied[first_name[memory]]
+                continue
+            first_name[memory] = name
+            copied[name] = self._buffer(name, tensor).copy_(tensor, non_blocking=True)
+        return copied
+
+    @torch.no_grad()
+    def keep(self, name: str, tensor: Tensor) -> Tensor:
+        """One tensor as it is now: for tensors that are gathered one after another and not all there at once."""
+        return self._buffer(name, tensor).copy_(tensor)
+
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            # Pinned memory takes copies from a GPU several times faster.
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._buffers[name] = buffer
+        return buffer

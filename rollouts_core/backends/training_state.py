@@ -1,0 +1,120 @@
+"""What a backend puts into a checkpoint and takes out of it, with any number of processes.
+
+Not here: the directory and its manifest (checkpoint.py), gathering what is spread over processes (fsdp.py).
+
+    trainer/state.json             schedule, counters, random state of Python and numpy, the loop's state
+    trainer/tensors.safetensors    `<parameter>/<quantity>` of the optimizer, `weight/<parameter>`, `rng/...`
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rollouts_core.backends.protocol import TrainingState
+from rollouts_core.backends.random_state import is_random_state
+from rollouts_core.checkpoint import new_checkpoint, verify_checkpoint
+from rollouts_core.errors import CheckpointError
+from rollouts_core.model.lora import is_adapter_weight
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rollouts_core.model.policy import Policy
+
+TRAINER_STATE = "trainer/state.json"
+TRAINER_TENSORS = "trainer/tensors.safetensors"
+HF_KEY = "hf/"
+"""Marks the tensors of a snapshot that go into the Hugging Face files."""
+WEIGHT_KEY = "weight/"
+"""Marks weights that the Hugging Face files have no place for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTraining:
+    """What a checkpoint says beside the weights of its Hugging Face files."""
+
+    own_weights: dict[str, Tensor]
+    """Those of `own_weights`."""
+    moments: dict[str, Tensor]
+    """Those of `optim.optimizer_tensors`."""
+    random_tensors: dict[str, Tensor]
+    """Those of `random_state.get_random_tensors`."""
+    trainer: dict[str, Any]  # Any: JSON
+    """`scheduler`, `num_optim_steps`, `random`, and the loop's state as `loop`."""
+
+
+class SavesPretrained(Protocol):
+    """What writes a model's Hugging Face files: a transformers model, or what stands for one."""
+
+    def save_pretrained(self, save_directory: Path, *, state_dict: dict[str, Tensor]) -> object:
+        """Write config.json and the weights in `state_dict`."""
+        ...
+
+
+def own_weights(policy: Policy) -> dict[str, Tensor]:
+    """The weights that the Hugging Face files have no place for: adapters and value head."""
+    named = policy.named_parameters()
+    return {name: p for name, p in named if is_adapter_weight(name) or name.startswith("value_head.")}
+
+
+def write_training_checkpoint(
+    path: Path,
+    state: TrainingState,
+    trainer: str,
+    tensors: Mapping[str, Tensor],
+    *,
+    model: SavesPretrained,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Write a directory that engines load as it is and that training resumes from.
+
+    Args:
+        trainer: content of trainer/state.json.
+        tensors: in host memory; those under `HF_KEY` are the weights by their Hugging Face names.
+    """
+    hf_weights = {name.removeprefix(HF_KEY): t for name, t in tensors.items() if name.startswith(HF_KEY)}
+    others = {name: t for name, t in tensors.items() if not name.startswith(HF_KEY)}
+    with new_checkpoint(
+        path, step=int(state["step"]), score=state.get("score"), settings=state.get("settings")
+    ) as directory:
+        model.save_pretrained(directory, state_dict=hf_weights)
+        tokenizer.save_pretrained(directory)
+        (directory / "trainer").mkdir()
+        (directory / TRAINER_STATE).write_text(trainer)
+        save_file(others, directory / TRAINER_TENSORS)
+
+
+def read_training_checkpoint(path: Path) -> SavedTraining:
+    """What `write_training_checkpoint` wrote beside the Hugging Face files.
+
+    Raises:
+        CheckpointError: it is damaged, or can only be started from.
+    """
+    verify_checkpoint(path)
+    if not (path / TRAINER_STATE).is_file():
+        raise CheckpointError(f"{path} has no trainer state: it can be trained from, but not resumed")
+    tensors = load_file(path / TRAINER_TENSORS)
+    own = {name.removeprefix(WEIGHT_KEY): t for name, t in tensors.items() if name.startswith(WEIGHT_KEY)}
+    random = {name: t for name, t in tensors.items() if is_random_state(name)}
+    return SavedTraining(
+        own_weights=own,
+        moments={n: t for n, t in tensors.items() if n not in random and not n.startswith(WEIGHT_KEY)},
+        random_tensors=random,
+        trainer=json.loads((path / TRAINER_STATE).read_text()),
+    )
+
+
+def check_named_tensors(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError when the values have other names or shapes."""
+    if values.keys() != own.keys():
+        raise CheckpointError(f"the weights are of another model: {sorted(values.keys() ^ own.keys())[:3]}")
+    for name, value in values.items():
+        if value.shape != own[name].shape:
+            raise CheckpointError(f"{name} has shape {tuple(value.shape)}, expected {tuple(own[name].shape)}")

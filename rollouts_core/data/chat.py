@@ -1,0 +1,262 @@
+"""Turn conversations into token ids and say which tokens belong to which turn.
+
+Not here: reading rows (dataset.py, conversations.py), tensors (batch.py).
+
+The tokenizer's own chat template writes the text. A template with {% generation %} markers says itself what the
+assistant wrote. For any other the turn of an assistant is what the template adds to the conversation before it. That
+difference is taken on token ids and checked token by token, so a template whose earlier text changes when a turn is
+added is an error instead of a wrong mask.
+
+    messages         user 1+1=?             assistant 2
+    text             <|user|>1+1=?<|end|><|assistant|>2<|end|>
+    tokens           3  14 20 14 25 24 1    4         15 1
+    Turn(assistant)                                   [8, 10)
+
+Many conversations are encoded in one call of the tokenizer, whose fixed cost is above that of a short text.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from jinja2 import TemplateError
+
+from rollouts_core.errors import DataError
+from rollouts_core.messages import first_line
+from rollouts_core.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TrainOn = Literal["last_assistant", "all_assistant", "everything"]
+CHUNK_TEXTS = 512
+GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class Conversation(NamedTuple):
+    """Messages, the tools that they may call, and how many of the first ones are given and never trained on."""
+
+    messages: Sequence[Message]
+    tools: Sequence[dict[str, Any]] | None = None  # Any: JSON schemas of a user's tools
+    num_given: int = 0
+
+
+class Turn(NamedTuple):
+    """The tokens [start, end) that one message of a conversation added."""
+
+    role: str
+    start: int
+    end: int
+
+
+class TokenizedConversation(NamedTuple):
+    """Token ids of a whole conversation, and those assistant turns of it that `train_on` asks for."""
+
+    tokens: list[int]
+    turns: list[Turn]
+
+
+def tokenize_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]] | None = None,  # Any: JSON schemas
+) -> list[int]:
+    """Token ids of a conversation that waits for the assistant's next turn."""
+    return encode_texts(tokenizer, [_render(tokenizer, messages, tools, add_generation_prompt=True)])[0]
+
+
+def tokenize_prompts(
+    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Message]]
+) -> Iterator[list[int]]:
+    """`tokenize_prompt` of each, many in one call of the tokenizer."""
+    texts = (_render(tokenizer, messages, None, add_generation_prompt=True) for messages in conversations)
+    while chunk := list(itertools.islice(texts, CHUNK_TEXTS)):
+        yield from encode_texts(tokenizer, chunk)
+
+
+def tokenize_conversation(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[dict[str, Any]] | None = None,  # Any: JSON schemas
+    train_on: TrainOn = "all_assistant",
+) -> TokenizedConversation:
+    """Token ids of a whole conversation, and the tokens of those assistant turns that `train_on` asks for.
+
+    Raises:
+        DataError: no assistant turn, or a chat template that does not tell the turns apart.
+    """
+    [outcome] = tokenize_conversations(tokenizer, [Conversation(messages, tools)], train_on=train_on)
+    if isinstance(outcome, DataError):
+        raise outcome
+    return outcome
+
+
+def tokenize_conversations(
+    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation], *, train_on: TrainOn
+) -> list[TokenizedConversation | DataError]:
+    """`tokenize_conversation` of each, in one call of the tokenizer; an error takes the place of its conversation."""
+    if train_on != "everything" and has_generation_markers(tokenizer):
+        return [_tokenize_marked(tokenizer, each, train_on) for each in conversations]
+    texts: list[list[str] | DataError] = []
+    for conversation in conversations:
+        try:
+            texts.append(_render_prefixes(tokenizer, conversation, train_on))
+        except DataError as error:
+            texts.append(error)
+    encoded = iter(
+        encode_texts(tokenizer, [text for each in texts if not isinstance(each, DataError) for text in each])
+    )
+    outcomes: list[TokenizedConversation | DataError] = []
+    for each in texts:
+        if isinstance(each, DataError):
+            outcomes.append(each)
+        else:
+            outcomes.append(_find_turns(list(itertools.islice(encoded, len(each))), train_on))
+    return outcomes
+
+
+def has_generation_markers(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template itself marks what the assistant wrote."""
+    template = tokenizer.chat_template
+    return isinstance(template, str) and GENERATION_MARKER.search(template) is not None
+
+
+def compute_loss_mask(turns: Sequence[Turn], num_tokens: int, train_on: TrainOn) -> list[float]:
+    """Per token 1 where it is trained on, else 0; turns that reach past `num_tokens` are cut."""
+    if train_on == "everything":
+        return [1.0] * num_tokens
+    trained = turns[-1:] if train_on == "last_assistant" else turns
+    loss_mask = [0.0] * num_tokens
+    for turn in trained:
+        end = min(turn.end, num_tokens)
+        loss_mask[turn.start : end] = [1.0] * (end - turn.start)
+    return loss_mask
+
+
+def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    """Token ids of texts in which a template has already written every special token."""
+    if not texts:
+        return []
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    return ids
+
+
+def _trained_turns(conversation: Conversation, train_on: TrainOn) -> list[int]:
+    """The numbers of the messages that are trained on."""
+    messages = conversation.messages
+    turns = [i for i in range(conversation.num_given, len(messages)) if messages[i]["role"] == "assistant"]
+    if not turns:
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+        raise DataError(f"the conversation has no assistant turn, only {roles}: there is nothing to learn from it")
+    return turns[-1:] if train_on == "last_assistant" else turns
+
+
+def _render_prefixes(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, train_on: TrainOn) -> list[str]:
+    """The conversation before each trained turn, then the one up to it, then the whole one, which may be the last."""
+    messages, tools = conversation.messages, conversation.tools
+    if train_on == "everything":
+        return [_render(tokenizer, messages, tools, add_generation_prompt=False)]
+    turns = _trained_turns(conversation, train_on)
+    texts = [_render(tokenizer, messages[:i], tools, add_generation_prompt=True) for i in turns]
+    texts += [_render(tokenizer, messages[: i + 1], tools, add_generation_prompt=False) for i in turns]
+    if turns[-1] != len(messages) - 1:
+        texts.append(_render(tokenizer, messages, tools, add_generation_prompt=False))
+    return texts
+
+
+def _find_turns(prefixes: list[list[int]], train_on: TrainOn) -> TokenizedConversation | DataError:
+    tokens = prefixes[-1]
+    if train_on == "everything":
+        return TokenizedConversation(tokens, [])
+    if any(tokens[: len(prefix)] != prefix for prefix in prefixes):
+        return _not_prefix_stable(train_on)
+    num_turns = len(prefixes) // 2
+    befores, afters = prefixes[:num_turns], prefixes[num_turns : 2 * num_turns]
+    turns = [Turn("assistant", len(before), len(after)) for before, after in zip(befores, afters, strict=True)]
+    return TokenizedConversation(tokens, turns)
+
+
+def _not_prefix_stable(train_on: TrainOn) -> DataError:
+    last = "train_on = last_assistant, " if train_on == "all_assistant" else ""
+    return DataError(
+        "the chat template is not prefix-stable: adding a turn changes the tokens before it, so assistant turns "
+        f"cannot be told apart; use {last}train_on = everything, or a template with generation markers"
+    )
+
+
+def _tokenize_marked(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, train_on: TrainOn
+) -> TokenizedConversation | DataError:
+    """The turns that a template's own markers name."""
+    try:
+        num_turns = len(_trained_turns(conversation, "all_assistant"))
+        encoded = _apply(
+            tokenizer,
+            conversation.messages,
+            conversation.tools,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        start = 0
+        if conversation.num_given:
+            given = conversation.messages[: conversation.num_given]
+            start = len(tokenize_prompt(tokenizer, given, conversation.tools))
+    except DataError as error:
+        return error
+    tokens: list[int] = encoded["input_ids"]
+    turns = [turn for turn in _marked_turns(encoded["assistant_masks"]) if turn.start >= start]
+    if not turns:
+        return DataError("the chat template's generation markers hold no token: it marks another role or an empty text")
+    if train_on == "last_assistant":
+        if len(turns) != num_turns:
+            return DataError(
+                f"the chat template's generation markers give {len(turns)} spans for {num_turns} assistant turns, so "
+                "the last turn cannot be told apart; use train_on = all_assistant"
+            )
+        turns = turns[-1:]
+    return TokenizedConversation(tokens, turns)
+
+
+def _marked_turns(mask: Sequence[int]) -> list[Turn]:
+    """The runs of ones."""
+    turns: list[Turn] = []
+    start = 0
+    for is_marked, run in itertools.groupby(mask):
+        end = start + len(list(run))
+        if is_marked:
+            turns.append(Turn("assistant", start, end))
+        start = end
+    return turns
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]] | None,  # Any: JSON schemas
+    *,
+    add_generation_prompt: bool,
+) -> str:
+    text: str = _apply(tokenizer, messages, tools, tokenize=False, add_generation_prompt=add_generation_prompt)
+    return text
+
+
+def _apply(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]] | None,  # Any: JSON schemas
+    **settings: bool,
+) -> Any:  # Any: text, or the tokenizer's own record
+    if tokenizer.chat_template is None:
+        raise DataError(
+            "the tokenizer has no chat template: add one to the model's folder, or use rows with a `text` field"
+        )
+    try:
+        return tokenizer.apply_chat_template(list(messages), tools=list(tools) if tools else None, **settings)
+    except (TemplateError, TypeError, ValueError) as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise DataError(f"the chat template refuses the turns {roles}: {first_line(error)}") from error

@@ -1,0 +1,148 @@
+"""What a row of demonstrations says: the messages, the tools and the text in it, checked.
+
+Not here: reading rows (rows.py), tokens (chat.py, dataset.py).
+
+    {"messages": [...], "tools": [...]}                     conversation; every assistant turn may be trained on
+    {"prompt": text or [...], "completion": text or [...]}  the prompt is given and never trained on
+    {"text": ...}                                           plain text, trained on whole
+
+A field that is null counts as absent: tables in which rows of several shapes lie together fill the gaps with nulls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from rollouts_core.data.chat import Conversation
+from rollouts_core.errors import DataError
+from rollouts_core.messages import closest_name
+from rollouts_core.types import Message
+
+Row = Mapping[str, Any]  # Any: JSON values of a user's file
+
+COMPLETION_KEYS = ("completion", "response")
+KNOWN_KEYS = ["messages", "prompt", *COMPLETION_KEYS, "text", "tools"]
+MAX_SHOWN_CHARS = 80
+
+
+def read_demonstration(row: Row) -> Conversation | str:
+    """The conversation of a row, or its plain text.
+
+    Raises:
+        DataError: none of the known fields, or a field of another type than it must have.
+    """
+    completion = next((key for key in COMPLETION_KEYS if row.get(key) is not None), None)
+    if row.get("messages") is not None:
+        return Conversation(read_messages(row["messages"]), read_tools(row))
+    if row.get("prompt") is not None and completion:
+        prompt = _messages_or_text(row, "prompt", role="user")
+        return Conversation(
+            [*prompt, *_messages_or_text(row, completion, role="assistant")], read_tools(row), len(prompt)
+        )
+    if row.get("text") is not None:
+        return _text(row, "text")
+    raise DataError(f"expected `messages`, or `prompt` and `completion`, or `text`; found {describe_keys(row)}")
+
+
+def read_messages(messages: object, *, key: str = "messages") -> list[Message]:
+    """A row's list of messages, checked: texts for role and content, tool calls as objects.
+
+    Content may be null beside tool calls and becomes an empty text; a list of text parts is joined; other keys of a
+    message stay, for the template to read.
+
+    Raises:
+        DataError: it is no such list; names the message.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"`{key}` must be a list with at least one message")
+    return [_message(message, i) for i, message in enumerate(messages)]
+
+
+def read_tools(row: Row) -> list[dict[str, Any]] | None:  # Any: JSON schemas
+    """The tools of a row: a list of JSON schemas, or the same as JSON text; None without any."""
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        tools = _parse_json(tools, "`tools`") if tools.strip() else None
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"`tools` must be a list of JSON schemas, found {_show(tools)}")
+    return tools
+
+
+def describe_keys(row: Row) -> str:
+    """The fields of a row that hold something, for an error, with the name that a misspelt one may have meant."""
+    keys = sorted(key for key, value in row.items() if value is not None)
+    nulls = sorted(key for key, value in row.items() if value is None and key in KNOWN_KEYS)
+    found = ", ".join([*keys, *(f"{key} (null)" for key in nulls)])
+    hints = (closest_name(key, KNOWN_KEYS) for key in keys if key not in KNOWN_KEYS)
+    return (found or "no field at all") + next((hint for hint in hints if "did you mean" in hint), "")
+
+
+def _messages_or_text(row: Row, key: str, *, role: str) -> list[Message]:
+    if isinstance(row[key], list):
+        return read_messages(row[key], key=key)
+    return [Message(role=role, content=_text(row, key))]
+
+
+def _message(message: object, number: int) -> Message:
+    if not isinstance(message, dict):
+        raise DataError(f"message {number} must have `role` and `content`, both text; found {_show(message)}")
+    fields = {key: value for key, value in message.items() if value is not None}
+    if fields.get("tool_calls"):
+        fields["tool_calls"] = [_tool_call(call, number) for call in _as_list(fields["tool_calls"], number)]
+        fields.setdefault("content", "")
+    else:
+        fields.pop("tool_calls", None)
+    if isinstance(fields.get("content"), list):
+        fields["content"] = _join_parts(fields["content"], number)
+    if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
+        raise DataError(f"message {number} must have `role` and `content`, both text; found {_show(message)}")
+    return cast(Message, fields)  # checked above; a template may read further keys
+
+
+def _as_list(calls: object, number: int) -> Sequence[object]:
+    if not isinstance(calls, list):
+        raise DataError(f"`tool_calls` of message {number} must be a list, found {_show(calls)}")
+    return calls
+
+
+def _tool_call(call: object, number: int) -> dict[str, Any]:  # Any: JSON
+    """A tool call with its arguments as an object: templates write objects as JSON, and text as a quoted text."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(f"a tool call of message {number} must name a `function`, found {_show(call)}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        parsed = _parse_json(arguments, f"`arguments` of a tool call of message {number}") if arguments.strip() else {}
+        function = {**function, "arguments": parsed}
+    assert isinstance(call, dict)
+    return {**call, "function": function} if "function" in call else function
+
+
+def _join_parts(parts: list[object], number: int) -> str:
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise DataError(
+            f"message {number} has content that is no text: only text can be trained on, found {_show(parts)}"
+        )
+    return "".join(str(text) for text in texts)
+
+
+def _parse_json(text: str, what: str) -> Any:  # Any: JSON
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{what} must be JSON, found {_show(text)}") from error
+
+
+def _text(row: Row, key: str) -> str:
+    if not isinstance(row[key], str):
+        raise DataError(f"`{key}` must be text, found {type(row[key]).__name__}")
+    return str(row[key])
+
+
+def _show(value: object) -> str:
+    return str(value)[:MAX_SHOWN_CHARS]

@@ -1,0 +1,350 @@
+"""Turn rows into the samples of SFT and the prompts of RL, and name the row that does not fit.
+
+Not here: reading rows (rows.py), what a row may look like (conversations.py), which rows an epoch visits (mixture.py).
+
+    demonstrations   {"messages": [...]} | {"prompt": ..., "completion": ...} | {"text": ...}  -> Sample
+    prompts          {"prompt": ... | "messages": [...], "answer": ..., "id": ...}             -> Prompt
+
+Rows are tokenized `CHUNK_ROWS` at a time: one call of the tokenizer for all texts of a chunk.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from rollouts_core.config import DatasetConfig, SFTTrainingConfig
+from rollouts_core.data.chat import (
+    Conversation,
+    TokenizedConversation,
+    TrainOn,
+    compute_loss_mask,
+    tokenize_conversations,
+)
+from rollouts_core.data.conversations import Row, describe_keys, read_demonstration, read_messages
+from rollouts_core.data.mixture import epoch_order
+from rollouts_core.data.rows import RowTable, load_rows, open_rows
+from rollouts_core.errors import DataError
+from rollouts_core.types import Message, Prompt, Sample, Status
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+OnOverlong = Literal["cut", "cut_or_drop", "drop"]
+CHUNK_ROWS = 512
+MAX_LOGGED_DROPS = 10
+
+
+class SampleRules(NamedTuple):
+    """What makes a sample of a row."""
+
+    max_length: int
+    """Tokens of a sample at most."""
+    train_on: TrainOn = "all_assistant"
+    """Which tokens enter the loss."""
+    on_overlong: OnOverlong = "cut"
+    """What happens to a row of more than `max_length` tokens."""
+
+
+def sample_rules(config: SFTTrainingConfig) -> SampleRules:
+    """The rules that the settings of SFT give."""
+    return SampleRules(config.max_length, config.train_on, config.on_overlong)
+
+
+def load_sft_dataset(
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    train_on: TrainOn = "all_assistant",
+    on_overlong: OnOverlong = "cut",
+    max_rows: int | None = None,
+) -> list[Sample]:
+    """Demonstrations as samples of at most `max_length` tokens, in the order of the file.
+
+    Args:
+        on_overlong: `cut` longer ones, where nothing to train on may not be all that is left; `cut_or_drop`, which
+            leaves those out; or `drop` every longer one.
+        max_rows: only so many from the start.
+
+    Raises:
+        DataError: a row without the needed fields, or with nothing to train on, named by its number.
+    """
+    rules = SampleRules(max_length, train_on, on_overlong)
+    samples = iterate_samples(load_rows(path), str(path), tokenizer, rules, max_rows=max_rows)
+    return [sample for sample in samples if sample is not None]
+
+
+def iterate_samples(
+    rows: Iterable[tuple[int, Row]],
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    rules: SampleRules,
+    *,
+    max_rows: int | None = None,
+) -> Iterator[Sample | None]:
+    """The sample of each row in order, None where the rules leave it out; a chunk of rows is in memory at a time.
+
+    Args:
+        source: what errors call the place the rows come from.
+
+    Raises:
+        DataError: see `load_sft_dataset`.
+    """
+    stream = itertools.islice(rows, max_rows)
+    while chunk := list(itertools.islice(stream, CHUNK_ROWS)):
+        yield from _build_chunk(chunk, source, tokenizer, rules)
+
+
+def open_datasets(datasets: Sequence[DatasetConfig]) -> list[RowTable]:
+    """The rows of each dataset; nothing of them is checked but that there is one."""
+    return [open_rows(each.path, split=each.split, subset=each.subset, revision=each.revision) for each in datasets]
+
+
+def count_used_rows(table: RowTable, dataset: DatasetConfig) -> int:
+    """How many rows of a dataset are used, from its start.
+
+    Raises:
+        DataError: so few that an epoch would visit none.
+    """
+    size = len(table) if dataset.max_samples is None else min(len(table), dataset.max_samples)
+    if size * dataset.repeat < 1:
+        raise DataError(f"{table.path}: repeat {dataset.repeat} of {size} rows is less than one row: raise it")
+    return size
+
+
+class SFTDataset:
+    """The samples of several datasets, visited epoch by epoch in an order that the seed decides.
+
+    Tokens are kept after the rows were read once, 5 bytes each; or, `streaming`, made again whenever a row is
+    visited, so that only a chunk of rows is in memory. Order and samples are the same.
+
+    Args:
+        tables: what `open_datasets` opened.
+
+    Raises:
+        DataError: data that cannot be read, too few rows for a `repeat`, a row with nothing to train on (when it is
+            read: at once, or while streaming), or no row that is not left out.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[DatasetConfig],
+        tables: Sequence[RowTable],
+        tokenizer: PreTrainedTokenizerBase,
+        rules: SampleRules,
+        *,
+        streaming: bool = False,
+    ) -> None:
+        self._tables = tables
+        self.sizes = [count_used_rows(table, each) for table, each in zip(tables, datasets, strict=True)]
+        self._repeats = [each.repeat for each in datasets]
+        self._tokenizer = tokenizer
+        self._rules = rules
+        self.num_dropped = 0
+        """Rows left out because of their length; while streaming, visits of such rows."""
+        self._kept: _CompactSamples | None = None
+        if not streaming:
+            self._kept = _CompactSamples(self._read_chunk(chunk) for chunk in _chunks(range(len(self))))
+            if self.num_dropped == len(self):
+                raise DataError(f"all {len(self)} rows are longer than max_length {rules.max_length}: raise it")
+
+    def __len__(self) -> int:
+        """Rows of all datasets, also those that are left out."""
+        return sum(self.sizes)
+
+    @property
+    def num_visits_per_epoch(self) -> int:
+        """How many samples an epoch has, at most: rows times repeats."""
+        return sum(int(size * repeat) for size, repeat in zip(self.sizes, self._repeats, strict=True))
+
+    def iterate_epoch(self, epoch: int, *, seed: int, start: int = 0) -> Iterator[Sample | None]:
+        """The samples of an epoch from its visit `start` on; None for a row that is left out."""
+        order = epoch_order(self.sizes, self._repeats, seed=seed, epoch=epoch)
+        if self._kept is not None:
+            return map(self._kept.__getitem__, itertools.islice(order, start, None))
+        return itertools.chain.from_iterable(map(self._read_chunk, _chunks(order, start)))
+
+    def _read_chunk(self, numbers: Sequence[int]) -> list[Sample | None]:
+        """The samples of rows, numbered through all datasets."""
+        samples: dict[int, Sample | None] = {}
+        first_row = 0
+        for table, size in zip(self._tables, self.sizes, strict=True):
+            wanted = [number for number in dict.fromkeys(numbers) if first_row <= number < first_row + size]
+            rows = table.read([number - first_row for number in wanted]) if wanted else []
+            built = _build_chunk(rows, table.path, self._tokenizer, self._rules)
+            for number, (row, _), outcome in zip(wanted, rows, built, strict=True):
+                samples[number] = outcome and replace(outcome, metadata={"row": number + 1})
+                if outcome is None:
+                    self._count_drop(f"{table.path}, row {row}")
+            first_row += size
+        return [samples[number] for number in numbers]
+
+    def _count_drop(self, row: str) -> None:
+        self.num_dropped += 1
+        if self.num_dropped <= MAX_LOGGED_DROPS:
+            logger.warning("left out %s: longer than max_length %d", row, self._rules.max_length)
+
+
+class _CompactSamples:
+    """Tokens and masks of many samples, one behind the other."""
+
+    def __init__(self, chunks: Iterable[Sequence[Sample | None]]) -> None:
+        self._tokens = array("i")
+        self._mask = bytearray()
+        self._ends = array("q", [0])
+        self._is_cut = bytearray()
+        for sample in itertools.chain.from_iterable(chunks):
+            if sample is not None:
+                self._tokens.extend(sample.tokens)
+                self._mask.extend(map(int, sample.loss_mask))
+            self._is_cut.append(sample is not None and sample.status is Status.TRUNCATED)
+            self._ends.append(len(self._tokens))
+
+    def __getitem__(self, number: int) -> Sample | None:
+        start, end = self._ends[number], self._ends[number + 1]
+        if start == end:
+            return None
+        return Sample(
+            tokens=self._tokens[start:end].tolist(),
+            loss_mask=list(map(float, self._mask[start:end])),
+            status=Status.TRUNCATED if self._is_cut[number] else Status.COMPLETED,
+            metadata={"row": number + 1},
+        )
+
+
+def load_prompts_from_jsonl(path: str | Path, *, max_rows: int | None = None) -> list[Prompt]:
+    """Prompts of a JSONL file (or another format that `load_rows` reads), at most `max_rows` from its start.
+
+    Raises:
+        DataError: a row without `prompt` or `messages`, named by its number, or an id that occurs twice.
+    """
+    prompts: list[Prompt] = []
+    row_of_id: dict[str, int] = {}
+    for number, row in itertools.islice(load_rows(path), max_rows):
+        try:
+            prompt = _build_prompt(row, default_id=f"{Path(path).stem}-{number}")
+        except DataError as error:
+            raise DataError(f"{path}, row {number}: {error}") from error
+        if prompt.id in row_of_id:
+            raise DataError(f"{path}, row {number}: id {prompt.id!r} is also that of row {row_of_id[prompt.id]}")
+        row_of_id[prompt.id] = number
+        prompts.append(prompt)
+    return prompts
+
+
+def check_disjoint(first: Sequence[Prompt], second: Sequence[Prompt], *, names: tuple[str, str]) -> None:
+    """Raise DataError when a prompt's conversation is in both lists."""
+    seen = {_conversation(prompt): prompt.id for prompt in first}
+    for prompt in second:
+        if (other := seen.get(_conversation(prompt))) is not None:
+            raise DataError(
+                f"prompt {prompt.id!r} of {names[1]} is also prompt {other!r} of {names[0]}: "
+                "what chooses a checkpoint must not also grade it; remove it from one of them"
+            )
+
+
+def _conversation(prompt: Prompt) -> tuple[tuple[str, str], ...]:
+    return tuple((message["role"], message["content"]) for message in prompt.messages)
+
+
+def _chunks(numbers: Sequence[int], start: int = 0) -> Iterator[Sequence[int]]:
+    return (numbers[i : i + CHUNK_ROWS] for i in range(start, len(numbers), CHUNK_ROWS))
+
+
+def _build_chunk(
+    rows: Sequence[tuple[int, Row]], source: str, tokenizer: PreTrainedTokenizerBase, rules: SampleRules
+) -> list[Sample | None]:
+    """A sample per row, or None where the rules leave it out; the first row that does not fit is an error."""
+    read: list[Conversation | str | DataError] = []
+    for _, row in rows:
+        try:
+            read.append(read_demonstration(row))
+        except DataError as error:
+            read.append(error)
+    conversations = [each for each in read if isinstance(each, Conversation)]
+    texts = [each for each in read if isinstance(each, str)]
+    tokenized = iter(tokenize_conversations(tokenizer, conversations, train_on=rules.train_on))
+    encoded = iter(_encode_plain_texts(tokenizer, texts))
+    samples: list[Sample | None] = []
+    for (number, _), each in zip(rows, read, strict=True):
+        try:
+            if isinstance(each, Conversation):
+                samples.append(_conversation_sample(each, next(tokenized), rules))
+            elif isinstance(each, str):
+                tokens = next(encoded)
+                samples.append(_build_sample(tokens, [1.0] * len(tokens), rules, prompt=(), response=each))
+            else:
+                raise each
+        except DataError as error:
+            raise DataError(f"{source}, row {number}: {error}") from error
+    return samples
+
+
+def _encode_plain_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    """Token ids with what the tokenizer itself puts before a text, and with an end."""
+    if not texts:
+        return []
+    ids: list[list[int]] = tokenizer(texts, return_attention_mask=False)["input_ids"]
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return [[*tokens, *end] for tokens in ids]
+
+
+def _conversation_sample(
+    conversation: Conversation, tokenized: TokenizedConversation | DataError, rules: SampleRules
+) -> Sample | None:
+    if isinstance(tokenized, DataError):
+        raise tokenized
+    messages = conversation.messages
+    loss_mask = compute_loss_mask(tokenized.turns, len(tokenized.tokens), rules.train_on)
+    return _build_sample(
+        tokenized.tokens, loss_mask, rules, prompt=tuple(messages[:-1]), response=messages[-1]["content"]
+    )
+
+
+def _build_sample(
+    tokens: list[int], loss_mask: list[float], rules: SampleRules, *, prompt: tuple[Message, ...], response: str
+) -> Sample | None:
+    max_length = rules.max_length
+    is_overlong = len(tokens) > max_length
+    if is_overlong and rules.on_overlong == "drop":
+        return None
+    # The first token of a row has nothing before it to be predicted from.
+    if not any(loss_mask[1:max_length]):
+        if is_overlong and rules.on_overlong == "cut_or_drop" and any(loss_mask[1:]):
+            return None
+        reason = f"within the first {max_length} of its {len(tokens)} tokens" if any(loss_mask) else "at all"
+        raise DataError(f"nothing to train on {reason}: raise max_length or change train_on, on_overlong or the row")
+    return Sample(
+        prompt=prompt,
+        response=response,
+        tokens=tokens[:max_length],
+        loss_mask=loss_mask[:max_length],
+        status=Status.TRUNCATED if is_overlong else Status.COMPLETED,
+    )
+
+
+def _build_prompt(row: Row, *, default_id: str) -> Prompt:
+    if row.get("messages") is not None:
+        messages = read_messages(row["messages"])
+    elif isinstance(row.get("prompt"), list):
+        messages = read_messages(row["prompt"], key="prompt")
+    elif isinstance(row.get("prompt"), str):
+        messages = [Message(role="user", content=row["prompt"])]
+    elif row.get("prompt") is not None:
+        raise DataError(f"`prompt` must be text or a list of messages, found {type(row['prompt']).__name__}")
+    else:
+        raise DataError(f"expected `prompt` or `messages`; found {describe_keys(row)}")
+    return Prompt(
+        id=default_id if row.get("id") is None else str(row["id"]),
+        messages=tuple(messages),
+        answer="" if row.get("answer") is None else str(row["answer"]),
+        metadata={k: v for k, v in row.items() if k not in ("id", "messages", "prompt", "answer")},
+    )

@@ -1,0 +1,282 @@
+"""Read the rows of JSONL and Parquet files and of Hugging Face datasets: in order, or any of them by number.
+
+Not here: what a row says (conversations.py, dataset.py).
+
+    JSONL           one pass notes where each row begins, and its checksum; rows are read again when they are needed
+    Parquet, hub    rows of a table that the `datasets` library keeps on disk and maps into memory
+
+Neither holds the rows in memory: a row of JSONL costs 16 bytes, one of a table nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollouts_core.data.conversations import Row
+from rollouts_core.errors import DataError
+from rollouts_core.messages import first_line
+
+HASH_BLOCK_BYTES = 1 << 20
+TABLE_READ_ROWS = 1024
+PARQUET_MAGIC = b"PAR1"
+JSONL_SUFFIXES = (".jsonl", ".json")
+SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class RowTable(Protocol):
+    """Rows that can be read in any order."""
+
+    path: str
+    """Where they come from, for errors."""
+    digest: str
+    """`digest_path` of what was opened."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, indices: Sequence[int]) -> list[tuple[int, Row]]:
+        """The rows at these places from 0, each with the number from 1 that errors call it."""
+        ...
+
+
+class JsonlRows:
+    """The rows of a JSONL file by number.
+
+    Raises:
+        DataError: no such file or no row in it; from `read`, a row that is no JSON object or is not what it was.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self._offsets = array("q")
+        self._checksums = array("I")
+        self._numbers = array("I")
+        digest = hashlib.sha256()
+        _check_exists(path)
+        with path.open("rb") as lines:
+            offset = 0
+            for number, line in enumerate(lines, start=1):
+                digest.update(line)
+                if not line.isspace():
+                    self._offsets.append(offset)
+                    self._checksums.append(zlib.crc32(line))
+                    self._numbers.append(number)
+                offset += len(line)
+        self.digest = digest.hexdigest()
+        if not self._offsets:
+            raise _is_empty(path)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def read(self, indices: Sequence[int]) -> list[tuple[int, Row]]:
+        """The rows at these places, each with its line number."""
+        rows: list[tuple[int, Row]] = []
+        try:
+            with Path(self.path).open("rb") as file:
+                for i in indices:
+                    file.seek(self._offsets[i])
+                    line = file.readline()
+                    if zlib.crc32(line) != self._checksums[i]:
+                        raise DataError(f"{self.path}, row {self._numbers[i]} changed while it was in use: start again")
+                    rows.append((self._numbers[i], _parse_line(line, self.path, self._numbers[i])))
+        except OSError as error:
+            raise DataError(f"{self.path} cannot be read any more ({error.strerror}): start again") from error
+        return rows
+
+
+class TableRows:
+    """The rows of a table of the `datasets` library by number."""
+
+    def __init__(self, path: str, table: Any, digest: str) -> None:  # Any: datasets has no types
+        self.path = path
+        self.digest = digest
+        self._table = table
+        if not len(table):
+            raise _is_empty(path)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def read(self, indices: Sequence[int]) -> list[tuple[int, Row]]:
+        """The rows at these places."""
+        columns = self._table[list(indices)]
+        return [
+            (i + 1, {key: _without_nulls(values[n]) for key, values in columns.items()}) for n, i in enumerate(indices)
+        ]
+
+
+def open_rows(path: str | Path, *, split: str = "train", subset: str = "", revision: str = "") -> RowTable:
+    """Rows of a JSONL or Parquet file, of a folder, or of a dataset of the hub, to be read in any order.
+
+    Args:
+        split, subset: of a folder or of the hub.
+        revision: commit or tag of the hub.
+
+    Raises:
+        DataError: no such data, data of another kind, or no row at all.
+    """
+    if Path(path).suffix in JSONL_SUFFIXES:
+        return JsonlRows(Path(path))
+    table = _open_table(Path(path), split=split, subset=subset, revision=revision)
+    # After opening: opening copies Parquet into a table of its own, which nobody changes from then on.
+    return TableRows(str(path), table, digest_path(path, revision=revision))
+
+
+def load_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
+    """Rows of a JSONL or Parquet file or of a Hugging Face dataset, each with its number from 1 (its line in JSONL).
+
+    Raises:
+        DataError: no such file, a line that is no JSON object, or no row at all.
+    """
+    if Path(path).suffix not in JSONL_SUFFIXES:
+        table = open_rows(path)
+        for start in range(0, len(table), TABLE_READ_ROWS):
+            yield from table.read(range(start, min(start + TABLE_READ_ROWS, len(table))))
+        return
+    _check_exists(Path(path))
+    is_empty = True
+    with Path(path).open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.isspace():
+                is_empty = False
+                yield number, _parse_line(line, str(path), number)
+    if is_empty:
+        raise _is_empty(path)
+
+
+def digest_path(path: str | Path, *, revision: str = "") -> str:
+    """sha256 of a file, or of the names and contents of all files below a folder, as hex.
+
+    A hub id (no such path) has no content here; its digest is that of its name and revision.
+    """
+    root = Path(path)
+    if root.is_file():
+        return _digest_file(root)
+    total = hashlib.sha256()
+    if not root.is_dir():
+        total.update(f"hub:{path}@{revision}".encode() if revision else f"hub:{path}".encode())
+        return total.hexdigest()
+    for file in sorted(p for p in root.rglob("*") if p.is_file() and "__pycache__" not in p.parts):
+        total.update(f"{file.relative_to(root).as_posix()}\0{_digest_file(file)}\n".encode())
+    return total.hexdigest()
+
+
+def resolve_revision(path: str, revision: str) -> str:
+    """The commit of a dataset of the hub; "" for files and folders.
+
+    Raises:
+        DataError: the hub does not know it, or cannot be asked.
+    """
+    if Path(path).exists() or Path(path).is_absolute() or COMMIT.fullmatch(revision):
+        return revision
+    from huggingface_hub import HfApi  # heavy, and only for the hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    try:
+        commit: str | None = HfApi().dataset_info(path, revision=revision or None).sha
+    except (OSError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled) as error:
+        raise DataError(
+            f"{path} is no file or folder, and the hub does not name its commit ({first_line(error)}): "
+            "correct the path, or give the commit as `revision`"
+        ) from error
+    return commit or ""
+
+
+def _open_table(path: Path, *, split: str, subset: str, revision: str) -> Any:  # Any: datasets has no types
+    import datasets  # heavy, and only for Parquet and hub data
+
+    datasets.disable_progress_bars()  # a log is no terminal
+    if path.suffix == ".parquet":
+        _check_parquet(path)
+    elif path.is_file():
+        raise DataError(f"{path} is neither JSONL nor Parquet by its name: it must end in .jsonl or .parquet")
+    elif path.is_absolute() and not path.exists():
+        raise DataError(f"{path} does not exist: give a JSONL or Parquet file, or a folder of `save_to_disk`")
+    try:
+        if path.suffix == ".parquet":
+            return datasets.load_dataset("parquet", data_files=str(path), split="train")
+        if not any((path / name).is_file() for name in SAVED_DATASET_FILES):
+            return datasets.load_dataset(str(path), subset or None, split=split, revision=revision or None)
+        found = datasets.load_from_disk(str(path))
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        cause = first_line(error.__cause__ or error)
+        raise DataError(
+            f"{path} is no dataset ({cause}): give a JSONL or Parquet file, or a folder of `save_to_disk`"
+        ) from error
+    if isinstance(found, dict) and split not in found:
+        raise DataError(f"{path} has the splits {', '.join(sorted(found))}, not {split}: give one of them as `split`")
+    return found[split] if isinstance(found, dict) else found
+
+
+def _check_exists(path: Path) -> None:
+    if not path.is_file():
+        raise DataError(f"{path} does not exist" if not path.exists() else f"{path} is no file")
+
+
+def _is_empty(path: str | Path) -> DataError:
+    return DataError(f"{path} is empty: expected at least one row")
+
+
+def _check_parquet(path: Path) -> None:
+    """Raise DataError when a file is missing or was cut: a whole one begins and ends with its magic number."""
+    _check_exists(path)
+    with path.open("rb") as file:
+        head = file.read(len(PARQUET_MAGIC))
+        file.seek(max(0, path.stat().st_size - len(PARQUET_MAGIC)))
+        tail = file.read()
+    if head != PARQUET_MAGIC or tail != PARQUET_MAGIC:
+        raise DataError(f"{path} is not a Parquet file, or was cut: write it again")
+    from pyarrow.parquet import read_metadata  # comes with datasets, and is as heavy
+
+    if read_metadata(path).num_rows == 0:
+        raise _is_empty(path)
+
+
+def _parse_line(line: bytes, path: str, number: int) -> Row:
+    try:
+        row = _STRICT_JSON.decode(line.decode())
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}, row {number}: not valid JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{path}, row {number}: expected a JSON object, found {type(row).__name__}")
+    return row
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # Any: JSON
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in one object")
+    return values
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON value; write null or leave the field out")
+
+
+_STRICT_JSON = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+
+
+def _without_nulls(value: Any) -> Any:  # Any: a column's value
+    """A table gives every struct all keys of its column: those that a row did not have come back as null."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value]
+    return value
+
+
+def _digest_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(HASH_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

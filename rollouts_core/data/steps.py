@@ -1,0 +1,127 @@
+"""Which rows of demonstrations each SFT step trains on, and where a resumed training goes on.
+
+Not here: tokens (dataset.py), packing (packing.py), the loop (sft.py).
+
+    epoch 0   visits  |----- window -----|----- window -----|--|     epoch 1   ...
+              rows     packed, shuffled
+    Cursor(epoch, position of the window's first visit, rows of the window that were taken)
+
+A cursor names a place by itself: to go on there, one window is read again, not all that was trained on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from rollouts_core.config import SFTTrainingConfig
+from rollouts_core.data.packing import PACKING_WINDOW, pack_rows
+from rollouts_core.errors import DataError
+from rollouts_core.types import Sample
+
+
+class Cursor(NamedTuple):
+    """How far training went through its rows."""
+
+    epoch: int = 0
+    position: int = 0
+    """Visits of the epoch before the current window."""
+    num_rows: int = 0
+    """Rows of the window that were taken."""
+
+
+@runtime_checkable
+class EpochSource(Protocol):
+    """Samples that can be visited from any place of any epoch."""
+
+    def iterate_epoch(self, epoch: int, *, seed: int, start: int = 0) -> Iterator[Sample | None]:
+        """The samples of an epoch from its visit `start` on; None for what is left out."""
+        ...
+
+
+Samples = EpochSource | Sequence[Sample] | Iterable[Sample]
+"""Demonstrations; a sequence is shuffled anew each epoch, a stream is taken as it comes, once."""
+
+
+class SFTSteps:
+    """The rows of step after step; `cursor` says where the next step begins.
+
+    A function of samples, settings and the first cursor alone. The last step of a stream may be missing: it has
+    `batch_size` rows or is none.
+
+    Raises:
+        DataError: an epoch without any sample.
+    """
+
+    def __init__(self, samples: Samples, config: SFTTrainingConfig, cursor: Cursor | None = None) -> None:
+        self.cursor = cursor or Cursor()
+        self._batch_size = config.batch_size
+        self._rows = _iterate_rows(samples, config, self.cursor)
+
+    def __iter__(self) -> Iterator[list[list[Sample]]]:
+        return self
+
+    def __next__(self) -> list[list[Sample]]:
+        step = list(itertools.islice(self._rows, self._batch_size))
+        if len(step) < self._batch_size:
+            raise StopIteration
+        self.cursor = step[-1][1]
+        return [row for row, _ in step]
+
+
+def iterate_sft_steps(samples: Samples, config: SFTTrainingConfig, cursor: Cursor | None = None) -> SFTSteps:
+    """The rows of step 1, 2, ...: a function of samples and settings alone, so a resumed run sees the same."""
+    return SFTSteps(samples, config, cursor)
+
+
+def iterate_epochs(samples: Sequence[Sample], *, seed: int) -> Iterator[Sample]:
+    """All samples over and over, each epoch in an order of its own that the seed decides."""
+    source = _ShuffledSequence(samples)
+    return itertools.chain.from_iterable(source.iterate_epoch(epoch, seed=seed) for epoch in itertools.count())
+
+
+class _ShuffledSequence:
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        if not samples:
+            raise DataError("there is no sample to train on")
+        self._samples = samples
+
+    def iterate_epoch(self, epoch: int, *, seed: int, start: int = 0) -> Iterator[Sample]:
+        order = list(range(len(self._samples)))
+        random.Random(f"{seed}-{epoch}").shuffle(order)
+        return (self._samples[i] for i in order[start:])
+
+
+def _iterate_rows(samples: Samples, config: SFTTrainingConfig, start: Cursor) -> Iterator[tuple[list[Sample], Cursor]]:
+    if not isinstance(samples, EpochSource | Sequence):
+        assert start.epoch == 0, f"a stream has one epoch, the cursor is in epoch {start.epoch}"
+        yield from _pack_epoch(itertools.islice(samples, start.position, None), config, start)
+        return
+    source = samples if isinstance(samples, EpochSource) else _ShuffledSequence(samples)
+    cursor = start
+    while True:
+        is_empty = cursor == Cursor(cursor.epoch)
+        for row in _pack_epoch(
+            source.iterate_epoch(cursor.epoch, seed=config.seed, start=cursor.position), config, cursor
+        ):
+            is_empty = False
+            yield row
+        if is_empty:
+            raise DataError("there is no sample to train on: every row of an epoch is left out for its length")
+        cursor = Cursor(cursor.epoch + 1)
+
+
+def _pack_epoch(
+    samples: Iterator[Sample | None], config: SFTTrainingConfig, start: Cursor
+) -> Iterator[tuple[list[Sample], Cursor]]:
+    """The rows of an epoch from a cursor on, each with the cursor behind it. Rows hold samples of one window."""
+    position, num_taken = start.position, start.num_rows
+    while window := list(itertools.islice(samples, PACKING_WINDOW)):
+        kept = [sample for sample in window if sample is not None]
+        rows = pack_rows(kept, max_length=config.max_length) if config.packing else ([sample] for sample in kept)
+        for number, row in enumerate(itertools.islice(rows, num_taken, None), start=num_taken + 1):
+            yield row, Cursor(start.epoch, position, number)
+        position += len(window)
+        num_taken = 0

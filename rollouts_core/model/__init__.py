@@ -1,0 +1,1 @@
+"""The policy: loading a language model, log-probs without full logits, adapters."""

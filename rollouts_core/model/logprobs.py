@@ -1,0 +1,131 @@
+"""Log-probs and entropies of next tokens straight from hidden states, without ever holding all logits.
+
+Not here: hidden states (policy.py), losses (algorithms/loss.py).
+
+The logits of a batch are its largest tensor by far: 16,384 tokens of a 150,000-token vocabulary take 9.8 GB in
+float32, and the naive way holds them about three times. Here a piece of the tokens at a time is multiplied with the
+head, reduced to two numbers per token and dropped; the backward pass computes the piece again for its gradients.
+
+N tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+MAX_PIECE_BYTES = 64 << 20
+"""Float32 logits of one piece. Batches with fewer logits are one piece, whose logits the backward pass uses again."""
+
+
+def linear_logprobs(
+    hidden_NH: Tensor,
+    head_VH: Tensor,
+    targets_N: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    temperature: float = 1.0,
+    with_entropies: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """log p(target) under softmax((hidden @ head.T + bias) / temperature), and the entropies of that distribution.
+
+    Under autocast the products run in its number format; everything after them is float32.
+
+    Returns:
+        (N,) log-probs and (N,) entropies, nats, float32; None for the entropies where they were not asked for.
+    """
+    assert len(hidden_NH) == len(targets_N), f"{hidden_NH.shape} against {targets_N.shape}"
+    device_type = hidden_NH.device.type
+    if torch.is_autocast_enabled(device_type):
+        compute_dtype = torch.get_autocast_dtype(device_type)
+        hidden_NH, head_VH = hidden_NH.to(compute_dtype), head_VH.to(compute_dtype)
+        bias_V = None if bias_V is None else bias_V.to(compute_dtype)
+    logprobs_N, entropies_N = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]  # torch has no types for it
+        hidden_NH, head_VH, bias_V, targets_N, temperature, with_entropies
+    )
+    return logprobs_N, entropies_N if with_entropies else None
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """The computation of `linear_logprobs`, with a backward pass of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # Any: autograd's context, which takes any attribute
+        hidden_NH: Tensor,
+        head_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        temperature: float,
+        with_entropies: bool,
+    ) -> tuple[Tensor, Tensor]:
+        num_tokens, num_words = len(hidden_NH), len(head_VH)
+        ctx.piece = max(1, MAX_PIECE_BYTES // (4 * num_words))
+        ctx.temperature = temperature
+        logprobs_N = torch.empty(num_tokens, device=hidden_NH.device)
+        log_norms_N = torch.empty_like(logprobs_N)
+        entropies_N = torch.zeros_like(logprobs_N)
+        ctx.logits = None
+        for start in range(0, num_tokens, ctx.piece):
+            at = slice(start, start + ctx.piece)
+            logits = _piece_of_logits(hidden_NH[at], head_VH, bias_V, temperature)
+            log_norms_N[at] = torch.logsumexp(logits, dim=-1)
+            logprobs_N[at] = logits.gather(1, targets_N[at, None]).squeeze(1) - log_norms_N[at]
+            if with_entropies:
+                log_probs = logits - log_norms_N[at, None]
+                entropies_N[at] = -(log_probs.exp() * log_probs).sum(dim=-1)
+            if num_tokens <= ctx.piece and any(ctx.needs_input_grad):
+                ctx.logits = logits
+        ctx.save_for_backward(hidden_NH, head_VH, bias_V, targets_N, log_norms_N, entropies_N)
+        ctx.set_materialize_grads(False)  # entropies that are only logged cost nothing here
+        return logprobs_N, entropies_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs_N: Tensor | None, grad_entropies_N: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden_NH, head_VH, bias_V, targets_N, log_norms_N, entropies_N = ctx.saved_tensors
+        if grad_logprobs_N is None:
+            grad_logprobs_N = torch.zeros_like(log_norms_N)
+        needs_hidden, needs_head, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
+        grad_head_VH = torch.zeros_like(head_VH, dtype=torch.float32) if needs_head else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias else None
+        kept, ctx.logits = ctx.logits, None
+        for start in range(0, len(hidden_NH), ctx.piece):
+            at = slice(start, start + ctx.piece)
+            logits = _piece_of_logits(hidden_NH[at], head_VH, bias_V, ctx.temperature) if kept is None else kept
+            log_probs = logits.sub_(log_norms_N[at, None])
+            # d logprob / d logit = onehot - p;  d entropy / d logit = -p (log p + entropy)
+            weight = -grad_logprobs_N[at, None]
+            if grad_entropies_N is not None:
+                weight = weight - (log_probs + entropies_N[at, None]) * grad_entropies_N[at, None]
+            grad_logits = log_probs.exp_().mul_(weight)
+            grad_logits.scatter_add_(1, targets_N[at, None], grad_logprobs_N[at, None])
+            if ctx.temperature != 1.0:
+                grad_logits /= ctx.temperature
+            grad_products = grad_logits.to(hidden_NH.dtype)
+            if grad_hidden_NH is not None:
+                torch.mm(grad_products, head_VH, out=grad_hidden_NH[at])
+            if grad_head_VH is not None:
+                grad_head_VH += grad_products.T @ hidden_NH[at]
+            if grad_bias_V is not None:
+                grad_bias_V += grad_logits.sum(dim=0)
+        return (
+            grad_hidden_NH,
+            None if grad_head_VH is None else grad_head_VH.to(head_VH.dtype),
+            None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _piece_of_logits(hidden: Tensor, head_VH: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
+    """Float32 logits of some tokens, which the caller may overwrite."""
+    logits = torch.nn.functional.linear(hidden, head_VH, bias_V).float()
+    return logits if temperature == 1.0 else logits.div_(temperature)

@@ -1,0 +1,116 @@
+"""Low-rank adapters through peft: put them into a model, switch them off, merge them into what is exported.
+
+Not here: which weights the optimizer gets (backends/optim.py), checkpoints (backends/pytorch.py).
+Source: arXiv:2106.09685.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from rollouts_core.config import LoRAConfig
+from rollouts_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from transformers import PreTrainedModel
+
+ADAPTER = "default"
+"""What peft calls an adapter without a name."""
+BASE_LAYER = ".base_layer."
+"""Where peft puts the weight that an adapter belongs to."""
+
+
+def add_adapters(hf_model: PreTrainedModel, config: LoRAConfig) -> None:
+    """Freeze the model and give its linear layers trainable float32 adapters, which change nothing at first.
+
+    Raises:
+        ConfigError: peft is not installed, or the model has none of the target modules.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigError("lora.rank is set but peft is not installed: run pip install 'rollouts[lora]'") from error
+    hf_model.requires_grad_(False)
+    settings = LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=list(config.target_modules) or "all-linear",
+    )
+    try:
+        inject_adapter_in_model(settings, hf_model)
+    except ValueError as error:
+        wanted = ", ".join(config.target_modules)
+        raise ConfigError(f"lora.target_modules {wanted}: the model has no linear layer of these names") from error
+    for parameter in hf_model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+@contextmanager
+def adapters_off(hf_model: nn.Module) -> Iterator[None]:
+    """The model as it was before its adapters were trained, as long as the block runs."""
+    layers = _adapted_layers(hf_model).values()
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+@torch.no_grad()
+def merged_weights(hf_model: nn.Module) -> dict[str, Tensor]:
+    """The weights by their Hugging Face names, tied ones once, adapters merged in; the others are not copied."""
+    layers = _adapted_layers(hf_model)
+    weights = base_weights(hf_model)
+    for name, layer in layers.items():
+        base = layer.get_base_layer().weight
+        merged = base.float() + layer.get_delta_weight(ADAPTER).float()
+        weights[f"{name}.weight"] = merged.to(base.dtype)
+    return weights
+
+
+@torch.no_grad()
+def replace_weights(hf_model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Make `weights` what the model computes with: they become the frozen ones, and the adapters change nothing."""
+    for name, tensor in base_weights(hf_model).items():
+        tensor.copy_(weights[name])
+    reset_adapters(hf_model)
+
+
+def base_weights(hf_model: nn.Module) -> dict[str, Tensor]:
+    """The weights by their Hugging Face names as the model holds them, tied ones once, without what adapters add."""
+    named = {**dict(hf_model.named_parameters()), **_saved_buffers(hf_model)}
+    return {name.replace(BASE_LAYER, "."): t.detach() for name, t in named.items() if not is_adapter_weight(name)}
+
+
+@torch.no_grad()
+def reset_adapters(hf_model: nn.Module) -> None:
+    """Let the adapters change nothing."""
+    for name, parameter in hf_model.named_parameters():
+        if is_adapter_weight(name) and ".lora_B." in name:
+            parameter.zero_()
+
+
+def is_adapter_weight(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter."""
+    return ".lora_" in name
+
+
+def _adapted_layers(hf_model: nn.Module) -> dict[str, BaseTunerLayer]:
+    """Layers with an adapter, by name."""
+    return {name: module for name, module in hf_model.named_modules() if hasattr(module, "lora_A")}
+
+
+def _saved_buffers(hf_model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds beside parameters, the biases of a router for instance."""
+    saved = hf_model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in hf_model.named_buffers() if name in saved}

@@ -1,0 +1,206 @@
+"""The model being trained: a causal language model that says how likely the tokens of a batch are.
+
+Not here: loading models (loading.py), gradients and optimizers (backends/pytorch.py), generation (embedded/, engines/).
+
+    batch -> decoder -> hidden states of the scored positions -> head, a piece at a time -> TokenScores
+
+B rows of a micro-batch, T token positions, N scored tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from rollouts_core.algorithms.loss import TokenScores
+from rollouts_core.batch import TrainBatch, block_causal_mask
+from rollouts_core.config import ModelConfig, PolicyConfig
+from rollouts_core.errors import ConfigError
+from rollouts_core.model.loading import load_hf_model
+from rollouts_core.model.logprobs import linear_logprobs
+from rollouts_core.model.lora import add_adapters
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+KERNELS_WITHOUT_MASK = {"flash_attention_2", "flash_attention_3"}
+"""Attention kernels that take the bounds of the samples in a row instead of a mask."""
+
+
+class Policy(nn.Module):
+    """A Hugging Face causal language model with what training needs on top of it.
+
+    Args:
+        temperature: logits are divided by it before the softmax: the rollouts' temperature in RL, 1 in SFT.
+        with_entropies: also give the entropy of every scored position.
+        with_values: add a value head, which predicts the return from the hidden state; its prediction starts at 0.
+        autocast_dtype: number format of the matrix products; None computes in that of the weights.
+    """
+
+    def __init__(
+        self,
+        hf_model: PreTrainedModel,
+        *,
+        temperature: float = 1.0,
+        with_entropies: bool = False,
+        with_values: bool = False,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.hf_model = hf_model
+        self.temperature = temperature
+        self.with_entropies = with_entropies
+        self.value_head = _create_value_head(hf_model) if with_values else None
+        self.autocast_dtype = autocast_dtype
+
+    def forward(self, batch: TrainBatch) -> TokenScores:
+        """What the policy says about the batch."""
+        device_type = batch.inputs_BT.device.type
+        with torch.autocast(device_type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None):
+            return score_targets(
+                self.hf_model,
+                batch,
+                temperature=self.temperature,
+                with_entropies=self.with_entropies,
+                value_head=self.value_head,
+            )
+
+
+def create_policy(
+    model: ModelConfig,
+    config: PolicyConfig,
+    *,
+    device: str = "cpu",
+    temperature: float = 1.0,
+    with_entropies: bool = False,
+    with_values: bool = False,
+) -> Policy:
+    """The model on disk as a policy that computes as `config` says.
+
+    Raises:
+        CheckpointError: nothing loadable lies there.
+        ConfigError: a setting that this model, or what is installed here, cannot do.
+    """
+    autocast_dtype = None if config.precision == "float32" else torch.bfloat16
+    has_adapters = config.lora.rank > 0
+    stored_dtype = torch.bfloat16 if autocast_dtype and has_adapters else torch.float32
+    hf_model = load_hf_model(model, device=device, dtype=stored_dtype, attention=config.attention)
+    if has_adapters:
+        add_adapters(hf_model, config.lora)
+    if config.activation_checkpointing:
+        hf_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.compile:
+        hf_model.base_model.compile()
+    return Policy(
+        hf_model,
+        temperature=temperature,
+        with_entropies=with_entropies,
+        with_values=with_values,
+        autocast_dtype=autocast_dtype,
+    )
+
+
+def score_targets(
+    hf_model: PreTrainedModel,
+    batch: TrainBatch,
+    *,
+    temperature: float = 1.0,
+    with_entropies: bool = False,
+    value_head: nn.Linear | None = None,
+) -> TokenScores:
+    """Score the targets in the batch's loss mask; other positions are 0."""
+    is_scored_BT = batch.loss_mask_BT != 0
+    hidden_NH = compute_hidden_states(hf_model, batch)[is_scored_BT]
+    head = hf_model.get_output_embeddings()
+    logprobs_N, entropies_N = linear_logprobs(
+        hidden_NH,
+        head.weight,
+        batch.targets_BT[is_scored_BT],
+        bias_V=head.bias,
+        temperature=temperature,
+        with_entropies=with_entropies,
+    )
+    values_N = None if value_head is None else value_head(hidden_NH.float()).squeeze(-1).float()
+    return TokenScores(
+        logprobs_BT=_scatter(logprobs_N, is_scored_BT),
+        entropies_BT=None if entropies_N is None else _scatter(entropies_N, is_scored_BT),
+        values_BT=None if values_N is None else _scatter(values_N, is_scored_BT),
+    )
+
+
+def compute_logprobs(hf_model: PreTrainedModel, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
+    """(B, T) log p(target | what precedes it in its own sample), nats; 0 outside the loss mask."""
+    return score_targets(hf_model, batch, temperature=temperature).logprobs_BT
+
+
+def compute_hidden_states(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor:
+    """(B, T, H) what the decoder makes of a batch, each sample seeing only itself."""
+    if hf_model.config._attn_implementation in KERNELS_WITHOUT_MASK:
+        return _hidden_states_without_padding(hf_model, batch)
+    # Right-padded rows of one sample need no mask: causal attention never reaches the padding.
+    attention_mask = build_attention_mask(hf_model, batch) if batch.is_packed else None
+    hidden_BTH: Tensor = hf_model.base_model(
+        input_ids=batch.inputs_BT,
+        position_ids=batch.position_ids_BT,
+        attention_mask=attention_mask,
+        use_cache=False,
+    ).last_hidden_state
+    return hidden_BTH
+
+
+def build_attention_mask(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor | dict[str, Tensor]:
+    """The mask of packed rows; one per kind of layer where some layers see only a window.
+
+    Raises:
+        ConfigError: the model has layers that carry a state from sample to sample, whatever the mask.
+    """
+    config = hf_model.config
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if unknown := sorted(kinds - {"full_attention", "sliding_attention"}):
+        raise ConfigError(
+            f"packed rows would let samples see each other in the {unknown[0]} layers of {config.model_type}: "
+            "set packing = false"
+        )
+    window = getattr(config, "sliding_window", None)
+    if "sliding_attention" in kinds:
+        return {
+            kind: block_causal_mask(
+                batch.segment_ids_BT, hf_model.dtype, window=window if kind == "sliding_attention" else None
+            )
+            for kind in kinds
+        }
+    sees_window = window and not getattr(config, "layer_types", None)
+    return block_causal_mask(batch.segment_ids_BT, hf_model.dtype, window=window if sees_window else None)
+
+
+def _hidden_states_without_padding(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor:
+    """(B, T, H) by kernels for sequences of varying length: all samples end to end in one row, without a mask."""
+    is_token_BT = batch.segment_ids_BT > 0
+    position_ids_N = batch.position_ids_BT[is_token_BT]
+    starts = torch.nonzero(position_ids_N == 0).flatten()
+    bounds = torch.cat([starts, starts.new_tensor([len(position_ids_N)])]).to(torch.int32)
+    longest = int(bounds.diff().max())
+    hidden_1NH: Tensor = hf_model.base_model(
+        input_ids=batch.inputs_BT[is_token_BT][None],
+        position_ids=position_ids_N[None],
+        use_cache=False,
+        cu_seq_lens_q=bounds,
+        cu_seq_lens_k=bounds,
+        max_length_q=longest,
+        max_length_k=longest,
+    ).last_hidden_state
+    hidden_BTH = hidden_1NH.new_zeros(*is_token_BT.shape, hidden_1NH.shape[-1])
+    return hidden_BTH.masked_scatter(is_token_BT[:, :, None], hidden_1NH)
+
+
+def _scatter(values_N: Tensor, at_BT: Tensor) -> Tensor:
+    return torch.zeros(at_BT.shape, device=values_N.device).masked_scatter(at_BT, values_N)
+
+
+def _create_value_head(hf_model: PreTrainedModel) -> nn.Linear:
+    head = nn.Linear(hf_model.get_output_embeddings().weight.shape[1], 1, device=hf_model.device)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head

@@ -1,0 +1,335 @@
+"""Two processes train what one process trains, and stop, resume and fail together.
+
+Without these tests gradients could be averaged instead of summed, a step could train on weights of the step before, or
+one bad number could leave the other processes waiting for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rollouts_core.algorithms.loss import Metrics, TokenScores, cross_entropy_loss
+from rollouts_core.backends.fsdp import create_fsdp_backend
+from rollouts_core.backends.protocol import TrainingBackend, TrainingState
+from rollouts_core.backends.pytorch import create_pytorch_backend
+from rollouts_core.backends.ranks import Ranks
+from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
+from rollouts_core.checkpoint import verify_checkpoint
+from rollouts_core.config import LoRAConfig, ModelConfig, OptimConfig, PolicyConfig, SFTTrainingConfig
+from rollouts_core.errors import CheckpointError, NonFiniteError
+from rollouts_core.metrics import sum_metrics
+from rollouts_core.quickstart import build_character_tokenizer, build_untrained_model
+from rollouts_core.sft import run_sft_training
+from tests.rollouts_core.make import TINY_SIZE, make_random_samples
+from tests.rollouts_core.two_processes import TwoProcesses, two_processes
+
+OPTIM = OptimConfig(lr=0.01, num_warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5)
+"""The norms of the tiny model's first gradients are above 1: clipping is active."""
+SAME = {"atol": 2e-5, "rtol": 1e-4}
+"""Sums in another order, through a few steps of AdamW."""
+
+Work = Callable[[TrainingBackend], Any]  # Any: whatever a test wants to know
+Weights = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[TwoProcesses]:
+    """The two processes that the tests of this file share."""
+    with two_processes() as started:
+        yield started
+
+
+def with_one(work: Work, model: ModelConfig, **options: Any) -> Any:  # Any: as the work has it
+    """What `work` gives with a backend of one process."""
+    return work(create_pytorch_backend(model, OPTIM, cross_entropy_loss, num_steps=10, device="cpu", **options))
+
+
+def with_two(pair: TwoProcesses, work: Work, model: ModelConfig, **options: Any) -> Any:  # Any: as the work has it
+    """What `work` gives at the leader of a backend of two processes."""
+    return pair.run(lead_or_follow, work, model, options)[0]
+
+
+def lead_or_follow(
+    ranks: Ranks, work: Work, model: ModelConfig, options: Mapping[str, Any]
+) -> Any:  # Any: as the work has it
+    settings = {"loss_fn": cross_entropy_loss, **options}
+    backend = create_fsdp_backend(model, OPTIM, ranks=ranks, num_steps=10, **settings)
+    if not ranks.is_leader:
+        return backend.follow()
+    answer = work(backend)
+    ranks.stop_followers()
+    return answer
+
+
+def make_step(seed: int) -> list[TrainBatch]:
+    """The micro-batches of a step: four rows, one row that one rank has to do alone, and three packed ones."""
+    samples = make_random_samples(13, seed=seed)
+    rows = [[sample] for sample in samples[:5]] + [samples[5:8], samples[8:10], samples[10:]]
+    batches = [build_batch(part, pad_id=0) for part in (rows[:4], rows[4:5], rows[5:])]
+    return with_step_totals(batches, samples)
+
+
+def take_steps(backend: TrainingBackend, seeds: Sequence[int]) -> list[Metrics]:
+    """One optimizer step for each seed; returns the metrics."""
+    history = []
+    for seed in seeds:
+        results = [asyncio.run(backend.forward_backward(batch).result()) for batch in make_step(seed)]
+        history.append({**sum_metrics(results), **asyncio.run(backend.optim_step().result())})
+    return history
+
+
+def get_weights(backend: TrainingBackend) -> Weights:
+    """Copies of the weights."""
+    return {name: value.clone() for name, value in asyncio.run(backend.get_weights().result()).items()}
+
+
+def train(backend: TrainingBackend, *, seeds: Sequence[int] = range(4)) -> tuple[list[Metrics], Weights]:
+    return take_steps(backend, seeds), get_weights(backend)
+
+
+def assert_close(
+    found: tuple[list[Metrics], Weights], expected: tuple[list[Metrics], Weights], **tolerance: float
+) -> None:
+    """The same metrics step by step, and the same weights in the end."""
+    for metrics, others in zip(found[0], expected[0], strict=True):
+        assert metrics == pytest.approx(others, rel=tolerance.get("rtol", SAME["rtol"]))
+    assert found[1].keys() == expected[1].keys()
+    for name, value in found[1].items():
+        torch.testing.assert_close(value, expected[1][name], **(tolerance or SAME))
+
+
+def test_two_processes_train_what_one_trains(base_model: ModelConfig, pair: TwoProcesses) -> None:
+    expected = with_one(train, base_model)
+    found = with_two(pair, train, base_model)
+    assert_close(found, expected)
+    assert min(metrics["grad_norm"] for metrics in expected[0]) > OPTIM.max_grad_norm
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        PolicyConfig(activation_checkpointing=True),
+        PolicyConfig(precision="bfloat16"),
+        PolicyConfig(lora=LoRAConfig(rank=2, alpha=4)),
+        PolicyConfig(precision="bfloat16", lora=LoRAConfig(rank=2, alpha=4), activation_checkpointing=True),
+    ],
+    ids=["recomputed", "bfloat16", "lora", "all"],
+)
+def test_every_way_to_compute_is_that_of_one_process(
+    base_model: ModelConfig, pair: TwoProcesses, policy: PolicyConfig
+) -> None:
+    options = {"policy": policy, "with_values": True}
+    expected = with_one(train, base_model, **options)
+    found = with_two(pair, train, base_model, **options)
+    if policy.precision == "float32":
+        assert_close(found, expected)
+    else:  # bfloat16 has 8 bits, and norms' weights are rounded to it
+        assert_close(found, expected, atol=0.02, rtol=0.02)
+
+
+def test_tied_embeddings_stay_one_weight(tmp_path: Path, pair: TwoProcesses) -> None:
+    tokenizer = build_character_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    model = build_untrained_model(tokenizer, TINY_SIZE, seed=0)
+    model.config.tie_word_embeddings = True
+    type(model)(model.config).save_pretrained(tmp_path)
+    tied = ModelConfig(path=str(tmp_path))
+    assert_close(with_two(pair, train, tied), with_one(train, tied))
+
+
+def run_sft(backend: TrainingBackend, *, packing: bool) -> tuple[list[Metrics], Weights]:
+    config = SFTTrainingConfig(
+        num_steps=3, batch_size=6, micro_batch_size=2, max_length=32, packing=packing, eval_every=2, optim=OPTIM
+    )
+    samples = make_random_samples(40)
+    history = asyncio.run(run_sft_training(backend, samples, config, eval_samples=samples[:7]))
+    return [{k: v for k, v in metrics.items() if not k.endswith("_s")} for metrics in history], get_weights(backend)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_sft_loop_runs_as_with_one_process(base_model: ModelConfig, pair: TwoProcesses, packing: bool) -> None:
+    work = partial(run_sft, packing=packing)
+    assert_close(with_two(pair, work, base_model), with_one(work, base_model))
+
+
+def score_all(backend: TrainingBackend) -> list[TokenScores]:
+    """Before and after a step, current and reference."""
+    scores = [asyncio.run(backend.score(batch).result()) for batch in make_step(8)]
+    take_steps(backend, [0, 1])
+    scores += [asyncio.run(backend.score(batch).result()) for batch in make_step(8)]
+    scores += [asyncio.run(backend.score(batch, reference=True).result()) for batch in make_step(8)]
+    return scores
+
+
+@pytest.mark.parametrize("rank", [0, 2], ids=["frozen copy", "adapters off"])
+def test_scores_are_those_of_one_process_and_of_the_newest_weights(
+    base_model: ModelConfig, pair: TwoProcesses, rank: int
+) -> None:
+    options = {
+        "policy": PolicyConfig(lora=LoRAConfig(rank=rank)),
+        "with_reference": True,
+        "with_values": True,
+        "with_entropies": True,
+    }
+    expected, found = with_one(score_all, base_model, **options), with_two(pair, score_all, base_model, **options)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.logprobs_BT, theirs.logprobs_BT, **SAME)
+    for ours, theirs in zip(found[:6], expected[:6], strict=True):
+        torch.testing.assert_close(ours.entropies_BT, theirs.entropies_BT, **SAME)
+        torch.testing.assert_close(ours.values_BT, theirs.values_BT, **SAME)
+
+
+def save(backend: TrainingBackend, path: Path, state: TrainingState) -> None:
+    asyncio.run(backend.save_checkpoint(path, state).result())
+
+
+def train_and_save(backend: TrainingBackend, *, path: Path) -> tuple[list[Metrics], Weights]:
+    """Two steps, a checkpoint, and two more steps while it is written."""
+    take_steps(backend, range(2))
+    saving = backend.save_checkpoint(path, {"step": 2, "data": [1, 2]})
+    later = train(backend, seeds=range(2, 4))
+    asyncio.run(saving.result())
+    return later
+
+
+def resume(backend: TrainingBackend, *, path: Path) -> tuple[list[Metrics], Weights, TrainingState, int]:
+    """Two steps after a checkpoint."""
+    state = asyncio.run(backend.load_checkpoint(path).result())
+    version = backend.weight_version
+    return *train(backend, seeds=range(2, 4)), state, version
+
+
+POLICIES = {"all weights": PolicyConfig(), "lora": PolicyConfig(lora=LoRAConfig(rank=2))}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+def test_a_checkpoint_of_two_is_resumed_by_two_bit_for_bit_and_by_one(
+    base_model: ModelConfig, pair: TwoProcesses, tmp_path: Path, policy: PolicyConfig
+) -> None:
+    path = tmp_path / "step_000002"
+    options = {"policy": policy, "with_values": True}
+    history, weights = with_two(pair, partial(train_and_save, path=path), base_model, **options)
+    again, weights_again, state, version = with_two(pair, partial(resume, path=path), base_model, **options)
+    assert (again, state, version) == (history, {"step": 2, "data": [1, 2]}, 2)
+    assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
+    by_one = with_one(partial(resume, path=path), base_model, **options)
+    assert_close(by_one[:2], (history, weights))
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+def test_a_checkpoint_of_one_is_resumed_by_two(
+    base_model: ModelConfig, pair: TwoProcesses, tmp_path: Path, policy: PolicyConfig
+) -> None:
+    path = tmp_path / "step_000002"
+    options = {"policy": policy, "with_values": True}
+    expected = with_one(partial(train_and_save, path=path), base_model, **options)
+    found = with_two(pair, partial(resume, path=path), base_model, **options)
+    assert_close(found[:2], expected)
+    assert found[2:] == ({"step": 2, "data": [1, 2]}, 2)
+
+
+def just_save(backend: TrainingBackend, *, path: Path) -> Weights:
+    save(backend, path, {"step": 1})
+    return get_weights(backend)
+
+
+def test_a_checkpoint_of_two_has_the_files_of_one(base_model: ModelConfig, pair: TwoProcesses, tmp_path: Path) -> None:
+    one, two = tmp_path / "one" / "step_000001", tmp_path / "two" / "step_000001"
+    with_one(partial(just_save, path=one), base_model)
+    weights = with_two(pair, partial(just_save, path=two), base_model)
+    first, second = verify_checkpoint(one).files, verify_checkpoint(two).files
+    assert first == second  # nothing was trained yet: not even a rounding error differs
+    loaded = AutoModelForCausalLM.from_pretrained(two, dtype=torch.float32)
+    assert all(torch.equal(value, weights[name]) for name, value in loaded.named_parameters())
+
+
+def load_weights(backend: TrainingBackend, *, weights: Weights) -> tuple[str, TokenScores, Weights]:
+    """The error of weights that do not fit, and the scores and weights after loading ones that do."""
+    batch = make_step(0)[0]
+    asyncio.run(backend.score(batch).result())
+    try:
+        asyncio.run(backend.load_weights({**weights, "extra": torch.zeros(1)}).result())
+    except CheckpointError as error:
+        message = str(error)
+    asyncio.run(backend.load_weights(weights).result())
+    return message, asyncio.run(backend.score(batch).result()), get_weights(backend)
+
+
+def test_loaded_weights_are_those_that_were_given(base_model: ModelConfig, pair: TwoProcesses) -> None:
+    _, weights = with_one(train, base_model)
+    work = partial(load_weights, weights=weights)
+    _, expected_scores, _ = with_one(work, base_model)
+    message, scores, found = with_two(pair, work, base_model)
+    assert "extra" in message
+    torch.testing.assert_close(scores.logprobs_BT, expected_scores.logprobs_BT, **SAME)
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def fail_once(backend: TrainingBackend) -> tuple[str, tuple[list[Metrics], Weights]]:
+    """A micro-batch that one rank finds infinite in the middle of a step, and what is trained after it."""
+    good, bad, _ = make_step(5)
+    mask_BT = bad.loss_mask_BT if len(bad.loss_mask_BT) > 1 else good.loss_mask_BT.clone()
+    mask_BT[1] *= math.inf  # the second row is the second rank's
+    asyncio.run(backend.forward_backward(good).result())
+    try:
+        asyncio.run(backend.forward_backward(replace(good, loss_mask_BT=mask_BT)).result())
+    except NonFiniteError as error:
+        message = str(error)
+    return message, train(backend)
+
+
+@pytest.mark.timeout(60)
+def test_a_loss_of_one_rank_that_is_not_finite_is_an_error_of_all(base_model: ModelConfig, pair: TwoProcesses) -> None:
+    message, after = with_two(pair, fail_once, base_model)
+    assert message.startswith("the loss became")
+    assert_close(after, with_one(train, base_model))  # the gradient of that step is gone
+
+
+def explode(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, Metrics]:
+    """A finite loss, whose gradient is not where a row holds the token 3."""
+    loss, metrics = cross_entropy_loss(scores, batch)
+    return loss + torch.sqrt((scores.logprobs_BT * (batch.targets_BT == 3)).sum().abs() * 0.0), metrics
+
+
+def fail_to_step(backend: TrainingBackend) -> tuple[str, int]:
+    asyncio.run(backend.forward_backward(make_step(0)[0]).result())
+    try:
+        asyncio.run(backend.optim_step().result())
+    except NonFiniteError as error:
+        return str(error), backend.weight_version
+    return "", backend.weight_version
+
+
+@pytest.mark.timeout(60)
+def test_a_gradient_that_is_not_finite_is_an_error_of_all(base_model: ModelConfig, pair: TwoProcesses) -> None:
+    message, version = with_two(pair, fail_to_step, base_model, loss_fn=explode)
+    assert message.startswith("the gradient norm became nan")
+    assert version == 0
+
+
+def count_rows(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, Metrics]:
+    """A loss with metrics that can be predicted: the rows of a share, and its longest row."""
+    loss, metrics = cross_entropy_loss(scores, batch)
+    return loss, {**metrics, "rows": float(len(batch.inputs_BT)), "longest_max": -float(batch.inputs_BT.shape[1])}
+
+
+def metrics_of_one_row(backend: TrainingBackend) -> list[Metrics]:
+    return [asyncio.run(backend.forward_backward(batch).result()) for batch in make_step(0)]
+
+
+def test_metrics_of_ranks_without_rows_do_not_count(base_model: ModelConfig, pair: TwoProcesses) -> None:
+    found = with_two(pair, metrics_of_one_row, base_model, loss_fn=count_rows)
+    assert [metrics["rows"] for metrics in found] == [4, 1, 3]
+    # An idle rank has one position: -1 would be the largest.
+    assert found[1]["longest_max"] == -make_step(0)[1].inputs_BT.shape[1]

@@ -1,0 +1,276 @@
+"""Pins which tokens of a conversation belong to the assistant, and therefore enter the loss.
+
+Without it a mask that is one token off would train the model on the user's words, or never on its own end token.
+"""
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from rollouts_core.config import ModelConfig
+from rollouts_core.data.chat import (
+    Conversation,
+    TokenizedConversation,
+    TrainOn,
+    Turn,
+    compute_loss_mask,
+    tokenize_conversation,
+    tokenize_conversations,
+    tokenize_prompt,
+)
+from rollouts_core.errors import DataError
+from rollouts_core.model.loading import load_tokenizer
+from rollouts_core.types import Message
+
+TWO_TURNS = [
+    Message(role="system", content="+"),
+    Message(role="user", content="1+1=?"),
+    Message(role="assistant", content="2"),
+    Message(role="user", content="7"),
+    Message(role="assistant", content="14"),
+]
+RENDERED = "<|system|>+<|end|><|user|>1+1=?<|end|><|assistant|>2<|end|><|user|>7<|end|><|assistant|>14<|end|>"
+DROPS_EARLIER_ANSWERS = (
+    "{% for m in messages %}{% if m['role'] != 'assistant' or loop.last %}"
+    "<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+CALLS_A_TOOL: list[Message] = [
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1, "b": 1}}}]},
+    {"role": "tool", "name": "add", "content": "2"},
+    {"role": "assistant", "content": "It is 2."},
+]
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+WITH_TOOLS = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}{{ call.function.arguments | tojson }}</call>"
+    "{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As reasoning models do it: what was thought stays only behind the last question.
+FORGETS_THOUGHTS = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last %}<think>{{ m.reasoning_content or '' }}</think>{% endif %}"
+    "{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THINKS: list[Message] = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b", "reasoning_content": "x"},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "d", "reasoning_content": "y"},
+]
+
+
+@pytest.fixture
+def own_tokenizer(base_model: ModelConfig) -> PreTrainedTokenizerBase:
+    """A tokenizer that a test may change."""
+    return load_tokenizer(base_model)
+
+
+def select_trained_text(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    train_on: TrainOn,
+    tools: list[dict[str, object]] | None = None,
+) -> str:
+    """The text of the tokens that enter the loss."""
+    [tokenized] = tokenize_conversations(tokenizer, [Conversation(messages, tools)], train_on=train_on)
+    assert isinstance(tokenized, TokenizedConversation), tokenized
+    return trained_text(tokenizer, tokenized, train_on)
+
+
+def trained_text(tokenizer: PreTrainedTokenizerBase, tokenized: TokenizedConversation, train_on: TrainOn) -> str:
+    """The text of the tokens that the mask of a conversation's turns selects."""
+    tokens = tokenized.tokens
+    loss_mask = compute_loss_mask(tokenized.turns, len(tokens), train_on)
+    return tokenizer.decode([token for token, weight in zip(tokens, loss_mask, strict=True) if weight])
+
+
+def test_a_conversation_has_the_tokens_of_its_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokens, _ = tokenize_conversation(tokenizer, TWO_TURNS)
+    assert tokenizer.decode(tokens) == RENDERED
+
+
+def test_a_prompt_ends_where_the_assistant_begins(tokenizer: PreTrainedTokenizerBase) -> None:
+    text = tokenizer.decode(tokenize_prompt(tokenizer, TWO_TURNS[:2]))
+    assert text == "<|system|>+<|end|><|user|>1+1=?<|end|><|assistant|>"
+
+
+def test_a_conversation_begins_with_the_tokens_of_its_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokens, turns = tokenize_conversation(tokenizer, TWO_TURNS)
+    assert tokens[: turns[-1].start] == tokenize_prompt(tokenizer, TWO_TURNS[:-1])
+
+
+@pytest.mark.parametrize(
+    ("train_on", "expected"),
+    [("all_assistant", "2<|end|>14<|end|>"), ("last_assistant", "14<|end|>"), ("everything", RENDERED)],
+)
+def test_the_trained_text_is_what_the_setting_says(
+    tokenizer: PreTrainedTokenizerBase, train_on: TrainOn, expected: str
+) -> None:
+    assert select_trained_text(tokenizer, TWO_TURNS, train_on) == expected
+
+
+def test_a_conversation_that_ends_with_the_user_trains_on_the_answers_before(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    assert select_trained_text(tokenizer, TWO_TURNS[:-1], "last_assistant") == "2<|end|>"
+
+
+def test_two_assistant_turns_in_a_row_are_both_trained_on(tokenizer: PreTrainedTokenizerBase) -> None:
+    messages = [Message(role="user", content="1"), *[Message(role="assistant", content=c) for c in "23"]]
+    assert select_trained_text(tokenizer, messages, "all_assistant") == "2<|end|>3<|end|>"
+
+
+def test_an_empty_answer_trains_on_the_end_token(tokenizer: PreTrainedTokenizerBase) -> None:
+    messages = [Message(role="user", content="1"), Message(role="assistant", content="")]
+    assert select_trained_text(tokenizer, messages, "all_assistant") == "<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "train_on", "expected"),
+    [
+        (4, "all_assistant", [0, 1, 1, 0]),
+        (6, "all_assistant", [0, 1, 1, 0, 0, 1]),
+        (6, "last_assistant", [0, 0, 0, 0, 0, 1]),
+        (2, "last_assistant", [0, 0]),
+        (3, "everything", [1, 1, 1]),
+        (0, "all_assistant", []),
+    ],
+)
+def test_a_mask_is_cut_where_the_tokens_are_cut(num_tokens: int, train_on: TrainOn, expected: list[int]) -> None:
+    turns = [Turn("assistant", 1, 3), Turn("assistant", 5, 8)]
+    assert compute_loss_mask(turns, num_tokens, train_on) == expected
+
+
+def test_a_conversation_without_an_assistant_is_an_error(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(DataError, match="no assistant turn"):
+        tokenize_conversation(tokenizer, TWO_TURNS[:2])
+
+
+def test_a_template_that_changes_earlier_turns_is_an_error(own_tokenizer: PreTrainedTokenizerBase) -> None:
+    own_tokenizer.chat_template = DROPS_EARLIER_ANSWERS
+    with pytest.raises(DataError, match="not prefix-stable"):
+        tokenize_conversation(own_tokenizer, TWO_TURNS)
+
+
+def test_a_template_that_changes_earlier_turns_still_serves_a_single_turn(
+    own_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    own_tokenizer.chat_template = DROPS_EARLIER_ANSWERS
+    assert select_trained_text(own_tokenizer, TWO_TURNS[:3], "all_assistant") == "2<|end|>"
+
+
+def test_a_tokenizer_without_a_chat_template_is_an_error(own_tokenizer: PreTrainedTokenizerBase) -> None:
+    own_tokenizer.chat_template = None
+    with pytest.raises(DataError, match="no chat template"):
+        tokenize_conversation(own_tokenizer, TWO_TURNS)
+
+
+@pytest.mark.parametrize(
+    ("train_on", "expected"),
+    [
+        ("all_assistant", '<call>add{"a": 1, "b": 1}</call><|im_end|>It is 2.<|im_end|>'),
+        ("last_assistant", "It is 2.<|im_end|>"),
+    ],
+)
+def test_calls_are_trained_on_and_what_the_tool_says_is_not(
+    byte_tokenizer: PreTrainedTokenizerBase, train_on: TrainOn, expected: str
+) -> None:
+    byte_tokenizer.chat_template = WITH_TOOLS
+    assert select_trained_text(byte_tokenizer, CALLS_A_TOOL, train_on, [ADD]) == expected
+
+
+def test_the_template_sees_the_tools(byte_tokenizer: PreTrainedTokenizerBase) -> None:
+    byte_tokenizer.chat_template = WITH_TOOLS
+    tokens, turns = tokenize_conversation(byte_tokenizer, CALLS_A_TOOL, tools=[ADD])
+    assert '"name": "add"' in byte_tokenizer.decode(tokens[: turns[0].start])
+    prompt = tokenize_prompt(byte_tokenizer, CALLS_A_TOOL[:1], [ADD])
+    assert tokens[: len(prompt)] == prompt
+
+
+@pytest.mark.parametrize(
+    ("train_on", "expected"),
+    [("all_assistant", "b<|im_end|>d<|im_end|>"), ("last_assistant", "d<|im_end|>")],
+)
+def test_a_template_with_generation_markers_says_what_is_trained_on(
+    byte_tokenizer: PreTrainedTokenizerBase, train_on: TrainOn, expected: str
+) -> None:
+    byte_tokenizer.chat_template = MARKED
+    assert select_trained_text(byte_tokenizer, THINKS, train_on) == expected
+
+
+def test_markers_and_prefixes_give_the_same_turns(byte_tokenizer: PreTrainedTokenizerBase) -> None:
+    byte_tokenizer.chat_template = MARKED
+    marked = tokenize_conversation(byte_tokenizer, THINKS)
+    byte_tokenizer.chat_template = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    assert tokenize_conversation(byte_tokenizer, THINKS) == marked
+
+
+def test_markers_serve_a_template_that_is_not_prefix_stable(byte_tokenizer: PreTrainedTokenizerBase) -> None:
+    byte_tokenizer.chat_template = FORGETS_THOUGHTS.replace(
+        "{{ m.content }}<|im_end|>",
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}",
+    )
+    assert select_trained_text(byte_tokenizer, THINKS, "all_assistant") == "b<|im_end|>d<|im_end|>"
+
+
+def test_markers_around_another_role_are_an_error(byte_tokenizer: PreTrainedTokenizerBase) -> None:
+    byte_tokenizer.chat_template = MARKED.replace("== 'assistant'", "== 'model'")
+    with pytest.raises(DataError, match="markers hold no token"):
+        tokenize_conversation(byte_tokenizer, THINKS)
+
+
+def test_markers_that_do_not_tell_turns_apart_cannot_give_the_last_one(
+    byte_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    byte_tokenizer.chat_template = MARKED.replace("{{ m.content }}<|im_end|>{% endgen", "{{ m.content }}{% endgen")
+    messages: list[Message] = [*THINKS[:3], {"role": "assistant", "content": ""}]
+    with pytest.raises(DataError, match="give 1 spans for 2 assistant turns"):
+        tokenize_conversation(byte_tokenizer, messages, train_on="last_assistant")
+
+
+def test_a_template_that_forgets_thoughts_still_trains_on_the_last_turn(
+    byte_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    byte_tokenizer.chat_template = FORGETS_THOUGHTS
+    assert select_trained_text(byte_tokenizer, THINKS, "last_assistant") == "<think>y</think>d<|im_end|>"
+
+
+def test_a_template_that_forgets_thoughts_does_not_train_on_all_turns(byte_tokenizer: PreTrainedTokenizerBase) -> None:
+    byte_tokenizer.chat_template = FORGETS_THOUGHTS
+    with pytest.raises(DataError, match=r"not prefix-stable.*use train_on = last_assistant"):
+        tokenize_conversation(byte_tokenizer, THINKS)
+
+
+@pytest.mark.parametrize("template", [WITH_TOOLS, MARKED])
+def test_given_messages_are_not_trained_on(byte_tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    byte_tokenizer.chat_template = template
+    given = Conversation(THINKS, num_given=3)
+    [tokenized] = tokenize_conversations(byte_tokenizer, [given], train_on="all_assistant")
+    assert isinstance(tokenized, TokenizedConversation)
+    assert trained_text(byte_tokenizer, tokenized, "all_assistant") == "d<|im_end|>"
+
+
+@pytest.mark.parametrize("template", [WITH_TOOLS, MARKED, FORGETS_THOUGHTS])
+def test_many_conversations_get_what_each_gets_alone(byte_tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    byte_tokenizer.chat_template = template
+    conversations = [Conversation(each) for each in (THINKS[:2], CALLS_A_TOOL[:1], THINKS[2:], THINKS, CALLS_A_TOOL)]
+    together = tokenize_conversations(byte_tokenizer, conversations, train_on="last_assistant")
+    alone = [tokenize_conversations(byte_tokenizer, [each], train_on="last_assistant")[0] for each in conversations]
+    assert list(map(str, together)) == list(map(str, alone))
+    assert [isinstance(each, DataError) for each in together] == [False, True, False, False, False]
+
+
+def test_the_template_that_refuses_a_row_is_quoted(byte_tokenizer: PreTrainedTokenizerBase) -> None:
+    byte_tokenizer.chat_template = "{{ raise_exception('turns must alternate') }}"
+    with pytest.raises(DataError, match="refuses the turns user: turns must alternate"):
+        tokenize_conversation(byte_tokenizer, THINKS[:2])

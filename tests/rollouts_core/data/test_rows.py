@@ -1,0 +1,276 @@
+"""Pins that every kind of file gives its rows, by number and in order, and that what is not a row is named.
+
+Without it a damaged or changed file would be trained on, or fail a day later without a name.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import datasets
+import pytest
+
+from rollouts_core.data.rows import digest_path, load_rows, open_rows, resolve_revision
+from rollouts_core.errors import DataError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def write_rows(path: Path, rows: Sequence[object]) -> Path:
+    """A JSONL file of these rows."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of a test stay in its folder."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [("{broken", "not valid JSON"), ("[1, 2]", "expected a JSON object, found list"), ("7", "found int")],
+)
+def test_a_line_that_is_no_json_object_is_named_by_its_row(tmp_path: Path, line: str, reason: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"prompt": "x"}}\n{line}\n')
+    with pytest.raises(DataError, match=rf"rows\.jsonl, row 2: .*{reason}"):
+        list(load_rows(path))
+
+
+@pytest.mark.parametrize("content", ["", "\n\n"])
+def test_an_empty_file_is_an_error(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content)
+    with pytest.raises(DataError, match="is empty"):
+        list(load_rows(path))
+
+
+@pytest.mark.parametrize("name", ["none.jsonl", "none.parquet", "none"])
+def test_a_missing_file_is_an_error(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        list(load_rows(tmp_path / name))
+
+
+def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "x"}\n\n  \n{"prompt": "y"}')
+    assert [row["prompt"] for _, row in load_rows(path)] == ["x", "y"]
+
+
+def test_a_file_in_another_encoding_is_named_by_its_row(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes('{"prompt": "x"}\n{"prompt": "ü"}\n'.encode("latin-1"))
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 2: not valid JSON"):
+        list(load_rows(tmp_path / "rows.jsonl"))
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 3, 100])
+def test_a_cut_parquet_file_is_one_sentence(tmp_path: Path, keep_bytes: int) -> None:
+    path = tmp_path / "rows.parquet"
+    datasets.Dataset.from_list([{"prompt": "x"}] * 50).to_parquet(str(path))
+    path.write_bytes(path.read_bytes()[:keep_bytes])
+    with pytest.raises(DataError, match="is not a Parquet file, or was cut"):
+        list(load_rows(path))
+
+
+def test_a_file_of_another_kind_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt\nx\n")
+    with pytest.raises(DataError, match=r"must end in \.jsonl or \.parquet"):
+        list(load_rows(tmp_path / "rows.csv"))
+
+
+def test_a_folder_of_several_splits_is_one_sentence(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list([{"prompt": "x"}])
+    datasets.DatasetDict({"validation": rows, "test": rows}).save_to_disk(str(tmp_path / "folder"))
+    with pytest.raises(DataError, match="has the splits test, validation, not train"):
+        list(load_rows(tmp_path / "folder"))
+
+
+def test_a_folder_that_is_no_dataset_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is no dataset"):
+        list(load_rows(tmp_path))
+
+
+def test_a_saved_dataset_folder_has_its_rows(tmp_path: Path) -> None:
+    datasets.Dataset.from_list([{"prompt": "x"}, {"prompt": "y"}]).save_to_disk(str(tmp_path / "folder"))
+    assert [(n, row["prompt"]) for n, row in load_rows(tmp_path / "folder")] == [(1, "x"), (2, "y")]
+
+
+def test_the_digest_of_a_file_is_that_of_its_content(tmp_path: Path) -> None:
+    for name, content in [("a", "x"), ("b", "x"), ("c", "y")]:
+        (tmp_path / name).write_text(content)
+    assert digest_path(tmp_path / "a") == digest_path(tmp_path / "b") != digest_path(tmp_path / "c")
+
+
+@pytest.mark.parametrize("change", ["content", "name", "added"])
+def test_the_digest_of_a_folder_notices(tmp_path: Path, change: str) -> None:
+    (tmp_path / "inner").mkdir()
+    file = tmp_path / "inner" / "a"
+    file.write_text("x")
+    before = digest_path(tmp_path)
+    if change == "content":
+        file.write_text("y")
+    elif change == "name":
+        file.rename(tmp_path / "inner" / "b")
+    else:
+        (tmp_path / "c").write_text("")
+    assert digest_path(tmp_path) != before
+
+
+def test_the_digest_of_a_folder_does_not_depend_on_where_it_lies(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a").write_text("x")
+    assert digest_path(tmp_path / "one") == digest_path(tmp_path / "two")
+
+
+def test_a_split_of_a_folder_is_chosen_by_its_name(tmp_path: Path) -> None:
+    splits = {name: datasets.Dataset.from_list([{"prompt": name}]) for name in ("train", "test")}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "folder"))
+    assert [row for _, row in open_rows(tmp_path / "folder", split="test").read([0])] == [{"prompt": "test"}]
+    assert [row for _, row in load_rows(tmp_path / "folder")] == [{"prompt": "train"}]
+
+
+def test_a_folder_of_data_files_is_a_dataset(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    write_rows(tmp_path / "folder" / "train.jsonl", [{"prompt": "x"}, {"prompt": "y"}])
+    assert [row["prompt"] for _, row in load_rows(tmp_path / "folder")] == ["x", "y"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_can_be_read_in_any_order(tmp_path: Path, kind: str) -> None:
+    rows = [{"prompt": f"{i} ü"} for i in range(10)]
+    path = tmp_path / f"rows.{kind}"
+    write_rows(path, rows) if kind == "jsonl" else datasets.Dataset.from_list(rows).to_parquet(str(path))
+    table = open_rows(path)
+    assert len(table) == 10
+    assert table.read([7, 0, 7]) == [(8, rows[7]), (1, rows[0]), (8, rows[7])]
+    assert table.digest == digest_path(path)
+
+
+def test_rows_by_number_know_their_lines(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('\n{"prompt": "x"}\n\n{"prompt": "y"}')
+    assert open_rows(tmp_path / "rows.jsonl").read([1, 0]) == [(4, {"prompt": "y"}), (2, {"prompt": "x"})]
+
+
+@pytest.mark.parametrize("change", ["other", "cut", "gone"])
+def test_a_file_that_changes_while_it_is_in_use_is_an_error(tmp_path: Path, change: str) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "x"}, {"prompt": "y"}])
+    table = open_rows(path)
+    if change == "gone":
+        path.unlink()
+    else:
+        write_rows(path, [{"prompt": "x"}, *([{"prompt": "z"}] if change == "other" else [])])
+    with pytest.raises(DataError, match=r"rows\.jsonl(, row 2 changed while it was in use| cannot be read any more)"):
+        table.read([1])
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"prompt": "x", "prompt": "y"}', "the key 'prompt' occurs twice in one object"),
+        ('{"messages": [{"role": "user", "role": "user"}]}', "the key 'role' occurs twice"),
+        ('{"prompt": NaN}', "NaN is no JSON value"),
+        ('{"prompt": "x", "score": -Infinity}', "-Infinity is no JSON value"),
+    ],
+)
+def test_json_that_says_two_things_or_nothing_is_an_error(tmp_path: Path, line: str, reason: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(f'{{"prompt": "x"}}\n{line}\n')
+    with pytest.raises(DataError, match=rf"rows\.jsonl, row 2: not valid JSON: .*{reason}"):
+        list(load_rows(tmp_path / "rows.jsonl"))
+
+
+def test_a_parquet_row_has_the_keys_that_were_written_and_no_nulls_in_them(tmp_path: Path) -> None:
+    rows: list[Mapping[str, Any]] = [
+        {"messages": [{"role": "user", "content": "x", "name": "a"}, {"role": "assistant", "content": "y"}]},
+        {"messages": [{"role": "user", "content": "x"}]},
+    ]
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))
+    assert [row for _, row in load_rows(tmp_path / "rows.parquet")] == rows
+
+
+def test_an_empty_parquet_file_is_an_error(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"prompt": []}).to_parquet(str(tmp_path / "rows.parquet"))
+    with pytest.raises(DataError, match="is empty"):
+        open_rows(tmp_path / "rows.parquet")
+
+
+def test_the_index_of_a_file_does_not_hold_its_rows(tmp_path: Path) -> None:
+    # 48 MB of rows under 32 MB of address space more than Python and its imports need.
+    write_rows(tmp_path / "rows.jsonl", [{"text": "x" * 12_000}] * 4_000)
+    program = (
+        "import resource, sys; from rollouts_core.data.rows import open_rows\n"
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + 32 * 2**20,) * 2)\n"
+        "table = open_rows(sys.argv[1])\n"
+        "print(len(table), sum(len(table.read([i])[0][1]['text']) for i in range(4000)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "rows.jsonl")], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["4000", "48000000"], done.stderr
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """A hub that knows one dataset."""
+
+    def do_GET(self) -> None:
+        is_known = self.path.startswith("/api/datasets/org/name")
+        body = json.dumps({"id": "org/name", "sha": COMMIT} if is_known else {"error": "not found"}).encode()
+        self.send_response(200 if is_known else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing is printed."""
+
+
+@pytest.fixture
+def hub_url() -> Iterator[str]:
+    """The address of a hub on this machine."""
+    server = HTTPServer(("127.0.0.1", 0), _Hub)
+    thread = Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def resolve_at(hub_url: str, path: str) -> subprocess.CompletedProcess[str]:
+    """What a process of its own, which reads the address of the hub when it starts, says about a hub dataset."""
+    program = (
+        "import sys\nfrom rollouts_core.data.rows import resolve_revision\nprint(resolve_revision(sys.argv[1], ''))"
+    )
+    environment = {**os.environ, "HF_ENDPOINT": hub_url, "HF_HUB_OFFLINE": "0"}
+    return subprocess.run(
+        [sys.executable, "-c", program, path], env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_dataset_of_the_hub_is_held_to_its_commit(hub_url: str) -> None:
+    done = resolve_at(hub_url, "org/name")
+    assert done.stdout.strip() == COMMIT, done.stderr
+
+
+def test_a_dataset_that_the_hub_does_not_know_is_one_sentence(hub_url: str) -> None:
+    assert "DataError: org/other is no file or folder, and the hub does not name its commit" in (
+        resolve_at(hub_url, "org/other").stderr
+    )
+
+
+def test_a_commit_needs_no_hub_and_decides_the_digest() -> None:
+    assert resolve_revision("org/name", COMMIT) == COMMIT
+    assert digest_path("org/name", revision=COMMIT) != digest_path("org/name", revision=COMMIT[::-1])
+
+
+def test_a_local_path_has_no_revision(tmp_path: Path) -> None:
+    assert resolve_revision(str(tmp_path), "") == ""

@@ -1,0 +1,233 @@
+"""Pins that a sample's log-probs through a real attention do not depend on its neighbours, its padding or its batch.
+
+Without it packing would train every sample on the context of strangers, which lowers the loss and spoils the model.
+"""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rollouts_core.algorithms.loss import LossFn, create_cross_entropy_loss, create_policy_loss
+from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
+from rollouts_core.config import LossConfig, ModelConfig
+from rollouts_core.errors import CheckpointError, DataError
+from rollouts_core.model.loading import check_vocabulary, load_hf_model, load_tokenizer, pad_token_id
+from rollouts_core.model.policy import compute_logprobs, score_targets
+from rollouts_core.types import Sample
+from tests.rollouts_core.make import make_random_samples, make_sample
+
+LOSSES = {
+    "cross_entropy": create_cross_entropy_loss(),
+    "token_mean": create_policy_loss(LossConfig()),
+    "sequence_mean": create_policy_loss(LossConfig(aggregation="sequence_mean")),
+}
+ADVANTAGES = [1.0, -1.0, 2.0, -0.5, 0.5, 1.5, -2.0, 1.0]
+
+
+def build_rows(samples: list[Sample], num_per_row: int) -> list[TrainBatch]:
+    """One batch of all samples, so many to a row."""
+    starts = range(0, len(samples), num_per_row)
+    rows = [samples[i : i + num_per_row] for i in starts]
+    return [build_batch(rows, advantages=[ADVANTAGES[i : i + num_per_row] for i in starts], pad_id=0)]
+
+
+def sum_loss_and_gradient(
+    model: PreTrainedModel, batches: list[TrainBatch], loss_fn: LossFn
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss of a step and its gradient by parameter."""
+    model.zero_grad()
+    total = 0.0
+    for batch in batches:
+        loss, _ = loss_fn(score_targets(model, batch), batch)
+        loss.backward()
+        total += float(loss.detach())
+    return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_step(
+    model: PreTrainedModel, first: list[TrainBatch], second: list[TrainBatch], loss_fn: LossFn
+) -> None:
+    """Loss and gradient agree up to the order of float32 sums."""
+    loss, gradient = sum_loss_and_gradient(model, first, loss_fn)
+    other_loss, other_gradient = sum_loss_and_gradient(model, second, loss_fn)
+    assert loss == pytest.approx(other_loss, abs=1e-5)
+    for name, value in gradient.items():
+        torch.testing.assert_close(value, other_gradient[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("loss_name", LOSSES)
+@pytest.mark.parametrize("num_per_row", [2, 8])
+def test_packed_rows_give_the_loss_and_gradient_of_unpacked_rows(
+    tiny_model: PreTrainedModel, loss_name: str, num_per_row: int
+) -> None:
+    samples = make_random_samples(8)
+    assert_same_step(tiny_model, build_rows(samples, 1), build_rows(samples, num_per_row), LOSSES[loss_name])
+
+
+@pytest.mark.parametrize("loss_name", LOSSES)
+def test_eight_micro_batches_give_the_loss_and_gradient_of_one(tiny_model: PreTrainedModel, loss_name: str) -> None:
+    samples = make_random_samples(8)
+    parts = [
+        build_batch([[sample]], advantages=[[advantage]], pad_id=0)
+        for sample, advantage in zip(samples, ADVANTAGES, strict=True)
+    ]
+    whole = build_rows(samples, 1)
+    assert_same_step(tiny_model, whole, with_step_totals(parts, samples), LOSSES[loss_name])
+
+
+@torch.no_grad()
+def test_a_packed_neighbour_does_not_change_the_log_probs_of_a_sample(tiny_model: PreTrainedModel) -> None:
+    first, second, third = (make_sample(tokens) for tokens in ([7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17, 18]))
+    other = make_sample([20, 21, 22])
+    logprobs_BT = compute_logprobs(tiny_model, build_batch([[first, second, third]], pad_id=0))
+    changed_BT = compute_logprobs(tiny_model, build_batch([[first, other, third]], pad_id=0))
+    torch.testing.assert_close(logprobs_BT[:, :3], changed_BT[:, :3], atol=1e-6, rtol=0)
+    torch.testing.assert_close(logprobs_BT[:, 5:], changed_BT[:, 5:], atol=1e-6, rtol=0)
+    assert not torch.allclose(logprobs_BT[:, 3:5], changed_BT[:, 3:5])
+
+
+@torch.no_grad()
+def test_the_test_of_neighbours_would_notice_a_missing_mask(tiny_model: PreTrainedModel) -> None:
+    batch = build_batch([[make_sample([7, 8, 9, 10]), make_sample([11, 12, 13])]], pad_id=0)
+    whole_row = replace(batch, segment_ids_BT=torch.ones_like(batch.segment_ids_BT))
+    difference = compute_logprobs(tiny_model, batch) - compute_logprobs(tiny_model, whole_row)
+    assert float(difference[:, 3:].abs().max()) > 1e-3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pad_id", [0, 24])
+def test_padding_does_not_change_the_log_probs_of_a_sample(tiny_model: PreTrainedModel, pad_id: int) -> None:
+    short, long = make_sample([7, 8, 9]), make_sample(range(7, 20))
+    alone_BT = compute_logprobs(tiny_model, build_batch([[short]], pad_id=0))
+    padded_BT = compute_logprobs(tiny_model, build_batch([[short], [long]], pad_id=pad_id))
+    torch.testing.assert_close(padded_BT[:1, :2], alone_BT, atol=1e-6, rtol=0)
+
+
+@torch.no_grad()
+def test_log_probs_agree_with_the_softmax_of_the_model_itself(tiny_model: PreTrainedModel) -> None:
+    tokens = [7, 8, 9, 10, 11]
+    found_BT = compute_logprobs(tiny_model, build_batch([[make_sample(tokens)]], pad_id=0), temperature=0.5)
+    distribution = torch.log_softmax(tiny_model(torch.tensor([tokens])).logits[0] / 0.5, dim=-1)
+    expected = torch.stack([distribution[t, tokens[t + 1]] for t in range(4)])
+    torch.testing.assert_close(found_BT[0], expected, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_log_probs_depend_on_no_later_token(tiny_model: PreTrainedModel) -> None:
+    logprobs_BT = compute_logprobs(tiny_model, build_batch([[make_sample([7, 8, 9, 10])]], pad_id=0))
+    changed_BT = compute_logprobs(tiny_model, build_batch([[make_sample([7, 8, 9, 20])]], pad_id=0))
+    torch.testing.assert_close(logprobs_BT[:, :2], changed_BT[:, :2], atol=1e-6, rtol=0)
+
+
+def test_a_model_is_loaded_in_training_mode_and_in_the_asked_number_format(base_model: ModelConfig) -> None:
+    model = load_hf_model(base_model, dtype=torch.bfloat16)
+    assert model.training
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("damage", ["nowhere", "empty", "no_weights", "bad_config"])
+def test_a_folder_without_a_loadable_model_is_one_sentence(quickstart_dir: Path, tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "model"
+    if damage == "empty":
+        path.mkdir()
+    elif damage != "nowhere":
+        shutil.copytree(quickstart_dir / "base_model", path)
+        (path / "model.safetensors").unlink()
+        if damage == "bad_config":
+            (path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="no model could be loaded from") as caught:
+        load_hf_model(ModelConfig(path=str(path)))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_a_tokenizer_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no tokenizer could be loaded from") as caught:
+        load_tokenizer(ModelConfig(path=str(tmp_path)))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_without_an_end_token_is_refused(quickstart_dir: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(quickstart_dir / "base_model", tmp_path / "model")
+    settings = path / "tokenizer_config.json"
+    settings.write_text(settings.read_text().replace('"eos_token"', '"unused_token"'))
+    with pytest.raises(DataError, match="no eos_token"):
+        load_tokenizer(ModelConfig(path=str(path)))
+
+
+def test_a_tokenizer_that_fits_the_model_passes(
+    tiny_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    check_vocabulary(tiny_model.get_input_embeddings().weight.shape[0], tokenizer, "folder")
+
+
+def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(
+    tiny_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    tiny_model.resize_token_embeddings(10)
+    with pytest.raises(DataError, match=rf"has {len(tokenizer)} tokens but the model embeds 10"):
+        check_vocabulary(tiny_model.get_input_embeddings().weight.shape[0], tokenizer, "folder")
+
+
+def test_the_pad_token_is_the_tokenizers_own(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert pad_token_id(tokenizer) == tokenizer.convert_tokens_to_ids("<|pad|>")
+
+
+def test_without_a_pad_token_rows_are_filled_with_the_end_token(base_model: ModelConfig) -> None:
+    own = load_tokenizer(base_model)
+    own.pad_token = None
+    assert pad_token_id(own) == own.eos_token_id
+
+
+class Payload:
+    """What an attacker pickles: loading it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Path.touch, (self.path,))
+
+
+def with_pickled_weights(base_model: ModelConfig, directory: Path, extra: dict[str, object]) -> ModelConfig:
+    """The base model with its weights, and something else, in a pickle."""
+    shutil.copytree(base_model.path, directory)
+    weights = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    torch.save({**weights, **extra}, directory / "pytorch_model.bin")
+    return ModelConfig(path=str(directory))
+
+
+def test_pickled_weights_are_refused(base_model: ModelConfig, tmp_path: Path) -> None:
+    pickled = with_pickled_weights(base_model, tmp_path / "model", {"payload": Payload(tmp_path / "ran")})
+    with pytest.raises(CheckpointError, match=r"are pickled \(pytorch_model\.bin\).*convert them to safetensors"):
+        load_hf_model(pickled)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_pickled_weights_that_are_allowed_are_those_of_the_model(base_model: ModelConfig, tmp_path: Path) -> None:
+    pickled = with_pickled_weights(base_model, tmp_path / "model", {})
+    loaded = load_hf_model(pickled.model_copy(update={"allow_pickle": True}))
+    for name, parameter in load_hf_model(base_model).named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter), name
+
+
+def test_code_in_pickled_weights_does_not_run_even_when_they_are_allowed(
+    base_model: ModelConfig, tmp_path: Path
+) -> None:
+    pickled = with_pickled_weights(base_model, tmp_path / "model", {"payload": Payload(tmp_path / "ran")})
+    with pytest.raises(CheckpointError, match="no model could be loaded"):
+        load_hf_model(pickled.model_copy(update={"allow_pickle": True}))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_how_a_tokenizer_was_loaded_is_not_written_into_checkpoints(base_model: ModelConfig, tmp_path: Path) -> None:
+    load_tokenizer(base_model).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert not written.keys() & {"is_local", "local_files_only", "name_or_path"}

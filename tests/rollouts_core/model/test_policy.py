@@ -1,0 +1,279 @@
+"""Pins how a policy computes: bfloat16 products, adapters, recomputed activations, windows, kernels without padding.
+
+Without it an exported adapter could compute something else than what was trained, or a packed sample see a stranger.
+"""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from rollouts_core.algorithms.loss import Metrics, TokenScores, create_cross_entropy_loss
+from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorch_backend
+from rollouts_core.batch import TrainBatch, build_batch
+from rollouts_core.config import PLAIN_POLICY, LoRAConfig, ModelConfig, OptimConfig, PolicyConfig
+from rollouts_core.errors import ConfigError
+from rollouts_core.model import policy
+from rollouts_core.model.policy import compute_logprobs, create_policy
+from tests.rollouts_core.make import make_random_samples, make_sample
+
+VOCABULARY = 25
+
+
+def create_backend(
+    model: ModelConfig, policy: PolicyConfig = PLAIN_POLICY, *, with_reference: bool = False
+) -> PyTorchTrainingBackend:
+    """A backend that trains by cross entropy on the CPU."""
+    optim = OptimConfig(lr=0.01, num_warmup_steps=2, weight_decay=0.1)
+    loss_fn = create_cross_entropy_loss()
+    return create_pytorch_backend(
+        model, optim, loss_fn, num_steps=10, policy=policy, with_reference=with_reference, device="cpu"
+    )
+
+
+def make_batch(seed: int = 0) -> TrainBatch:
+    """Four random samples, a row each."""
+    return build_batch([[sample] for sample in make_random_samples(4, seed=seed)], pad_id=0)
+
+
+def take_steps(backend: PyTorchTrainingBackend, seeds: range) -> list[Metrics]:
+    """One optimizer step for each seed's batch; returns the metrics."""
+    history = []
+    for seed in seeds:
+        loss = asyncio.run(backend.forward_backward(make_batch(seed)).result())
+        history.append({**loss, **asyncio.run(backend.optim_step().result())})
+    return history
+
+
+def copy_weights(backend: PyTorchTrainingBackend) -> dict[str, Tensor]:
+    """The exported weights as they are now."""
+    return {name: value.clone() for name, value in asyncio.run(backend.get_weights().result()).items()}
+
+
+def score(backend: PyTorchTrainingBackend, *, reference: bool = False) -> Tensor:
+    """Log-probs of a fixed batch."""
+    return asyncio.run(backend.score(make_batch(), reference=reference).result()).logprobs_BT
+
+
+def assert_equal_tensors(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    """Same names, same bits."""
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        PolicyConfig(precision="bfloat16"),
+        PolicyConfig(lora=LoRAConfig(rank=4, dropout=0.1)),
+        PolicyConfig(lora=LoRAConfig(rank=4), precision="bfloat16", activation_checkpointing=True),
+    ],
+    ids=["bfloat16", "lora", "lora bfloat16"],
+)
+def test_a_resumed_policy_trains_on_exactly(base_model: ModelConfig, tmp_path: Path, policy: PolicyConfig) -> None:
+    backend = create_backend(base_model, policy=policy)
+    take_steps(backend, range(2))
+    asyncio.run(backend.save_checkpoint(tmp_path / "step_000002", {"step": 2}).result())
+    expected = take_steps(backend, range(2, 4))
+    restored = create_backend(base_model, policy=policy)
+    asyncio.run(
+        restored.load_checkpoint(tmp_path / "step_000002").result()
+    )  # sets the random state, which dropout takes from, too
+    assert take_steps(restored, range(2, 4)) == expected
+    assert_equal_tensors(copy_weights(restored), copy_weights(backend))
+
+
+def test_bfloat16_products_train_float32_weights(base_model: ModelConfig) -> None:
+    backend = create_backend(base_model, policy=PolicyConfig(precision="bfloat16"))
+    plain = create_backend(base_model)
+    found, expected = take_steps(backend, range(3)), take_steps(plain, range(3))
+    assert {p.dtype for p in backend.model.parameters()} == {torch.float32}
+    assert found != expected
+    assert [metrics["loss"] for metrics in found] == pytest.approx([m["loss"] for m in expected], rel=0.01)
+
+
+def test_adapters_change_nothing_at_first_then_only_they_are_trained(base_model: ModelConfig) -> None:
+    policy = PolicyConfig(lora=LoRAConfig(rank=4))
+    backend, plain = create_backend(base_model, policy=policy), create_backend(base_model)
+    assert_equal_tensors(copy_weights(backend), copy_weights(plain))
+    frozen = {name: p.detach().clone() for name, p in backend.model.named_parameters() if not p.requires_grad}
+    take_steps(backend, range(2))
+    assert all(torch.equal(p, dict(backend.model.named_parameters())[name]) for name, p in frozen.items())
+    changed = {
+        name for name, value in copy_weights(backend).items() if not torch.equal(value, copy_weights(plain)[name])
+    }
+    assert changed == {name for name in copy_weights(plain) if name.endswith("_proj.weight")}
+
+
+def test_exported_adapters_compute_what_the_policy_computes(base_model: ModelConfig, tmp_path: Path) -> None:
+    backend = create_backend(base_model, policy=PolicyConfig(lora=LoRAConfig(rank=4, alpha=64)))
+    take_steps(backend, range(3))
+    asyncio.run(backend.save_checkpoint(tmp_path / "step_000003", {"step": 3}).result())
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "step_000003", dtype=torch.float32)
+    batch = make_batch()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            compute_logprobs(backend.model, batch), compute_logprobs(merged, batch), atol=1e-5, rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("rank", [0, 4], ids=["frozen copy", "adapters off"])
+def test_the_reference_is_the_model_that_training_started_from(base_model: ModelConfig, rank: int) -> None:
+    policy = PolicyConfig(lora=LoRAConfig(rank=rank))
+    backend = create_backend(base_model, policy=policy, with_reference=True)
+    before = score(backend)
+    take_steps(backend, range(2))
+    torch.testing.assert_close(score(backend, reference=True), before, atol=1e-6, rtol=0)
+    assert not torch.allclose(score(backend), before, atol=1e-4)
+
+
+def test_replaced_weights_are_what_adapters_start_from(base_model: ModelConfig) -> None:
+    backend = create_backend(base_model, policy=PolicyConfig(lora=LoRAConfig(rank=4)))
+    take_steps(backend, range(2))
+    other = {name: value + 0.01 for name, value in copy_weights(backend).items()}
+    asyncio.run(backend.load_weights(other).result())
+    assert_equal_tensors(copy_weights(backend), other)
+
+
+def test_a_value_head_is_trained_and_resumed(base_model: ModelConfig, tmp_path: Path) -> None:
+    def value_loss(scores: TokenScores, batch: TrainBatch) -> tuple[torch.Tensor, Metrics]:
+        assert scores.values_BT is not None
+        loss = ((scores.values_BT - 1).square() * batch.loss_mask_BT).sum() / batch.num_loss_tokens
+        return loss, {"loss": float(loss.detach())}
+
+    def create() -> PyTorchTrainingBackend:
+        optim = OptimConfig(lr=1e-2)
+        return create_pytorch_backend(base_model, optim, value_loss, num_steps=10, with_values=True, device="cpu")
+
+    backend = create()
+    losses = [metrics["loss"] for metrics in take_steps(backend, range(4))]
+    assert losses[0] == pytest.approx(1.0)  # the head starts at 0
+    assert losses[-1] < 0.9
+    asyncio.run(backend.save_checkpoint(tmp_path / "step_000004", {"step": 4}).result())
+    restored = create()
+    asyncio.run(restored.load_checkpoint(tmp_path / "step_000004").result())
+    assert take_steps(restored, range(4, 6)) == take_steps(backend, range(4, 6))
+
+
+def test_recomputed_activations_give_the_same_gradient(base_model: ModelConfig) -> None:
+    plain, saving = create_backend(base_model), create_backend(base_model, PolicyConfig(activation_checkpointing=True))
+    assert take_steps(saving, range(3)) == take_steps(plain, range(3))
+    assert_equal_tensors(copy_weights(saving), copy_weights(plain))
+
+
+@pytest.mark.slow
+def test_compiled_layers_train_as_plain_ones_do(base_model: ModelConfig) -> None:
+    found = take_steps(create_backend(base_model, PolicyConfig(compile=True)), range(2))
+    expected = take_steps(create_backend(base_model), range(2))
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+
+
+def test_adapters_need_layers_that_the_model_has(base_model: ModelConfig) -> None:
+    lora = LoRAConfig(rank=4, target_modules=("query_projection",))
+    with pytest.raises(ConfigError, match="target_modules query_projection"):
+        create_policy(base_model, PolicyConfig(lora=lora))
+
+
+def test_flash_attention_that_is_not_installed_is_one_sentence(base_model: ModelConfig) -> None:
+    with pytest.raises(ConfigError, match=r"policy\.attention 'flash_attention_2' cannot be used here"):
+        create_policy(base_model, PolicyConfig(attention="flash_attention_2", precision="bfloat16"))
+
+
+def build_windowed_model(kind: str) -> PreTrainedModel:
+    """A random model whose layers, or some of them, see four tokens back."""
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "sliding_window": 4,
+    }
+    if kind == "all layers":
+        return MistralForCausalLM(MistralConfig(**shape))
+    return Qwen2ForCausalLM(Qwen2Config(**shape, use_sliding_window=True, max_window_layers=1))
+
+
+@pytest.mark.parametrize("kind", ["all layers", "some layers"])
+@torch.no_grad()
+def test_packed_samples_see_no_further_back_than_the_window(kind: str) -> None:
+    model = build_windowed_model(kind)
+    first, second = make_sample(range(1, 13)), make_sample(range(12, 2, -1))
+    packed_BT = compute_logprobs(model, build_batch([[first, second]], pad_id=0))
+    alone = [compute_logprobs(model, build_batch([[sample]], pad_id=0)) for sample in (first, second)]
+    torch.testing.assert_close(packed_BT, torch.cat(alone, dim=1), atol=1e-5, rtol=1e-5)
+    other_start = make_sample([20, *range(2, 13)])
+    changed_BT = compute_logprobs(model, build_batch([[other_start, second]], pad_id=0))
+    # Two layers that see 3 tokens back reach 6; one such layer and one that sees all reach everything.
+    assert torch.allclose(packed_BT[:, 7:11], changed_BT[:, 7:11], atol=1e-6) == (kind == "all layers")
+
+
+def test_models_that_carry_a_state_refuse_packed_rows() -> None:
+    config = Qwen3NextConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, linear_num_key_heads=1, linear_num_value_heads=1, linear_key_head_dim=8,
+        linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8,
+        shared_expert_intermediate_size=8,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="linear_attention layers of qwen3_next: set packing = false"):
+        compute_logprobs(Qwen3NextForCausalLM(config), build_batch([[make_sample(), make_sample()]], pad_id=0))
+
+
+def attend_by_bounds(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **settings: object,
+) -> tuple[Tensor, None]:
+    """What a kernel for sequences of varying length computes: causal attention between each two bounds."""
+    bounds = settings["cu_seq_lens_q"]
+    assert isinstance(bounds, Tensor) and attention_mask is None
+    lengths = bounds.diff().tolist()
+    assert max(lengths) == settings["max_length_q"]
+    num_repeats = query.shape[1] // key.shape[1]
+    parts = zip(
+        query.split(lengths, dim=2),
+        key.repeat_interleave(num_repeats, dim=1).split(lengths, dim=2),
+        value.repeat_interleave(num_repeats, dim=1).split(lengths, dim=2),
+        strict=True,
+    )
+    outputs = [F.scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in parts]
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def test_values_are_float32_under_autocast(base_model: ModelConfig) -> None:
+    trained = create_policy(base_model, PolicyConfig(precision="bfloat16"), with_values=True)
+    values_BT = trained(build_batch([make_random_samples(2)], pad_id=0)).values_BT
+    assert values_BT is not None and values_BT.dtype == torch.float32
+
+
+@torch.no_grad()
+def test_rows_without_padding_score_as_masked_rows_do(
+    tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = make_random_samples(7)
+    batch = build_batch([samples[:3], samples[3:4], samples[4:]], pad_id=0)
+    expected_BT = compute_logprobs(tiny_model, batch)
+    AttentionInterface.register("by_bounds", attend_by_bounds)
+    tiny_model.set_attn_implementation("by_bounds")
+    monkeypatch.setattr(policy, "KERNELS_WITHOUT_MASK", {"by_bounds"})
+    torch.testing.assert_close(compute_logprobs(tiny_model, batch), expected_BT, atol=1e-5, rtol=1e-5)
