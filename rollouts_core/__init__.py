@@ -13,6 +13,8 @@ PUBLIC_NAMES = {
     "algorithms.advantages": "batch_advantages compute_advantages gae_advantages group_advantages whiten",
     "backends.protocol": "ImmediateTrainFuture TrainFuture TrainingBackend",
     "backends.create": "create_backend",
+    "backends.fsdp": "FSDPTrainingBackend create_fsdp_backend",
+    "backends.ranks": "Ranks join_ranks",
     "batch": "TrainBatch build_batch with_step_totals",
     "data.chat": "compute_loss_mask tokenize_conversation tokenize_prompt",
     "checkpoint": "latest_intact_checkpoint load_manifest verify_checkpoint",

@@ -117,6 +117,7 @@ def make_full_config(directory: Path) -> Config:
             r"training\.sft: batch_size 6 is not a multiple of .* 4",
         ),
         ("rollout.reward_fn", 5, r"rollout\.reward_fn: .*found 5$"),
+        ("deployment", {"trainer_gpu_ranks": [0, 1], "trainer_processes": 3}, r"deployment: trainer_processes 3 needs"),
         ("deployment.engine_port", 70000, r"deployment\.engine_port: .*found 70000"),
     ],
 )

@@ -91,6 +91,18 @@ def test_micro_batches_keep_to_their_token_budget(packing: bool) -> None:
     assert sorted(place for rows in micro_batches for row in rows for place in row) == list(range(60))
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_token_budget_is_that_of_each_rank(packing: bool) -> None:
+    samples = make_random_samples(60)
+    config = RLTrainingConfig(max_micro_batch_tokens=50, packing=packing)
+    micro_batches = plan_rows(range(60), samples, config, num_ranks=3)
+    for rows in micro_batches:
+        lengths = [sum(len(samples[place].tokens) for place in row) for row in rows]
+        assert all(len(lengths[rank::3]) * max(lengths) <= 50 for rank in range(3))
+    assert sorted(place for rows in micro_batches for row in rows for place in row) == list(range(60))
+    assert len(micro_batches) < len(plan_rows(range(60), samples, config)) / 2
+
+
 def test_packing_needs_fewer_rows() -> None:
     samples = make_random_samples(60)
     num_rows = [

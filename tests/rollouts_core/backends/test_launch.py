@@ -89,12 +89,14 @@ def started(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         for pid in find_processes(directory):
             os.kill(pid, signal.SIGKILL)
-        process.wait()
+        process.wait(10)
 
 
 def find_processes(directory: Path) -> list[int]:
     """Every live process of a job."""
-    table = subprocess.run(["ps", "-A", "-o", "pid=,stat=,args="], capture_output=True, text=True, check=True).stdout
+    table = subprocess.run(
+        ["ps", "-A", "-ww", "-o", "pid=,stat=,args="], capture_output=True, text=True, check=True
+    ).stdout
     rows = [line.split(None, 2) for line in table.splitlines() if str(directory / "job.json") in line]
     return [int(pid) for pid, state, _ in rows if not state.startswith("Z")]
 

@@ -260,6 +260,12 @@ def attend_by_bounds(
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
+def test_values_are_float32_under_autocast(base_model: ModelConfig) -> None:
+    trained = create_policy(base_model, PolicyConfig(precision="bfloat16"), with_values=True)
+    values_BT = trained(build_batch([make_random_samples(2)], pad_id=0)).values_BT
+    assert values_BT is not None and values_BT.dtype == torch.float32
+
+
 @torch.no_grad()
 def test_rows_without_padding_score_as_masked_rows_do(
     tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
