@@ -21,6 +21,11 @@ from rollouts_core.messages import first_line
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+"""What configurations call a cap or a scale of logits (Gemma 2, Cohere, Granite, Falcon-H1)."""
+KERNELS_OF_FLOAT32 = ("sdpa", "eager")
+"""Attention kernels that compute in any number format."""
+
 
 def load_hf_model(
     config: ModelConfig, *, device: str = "cpu", dtype: torch.dtype = torch.float32, attention: str = "sdpa"
@@ -34,7 +39,7 @@ def load_hf_model(
 
     Raises:
         CheckpointError: nothing loadable lies there.
-        ConfigError: the attention kernel is not installed.
+        ConfigError: the attention kernel is not installed, or the model does more to its logits than a head.
     """
     if device == "meta":
         return _build_without_values(config, dtype=dtype, attention=attention)
@@ -56,7 +61,31 @@ def load_hf_model(
         raise CheckpointError(f"no model could be loaded from {config.path}: {first_line(error)}") from error
     if missing := sorted(loading["missing_keys"]):
         raise CheckpointError(f"the weights at {config.path} lack {len(missing)} tensors, {missing[0]} first")
-    return model.to(device).train()
+    placed = model.to(device)
+    check_plain_head(placed)
+    return placed.train()
+
+
+@torch.no_grad()
+def check_plain_head(hf_model: PreTrainedModel) -> None:
+    """Raise ConfigError when the model's logits are not its hidden states times its head.
+
+    Log-probs are taken from hidden states and head (logprobs.py), so a cap or a scale between them would be lost. Caps
+    that bend only large logits are known by their settings; whatever else a model does shows on two tokens.
+    """
+    config = hf_model.config
+    found = [name for name in LOGIT_SETTINGS if getattr(config, name, None) not in (None, 1.0)]
+    head = hf_model.get_output_embeddings()
+    if not found and head is not None and config._attn_implementation in KERNELS_OF_FLOAT32:
+        token_ids = torch.arange(2, device=hf_model.device)[None]
+        hf_model.eval()
+        logits = hf_model(input_ids=token_ids, use_cache=False).logits.float()
+        plain = head(hf_model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state).float()
+        if not torch.allclose(plain, logits, rtol=1e-3, atol=1e-4 * float(logits.abs().max())):
+            found = ["something between hidden states and logits"]
+    if found or head is None:
+        reason = f"it has {found[0]}" if found else "it has no output head"
+        raise ConfigError(f"{config.model_type} models cannot be trained here: {reason}, which log-probs would lack")
 
 
 def _build_without_values(config: ModelConfig, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:

@@ -7,18 +7,28 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from rollouts_core.algorithms.loss import LossFn, create_cross_entropy_loss, create_policy_loss
 from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
 from rollouts_core.config import LossConfig, ModelConfig
-from rollouts_core.errors import CheckpointError, DataError
-from rollouts_core.model.loading import check_vocabulary, load_hf_model, load_tokenizer, pad_token_id
+from rollouts_core.errors import CheckpointError, ConfigError, DataError
+from rollouts_core.model.loading import check_plain_head, check_vocabulary, load_hf_model, load_tokenizer, pad_token_id
 from rollouts_core.model.policy import compute_logprobs, score_targets
 from rollouts_core.types import Sample
 from tests.rollouts_core.make import make_random_samples, make_sample
@@ -231,3 +241,46 @@ def test_how_a_tokenizer_was_loaded_is_not_written_into_checkpoints(base_model: 
     load_tokenizer(base_model).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert not written.keys() & {"is_local", "local_files_only", "name_or_path"}
+
+
+TINY = {
+    "vocab_size": 25,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (
+            Gemma2ForCausalLM(Gemma2Config(**TINY)),
+            "gemma2 models .*: it has final_logit_softcapping",
+        ),
+        (CohereForCausalLM(CohereConfig(**TINY)), "cohere models .*: it has logit_scale"),
+    ],
+    ids=["cap", "scale"],
+)
+def test_models_that_change_their_logits_after_the_head_are_refused(model: PreTrainedModel, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_plain_head(model)
+
+
+class ColdModel(LlamaForCausalLM):  # type: ignore[misc]  # transformers has no types
+    """A model that halves its logits and tells nobody."""
+
+    def forward(self, *inputs: Any, **settings: Any) -> Any:  # Any: whatever a model takes
+        output = super().forward(*inputs, **settings)
+        output.logits = output.logits / 2
+        return output
+
+
+def test_a_model_that_changes_its_logits_in_its_own_way_is_refused() -> None:
+    check_plain_head(LlamaForCausalLM(LlamaConfig(**TINY)))
+    with pytest.raises(ConfigError, match="something between hidden states and logits"):
+        check_plain_head(ColdModel(LlamaConfig(**TINY)))
