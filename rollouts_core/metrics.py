@@ -1,6 +1,6 @@
 """Append metrics and events to files that are readable while they are written and after a crash.
 
-Not here: what is measured (the loops), how it is drawn (report.py).
+Not here: what is measured (the loops), how it is drawn (report/).
 
 A line is written whole and flushed; a line that a crash tore is cut off when the file is opened again. A resumed run
 writes some steps a second time, so readers keep the last line per step.

@@ -4,8 +4,8 @@ Not here: what a setting means and how a named algorithm is filled in (config.py
 mismatch.py, rl_batch.py). docs/algorithms.md has them side by side.
 
 Settings that equal their default are written out where the system's value is meant, so that a default of ours may
-change without changing theirs. tests/rollouts_core/test_algorithms.py compares every one with numbers that the system's
-own functions returned.
+change without changing theirs. tests/rollouts_core/algorithms/test_presets.py compares every one with numbers that the
+system's own functions returned.
 
 The optimizer, batch sizes and sampling are no part of an algorithm here; `rollout` says what it expects of sampling.
 """

@@ -1,6 +1,6 @@
 """Read a Hugging Face config.json into the numbers that decoding needs, or say why the model is not supported.
 
-Not here: reading weights (weights.py), computing with them (decoder.py, ../jax_model.py).
+Not here: reading weights (weights.py), computing with them (decoder.py, backends/jax_model.py).
 """
 
 from __future__ import annotations
