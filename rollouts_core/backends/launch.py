@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -54,7 +55,8 @@ def launch(module: str, arguments: Sequence[str], *, num_processes: int) -> int:
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # it would talk after the job's last line
     local = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_processes)]
     try:
-        run.run(run.parse_args([*local, "-m", module, *arguments]))  # type: ignore[no-untyped-call]
+        with tempfile.TemporaryDirectory(prefix="torchrun-") as logs:  # torchrun leaves the one that it makes itself
+            run.run(run.parse_args([*local, "--log-dir", logs, "-m", module, *arguments]))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         return _end_like({rank: failure.exitcode for rank, failure in error.failures.items()})
     except SignalException as error:

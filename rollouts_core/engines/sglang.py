@@ -95,8 +95,10 @@ class SGLangEngine:
 
         Raises:
             WeightSyncError: it refused, or serves another version or other tensors.
+            EngineUnavailableError: it vanished and stayed away.
         """
-        await self._load_and_verify(LoadedWeights(checkpoint_path, version))
+        async with self._recovering:
+            await self._load_and_verify(LoadedWeights(checkpoint_path, version))
 
     async def weight_version(self) -> str:
         """The version that the server reports."""
@@ -136,6 +138,18 @@ class SGLangEngine:
                 await self._load_and_verify(self._loaded)
 
     async def _load_and_verify(self, weights: LoadedWeights) -> None:
+        """Load and prove; begins again when the server vanished meanwhile, since loading twice is loading once."""
+        for _ in range(MAX_ATTEMPTS):
+            try:
+                await self._load_and_verify_once(weights)
+            except EngineUnavailableError:
+                await self.wait_until_ready(self.restart_timeout_s)
+                continue
+            self._loaded = weights
+            return
+        raise EngineUnavailableError(f"{self.url} vanished in each of {MAX_ATTEMPTS} loads of {weights.version}")
+
+    async def _load_and_verify_once(self, weights: LoadedWeights) -> None:
         body = {"model_path": str(weights.path), "weight_version": weights.version, "flush_cache": True}
         answer = await self._call("POST", "/update_weights_from_disk", json=body, timeout=UPDATE_TIMEOUT_S)
         if not answer.get("success"):
@@ -152,13 +166,12 @@ class SGLangEngine:
             raise WeightSyncError(
                 f"{self.url} says it serves {weights.version}, but {len(stale)} tensors differ, {stale[0]} first"
             )
-        self._loaded = weights
 
     async def _call(self, method: str, path: str, **arguments: Any) -> Any:  # Any: JSON both ways
         try:
             response = await self._client.request(method, path, **arguments)
         except httpx.TransportError as error:
-            raise EngineUnavailableError(f"{self.url}{path}: {error or type(error).__name__}") from error
+            raise EngineUnavailableError(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
         if response.status_code in (429, 502, 503, 504):
             raise EngineUnavailableError(f"{self.url}{path} answered {response.status_code}: {response.text[:200]}")
         if response.status_code != 200:

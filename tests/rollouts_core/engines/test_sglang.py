@@ -17,6 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from rollouts_core.checkpoint import tensor_digests
 from rollouts_core.config import SamplingConfig
+from rollouts_core.embedded.app import build_app
+from rollouts_core.embedded.decoder import Decoder
+from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.engines import SGLangEngine, sync_weights_to_engines
 from rollouts_core.engines.protocol import GenerationRequest
 from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
@@ -84,6 +87,42 @@ def test_an_engine_that_came_back_with_its_start_weights_is_brought_up_to_date(
 
         before, after = asyncio.run(generate_around_a_restart(engine, restart))
     assert before == after
+
+
+class LosingTransport(httpx.AsyncBaseTransport):
+    """Passes requests on; loses the connection under the first answer of every path, as a server that dies does."""
+
+    def __init__(self, transport: httpx.AsyncBaseTransport) -> None:
+        self.transport = transport
+        self.seen: list[str] = []
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.seen.append(request.url.path)
+        response = await self.transport.handle_async_request(request)
+        if self.seen.count(request.url.path) == 1:
+            raise httpx.ReadError("", request=request)
+        return response
+
+
+def test_an_update_under_which_the_server_vanished_is_made_again(model_dir: Path, trained_dir: Path) -> None:
+    async def load_and_generate(engine: SGLangEngine) -> set[str]:
+        await engine.load_weights(trained_dir, "abc-7")
+        return {version for c in await engine.generate(REQUESTS) for version, _, _ in c.version_spans}
+
+    with Scheduler(Decoder(model_dir, num_slots=4), model_dir=model_dir) as scheduler:
+        transport = LosingTransport(httpx.ASGITransport(app=build_app(scheduler)))
+        engine = SGLangEngine("http://engine", transport=transport, restart_timeout_s=5.0)
+        assert asyncio.run(load_and_generate(engine)) == {"abc-7"}
+    assert transport.seen.count("/update_weights_from_disk") == 3  # the update's answer was lost, then the checksums'
+
+
+def test_a_lost_connection_without_words_is_named_by_its_kind() -> None:
+    def lose(request: httpx.Request) -> httpx.Response:
+        raise httpx.ReadError("", request=request)
+
+    engine = SGLangEngine("http://engine", transport=httpx.MockTransport(lose), restart_timeout_s=0.1)
+    with pytest.raises(EngineUnavailableError, match="model_info: ReadError"):
+        asyncio.run(engine.weight_version())
 
 
 def answering(answers: dict[str, object]) -> SGLangEngine:
