@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -123,6 +126,46 @@ def test_a_lost_connection_without_words_is_named_by_its_kind() -> None:
     engine = SGLangEngine("http://engine", transport=httpx.MockTransport(lose), restart_timeout_s=0.1)
     with pytest.raises(EngineUnavailableError, match="model_info: ReadError"):
         asyncio.run(engine.weight_version())
+
+
+@contextmanager
+def raw_server(payload: bytes) -> Iterator[str]:
+    """The URL of a server that sends these bytes to whoever connects, and closes the connection."""
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(payload)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    ("payload", "kind", "words"),
+    [
+        (b"", EngineUnavailableError, "disconnected"),
+        (b'HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"a', EngineUnavailableError, "not completed"),
+        (b'HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n{"a', EngineError, "answered no JSON"),
+        (b"220 mail.example.org ESMTP\r\n\r\n", EngineError, "answered no HTTP, is it an engine"),
+    ],
+)
+def test_a_broken_answer_is_an_error_that_names_the_engine(payload: bytes, kind: type[EngineError], words: str) -> None:
+    async def ask(url: str) -> None:
+        engine = SGLangEngine(url)
+        try:
+            await engine.weight_version()
+        finally:
+            await engine.aclose()
+
+    with raw_server(payload) as url, pytest.raises(EngineError, match=f"{url}/model_info.*{words}") as raised:
+        asyncio.run(ask(url))
+    assert raised.type is kind
 
 
 def answering(answers: dict[str, object]) -> SGLangEngine:
