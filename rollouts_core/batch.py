@@ -10,7 +10,12 @@ array of the sample is cut to its last n - 1 entries, so that index i speaks abo
                                       loss_mask  1 1
 
 A row holds one sample, or several packed end to end; `position_ids` start again with each, and `segment_ids` tell
-them apart, so that attention does not cross from one to the next. Padding has segment 0.
+them apart, so that attention does not cross from one to the next. Padding has segment 0. Samples of a group can share
+their prompt: it stands once, as a segment of its own that theirs also read (`prompt_ids`).
+
+    two samples of prompt 5 6 7    inputs      5 6 | 7 1 1 | 7 2        the prompt's last token predicts another
+    share it                       segments    1 1 | 2 2 2 | 3 3        token in each sample, so each has its own
+                                   prompts     1 1 | 1 1 1 | 1 1
 
 B rows of a micro-batch, T token positions.
 """
@@ -46,7 +51,9 @@ class TrainBatch:
     position_ids_BT: Tensor
     """Positions within each sample, from 0."""
     segment_ids_BT: Tensor
-    """1, 2, ... for the samples of a row, 0 for padding."""
+    """1, 2, ... for the samples and shared prompts of a row, 0 for padding."""
+    prompt_ids_BT: Tensor
+    """The segment of the shared prompt that a position reads besides its own segment; its own where it shares none."""
     loss_mask_BT: Tensor
     """Weight of each target in the loss."""
     advantages_BT: Tensor
@@ -72,7 +79,7 @@ class TrainBatch:
     num_groups: int = 1
     """Groups with a trained token over every micro-batch and rank of the step: the divisor of prompt means."""
     is_packed: bool
-    """Whether some row holds more than one sample."""
+    """Whether some row holds more than one segment."""
     sample_ids: tuple[str, ...] = ()
     """The samples in it by prompt and place, for messages."""
 
@@ -83,45 +90,110 @@ class TrainBatch:
         return replace(self, **moved)
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the n - 1 positions of one sample lie in its row: the first ones may be shared, the others are its own."""
+
+    shared: slice
+    """The positions of its shared prompt; an empty slice where it shares none."""
+    own: slice
+    """The positions behind them."""
+    prompt_segment: int
+    """Segment of the shared prompt; that of the sample where it shares none."""
+    segment: int
+    """Segment of its own positions."""
+
+    @property
+    def num_shared(self) -> int:
+        """How many positions are shared."""
+        return int(self.shared.stop - self.shared.start)
+
+
+def place_samples(row: Row, *, share_prompts: bool = False) -> list[Placement]:
+    """The layout of a row: its samples end to end; neighbours of one group share their prompt where asked for."""
+    placements: list[Placement] = []
+    end = segment = 0
+    groups = itertools.groupby(row, key=lambda sample: sample.group_index) if share_prompts else ((0, [s]) for s in row)
+    for _, members in groups:
+        samples = list(members)
+        shared = slice(end, end + count_shared_positions(samples))
+        end = shared.stop
+        prompt_segment = segment = segment + bool(shared.stop > shared.start)
+        for sample in samples:
+            segment += 1
+            own = slice(end, end + len(sample.tokens) - 1 - (shared.stop - shared.start))
+            is_sharing = shared.stop > shared.start
+            placements.append(Placement(shared, own, prompt_segment if is_sharing else segment, segment))
+            end = own.stop
+    return placements
+
+
+def count_shared_positions(samples: Sequence[Sample]) -> int:
+    """How many leading positions of the samples read the same tokens and are scored in none of them."""
+    if len(samples) < 2:
+        return 0
+    first = samples[0].tokens
+    num_shared = min(_count_unscored_positions(sample) for sample in samples)
+    return num_shared if all(sample.tokens[:num_shared] == first[:num_shared] for sample in samples) else 0
+
+
+def _count_unscored_positions(sample: Sample) -> int:
+    """The positions before the first scored one; all but one where none is."""
+    scored = (place for place, weight in enumerate(sample.loss_mask[1:]) if weight)
+    return next(scored, len(sample.tokens) - 2)
+
+
 def build_batch(
-    rows: Sequence[Row], *, pad_id: int, advantages: Sequence[Sequence[Tensor | float]] | None = None
+    rows: Sequence[Row],
+    *,
+    pad_id: int,
+    advantages: Sequence[Sequence[Tensor | float]] | None = None,
+    share_prompts: bool = False,
 ) -> TrainBatch:
     """The tensors of `rows`, shifted once and padded on the right.
 
     Args:
         advantages: in the shape of `rows`, one number per sample or a tensor with one for each of its positions.
+        share_prompts: let neighbours of one group share their prompt; the loss is the same with less to compute.
 
     The totals of the batch are its own; `with_step_totals` replaces them where a step has several batches.
     """
-    num_positions = [sum(len(sample.tokens) - 1 for sample in row) for row in rows]
+    layouts = [place_samples(row, share_prompts=share_prompts) for row in rows]
+    num_positions = [layout[-1].own.stop for layout in layouts]
     shape = (len(rows), max(num_positions))
     assert shape[1] > 0, "a batch needs at least one sample of two tokens"
     inputs_BT = torch.full(shape, pad_id, dtype=torch.long)
     targets_BT = torch.full(shape, pad_id, dtype=torch.long)
     position_ids_BT = torch.zeros(shape, dtype=torch.long)
     segment_ids_BT = torch.zeros(shape, dtype=torch.long)
+    prompt_ids_BT = torch.zeros(shape, dtype=torch.long)
     loss_mask_BT = torch.zeros(shape)
     rollout_logprobs_BT = torch.zeros(shape)
-    for b, row in enumerate(rows):
-        for s, (span, sample) in enumerate(zip(row_spans(row), row, strict=True)):
-            tokens = torch.tensor(sample.tokens)
-            inputs_BT[b, span] = tokens[:-1]
-            targets_BT[b, span] = tokens[1:]
-            position_ids_BT[b, span] = torch.arange(len(tokens) - 1)
-            segment_ids_BT[b, span] = s + 1
-            loss_mask_BT[b, span] = torch.tensor(sample.loss_mask[1:])
+    for b, (row, layout) in enumerate(zip(rows, layouts, strict=True)):
+        for sample, place in zip(row, layout, strict=True):
+            tokens, start = torch.tensor(sample.tokens), place.num_shared
+            inputs_BT[b, place.shared] = tokens[:start]
+            targets_BT[b, place.shared] = tokens[1 : start + 1]
+            position_ids_BT[b, place.shared] = torch.arange(start)
+            segment_ids_BT[b, place.shared] = prompt_ids_BT[b, place.shared] = place.prompt_segment
+            inputs_BT[b, place.own] = tokens[start:-1]
+            targets_BT[b, place.own] = tokens[start + 1 :]
+            position_ids_BT[b, place.own] = torch.arange(start, len(tokens) - 1)
+            segment_ids_BT[b, place.own] = place.segment
+            prompt_ids_BT[b, place.own] = place.prompt_segment
+            loss_mask_BT[b, place.own] = torch.tensor(sample.loss_mask[start + 1 :])
             if sample.rollout_log_probs is not None:
-                rollout_logprobs_BT[b, span] = torch.tensor(sample.rollout_log_probs[1:])
+                rollout_logprobs_BT[b, place.own] = torch.tensor(sample.rollout_log_probs[start + 1 :])
         position_ids_BT[b, num_positions[b] :] = torch.arange(shape[1] - num_positions[b])
+    spread_advantages = advantages or [[0.0] * len(row) for row in rows]
     return TrainBatch(
         inputs_BT=inputs_BT,
         targets_BT=targets_BT,
         position_ids_BT=position_ids_BT,
         segment_ids_BT=segment_ids_BT,
+        prompt_ids_BT=prompt_ids_BT,
         loss_mask_BT=loss_mask_BT,
-        advantages_BT=(
-            torch.zeros(shape) if advantages is None else spread_over_rows(advantages, rows, num_positions=shape[1])
-        ),
+        advantages_BT=spread_over_rows(spread_advantages, layouts, num_positions=shape[1]),
         rollout_logprobs_BT=rollout_logprobs_BT,
         num_loss_tokens=float(loss_mask_BT.sum()),
         num_scored_tokens=float(loss_mask_BT.sum()),
@@ -161,41 +233,42 @@ def with_step_totals(
     ]
 
 
-def row_spans(row: Row) -> list[slice]:
-    """Where each sample's positions lie in its row."""
-    ends = list(itertools.accumulate(len(sample.tokens) - 1 for sample in row))
-    return [slice(end - len(sample.tokens) + 1, end) for end, sample in zip(ends, row, strict=True)]
-
-
-def spread_over_rows(values: Sequence[Sequence[Tensor | float]], rows: Sequence[Row], *, num_positions: int) -> Tensor:
-    """(B, T) with each sample's values at its positions and 0 elsewhere.
+def spread_over_rows(
+    values: Sequence[Sequence[Tensor | float]], layouts: Sequence[Sequence[Placement]], *, num_positions: int
+) -> Tensor:
+    """(B, T) with each sample's values at its own positions and 0 elsewhere.
 
     Args:
-        values: per sample, in the shape of `rows`: one number, or a tensor with one for each of its positions.
+        values: per sample, in the shape of `layouts`: one number, or a tensor with one for each of its positions.
     """
-    spread_BT = torch.zeros(len(rows), num_positions)
-    for b, row in enumerate(rows):
-        for span, value in zip(row_spans(row), values[b], strict=True):
-            spread_BT[b, span] = value
+    spread_BT = torch.zeros(len(layouts), num_positions)
+    for b, layout in enumerate(layouts):
+        for place, value in zip(layout, values[b], strict=True):
+            of_each = isinstance(value, Tensor) and value.ndim == 1
+            spread_BT[b, place.own] = value[place.num_shared :] if of_each else value  # type: ignore[index]
     return spread_BT
 
 
-def split_by_sample(values_BT: Tensor, rows: Sequence[Row]) -> list[list[Tensor]]:
-    """Each sample's values, in the shape of `rows`: the inverse of `spread_over_rows`."""
-    return [[values_BT[b, span] for span in row_spans(row)] for b, row in enumerate(rows)]
+def split_by_sample(values_BT: Tensor, layouts: Sequence[Sequence[Placement]]) -> list[list[Tensor]]:
+    """Each sample's values, in the shape of `layouts`, 0 at shared positions: the inverse of `spread_over_rows`."""
+    return [
+        [torch.nn.functional.pad(values_BT[b, place.own], (place.num_shared, 0)) for place in layout]
+        for b, layout in enumerate(layouts)
+    ]
 
 
-def block_causal_mask(
-    segment_ids_BT: Tensor, dtype: torch.dtype = torch.float32, *, window: int | None = None
-) -> Tensor:
+def block_causal_mask(batch: TrainBatch, dtype: torch.dtype = torch.float32, *, window: int | None = None) -> Tensor:
     """(B, 1, T, T) to add to attention scores: 0 where query t may read key u, -inf elsewhere.
 
-    It may where u <= t lies in the same sample, and with a `window` no further back than t - u < window. Padding
-    reads padding, so that no query is left with nothing.
+    It may where u <= t lies in the same sample or in its shared prompt, and with a `window` fewer than that many
+    positions back. Padding reads padding, so that no query is left with nothing.
     """
-    may_read_BTT = torch.tril(segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])
+    keys_B1T = batch.segment_ids_BT[:, None, :]
+    may_read_BTT = torch.tril(
+        (batch.segment_ids_BT[:, :, None] == keys_B1T) | (batch.prompt_ids_BT[:, :, None] == keys_B1T)
+    )
     if window is not None:
-        may_read_BTT = torch.triu(may_read_BTT, diagonal=1 - window)
+        may_read_BTT &= batch.position_ids_BT[:, :, None] - batch.position_ids_BT[:, None, :] < window
     # Not booleans: a model without fused attention would add them to its scores as 0 and 1.
     mask_BTT = torch.zeros_like(may_read_BTT, dtype=dtype)
     return mask_BTT.masked_fill_(~may_read_BTT, -math.inf)[:, None]

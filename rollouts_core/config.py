@@ -478,7 +478,8 @@ class RLTrainingConfig(Record):
     max_micro_batch_tokens: int = Field(16384, ge=2)
     """Padded tokens per forward and backward pass of a device; smaller needs less memory and gives the same step."""
     packing: bool = True
-    """Fill rows with several completions, which do not see each other, up to the length of the longest."""
+    """Compute several completions in one row, which do not see each other: those of a prompt share it, where the
+    attention kernel takes masks, and rows are filled up to the length of the longest."""
     advantage: AdvantageConfig = AdvantageConfig()
     """How rewards become advantages."""
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
@@ -521,6 +522,11 @@ class RLTrainingConfig(Record):
     def num_optim_steps(self) -> int:
         """Optimizer updates of the whole stage where every step has signal: what the learning rate's schedule spans."""
         return self.num_steps * self.num_minibatches * self.num_epochs
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether completions of one prompt share its positions in a row; flash attention's kernels have no mask."""
+        return self.packing and not self.policy.attention.startswith("flash")
 
     @property
     def with_values(self) -> bool:

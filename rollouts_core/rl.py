@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rollouts_core.algorithms.loss import Metrics
 from rollouts_core.backends.protocol import TrainingBackend
-from rollouts_core.batch import build_batch, split_by_sample
+from rollouts_core.batch import build_batch, place_samples, split_by_sample
 from rollouts_core.config import RLTrainingConfig
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.engines import InferenceEngine, PublishTarget, publish_weights
@@ -172,15 +172,16 @@ async def score_rollouts(
     for rows in plan_rows(places, samples, config, num_ranks=backend.num_ranks):
         in_rows = [[samples[place] for place in row] for row in rows]
         in_order = list(itertools.chain(*rows))
-        micro_batch = build_batch(in_rows, pad_id=pad_id)
+        layouts = [place_samples(row, share_prompts=config.shares_prompts) for row in in_rows]
+        micro_batch = build_batch(in_rows, pad_id=pad_id, share_prompts=config.shares_prompts)
         if config.needs_old_scores:
             scores = await backend.score(micro_batch).result()
-            old |= zip(in_order, itertools.chain(*split_by_sample(scores.logprobs_BT, in_rows)), strict=True)
+            old |= zip(in_order, itertools.chain(*split_by_sample(scores.logprobs_BT, layouts)), strict=True)
             if scores.values_BT is not None:
-                values |= zip(in_order, itertools.chain(*split_by_sample(scores.values_BT, in_rows)), strict=True)
+                values |= zip(in_order, itertools.chain(*split_by_sample(scores.values_BT, layouts)), strict=True)
         if config.with_reference:
             scores = await backend.score(micro_batch, reference=True).result()
-            ref |= zip(in_order, itertools.chain(*split_by_sample(scores.logprobs_BT, in_rows)), strict=True)
+            ref |= zip(in_order, itertools.chain(*split_by_sample(scores.logprobs_BT, layouts)), strict=True)
     return RolloutScores(old_logprobs=old, ref_logprobs=ref, values=values)
 
 

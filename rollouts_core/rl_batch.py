@@ -23,10 +23,21 @@ from torch import Tensor
 
 from rollouts_core.algorithms.advantages import batch_advantages, gae_advantages, whiten
 from rollouts_core.algorithms.loss import estimate_kl
-from rollouts_core.batch import TrainBatch, build_batch, spread_over_rows, with_step_totals
+from rollouts_core.batch import (
+    TrainBatch,
+    build_batch,
+    count_shared_positions,
+    place_samples,
+    spread_over_rows,
+    with_step_totals,
+)
 from rollouts_core.config import AdvantageConfig, RewardShapingConfig, RLTrainingConfig
 from rollouts_core.data.packing import pack_lengths
 from rollouts_core.types import RolloutBatch, Sample, Status
+
+MAX_SHARERS = 4
+"""Completions that share one prompt in a row. More share it further, but each row then attends over more positions that
+a mask hides."""
 
 Rows = list[list[int]]
 """A micro-batch before it has tensors: per row, the places of its samples in the batch of rollouts."""
@@ -231,16 +242,49 @@ def plan_rows(
 ) -> list[Rows]:
     """Rows in micro-batches of at most `config.max_micro_batch_tokens` padded tokens (or one row) per rank.
 
-    Packed rows are as long as the longest sample: longer ones would only add attention over what a mask hides.
+    Packed rows are as long as the longest unit, a sample or the samples that share a prompt: longer ones would only add
+    attention over what a mask hides.
     """
     if not places:
         return []
     if not config.packing:
         return _plan_single_rows(places, samples, config.max_micro_batch_tokens, num_ranks)
-    lengths = [len(samples[place].tokens) for place in places]
-    rows = [[places[i] for i in row] for row in pack_lengths(lengths, max(lengths))]
+    units = [[place] for place in places]
+    if config.shares_prompts:
+        units = share_groups(places, samples, max_tokens=config.max_micro_batch_tokens)
+    lengths = [_unit_length([samples[place] for place in unit]) for unit in units]
+    rows = [[place for i in row for place in units[i]] for row in pack_lengths(lengths, max(lengths))]
     num_rows = num_ranks * max(1, config.max_micro_batch_tokens // max(lengths))
     return [rows[i : i + num_rows] for i in range(0, len(rows), num_rows)]
+
+
+def share_groups(places: Sequence[int], samples: Sequence[Sample], *, max_tokens: int) -> list[list[int]]:
+    """The places of each group in units of at most `MAX_SHARERS` samples that share their prompt, of like lengths.
+
+    Samples that share nothing, and those of a unit of more than `max_tokens` tokens, are units by themselves.
+    """
+    units: list[list[int]] = []
+    for _, members in itertools.groupby(places, key=lambda place: samples[place].group_index):
+        for unit in _deal_out(list(members), samples):
+            in_unit = [samples[place] for place in unit]
+            is_sharing = count_shared_positions(in_unit) > 0 and _unit_length(in_unit) <= max_tokens
+            units += [unit] if is_sharing else [[place] for place in unit]
+    return units
+
+
+def _deal_out(members: Sequence[int], samples: Sequence[Sample]) -> list[list[int]]:
+    """Members of a group in parts of at most `MAX_SHARERS`, so that no part gets all the long ones."""
+    num_parts = math.ceil(len(members) / MAX_SHARERS)
+    turns = itertools.cycle([*range(num_parts), *reversed(range(num_parts))])
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    for place, part in zip(sorted(members, key=lambda place: -len(samples[place].tokens)), turns, strict=False):
+        parts[part].append(place)
+    return [sorted(part) for part in parts]
+
+
+def _unit_length(unit: Sequence[Sample]) -> int:
+    """Tokens of some samples whose prompt stands once."""
+    return sum(len(sample.tokens) for sample in unit) - (len(unit) - 1) * count_shared_positions(unit)
 
 
 def _plan_single_rows(places: Sequence[int], samples: Sequence[Sample], max_tokens: int, num_ranks: int) -> list[Rows]:
@@ -279,11 +323,15 @@ def _build_update(
     for rows in plan_rows(useful, samples, config, num_ranks=num_ranks):
         in_rows = [[samples[place] for place in row] for row in rows]
         batch = build_batch(
-            in_rows, pad_id=pad_id, advantages=[[credit.advantages[place] for place in row] for row in rows]
+            in_rows,
+            pad_id=pad_id,
+            advantages=[[credit.advantages[place] for place in row] for row in rows],
+            share_prompts=config.shares_prompts,
         )
+        layouts = [place_samples(row, share_prompts=config.shares_prompts) for row in in_rows]
         width = batch.inputs_BT.shape[1]
         filled: dict[str, Any] = {
-            name: spread_over_rows([[column[place] for place in row] for row in rows], in_rows, num_positions=width)
+            name: spread_over_rows([[column[place] for place in row] for row in rows], layouts, num_positions=width)
             for name, column in columns.items()
             if column
         }

@@ -269,6 +269,7 @@ def grpo_loss(
         targets_BT=labels,
         position_ids_BT=torch.zeros_like(labels),
         segment_ids_BT=torch.ones_like(labels),
+        prompt_ids_BT=torch.ones_like(labels),
         loss_mask_BT=loss_mask.float(),
         advantages_BT=advantages_BT.float(),
         rollout_logprobs_BT=behaviour_BT,

@@ -63,6 +63,7 @@ class PaddedBatch(NamedTuple):
     inputs_BT: jax.Array
     position_ids_BT: jax.Array
     segment_ids_BT: jax.Array
+    prompt_ids_BT: jax.Array
     targets_BT: jax.Array
     order_N: jax.Array
     """Every position of the flat batch, those in the loss mask first."""
@@ -94,6 +95,7 @@ def pad_batch(batch: TrainBatch) -> PaddedBatch:
         inputs_BT=pad(batch.inputs_BT),
         position_ids_BT=pad(batch.position_ids_BT),
         segment_ids_BT=pad(batch.segment_ids_BT),
+        prompt_ids_BT=pad(batch.prompt_ids_BT),
         targets_BT=pad(batch.targets_BT),
         order_N=jnp.asarray(np.argsort(is_unscored_N, axis=None, kind="stable").astype(np.int32)),
         num_scored=jnp.int32(is_unscored_N.size - is_unscored_N.sum()),
@@ -129,10 +131,11 @@ def score_batch(params: Params, batch: PaddedBatch, settings: ModelSettings) -> 
 
 
 def compute_hidden_states(params: Params, batch: PaddedBatch, settings: ModelSettings) -> jax.Array:
-    """(B, T, H) float32 after the last norm, each sample seeing only itself."""
+    """(B, T, H) float32 after the last norm, each sample seeing only itself and its prompt."""
     a = settings.architecture
-    is_same_BTT = batch.segment_ids_BT[:, :, None] == batch.segment_ids_BT[:, None, :]
-    mask_B1TT = jnp.tril(is_same_BTT)[:, None]  # padding reads padding, so that no query is left with nothing
+    keys_B1T = batch.segment_ids_BT[:, None, :]
+    is_read_BTT = (batch.segment_ids_BT[:, :, None] == keys_B1T) | (batch.prompt_ids_BT[:, :, None] == keys_B1T)
+    mask_B1TT = jnp.tril(is_read_BTT)[:, None]  # padding reads padding, so that no query is left with nothing
     rotation = _rotation(batch.position_ids_BT, a)
 
     def block(hidden_BTH: jax.Array, weights: Params) -> tuple[jax.Array, None]:

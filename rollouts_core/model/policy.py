@@ -166,17 +166,16 @@ def build_attention_mask(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor
     window = getattr(config, "sliding_window", None)
     if "sliding_attention" in kinds:
         return {
-            kind: block_causal_mask(
-                batch.segment_ids_BT, hf_model.dtype, window=window if kind == "sliding_attention" else None
-            )
+            kind: block_causal_mask(batch, hf_model.dtype, window=window if kind == "sliding_attention" else None)
             for kind in kinds
         }
     sees_window = window and not getattr(config, "layer_types", None)
-    return block_causal_mask(batch.segment_ids_BT, hf_model.dtype, window=window if sees_window else None)
+    return block_causal_mask(batch, hf_model.dtype, window=window if sees_window else None)
 
 
 def _hidden_states_without_padding(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor:
     """(B, T, H) by kernels for sequences of varying length: all samples end to end in one row, without a mask."""
+    assert torch.equal(batch.prompt_ids_BT, batch.segment_ids_BT), "these kernels cannot let samples share a prompt"
     is_token_BT = batch.segment_ids_BT > 0
     position_ids_N = batch.position_ids_BT[is_token_BT]
     starts = torch.nonzero(position_ids_N == 0).flatten()

@@ -5,6 +5,7 @@ Not here: fixtures (conftest.py).
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rollouts_core.quickstart import QuickstartSize
 from rollouts_core.types import Prompt, Sample, Status
@@ -42,6 +43,23 @@ def make_random_samples(num_samples: int, *, seed: int = 0, vocabulary: int = 25
         )
         for length in lengths
     ]
+
+
+def make_groups(num_groups: int, size: int, *, seed: int = 0, vocabulary: int = 25) -> list[Sample]:
+    """Groups of random samples that share a prompt of 2 to 6 tokens; completions have 1 to 8, rewards differ."""
+    rng = random.Random(seed)
+    samples: list[Sample] = []
+    for group in range(num_groups):
+        prompt = [rng.randrange(vocabulary) for _ in range(rng.randint(2, 6))]
+        for index in range(size):
+            length = rng.randint(1, 8)
+            sample = make_sample(
+                prompt + [rng.randrange(vocabulary) for _ in range(length)],
+                [0.0] * len(prompt) + [1.0] * length,
+                [0.0] * len(prompt) + [-3 * rng.random() for _ in range(length)],
+            )
+            samples.append(replace(sample, group_index=group, index=index, reward=float(index % 2) + 0.1 * group))
+    return samples
 
 
 def make_group(rewards: Sequence[float], responses: Sequence[str] | None = None) -> list[Sample]:

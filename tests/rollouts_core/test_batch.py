@@ -4,11 +4,22 @@ Without it the loss would be taken on the wrong token, or a packed neighbour wou
 would only look a little worse.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from rollouts_core.algorithms.loss import TokenScores, cross_entropy_loss, token_logprobs
-from rollouts_core.batch import block_causal_mask, build_batch, with_step_totals
+from rollouts_core.batch import (
+    block_causal_mask,
+    build_batch,
+    count_shared_positions,
+    place_samples,
+    split_by_sample,
+    spread_over_rows,
+    with_step_totals,
+)
+from rollouts_core.types import Sample
 from tests.rollouts_core.make import make_random_samples, make_sample
 
 
@@ -97,7 +108,8 @@ def test_step_totals_count_every_sample_also_those_in_no_batch() -> None:
 
 
 def test_a_query_reads_its_own_past_and_nothing_of_its_neighbours() -> None:
-    allowed = (block_causal_mask(torch.tensor([[1, 1, 2, 2, 0]]))[0, 0] == 0).int().tolist()
+    batch = build_batch([[make_sample([1, 2, 3]), make_sample([4, 5, 6])], [make_sample([1, 2, 3, 4, 5, 6])]], pad_id=0)
+    allowed = (block_causal_mask(batch)[0, 0] == 0).int().tolist()
     assert allowed == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
@@ -109,4 +121,73 @@ def test_a_query_reads_its_own_past_and_nothing_of_its_neighbours() -> None:
 
 def test_every_query_has_something_to_read() -> None:
     batch = build_batch([make_random_samples(3), make_random_samples(1, seed=1)], pad_id=0)
-    assert bool((block_causal_mask(batch.segment_ids_BT) == 0).any(dim=-1).all())
+    assert bool((block_causal_mask(batch) == 0).any(dim=-1).all())
+
+
+def shared_row() -> list[Sample]:
+    """Two completions of the prompt 5 6 7, and a sample of another group."""
+    prompt = [5, 6, 7]
+    samples = [make_sample([*prompt, 1, 2, 3], [0, 0, 0, 1, 1, 1], [0, 0, 0, -0.1, -0.2, -0.3])]
+    samples += [make_sample([*prompt, 4, 9], [0, 0, 0, 1, 0.5], [0, 0, 0, -0.4, -0.5])]
+    return [*samples, replace(make_sample([8, 8]), group_index=1)]
+
+
+def test_a_shared_prompt_stands_once() -> None:
+    batch = build_batch([shared_row()], advantages=[[2.0, -1.0, 0.5]], pad_id=0, share_prompts=True)
+    assert batch.inputs_BT.tolist() == [[5, 6, 7, 1, 2, 7, 4, 8]]
+    assert batch.targets_BT.tolist() == [[6, 7, 1, 2, 3, 4, 9, 8]]
+    assert batch.position_ids_BT.tolist() == [[0, 1, 2, 3, 4, 2, 3, 0]]
+    assert batch.segment_ids_BT.tolist() == [[1, 1, 2, 2, 2, 3, 3, 4]]
+    assert batch.prompt_ids_BT.tolist() == [[1, 1, 1, 1, 1, 1, 1, 4]]
+    assert batch.loss_mask_BT.tolist() == [[0, 0, 1, 1, 1, 1, 0.5, 1]]
+    assert batch.advantages_BT.tolist() == [[0, 0, 2, 2, 2, -1, -1, 0.5]]
+    assert batch.rollout_logprobs_BT[0, 2:7].tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4, -0.5])
+    assert (batch.num_samples, batch.num_loss_tokens, batch.is_packed) == (3, 5.5, True)
+
+
+def test_completions_read_their_shared_prompt_and_not_each_other() -> None:
+    batch = build_batch([shared_row()], pad_id=0, share_prompts=True)
+    allowed = (block_causal_mask(batch)[0, 0] == 0).int().tolist()
+    assert allowed == [
+        [1, 0, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 1, 1, 0, 0, 0],
+        [1, 1, 0, 0, 0, 1, 0, 0],
+        [1, 1, 0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 0, 0, 0, 1],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("others", "num_shared"),
+    [
+        ([], 0),
+        ([make_sample([5, 6, 7, 2], [0, 0, 0, 1])], 2),
+        ([make_sample([5, 6, 9, 2], [0, 0, 0, 1])], 2),
+        ([make_sample([5, 9, 7, 2], [0, 0, 0, 1])], 0),
+        ([make_sample([5, 6, 7, 2], [0, 0, 1, 1])], 1),
+        ([make_sample([5, 6, 7, 2], [0, 1, 1, 1])], 0),
+        ([make_sample([5, 6], [0, 0])], 0),
+    ],
+)
+def test_only_tokens_that_are_read_alike_and_scored_in_no_sample_are_shared(
+    others: list[Sample], num_shared: int
+) -> None:
+    samples = [make_sample([5, 6, 7, 1], [0, 0, 0, 1]), *others]
+    assert count_shared_positions(samples) == num_shared
+    layout = place_samples(samples, share_prompts=True)
+    assert [place.num_shared for place in layout] == [num_shared] * len(samples)
+    assert layout[-1].own.stop == sum(len(s.tokens) - 1 for s in samples) - num_shared * (len(samples) - 1)
+
+
+def test_splitting_by_sample_undoes_the_rows() -> None:
+    row = shared_row()
+    values = [torch.tensor([0.0, 0, 1, 2, 3]), torch.tensor([0.0, 0, 4, 5]), torch.tensor([6.0])]
+    layouts = [place_samples(row, share_prompts=True), place_samples(row[::-1])]
+    spread_BT = spread_over_rows([values, values[::-1]], layouts, num_positions=10)
+    assert spread_BT.tolist() == [[0, 0, 1, 2, 3, 4, 5, 6, 0, 0], [6, 0, 0, 4, 5, 0, 0, 1, 2, 3]]
+    found = split_by_sample(spread_BT, layouts)
+    assert [v.tolist() for v in found[0]] == [v.tolist() for v in values]
+    assert [v.tolist() for v in found[1]] == [v.tolist() for v in values[::-1]]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from rollouts_core.algorithms.loss import TokenScores, policy_loss
-from rollouts_core.batch import TrainBatch, split_by_sample
-from rollouts_core.config import AdvantageConfig, LossConfig, RewardShapingConfig, RLTrainingConfig
+from rollouts_core.batch import TrainBatch
+from rollouts_core.config import AdvantageConfig, LossConfig, PolicyConfig, RewardShapingConfig, RLTrainingConfig
 from rollouts_core.rl_batch import (
     RolloutScores,
     assign_credit,
@@ -23,11 +23,12 @@ from rollouts_core.rl_batch import (
     prepare_grpo_batch,
     prepare_updates,
     shape_reward,
+    share_groups,
     split_groups,
 )
 from rollouts_core.rollout import convert_to_batch
 from rollouts_core.types import RolloutBatch, Sample, Status
-from tests.rollouts_core.make import make_random_samples, make_sample
+from tests.rollouts_core.make import make_groups, make_random_samples, make_sample
 
 MEAN_ONLY = AdvantageConfig(estimator="group_mean")
 
@@ -54,7 +55,9 @@ def gradient_of(batches: Sequence[TrainBatch], config: LossConfig) -> dict[str, 
         names = iter(batch.sample_ids)
         for b in range(len(batch.inputs_BT)):
             for segment in range(1, int(batch.segment_ids_BT[b].max()) + 1):
-                gradients[next(names)] = logprobs_BT.grad[b][batch.segment_ids_BT[b] == segment]
+                at_T = batch.segment_ids_BT[b] == segment
+                if batch.loss_mask_BT[b][at_T].any():  # else it is a shared prompt
+                    gradients[next(names)] = logprobs_BT.grad[b][at_T & (batch.loss_mask_BT[b] != 0)]
     return gradients
 
 
@@ -69,8 +72,11 @@ def test_every_sample_gets_its_own_advantage() -> None:
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "prompt_mean", "constant_length"])
 @pytest.mark.parametrize("max_tokens", [12, 40, 10_000])
 @pytest.mark.parametrize("packing", [True, False])
-def test_rows_and_micro_batches_do_not_change_the_gradient(aggregation: str, max_tokens: int, packing: bool) -> None:
-    batch = convert_to_batch(graded_samples())
+@pytest.mark.parametrize("samples", [graded_samples(), make_groups(5, 6)], ids=["own prompts", "shared prompts"])
+def test_rows_and_micro_batches_do_not_change_the_gradient(
+    aggregation: str, max_tokens: int, packing: bool, samples: list[Sample]
+) -> None:
+    batch = convert_to_batch(samples)
     loss = LossConfig(aggregation=aggregation, constant_length=20)
     whole = RLTrainingConfig(loss=loss, packing=False, max_micro_batch_tokens=10_000)
     cut = whole.model_copy(update={"packing": packing, "max_micro_batch_tokens": max_tokens})
@@ -207,13 +213,44 @@ def test_scores_reach_the_positions_that_they_were_taken_at() -> None:
                 assert torch.equal(micro_batch.ref_logprobs_BT[b][at_T], expected)
 
 
-def test_splitting_by_sample_undoes_the_rows() -> None:
-    samples = make_random_samples(4)
-    rows = [samples[:3], samples[3:]]
-    values_BT = torch.arange(2.0 * 40).view(2, 40)
-    found = split_by_sample(values_BT, rows)
-    assert [[len(values) for values in row] for row in found] == [[len(s.tokens) - 1 for s in row] for row in rows]
-    assert torch.cat(found[0]).tolist() == values_BT[0, : sum(len(s.tokens) - 1 for s in rows[0])].tolist()
+def test_scores_reach_completions_that_share_their_prompt() -> None:
+    batch = convert_to_batch(make_groups(3, 8))
+    scores = {i: 100.0 * i + torch.arange(len(s.tokens) - 1.0) for i, s in enumerate(batch.samples)}
+    config = RLTrainingConfig(loss=LossConfig(ratio_base="old"))
+    [micro_batch] = prepare_grpo_batch(batch, batch.rewards, config, scores=RolloutScores(old_logprobs=scores))
+    assert micro_batch.old_logprobs_BT is not None
+    is_scored_BT = micro_batch.loss_mask_BT != 0
+    found = sorted(micro_batch.old_logprobs_BT[is_scored_BT].tolist())
+    assert found == sorted(
+        float(scores[i][t - 1]) for i, s in enumerate(batch.samples) for t, weight in enumerate(s.loss_mask) if weight
+    )
+    places = (micro_batch.old_logprobs_BT[is_scored_BT] % 100).long()
+    assert torch.equal(places, micro_batch.position_ids_BT[is_scored_BT])
+
+
+def test_completions_of_a_prompt_share_it_in_units_of_like_lengths() -> None:
+    samples = make_groups(2, 8)
+    units = share_groups(range(16), samples, max_tokens=10_000)
+    assert [len(unit) for unit in units] == [4, 4, 4, 4]
+    assert sorted(place for unit in units for place in unit) == list(range(16))
+    sums = [sum(len(samples[place].tokens) for place in unit) for unit in units]
+    assert abs(sums[0] - sums[1]) <= 4
+
+
+def test_units_that_exceed_the_token_budget_are_taken_apart() -> None:
+    assert sorted(share_groups(range(8), make_groups(1, 8), max_tokens=6)) == [[place] for place in range(8)]
+
+
+def test_samples_of_different_prompts_form_no_units() -> None:
+    samples = [replace(sample, group_index=0) for sample in make_groups(4, 1)]
+    assert share_groups(range(4), samples, max_tokens=10_000) == [[0], [1], [2], [3]]
+
+
+def test_kernels_without_a_mask_share_no_prompts() -> None:
+    policy = PolicyConfig(attention="flash_attention_2", precision="bfloat16")
+    batch = convert_to_batch(make_groups(3, 4))
+    for micro_batch in prepare_grpo_batch(batch, batch.rewards, RLTrainingConfig(policy=policy)):
+        assert torch.equal(micro_batch.prompt_ids_BT, micro_batch.segment_ids_BT)
 
 
 @pytest.mark.parametrize(

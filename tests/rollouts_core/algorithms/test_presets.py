@@ -83,6 +83,7 @@ def make_batch(case: Case, *, count_untrained: bool) -> TrainBatch:
         targets_BT=zeros,
         position_ids_BT=zeros,
         segment_ids_BT=torch.ones_like(zeros),
+        prompt_ids_BT=torch.ones_like(zeros),
         loss_mask_BT=mask_BT,
         advantages_BT=advantages_BT[rows],
         rollout_logprobs_BT=tensor("rollout_logprobs_BT")[rows],

@@ -50,7 +50,7 @@ from rollouts_core.model.policy import compute_logprobs
 from rollouts_core.quickstart import build_character_tokenizer
 from rollouts_core.types import Sample
 from tests.rollouts_core.embedded.tiny_models import make_model, save_model
-from tests.rollouts_core.make import make_random_samples, make_sample
+from tests.rollouts_core.make import make_groups, make_random_samples, make_sample
 
 OPTIM = OptimConfig(lr=0.01, num_warmup_steps=2, weight_decay=0.1, eps=1e-4)
 """With the usual epsilon AdamW turns roundings of tiny gradients into whole steps, and no two libraries agree."""
@@ -255,6 +255,15 @@ def test_a_sample_is_scored_the_same_whatever_shares_its_row(qwen3: ModelConfig)
     assert all(torch.equal(scores.logprobs_BT[b, :4], scores.logprobs_BT[0, :4]) for b in range(1, 4))
     swapped = asyncio.run(backend.score(build_batch([row[::-1] for row in rows], pad_id=0)).result())
     torch.testing.assert_close(swapped.logprobs_BT[:, 3:7], scores.logprobs_BT[:, :4], rtol=ROUNDING, atol=ROUNDING)
+
+
+def test_completions_share_a_prompt_as_in_pytorch(qwen3: ModelConfig) -> None:
+    batch = build_batch([make_groups(1, 4), make_groups(2, 2, seed=1)], pad_id=0, share_prompts=True)
+    assert not torch.equal(batch.prompt_ids_BT, batch.segment_ids_BT)
+    scores = asyncio.run(create(qwen3).score(batch).result())
+    with torch.no_grad():
+        expected_BT = compute_logprobs(load_hf_model(qwen3), batch)
+    torch.testing.assert_close(scores.logprobs_BT, expected_BT, rtol=ROUNDING, atol=ROUNDING)
 
 
 def test_weights_that_were_loaded_are_those_that_are_served(models: dict[str, ModelConfig]) -> None:

@@ -31,7 +31,7 @@ from rollouts_core.errors import CheckpointError, ConfigError, DataError
 from rollouts_core.model.loading import check_plain_head, check_vocabulary, load_hf_model, load_tokenizer, pad_token_id
 from rollouts_core.model.policy import compute_logprobs, score_targets
 from rollouts_core.types import Sample
-from tests.rollouts_core.make import make_random_samples, make_sample
+from tests.rollouts_core.make import make_groups, make_random_samples, make_sample
 
 LOSSES = {
     "cross_entropy": create_cross_entropy_loss(),
@@ -41,11 +41,12 @@ LOSSES = {
 ADVANTAGES = [1.0, -1.0, 2.0, -0.5, 0.5, 1.5, -2.0, 1.0]
 
 
-def build_rows(samples: list[Sample], num_per_row: int) -> list[TrainBatch]:
+def build_rows(samples: list[Sample], num_per_row: int, *, share_prompts: bool = False) -> list[TrainBatch]:
     """One batch of all samples, so many to a row."""
     starts = range(0, len(samples), num_per_row)
     rows = [samples[i : i + num_per_row] for i in starts]
-    return [build_batch(rows, advantages=[ADVANTAGES[i : i + num_per_row] for i in starts], pad_id=0)]
+    advantages = [ADVANTAGES[i : i + num_per_row] for i in starts]
+    return [build_batch(rows, advantages=advantages, pad_id=0, share_prompts=share_prompts)]
 
 
 def sum_loss_and_gradient(
@@ -82,6 +83,17 @@ def test_packed_rows_give_the_loss_and_gradient_of_unpacked_rows(
 
 
 @pytest.mark.parametrize("loss_name", LOSSES)
+@pytest.mark.parametrize("num_per_row", [3, 8])
+def test_shared_prompts_give_the_loss_and_gradient_of_samples_alone(
+    tiny_model: PreTrainedModel, loss_name: str, num_per_row: int
+) -> None:
+    samples = make_groups(2, 4)
+    shared = build_rows(samples, num_per_row, share_prompts=True)
+    assert shared[0].inputs_BT.numel() < build_rows(samples, num_per_row)[0].inputs_BT.numel()
+    assert_same_step(tiny_model, build_rows(samples, 1), shared, LOSSES[loss_name])
+
+
+@pytest.mark.parametrize("loss_name", LOSSES)
 def test_eight_micro_batches_give_the_loss_and_gradient_of_one(tiny_model: PreTrainedModel, loss_name: str) -> None:
     samples = make_random_samples(8)
     parts = [
@@ -106,7 +118,8 @@ def test_a_packed_neighbour_does_not_change_the_log_probs_of_a_sample(tiny_model
 @torch.no_grad()
 def test_the_test_of_neighbours_would_notice_a_missing_mask(tiny_model: PreTrainedModel) -> None:
     batch = build_batch([[make_sample([7, 8, 9, 10]), make_sample([11, 12, 13])]], pad_id=0)
-    whole_row = replace(batch, segment_ids_BT=torch.ones_like(batch.segment_ids_BT))
+    ones = torch.ones_like(batch.segment_ids_BT)
+    whole_row = replace(batch, segment_ids_BT=ones, prompt_ids_BT=ones)
     difference = compute_logprobs(tiny_model, batch) - compute_logprobs(tiny_model, whole_row)
     assert float(difference[:, 3:].abs().max()) > 1e-3
 

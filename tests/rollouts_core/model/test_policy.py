@@ -24,7 +24,7 @@ from transformers import (
 
 from rollouts_core.algorithms.loss import Metrics, TokenScores, create_cross_entropy_loss
 from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorch_backend
-from rollouts_core.batch import TrainBatch, build_batch
+from rollouts_core.batch import TrainBatch, build_batch, place_samples, split_by_sample
 from rollouts_core.config import PLAIN_POLICY, LoRAConfig, ModelConfig, OptimConfig, PolicyConfig
 from rollouts_core.errors import ConfigError
 from rollouts_core.model import policy
@@ -223,6 +223,19 @@ def test_packed_samples_see_no_further_back_than_the_window(kind: str) -> None:
     changed_BT = compute_logprobs(model, build_batch([[other_start, second]], pad_id=0))
     # Two layers that see 3 tokens back reach 6; one such layer and one that sees all reach everything.
     assert torch.allclose(packed_BT[:, 7:11], changed_BT[:, 7:11], atol=1e-6) == (kind == "all layers")
+
+
+@pytest.mark.parametrize("kind", ["all layers", "some layers"])
+@torch.no_grad()
+def test_a_shared_prompt_is_seen_as_far_back_as_an_own_one(kind: str) -> None:
+    model = build_windowed_model(kind)
+    prompt, mask = list(range(1, 9)), [0.0] * 8
+    samples = [make_sample([*prompt, *answer], mask + [1.0] * len(answer)) for answer in ([3, 9], [4, 5, 6], [7])]
+    layout = place_samples(samples, share_prompts=True)
+    shared_BT = compute_logprobs(model, build_batch([samples], pad_id=0, share_prompts=True))
+    for sample, found_T in zip(samples, split_by_sample(shared_BT, [layout])[0], strict=True):
+        alone_BT = compute_logprobs(model, build_batch([[sample]], pad_id=0))
+        torch.testing.assert_close(found_T, alone_BT[0], atol=1e-5, rtol=1e-5)
 
 
 def test_models_that_carry_a_state_refuse_packed_rows() -> None:
