@@ -29,6 +29,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from rollouts_core.backends.allocator import KEPT_MEMORY
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "datasets", "safetensors", "numpy")
 STOP_TIMEOUT_S = 30.0
@@ -135,7 +137,7 @@ class Contender:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=worker_environment(num_threads),
+                env=worker_environment(num_threads) | (KEPT_MEMORY if keeps_memory(name) else {}),
                 text=True,
             )
 
@@ -319,11 +321,16 @@ def worker_command(script: str, *arguments: str) -> list[str]:
     return [sys.executable, str(Path(script).resolve()), *arguments]
 
 
+def keeps_memory(name: str) -> bool:
+    """Whether a contender runs with the allocator settings that trainers get from this library, or asks for them."""
+    return name.startswith("ours") or "|memory=kept" in name
+
+
 def parse_contender(text: str) -> tuple[str, dict[str, Any]]:  # Any: settings of many types
     """The name and the settings of `NAME|setting=value|...`."""
     name, *settings = text.split("|")
     words: dict[str, Any] = {"true": True, "false": False}
-    pairs = [setting.split("=", 1) for setting in settings]
+    pairs = [setting.split("=", 1) for setting in settings if setting != "memory=kept"]
     return name, {key: words.get(word, int(word) if word.isdigit() else word) for key, word in pairs}
 
 

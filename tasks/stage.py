@@ -27,6 +27,7 @@ from infra.ledger import Ledger
 from infra.node import Node
 from infra.providers import open_session
 from infra.session import Session
+from rollouts_core.backends.allocator import KEPT_MEMORY
 from rollouts_core.errors import InputError
 from tasks.artifacts import set_damage_aside
 from tasks.progress import StageProgress, stage_console
@@ -76,7 +77,7 @@ def job_spec(stage: Stage, session: Session, *, max_restarts: int = 0, lease_s: 
         run_dir=stage.run_dir,
         argv=(session.python, "-m", "rollouts_core", stage.kind, f"{stage.run_dir}/job.json"),
         job=stage.job,
-        env=placement_environment(stage),
+        env=job_environment(stage),
         timeout_s=stage.timeout_s,
         grace_s=GRACE_S,
         max_restarts=max_restarts,
@@ -84,10 +85,11 @@ def job_spec(stage: Stage, session: Session, *, max_restarts: int = 0, lease_s: 
     )
 
 
-def placement_environment(stage: Stage) -> dict[str, str]:
-    """The variable that gives the stage its GPUs; nothing where the settings name none."""
+def job_environment(stage: Stage) -> dict[str, str]:
+    """The variables of the stage's process: its GPUs, where the settings name some, and how a trainer gets memory."""
     ranks = stage.job["deployment"]["engine_gpu_ranks" if stage.kind == "serve" else "trainer_gpu_ranks"]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(str(rank) for rank in ranks)} if ranks else {}
+    gpus = {"CUDA_VISIBLE_DEVICES": ",".join(str(rank) for rank in ranks)} if ranks else {}
+    return gpus | (KEPT_MEMORY if stage.kind in ("sft", "rl") else {})
 
 
 def how_it_began(status: JobStatus) -> How:
