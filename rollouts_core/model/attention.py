@@ -1,0 +1,50 @@
+"""Attention for bfloat16 on a CPU, written out as matrix products.
+
+Not here: masks (batch.py, policy.py), which kernel a model takes (policy.py).
+
+torch's fused kernel takes 31 to 40 ms there for the backward pass of 8 rows of 256 positions with 8 heads of 64, these
+products 15 (one thread). In float32 both take the same.
+
+B rows, T positions, H query heads, K key-value heads, D head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+
+WRITTEN_OUT = "written_out"
+"""Its name in transformers."""
+
+
+def attend_written_out(
+    module: nn.Module,
+    query_BHTD: Tensor,
+    key_BKTD: Tensor,
+    value_BKTD: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,  # Any: what other kernels take
+) -> tuple[Tensor, None]:
+    """softmax(query key^T * scaling + mask) value as (B, T, H, D); query heads that share a key are one product."""
+    B, H, T, D = query_BHTD.shape
+    K = key_BKTD.shape[1]
+    assert attention_mask is not None, "transformers makes a mask where the caller gives none"
+    queries = (query_BHTD * (D**-0.5 if scaling is None else scaling)).reshape(B, K, -1, D)
+    scores = (queries @ key_BKTD.transpose(-1, -2)).view(B, K, H // K, T, -1)
+    weights = scores.add_(attention_mask.to(scores.dtype)[:, :, None]).softmax(dim=-1)
+    if dropout:
+        weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    attended = weights.view(B, K, H // K * T, -1) @ value_BKTD
+    return attended.view(B, H, T, D).transpose(1, 2).contiguous(), None
+
+
+def use_written_out_attention(hf_model: Any) -> None:  # Any: transformers has no types for it
+    """Let the model compute its attention this way."""
+    AttentionInterface.register(WRITTEN_OUT, attend_written_out)
+    AttentionMaskInterface.register(WRITTEN_OUT, eager_mask)
+    hf_model.set_attn_implementation(WRITTEN_OUT)
