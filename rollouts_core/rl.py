@@ -37,7 +37,7 @@ from rollouts_core.rl_batch import (
 from rollouts_core.rollout import AsyncRolloutManager
 from rollouts_core.saving import RunCheckpoints, describe_settings
 from rollouts_core.types import RolloutBatch, Status
-from rollouts_core.update import update_policy
+from rollouts_core.update import SkipCounter, update_policy
 
 OnBatch = Callable[[int, RolloutBatch], None]
 """(step, batch): called with the rollouts of every step before they are trained on."""
@@ -71,7 +71,7 @@ async def run_rl_training(
     Raises:
         CheckpointError: a checkpoint of other settings or inputs.
         WeightSyncError: an engine that does not take the weights.
-        NonFiniteError: a loss or gradient that is not finite, where the settings stop for it.
+        NonFiniteError: a loss or gradient that is not finite, where the settings stop for it, or too many in a row.
     """
     settings = describe_settings(config, inputs or {}, rollout=rollout_manager.config)
     history: list[Metrics] = []
@@ -80,6 +80,7 @@ async def run_rl_training(
         if state:
             data_buffer.load_state_dict(state["data_buffer"])
             rollout_manager.load_state_dict(state["rollout"])
+        skips = SkipCounter(config.max_skipped_updates, state["num_skipped"] if state else 0)
         if events and checkpoint_dir:
             rollout_manager.replay(read_schedules(events.path, after_step=state["step"] if state else 0))
         await publish_weights(backend, inference_engines, target)
@@ -93,6 +94,7 @@ async def run_rl_training(
                 on_batch(step, batch)
             generated = perf_counter()
             metrics = await train_on_rollouts(backend, batch, config, pad_id=pad_id)
+            skips.after_step(step, metrics)
             trained = perf_counter()
             # At a checkpoint too: a run that goes on from there publishes these weights before anything else.
             is_publish_due = step % config.sync_every == 0 or checkpoints.is_due(step)
@@ -110,13 +112,19 @@ async def run_rl_training(
             history.append(metrics)
             if metrics_logger and (step % config.log_every == 0 or step in (1, config.num_steps)):
                 metrics_logger.log(metrics, step)
-            await checkpoints.after_step(step, metrics, lambda: read_cursors(data_buffer, rollout_manager))
+            await checkpoints.after_step(step, metrics, lambda: read_cursors(data_buffer, rollout_manager, skips))
     return history
 
 
-def read_cursors(data_buffer: DataBuffer, rollout_manager: AsyncRolloutManager) -> dict[str, Any]:  # Any: JSON
-    """What the loop needs to go on with the data: the place in the prompts, and the groups carried over."""
-    return {"data_buffer": data_buffer.state_dict(), "rollout": rollout_manager.state_dict()}
+def read_cursors(
+    data_buffer: DataBuffer, rollout_manager: AsyncRolloutManager, skips: SkipCounter
+) -> dict[str, Any]:  # Any: JSON
+    """What the loop needs to go on: the place in the prompts, the groups carried over, the updates just skipped."""
+    return {
+        "data_buffer": data_buffer.state_dict(),
+        "rollout": rollout_manager.state_dict(),
+        "num_skipped": skips.num_in_a_row,
+    }
 
 
 def read_schedules(events: Path, *, after_step: int) -> list[list[int]]:

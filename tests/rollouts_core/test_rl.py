@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -277,6 +278,34 @@ def test_a_step_of_which_every_update_is_skipped_counts_as_skipped(base_model: M
     metrics = asyncio.run(train_on_rollouts(backend, convert_to_batch(graded_samples()), config, pad_id=0))
     assert metrics == {"skipped": 1.0, "num_updates": 0.0, "num_nonfinite": 1.0}
     assert backend.weight_version == 0
+
+
+async def generate_unusable(group: Sequence[Sample]) -> list[Sample]:
+    """Completions whose log-probs are no numbers, and with them the loss."""
+    arrays = {"tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "rollout_log_probs": [0.0, math.nan, math.nan]}
+    return [replace(sample, response="12"[sample.index % 2], **arrays) for sample in group]
+
+
+def test_a_run_that_only_skips_ends_at_the_limit_also_when_it_was_resumed(
+    base_model: ModelConfig, tmp_path: Path
+) -> None:
+    prompts = load_prompts_from_jsonl(Path(base_model.path).parent / "prompts.jsonl")
+
+    def run(num_steps: int) -> list[Metrics]:
+        config = with_settings({"num_steps": num_steps, "on_nonfinite": "skip", "max_skipped_updates": 2})
+        data_buffer = DataBuffer(prompts)
+        manager = AsyncRolloutManager(data_buffer, ROLLOUT, generate_fn=generate_unusable)
+        target = PublishTarget(
+            weights_dir=tmp_path / "weights", model_config=Path(base_model.path) / "config.json", prefix="test"
+        )
+        backend, checkpoints = make_backend(base_model, config), tmp_path / "checkpoints"
+        return asyncio.run(
+            run_rl_training(backend, data_buffer, manager, [], config, target=target, checkpoint_dir=checkpoints)
+        )
+
+    assert [metrics["num_nonfinite"] for metrics in run(2)] == [1.0, 1.0]
+    with pytest.raises(NonFiniteError, match=r"^step 3: 3 updates in a row were skipped"):
+        run(4)
 
 
 def test_samples_with_several_trained_spans_are_trained_on_all_of_them(base_model: ModelConfig) -> None:
