@@ -508,7 +508,8 @@ class RLTrainingConfig(Record):
     allow_changed: tuple[str, ...] = Field((), json_schema_extra=PLACEMENT)
     """Settings in which a checkpoint that is gone on from may differ, by the names that its refusal lists."""
     replicate: int = Field(0, ge=0)
-    """Another number trains the same settings again, as another sample of the same run."""
+    """Another number trains the same settings again with other random numbers: the order of prompts, sampling, new
+    adapters, dropout. 0 takes `rollout.seed` itself."""
     policy: PolicyConfig = PLAIN_POLICY
     """Precision, adapters and memory savings."""
     optim: RLOptimConfig = RLOptimConfig()

@@ -144,7 +144,7 @@ def create_job_backend(job: SFTJob | RLJob, ranks: Ranks | None) -> TrainingBack
         create_policy_loss(job.training.loss),
         num_steps=job.training.num_optim_steps,
         policy=training.policy,
-        seed=job.rollout.seed,
+        seed=job.replicated_rollout.seed,
         temperature=job.rollout.sampling.temperature,
         with_entropies=True,
         with_values=job.training.with_values,
@@ -251,7 +251,9 @@ async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog, rank
         prompts = load_prompts_from_jsonl(job.prompts.path)
         max_tokens = job.rollout.max_prompt_tokens
         check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=job.prompts.path)
-        await train_against_engines(job, directory, events, backend, DataBuffer(prompts, seed=job.rollout.seed))
+        await train_against_engines(
+            job, directory, events, backend, DataBuffer(prompts, seed=job.replicated_rollout.seed)
+        )
     directory.write_result({"checkpoints": describe_checkpoints(directory), "num_prompts": len(prompts)})
 
 
@@ -259,15 +261,15 @@ async def train_against_engines(
     job: RLJob, directory: RunDirectory, events: EventLog, backend: TrainingBackend, data_buffer: DataBuffer
 ) -> None:
     """Open everything that the RL loop needs, and run it."""
-    tokenizer = load_tokenizer(job.model.model)
+    tokenizer, rollout = load_tokenizer(job.model.model), job.replicated_rollout
     metrics_logger = JSONLLogger(directory.metrics, attempt=events.attempt)
     async with open_engines(job) as engines:
         generate_fn = (
-            resolve_generate_fn(job.rollout)
-            if job.rollout.generate_fn
-            else create_engine_generate_fn(engines, tokenizer, job.rollout)
+            resolve_generate_fn(rollout)
+            if rollout.generate_fn
+            else create_engine_generate_fn(engines, tokenizer, rollout)
         )
-        manager = AsyncRolloutManager(data_buffer, job.rollout, generate_fn=generate_fn)
+        manager = AsyncRolloutManager(data_buffer, rollout, generate_fn=generate_fn)
         with metrics_logger:
             async with manager:
                 await run_rl_training(
