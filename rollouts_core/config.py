@@ -328,7 +328,8 @@ class AdvantageConfig(Record):
     singleton: Literal["zero", "reward"] = "zero"
     """The advantage of a completion without any other in its group: none, or its own reward."""
     unscored: Literal["error", "exclude"] = "error"
-    """A reward that is NaN stops the run, or is left out of its group's baseline and gets the advantage 0."""
+    """A completion that the reward function returned None for (NaN in a list of rewards): it stops the run, or is left
+    out of its group's baseline and gets the advantage 0."""
     whiten: bool = False
     """Shift and scale the advantages to mean 0 and deviation 1 over all trained tokens of the batch."""
     gamma: Annotated[Finite, Field(ge=0, le=1)] = 1.0

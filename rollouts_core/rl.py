@@ -26,6 +26,7 @@ from rollouts_core.batch import build_batch, split_by_sample
 from rollouts_core.config import RLTrainingConfig
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.engines import InferenceEngine, PublishTarget, publish_weights
+from rollouts_core.errors import RewardError
 from rollouts_core.metrics import EventLog, MetricsLogger, average_metrics, read_json_lines
 from rollouts_core.rl_batch import (
     RolloutScores,
@@ -36,7 +37,7 @@ from rollouts_core.rl_batch import (
 )
 from rollouts_core.rollout import AsyncRolloutManager
 from rollouts_core.saving import RunCheckpoints, describe_settings
-from rollouts_core.types import RolloutBatch, Status
+from rollouts_core.types import RolloutBatch, Sample, Status
 from rollouts_core.update import SkipCounter, update_policy
 
 OnBatch = Callable[[int, RolloutBatch], None]
@@ -71,6 +72,7 @@ async def run_rl_training(
     Raises:
         CheckpointError: a checkpoint of other settings or inputs.
         WeightSyncError: an engine that does not take the weights.
+        RewardError: a sample without a reward, unless the settings exclude such samples.
         NonFiniteError: a loss or gradient that is not finite, where the settings stop for it, or too many in a row.
     """
     settings = describe_settings(config, inputs or {}, rollout=rollout_manager.config)
@@ -140,7 +142,12 @@ def read_schedules(events: Path, *, after_step: int) -> list[list[int]]:
 async def train_on_rollouts(
     backend: TrainingBackend, batch: RolloutBatch, config: RLTrainingConfig, *, pad_id: int
 ) -> Metrics:
-    """The optimizer updates that a batch of rollouts gives; without any signal in it there is none."""
+    """The optimizer updates that a batch of rollouts gives; without any signal in it there is none.
+
+    Raises:
+        RewardError: a sample without a reward, unless the settings exclude such samples.
+    """
+    check_scored(batch.samples, config)
     scores = await score_rollouts(backend, batch, config, pad_id=pad_id)
     updates = prepare_updates(
         batch,
@@ -163,6 +170,19 @@ async def train_on_rollouts(
         "num_nonfinite": float(len(tried) - len(done)),
     }
     return {**average_metrics(done), **counts} if done else counts
+
+
+def check_scored(samples: Sequence[Sample], config: RLTrainingConfig) -> None:
+    """Raise RewardError for the first sample without a reward, unless the settings exclude such samples."""
+    if config.advantage.unscored == "exclude":
+        return
+    unscored = [sample for sample in samples if sample.reward is None]
+    if unscored:
+        raise RewardError(
+            f"{len(unscored)} of {len(samples)} completions have no reward, one of prompt "
+            f"{unscored[0].metadata.get('prompt_id', '?')!r} first: the reward function returned None. To train on the "
+            'others, set training.rl.advantage.unscored = "exclude"'
+        )
 
 
 async def score_rollouts(
@@ -193,14 +213,16 @@ async def score_rollouts(
 
 
 def describe_rollouts(batch: RolloutBatch) -> Metrics:
-    """What the policy did in a step, as numbers."""
+    """What the policy did in a step, as numbers; those of rewards are missing where no sample has one."""
     statuses = [sample.status for sample in batch.samples]
-    groups = [[sample.reward for sample in group] for group in batch.groups]
+    groups = [[sample.reward for sample in group if sample.reward is not None] for group in batch.groups]
+    scored = list(itertools.chain(*groups))
+    rewards = {"reward": statistics.fmean(scored), "reward_std": statistics.pstdev(scored)} if scored else {}
     return {
-        "reward": statistics.fmean(batch.rewards),
-        "reward_std": statistics.pstdev(batch.rewards),
+        **rewards,
+        "num_unscored": float(len(batch.samples) - len(scored)),
         "response_tokens": statistics.fmean(batch.response_lengths),
         "truncated_share": statuses.count(Status.TRUNCATED) / len(statuses),
-        "signal_share": sum(len(set(rewards)) > 1 for rewards in groups) / len(groups),
+        "signal_share": sum(len(set(rewards_G)) > 1 for rewards_G in groups) / len(groups),
         "num_dropped_groups": float(batch.metadata.get("num_dropped_groups", 0)),
     }

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -339,7 +340,7 @@ def convert_to_batch(samples: Sequence[Sample], *, metadata: Mapping[str, Any] |
     return RolloutBatch(
         tokens=columns["tokens"],
         loss_masks=columns["loss_mask"],
-        rewards=columns["reward"],
+        rewards=[math.nan if reward is None else reward for reward in columns["reward"]],
         response_lengths=compute_response_lengths(samples),
         metadata={**build_batch_metadata(samples), **(metadata or {})},
         samples=tuple(samples),

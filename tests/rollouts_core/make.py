@@ -44,7 +44,7 @@ def make_random_samples(num_samples: int, *, seed: int = 0, vocabulary: int = 25
     ]
 
 
-def make_group(rewards: Sequence[float], responses: Sequence[str] | None = None) -> list[Sample]:
+def make_group(rewards: Sequence[float | None], responses: Sequence[str] | None = None) -> list[Sample]:
     """Graded samples of one prompt; responses differ unless given."""
     texts = responses or [f"response {i}" for i in range(len(rewards))]
     return [
