@@ -90,7 +90,7 @@ def create_policy(
     if has_adapters:
         add_adapters(hf_model, config.lora)
     if config.activation_checkpointing:
-        hf_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute_activations(hf_model)
     if config.compile:
         hf_model.base_model.compile()
     return Policy(
@@ -100,6 +100,15 @@ def create_policy(
         with_values=with_values,
         autocast_dtype=autocast_dtype,
     )
+
+
+def recompute_activations(hf_model: PreTrainedModel) -> None:
+    """Make the layers compute their activations again in the backward pass, under either name of transformers 5."""
+    options = {"use_reentrant": False}
+    if hasattr(hf_model, "activation_checkpointing_enable"):
+        hf_model.activation_checkpointing_enable(options)
+    else:
+        hf_model.gradient_checkpointing_enable(options)
 
 
 def score_targets(
