@@ -220,8 +220,8 @@ class PolicyConfig(Record):
     """Number format of the matrix products. Trained weights and optimizer state stay float32; with LoRA the frozen
     weights take this format too."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
-    """Attention kernel. Those of flash attention run packed rows without a mask; they need a GPU, their package, and
-    the precision bfloat16."""
+    """Attention kernel; models that cap attention scores (Gemma 2) compute with eager instead of sdpa. Those of flash
+    attention run packed rows without a mask; they need a GPU, their package, and the precision bfloat16."""
     activation_checkpointing: bool = False
     """Compute the layers' activations again in the backward pass: less memory, about a third more time."""
     compile: bool = False

@@ -24,7 +24,7 @@ from rollouts_core.embedded.sampling import SamplingParams
 from rollouts_core.engines.protocol import Completion
 from rollouts_core.engines.sglang import STATUS_OF_FINISH
 from rollouts_core.errors import RewardError
-from rollouts_core.model.loading import load_hf_model, load_tokenizer, pad_token_id
+from rollouts_core.model.loading import check_attention, load_hf_model, load_tokenizer, pad_token_id
 from rollouts_core.model.policy import compute_logprobs
 from rollouts_core.rewards import RewardFn, grade_sample
 from rollouts_core.rollout import build_pending_group, complete_sample, sampling_seed
@@ -91,6 +91,7 @@ def scores_by_prompt(samples: Sequence[Sample]) -> list[float]:
 def score_demonstrations(model: ModelConfig, samples: Sequence[Sample]) -> list[float]:
     """Per demonstration, minus the mean loss of its trained tokens."""
     hf_model = load_hf_model(model).eval()
+    check_attention(hf_model)
     pad_id = pad_token_id(load_tokenizer(model))
     scores = []
     for sample in samples:

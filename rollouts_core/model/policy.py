@@ -18,7 +18,7 @@ from rollouts_core.algorithms.loss import TokenScores
 from rollouts_core.batch import TrainBatch, block_causal_mask
 from rollouts_core.config import ModelConfig, PolicyConfig
 from rollouts_core.errors import ConfigError
-from rollouts_core.model.loading import load_hf_model
+from rollouts_core.model.loading import check_attention, find_logit_transform, load_hf_model
 from rollouts_core.model.logprobs import linear_logprobs
 from rollouts_core.model.lora import add_adapters
 
@@ -87,6 +87,7 @@ def create_policy(
     has_adapters = config.lora.rank > 0
     stored_dtype = torch.bfloat16 if autocast_dtype and has_adapters else torch.float32
     hf_model = load_hf_model(model, device=device, dtype=stored_dtype, attention=config.attention)
+    check_attention(hf_model)
     if has_adapters:
         add_adapters(hf_model, config.lora)
     if config.activation_checkpointing:
@@ -128,6 +129,7 @@ def score_targets(
         head.weight,
         batch.targets_BT[is_scored_BT],
         bias_V=head.bias,
+        transform=find_logit_transform(hf_model),
         temperature=temperature,
         with_entropies=with_entropies,
     )
