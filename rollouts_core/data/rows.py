@@ -204,9 +204,15 @@ def _open_table(path: Path, *, split: str, subset: str, revision: str) -> Any:  
         if path.suffix == ".parquet":
             return datasets.load_dataset("parquet", data_files=str(path), split="train")
         if not any((path / name).is_file() for name in SAVED_DATASET_FILES):
-            return datasets.load_dataset(str(path), subset or None, split=split, revision=revision or None)
+            table = datasets.load_dataset(str(path), subset or None, split=split, revision=revision or None)
+            return _check_commit(table, path, revision)
         found = datasets.load_from_disk(str(path))
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        if not path.exists():
+            raise DataError(
+                f"{path} is no file or folder, and cannot be read from the hub ({first_line(error)}): correct the "
+                "path, `split`, `subset` or `revision`, or start again when the hub can be reached"
+            ) from error
         cause = first_line(error.__cause__ or error)
         raise DataError(
             f"{path} is no dataset ({cause}): give a JSONL or Parquet file, or a folder of `save_to_disk`"
@@ -214,6 +220,21 @@ def _open_table(path: Path, *, split: str, subset: str, revision: str) -> Any:  
     if isinstance(found, dict) and split not in found:
         raise DataError(f"{path} has the splits {', '.join(sorted(found))}, not {split}: give one of them as `split`")
     return found[split] if isinstance(found, dict) else found
+
+
+def _check_commit(table: Any, path: Path, revision: str) -> Any:  # Any: datasets has no types
+    """The table of a hub dataset; DataError where it is of another commit than the one that `revision` names.
+
+    Where the hub cannot be reached, `datasets` takes whatever commit it has in its cache; its tables lie in a folder
+    named after their commit.
+    """
+    commits = {Path(file["filename"]).parent.name for file in table.cache_files}
+    if COMMIT.fullmatch(revision) and not path.exists() and commits - {revision}:
+        raise DataError(
+            f"{path} is no file or folder, and cannot be read from the hub (only another commit than {revision} is in "
+            "the cache of this machine): start again when the hub can be reached"
+        )
+    return table
 
 
 def _check_exists(path: Path) -> None:

@@ -4,13 +4,10 @@ Without it a damaged or changed file would be trained on, or fail a day later wi
 """
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import datasets
@@ -216,55 +213,6 @@ def test_the_index_of_a_file_does_not_hold_its_rows(tmp_path: Path) -> None:
         [sys.executable, "-c", program, str(tmp_path / "rows.jsonl")], capture_output=True, text=True, timeout=60
     )
     assert done.stdout.split() == ["4000", "48000000"], done.stderr
-
-
-class _Hub(BaseHTTPRequestHandler):
-    """A hub that knows one dataset."""
-
-    def do_GET(self) -> None:
-        is_known = self.path.startswith("/api/datasets/org/name")
-        body = json.dumps({"id": "org/name", "sha": COMMIT} if is_known else {"error": "not found"}).encode()
-        self.send_response(200 if is_known else 404)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing is printed."""
-
-
-@pytest.fixture
-def hub_url() -> Iterator[str]:
-    """The address of a hub on this machine."""
-    server = HTTPServer(("127.0.0.1", 0), _Hub)
-    thread = Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def resolve_at(hub_url: str, path: str) -> subprocess.CompletedProcess[str]:
-    """What a process of its own, which reads the address of the hub when it starts, says about a hub dataset."""
-    program = (
-        "import sys\nfrom rollouts_core.data.rows import resolve_revision\nprint(resolve_revision(sys.argv[1], ''))"
-    )
-    environment = {**os.environ, "HF_ENDPOINT": hub_url, "HF_HUB_OFFLINE": "0"}
-    return subprocess.run(
-        [sys.executable, "-c", program, path], env=environment, capture_output=True, text=True, timeout=60
-    )
-
-
-def test_a_dataset_of_the_hub_is_held_to_its_commit(hub_url: str) -> None:
-    done = resolve_at(hub_url, "org/name")
-    assert done.stdout.strip() == COMMIT, done.stderr
-
-
-def test_a_dataset_that_the_hub_does_not_know_is_one_sentence(hub_url: str) -> None:
-    assert "DataError: org/other is no file or folder, and the hub does not name its commit" in (
-        resolve_at(hub_url, "org/other").stderr
-    )
 
 
 def test_a_commit_needs_no_hub_and_decides_the_digest() -> None:
