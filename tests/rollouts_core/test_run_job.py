@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from rollouts_core.config import (
     SFTTrainingConfig,
 )
 from rollouts_core.data.rows import digest_path
+from rollouts_core.errors import DataError
 from rollouts_core.fingerprint import digest_checkpoint, digest_model
 from rollouts_core.job import (
     EngineAddress,
@@ -44,6 +46,7 @@ from rollouts_core.job import (
     SFTJob,
 )
 from rollouts_core.metrics import read_json_lines, read_metrics
+from rollouts_core.run_job import checked_file
 from rollouts_core.types import Sample, sample_from_json
 from tests.rollouts_core.kill_rewards import grade_even_digits
 from tests.rollouts_core.served_engine import engine_url
@@ -307,3 +310,17 @@ def test_replicates_sample_the_same_prompt_differently(base: InputModel, quickst
     shared = first.keys() & other.keys()
     assert shared
     assert any(first[prompt] != other[prompt] for prompt in shared)
+
+
+@pytest.mark.parametrize("changed", ["before", "while it is read", "never"])
+def test_a_file_is_that_of_the_plan_before_and_after_it_is_read(tmp_path: Path, changed: str) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}")
+    file = InputFile(path=str(tmp_path / "rows.jsonl"), digest=digest_path(tmp_path / "rows.jsonl"))
+    if changed == "before":
+        (tmp_path / "rows.jsonl").write_text("{ }")
+    outcome = nullcontext() if changed == "never" else pytest.raises(DataError, match="since the stage was planned")
+    with outcome, checked_file(file):
+        assert changed != "before"
+        if changed == "while it is read":
+            (tmp_path / "rows.jsonl").unlink()
+            (tmp_path / "rows.jsonl").write_text("{ }")
