@@ -82,7 +82,7 @@ async def run_rl_training(
         if state:
             data_buffer.load_state_dict(state["data_buffer"])
             rollout_manager.load_state_dict(state["rollout"])
-        skips = SkipCounter(config.max_skipped_updates, state["num_skipped"] if state else 0)
+        skips = SkipCounter(config.max_skipped_updates, state.get("num_skipped", 0) if state else 0)
         if events and checkpoint_dir:
             rollout_manager.replay(read_schedules(events.path, after_step=state["step"] if state else 0))
         await publish_weights(backend, inference_engines, target)
@@ -106,11 +106,8 @@ async def run_rl_training(
                 if events:
                     events.write("weights_published", step=step, version=version)
             metrics |= describe_rollouts(batch)
-            metrics |= {
-                "generate_s": generated - began,
-                "train_s": trained - generated,
-                "publish_s": perf_counter() - trained,
-            }
+            metrics |= {"generate_s": generated - began, "train_s": trained - generated}
+            metrics["publish_s"] = perf_counter() - trained
             history.append(metrics)
             if metrics_logger and (step % config.log_every == 0 or step in (1, config.num_steps)):
                 metrics_logger.log(metrics, step)

@@ -64,7 +64,7 @@ async def run_sft_training(
     async with RunCheckpoints(backend, checkpoint_dir, config, settings=settings, events=events) as checkpoints:
         state = await checkpoints.resume()
         start_step = state["step"] if state else 0
-        skips = SkipCounter(config.max_skipped_updates, state["num_skipped"] if state else 0)
+        skips = SkipCounter(config.max_skipped_updates, state.get("num_skipped", 0) if state else 0)
         steps = iterate_sft_steps(samples, config, Cursor(*state["cursor"]) if state else None)
         for step, rows in enumerate(itertools.islice(steps, config.num_steps - start_step), start=start_step + 1):
             began = perf_counter()
