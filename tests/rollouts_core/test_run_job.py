@@ -7,6 +7,7 @@ loss.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -46,9 +47,11 @@ from rollouts_core.job import (
     SFTJob,
 )
 from rollouts_core.metrics import read_json_lines, read_metrics
+from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.run_job import checked_file
 from rollouts_core.types import Sample, sample_from_json
 from tests.rollouts_core.kill_rewards import grade_even_digits
+from tests.rollouts_core.model.test_logit_transforms import make_model
 from tests.rollouts_core.served_engine import engine_url
 
 ONE_THREAD = DeploymentConfig(trainer_threads=1)
@@ -324,3 +327,34 @@ def test_a_file_is_that_of_the_plan_before_and_after_it_is_read(tmp_path: Path, 
         if changed == "while it is read":
             (tmp_path / "rows.jsonl").unlink()
             (tmp_path / "rows.jsonl").write_text("{ }")
+
+
+def test_a_model_that_caps_its_logits_is_trained_and_its_checkpoints_are_compared_by_loss(
+    base: InputModel, quickstart_dir: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "gemma"
+    make_model("Gemma2").save_pretrained(folder)
+    load_tokenizer(base.model).save_pretrained(folder)
+    model = ModelConfig(path=str(folder))
+    gemma = InputModel(name="base", model=model, digest=digest_model(model))
+    training = {"num_steps": 20, "checkpoint_every": 10, "max_length": 64, "optim": OptimConfig(lr=1e-2)}
+    trained = do(sft_job(gemma, quickstart_dir, **training), tmp_path / "sft")
+    paths = [tmp_path / "sft/checkpoints" / entry["name"] for entry in trained["checkpoints"]]
+    models = [ModelConfig(path=str(path)) for path in paths]
+    checkpoints = [
+        InputModel(name=path.name, model=model, digest=digest_model(model))
+        for path, model in zip(paths, models, strict=True)
+    ]
+    job = EvalJob(
+        checkpoints=(gemma, *checkpoints),
+        data=rows(quickstart_dir, "sft"),
+        evaluation=EvaluationConfig(metric="loss", max_prompts=5),
+        deployment=ONE_THREAD,
+    )
+    result = do(job, tmp_path / "eval")
+    means = [entry["mean"] for entry in result["checkpoints"]]
+    assert means == sorted(means)
+    assert result["best"] == "step_000020"
+    # a cap of 1.5 on 32 tokens leaves at least this loss, which uncapped logits would not keep to
+    least = math.log(1 + 31 * math.exp(-3.0))
+    assert all(-score > least for entry in result["checkpoints"] for score in entry["scores"])
