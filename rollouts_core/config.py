@@ -220,8 +220,8 @@ class PolicyConfig(Record):
     """Number format of the matrix products. Trained weights and optimizer state stay float32; with LoRA the frozen
     weights take this format too."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
-    """Attention kernel. Those of flash attention run packed rows without a mask; they need a GPU, their package, and
-    the precision bfloat16."""
+    """Attention kernel; models that cap attention scores (Gemma 2) compute with eager instead of sdpa. Those of flash
+    attention run packed rows without a mask; they need a GPU, their package, and the precision bfloat16."""
     activation_checkpointing: bool = False
     """Compute the layers' activations again in the backward pass: less memory, about a third more time."""
     compile: bool = False
@@ -271,6 +271,8 @@ class SFTTrainingConfig(Record):
     """Steps between two evaluations of the loss on `data.sft_eval`."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What a loss or gradient that is no finite number does: end the run, or skip its update and count it."""
+    max_skipped_updates: int = Field(10, ge=0, json_schema_extra=SELECTION)
+    """How many updates in a row may be skipped for that before the run ends; 0 sets no limit."""
     log_every: int = Field(10, ge=1, json_schema_extra=PLACEMENT)
     """Steps between two lines of metrics."""
     checkpoint_every: int = Field(200, ge=1, json_schema_extra=SELECTION)
@@ -326,7 +328,8 @@ class AdvantageConfig(Record):
     singleton: Literal["zero", "reward"] = "zero"
     """The advantage of a completion without any other in its group: none, or its own reward."""
     unscored: Literal["error", "exclude"] = "error"
-    """A reward that is NaN stops the run, or is left out of its group's baseline and gets the advantage 0."""
+    """A completion that the reward function returned None for (NaN in a list of rewards): it stops the run, or is left
+    out of its group's baseline and gets the advantage 0."""
     whiten: bool = False
     """Shift and scale the advantages to mean 0 and deviation 1 over all trained tokens of the batch."""
     gamma: Annotated[Finite, Field(ge=0, le=1)] = 1.0
@@ -488,6 +491,8 @@ class RLTrainingConfig(Record):
     """The policy loss."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What a loss or gradient that is no finite number does: end the run, or skip its update and count it."""
+    max_skipped_updates: int = Field(10, ge=0, json_schema_extra=SELECTION)
+    """How many updates in a row may be skipped for that before the run ends; 0 sets no limit."""
     sync_every: int = Field(1, ge=1)
     """Steps between two publications of the weights to the engines."""
     log_every: int = Field(1, ge=1, json_schema_extra=PLACEMENT)
@@ -505,7 +510,8 @@ class RLTrainingConfig(Record):
     allow_changed: tuple[str, ...] = Field((), json_schema_extra=PLACEMENT)
     """Settings in which a checkpoint that is gone on from may differ, by the names that its refusal lists."""
     replicate: int = Field(0, ge=0)
-    """Another number trains the same settings again, as another sample of the same run."""
+    """Another number trains the same settings again with other random numbers: the order of prompts, sampling, new
+    adapters, dropout. 0 takes `rollout.seed` itself."""
     policy: PolicyConfig = PLAIN_POLICY
     """Precision, adapters and memory savings."""
     optim: RLOptimConfig = RLOptimConfig()

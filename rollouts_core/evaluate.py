@@ -23,7 +23,8 @@ from rollouts_core.embedded.running import Completion as EmbeddedCompletion
 from rollouts_core.embedded.sampling import SamplingParams
 from rollouts_core.engines.protocol import Completion
 from rollouts_core.engines.sglang import STATUS_OF_FINISH
-from rollouts_core.model.loading import load_hf_model, load_tokenizer, pad_token_id
+from rollouts_core.errors import RewardError
+from rollouts_core.model.loading import check_attention, load_hf_model, load_tokenizer, pad_token_id
 from rollouts_core.model.policy import compute_logprobs
 from rollouts_core.rewards import RewardFn, grade_sample
 from rollouts_core.rollout import build_pending_group, complete_sample, sampling_seed
@@ -69,11 +70,19 @@ async def grade_samples(samples: Sequence[Sample], reward_fn: RewardFn) -> list[
 
 
 def scores_by_prompt(samples: Sequence[Sample]) -> list[float]:
-    """Per prompt, in order, the mean reward of its samples."""
+    """Per prompt, in order, the mean reward of its samples.
+
+    Raises:
+        RewardError: a sample without a reward: a mean over the others would compare checkpoints on different rows.
+    """
     scores = []
     for group in group_samples(samples):
         rewards = [sample.reward for sample in group if sample.reward is not None]
-        assert len(rewards) == len(group), "scores are of graded samples"
+        if len(rewards) < len(group):
+            raise RewardError(
+                f"a completion of prompt {group[0].metadata.get('prompt_id', '?')!r} has no reward, and an evaluation "
+                "needs them all: the reward function must return a number for it"
+            )
         scores.append(sum(rewards) / len(rewards))
     return scores
 
@@ -82,6 +91,7 @@ def scores_by_prompt(samples: Sequence[Sample]) -> list[float]:
 def score_demonstrations(model: ModelConfig, samples: Sequence[Sample]) -> list[float]:
     """Per demonstration, minus the mean loss of its trained tokens."""
     hf_model = load_hf_model(model).eval()
+    check_attention(hf_model)
     pad_id = pad_token_id(load_tokenizer(model))
     scores = []
     for sample in samples:

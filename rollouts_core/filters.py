@@ -1,5 +1,7 @@
 """Decide which groups of samples are worth training on.
 
+Samples without a reward could not be scored: filters of rewards look at the others of their group.
+
 Not here: asking for more when groups are dropped (rollout.py).
 """
 
@@ -25,26 +27,37 @@ class FilterDecision:
         return self.keep
 
 
+UNSCORED = FilterDecision(False, "unscored")
+"""No sample of the group has a reward."""
+
 FilterFn = Callable[[Sequence[Sample]], FilterDecision | bool]
 """Takes the graded samples of one group."""
 
 
 def check_reward_nonzero_std(group: Sequence[Sample]) -> FilterDecision:
     """Keep a group whose rewards differ: equal rewards give advantages of 0. Source: DAPO, arXiv:2503.14476."""
-    rewards = _rewards(group)
+    rewards = _scored_rewards(group)
+    if not rewards:
+        return UNSCORED
     is_constant = statistics.pstdev(rewards) <= MIN_REWARD_STD
     return FilterDecision(not is_constant, f"zero_std_{rewards[0]:g}" if is_constant else "")
 
 
 def check_min_reward(group: Sequence[Sample], *, min_reward: float = 0.0) -> FilterDecision:
     """Keep a group whose mean reward is above `min_reward`."""
-    keep = statistics.fmean(_rewards(group)) > min_reward
+    rewards = _scored_rewards(group)
+    if not rewards:
+        return UNSCORED
+    keep = statistics.fmean(rewards) > min_reward
     return FilterDecision(keep, "" if keep else "low_reward")
 
 
 def check_any_success(group: Sequence[Sample], *, success_reward: float = 1.0) -> FilterDecision:
     """Keep a group with at least one sample of `success_reward` or more."""
-    keep = max(_rewards(group)) >= success_reward
+    rewards = _scored_rewards(group)
+    if not rewards:
+        return UNSCORED
+    keep = max(rewards) >= success_reward
     return FilterDecision(keep, "" if keep else "no_success")
 
 
@@ -82,10 +95,8 @@ def compose_filters(*filters: FilterFn) -> Callable[[Sequence[Sample]], FilterDe
     return check_all
 
 
-def _rewards(group: Sequence[Sample]) -> list[float]:
-    rewards = [sample.reward for sample in group if sample.reward is not None]
-    assert len(rewards) == len(group), "filters look at graded samples"
-    return rewards
+def _scored_rewards(group: Sequence[Sample]) -> list[float]:
+    return [sample.reward for sample in group if sample.reward is not None]
 
 
 FILTERS: dict[str, FilterFn] = {

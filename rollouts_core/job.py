@@ -26,6 +26,7 @@ from rollouts_core.config import (
     read_settings,
 )
 from rollouts_core.errors import ConfigError
+from rollouts_core.seeds import replicate_seed
 
 
 class InputFile(Record):
@@ -106,6 +107,12 @@ class RLJob(Record):
     """The engines that sample."""
     deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
     """Threads and devices."""
+
+    @property
+    def replicated_rollout(self) -> RolloutConfig:
+        """`rollout` with the seed of this replicate, from which every random number of the stage follows."""
+        seed = replicate_seed(self.rollout.seed, self.training.replicate)
+        return self.rollout.model_copy(update={"seed": seed})
 
 
 class EvalJob(Record):

@@ -19,8 +19,8 @@ from rollouts_core.errors import RewardError
 from rollouts_core.messages import first_line
 from rollouts_core.types import Sample
 
-RewardFn = Callable[[Sample], float | Awaitable[float]]
-"""Takes a finished sample and returns its reward; may be a coroutine function."""
+RewardFn = Callable[[Sample], float | Awaitable[float | None] | None]
+"""Takes a finished sample and returns its reward, None where it could not be scored; may be a coroutine function."""
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
@@ -54,7 +54,7 @@ def compute_reward(sample: Sample, environment: Environment | None = None) -> fl
 
 
 async def grade_sample(sample: Sample, reward_fn: RewardFn) -> Sample:
-    """The sample with its reward.
+    """The sample with its reward; without one where the function returned None: it could not be scored.
 
     Raises:
         RewardError: the function raised, or returned something that is no finite number; names the prompt.
@@ -65,8 +65,10 @@ async def grade_sample(sample: Sample, reward_fn: RewardFn) -> Sample:
         reward: Any = await outcome if inspect.isawaitable(outcome) else outcome  # Any: a user's function made it
     except (Exception, SystemExit) as error:
         raise RewardError(f"{where} raised {type(error).__name__}: {first_line(error)}") from error
+    if reward is None:
+        return replace(sample, reward=None)
     if not isinstance(reward, Real) or not math.isfinite(reward):
-        raise RewardError(f"{where} returned {reward!r}: expected a finite number")
+        raise RewardError(f"{where} returned {reward!r}: expected a finite number, or None for one without a score")
     return replace(sample, reward=float(reward))
 
 

@@ -26,6 +26,7 @@ from rollouts_core.batch import build_batch, place_samples, split_by_sample
 from rollouts_core.config import RLTrainingConfig
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.engines import InferenceEngine, PublishTarget, publish_weights
+from rollouts_core.errors import RewardError
 from rollouts_core.metrics import EventLog, MetricsLogger, average_metrics, read_json_lines
 from rollouts_core.rl_batch import (
     RolloutScores,
@@ -36,8 +37,8 @@ from rollouts_core.rl_batch import (
 )
 from rollouts_core.rollout import AsyncRolloutManager
 from rollouts_core.saving import RunCheckpoints, describe_settings
-from rollouts_core.types import RolloutBatch, Status
-from rollouts_core.update import update_policy
+from rollouts_core.types import RolloutBatch, Sample, Status
+from rollouts_core.update import SkipCounter, update_policy
 
 OnBatch = Callable[[int, RolloutBatch], None]
 """(step, batch): called with the rollouts of every step before they are trained on."""
@@ -71,7 +72,8 @@ async def run_rl_training(
     Raises:
         CheckpointError: a checkpoint of other settings or inputs.
         WeightSyncError: an engine that does not take the weights.
-        NonFiniteError: a loss or gradient that is not finite, where the settings stop for it.
+        RewardError: a sample without a reward, unless the settings exclude such samples.
+        NonFiniteError: a loss or gradient that is not finite, where the settings stop for it, or too many in a row.
     """
     settings = describe_settings(config, inputs or {}, rollout=rollout_manager.config)
     history: list[Metrics] = []
@@ -80,6 +82,7 @@ async def run_rl_training(
         if state:
             data_buffer.load_state_dict(state["data_buffer"])
             rollout_manager.load_state_dict(state["rollout"])
+        skips = SkipCounter(config.max_skipped_updates, state.get("num_skipped", 0) if state else 0)
         if events and checkpoint_dir:
             rollout_manager.replay(read_schedules(events.path, after_step=state["step"] if state else 0))
         await publish_weights(backend, inference_engines, target)
@@ -93,6 +96,7 @@ async def run_rl_training(
                 on_batch(step, batch)
             generated = perf_counter()
             metrics = await train_on_rollouts(backend, batch, config, pad_id=pad_id)
+            skips.after_step(step, metrics)
             trained = perf_counter()
             # At a checkpoint too: a run that goes on from there publishes these weights before anything else.
             is_publish_due = step % config.sync_every == 0 or checkpoints.is_due(step)
@@ -102,21 +106,24 @@ async def run_rl_training(
                 if events:
                     events.write("weights_published", step=step, version=version)
             metrics |= describe_rollouts(batch)
-            metrics |= {
-                "generate_s": generated - began,
-                "train_s": trained - generated,
-                "publish_s": perf_counter() - trained,
-            }
+            metrics |= {"generate_s": generated - began, "train_s": trained - generated}
+            metrics["publish_s"] = perf_counter() - trained
             history.append(metrics)
             if metrics_logger and (step % config.log_every == 0 or step in (1, config.num_steps)):
                 metrics_logger.log(metrics, step)
-            await checkpoints.after_step(step, metrics, lambda: read_cursors(data_buffer, rollout_manager))
+            await checkpoints.after_step(step, metrics, lambda: read_cursors(data_buffer, rollout_manager, skips))
     return history
 
 
-def read_cursors(data_buffer: DataBuffer, rollout_manager: AsyncRolloutManager) -> dict[str, Any]:  # Any: JSON
-    """What the loop needs to go on with the data: the place in the prompts, and the groups carried over."""
-    return {"data_buffer": data_buffer.state_dict(), "rollout": rollout_manager.state_dict()}
+def read_cursors(
+    data_buffer: DataBuffer, rollout_manager: AsyncRolloutManager, skips: SkipCounter
+) -> dict[str, Any]:  # Any: JSON
+    """What the loop needs to go on: the place in the prompts, the groups carried over, the updates just skipped."""
+    return {
+        "data_buffer": data_buffer.state_dict(),
+        "rollout": rollout_manager.state_dict(),
+        "num_skipped": skips.num_in_a_row,
+    }
 
 
 def read_schedules(events: Path, *, after_step: int) -> list[list[int]]:
@@ -132,7 +139,12 @@ def read_schedules(events: Path, *, after_step: int) -> list[list[int]]:
 async def train_on_rollouts(
     backend: TrainingBackend, batch: RolloutBatch, config: RLTrainingConfig, *, pad_id: int
 ) -> Metrics:
-    """The optimizer updates that a batch of rollouts gives; without any signal in it there is none."""
+    """The optimizer updates that a batch of rollouts gives; without any signal in it there is none.
+
+    Raises:
+        RewardError: a sample without a reward, unless the settings exclude such samples.
+    """
+    check_scored(batch.samples, config)
     scores = await score_rollouts(backend, batch, config, pad_id=pad_id)
     updates = prepare_updates(
         batch,
@@ -155,6 +167,19 @@ async def train_on_rollouts(
         "num_nonfinite": float(len(tried) - len(done)),
     }
     return {**average_metrics(done), **counts} if done else counts
+
+
+def check_scored(samples: Sequence[Sample], config: RLTrainingConfig) -> None:
+    """Raise RewardError for the first sample without a reward, unless the settings exclude such samples."""
+    if config.advantage.unscored == "exclude":
+        return
+    unscored = [sample for sample in samples if sample.reward is None]
+    if unscored:
+        raise RewardError(
+            f"{len(unscored)} of {len(samples)} completions have no reward, one of prompt "
+            f"{unscored[0].metadata.get('prompt_id', '?')!r} first: the reward function returned None. To train on the "
+            'others, set training.rl.advantage.unscored = "exclude"'
+        )
 
 
 async def score_rollouts(
@@ -186,14 +211,16 @@ async def score_rollouts(
 
 
 def describe_rollouts(batch: RolloutBatch) -> Metrics:
-    """What the policy did in a step, as numbers."""
+    """What the policy did in a step, as numbers; those of rewards are missing where no sample has one."""
     statuses = [sample.status for sample in batch.samples]
-    groups = [[sample.reward for sample in group] for group in batch.groups]
+    groups = [[sample.reward for sample in group if sample.reward is not None] for group in batch.groups]
+    scored = list(itertools.chain(*groups))
+    rewards = {"reward": statistics.fmean(scored), "reward_std": statistics.pstdev(scored)} if scored else {}
     return {
-        "reward": statistics.fmean(batch.rewards),
-        "reward_std": statistics.pstdev(batch.rewards),
+        **rewards,
+        "num_unscored": float(len(batch.samples) - len(scored)),
         "response_tokens": statistics.fmean(batch.response_lengths),
         "truncated_share": statuses.count(Status.TRUNCATED) / len(statuses),
-        "signal_share": sum(len(set(rewards)) > 1 for rewards in groups) / len(groups),
+        "signal_share": sum(len(set(rewards_G)) > 1 for rewards_G in groups) / len(groups),
         "num_dropped_groups": float(batch.metadata.get("num_dropped_groups", 0)),
     }

@@ -14,9 +14,9 @@ them in it again, however they finish this time, and so makes the same batch.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +35,7 @@ from rollouts_core.errors import ConfigError, DataError, RewardError, RolloutsEr
 from rollouts_core.filters import FILTERS, FilterDecision, FilterFn
 from rollouts_core.functions import resolve_function
 from rollouts_core.rewards import REWARDS, RewardFn, grade_sample
+from rollouts_core.seeds import derive_seed
 from rollouts_core.types import Prompt, RolloutBatch, Sample, Status, VersionSpan, sample_from_json
 
 if TYPE_CHECKING:
@@ -320,8 +321,7 @@ def check_prompt_lengths(
 
 def sampling_seed(seed: int, group_index: int, index: int) -> int:
     """A seed for one sample that depends on nothing but these three, below 2**31."""
-    digest = hashlib.sha256(f"{seed}/{group_index}/{index}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1
+    return derive_seed(seed, group_index, index)
 
 
 def apply_sample_transforms(
@@ -340,7 +340,7 @@ def convert_to_batch(samples: Sequence[Sample], *, metadata: Mapping[str, Any] |
     return RolloutBatch(
         tokens=columns["tokens"],
         loss_masks=columns["loss_mask"],
-        rewards=columns["reward"],
+        rewards=[math.nan if reward is None else reward for reward in columns["reward"]],
         response_lengths=compute_response_lengths(samples),
         metadata={**build_batch_metadata(samples), **(metadata or {})},
         samples=tuple(samples),

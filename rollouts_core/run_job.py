@@ -144,7 +144,7 @@ def create_job_backend(job: SFTJob | RLJob, ranks: Ranks | None) -> TrainingBack
         create_policy_loss(job.training.loss),
         num_steps=job.training.num_optim_steps,
         policy=training.policy,
-        seed=job.rollout.seed,
+        seed=job.replicated_rollout.seed,
         temperature=job.rollout.sampling.temperature,
         with_entropies=True,
         with_values=job.training.with_values,
@@ -229,29 +229,31 @@ def load_eval_samples(job: SFTJob, tokenizer: PreTrainedTokenizerBase) -> list[S
     """The demonstrations that are not trained on, if the job has any."""
     if job.eval_data is None:
         return []
-    check_file(job.eval_data)
     training = job.training
-    return load_sft_dataset(
-        job.eval_data.path,
-        tokenizer,
-        max_length=training.max_length,
-        train_on=training.train_on,
-        on_overlong=training.on_overlong,
-    )
+    with checked_file(job.eval_data):
+        return load_sft_dataset(
+            job.eval_data.path,
+            tokenizer,
+            max_length=training.max_length,
+            train_on=training.train_on,
+            on_overlong=training.on_overlong,
+        )
 
 
 async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None) -> None:
     """Improve a model against engines; the record lists the checkpoints."""
     with keep_leases(job.engines):
         check_model(job.model)
-        check_file(job.prompts)
+        with checked_file(job.prompts):
+            prompts = load_prompts_from_jsonl(job.prompts.path)
         check_resume(job, directory)
         backend = create_job_backend(job, ranks)
         tokenizer = load_tokenizer(job.model.model)
-        prompts = load_prompts_from_jsonl(job.prompts.path)
         max_tokens = job.rollout.max_prompt_tokens
         check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=job.prompts.path)
-        await train_against_engines(job, directory, events, backend, DataBuffer(prompts, seed=job.rollout.seed))
+        await train_against_engines(
+            job, directory, events, backend, DataBuffer(prompts, seed=job.replicated_rollout.seed)
+        )
     directory.write_result({"checkpoints": describe_checkpoints(directory), "num_prompts": len(prompts)})
 
 
@@ -259,15 +261,15 @@ async def train_against_engines(
     job: RLJob, directory: RunDirectory, events: EventLog, backend: TrainingBackend, data_buffer: DataBuffer
 ) -> None:
     """Open everything that the RL loop needs, and run it."""
-    tokenizer = load_tokenizer(job.model.model)
+    tokenizer, rollout = load_tokenizer(job.model.model), job.replicated_rollout
     metrics_logger = JSONLLogger(directory.metrics, attempt=events.attempt)
     async with open_engines(job) as engines:
         generate_fn = (
-            resolve_generate_fn(job.rollout)
-            if job.rollout.generate_fn
-            else create_engine_generate_fn(engines, tokenizer, job.rollout)
+            resolve_generate_fn(rollout)
+            if rollout.generate_fn
+            else create_engine_generate_fn(engines, tokenizer, rollout)
         )
-        manager = AsyncRolloutManager(data_buffer, job.rollout, generate_fn=generate_fn)
+        manager = AsyncRolloutManager(data_buffer, rollout, generate_fn=generate_fn)
         with metrics_logger:
             async with manager:
                 await run_rl_training(
@@ -288,9 +290,8 @@ async def train_against_engines(
 
 async def run_eval_job(job: EvalJob, directory: RunDirectory) -> None:
     """Score every checkpoint on the same rows; the record has all scores and names the best."""
-    check_file(job.data)
     scored = []
-    with JSONLLogger(directory.metrics, attempt=attempt_number()) as metrics_logger:
+    with checked_file(job.data), JSONLLogger(directory.metrics, attempt=attempt_number()) as metrics_logger:
         for number, checkpoint in enumerate(job.checkpoints, start=1):
             check_model(checkpoint)
             scores = await _score_checkpoint(checkpoint, job, directory)
@@ -304,8 +305,8 @@ async def run_eval_job(job: EvalJob, directory: RunDirectory) -> None:
 async def run_generate_job(job: GenerateJob, directory: RunDirectory) -> None:
     """Sample and grade completions of prompts into samples/completions.jsonl."""
     check_model(job.model)
-    check_file(job.prompts)
-    prompts = load_prompts_from_jsonl(job.prompts.path, max_rows=job.max_prompts)
+    with checked_file(job.prompts):
+        prompts = load_prompts_from_jsonl(job.prompts.path, max_rows=job.max_prompts)
     samples = generate_samples(job.model.model, prompts, job.rollout, num_slots=job.deployment.max_running_requests)
     graded = await grade_samples(samples, resolve_reward_fn(job.rollout))
     write_samples(directory, "completions", graded)
@@ -324,8 +325,11 @@ def run_serve_job(job: ServeJob) -> None:
     )
 
 
-def check_file(file: InputFile) -> None:
-    """Raise DataError when a data file is not the one that the job was made for."""
+@contextmanager
+def checked_file(file: InputFile) -> Iterator[None]:
+    """Read a data file in the block: DataError when it is not the one that the job was made for, before or after."""
+    check_digest(file, digest_path(file.path))
+    yield
     check_digest(file, digest_path(file.path))
 
 

@@ -26,7 +26,7 @@ from rollouts_core.errors import DataError
 from rollouts_core.metrics import EventLog, MetricsLogger
 from rollouts_core.saving import RunCheckpoints, describe_settings
 from rollouts_core.types import Sample
-from rollouts_core.update import update_policy
+from rollouts_core.update import SkipCounter, update_policy
 
 
 async def run_sft_training(
@@ -54,7 +54,7 @@ async def run_sft_training(
     Raises:
         CheckpointError: a checkpoint of other settings, samples or inputs.
         DataError: a stream that ends early.
-        NonFiniteError: a loss or gradient that is not finite, where the settings stop for it.
+        NonFiniteError: a loss or gradient that is not finite, where the settings stop for it, or too many in a row.
     """
     known_inputs = dict(inputs or {})
     if checkpoint_dir and isinstance(samples, Sequence):
@@ -64,11 +64,13 @@ async def run_sft_training(
     async with RunCheckpoints(backend, checkpoint_dir, config, settings=settings, events=events) as checkpoints:
         state = await checkpoints.resume()
         start_step = state["step"] if state else 0
+        skips = SkipCounter(config.max_skipped_updates, state.get("num_skipped", 0) if state else 0)
         steps = iterate_sft_steps(samples, config, Cursor(*state["cursor"]) if state else None)
         for step, rows in enumerate(itertools.islice(steps, config.num_steps - start_step), start=start_step + 1):
             began = perf_counter()
             micro_batches = prepare_sft_batch(rows, config, pad_id=pad_id, num_ranks=backend.num_ranks)
             metrics = await update_policy(backend, micro_batches, on_nonfinite=config.on_nonfinite)
+            skips.after_step(step, metrics)
             num_tokens = sum(len(sample.tokens) for row in rows for sample in row)
             metrics |= {"num_tokens": num_tokens, "tokens_per_s": num_tokens / (perf_counter() - began)}
             if eval_samples and (step % config.eval_every == 0 or step == config.num_steps):
@@ -77,7 +79,9 @@ async def run_sft_training(
             is_logged = step % config.log_every == 0 or step in (1, config.num_steps) or "eval_loss" in metrics
             if metrics_logger and is_logged:
                 metrics_logger.log(metrics, step)
-            await checkpoints.after_step(step, metrics, lambda: {"cursor": steps.cursor})
+            await checkpoints.after_step(
+                step, metrics, lambda: {"cursor": steps.cursor, "num_skipped": skips.num_in_a_row}
+            )
     if start_step + len(history) < config.num_steps:
         raise DataError(
             f"the samples ended after {start_step + len(history)} of {config.num_steps} steps: give more rows"

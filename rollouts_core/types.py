@@ -91,7 +91,7 @@ class Sample:
     rollout_log_probs: list[float] | None = None
     """Per token, nats, of the distribution that was sampled from; 0 where nothing was sampled."""
     reward: float | None = None
-    """The grade of the whole sample; None until it was graded."""
+    """The grade of the whole sample; None until it was graded, and where it could not be scored."""
     group_index: int = 0
     """The draw of the prompt: samples with the same number share their baseline."""
     index: int = 0
@@ -138,7 +138,7 @@ class RolloutBatch:
     loss_masks: list[list[float]]
     """N masks, each as long as its tokens."""
     rewards: list[float]
-    """N grades."""
+    """N grades; NaN for a sample without a reward."""
     response_lengths: list[int]
     """N counts of the tokens that the policy sampled."""
     metadata: Mapping[str, Any] = field(default_factory=dict)  # counters of mixed types

@@ -47,6 +47,34 @@ async def update_policy(
         return {"num_nonfinite": 1.0}
 
 
+class SkipCounter:
+    """Counts the updates that were skipped one after the other, and ends a run that only skips.
+
+    Args:
+        limit: how many may be skipped in a row; 0 sets no limit.
+        num_in_a_row: those before the first step, where a run goes on.
+    """
+
+    def __init__(self, limit: int, num_in_a_row: int = 0) -> None:
+        self.limit = limit
+        self.num_in_a_row = num_in_a_row
+
+    def after_step(self, step: int, metrics: Metrics) -> None:
+        """Count what a step skipped, by its metrics; a step that made an update begins the count anew.
+
+        Raises:
+            NonFiniteError: as many in a row as the limit allows were skipped, and then another one.
+        """
+        was_updated = "grad_norm" in metrics
+        self.num_in_a_row = 0 if was_updated else self.num_in_a_row + int(metrics["num_nonfinite"])
+        if 0 < self.limit < self.num_in_a_row:
+            raise NonFiniteError(
+                f"step {step}: {self.num_in_a_row} updates in a row were skipped because their loss or gradient was no "
+                f"finite number, max_skipped_updates is {self.limit}: lower the learning rate, or look at the samples "
+                "that the log names"
+            )
+
+
 async def _add_gradient(backend: TrainingBackend, micro_batch: TrainBatch) -> Metrics:
     try:
         return await backend.forward_backward(micro_batch).result()

@@ -198,6 +198,11 @@ def check_functions(config: Config, prompt: Prompt) -> None:
         ) from error
     empty = replace(build_pending_group(prompt, group_index=0, size=1)[0], status=Status.COMPLETED)
     graded = asyncio.run(grade_sample(empty, reward_fn))
+    if graded.reward is None and config.training.rl.advantage.unscored == "error":
+        raise RewardError(
+            f"reward function {name_of_function(reward_fn)} on an empty completion returned None: expected a finite "
+            'number, or training.rl.advantage.unscored = "exclude" where some completions cannot be scored'
+        )
     if filter_fn is not None:
         _check_filter(filter_fn, [graded] * config.rollout.n_samples_per_prompt)
 

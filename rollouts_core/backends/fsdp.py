@@ -63,6 +63,7 @@ from rollouts_core.metrics import sum_metrics
 from rollouts_core.model.loading import load_hf_model, load_tokenizer
 from rollouts_core.model.lora import adapters_off, base_weights, is_adapter_weight, merged_weights, reset_adapters
 from rollouts_core.model.policy import Policy
+from rollouts_core.seeds import derive_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -99,6 +100,7 @@ class FSDPTrainingBackend:
         policy: what `create_sharded_policy` gave, on every rank.
         ranks: this process among the others. The leader calls the methods; the others call `follow`.
         reference: the frozen policy that `score(reference=True)` asks, spread in the same way.
+        seed: of the random numbers that ranks other than the leader take for dropout.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class FSDPTrainingBackend:
         tokenizer: PreTrainedTokenizerBase,
         max_grad_norm: float,
         reference: Policy | None = None,
+        seed: int = 0,
     ) -> None:
         self.policy = policy
         self.model: PreTrainedModel = policy.hf_model
@@ -122,6 +125,7 @@ class FSDPTrainingBackend:
         self.tokenizer = tokenizer
         self.max_grad_norm = max_grad_norm
         self.reference = reference
+        self.seed = seed
         self.has_adapters = any(is_adapter_weight(name) for name, _ in self.model.named_parameters())
         self._num_optim_steps = 0
         self._snapshot = HostSnapshot()
@@ -308,7 +312,7 @@ class FSDPTrainingBackend:
         The leader's random state is in the checkpoint.
         """
         if not self.ranks.is_leader:
-            torch.manual_seed(self._num_optim_steps * self.num_ranks + self.ranks.rank)
+            torch.manual_seed(derive_seed(self.seed, "rank", self.ranks.rank, self._num_optim_steps))
 
     def load_checkpoint(self, path: Path) -> TrainFuture[TrainingState]:
         """Go on from a checkpoint, whatever the number of processes that wrote it; returns the loop's state.
@@ -435,4 +439,5 @@ def create_fsdp_backend(
         tokenizer=load_tokenizer(model),
         max_grad_norm=optim.max_grad_norm,
         reference=reference,
+        seed=seed,
     )

@@ -6,6 +6,9 @@ Not here: what a row says (conversations.py, dataset.py).
     Parquet, hub    rows of a table that the `datasets` library keeps on disk and maps into memory
 
 Neither holds the rows in memory: a row of JSONL costs 16 bytes, one of a table nothing.
+
+Files that are changed while they are in use are an error at the next read: their content would not be the one that the
+digest names.
 """
 
 from __future__ import annotations
@@ -46,6 +49,26 @@ class RowTable(Protocol):
         ...
 
 
+class _Watch:
+    """Notices that the file, or the files of the folder, at a path are not what they were.
+
+    A dataset of the hub has none: its commit is its content.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamps = _stamp_files(path)
+
+    def check(self, digest: str) -> None:
+        """Raise DataError when files were changed and what lies there is not the content of `digest` any more."""
+        stamps = _stamp_files(self._path)
+        if stamps == self._stamps:
+            return
+        if not stamps or digest_path(self._path) != digest:
+            raise DataError(f"{self._path} changed while it was in use: start again")
+        self._stamps = stamps  # touched, copied back, or moved to another disk
+
+
 class JsonlRows:
     """The rows of a JSONL file by number.
 
@@ -60,6 +83,7 @@ class JsonlRows:
         self._numbers = array("I")
         digest = hashlib.sha256()
         _check_exists(path)
+        self._watch = _Watch(path)
         with path.open("rb") as lines:
             offset = 0
             for number, line in enumerate(lines, start=1):
@@ -87,18 +111,27 @@ class JsonlRows:
                     if zlib.crc32(line) != self._checksums[i]:
                         raise DataError(f"{self.path}, row {self._numbers[i]} changed while it was in use: start again")
                     rows.append((self._numbers[i], _parse_line(line, self.path, self._numbers[i])))
+            self._watch.check(self.digest)
         except OSError as error:
             raise DataError(f"{self.path} cannot be read any more ({error.strerror}): start again") from error
         return rows
 
 
 class TableRows:
-    """The rows of a table of the `datasets` library by number."""
+    """The rows of a table of the `datasets` library by number.
 
-    def __init__(self, path: str, table: Any, digest: str) -> None:  # Any: datasets has no types
+    Args:
+        digest: of what `watch` watches, from which the table was made.
+
+    Raises:
+        DataError: the table has no row; from `read`, its files are not what they were.
+    """
+
+    def __init__(self, path: str, table: Any, digest: str, watch: _Watch) -> None:  # Any: datasets has no types
         self.path = path
         self.digest = digest
         self._table = table
+        self._watch = watch
         if not len(table):
             raise _is_empty(path)
 
@@ -108,6 +141,7 @@ class TableRows:
     def read(self, indices: Sequence[int]) -> list[tuple[int, Row]]:
         """The rows at these places."""
         columns = self._table[list(indices)]
+        self._watch.check(self.digest)
         return [
             (i + 1, {key: _without_nulls(values[n]) for key, values in columns.items()}) for n, i in enumerate(indices)
         ]
@@ -125,9 +159,11 @@ def open_rows(path: str | Path, *, split: str = "train", subset: str = "", revis
     """
     if Path(path).suffix in JSONL_SUFFIXES:
         return JsonlRows(Path(path))
-    table = _open_table(Path(path), split=split, subset=subset, revision=revision)
-    # After opening: opening copies Parquet into a table of its own, which nobody changes from then on.
-    return TableRows(str(path), table, digest_path(path, revision=revision))
+    watch = _Watch(Path(path))
+    digest = digest_path(path, revision=revision)
+    table = _open_table(Path(path), digest, split=split, subset=subset, revision=revision)
+    watch.check(digest)
+    return TableRows(str(path), table, digest, watch)
 
 
 def load_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
@@ -143,11 +179,14 @@ def load_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
         return
     _check_exists(Path(path))
     is_empty = True
+    before = _stamp_files(Path(path))
     with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.isspace():
                 is_empty = False
                 yield number, _parse_line(line, str(path), number)
+    if _stamp_files(Path(path)) != before:
+        raise DataError(f"{path} changed while it was in use: start again")
     if is_empty:
         raise _is_empty(path)
 
@@ -167,6 +206,16 @@ def digest_path(path: str | Path, *, revision: str = "") -> str:
     for file in sorted(p for p in root.rglob("*") if p.is_file() and "__pycache__" not in p.parts):
         total.update(f"{file.relative_to(root).as_posix()}\0{_digest_file(file)}\n".encode())
     return total.hexdigest()
+
+
+def _stamp_files(path: Path) -> dict[str, tuple[int, ...]]:
+    """What changes when a file is written or replaced, by file; empty where there is none."""
+    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    stamps: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        status = file.stat()
+        stamps[str(file)] = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return stamps
 
 
 def resolve_revision(path: str, revision: str) -> str:
@@ -190,7 +239,9 @@ def resolve_revision(path: str, revision: str) -> str:
     return commit or ""
 
 
-def _open_table(path: Path, *, split: str, subset: str, revision: str) -> Any:  # Any: datasets has no types
+def _open_table(
+    path: Path, digest: str, *, split: str, subset: str, revision: str
+) -> Any:  # Any: datasets has no types
     import datasets  # heavy, and only for Parquet and hub data
 
     datasets.disable_progress_bars()  # a log is no terminal
@@ -200,13 +251,23 @@ def _open_table(path: Path, *, split: str, subset: str, revision: str) -> Any:  
         raise DataError(f"{path} is neither JSONL nor Parquet by its name: it must end in .jsonl or .parquet")
     elif path.is_absolute() and not path.exists():
         raise DataError(f"{path} does not exist: give a JSONL or Parquet file, or a folder of `save_to_disk`")
+    # The library takes a file of the same name and time for the same file: what it copied lies under our digest.
+    copies = str(Path(datasets.config.HF_DATASETS_CACHE) / digest) if path.exists() else None
     try:
         if path.suffix == ".parquet":
-            return datasets.load_dataset("parquet", data_files=str(path), split="train")
+            return datasets.load_dataset("parquet", data_files=str(path), split="train", cache_dir=copies)
         if not any((path / name).is_file() for name in SAVED_DATASET_FILES):
-            return datasets.load_dataset(str(path), subset or None, split=split, revision=revision or None)
+            table = datasets.load_dataset(
+                str(path), subset or None, split=split, revision=revision or None, cache_dir=copies
+            )
+            return _check_commit(table, path, revision)
         found = datasets.load_from_disk(str(path))
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        if not path.exists():
+            raise DataError(
+                f"{path} is no file or folder, and cannot be read from the hub ({first_line(error)}): correct the "
+                "path, `split`, `subset` or `revision`, or start again when the hub can be reached"
+            ) from error
         cause = first_line(error.__cause__ or error)
         raise DataError(
             f"{path} is no dataset ({cause}): give a JSONL or Parquet file, or a folder of `save_to_disk`"
@@ -214,6 +275,21 @@ def _open_table(path: Path, *, split: str, subset: str, revision: str) -> Any:  
     if isinstance(found, dict) and split not in found:
         raise DataError(f"{path} has the splits {', '.join(sorted(found))}, not {split}: give one of them as `split`")
     return found[split] if isinstance(found, dict) else found
+
+
+def _check_commit(table: Any, path: Path, revision: str) -> Any:  # Any: datasets has no types
+    """The table of a hub dataset; DataError where it is of another commit than the one that `revision` names.
+
+    Where the hub cannot be reached, `datasets` takes whatever commit it has in its cache; its tables lie in a folder
+    named after their commit.
+    """
+    commits = {Path(file["filename"]).parent.name for file in table.cache_files}
+    if COMMIT.fullmatch(revision) and not path.exists() and commits - {revision}:
+        raise DataError(
+            f"{path} is no file or folder, and cannot be read from the hub (only another commit than {revision} is in "
+            "the cache of this machine): start again when the hub can be reached"
+        )
+    return table
 
 
 def _check_exists(path: Path) -> None:

@@ -5,24 +5,28 @@ Not here: log-probs (policy.py), generation (embedded/, engines/), training stat
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from rollouts_core.config import ModelConfig
 from rollouts_core.errors import CheckpointError, ConfigError, DataError
 from rollouts_core.messages import first_line
+from rollouts_core.model.logprobs import LogitTransform, transform_logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-"""What configurations call a cap or a scale of logits (Gemma 2, Cohere, Granite, Falcon-H1)."""
+LARGE_LOGIT = 100.0
+"""A cap bends logits of this size, whatever it is."""
 KERNELS_OF_FLOAT32 = ("sdpa", "eager")
 """Attention kernels that compute in any number format."""
 
@@ -35,11 +39,11 @@ def load_hf_model(
     Args:
         device: "meta" gives the model without values.
         dtype: number format of the weights.
-        attention: the attention kernel, by its name in transformers.
+        attention: the attention kernel, by its name in transformers; models without sdpa get eager instead of it.
 
     Raises:
         CheckpointError: nothing loadable lies there.
-        ConfigError: the attention kernel is not installed, or the model does more to its logits than a head.
+        ConfigError: the attention kernel is not installed, or the model does more to its logits than is known here.
     """
     if device == "meta":
         return _build_without_values(config, dtype=dtype, attention=attention)
@@ -50,7 +54,7 @@ def load_hf_model(
             config.path,
             revision=config.revision or None,
             dtype=dtype,
-            attn_implementation=attention,
+            attn_implementation=_asked_attention(attention),
             trust_remote_code=config.trust_remote_code,
             use_safetensors=None if config.allow_pickle else True,
             output_loading_info=True,
@@ -62,30 +66,67 @@ def load_hf_model(
     if missing := sorted(loading["missing_keys"]):
         raise CheckpointError(f"the weights at {config.path} lack {len(missing)} tensors, {missing[0]} first")
     placed = model.to(device)
-    check_plain_head(placed)
+    check_logits(placed)
     return placed.train()
 
 
-@torch.no_grad()
-def check_plain_head(hf_model: PreTrainedModel) -> None:
-    """Raise ConfigError when the model's logits are not its hidden states times its head.
+def find_logit_transform(hf_model: PreTrainedModel) -> LogitTransform:
+    """What the model does between its head and its logits, by the settings of Cohere, Falcon-H1, Granite and Gemma."""
+    settings = hf_model.config.get_text_config()
+    scale = (getattr(settings, "logit_scale", None) or 1.0) * (getattr(settings, "lm_head_multiplier", None) or 1.0)
+    divisor = getattr(settings, "logits_scaling", None) or 1.0
+    return LogitTransform(scale / divisor, getattr(settings, "final_logit_softcapping", None))
 
-    Log-probs are taken from hidden states and head (logprobs.py), so a cap or a scale between them would be lost. Caps
-    that bend only large logits are known by their settings; whatever else a model does shows on two tokens.
-    """
+
+def check_attention(hf_model: PreTrainedModel) -> None:
+    """Raise ConfigError when the attention kernel would leave out the cap that a model puts on attention scores."""
     config = hf_model.config
-    found = [name for name in LOGIT_SETTINGS if getattr(config, name, None) not in (None, 1.0)]
+    if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
+        raise ConfigError(
+            f'policy.attention "sdpa" leaves out the cap of attention scores that {config.model_type} models have: set '
+            'policy.attention = "eager", or a kernel of flash attention'
+        )
+
+
+@torch.no_grad()
+def check_logits(hf_model: PreTrainedModel) -> None:
+    """Raise ConfigError when the model's logits are not what `find_logit_transform` makes of its head's products.
+
+    Log-probs are taken from hidden states and head (logprobs.py), so whatever else lies between them would be lost. It
+    shows on two tokens, whose products are once taken as they are and once made so large that any cap bends them.
+    """
     head = hf_model.get_output_embeddings()
-    if not found and head is not None and config._attn_implementation in KERNELS_OF_FLOAT32:
-        token_ids = torch.arange(2, device=hf_model.device)[None]
-        hf_model.eval()
-        logits = hf_model(input_ids=token_ids, use_cache=False).logits.float()
-        plain = head(hf_model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state).float()
-        if not torch.allclose(plain, logits, rtol=1e-3, atol=1e-4 * float(logits.abs().max())):
-            found = ["something between hidden states and logits"]
-    if found or head is None:
-        reason = f"it has {found[0]}" if found else "it has no output head"
-        raise ConfigError(f"{config.model_type} models cannot be trained here: {reason}, which log-probs would lack")
+    if head is None:
+        raise _unknown_logits(hf_model, "it has no output head")
+    if hf_model.config._attn_implementation not in KERNELS_OF_FLOAT32:
+        return
+    hf_model.eval()
+    token_ids = torch.arange(2, device=hf_model.device)[None]
+    products = head(hf_model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state).float()
+    largest = max(float(products.abs().max()), torch.finfo(torch.float32).tiny)
+    for factor in (1.0, LARGE_LOGIT / largest):
+        with _head_multiplied(head, factor):
+            logits = hf_model(input_ids=token_ids, use_cache=False).logits.float()
+        expected = transform_logits(products * factor, find_logit_transform(hf_model))
+        tolerance = 1e-3 if hf_model.dtype == torch.float32 else 2e-2
+        if not torch.allclose(expected, logits, rtol=tolerance, atol=0.1 * tolerance * float(logits.abs().max())):
+            raise _unknown_logits(hf_model, "it has something between hidden states and logits")
+
+
+@contextmanager
+def _head_multiplied(head: nn.Module, factor: float) -> Iterator[None]:
+    """While the block runs, the head gives `factor` times its products."""
+    hook = head.register_forward_hook(lambda module, inputs, products: products * factor)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _unknown_logits(hf_model: PreTrainedModel, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{hf_model.config.model_type} models cannot be trained here: {reason}, which log-probs would lack"
+    )
 
 
 def _build_without_values(config: ModelConfig, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
@@ -97,8 +138,16 @@ def _build_without_values(config: ModelConfig, *, dtype: torch.dtype, attention:
         raise CheckpointError(f"no model could be loaded from {config.path}: {first_line(error)}") from error
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
-            settings, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
+            settings,
+            dtype=dtype,
+            attn_implementation=_asked_attention(attention),
+            trust_remote_code=config.trust_remote_code,
         ).train()
+
+
+def _asked_attention(attention: str) -> str | None:
+    """None lets transformers take sdpa for the models that have it, and eager for the others."""
+    return None if attention == "sdpa" else attention
 
 
 def refuse_pickled_weights(path: Path) -> None:

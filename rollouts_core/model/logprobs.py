@@ -1,6 +1,6 @@
 """Log-probs and entropies of next tokens straight from hidden states, without ever holding all logits.
 
-Not here: hidden states (policy.py), losses (algorithms/loss.py).
+Not here: hidden states (policy.py), which model does what to its logits (loading.py), losses (algorithms/loss.py).
 
 The logits of a batch are its largest tensor by far: 16,384 tokens of a 150,000-token vocabulary take 9.8 GB in
 float32, and the naive way holds them about three times. Here a piece of the tokens at a time is multiplied with the
@@ -11,6 +11,7 @@ N tokens, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,16 +22,38 @@ MAX_PIECE_BYTES = 64 << 20
 """Float32 logits of one piece. Batches with fewer logits are one piece, whose logits the backward pass uses again."""
 
 
+@dataclass(frozen=True, slots=True)
+class LogitTransform:
+    """What a model does to the products x of its head before the softmax: cap * tanh(scale * x / cap)."""
+
+    scale: float = 1.0
+    """Factor of every logit."""
+    cap: float | None = None
+    """Logits stay between -cap and cap; None leaves them as large as they are."""
+
+
+PLAIN_LOGITS = LogitTransform()
+"""Logits are the products of the head."""
+
+
+def transform_logits(products: Tensor, transform: LogitTransform) -> Tensor:
+    """Logits from the products of a head, in the same memory."""
+    if transform.cap is not None:
+        return products.mul_(transform.scale / transform.cap).tanh_().mul_(transform.cap)
+    return products if transform.scale == 1.0 else products.mul_(transform.scale)
+
+
 def linear_logprobs(
     hidden_NH: Tensor,
     head_VH: Tensor,
     targets_N: Tensor,
     *,
     bias_V: Tensor | None = None,
+    transform: LogitTransform = PLAIN_LOGITS,
     temperature: float = 1.0,
     with_entropies: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """log p(target) under softmax((hidden @ head.T + bias) / temperature), and the entropies of that distribution.
+    """log p(target) under softmax(transform(hidden @ head.T + bias) / temperature), and that distribution's entropies.
 
     Under autocast the products run in its number format; everything after them is float32.
 
@@ -44,7 +67,7 @@ def linear_logprobs(
         hidden_NH, head_VH = hidden_NH.to(compute_dtype), head_VH.to(compute_dtype)
         bias_V = None if bias_V is None else bias_V.to(compute_dtype)
     logprobs_N, entropies_N = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]  # torch has no types for it
-        hidden_NH, head_VH, bias_V, targets_N, temperature, with_entropies
+        hidden_NH, head_VH, bias_V, targets_N, transform, temperature, with_entropies
     )
     return logprobs_N, entropies_N if with_entropies else None
 
@@ -59,19 +82,20 @@ class _LinearLogprobs(torch.autograd.Function):
         head_VH: Tensor,
         bias_V: Tensor | None,
         targets_N: Tensor,
+        transform: LogitTransform,
         temperature: float,
         with_entropies: bool,
     ) -> tuple[Tensor, Tensor]:
         num_tokens, num_words = len(hidden_NH), len(head_VH)
         ctx.piece = max(1, MAX_PIECE_BYTES // (4 * num_words))
-        ctx.temperature = temperature
+        ctx.transform, ctx.temperature = transform, temperature
         logprobs_N = torch.empty(num_tokens, device=hidden_NH.device)
         log_norms_N = torch.empty_like(logprobs_N)
         entropies_N = torch.zeros_like(logprobs_N)
         ctx.logits = None
         for start in range(0, num_tokens, ctx.piece):
             at = slice(start, start + ctx.piece)
-            logits = _piece_of_logits(hidden_NH[at], head_VH, bias_V, temperature)
+            logits = _piece_of_logits(hidden_NH[at], head_VH, bias_V, transform, temperature)
             log_norms_N[at] = torch.logsumexp(logits, dim=-1)
             logprobs_N[at] = logits.gather(1, targets_N[at, None]).squeeze(1) - log_norms_N[at]
             if with_entropies:
@@ -98,7 +122,10 @@ class _LinearLogprobs(torch.autograd.Function):
         kept, ctx.logits = ctx.logits, None
         for start in range(0, len(hidden_NH), ctx.piece):
             at = slice(start, start + ctx.piece)
-            logits = _piece_of_logits(hidden_NH[at], head_VH, bias_V, ctx.temperature) if kept is None else kept
+            logits = kept
+            if logits is None:
+                logits = _piece_of_logits(hidden_NH[at], head_VH, bias_V, ctx.transform, ctx.temperature)
+            slope = _slope_of_transform(logits, ctx.transform, ctx.temperature)  # before the logits are overwritten
             log_probs = logits.sub_(log_norms_N[at, None])
             # d logprob / d logit = onehot - p;  d entropy / d logit = -p (log p + entropy)
             weight = -grad_logprobs_N[at, None]
@@ -108,6 +135,8 @@ class _LinearLogprobs(torch.autograd.Function):
             grad_logits.scatter_add_(1, targets_N[at, None], grad_logprobs_N[at, None])
             if ctx.temperature != 1.0:
                 grad_logits /= ctx.temperature
+            if slope is not None:
+                grad_logits *= slope
             grad_products = grad_logits.to(hidden_NH.dtype)
             if grad_hidden_NH is not None:
                 torch.mm(grad_products, head_VH, out=grad_hidden_NH[at])
@@ -122,10 +151,22 @@ class _LinearLogprobs(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
-def _piece_of_logits(hidden: Tensor, head_VH: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
-    """Float32 logits of some tokens, which the caller may overwrite."""
+def _piece_of_logits(
+    hidden: Tensor, head_VH: Tensor, bias_V: Tensor | None, transform: LogitTransform, temperature: float
+) -> Tensor:
+    """Float32 logits of some tokens over the temperature, which the caller may overwrite."""
     logits = torch.nn.functional.linear(hidden, head_VH, bias_V).float()
+    logits = transform_logits(logits, transform)
     return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _slope_of_transform(logits: Tensor, transform: LogitTransform, temperature: float) -> Tensor | float | None:
+    """d transform(x) / dx, from the logits over the temperature; None where it is 1."""
+    if transform.cap is not None:
+        # d cap tanh(scale x / cap) / dx = scale (1 - tanh^2)
+        return (logits * (temperature / transform.cap)).square_().neg_().add_(1.0).mul_(transform.scale)
+    return None if transform.scale == 1.0 else transform.scale

@@ -19,7 +19,7 @@ from rollouts_core.batch import TrainBatch, block_causal_mask
 from rollouts_core.config import ModelConfig, PolicyConfig
 from rollouts_core.errors import ConfigError
 from rollouts_core.model.attention import use_written_out_attention
-from rollouts_core.model.loading import load_hf_model
+from rollouts_core.model.loading import check_attention, find_logit_transform, load_hf_model
 from rollouts_core.model.logprobs import linear_logprobs
 from rollouts_core.model.lora import add_adapters
 
@@ -88,12 +88,13 @@ def create_policy(
     has_adapters = config.lora.rank > 0
     stored_dtype = torch.bfloat16 if autocast_dtype and has_adapters else torch.float32
     hf_model = load_hf_model(model, device=device, dtype=stored_dtype, attention=config.attention)
-    if autocast_dtype and config.attention == "sdpa" and hf_model.device.type == "cpu":
+    check_attention(hf_model)
+    if autocast_dtype and hf_model.config._attn_implementation == "sdpa" and hf_model.device.type == "cpu":
         use_written_out_attention(hf_model)
     if has_adapters:
         add_adapters(hf_model, config.lora)
     if config.activation_checkpointing:
-        hf_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute_activations(hf_model)
     if config.compile:
         hf_model.base_model.compile()
     return Policy(
@@ -103,6 +104,15 @@ def create_policy(
         with_values=with_values,
         autocast_dtype=autocast_dtype,
     )
+
+
+def recompute_activations(hf_model: PreTrainedModel) -> None:
+    """Make the layers compute their activations again in the backward pass, under either name of transformers 5."""
+    options = {"use_reentrant": False}
+    if hasattr(hf_model, "activation_checkpointing_enable"):
+        hf_model.activation_checkpointing_enable(options)
+    else:
+        hf_model.gradient_checkpointing_enable(options)
 
 
 def score_targets(
@@ -122,6 +132,7 @@ def score_targets(
         head.weight,
         batch.targets_BT[is_scored_BT],
         bias_V=head.bias,
+        transform=find_logit_transform(hf_model),
         temperature=temperature,
         with_entropies=with_entropies,
     )

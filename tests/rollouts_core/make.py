@@ -62,7 +62,7 @@ def make_groups(num_groups: int, size: int, *, seed: int = 0, vocabulary: int = 
     return samples
 
 
-def make_group(rewards: Sequence[float], responses: Sequence[str] | None = None) -> list[Sample]:
+def make_group(rewards: Sequence[float | None], responses: Sequence[str] | None = None) -> list[Sample]:
     """Graded samples of one prompt; responses differ unless given."""
     texts = responses or [f"response {i}" for i in range(len(rewards))]
     return [

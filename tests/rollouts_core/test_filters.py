@@ -99,6 +99,24 @@ def test_a_decision_is_true_when_it_keeps() -> None:
     assert not FilterDecision(False, "reason")
 
 
-def test_filters_refuse_samples_without_a_reward() -> None:
-    with pytest.raises(AssertionError, match="graded"):
-        check_any_success([Sample()])
+@pytest.mark.parametrize(
+    ("name", "rewards", "keep", "reason"),
+    [
+        ("reward_nonzero_std", [None, 0.0, 1.0], True, ""),
+        ("reward_nonzero_std", [None, 1.0, 1.0], False, "zero_std_1"),
+        ("reward_nonzero_std", [None, None], False, "unscored"),
+        ("min_reward", [None, 0.5], True, ""),
+        ("min_reward", [None, 0.0], False, "low_reward"),
+        ("min_reward", [None], False, "unscored"),
+        ("any_success", [None, 1.0], True, ""),
+        ("any_success", [None, 0.5], False, "no_success"),
+        ("any_success", [None], False, "unscored"),
+        ("quality_and_diversity", [None, 0.0, 1.0], True, ""),
+        ("quality_and_diversity", [None, None], False, "unscored"),
+        ("response_diversity", [None, None], True, ""),
+    ],
+)
+def test_a_filter_looks_at_the_samples_that_were_scored(
+    name: str, rewards: list[float | None], keep: bool, reason: str
+) -> None:
+    assert FILTERS[name](make_group(rewards)) == FilterDecision(keep, reason)

@@ -5,6 +5,7 @@ Without it a crash in a user's reward function would teach the policy that its a
 
 import asyncio
 import math
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -71,7 +72,7 @@ def test_any_finite_number_is_a_reward(outcome: Any) -> None:
     assert type(graded.reward) is float
 
 
-@pytest.mark.parametrize("outcome", [math.nan, math.inf, -math.inf, None, "1", [1.0], {}, 1j, np.float32("nan")])
+@pytest.mark.parametrize("outcome", [math.nan, math.inf, -math.inf, "1", [1.0], {}, 1j, np.float32("nan")])
 def test_anything_else_is_an_error_that_names_function_and_prompt(outcome: Any) -> None:
     with pytest.raises(RewardError, match=r"test_rewards:.* on prompt 'p7' returned .*: expected a finite number"):
         grade_with(outcome)
@@ -95,6 +96,15 @@ def test_cancelling_is_no_failure_of_the_function() -> None:
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(grade_sample(SAMPLE, cancel_itself))
+
+
+def test_none_leaves_the_sample_without_a_reward() -> None:
+    async def judge(sample: Sample) -> float | None:
+        return None
+
+    graded = asyncio.run(grade_sample(replace(SAMPLE, reward=0.5), judge))
+    assert graded == SAMPLE
+    assert grade_with(None).reward is None
 
 
 def test_a_coroutine_function_is_waited_for() -> None:

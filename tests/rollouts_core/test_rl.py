@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,8 +33,8 @@ from rollouts_core.config import (
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.engines import PublishTarget
-from rollouts_core.errors import NonFiniteError
-from rollouts_core.rl import run_rl_training, score_rollouts, train_on_rollouts
+from rollouts_core.errors import NonFiniteError, RewardError
+from rollouts_core.rl import describe_rollouts, run_rl_training, score_rollouts, train_on_rollouts
 from rollouts_core.rl_batch import prepare_grpo_batch
 from rollouts_core.rollout import AsyncRolloutManager, convert_to_batch, create_engine_generate_fn
 from rollouts_core.types import RolloutBatch, Sample
@@ -277,6 +278,100 @@ def test_a_step_of_which_every_update_is_skipped_counts_as_skipped(base_model: M
     metrics = asyncio.run(train_on_rollouts(backend, convert_to_batch(graded_samples()), config, pad_id=0))
     assert metrics == {"skipped": 1.0, "num_updates": 0.0, "num_nonfinite": 1.0}
     assert backend.weight_version == 0
+
+
+async def generate_unusable(group: Sequence[Sample]) -> list[Sample]:
+    """Completions whose log-probs are no numbers, and with them the loss."""
+    arrays = {"tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "rollout_log_probs": [0.0, math.nan, math.nan]}
+    return [replace(sample, response="12"[sample.index % 2], **arrays) for sample in group]
+
+
+def test_a_run_that_only_skips_ends_at_the_limit_also_when_it_was_resumed(
+    base_model: ModelConfig, tmp_path: Path
+) -> None:
+    prompts = load_prompts_from_jsonl(Path(base_model.path).parent / "prompts.jsonl")
+
+    def run(num_steps: int) -> list[Metrics]:
+        config = with_settings({"num_steps": num_steps, "on_nonfinite": "skip", "max_skipped_updates": 2})
+        data_buffer = DataBuffer(prompts)
+        manager = AsyncRolloutManager(data_buffer, ROLLOUT, generate_fn=generate_unusable)
+        target = PublishTarget(
+            weights_dir=tmp_path / "weights", model_config=Path(base_model.path) / "config.json", prefix="test"
+        )
+        backend, checkpoints = make_backend(base_model, config), tmp_path / "checkpoints"
+        return asyncio.run(
+            run_rl_training(backend, data_buffer, manager, [], config, target=target, checkpoint_dir=checkpoints)
+        )
+
+    assert [metrics["num_nonfinite"] for metrics in run(2)] == [1.0, 1.0]
+    with pytest.raises(NonFiniteError, match=r"^step 3: 3 updates in a row were skipped"):
+        run(4)
+
+
+EXCLUDE = {"advantage": {"unscored": "exclude"}}
+
+
+def test_a_completion_that_could_not_be_scored_stops_the_step_and_names_its_prompt(base_model: ModelConfig) -> None:
+    samples = [replace(s, metadata={"prompt_id": f"p{s.group_index}"}) for s in graded_samples()]
+    samples[5] = replace(samples[5], reward=None)
+    with pytest.raises(RewardError, match=r"1 of 12 completions have no reward, one of prompt 'p1' first.*exclude"):
+        asyncio.run(
+            train_on_rollouts(make_backend(base_model, TRAINING), convert_to_batch(samples), TRAINING, pad_id=0)
+        )
+
+
+def test_excluded_completions_train_as_if_their_group_had_been_smaller(base_model: ModelConfig) -> None:
+    config = with_settings({**EXCLUDE, "loss": {"aggregation": "constant_length", "constant_length": 10}})
+    samples = graded_samples()
+    unscored = [replace(s, reward=None) if s.index == 0 else s for s in samples]
+    # what is left out still counts as a completion, so a sample that gives no gradient stands in for it
+    smaller = [replace(s, group_index=99 + i, reward=0.0) if s.index == 0 else s for i, s in enumerate(samples)]
+    weights, norms = [], []
+    for batch in (convert_to_batch(unscored), convert_to_batch(smaller)):
+        backend = make_backend(base_model, config)
+        norms.append(asyncio.run(train_on_rollouts(backend, batch, config, pad_id=0))["grad_norm"])
+        weights.append(asyncio.run(backend.get_weights().result()))
+    assert norms[0] == norms[1] > 0
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize("filter_fn", ["", "reward_nonzero_std"])
+def test_a_run_with_a_judge_that_fails_now_and_then_trains_and_counts_it(
+    base_model: ModelConfig, tmp_path: Path, filter_fn: str
+) -> None:
+    def judge(sample: Sample) -> float | None:
+        return None if sample.index == 0 or sample.group_index == 1 else share_of_even_digits(sample)
+
+    def generate(group: Sequence[Sample]) -> list[Sample]:
+        return [
+            replace(
+                s, response="2" * s.index, tokens=[1, 2, 3], loss_mask=[0, 1, 1], rollout_log_probs=[0.0, -3.0, -3.0]
+            )
+            for s in group
+        ]
+
+    rollout = ROLLOUT.model_copy(update={"reward_fn": judge, "filter_fn": filter_fn})
+    data_buffer = DataBuffer(load_prompts_from_jsonl(Path(base_model.path).parent / "prompts.jsonl"))
+    manager = AsyncRolloutManager(data_buffer, rollout, generate_fn=generate)
+    target = PublishTarget(
+        weights_dir=tmp_path / "weights", model_config=Path(base_model.path) / "config.json", prefix="test"
+    )
+    config = with_settings({**EXCLUDE, "num_steps": 1})
+    backend = make_backend(base_model, config)
+    [metrics] = asyncio.run(run_rl_training(backend, data_buffer, manager, [], config, target=target))
+    assert metrics["num_updates"] == 1
+    assert metrics["num_unscored"] == (3 if filter_fn else 6)  # 1 of each group, and without a filter all of group 1
+    assert metrics["reward"] == pytest.approx((1 + 2 + 3) / 3 / 8)
+    assert metrics["signal_share"] == pytest.approx(1.0 if filter_fn else 2 / 3)
+
+
+def test_a_step_that_could_not_be_scored_at_all_has_no_reward_and_no_update(base_model: ModelConfig) -> None:
+    batch, config = convert_to_batch([replace(s, reward=None) for s in graded_samples()]), with_settings(EXCLUDE)
+    metrics = asyncio.run(train_on_rollouts(make_backend(base_model, config), batch, config, pad_id=0))
+    described = describe_rollouts(batch)
+    assert metrics["skipped"] == 1.0
+    assert described["num_unscored"] == 12
+    assert "reward" not in described
 
 
 def test_samples_with_several_trained_spans_are_trained_on_all_of_them(base_model: ModelConfig) -> None:

@@ -7,6 +7,8 @@ could spin for ever, all without an error.
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
@@ -114,6 +116,29 @@ def test_an_async_reward_is_awaited() -> None:
 
     _, batch = generate(CONFIG.model_copy(update={"reward_fn": slow_reward}))
     assert set(batch.rewards) == {0.5}
+
+
+def score_first_of_group(sample: Sample) -> float | None:
+    """A judge that answers for one sample of a group only."""
+    return 1.0 if sample.index == 0 else None
+
+
+@pytest.mark.parametrize("filter_fn", ["", "any_success"])
+def test_samples_that_could_not_be_scored_are_in_the_batch_with_nan_for_a_reward(filter_fn: str) -> None:
+    _, batch = generate(CONFIG.model_copy(update={"reward_fn": score_first_of_group, "filter_fn": filter_fn}))
+    assert [sample.reward for sample in batch.samples] == [1.0, None] * 3
+    assert [None if math.isnan(reward) else reward for reward in batch.rewards] == [1.0, None] * 3
+    json.dumps(batch.to_json(), allow_nan=False)
+
+
+def test_groups_without_any_score_are_dropped_by_filters_of_rewards_under_their_own_reason() -> None:
+    def judge_of_odd_groups(sample: Sample) -> float | None:
+        return float(sample.index) if sample.group_index % 2 else None
+
+    config = CONFIG.model_copy(update={"reward_fn": judge_of_odd_groups, "filter_fn": "reward_nonzero_std"})
+    _, batch = generate(config)
+    assert all(group[0].group_index % 2 for group in batch.groups)
+    assert set(batch.metadata["drops"]) == {"unscored"}
 
 
 def test_plain_functions_give_batches_without_end() -> None:

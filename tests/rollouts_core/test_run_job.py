@@ -7,7 +7,9 @@ loss.
 from __future__ import annotations
 
 import json
+import math
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +26,33 @@ from rollouts_core.config import (
     ModelConfig,
     OptimConfig,
     PolicyConfig,
+    RLOptimConfig,
+    RLTrainingConfig,
     RolloutConfig,
     SamplingConfig,
     SFTTrainingConfig,
 )
 from rollouts_core.data.rows import digest_path
+from rollouts_core.errors import DataError
 from rollouts_core.fingerprint import digest_checkpoint, digest_model
-from rollouts_core.job import EvalJob, GenerateJob, InputDataset, InputFile, InputModel, Job, SFTJob
+from rollouts_core.job import (
+    EngineAddress,
+    EvalJob,
+    GenerateJob,
+    InputDataset,
+    InputFile,
+    InputModel,
+    Job,
+    RLJob,
+    SFTJob,
+)
 from rollouts_core.metrics import read_json_lines, read_metrics
-from rollouts_core.types import sample_from_json
+from rollouts_core.model.loading import load_tokenizer
+from rollouts_core.run_job import checked_file
+from rollouts_core.types import Sample, sample_from_json
+from tests.rollouts_core.kill_rewards import grade_even_digits
+from tests.rollouts_core.model.test_logit_transforms import make_model
+from tests.rollouts_core.served_engine import engine_url
 
 ONE_THREAD = DeploymentConfig(trainer_threads=1)
 ROLLOUT = RolloutConfig(n_samples_per_prompt=2, sampling=SamplingConfig(max_new_tokens=8))
@@ -243,3 +263,98 @@ def test_sft_refuses_data_that_changed_since_it_was_planned(
     (tmp_path / "sft-1" / "job.json").write_text(job.model_dump_json())
     assert main(["sft", str(tmp_path / "sft-1" / "job.json")]) == 2
     assert "rows.jsonl changed since the stage was planned" in capsys.readouterr().err
+
+
+def run_rl(base: InputModel, quickstart_dir: Path, run_dir: Path, *, replicate: int) -> list[Sample]:
+    """The samples of two steps of RL with adapters and dropout, against an engine that starts anew."""
+    policy = PolicyConfig(lora=LoRAConfig(rank=2, dropout=0.5))
+    optim = RLOptimConfig(lr=1e-2, eps=1e-3)
+    rollout = ROLLOUT.model_copy(update={"batch_size": 3, "reward_fn": grade_even_digits})
+    with engine_url(Path(base.model.path)) as url:
+        job = RLJob(
+            model=base,
+            prompts=rows(quickstart_dir, "prompts"),
+            training=RLTrainingConfig(num_steps=2, policy=policy, optim=optim, replicate=replicate),
+            rollout=rollout,
+            engines=(EngineAddress(url=url, lease_file=str(run_dir) + ".lease"),),
+            deployment=ONE_THREAD,
+        )
+        do(job, run_dir)
+    lines = [line for step in (1, 2) for line in read_json_lines(run_dir / f"samples/step_{step:06d}.jsonl")]
+    return [sample_from_json(line) for line in lines]
+
+
+def adapters(run_dir: Path) -> dict[str, torch.Tensor]:
+    tensors = load_file(run_dir / "checkpoints/step_000002/trainer/tensors.safetensors")
+    return {name: value for name, value in tensors.items() if name.endswith("lora_A.default.weight")}
+
+
+def test_a_replicate_draws_every_random_number_anew_and_0_is_the_run_itself(
+    base: InputModel, quickstart_dir: Path, tmp_path: Path
+) -> None:
+    runs = {
+        name: run_rl(base, quickstart_dir, tmp_path / name, replicate=replicate)
+        for name, replicate in (("first", 0), ("again", 0), ("other", 1), ("third", 2))
+    }
+    assert runs["again"] == runs["first"]
+    for one, two in (("first", "other"), ("other", "third")):
+        assert [s.metadata["prompt_id"] for s in runs[one]] != [s.metadata["prompt_id"] for s in runs[two]]
+        assert [s.response for s in runs[one]] != [s.response for s in runs[two]]
+        ours, theirs = adapters(tmp_path / one), adapters(tmp_path / two)
+        assert ours.keys() == theirs.keys() and ours
+        assert not any(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_replicates_sample_the_same_prompt_differently(base: InputModel, quickstart_dir: Path, tmp_path: Path) -> None:
+    first, other = (
+        {s.metadata["prompt_id"]: s.response for s in run_rl(base, quickstart_dir, tmp_path / str(n), replicate=n)}
+        for n in (0, 1)
+    )
+    shared = first.keys() & other.keys()
+    assert shared
+    assert any(first[prompt] != other[prompt] for prompt in shared)
+
+
+@pytest.mark.parametrize("changed", ["before", "while it is read", "never"])
+def test_a_file_is_that_of_the_plan_before_and_after_it_is_read(tmp_path: Path, changed: str) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}")
+    file = InputFile(path=str(tmp_path / "rows.jsonl"), digest=digest_path(tmp_path / "rows.jsonl"))
+    if changed == "before":
+        (tmp_path / "rows.jsonl").write_text("{ }")
+    outcome = nullcontext() if changed == "never" else pytest.raises(DataError, match="since the stage was planned")
+    with outcome, checked_file(file):
+        assert changed != "before"
+        if changed == "while it is read":
+            (tmp_path / "rows.jsonl").unlink()
+            (tmp_path / "rows.jsonl").write_text("{ }")
+
+
+def test_a_model_that_caps_its_logits_is_trained_and_its_checkpoints_are_compared_by_loss(
+    base: InputModel, quickstart_dir: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "gemma"
+    make_model("Gemma2").save_pretrained(folder)
+    load_tokenizer(base.model).save_pretrained(folder)
+    model = ModelConfig(path=str(folder))
+    gemma = InputModel(name="base", model=model, digest=digest_model(model))
+    training = {"num_steps": 20, "checkpoint_every": 10, "max_length": 64, "optim": OptimConfig(lr=1e-2)}
+    trained = do(sft_job(gemma, quickstart_dir, **training), tmp_path / "sft")
+    paths = [tmp_path / "sft/checkpoints" / entry["name"] for entry in trained["checkpoints"]]
+    models = [ModelConfig(path=str(path)) for path in paths]
+    checkpoints = [
+        InputModel(name=path.name, model=model, digest=digest_model(model))
+        for path, model in zip(paths, models, strict=True)
+    ]
+    job = EvalJob(
+        checkpoints=(gemma, *checkpoints),
+        data=rows(quickstart_dir, "sft"),
+        evaluation=EvaluationConfig(metric="loss", max_prompts=5),
+        deployment=ONE_THREAD,
+    )
+    result = do(job, tmp_path / "eval")
+    means = [entry["mean"] for entry in result["checkpoints"]]
+    assert means == sorted(means)
+    assert result["best"] == "step_000020"
+    # a cap of 1.5 on 32 tokens leaves at least this loss, which uncapped logits would not keep to
+    least = math.log(1 + 31 * math.exp(-3.0))
+    assert all(-score > least for entry in result["checkpoints"] for score in entry["scores"])

@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from rollouts_core.algorithms.loss import Metrics, create_cross_entropy_loss
+from rollouts_core.algorithms.loss import Metrics, TokenScores, create_cross_entropy_loss, cross_entropy_loss
 from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorch_backend
+from rollouts_core.batch import TrainBatch
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from rollouts_core.config import DatasetConfig, ModelConfig, OptimConfig, SFTTrainingConfig
 from rollouts_core.data.dataset import SFTDataset, load_sft_dataset, open_datasets, sample_rules
-from rollouts_core.errors import DataError
+from rollouts_core.errors import DataError, NonFiniteError
 from rollouts_core.metrics import EventLog, JSONLLogger, read_json_lines, read_metrics
 from rollouts_core.sft import prepare_sft_batch, run_sft_training
 from rollouts_core.types import Sample
@@ -217,3 +218,33 @@ def test_every_micro_batch_knows_the_totals_of_its_step() -> None:
     assert [len(batch.inputs_BT) for batch in batches] == [2, 2]
     assert {batch.num_loss_tokens for batch in batches} == {total}
     assert {batch.num_samples for batch in batches} == {4}
+
+
+def never_finite(scores: TokenScores, batch: TrainBatch) -> tuple[torch.Tensor, Metrics]:
+    """A loss that is no number."""
+    loss, metrics = cross_entropy_loss(scores, batch)
+    return loss * float("nan"), {**metrics, "loss": float("nan")}
+
+
+def skip_always(model: ModelConfig, samples: list[Sample], checkpoint_dir: Path, **changes: object) -> list[Metrics]:
+    """A training of which every update is skipped."""
+    backend = create_pytorch_backend(model, CONFIG.optim, never_finite, num_steps=NUM_STEPS, device="cpu")
+    config = CONFIG.model_copy(update={"on_nonfinite": "skip", **changes})
+    return asyncio.run(run_sft_training(backend, samples, config, checkpoint_dir=checkpoint_dir))
+
+
+def test_a_training_that_only_skips_ends_at_the_limit(
+    base_model: ModelConfig, demonstrations: list[Sample], tmp_path: Path
+) -> None:
+    with pytest.raises(NonFiniteError, match="step 4: 4 updates in a row were skipped"):
+        skip_always(base_model, demonstrations, tmp_path, max_skipped_updates=3)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000002"]
+    assert len(skip_always(base_model, demonstrations, tmp_path / "free", max_skipped_updates=0)) == NUM_STEPS
+
+
+def test_a_resumed_training_goes_on_counting_what_it_skips(
+    base_model: ModelConfig, demonstrations: list[Sample], tmp_path: Path
+) -> None:
+    skip_always(base_model, demonstrations, tmp_path, num_steps=2)
+    with pytest.raises(NonFiniteError, match="step 4: 4 updates in a row were skipped"):
+        skip_always(base_model, demonstrations, tmp_path, max_skipped_updates=3)

@@ -13,7 +13,7 @@ from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorc
 from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
 from rollouts_core.config import ModelConfig, OptimConfig
 from rollouts_core.errors import NonFiniteError
-from rollouts_core.update import update_policy
+from rollouts_core.update import SkipCounter, update_policy
 from tests.rollouts_core.make import make_random_samples
 
 POISON = 24
@@ -69,3 +69,30 @@ def test_a_skipped_update_leaves_no_trace(base_model: ModelConfig) -> None:
     after = asyncio.run(update_policy(backend, make_update(poisoned=False), on_nonfinite="skip"))
     assert after == asyncio.run(update_policy(undisturbed, make_update(poisoned=False)))
     assert all(torch.equal(value, copy_weights(undisturbed)[name]) for name, value in copy_weights(backend).items())
+
+
+SKIPPED = {"num_nonfinite": 1.0}
+MADE = {"num_nonfinite": 0.0, "grad_norm": 1.0}
+WITHOUT_SIGNAL = {"num_nonfinite": 0.0, "skipped": 1.0}
+
+
+def test_as_many_skips_in_a_row_as_the_limit_are_borne_and_one_more_is_not() -> None:
+    skips = SkipCounter(2)
+    for step, metrics in enumerate([SKIPPED, SKIPPED, MADE, SKIPPED, WITHOUT_SIGNAL, SKIPPED], start=1):
+        skips.after_step(step, metrics)
+    with pytest.raises(NonFiniteError, match=r"^step 7: 3 updates in a row were skipped .* max_skipped_updates is 2"):
+        skips.after_step(7, SKIPPED)
+
+
+def test_a_step_with_several_skips_counts_all_of_them_unless_it_made_an_update() -> None:
+    skips = SkipCounter(5)
+    skips.after_step(1, {"num_nonfinite": 4.0})
+    skips.after_step(2, {"num_nonfinite": 4.0, "grad_norm": 1.0})
+    skips.after_step(3, {"num_nonfinite": 4.0})
+    assert skips.num_in_a_row == 4
+
+
+def test_a_limit_of_zero_is_none() -> None:
+    skips = SkipCounter(0, num_in_a_row=1000)
+    skips.after_step(1, SKIPPED)
+    assert skips.num_in_a_row == 1001

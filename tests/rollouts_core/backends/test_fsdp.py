@@ -32,6 +32,7 @@ from rollouts_core.metrics import sum_metrics
 from rollouts_core.quickstart import build_character_tokenizer, build_untrained_model
 from rollouts_core.sft import run_sft_training
 from tests.rollouts_core.make import TINY_SIZE, make_random_samples
+from tests.rollouts_core.model.test_logit_transforms import make_model
 from tests.rollouts_core.two_processes import TwoProcesses, two_processes
 
 OPTIM = OptimConfig(lr=0.01, num_warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5)
@@ -146,6 +147,17 @@ def test_tied_embeddings_stay_one_weight(tmp_path: Path, pair: TwoProcesses) -> 
     type(model)(model.config).save_pretrained(tmp_path)
     tied = ModelConfig(path=str(tmp_path))
     assert_close(with_two(pair, train, tied), with_one(train, tied))
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Cohere", "Granite"])
+def test_models_that_cap_or_scale_their_logits_train_as_in_one_process(
+    tmp_path: Path, pair: TwoProcesses, family: str
+) -> None:
+    build_character_tokenizer().save_pretrained(tmp_path)
+    make_model(family).save_pretrained(tmp_path)
+    model, options = ModelConfig(path=str(tmp_path)), {"with_entropies": True}
+    # Their large weights have some gradients near 0, whose rounding AdamW makes steps of; a step is 1e-2.
+    assert_close(with_two(pair, train, model, **options), with_one(train, model, **options), atol=1e-3, rtol=1e-3)
 
 
 def run_sft(backend: TrainingBackend, *, packing: bool) -> tuple[list[Metrics], Weights]:
@@ -333,3 +345,55 @@ def test_metrics_of_ranks_without_rows_do_not_count(base_model: ModelConfig, pai
     assert [metrics["rows"] for metrics in found] == [4, 1, 3]
     # An idle rank has one position: -1 would be the largest.
     assert found[1]["longest_max"] == -make_step(0)[1].inputs_BT.shape[1]
+
+
+DROPOUT = PolicyConfig(lora=LoRAConfig(rank=2, dropout=0.5))
+
+
+def test_a_resumed_training_with_dropout_is_the_one_that_never_stopped(
+    base_model: ModelConfig, pair: TwoProcesses, tmp_path: Path
+) -> None:
+    path = tmp_path / "step_000002"
+    history, weights = with_two(pair, partial(train_and_save, path=path), base_model, policy=DROPOUT)
+    again, weights_again, _, _ = with_two(pair, partial(resume, path=path), base_model, policy=DROPOUT)
+    assert again == history
+    assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
+    without, _ = with_two(pair, train, base_model, policy=PolicyConfig(lora=LoRAConfig(rank=2)))
+    assert without[3] != history[1]  # dropout does something
+
+
+def extremes_of_ranks(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, Metrics]:
+    """Cross entropy with the smallest and the largest of the ranks' losses."""
+    loss, metrics = cross_entropy_loss(scores, batch)
+    return loss, {**metrics, "largest_max": metrics["loss"], "minus_smallest_max": -metrics["loss"]}
+
+
+def score_one_row_on_both(backend: TrainingBackend) -> list[Metrics]:
+    """What training on the same row on each rank gives, after steps that gave the adapters an effect, and again."""
+    take_steps(backend, range(3))
+    sample = make_random_samples(1, seed=5)[0]
+    [batch] = with_step_totals([build_batch([[sample], [sample]], pad_id=0)], [sample, sample])
+    return [asyncio.run(backend.forward_backward(batch).result()) for _ in range(2)]
+
+
+@pytest.mark.parametrize("dropout", [0.5, 0.0])
+def test_each_rank_drops_other_inputs_than_the_others(
+    base_model: ModelConfig, pair: TwoProcesses, dropout: float
+) -> None:
+    options = {"policy": PolicyConfig(lora=LoRAConfig(rank=2, dropout=dropout)), "loss_fn": extremes_of_ranks}
+    for metrics in with_two(pair, score_one_row_on_both, base_model, **options):
+        assert (metrics["largest_max"] == -metrics["minus_smallest_max"]) == (dropout == 0)
+
+
+def draw(ranks: Ranks, model: ModelConfig, seed: int) -> list[float]:
+    """The random numbers that a rank would draw first."""
+    backend = create_fsdp_backend(model, OPTIM, cross_entropy_loss, ranks=ranks, num_steps=10, seed=seed)
+    drawn: list[float] = torch.rand(4).tolist()
+    ranks.stop_followers() if ranks.is_leader else backend.follow()
+    return drawn
+
+
+def test_the_seed_decides_what_every_rank_draws(base_model: ModelConfig, pair: TwoProcesses) -> None:
+    first, again, other = (pair.run(draw, base_model, seed) for seed in (0, 0, 1))
+    assert first == again
+    assert len({tuple(drawn) for drawn in [*first, *other]}) == 4

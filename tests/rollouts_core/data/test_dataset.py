@@ -374,3 +374,20 @@ def test_a_mixture_of_which_everything_is_too_long_is_an_error(
 ) -> None:
     with pytest.raises(DataError, match="all 637 rows are longer than max_length 2"):
         open_mixture(parts, tokenizer, streaming=False, max_length=2)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_file_that_changes_while_it_is_streamed_ends_the_epoch_with_an_error(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, kind: str
+) -> None:
+    rows = [{"text": "1" * (i % 9 + 1)} for i in range(CHUNK_ROWS + 5)]
+    path = tmp_path / f"rows.{kind}"
+    write_rows(path, rows) if kind == "jsonl" else datasets.Dataset.from_list(rows).to_parquet(str(path))
+    parts = [DatasetConfig(path=str(path))]
+    samples = SFTDataset(parts, open_datasets(parts), tokenizer, SampleRules(20), streaming=True)
+    epoch = samples.iterate_epoch(0, seed=0)
+    next(epoch)
+    with path.open("ab") as file:
+        file.write(b"\n")
+    with pytest.raises(DataError, match=rf"rows\.{kind} changed while it was in use: start again"):
+        list(epoch)

@@ -5,12 +5,11 @@ Without it a damaged or changed file would be trained on, or fail a day later wi
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import datasets
@@ -172,6 +171,86 @@ def test_a_file_that_changes_while_it_is_in_use_is_an_error(tmp_path: Path, chan
         table.read([1])
 
 
+KINDS = ["jsonl", "parquet", "saved", "folder"]
+
+
+def write_kind(path: Path, kind: str, prompts: Sequence[str]) -> Path:
+    """Rows with these prompts in a file or folder of a kind; returns where."""
+    rows = [{"prompt": prompt} for prompt in prompts]
+    if kind == "jsonl":
+        return write_rows(path / "rows.jsonl", rows)
+    if kind == "parquet":
+        datasets.Dataset.from_list(rows).to_parquet(str(path / "rows.parquet"))
+        return path / "rows.parquet"
+    if kind == "saved":
+        datasets.Dataset.from_list(rows).save_to_disk(str(path / "folder"))
+    else:
+        (path / "folder").mkdir(exist_ok=True)
+        write_rows(path / "folder" / "train.jsonl", rows)
+    return path / "folder"
+
+
+def data_file(path: Path, kind: str) -> Path:
+    """The file that holds the rows."""
+    return {"saved": path / "data-00000-of-00001.arrow", "folder": path / "train.jsonl"}.get(kind, path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_change_behind_rows_that_were_read_is_noticed_at_the_next_read(tmp_path: Path, kind: str) -> None:
+    path = write_kind(tmp_path, kind, ["aaaaaaaa", "bbbbbbbb", "cccccccc"])
+    table = open_rows(path)
+    assert table.read([2])
+    file = data_file(path, kind)
+    content = file.read_bytes()
+    with file.open("r+b") as written:  # in place: nothing but bytes and time tell
+        written.write(content.replace(b"cccccccc", b"dddddddd"))
+    assert file.read_bytes() != content
+    with pytest.raises(DataError, match=rf"{path.name} changed while it was in use: start again"):
+        table.read([0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_are_added_are_a_change_too(tmp_path: Path, kind: str) -> None:
+    path = write_kind(tmp_path, kind, ["x", "y"])
+    table = open_rows(path)
+    with data_file(path, kind).open("ab") as file:
+        file.write(b'{"prompt": "z"}\n')
+    with pytest.raises(DataError, match="changed while it was in use"):
+        table.read([0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["touched", "replaced"])
+def test_the_same_content_written_again_is_no_change(tmp_path: Path, kind: str, how: str) -> None:
+    path = write_kind(tmp_path, kind, ["x", "y"])
+    table = open_rows(path)
+    file = data_file(path, kind)
+    if how == "touched":
+        file.touch()
+    else:
+        shutil.copy(file, tmp_path / "copy")
+        (tmp_path / "copy").replace(file)
+    assert table.read([1, 0]) == [(2, {"prompt": "y"}), (1, {"prompt": "x"})]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_file_of_the_same_name_size_and_time_has_its_own_rows(tmp_path: Path, kind: str) -> None:
+    for prompt in ("old", "new"):
+        path = write_kind(tmp_path, kind, [prompt] * 3)
+        os.utime(data_file(path, kind), ns=(10**18, 10**18))
+        assert [row for _, row in open_rows(path).read(range(3))] == [{"prompt": prompt}] * 3
+
+
+def test_a_file_that_grows_while_its_rows_are_read_one_by_one_is_an_error(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "x"}, {"prompt": "y"}])
+    rows = load_rows(path)
+    next(rows)
+    with path.open("a") as file:
+        file.write('{"prompt": "z"}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl changed while it was in use"):
+        list(rows)
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -216,55 +295,6 @@ def test_the_index_of_a_file_does_not_hold_its_rows(tmp_path: Path) -> None:
         [sys.executable, "-c", program, str(tmp_path / "rows.jsonl")], capture_output=True, text=True, timeout=60
     )
     assert done.stdout.split() == ["4000", "48000000"], done.stderr
-
-
-class _Hub(BaseHTTPRequestHandler):
-    """A hub that knows one dataset."""
-
-    def do_GET(self) -> None:
-        is_known = self.path.startswith("/api/datasets/org/name")
-        body = json.dumps({"id": "org/name", "sha": COMMIT} if is_known else {"error": "not found"}).encode()
-        self.send_response(200 if is_known else 404)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing is printed."""
-
-
-@pytest.fixture
-def hub_url() -> Iterator[str]:
-    """The address of a hub on this machine."""
-    server = HTTPServer(("127.0.0.1", 0), _Hub)
-    thread = Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def resolve_at(hub_url: str, path: str) -> subprocess.CompletedProcess[str]:
-    """What a process of its own, which reads the address of the hub when it starts, says about a hub dataset."""
-    program = (
-        "import sys\nfrom rollouts_core.data.rows import resolve_revision\nprint(resolve_revision(sys.argv[1], ''))"
-    )
-    environment = {**os.environ, "HF_ENDPOINT": hub_url, "HF_HUB_OFFLINE": "0"}
-    return subprocess.run(
-        [sys.executable, "-c", program, path], env=environment, capture_output=True, text=True, timeout=60
-    )
-
-
-def test_a_dataset_of_the_hub_is_held_to_its_commit(hub_url: str) -> None:
-    done = resolve_at(hub_url, "org/name")
-    assert done.stdout.strip() == COMMIT, done.stderr
-
-
-def test_a_dataset_that_the_hub_does_not_know_is_one_sentence(hub_url: str) -> None:
-    assert "DataError: org/other is no file or folder, and the hub does not name its commit" in (
-        resolve_at(hub_url, "org/other").stderr
-    )
 
 
 def test_a_commit_needs_no_hub_and_decides_the_digest() -> None:

@@ -14,12 +14,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaModel,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -28,7 +27,14 @@ from rollouts_core.algorithms.loss import LossFn, create_cross_entropy_loss, cre
 from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
 from rollouts_core.config import LossConfig, ModelConfig
 from rollouts_core.errors import CheckpointError, ConfigError, DataError
-from rollouts_core.model.loading import check_plain_head, check_vocabulary, load_hf_model, load_tokenizer, pad_token_id
+from rollouts_core.model.loading import (
+    check_attention,
+    check_logits,
+    check_vocabulary,
+    load_hf_model,
+    load_tokenizer,
+    pad_token_id,
+)
 from rollouts_core.model.policy import compute_logprobs, score_targets
 from rollouts_core.types import Sample
 from tests.rollouts_core.make import make_groups, make_random_samples, make_sample
@@ -268,22 +274,6 @@ TINY = {
 }
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        (
-            Gemma2ForCausalLM(Gemma2Config(**TINY)),
-            "gemma2 models .*: it has final_logit_softcapping",
-        ),
-        (CohereForCausalLM(CohereConfig(**TINY)), "cohere models .*: it has logit_scale"),
-    ],
-    ids=["cap", "scale"],
-)
-def test_models_that_change_their_logits_after_the_head_are_refused(model: PreTrainedModel, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        check_plain_head(model)
-
-
 class ColdModel(LlamaForCausalLM):  # type: ignore[misc]  # transformers has no types
     """A model that halves its logits and tells nobody."""
 
@@ -293,7 +283,30 @@ class ColdModel(LlamaForCausalLM):  # type: ignore[misc]  # transformers has no 
         return output
 
 
-def test_a_model_that_changes_its_logits_in_its_own_way_is_refused() -> None:
-    check_plain_head(LlamaForCausalLM(LlamaConfig(**TINY)))
+class CautiousModel(LlamaForCausalLM):  # type: ignore[misc]  # transformers has no types
+    """A model whose logits, small as they are when it is loaded, stay below 50."""
+
+    def forward(self, *inputs: Any, **settings: Any) -> Any:  # Any: whatever a model takes
+        output = super().forward(*inputs, **settings)
+        output.logits = 50 * torch.tanh(output.logits / 50)
+        return output
+
+
+@pytest.mark.parametrize("model_class", [ColdModel, CautiousModel])
+def test_a_model_that_changes_its_logits_in_its_own_way_is_refused(model_class: type[PreTrainedModel]) -> None:
+    check_logits(LlamaForCausalLM(LlamaConfig(**TINY)))
     with pytest.raises(ConfigError, match="something between hidden states and logits"):
-        check_plain_head(ColdModel(LlamaConfig(**TINY)))
+        check_logits(model_class(LlamaConfig(**TINY)))
+
+
+def test_a_model_without_a_head_is_refused() -> None:
+    with pytest.raises(ConfigError, match="llama models cannot be trained here: it has no output head"):
+        check_logits(LlamaModel(LlamaConfig(**TINY)))
+
+
+def test_a_kernel_that_leaves_out_the_cap_of_attention_scores_is_refused() -> None:
+    model = Gemma2ForCausalLM(Gemma2Config(**TINY))
+    check_attention(model)  # transformers takes eager by itself
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(ConfigError, match=r'"sdpa" leaves out the cap .* gemma2 models have: .*"eager"'):
+        check_attention(model)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollouts_core.model import logprobs
-from rollouts_core.model.logprobs import linear_logprobs
+from rollouts_core.model.logprobs import PLAIN_LOGITS, LogitTransform, linear_logprobs
 
 NUM_TOKENS, HIDDEN, VOCABULARY = 11, 6, 17
 
@@ -24,10 +24,18 @@ def make_inputs(*, with_bias: bool, dtype: torch.dtype = torch.float64) -> tuple
 
 
 def full_logprobs(
-    hidden_NH: Tensor, head_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, temperature: float
+    hidden_NH: Tensor,
+    head_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    temperature: float,
+    transform: LogitTransform = PLAIN_LOGITS,
 ) -> tuple[Tensor, Tensor]:
     """The same by full logits and autograd."""
-    log_probs_NV = torch.log_softmax(F.linear(hidden_NH, head_VH, bias_V).float() / temperature, dim=-1)
+    logits_NV = F.linear(hidden_NH, head_VH, bias_V).float() * transform.scale
+    if transform.cap is not None:
+        logits_NV = torch.tanh(logits_NV / transform.cap) * transform.cap
+    log_probs_NV = torch.log_softmax(logits_NV / temperature, dim=-1)
     entropies_N = -(log_probs_NV.exp() * log_probs_NV).sum(dim=-1)
     return log_probs_NV.gather(1, targets_N[:, None]).squeeze(1), entropies_N
 
@@ -35,8 +43,13 @@ def full_logprobs(
 @pytest.mark.parametrize("piece", [1, 4, 11, 100])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(
+    "transform",
+    [PLAIN_LOGITS, LogitTransform(scale=0.3), LogitTransform(cap=2.0), LogitTransform(scale=1.7, cap=3.0)],
+    ids=["plain", "scale", "cap", "both"],
+)
 def test_pieces_give_the_values_and_gradients_of_full_logits(
-    monkeypatch: pytest.MonkeyPatch, piece: int, with_bias: bool, temperature: float
+    monkeypatch: pytest.MonkeyPatch, piece: int, with_bias: bool, temperature: float, transform: LogitTransform
 ) -> None:
     monkeypatch.setattr(logprobs, "MAX_PIECE_BYTES", 4 * VOCABULARY * piece)
     weights_N = torch.linspace(-1.0, 2.0, NUM_TOKENS)
@@ -45,10 +58,16 @@ def test_pieces_give_the_values_and_gradients_of_full_logits(
         hidden_NH, head_VH, bias_V, targets_N = make_inputs(with_bias=with_bias)
         if by_pieces:
             logprobs_N, entropies_N = linear_logprobs(
-                hidden_NH, head_VH, targets_N, bias_V=bias_V, temperature=temperature, with_entropies=True
+                hidden_NH,
+                head_VH,
+                targets_N,
+                bias_V=bias_V,
+                transform=transform,
+                temperature=temperature,
+                with_entropies=True,
             )
         else:
-            logprobs_N, entropies_N = full_logprobs(hidden_NH, head_VH, bias_V, targets_N, temperature)
+            logprobs_N, entropies_N = full_logprobs(hidden_NH, head_VH, bias_V, targets_N, temperature, transform)
         assert entropies_N is not None
         loss = (logprobs_N * weights_N).sum() + 0.3 * (entropies_N * weights_N.flip(0)).sum()
         inputs = [hidden_NH, head_VH] + ([bias_V] if bias_V is not None else [])

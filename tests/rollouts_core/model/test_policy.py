@@ -169,6 +169,28 @@ def test_a_value_head_is_trained_and_resumed(base_model: ModelConfig, tmp_path: 
     assert take_steps(restored, range(4, 6)) == take_steps(backend, range(4, 6))
 
 
+def use_the_name_of_older_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Earlier releases of transformers 5 know recomputed activations as gradient checkpointing."""
+    enable = PreTrainedModel._activation_checkpointing_enable
+    monkeypatch.delattr(PreTrainedModel, "activation_checkpointing_enable")
+    monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_enable", enable)
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+@pytest.mark.parametrize("is_older", [False, True])
+def test_layers_compute_their_activations_again_in_the_backward_pass(
+    base_model: ModelConfig, monkeypatch: pytest.MonkeyPatch, is_older: bool
+) -> None:
+    if is_older:
+        use_the_name_of_older_releases(monkeypatch)
+    backend = create_backend(base_model, PolicyConfig(activation_checkpointing=True))
+    calls = []
+    for layer in backend.model.base_model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    asyncio.run(backend.forward_backward(make_batch()).result())
+    assert len(calls) == 2 * len(backend.model.base_model.layers)
+
+
 def test_recomputed_activations_give_the_same_gradient(base_model: ModelConfig) -> None:
     plain, saving = create_backend(base_model), create_backend(base_model, PolicyConfig(activation_checkpointing=True))
     assert take_steps(saving, range(3)) == take_steps(plain, range(3))
