@@ -603,6 +603,22 @@ class SamplingConfig(Record):
     """Token limit of a completion."""
 
 
+class MultiTurnConfig(Record):
+    """Limits of a conversation with an environment that answers the policy. All tokens of it, those of the environment
+    too, count against `rollout.sampling.max_new_tokens`."""
+
+    max_turns: int = Field(8, ge=1)
+    """Turns of the policy; a conversation that is not over then is cut off."""
+    max_tokens_per_turn: int = Field(0, ge=0)
+    """Token limit of one turn of the policy; 0 leaves it all that the conversation has left."""
+    timeout_s: Annotated[Finite, Field(gt=0)] = 3600.0
+    """How long a conversation may take before it is cut off."""
+    reply_timeout_s: Annotated[Finite, Field(gt=0)] = 120.0
+    """How long the environment may take to answer one turn; longer counts as a failure of the environment."""
+    form: Literal["interleaved", "branching"] = "interleaved"
+    """Whether a conversation is trained on as one sample, or as one per turn, which share its reward."""
+
+
 class RolloutConfig(Record):
     """How RL gets its data: sample, grade, filter."""
 
@@ -619,7 +635,15 @@ class RolloutConfig(Record):
     sampling: SamplingConfig = SamplingConfig()
     """How completions are sampled."""
     environment: str = Field("arithmetic", min_length=1)
-    """Who grades: a name of `rollouts_core.environments.ENVIRONMENTS`."""
+    """Who answers the policy and grades it: a name of `rollouts_core.environments.ENVIRONMENTS` or
+    `package.module:Class`."""
+    multi_turn: MultiTurnConfig = MultiTurnConfig()
+    """Limits of conversations, where the environment answers the policy."""
+    max_environment_retries: int = Field(3, ge=0)
+    """How often a conversation is begun again after a failure of the environment's machinery, waiting longer each
+    time. Then its group is dropped and counted; nothing is graded."""
+    max_environment_failure_share: Annotated[Finite, Field(ge=0, le=1)] = 0.1
+    """The run ends when more than this share of the last 50 groups was dropped for such a failure."""
     generate_fn: FunctionName = ""
     """Takes the pending samples of a group and returns them finished; empty asks the engines."""
     reward_fn: FunctionName = ""

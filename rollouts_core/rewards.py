@@ -8,16 +8,18 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from numbers import Real
 from typing import Any
 
+from rollouts_core.concurrency import gather
 from rollouts_core.config import name_of_function
 from rollouts_core.environments import Environment
-from rollouts_core.errors import RewardError
+from rollouts_core.errors import EnvironmentUnavailableError, RewardError
 from rollouts_core.messages import first_line
-from rollouts_core.types import Sample
+from rollouts_core.types import Sample, trajectory_places
 
 RewardFn = Callable[[Sample], float | Awaitable[float]]
 """Takes a finished sample and returns its reward; may be a coroutine function."""
@@ -47,7 +49,10 @@ def compute_reward(sample: Sample, environment: Environment | None = None) -> fl
         RewardError: neither exists.
     """
     if environment is not None:
-        return environment.grade(sample)
+        grade = environment.grade(sample)
+        if not isinstance(grade, Real):
+            raise RewardError(f"{type(environment).__name__} grades later: use grade_sample(sample, environment.grade)")
+        return float(grade)
     if sample.reward is None:
         raise RewardError("the sample has no reward and no environment to grade it: give a reward_fn")
     return sample.reward
@@ -58,16 +63,30 @@ async def grade_sample(sample: Sample, reward_fn: RewardFn) -> Sample:
 
     Raises:
         RewardError: the function raised, or returned something that is no finite number; names the prompt.
+        EnvironmentUnavailableError: the function says that something it stands on failed; names the prompt.
     """
     where = f"reward function {name_of_function(reward_fn)} on prompt {sample.metadata.get('prompt_id', '?')!r}"
     try:
         outcome = reward_fn(sample)
         reward: Any = await outcome if inspect.isawaitable(outcome) else outcome  # Any: a user's function made it
+    except EnvironmentUnavailableError as error:
+        raise type(error)(f"{where}: {first_line(error)}") from error
     except (Exception, SystemExit) as error:
         raise RewardError(f"{where} raised {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(reward, Real) or not math.isfinite(reward):
         raise RewardError(f"{where} returned {reward!r}: expected a finite number")
     return replace(sample, reward=float(reward))
+
+
+async def grade_group(samples: Sequence[Sample], reward_fn: RewardFn) -> list[Sample]:
+    """The samples with their rewards, graded at the same time; those of one trajectory share the grade of its last."""
+    trajectories = trajectory_places(samples)
+    lasts = await gather([partial(grade_sample, samples[places[-1]], reward_fn) for places in trajectories])
+    graded = list(samples)
+    for places, last in zip(trajectories, lasts, strict=True):
+        for place in places:
+            graded[place] = replace(samples[place], reward=last.reward, metadata=last.metadata)
+    return graded
 
 
 def _to_number(text: str) -> float:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -26,6 +27,7 @@ from rollouts_core.batch import build_batch, split_by_sample
 from rollouts_core.config import RLTrainingConfig
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.engines import InferenceEngine, PublishTarget, publish_weights
+from rollouts_core.environments.protocol import Outcome
 from rollouts_core.metrics import EventLog, MetricsLogger, average_metrics, read_json_lines
 from rollouts_core.rl_batch import (
     RolloutScores,
@@ -36,7 +38,7 @@ from rollouts_core.rl_batch import (
 )
 from rollouts_core.rollout import AsyncRolloutManager
 from rollouts_core.saving import RunCheckpoints, describe_settings
-from rollouts_core.types import RolloutBatch, Status
+from rollouts_core.types import RolloutBatch, Sample, Status, trajectory_places
 from rollouts_core.update import update_policy
 
 OnBatch = Callable[[int, RolloutBatch], None]
@@ -185,14 +187,30 @@ async def score_rollouts(
 
 
 def describe_rollouts(batch: RolloutBatch) -> Metrics:
-    """What the policy did in a step, as numbers."""
-    statuses = [sample.status for sample in batch.samples]
+    """What the policy did in a step, as numbers; a trajectory counts once, however many samples it gave."""
+    trajectories = trajectory_places(batch.samples)
+    lasts = [batch.samples[places[-1]] for places in trajectories]
+    rewards = [batch.rewards[places[-1]] for places in trajectories]
     groups = [[sample.reward for sample in group] for group in batch.groups]
     return {
-        "reward": statistics.fmean(batch.rewards),
-        "reward_std": statistics.pstdev(batch.rewards),
-        "response_tokens": statistics.fmean(batch.response_lengths),
-        "truncated_share": statuses.count(Status.TRUNCATED) / len(statuses),
+        "reward": statistics.fmean(rewards),
+        "reward_std": statistics.pstdev(rewards),
+        "response_tokens": sum(batch.response_lengths) / len(trajectories),
+        "truncated_share": sum(sample.status is Status.TRUNCATED for sample in lasts) / len(lasts),
         "signal_share": sum(len(set(rewards)) > 1 for rewards in groups) / len(groups),
         "num_dropped_groups": float(batch.metadata.get("num_dropped_groups", 0)),
+        **describe_conversations(lasts),
+    }
+
+
+def describe_conversations(samples: Sequence[Sample]) -> Metrics:
+    """How many turns the conversations had, and the shares of turns that went wrong; empty without conversations."""
+    outcomes = [sample.metadata["outcomes"] for sample in samples if "outcomes" in sample.metadata]
+    if not outcomes:
+        return {}
+    turns = Counter(itertools.chain(*outcomes))
+    wrong = (Outcome.PARSE_FAILURE, Outcome.TOOL_ERROR, Outcome.TIMEOUT)
+    return {
+        "num_turns": turns.total() / len(outcomes),
+        **{f"{outcome}_share": turns[outcome] / turns.total() for outcome in wrong},
     }

@@ -27,6 +27,7 @@ from rollouts_core.data.dataset import (
 from rollouts_core.data.rows import load_rows, open_rows
 from rollouts_core.embedded.architecture import load_architecture
 from rollouts_core.environments import ENVIRONMENTS
+from rollouts_core.environments.protocol import tools_of
 from rollouts_core.errors import CheckpointError, ConfigError, DataError, RewardError
 from rollouts_core.filters import FilterDecision, FilterFn
 from rollouts_core.messages import first_line
@@ -35,6 +36,7 @@ from rollouts_core.rewards import REWARDS, grade_sample
 from rollouts_core.rollout import (
     build_pending_group,
     check_prompt_lengths,
+    resolve_environment,
     resolve_filter_fn,
     resolve_generate_fn,
     resolve_reward_fn,
@@ -189,13 +191,7 @@ def check_functions(config: Config, prompt: Prompt) -> None:
     filter_fn = resolve_filter_fn(config.rollout)
     if config.rollout.generate_fn != "":
         resolve_generate_fn(config.rollout)
-    try:
-        reward_fn = resolve_reward_fn(config.rollout)
-    except (TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"rollout.environment: {config.rollout.environment} is no environment ({first_line(error)}): "
-            "expected a class that is made without arguments and has the method grade(sample)"
-        ) from error
+    reward_fn = resolve_reward_fn(config.rollout)
     empty = replace(build_pending_group(prompt, group_index=0, size=1)[0], status=Status.COMPLETED)
     graded = asyncio.run(grade_sample(empty, reward_fn))
     if filter_fn is not None:
@@ -253,5 +249,7 @@ def _check_demonstrations(dataset: DatasetConfig, config: Config, tokenizer: Pre
 
 def _load_checked_prompts(path: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     prompts = load_prompts_from_jsonl(path)
-    check_prompt_lengths(prompts, tokenizer, max_tokens=config.rollout.max_prompt_tokens, source=path)
+    tools = tools_of(resolve_environment(config.rollout))
+    max_tokens = config.rollout.max_prompt_tokens
+    check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=path, tools=tools)
     return prompts

@@ -1,25 +1,35 @@
-"""Who grades a completion: the `Environment` Protocol and the environments that ship, by name."""
+"""The environments that ship, by name. What one is: protocol.py."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 from rollouts_core.environments.arithmetic import ArithmeticEnvironment
 from rollouts_core.environments.math import MathEnvironment
-from rollouts_core.types import Sample
+from rollouts_core.environments.protocol import (
+    Conversation,
+    Environment,
+    MultiTurnEnvironment,
+    Outcome,
+    Reply,
+    Tool,
+    ToolError,
+)
 
-
-class Environment(Protocol):
-    """What a sample's completion is held against."""
-
-    def grade(self, sample: Sample) -> float:
-        """The reward of a finished sample."""
-        ...
-
-
-ENVIRONMENTS: dict[str, type[Environment]] = {
+ENVIRONMENTS: dict[str, Callable[[], Environment]] = {
     "arithmetic": ArithmeticEnvironment,
     "math": MathEnvironment,
 }
 
-__all__ = ["ENVIRONMENTS", "ArithmeticEnvironment", "Environment", "MathEnvironment"]
+__all__ = [
+    "ENVIRONMENTS",
+    "ArithmeticEnvironment",
+    "Conversation",
+    "Environment",
+    "MathEnvironment",
+    "MultiTurnEnvironment",
+    "Outcome",
+    "Reply",
+    "Tool",
+    "ToolError",
+]
