@@ -26,7 +26,6 @@ from rollouts_core.data.dataset import (
 )
 from rollouts_core.data.rows import load_rows, open_rows
 from rollouts_core.embedded.architecture import load_architecture
-from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.environments.protocol import tools_of
 from rollouts_core.errors import CheckpointError, ConfigError, DataError, RewardError
 from rollouts_core.filters import FilterDecision, FilterFn
@@ -161,13 +160,18 @@ def check_model_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBas
 
 
 def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str) -> None:
-    """Raise DataError for a prompt without the answer that a grader of ours compares completions with."""
+    """Raise DataError for a prompt without what its grader compares completions with, as far as that is known."""
     grader = name_of_function(config.rollout.reward_fn) or config.rollout.environment
-    if grader not in REWARDS and grader not in ENVIRONMENTS:
-        return  # a user's own grader may not need one
+    if config.rollout.reward_fn == "":
+        needed = getattr(resolve_environment(config.rollout), "row_fields", ())
+    else:
+        needed = ("answer",) if grader in REWARDS else ()
     for prompt in prompts:
-        if not prompt.answer:
-            raise DataError(f"{source}: prompt {prompt.id!r} has no `answer`, which {grader} compares completions with")
+        for name in needed:
+            if not (prompt.answer if name == "answer" else name in prompt.metadata):
+                raise DataError(
+                    f"{source}: prompt {prompt.id!r} has no `{name}`, which {grader} compares completions with"
+                )
 
 
 def check_other_rows(first: str, second: str) -> None:

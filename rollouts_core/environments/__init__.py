@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rollouts_core.environments.arithmetic import ArithmeticEnvironment
-from rollouts_core.environments.math import MathEnvironment
+from rollouts_core.environments.calculator import CalculatorEnvironment
+from rollouts_core.environments.code import CodeEnvironment
+from rollouts_core.environments.countdown import CountdownEnvironment
+from rollouts_core.environments.json_schema import JSONSchemaEnvironment
+from rollouts_core.environments.math import MathEnvironment, MathVerifyEnvironment
+from rollouts_core.environments.multiple_choice import MultipleChoiceEnvironment
 from rollouts_core.environments.protocol import (
     Conversation,
     Environment,
@@ -15,21 +20,36 @@ from rollouts_core.environments.protocol import (
     Tool,
     ToolError,
 )
+from rollouts_core.environments.text_transformation import TextTransformationEnvironment
 
 ENVIRONMENTS: dict[str, Callable[[], Environment]] = {
     "arithmetic": ArithmeticEnvironment,
+    "calculator": CalculatorEnvironment,
+    "code": CodeEnvironment,
+    "countdown": CountdownEnvironment,
+    "json_schema": JSONSchemaEnvironment,
     "math": MathEnvironment,
+    "math_verify": MathVerifyEnvironment,
+    "multiple_choice": MultipleChoiceEnvironment,
+    "text_transformation": TextTransformationEnvironment,
 }
 
 __all__ = [
     "ENVIRONMENTS",
     "ArithmeticEnvironment",
+    "CalculatorEnvironment",
+    "CodeEnvironment",
     "Conversation",
+    "CountdownEnvironment",
     "Environment",
+    "JSONSchemaEnvironment",
     "MathEnvironment",
+    "MathVerifyEnvironment",
     "MultiTurnEnvironment",
+    "MultipleChoiceEnvironment",
     "Outcome",
     "Reply",
+    "TextTransformationEnvironment",
     "Tool",
     "ToolError",
 ]

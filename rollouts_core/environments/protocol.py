@@ -93,7 +93,10 @@ class Conversation:
 
 
 class Environment(Protocol):
-    """What a sample's completion is held against."""
+    """What a sample's completion is held against.
+
+    It may have `row_fields`, the names of what a row of prompts must have for it, which is checked before a run.
+    """
 
     def grade(self, sample: Sample) -> float | Awaitable[float]:
         """The reward of a finished sample, whose `response` is the policy's last turn.

@@ -3,12 +3,24 @@
 Without it RL would be paid for answers that were cut off, or demonstrations would teach wrong sums.
 """
 
+import asyncio
 import random
 import re
+import sys
 
 import pytest
 
-from rollouts_core.environments import ENVIRONMENTS, ArithmeticEnvironment, MathEnvironment
+from rollouts_core.config import RolloutConfig
+from rollouts_core.environments import (
+    ENVIRONMENTS,
+    ArithmeticEnvironment,
+    CountdownEnvironment,
+    JSONSchemaEnvironment,
+    MathEnvironment,
+    MathVerifyEnvironment,
+    MultipleChoiceEnvironment,
+    TextTransformationEnvironment,
+)
 from rollouts_core.environments.arithmetic import (
     Addition,
     draw_addition,
@@ -16,6 +28,10 @@ from rollouts_core.environments.arithmetic import (
     write_worked_answer,
 )
 from rollouts_core.environments.math import final_answer
+from rollouts_core.environments.text_transformation import OPERATIONS, draw_row
+from rollouts_core.errors import ConfigError, RewardError
+from rollouts_core.rewards import grade_sample
+from rollouts_core.rollout import resolve_environment
 from rollouts_core.types import Sample, Status
 
 
@@ -120,6 +136,124 @@ def test_the_last_marked_answer_decides(response: str, answer: str, reward: floa
 
 def test_a_text_without_a_marked_answer_has_none() -> None:
     assert final_answer("the answer is 18") is None
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        (r"\boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"\boxed{1+x}", "x+1", 1.0),
+        ("#### 0.5", r"\frac{1}{2}", 1.0),
+        ("#### 18", "9 * 2 = 18\n#### 18", 1.0),
+        (r"\boxed{(1,2)}", "(1, 2)", 1.0),
+        (r"\boxed{\frac{1}{3}}", "0.5", 0.0),
+        ("it is 0.5", "0.5", 0.0),
+        ("", "0.5", 0.0),
+        (r"\boxed{9^{9^{9^9}}}", "1", 0.0),
+    ],
+)
+def test_equal_mathematics_is_right_where_math_verify_compares(response: str, answer: str, reward: float) -> None:
+    pytest.importorskip("math_verify")
+    sample = Sample(response=response, metadata={"answer": answer}, status=Status.COMPLETED)
+    assert MathVerifyEnvironment().grade(sample) == reward
+
+
+def test_math_verify_that_is_not_installed_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ConfigError, match=r"pip install \"rollouts\[math\]\".*compares answers as text"):
+        resolve_environment(RolloutConfig(environment="math_verify"))
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("<answer>(3+7)*5-4</answer>", 1.0),
+        ("<answer>(3+7)*5-4 = 46</answer>", 1.0),
+        ("<answer>1</answer> no: <answer>5*(7+3)-4</answer>", 1.0),
+        ("<answer>46</answer>", 0.0),
+        ("<answer>50-4</answer>", 0.0),
+        ("<answer>(3+7)*5-4-4+4</answer>", 0.0),
+        ("<answer>(3+7)*5</answer>", 0.0),
+        ("<answer>__import__('os')</answer>", 0.0),
+        ("(3+7)*5-4", 0.0),
+    ],
+)
+def test_countdown_pays_for_every_number_used_once(response: str, reward: float) -> None:
+    sample = Sample(response=response, metadata={"numbers": [3, 4, 5, 7], "target": 46})
+    assert CountdownEnvironment().grade(sample) == reward
+
+
+def test_every_drawn_transformation_is_solved_by_its_own_answer() -> None:
+    rng = random.Random(0)
+    for row in (draw_row(rng) for _ in range(50)):
+        for response, reward in ((row["answer"], 1.0), (row["answer"] + "!", 0.0)):
+            assert TextTransformationEnvironment().grade(Sample(response=response, metadata=row)) == reward
+
+
+@pytest.mark.parametrize(
+    ("operation", "text", "result"),
+    [
+        ("reverse", "ab cd", "dc ba"),
+        ("uppercase", "ab", "AB"),
+        ("reverse words", "ab cd", "cd ab"),
+        ("sort words", "b a c", "a b c"),
+        ("remove vowels", "Audio tape", "d tp"),
+        ("double letters", "a b1", "aa bb1"),
+    ],
+)
+def test_a_transformation_by_hand(operation: str, text: str, result: str) -> None:
+    assert OPERATIONS[operation](text) == result
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("C", 1.0),
+        ("(c).", 1.0),
+        ("The answer is C.", 1.0),
+        ("Answer: **C**", 1.0),
+        (r"A is wrong. \boxed{C}", 1.0),
+        (r"\boxed{\text{C}}", 1.0),
+        ("The answer is A. No, the answer is (C)", 1.0),
+        ("Answer: C, as the answer is a cat", 1.0),
+        ("A", 0.0),
+        ("Cats", 0.0),
+        ("C or D", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_last_marked_letter_decides(response: str, reward: float) -> None:
+    assert MultipleChoiceEnvironment().grade(Sample(response=response, metadata={"answer": "C"})) == reward
+
+
+PERSON = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        ('{"age": 7}', "", 1.0),
+        ('Sure:\n```json\n{"age": 7}\n```', "", 1.0),
+        ('{"age": 7}', '{"age": 7}', 1.0),
+        ('{"age": 7}', '{"age": 8}', 0.0),
+        ('{"age": "7"}', "", 0.0),
+        ('{"age": NaN}', "", 0.0),
+        ("{}", "", 0.0),
+        ('{"age": 7} and more', "", 0.0),
+        ("[" * 100_000, "", 0.0),
+        ("", "", 0.0),
+    ],
+)
+def test_json_is_paid_for_where_it_keeps_to_the_schema(response: str, answer: str, reward: float) -> None:
+    sample = Sample(response=response, metadata={"schema": PERSON, "answer": answer})
+    assert JSONSchemaEnvironment().grade(sample) == reward
+
+
+@pytest.mark.parametrize("schema", [{"type": "objekt"}, {"$ref": "http://127.0.0.1:9/schema.json"}])
+def test_a_schema_that_cannot_be_used_is_an_error_and_nothing_is_fetched(schema: dict[str, str]) -> None:
+    sample = Sample(response="{}", metadata={"schema": schema, "prompt_id": "p7"})
+    with pytest.raises(RewardError, match="on prompt 'p7' raised"):
+        asyncio.run(grade_sample(sample, JSONSchemaEnvironment().grade))
 
 
 def test_environments_are_known_by_name() -> None:
