@@ -35,7 +35,7 @@ PUBLIC_NAMES = {
     "data.packing": "pack_lengths pack_rows",
     "model.policy": "Policy compute_logprobs score_targets",
     "backends.pytorch": "PyTorchTrainingBackend create_pytorch_backend",
-    "rewards": "REWARDS compute_reward",
+    "rewards": "REWARDS WeightedRewards compute_reward grade_group",
     "rl": "run_rl_training score_rollouts train_on_rollouts",
     "rl_batch": "RolloutScores prepare_grpo_batch prepare_updates",
     "rollout": "AsyncRolloutManager apply_sample_transforms build_batch_metadata compute_response_lengths "

@@ -1,8 +1,12 @@
-"""Wait for several things at once."""
+"""Wait for several things at once, and not for ever for one."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import TypeVar
 
 import anyio
@@ -32,3 +36,25 @@ async def gather(calls: Sequence[Callable[[], Awaitable[ResultT]]], *, max_concu
     if failure is not None:
         raise failure
     return [results[number] for number in range(len(calls))]
+
+
+@contextmanager
+def interrupt_after(timeout_s: float | None, message: str) -> Iterator[None]:
+    """Raise TimeoutError with `message` inside the block when it takes longer, whatever it computes.
+
+    By a signal, so in the main thread only; elsewhere, and on systems without that signal, there is no limit.
+    """
+    if timeout_s is None or threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(message)
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)

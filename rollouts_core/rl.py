@@ -200,6 +200,7 @@ def describe_rollouts(batch: RolloutBatch) -> Metrics:
         "signal_share": sum(len(set(rewards)) > 1 for rewards in groups) / len(groups),
         "num_dropped_groups": float(batch.metadata.get("num_dropped_groups", 0)),
         **describe_conversations(lasts),
+        **batch.metadata.get("reward_metrics", {}),
     }
 
 

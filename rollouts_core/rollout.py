@@ -30,7 +30,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from rollouts_core.agent import Trajectory, agent_integration, place_version_spans
 from rollouts_core.concurrency import gather
-from rollouts_core.config import RolloutConfig, SamplingConfig, name_of_function
+from rollouts_core.config import RewardConfig, RolloutConfig, SamplingConfig, name_of_function
 from rollouts_core.conversation import hold_conversation
 from rollouts_core.data.chat import tokenize_prompt, tokenize_prompts
 from rollouts_core.data.data_buffer import DataBuffer
@@ -48,7 +48,8 @@ from rollouts_core.errors import (
 from rollouts_core.filters import FILTERS, FilterDecision, FilterFn
 from rollouts_core.functions import resolve_function
 from rollouts_core.messages import first_line
-from rollouts_core.rewards import REWARDS, RewardFn, grade_group, grade_sample
+from rollouts_core.reward_services import REWARD_SERVICES
+from rollouts_core.rewards import REWARDS, RewardFn, WeightedRewards, grade_group, grade_sample
 from rollouts_core.types import Prompt, RolloutBatch, Sample, Status, sample_from_json
 
 if TYPE_CHECKING:
@@ -161,7 +162,9 @@ class AsyncRolloutManager:
         counters = {"epoch_id": self.data_buffer.epoch_id, "num_dropped_groups": drops.total(), "drops": dict(drops)}
         is_by_timing = self._timing_decides or UNAVAILABLE in drops
         schedule = {"completed": completed} if is_by_timing else {}
-        return convert_to_batch([sample for group in kept for sample in group], metadata={**counters, **schedule})
+        of_rewards = {"reward_metrics": grade.take_metrics()} if isinstance(grade, WeightedRewards) else {}
+        metadata = {**counters, **schedule, **of_rewards}
+        return convert_to_batch([sample for group in kept for sample in group], metadata=metadata)
 
     async def generate_batches(self, reward_fn: RewardFn | None = None) -> AsyncIterator[RolloutBatch]:
         """Batches without end."""
@@ -198,7 +201,8 @@ class AsyncRolloutManager:
     async def _finish_group(self, group: Group, grade: RewardFn, send: MemoryObjectSendStream[_Finished]) -> None:
         # Errors travel as values: raised in a task they would reach the caller wrapped in an ExceptionGroup.
         try:
-            graded = await grade_group(await self._generate(group), grade)
+            timeout_s = self.config.reward_timeout_s
+            graded = await grade_group(await self._generate(group), grade, timeout_s=timeout_s)
             decision = self._decide(graded)
         except EnvironmentOutageError as error:
             send.send_nowait(_Finished(group=group, decision=FilterDecision(False), error=error))
@@ -488,10 +492,21 @@ def resolve_environment(config: RolloutConfig) -> Environment:
 
 
 def resolve_reward_fn(config: RolloutConfig) -> RewardFn:
-    """The function that `rollout.reward_fn` names, or the environment's grade."""
+    """The function that `rollout.reward_fn` names, the sum of `rollout.rewards`, or the environment's grade."""
+    if config.rewards:
+        pairs = zip(config.reward_names, config.rewards, strict=True)
+        return WeightedRewards([(name, reward.weight, _resolve_reward(reward, config)) for name, reward in pairs])
     if config.reward_fn != "":
         return resolve_function(config.reward_fn, REWARDS, setting="rollout.reward_fn")
     return resolve_environment(config).grade
+
+
+def _resolve_reward(reward: RewardConfig, config: RolloutConfig) -> RewardFn:
+    if reward.kind != "function":
+        return REWARD_SERVICES[reward.kind](reward)
+    if reward.name == "":
+        return resolve_environment(config).grade
+    return resolve_function(reward.name, REWARDS, setting="rollout.rewards")
 
 
 def resolve_filter_fn(config: RolloutConfig) -> FilterFn | None:

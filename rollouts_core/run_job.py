@@ -311,7 +311,7 @@ async def run_generate_job(job: GenerateJob, directory: RunDirectory) -> None:
     prompts = load_prompts_from_jsonl(job.prompts.path, max_rows=job.max_prompts)
     num_slots = job.deployment.max_running_requests
     samples = await generate_samples(job.model.model, prompts, job.rollout, num_slots=num_slots)
-    graded = await grade_group(samples, resolve_reward_fn(job.rollout))
+    graded = await grade_group(samples, resolve_reward_fn(job.rollout), timeout_s=job.rollout.reward_timeout_s)
     write_samples(directory, "completions", graded)
     directory.write_result({"num_samples": len(graded), **asdict(estimate_mean(scores_by_prompt(graded)))})
 
@@ -440,7 +440,7 @@ async def _score_checkpoint(checkpoint: InputModel, job: EvalJob, directory: Run
     rollout = evaluation_rollouts(job.evaluation, job.rollout)
     num_slots = job.deployment.max_running_requests
     samples = await generate_samples(checkpoint.model, prompts, rollout, num_slots=num_slots)
-    graded = await grade_group(samples, resolve_reward_fn(rollout))
+    graded = await grade_group(samples, resolve_reward_fn(rollout), timeout_s=rollout.reward_timeout_s)
     write_samples(directory, checkpoint.name, graded)
     return scores_by_prompt(graded)
 

@@ -161,13 +161,15 @@ def check_model_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBas
 
 def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str) -> None:
     """Raise DataError for a prompt without what its grader compares completions with, as far as that is known."""
-    grader = name_of_function(config.rollout.reward_fn) or config.rollout.environment
-    if config.rollout.reward_fn == "":
-        needed = getattr(resolve_environment(config.rollout), "row_fields", ())
-    else:
-        needed = ("answer",) if grader in REWARDS else ()
+    needed: dict[str, str] = {}
+    for grader in config.rollout.reward_names:
+        if grader == config.rollout.environment:
+            fields = getattr(resolve_environment(config.rollout), "row_fields", ())
+        else:
+            fields = ("answer",) if grader in REWARDS else ()
+        needed |= dict.fromkeys(fields, grader)
     for prompt in prompts:
-        for name in needed:
+        for name, grader in needed.items():
             if not (prompt.answer if name == "answer" else name in prompt.metadata):
                 raise DataError(
                     f"{source}: prompt {prompt.id!r} has no `{name}`, which {grader} compares completions with"
