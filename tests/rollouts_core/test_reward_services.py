@@ -182,7 +182,7 @@ def test_a_judge_reads_the_answer_and_its_last_score_counts(serve: Any, monkeypa
 def test_a_judge_that_gives_no_score_gives_no_reward(serve: Any, text: str) -> None:
     service = serve(lambda body: say(text))
     config = RewardConfig(kind="judge", url=service.url, model="big", max_retries=1)
-    with pytest.raises(EnvironmentUnavailableError, match="no reward in 2 attempts.*no score from 0 to 10"):
+    with pytest.raises(EnvironmentUnavailableError, match=r"no reward in 2 attempts.*no score from 0 to 10"):
         grade(make_samples("x"), create_judge_reward(config))
 
 
