@@ -27,7 +27,7 @@ from rollouts_core.data.dataset import (
 from rollouts_core.data.rows import load_rows, open_rows
 from rollouts_core.embedded.architecture import load_architecture
 from rollouts_core.environments.protocol import tools_of
-from rollouts_core.errors import CheckpointError, ConfigError, DataError, RewardError
+from rollouts_core.errors import CheckpointError, ConfigError, DataError, EnvironmentUnavailableError, RewardError
 from rollouts_core.filters import FilterDecision, FilterFn
 from rollouts_core.messages import first_line
 from rollouts_core.model.loading import load_tokenizer
@@ -199,7 +199,10 @@ def check_functions(config: Config, prompt: Prompt) -> None:
         resolve_generate_fn(config.rollout)
     reward_fn = resolve_reward_fn(config.rollout)
     empty = replace(build_pending_group(prompt, group_index=0, size=1)[0], status=Status.COMPLETED)
-    graded = asyncio.run(grade_sample(empty, reward_fn))
+    try:
+        graded = asyncio.run(grade_sample(empty, reward_fn, timeout_s=config.rollout.reward_timeout_s))
+    except EnvironmentUnavailableError as error:
+        raise ConfigError(f"an empty completion cannot be graded: {error}") from error
     if filter_fn is not None:
         _check_filter(filter_fn, [graded] * config.rollout.n_samples_per_prompt)
 

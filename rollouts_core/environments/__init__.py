@@ -21,6 +21,7 @@ from rollouts_core.environments.protocol import (
     ToolError,
 )
 from rollouts_core.environments.text_transformation import TextTransformationEnvironment
+from rollouts_core.environments.verifiers_tasks import VerifiersEnvironment
 
 ENVIRONMENTS: dict[str, Callable[[], Environment]] = {
     "arithmetic": ArithmeticEnvironment,
@@ -32,6 +33,7 @@ ENVIRONMENTS: dict[str, Callable[[], Environment]] = {
     "math_verify": MathVerifyEnvironment,
     "multiple_choice": MultipleChoiceEnvironment,
     "text_transformation": TextTransformationEnvironment,
+    "verifiers": VerifiersEnvironment,
 }
 
 __all__ = [
@@ -52,4 +54,5 @@ __all__ = [
     "TextTransformationEnvironment",
     "Tool",
     "ToolError",
+    "VerifiersEnvironment",
 ]
