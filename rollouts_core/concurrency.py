@@ -6,12 +6,14 @@ import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from time import monotonic
 from types import FrameType
 from typing import TypeVar
 
 import anyio
 
 ResultT = TypeVar("ResultT")
+MIN_TIMER_S = 0.001
 
 
 async def gather(calls: Sequence[Callable[[], Awaitable[ResultT]]], *, max_concurrent: int = 1024) -> list[ResultT]:
@@ -52,9 +54,13 @@ def interrupt_after(timeout_s: float | None, message: str) -> Iterator[None]:
         raise TimeoutError(message)
 
     previous = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    began = monotonic()
+    others_s, _ = signal.setitimer(signal.ITIMER_REAL, timeout_s)
     try:
         yield
     finally:
+        # Whoever had set the timer before gets what is left of it.
+        left_s = max(others_s - (monotonic() - began), MIN_TIMER_S) if others_s else 0.0
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
+        signal.setitimer(signal.ITIMER_REAL, left_s)

@@ -35,7 +35,8 @@ PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_CAPBSET_DROP = 1, 38, 24
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 NOBODY = 65534
 NUM_CAPABILITIES = 64
-ROOT = "/tmp"  # any folder that exists: covered by the new root in this mount namespace alone
+ROOTS = ("/mnt", "/media", "/srv", "/opt", "/tmp")
+"""Where the new root may be put together: covered in this mount namespace alone."""
 DEVICES = ("null", "zero", "urandom", "random", "full")
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -67,10 +68,15 @@ def enter_namespaces() -> None:
 
 def build_root(folders: list[str], file_mb: int) -> None:
     """Make a file system of nothing but `folders`, read-only, and a temporary folder; it becomes the only one."""
+    os.umask(0o022)
+    root = find_root(folders)
     mount("none", "/", "", MS_REC | MS_PRIVATE)
-    mount("tmpfs", ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    for name in ("dev", "proc", "tmp"):
+        Path(root, name).mkdir()
+    mount("tmpfs", root + "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={file_mb}m,mode=1777,nr_inodes=4096")
     for path in map(Path, folders):
-        inside = Path(ROOT + str(path))
+        inside = Path(root + str(path))
         inside.parent.mkdir(parents=True, exist_ok=True)
         if path.is_symlink():
             inside.symlink_to(path.readlink())
@@ -81,18 +87,23 @@ def build_root(folders: list[str], file_mb: int) -> None:
             inside.touch()
         mount(str(path), str(inside), "", MS_BIND | MS_REC)
         mount("none", str(inside), "", MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
-    for name in ("dev", "proc", "tmp"):
-        Path(ROOT, name).mkdir(exist_ok=True)
     for name in DEVICES:
-        Path(ROOT, "dev", name).touch()
-        mount(f"/dev/{name}", f"{ROOT}/dev/{name}", "", MS_BIND)
-    mount("proc", ROOT + "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    mount("tmpfs", ROOT + "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={file_mb}m,mode=1777,nr_inodes=4096")
-    os.chdir(ROOT)
+        Path(root, "dev", name).touch()
+        mount(f"/dev/{name}", f"{root}/dev/{name}", "", MS_BIND)
+    mount("proc", root + "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    os.chdir(root)
     check(libc.syscall(SYS_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
     check(libc.umount2(b".", MNT_DETACH), "umount")
     os.chdir("/tmp")
     mount("none", "/", "", MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
+
+
+def find_root(folders: list[str]) -> str:
+    """A folder that exists and covers none of `folders`."""
+    for root in ROOTS:
+        if Path(root).is_dir() and not any(Path(folder).is_relative_to(root) for folder in folders):
+            return root
+    raise OSError(f"each of {', '.join(ROOTS)} is missing or holds a folder that the program needs")
 
 
 def drop_privileges() -> None:

@@ -118,7 +118,5 @@ def test_a_prompt_without_what_its_grader_needs_is_named(
 
 def test_a_grader_that_is_not_available_is_found_before_the_run() -> None:
     service = RewardConfig(kind="http", url="http://127.0.0.1:9/score", max_retries=0)
-    with pytest.raises(
-        ConfigError, match=r"cannot be graded.* on prompt 'p0': http://127.0.0.1:9/score gave no reward"
-    ):
+    with pytest.raises(ConfigError, match=r"cannot be graded.* on prompt 'p0': http://127.0.0.1:9/score gave"):
         check_functions(with_rollout(rewards=(service,)), make_prompts(1)[0])

@@ -69,6 +69,19 @@ def test_the_temporary_folder_is_its_own_and_vanishes() -> None:
     assert run("import os\nprint(sorted(os.listdir('/tmp')))").stdout == "['main.py', 'stdin']\n"
 
 
+def test_an_interpreter_in_the_temporary_folder_is_seen_and_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "module.py").write_text("x = 7")
+    tmp_path.chmod(0o755)
+    (tmp_path / "module.py").chmod(0o644)
+    folders = [*sandbox.visible_folders(), str(tmp_path)]
+    monkeypatch.setattr(sandbox, "visible_folders", lambda: folders)
+    assert run(f"print(open('{tmp_path}/module.py').read())").stdout == "x = 7\n"
+    assert run(f"open('{tmp_path}/module.py', 'w')").outcome is Outcome.TOOL_ERROR
+    assert (tmp_path / "module.py").read_text() == "x = 7"
+
+
 def test_other_processes_are_neither_seen_nor_reached() -> None:
     seen = run("import os\nprint(*[name for name in os.listdir('/proc') if name.isdigit()])")
     assert seen.stdout.split() == ["1"]
@@ -108,7 +121,9 @@ def test_a_program_that_does_not_end_is_ended_with_all_its_processes(code: str, 
     began = time.monotonic()
     assert run(code, **limits).outcome is Outcome.TIMEOUT
     assert time.monotonic() - began < 5
-    assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if b"/tmp/main.py" in _read(p)]
+    while any(b"/tmp/main.py" in _read(path) for path in Path("/proc").glob("[0-9]*/cmdline")):
+        assert time.monotonic() - began < 10, "a process outlived its program"
+        time.sleep(0.01)
 
 
 def _read(path: Path) -> bytes:
