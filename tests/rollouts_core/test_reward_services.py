@@ -118,6 +118,27 @@ def test_equal_samples_are_scored_once_also_later(serve: Any) -> None:
     assert (reward.num_calls, reward.num_cached) == (4, 2)
 
 
+def test_a_sample_that_is_cancelled_leaves_its_equals_their_reward(serve: Any) -> None:
+    is_asked, may_answer = threading.Event(), threading.Event()
+
+    def answer_late(body: dict[str, Any]) -> Answer:
+        is_asked.set()
+        may_answer.wait(10)
+        return count_letters(body)
+
+    reward = http_reward(serve(answer_late))
+
+    async def cancel_the_first() -> float:
+        first, second = (asyncio.create_task(reward(sample)) for sample in make_samples("xx", "xx"))
+        await asyncio.to_thread(is_asked.wait, 10)
+        first.cancel()
+        await asyncio.sleep(0)
+        may_answer.set()
+        return await second
+
+    assert asyncio.run(cancel_the_first()) == 2.0
+
+
 @pytest.mark.parametrize(
     "failure",
     [(503, {}), (429, {}), (200, b"no json"), (200, {"scores": []}), (200, {"rewards": ["high"]})],

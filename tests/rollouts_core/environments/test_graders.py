@@ -6,6 +6,7 @@ Without it RL would be paid for answers that were cut off, or demonstrations wou
 import asyncio
 import random
 import re
+import socket
 import sys
 
 import pytest
@@ -249,11 +250,16 @@ def test_json_is_paid_for_where_it_keeps_to_the_schema(response: str, answer: st
     assert JSONSchemaEnvironment().grade(sample) == reward
 
 
-@pytest.mark.parametrize("schema", [{"type": "objekt"}, {"$ref": "http://127.0.0.1:9/schema.json"}])
-def test_a_schema_that_cannot_be_used_is_an_error_and_nothing_is_fetched(schema: dict[str, str]) -> None:
-    sample = Sample(response="{}", metadata={"schema": schema, "prompt_id": "p7"})
-    with pytest.raises(RewardError, match="on prompt 'p7' raised"):
-        asyncio.run(grade_sample(sample, JSONSchemaEnvironment().grade))
+def test_a_schema_that_cannot_be_used_is_an_error_and_nothing_is_fetched() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        elsewhere = f"http://127.0.0.1:{server.getsockname()[1]}/schema.json"
+        for schema in ({"type": "objekt"}, {"$ref": elsewhere}):
+            sample = Sample(response="{}", metadata={"schema": schema, "prompt_id": "p7"})
+            with pytest.raises(RewardError, match="on prompt 'p7' raised"):
+                asyncio.run(grade_sample(sample, JSONSchemaEnvironment().grade, timeout_s=2.0))
+        server.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            server.accept()
 
 
 def test_environments_are_known_by_name() -> None:
