@@ -1,7 +1,7 @@
-"""Tasks of the package `verifiers`: their prompts as rows, and their own rewards as the grade.
+"""Tasks of the package `verifiers`: their prompts as rows, their own rewards as the grade, their traces as samples.
 
-Not here: tasks in which an agent works in a container, calls the task's tool servers or meets a simulated user. They
-need the harnesses of `verifiers`; trajectories recorded there become samples by `agent.agent_integration`.
+Not here: running an agent in a container, with the task's tool servers or a simulated user. That is what the harnesses
+of `verifiers` do; `samples_of_trace` makes samples of what they recorded.
 
     python -m rollouts_core.environments.verifiers_tasks my-taskset prompts.jsonl      once, with the taskset installed
     rollout.environment = "verifiers"
@@ -12,11 +12,12 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rollouts_core.errors import ConfigError, EnvironmentUnavailableError, InputError
-from rollouts_core.types import Sample
+from rollouts_core.errors import ConfigError, DataError, EnvironmentUnavailableError, InputError
+from rollouts_core.types import Sample, Status
 
 
 class VerifiersEnvironment:
@@ -70,6 +71,39 @@ def load_rows(taskset_id: str) -> list[dict[str, Any]]:  # Any: JSON
     return rows
 
 
+def samples_of_trace(trace: Any, pending: Sample | None = None) -> list[Sample]:  # Any: verifiers' traces
+    """The graded samples of what an agent of verifiers did: one for each trainable branch, which share the reward.
+
+    Args:
+        trace: recorded through the train client, so that it has tokens.
+        pending: the sample that asked for it; its prompt, place and metadata stay.
+
+    Raises:
+        EnvironmentUnavailableError: the agent failed before its end; it was not graded.
+        DataError: a trace without tokens.
+    """
+    if trace.has_error:
+        reason = trace.last_error.message if trace.last_error else trace.stop_condition
+        raise EnvironmentUnavailableError(f"the trace {trace.id} ended early: {reason}")
+    branches = [branch for branch in trace.branches if branch.trainable and any(branch.sampled_mask)]
+    if not branches:
+        raise DataError(f"the trace {trace.id} has no sampled tokens: record it through verifiers' train client")
+    return [
+        replace(
+            pending or Sample(),
+            response=trace.last_reply,
+            tokens=branch.token_ids,
+            loss_mask=[float(is_sampled) for is_sampled in branch.sampled_mask],
+            rollout_log_probs=branch.logprobs,
+            reward=float(trace.reward),
+            turn=number if len(branches) > 1 else None,
+            status=Status.TRUNCATED if trace.is_timeout else Status.COMPLETED,
+            finish_reason=trace.stop_condition or "",
+        )
+        for number, branch in enumerate(branches)
+    ]
+
+
 def _row_of(task: Any, taskset_id: str) -> dict[str, Any]:  # Any: verifiers' tasks, JSON
     prompt = task.data.prompt
     messages = (
@@ -108,7 +142,7 @@ def _check_answerable(task: Any, taskset_id: str) -> None:  # Any: verifiers' ta
     if problem:
         raise ConfigError(
             f"the taskset {taskset_id!r} cannot be used as an environment ({problem}): run it by verifiers, and train "
-            "on its trajectories (agent_integration)"
+            "on its traces (samples_of_trace)"
         )
 
 
