@@ -23,7 +23,7 @@ from rollouts_core.agent import AgentTurn, Trajectory
 from rollouts_core.config import RolloutConfig, SamplingConfig
 from rollouts_core.data.chat import tokenize_prompt, tokenize_reply
 from rollouts_core.engines.protocol import Completion
-from rollouts_core.environments.protocol import Conversation, MultiTurnEnvironment, Outcome, Reply, tools_of
+from rollouts_core.environments.protocol import Conversation, MultiTurnEnvironment, Outcome, Reply, describe_tools
 from rollouts_core.errors import EnvironmentUnavailableError, RewardError, RolloutsError
 from rollouts_core.messages import first_line
 from rollouts_core.types import Sample, Status
@@ -55,7 +55,7 @@ async def hold_conversation(
     """
     limits = config.multi_turn
     conversation = Conversation(sample=pending, messages=list(pending.messages))
-    tokens = tokenize_prompt(tokenizer, conversation.messages, [tool.to_json() for tool in tools_of(environment)])
+    tokens = tokenize_prompt(tokenizer, conversation.messages, describe_tools(environment))
     max_tokens = len(tokens) + config.sampling.max_new_tokens
     turns: list[AgentTurn] = []
 

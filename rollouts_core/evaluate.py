@@ -29,7 +29,7 @@ from rollouts_core.embedded.sampling import SamplingParams
 from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.engines.protocol import Completion
 from rollouts_core.engines.sglang import STATUS_OF_FINISH, SGLangEngine
-from rollouts_core.environments.protocol import is_multi_turn, tools_of
+from rollouts_core.environments.protocol import describe_tools, is_multi_turn
 from rollouts_core.model.loading import load_hf_model, load_tokenizer, pad_token_id
 from rollouts_core.model.policy import compute_logprobs
 from rollouts_core.rollout import (
@@ -58,7 +58,7 @@ async def generate_samples(
     groups = [
         build_pending_group(prompt, group_index=i, size=config.n_samples_per_prompt) for i, prompt in enumerate(prompts)
     ]
-    tools = [tool.to_json() for tool in tools_of(environment)]
+    tools = describe_tools(environment)
     prompt_tokens = [tokenize_prompt(tokenizer, prompt.messages, tools) for prompt in prompts]
     longest = max(len(tokens) for tokens in prompt_tokens)
     decoder = Decoder(

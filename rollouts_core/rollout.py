@@ -36,7 +36,7 @@ from rollouts_core.data.chat import tokenize_prompt, tokenize_prompts
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
 from rollouts_core.environments import ENVIRONMENTS
-from rollouts_core.environments.protocol import Environment, MultiTurnEnvironment, Tool, is_multi_turn
+from rollouts_core.environments.protocol import Environment, MultiTurnEnvironment, describe_tools, is_multi_turn
 from rollouts_core.errors import (
     ConfigError,
     DataError,
@@ -160,8 +160,7 @@ class AsyncRolloutManager:
             raise failure
         kept.sort(key=lambda group: group[0].group_index)
         counters = {"epoch_id": self.data_buffer.epoch_id, "num_dropped_groups": drops.total(), "drops": dict(drops)}
-        is_by_timing = self._timing_decides or UNAVAILABLE in drops
-        schedule = {"completed": completed} if is_by_timing else {}
+        schedule = {"completed": completed} if self._timing_decides else {}
         of_rewards = {"reward_metrics": grade.take_metrics()} if isinstance(grade, WeightedRewards) else {}
         metadata = {**counters, **schedule, **of_rewards}
         return convert_to_batch([sample for group in kept for sample in group], metadata=metadata)
@@ -204,9 +203,6 @@ class AsyncRolloutManager:
             timeout_s = self.config.reward_timeout_s
             graded = await grade_group(await self._generate(group), grade, timeout_s=timeout_s)
             decision = self._decide(graded)
-        except EnvironmentOutageError as error:
-            send.send_nowait(_Finished(group=group, decision=FilterDecision(False), error=error))
-            return
         except EnvironmentUnavailableError as error:
             logger.warning("dropped group %d: %s", group[0].group_index, error)
             dropped = FilterDecision(False, UNAVAILABLE)
@@ -307,11 +303,13 @@ def create_engine_generate_fn(
     engines: Sequence[InferenceEngine], tokenizer: PreTrainedTokenizerBase, config: RolloutConfig
 ) -> GenerateFn:
     """A `generate_fn` that asks `engines`: one request per group, or per turn where the environment answers."""
-    if is_multi_turn(environment := resolve_environment(config)):
+    environment = resolve_environment(config)
+    if is_multi_turn(environment):
         return create_conversation_generate_fn(engines, tokenizer, config, environment)
+    tools = describe_tools(environment)
 
     async def generate_with_engine(group: Sequence[Sample]) -> list[Sample]:
-        prompt_tokens = tokenize_prompt(tokenizer, group[0].messages)
+        prompt_tokens = tokenize_prompt(tokenizer, group[0].messages, tools)
         requests = [
             GenerationRequest(
                 prompt_tokens=prompt_tokens,
@@ -404,11 +402,10 @@ def check_prompt_lengths(
     *,
     max_tokens: int,
     source: str,
-    tools: Sequence[Tool] = (),
+    tools: Sequence[dict[str, Any]] = (),  # Any: JSON schemas
 ) -> None:
     """Raise DataError for the first prompt of more than `max_tokens` tokens, the description of `tools` included."""
-    described = [tool.to_json() for tool in tools]
-    lengths = map(len, tokenize_prompts(tokenizer, [prompt.messages for prompt in prompts], described))
+    lengths = map(len, tokenize_prompts(tokenizer, [prompt.messages for prompt in prompts], tools))
     for number, (prompt, num_tokens) in enumerate(zip(prompts, lengths, strict=True), start=1):
         if num_tokens > max_tokens:
             raise DataError(

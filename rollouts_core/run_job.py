@@ -44,7 +44,7 @@ from rollouts_core.data.dataset import (
 from rollouts_core.data.rows import RowTable, digest_path
 from rollouts_core.embedded.server import serve
 from rollouts_core.engines import PublishTarget, SGLangEngine
-from rollouts_core.environments.protocol import tools_of
+from rollouts_core.environments.protocol import describe_tools
 from rollouts_core.errors import CheckpointError, DataError
 from rollouts_core.evaluate import (
     evaluation_rollouts,
@@ -252,7 +252,7 @@ async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog, rank
         tokenizer = load_tokenizer(job.model.model)
         prompts = load_prompts_from_jsonl(job.prompts.path)
         max_tokens = job.rollout.max_prompt_tokens
-        tools = tools_of(resolve_environment(job.rollout))
+        tools = describe_tools(resolve_environment(job.rollout))
         check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=job.prompts.path, tools=tools)
         await train_against_engines(job, directory, events, backend, DataBuffer(prompts, seed=job.rollout.seed))
     directory.write_result({"checkpoints": describe_checkpoints(directory), "num_prompts": len(prompts)})

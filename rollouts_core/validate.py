@@ -26,7 +26,7 @@ from rollouts_core.data.dataset import (
 )
 from rollouts_core.data.rows import load_rows, open_rows
 from rollouts_core.embedded.architecture import load_architecture
-from rollouts_core.environments.protocol import tools_of
+from rollouts_core.environments.protocol import describe_tools
 from rollouts_core.errors import CheckpointError, ConfigError, DataError, EnvironmentUnavailableError, RewardError
 from rollouts_core.filters import FilterDecision, FilterFn
 from rollouts_core.messages import first_line
@@ -258,7 +258,7 @@ def _check_demonstrations(dataset: DatasetConfig, config: Config, tokenizer: Pre
 
 def _load_checked_prompts(path: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     prompts = load_prompts_from_jsonl(path)
-    tools = tools_of(resolve_environment(config.rollout))
+    tools = describe_tools(resolve_environment(config.rollout))
     max_tokens = config.rollout.max_prompt_tokens
     check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=path, tools=tools)
     return prompts

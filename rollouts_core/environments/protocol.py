@@ -133,6 +133,7 @@ def is_multi_turn(environment: Environment) -> TypeGuard[MultiTurnEnvironment]:
     return isinstance(environment, MultiTurnEnvironment)
 
 
-def tools_of(environment: Environment) -> Sequence[Tool]:
-    """The tools that an environment offers."""
-    return getattr(environment, "tools", ())
+def describe_tools(environment: Environment) -> list[dict[str, Any]]:  # Any: JSON
+    """The tools that an environment offers, as chat templates take them."""
+    tools: Sequence[Tool] = getattr(environment, "tools", ())
+    return [tool.to_json() for tool in tools]

@@ -10,7 +10,7 @@ import asyncio
 import pytest
 
 from rollouts_core.environments import CalculatorEnvironment, Conversation, Outcome
-from rollouts_core.environments.protocol import is_multi_turn, tools_of
+from rollouts_core.environments.protocol import describe_tools, is_multi_turn
 from rollouts_core.types import Message, Sample, Status
 
 CALCULATOR = CalculatorEnvironment()
@@ -55,4 +55,4 @@ def test_the_number_of_the_last_turn_decides(response: str, status: Status, rewa
 
 def test_it_offers_its_tool_to_the_policy() -> None:
     assert is_multi_turn(CALCULATOR)
-    assert [tool.name for tool in tools_of(CALCULATOR)] == ["calculator"]
+    assert [tool["function"]["name"] for tool in describe_tools(CALCULATOR)] == ["calculator"]
