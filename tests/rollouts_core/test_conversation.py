@@ -229,11 +229,11 @@ def test_a_conversation_that_never_ends_is_cut_by_each_budget(
 
 def test_a_conversation_that_takes_too_long_is_cut(tokenizer: PreTrainedTokenizerBase) -> None:
     async def answer_slowly(conversation: Conversation) -> Reply:
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.4)
         return say("1")
 
     [sample], _ = converse(
-        ["3"], tokenizer, EchoEnvironment(answer_slowly), timeout_s=0.12, sampling=SamplingConfig(max_new_tokens=999)
+        ["3"], tokenizer, EchoEnvironment(answer_slowly), timeout_s=1.0, sampling=SamplingConfig(max_new_tokens=999)
     )
     assert (sample.status, sample.finish_reason) == (Status.TRUNCATED, "timeout_s")
 

@@ -120,9 +120,9 @@ def test_secrets_of_the_environment_are_not_passed_on(monkeypatch: pytest.Monkey
 def test_a_program_that_does_not_end_is_ended_with_all_its_processes(code: str, limits: dict[str, float]) -> None:
     began = time.monotonic()
     assert run(code, **limits).outcome is Outcome.TIMEOUT
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     while any(b"/tmp/main.py" in _read(path) for path in Path("/proc").glob("[0-9]*/cmdline")):
-        assert time.monotonic() - began < 10, "a process outlived its program"
+        assert time.monotonic() - began < 20, "a process outlived its program"
         time.sleep(0.01)
 
 
