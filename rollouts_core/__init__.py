@@ -24,8 +24,8 @@ PUBLIC_NAMES = {
     "data.data_buffer": "DataBuffer",
     "data.dataset": "SFTDataset load_prompts_from_jsonl load_sft_dataset open_datasets",
     "engines": "InferenceEngine PublishTarget SGLangEngine publish_weights sync_weights_to_engines",
-    "environments": "ENVIRONMENTS CalculatorEnvironment Conversation Environment MultiTurnEnvironment Outcome Reply Tool "
-    "ToolError",
+    "environments": "ENVIRONMENTS CalculatorEnvironment Conversation Environment MultiTurnEnvironment Outcome Reply "
+    "Tool ToolError",
     "filters": "check_any_success check_min_reward check_quality_and_diversity check_reasonable_length "
     "check_response_diversity check_reward_nonzero_std compose_filters",
     "algorithms.loss": "TokenScores create_cross_entropy_loss create_policy_loss grpo_loss policy_loss ppo_loss "
