@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 PUBLIC_NAMES = {
+    "agent": "AgentTurn Trajectory agent_integration",
     "algorithms.presets": "ALGORITHMS",
     "algorithms.advantages": "batch_advantages compute_advantages gae_advantages group_advantages whiten",
     "backends.protocol": "ImmediateTrainFuture TrainFuture TrainingBackend",
@@ -23,7 +24,8 @@ PUBLIC_NAMES = {
     "data.data_buffer": "DataBuffer",
     "data.dataset": "SFTDataset load_prompts_from_jsonl load_sft_dataset open_datasets",
     "engines": "InferenceEngine PublishTarget SGLangEngine publish_weights sync_weights_to_engines",
-    "environments": "ENVIRONMENTS Environment",
+    "environments": "ENVIRONMENTS CalculatorEnvironment Conversation Environment MultiTurnEnvironment Outcome Reply "
+    "Tool ToolError",
     "filters": "check_any_success check_min_reward check_quality_and_diversity check_reasonable_length "
     "check_response_diversity check_reward_nonzero_std compose_filters",
     "algorithms.loss": "TokenScores create_cross_entropy_loss create_policy_loss grpo_loss policy_loss ppo_loss "
@@ -34,11 +36,12 @@ PUBLIC_NAMES = {
     "data.packing": "pack_lengths pack_rows",
     "model.policy": "Policy compute_logprobs score_targets",
     "backends.pytorch": "PyTorchTrainingBackend create_pytorch_backend",
-    "rewards": "REWARDS compute_reward",
+    "rewards": "REWARDS WeightedRewards compute_reward grade_group",
     "rl": "run_rl_training score_rollouts train_on_rollouts",
     "rl_batch": "RolloutScores prepare_grpo_batch prepare_updates",
     "rollout": "AsyncRolloutManager apply_sample_transforms build_batch_metadata compute_response_lengths "
-    "convert_to_batch create_engine_generate_fn extract_sample_fields generate_rollout_batches",
+    "convert_to_batch create_conversation_generate_fn create_engine_generate_fn extract_sample_fields "
+    "generate_rollout_batches",
     "sft": "collate_batch prepare_sft_batch run_sft_training",
     "types": "Message Prompt RolloutBatch Sample Status",
 }

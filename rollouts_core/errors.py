@@ -9,6 +9,8 @@
     ├── EngineError              an inference server refused or answered nonsense
     │   ├── EngineUnavailableError   not reachable, restarting or overloaded: asking again may help
     │   └── WeightSyncError      the engine did not take the weights that were published
+    ├── EnvironmentUnavailableError  an environment's sandbox or service failed: beginning again may help
+    │   └── EnvironmentOutageError   it failed so often that the run ends until it is mended
     └── TrainingError            training itself broke
         └── NonFiniteError       a loss or gradient that is not a finite number; the weights are as before
 
@@ -37,7 +39,7 @@ class CheckpointError(InputError):
 
 
 class RewardError(InputError):
-    """A reward, filter or generation function of the user's that failed."""
+    """A reward, filter or generation function or an environment of the user's that failed."""
 
 
 class EngineError(RolloutsError):
@@ -50,6 +52,17 @@ class EngineUnavailableError(EngineError):
 
 class WeightSyncError(EngineError):
     """An engine that does not serve the weights that were published to it."""
+
+
+class EnvironmentUnavailableError(RolloutsError):
+    """Something that an environment or a reward stands on failed: a sandbox, a service, a machine.
+
+    The policy has no part in it, so what it did is not graded; the same conversation may work when it is begun again.
+    """
+
+
+class EnvironmentOutageError(EnvironmentUnavailableError):
+    """An environment or a reward that failed so often that going on makes no sense before it is mended."""
 
 
 class TrainingError(RolloutsError):

@@ -8,33 +8,45 @@ the mean loss of a demonstration (metric loss).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import torch
 
 from rollouts_core.batch import build_batch
+from rollouts_core.concurrency import gather
 from rollouts_core.config import EvaluationConfig, ModelConfig, RolloutConfig
 from rollouts_core.data.chat import tokenize_prompt
+from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.offline import generate_tokens
 from rollouts_core.embedded.running import Completion as EmbeddedCompletion
 from rollouts_core.embedded.sampling import SamplingParams
+from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.engines.protocol import Completion
-from rollouts_core.engines.sglang import STATUS_OF_FINISH
+from rollouts_core.engines.sglang import STATUS_OF_FINISH, SGLangEngine
+from rollouts_core.environments.protocol import describe_tools, is_multi_turn
 from rollouts_core.errors import RewardError
 from rollouts_core.model.loading import check_attention, load_hf_model, load_tokenizer, pad_token_id
 from rollouts_core.model.policy import compute_logprobs
-from rollouts_core.rewards import RewardFn, grade_sample
-from rollouts_core.rollout import build_pending_group, complete_sample, sampling_seed
+from rollouts_core.rollout import (
+    build_pending_group,
+    complete_sample,
+    create_conversation_generate_fn,
+    resolve_environment,
+    sampling_seed,
+)
 from rollouts_core.types import Prompt, Sample, group_samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def generate_samples(
+async def generate_samples(
     model: ModelConfig, prompts: Sequence[Prompt], config: RolloutConfig, *, num_slots: int
 ) -> list[Sample]:
     """Ungraded completions of every prompt, `config.n_samples_per_prompt` each, from a checkpoint on disk.
@@ -43,16 +55,27 @@ def generate_samples(
     are compared meet the same.
     """
     tokenizer = load_tokenizer(model)
-    pending = [
-        sample
-        for i, prompt in enumerate(prompts)
-        for sample in build_pending_group(prompt, group_index=i, size=config.n_samples_per_prompt)
+    environment = resolve_environment(config)
+    groups = [
+        build_pending_group(prompt, group_index=i, size=config.n_samples_per_prompt) for i, prompt in enumerate(prompts)
     ]
-    prompt_tokens = [tokenize_prompt(tokenizer, prompt.messages) for prompt in prompts]
+    tools = describe_tools(environment)
+    prompt_tokens = [tokenize_prompt(tokenizer, prompt.messages, tools) for prompt in prompts]
     longest = max(len(tokens) for tokens in prompt_tokens)
     decoder = Decoder(
         Path(model.path), num_slots=num_slots, context_length=longest + config.sampling.max_new_tokens + 1
     )
+    if is_multi_turn(environment):
+        one_sample_each = config.multi_turn.model_copy(update={"form": "interleaved"})
+        with Scheduler(decoder, model_dir=Path(model.path)) as scheduler:
+            engine = SGLangEngine("http://embedded", transport=httpx.ASGITransport(app=build_app(scheduler)))
+            generate = create_conversation_generate_fn(
+                [engine], tokenizer, config.model_copy(update={"multi_turn": one_sample_each}), environment
+            )
+            # Twice as many as decode: while an environment answers the one, the other decodes.
+            calls = [partial(generate, [sample]) for group in groups for sample in group]
+            return list(itertools.chain(*await gather(calls, max_concurrent=2 * num_slots)))
+    pending = list(itertools.chain(*groups))
     completions = generate_tokens(
         decoder,
         [prompt_tokens[sample.group_index] for sample in pending],
@@ -62,11 +85,6 @@ def generate_samples(
         complete_sample(sample, prompt_tokens[sample.group_index], _as_engine_completion(completion), tokenizer)
         for sample, completion in zip(pending, completions, strict=True)
     ]
-
-
-async def grade_samples(samples: Sequence[Sample], reward_fn: RewardFn) -> list[Sample]:
-    """The samples with their rewards, in order."""
-    return [await grade_sample(sample, reward_fn) for sample in samples]
 
 
 def scores_by_prompt(samples: Sequence[Sample]) -> list[float]:

@@ -1,6 +1,7 @@
-"""Grade a finished sample: the reward functions that ship, and the one call that grades.
+"""Grade a finished sample: the reward functions that ship, their weighted sum, and the one call that grades.
 
-Not here: advantages (algorithms/advantages.py), environments that hold a conversation (environments/).
+Not here: rewards that a service or a model computes (reward_services.py), advantages (algorithms/advantages.py),
+environments that hold a conversation (environments/).
 """
 
 from __future__ import annotations
@@ -8,16 +9,21 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Awaitable, Callable
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from numbers import Real
 from typing import Any
 
+import anyio
+
+from rollouts_core.concurrency import gather, interrupt_after
 from rollouts_core.config import name_of_function
 from rollouts_core.environments import Environment
-from rollouts_core.errors import RewardError
+from rollouts_core.errors import EnvironmentUnavailableError, RewardError, RolloutsError
 from rollouts_core.messages import first_line
-from rollouts_core.types import Sample
+from rollouts_core.types import Sample, trajectory_places
 
 RewardFn = Callable[[Sample], float | Awaitable[float | None] | None]
 """Takes a finished sample and returns its reward, None where it could not be scored; may be a coroutine function."""
@@ -47,22 +53,32 @@ def compute_reward(sample: Sample, environment: Environment | None = None) -> fl
         RewardError: neither exists.
     """
     if environment is not None:
-        return environment.grade(sample)
+        grade = environment.grade(sample)
+        if not isinstance(grade, Real):
+            raise RewardError(f"{type(environment).__name__} grades later: use grade_sample(sample, environment.grade)")
+        return float(grade)
     if sample.reward is None:
         raise RewardError("the sample has no reward and no environment to grade it: give a reward_fn")
     return sample.reward
 
 
-async def grade_sample(sample: Sample, reward_fn: RewardFn) -> Sample:
+async def grade_sample(sample: Sample, reward_fn: RewardFn, *, timeout_s: float | None = None) -> Sample:
     """The sample with its reward; without one where the function returned None: it could not be scored.
+
+    Args:
+        timeout_s: how long the function may take.
 
     Raises:
         RewardError: the function raised, or returned something that is no finite number; names the prompt.
+        EnvironmentUnavailableError: the function says that something it stands on failed; names the prompt.
     """
+    if isinstance(reward_fn, WeightedRewards):  # its terms name themselves and the prompt
+        return replace(sample, reward=await reward_fn(sample, timeout_s=timeout_s))
     where = f"reward function {name_of_function(reward_fn)} on prompt {sample.metadata.get('prompt_id', '?')!r}"
     try:
-        outcome = reward_fn(sample)
-        reward: Any = await outcome if inspect.isawaitable(outcome) else outcome  # Any: a user's function made it
+        reward = await _call(reward_fn, sample, timeout_s)
+    except EnvironmentUnavailableError as error:
+        raise type(error)(f"{where}: {first_line(error)}") from error
     except (Exception, SystemExit) as error:
         raise RewardError(f"{where} raised {type(error).__name__}: {first_line(error)}") from error
     if reward is None:
@@ -70,6 +86,73 @@ async def grade_sample(sample: Sample, reward_fn: RewardFn) -> Sample:
     if not isinstance(reward, Real) or not math.isfinite(reward):
         raise RewardError(f"{where} returned {reward!r}: expected a finite number, or None for one without a score")
     return replace(sample, reward=float(reward))
+
+
+async def grade_group(
+    samples: Sequence[Sample], reward_fn: RewardFn, *, timeout_s: float | None = None
+) -> list[Sample]:
+    """The samples with their rewards, graded at the same time; those of one trajectory share the grade of its last."""
+    trajectories = trajectory_places(samples)
+    lasts = await gather(
+        [partial(grade_sample, samples[places[-1]], reward_fn, timeout_s=timeout_s) for places in trajectories]
+    )
+    graded = list(samples)
+    for places, last in zip(trajectories, lasts, strict=True):
+        for place in places:
+            graded[place] = replace(samples[place], reward=last.reward, metadata=last.metadata)
+    return graded
+
+
+class WeightedRewards:
+    """A reward function that adds others with their weights, and counts how often they failed.
+
+    Args:
+        terms: name, weight and reward function of each.
+    """
+
+    def __init__(self, terms: Sequence[tuple[str, float, RewardFn]]) -> None:
+        self.terms = tuple(terms)
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        self._num_graded = self._num_failed = 0
+
+    async def __call__(self, sample: Sample, *, timeout_s: float | None = None) -> float | None:
+        """The sum of the terms; a term that fails fails the sum, and without one of them there is no sum."""
+        calls = [partial(grade_sample, sample, reward_fn, timeout_s=timeout_s) for _, _, reward_fn in self.terms]
+        try:
+            graded = await gather(calls)
+        except RolloutsError:
+            self._num_failed += 1
+            raise
+        self._num_graded += 1
+        rewards = [result.reward for result in graded if result.reward is not None]
+        if len(rewards) < len(graded):
+            return None
+        for (name, _, _), reward in zip(self.terms, rewards, strict=True):
+            self._sums[name] += reward
+        return sum(weight * reward for (_, weight, _), reward in zip(self.terms, rewards, strict=True))
+
+    def take_metrics(self) -> dict[str, float]:
+        """The mean of each term, and the share of samples that could not be graded, since the last call."""
+        num_asked = self._num_graded + self._num_failed
+        if not num_asked:
+            return {}
+        means = {f"reward/{name}": self._sums[name] / self._num_graded for name, _, _ in self.terms if self._num_graded}
+        metrics = {**means, "reward_error_share": self._num_failed / num_asked}
+        self._sums.clear()
+        self._num_graded = self._num_failed = 0
+        return metrics
+
+
+async def _call(reward_fn: RewardFn, sample: Sample, timeout_s: float | None) -> Any:  # Any: a user's function made it
+    """What the function returns; TimeoutError where it takes too long, also where it never waits for anything."""
+    problem = f"it did not return within {timeout_s:g} s" if timeout_s else ""
+    with interrupt_after(timeout_s, problem):
+        outcome = reward_fn(sample)
+    if not inspect.isawaitable(outcome):
+        return outcome
+    with anyio.move_on_after(timeout_s):
+        return await outcome
+    raise TimeoutError(problem)
 
 
 def _to_number(text: str) -> float:

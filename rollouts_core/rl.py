@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -26,6 +27,7 @@ from rollouts_core.batch import build_batch, place_samples, split_by_sample
 from rollouts_core.config import RLTrainingConfig
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.engines import InferenceEngine, PublishTarget, publish_weights
+from rollouts_core.environments.protocol import Outcome
 from rollouts_core.errors import RewardError
 from rollouts_core.metrics import EventLog, MetricsLogger, average_metrics, read_json_lines
 from rollouts_core.rl_batch import (
@@ -37,7 +39,7 @@ from rollouts_core.rl_batch import (
 )
 from rollouts_core.rollout import AsyncRolloutManager
 from rollouts_core.saving import RunCheckpoints, describe_settings
-from rollouts_core.types import RolloutBatch, Sample, Status
+from rollouts_core.types import RolloutBatch, Sample, Status, trajectory_places
 from rollouts_core.update import SkipCounter, update_policy
 
 OnBatch = Callable[[int, RolloutBatch], None]
@@ -211,16 +213,34 @@ async def score_rollouts(
 
 
 def describe_rollouts(batch: RolloutBatch) -> Metrics:
-    """What the policy did in a step, as numbers; those of rewards are missing where no sample has one."""
-    statuses = [sample.status for sample in batch.samples]
+    """What the policy did in a step, as numbers; those of rewards are missing where no sample has one.
+
+    A trajectory counts once, however many samples it gave.
+    """
+    lasts = [batch.samples[places[-1]] for places in trajectory_places(batch.samples)]
+    scored = [sample.reward for sample in lasts if sample.reward is not None]
     groups = [[sample.reward for sample in group if sample.reward is not None] for group in batch.groups]
-    scored = list(itertools.chain(*groups))
     rewards = {"reward": statistics.fmean(scored), "reward_std": statistics.pstdev(scored)} if scored else {}
     return {
         **rewards,
-        "num_unscored": float(len(batch.samples) - len(scored)),
-        "response_tokens": statistics.fmean(batch.response_lengths),
-        "truncated_share": statuses.count(Status.TRUNCATED) / len(statuses),
+        "num_unscored": float(len(lasts) - len(scored)),
+        "response_tokens": sum(batch.response_lengths) / len(lasts),
+        "truncated_share": sum(sample.status is Status.TRUNCATED for sample in lasts) / len(lasts),
         "signal_share": sum(len(set(rewards_G)) > 1 for rewards_G in groups) / len(groups),
         "num_dropped_groups": float(batch.metadata.get("num_dropped_groups", 0)),
+        **describe_conversations(lasts),
+        **batch.metadata.get("reward_metrics", {}),
+    }
+
+
+def describe_conversations(samples: Sequence[Sample]) -> Metrics:
+    """How many turns the conversations had, and the shares of turns that went wrong; empty without conversations."""
+    outcomes = [sample.metadata["outcomes"] for sample in samples if "outcomes" in sample.metadata]
+    if not outcomes:
+        return {}
+    turns = Counter(itertools.chain(*outcomes))
+    wrong = (Outcome.PARSE_FAILURE, Outcome.TOOL_ERROR, Outcome.TIMEOUT)
+    return {
+        "num_turns": turns.total() / len(outcomes),
+        **{f"{outcome}_share": turns[outcome] / turns.total() for outcome in wrong},
     }

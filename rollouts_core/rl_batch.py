@@ -33,7 +33,7 @@ from rollouts_core.batch import (
 )
 from rollouts_core.config import AdvantageConfig, RewardShapingConfig, RLTrainingConfig
 from rollouts_core.data.packing import pack_lengths
-from rollouts_core.types import RolloutBatch, Sample, Status
+from rollouts_core.types import RolloutBatch, Sample, Status, trajectory_places
 
 MAX_SHARERS = 4
 """Completions that share one prompt in a row. More share it further, but each row then attends over more positions that
@@ -136,10 +136,12 @@ def assign_credit(
 ) -> Credit:
     """Advantages of every sample, and returns where there are values."""
     shaping = config.reward_shaping
-    shaped = [
-        shape_reward(reward, num_response_tokens=sum(map(bool, sample.loss_mask)), shaping=shaping)
-        for sample, reward in zip(samples, rewards, strict=True)
-    ]
+    trajectories = trajectory_places(samples)
+    shaped = [0.0] * len(samples)
+    for trajectory in trajectories:
+        num_tokens = sum(sum(map(bool, samples[place].loss_mask)) for place in trajectory)
+        for place in trajectory:
+            shaped[place] = shape_reward(rewards[place], num_response_tokens=num_tokens, shaping=shaping)
     kl_penalties = {
         place: shaping.kl_coef * estimate_kl(old - scores.ref_logprobs[place], shaping.kl_estimator)
         for place, old in scores.old_logprobs.items()
@@ -149,14 +151,25 @@ def assign_credit(
     if config.with_values:
         return _credit_tokens(masks, shaped, kl_penalties, scores.values, config.advantage)
     if shaping.kl_credit == "completion":
-        for place, penalty_T in kl_penalties.items():
-            shaped[place] -= float((penalty_T * (masks[place] != 0)).sum())
+        for trajectory in trajectories:
+            penalty = sum(
+                float((kl_penalties[place] * (masks[place] != 0)).sum())
+                for place in trajectory
+                if place in kl_penalties
+            )
+            for place in trajectory:
+                shaped[place] -= penalty
     advantages = [torch.tensor(0.0)] * len(samples)
-    groups = list(group_places(samples).values())
-    estimates = batch_advantages([[shaped[place] for place in group] for group in groups], config.advantage)
-    for group, values in zip(groups, estimates, strict=True):
-        for place, value in zip(group, values, strict=True):
-            advantages[place] = torch.tensor(value)
+    groups: dict[int, list[list[int]]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(samples[trajectory[0]].group_index, []).append(trajectory)
+    estimates = batch_advantages(
+        [[shaped[trajectory[0]] for trajectory in group] for group in groups.values()], config.advantage
+    )
+    for group, values in zip(groups.values(), estimates, strict=True):
+        for trajectory, value in zip(group, values, strict=True):
+            for place in trajectory:
+                advantages[place] = torch.tensor(value)
     if shaping.kl_credit == "token":
         for place, penalty_T in kl_penalties.items():
             on_T = penalty_T * (masks[place] != 0)

@@ -15,36 +15,59 @@ them in it again, however they finish this time, and so makes the same batch.
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import math
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from rollouts_core.config import RolloutConfig, name_of_function
+from rollouts_core.agent import Trajectory, agent_integration, place_version_spans
+from rollouts_core.concurrency import gather
+from rollouts_core.config import RewardConfig, RolloutConfig, SamplingConfig, name_of_function
+from rollouts_core.conversation import hold_conversation
 from rollouts_core.data.chat import tokenize_prompt, tokenize_prompts
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
 from rollouts_core.environments import ENVIRONMENTS
-from rollouts_core.errors import ConfigError, DataError, RewardError, RolloutsError
+from rollouts_core.environments.protocol import Environment, MultiTurnEnvironment, describe_tools, is_multi_turn
+from rollouts_core.errors import (
+    ConfigError,
+    DataError,
+    EnvironmentOutageError,
+    EnvironmentUnavailableError,
+    RewardError,
+    RolloutsError,
+)
 from rollouts_core.filters import FILTERS, FilterDecision, FilterFn
 from rollouts_core.functions import resolve_function
-from rollouts_core.rewards import REWARDS, RewardFn, grade_sample
+from rollouts_core.messages import first_line
+from rollouts_core.reward_services import REWARD_SERVICES
+from rollouts_core.rewards import REWARDS, RewardFn, WeightedRewards, grade_group, grade_sample
 from rollouts_core.seeds import derive_seed
-from rollouts_core.types import Prompt, RolloutBatch, Sample, Status, VersionSpan, sample_from_json
+from rollouts_core.types import Prompt, RolloutBatch, Sample, Status, sample_from_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
+FAILURE_WINDOW = 50
+"""Over so many groups the share is taken that was dropped because something was not available."""
+UNAVAILABLE = "environment_unavailable"
+"""The reason under which those are counted."""
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
+
 GenerateFn = Callable[..., Sequence[Sample] | Awaitable[Sequence[Sample]]]
-"""Takes the pending samples of a group (and the caller's keywords) and returns them finished, in order."""
+"""Takes the pending samples of a group (and the caller's keywords) and returns them finished, in order.
+
+A trajectory may come back as several samples, one per turn (`Sample.turn`)."""
 
 Group = list[Sample]
 
@@ -56,6 +79,8 @@ class _Finished:
     group: Group
     decision: FilterDecision
     error: RolloutsError | None = None
+    unavailable: str = ""
+    """What failed, where the group was dropped because an environment or a reward was not available."""
 
 
 class AsyncRolloutManager:
@@ -82,6 +107,7 @@ class AsyncRolloutManager:
         self.filter_fn = resolve_filter_fn(config)
         self.partial_samples: list[Sample] = []
         """Groups that were asked for but not used: the next batch begins with them."""
+        self._failures: deque[bool] = deque(maxlen=FAILURE_WINDOW)
         self._orders: deque[Sequence[int]] = deque()
         self._timing_decides = self.filter_fn is not None or _num_asked_groups(config) > config.batch_size
 
@@ -122,7 +148,7 @@ class AsyncRolloutManager:
                 finished = await order.next_finished(receive, under_way)
                 completed.append(finished.group[0].group_index)
                 del under_way[completed[-1]]
-                failure = finished.error
+                failure = finished.error or self._outage(finished)
                 if finished.decision.keep:
                     kept.append(finished.group)
                 elif failure is None:
@@ -136,7 +162,9 @@ class AsyncRolloutManager:
         kept.sort(key=lambda group: group[0].group_index)
         counters = {"epoch_id": self.data_buffer.epoch_id, "num_dropped_groups": drops.total(), "drops": dict(drops)}
         schedule = {"completed": completed} if self._timing_decides else {}
-        return convert_to_batch([sample for group in kept for sample in group], metadata={**counters, **schedule})
+        of_rewards = {"reward_metrics": grade.take_metrics()} if isinstance(grade, WeightedRewards) else {}
+        metadata = {**counters, **schedule, **of_rewards}
+        return convert_to_batch([sample for group in kept for sample in group], metadata=metadata)
 
     async def generate_batches(self, reward_fn: RewardFn | None = None) -> AsyncIterator[RolloutBatch]:
         """Batches without end."""
@@ -173,8 +201,14 @@ class AsyncRolloutManager:
     async def _finish_group(self, group: Group, grade: RewardFn, send: MemoryObjectSendStream[_Finished]) -> None:
         # Errors travel as values: raised in a task they would reach the caller wrapped in an ExceptionGroup.
         try:
-            graded = [await grade_sample(sample, grade) for sample in await self._generate(group)]
+            timeout_s = self.config.reward_timeout_s
+            graded = await grade_group(await self._generate(group), grade, timeout_s=timeout_s)
             decision = self._decide(graded)
+        except EnvironmentUnavailableError as error:
+            logger.warning("dropped group %d: %s", group[0].group_index, error)
+            dropped = FilterDecision(False, UNAVAILABLE)
+            send.send_nowait(_Finished(group=group, decision=dropped, unavailable=str(error)))
+            return
         except RolloutsError as error:
             send.send_nowait(_Finished(group=group, decision=FilterDecision(False), error=error))
             return
@@ -188,6 +222,18 @@ class AsyncRolloutManager:
             raise
         except Exception as error:
             raise _user_function_error("generation", self.generate_fn, group, error) from error
+
+    def _outage(self, finished: _Finished) -> EnvironmentOutageError | None:
+        """An error, when more groups were dropped for what was not available than the settings allow."""
+        self._failures.append(bool(finished.unavailable))
+        num_failed, share = sum(self._failures), self.config.max_environment_failure_share
+        if not finished.unavailable or num_failed <= share * FAILURE_WINDOW:
+            return None
+        return EnvironmentOutageError(
+            f"{num_failed} of the last {len(self._failures)} groups were dropped because an environment or a reward "
+            f"was not available, more than rollout.max_environment_failure_share {share:g} of {FAILURE_WINDOW} allows; "
+            f"nothing of them was graded. Mend it, then start the run again. The last one: {finished.unavailable}"
+        )
 
     def _decide(self, group: Group) -> FilterDecision:
         if self.filter_fn is None:
@@ -257,10 +303,14 @@ def generate_rollout_batches(
 def create_engine_generate_fn(
     engines: Sequence[InferenceEngine], tokenizer: PreTrainedTokenizerBase, config: RolloutConfig
 ) -> GenerateFn:
-    """A `generate_fn` that asks `engines`, one request per group."""
+    """A `generate_fn` that asks `engines`: one request per group, or per turn where the environment answers."""
+    environment = resolve_environment(config)
+    if is_multi_turn(environment):
+        return create_conversation_generate_fn(engines, tokenizer, config, environment)
+    tools = describe_tools(environment)
 
     async def generate_with_engine(group: Sequence[Sample]) -> list[Sample]:
-        prompt_tokens = tokenize_prompt(tokenizer, _messages_of(group[0]))
+        prompt_tokens = tokenize_prompt(tokenizer, group[0].messages, tools)
         requests = [
             GenerationRequest(
                 prompt_tokens=prompt_tokens,
@@ -280,6 +330,50 @@ def create_engine_generate_fn(
     return generate_with_engine
 
 
+def create_conversation_generate_fn(
+    engines: Sequence[InferenceEngine],
+    tokenizer: PreTrainedTokenizerBase,
+    config: RolloutConfig,
+    environment: MultiTurnEnvironment,
+) -> Callable[[Sequence[Sample]], Awaitable[list[Sample]]]:
+    """A `generate_fn` that holds a conversation for each sample of a group, all at the same time."""
+
+    async def converse(pending: Sample) -> list[Sample]:
+        async def sample_turn(tokens: list[int], sampling: SamplingConfig, turn: int) -> Completion:
+            request = GenerationRequest(
+                prompt_tokens=tokens,
+                sampling=sampling,
+                stop_token_ids=(int(tokenizer.eos_token_id),),
+                seed=sampling_seed(config.seed, pending.group_index, pending.index, turn),
+            )
+            # The engine of a group has the beginning of its conversations in its cache.
+            [completion] = await engines[pending.group_index % len(engines)].generate([request])
+            return completion
+
+        trajectory = await _hold_with_retries(
+            lambda: hold_conversation(pending, environment, sample_turn, tokenizer, config), config
+        )
+        return agent_integration(trajectory, pending, form=config.multi_turn.form)
+
+    async def generate_conversations(group: Sequence[Sample]) -> list[Sample]:
+        return list(itertools.chain(*await gather([partial(converse, pending) for pending in group])))
+
+    return generate_conversations
+
+
+async def _hold_with_retries(hold: Callable[[], Awaitable[Trajectory]], config: RolloutConfig) -> Trajectory:
+    """The trajectory, from the beginning again as often as the machinery of the environment may fail."""
+    for attempt in itertools.count(1):
+        try:
+            return await hold()
+        except EnvironmentUnavailableError as error:
+            if attempt > config.max_environment_retries:
+                raise
+            logger.warning("began a conversation again (attempt %d failed: %s)", attempt, error)
+            await anyio.sleep(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (attempt - 1)))
+    raise AssertionError("the loop only ends by returning or raising")
+
+
 def complete_sample(
     pending: Sample, prompt_tokens: list[int], completion: Completion, tokenizer: PreTrainedTokenizerBase
 ) -> Sample:
@@ -293,10 +387,7 @@ def complete_sample(
         rollout_log_probs=[0.0] * start + completion.logprobs,
         status=completion.status,
         finish_reason=completion.finish_reason,
-        policy_versions=tuple(
-            VersionSpan(_version_number(version), start + begin, start + end)
-            for version, begin, end in completion.version_spans
-        ),
+        policy_versions=tuple(place_version_spans(completion, start)),
     )
 
 
@@ -307,10 +398,15 @@ def build_pending_group(prompt: Prompt, *, group_index: int, size: int) -> Group
 
 
 def check_prompt_lengths(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, *, max_tokens: int, source: str
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_tokens: int,
+    source: str,
+    tools: Sequence[dict[str, Any]] = (),  # Any: JSON schemas
 ) -> None:
-    """Raise DataError for the first prompt of more than `max_tokens` tokens."""
-    lengths = map(len, tokenize_prompts(tokenizer, [prompt.messages for prompt in prompts]))
+    """Raise DataError for the first prompt of more than `max_tokens` tokens, the description of `tools` included."""
+    lengths = map(len, tokenize_prompts(tokenizer, [prompt.messages for prompt in prompts], tools))
     for number, (prompt, num_tokens) in enumerate(zip(prompts, lengths, strict=True), start=1):
         if num_tokens > max_tokens:
             raise DataError(
@@ -319,9 +415,9 @@ def check_prompt_lengths(
             )
 
 
-def sampling_seed(seed: int, group_index: int, index: int) -> int:
-    """A seed for one sample that depends on nothing but these three, below 2**31."""
-    return derive_seed(seed, group_index, index)
+def sampling_seed(seed: int, group_index: int, index: int, turn: int = 0) -> int:
+    """A seed for one turn of one sample that depends on nothing but these, below 2**31."""
+    return derive_seed(seed, group_index, index, turn) if turn else derive_seed(seed, group_index, index)
 
 
 def apply_sample_transforms(
@@ -371,11 +467,42 @@ def resolve_generate_fn(config: RolloutConfig) -> GenerateFn:
     return resolve_function(config.generate_fn, {}, setting="rollout.generate_fn")
 
 
+def resolve_environment(config: RolloutConfig) -> Environment:
+    """The environment that `rollout.environment` names, made anew.
+
+    Raises:
+        ConfigError: no such name, or something else than an environment.
+    """
+    make = resolve_function(config.environment, ENVIRONMENTS, setting="rollout.environment")
+    problem = "it has no method grade"
+    try:
+        environment = make()
+        if hasattr(environment, "grade"):
+            return environment
+    except TypeError as error:
+        problem = first_line(error)
+    raise ConfigError(
+        f"rollout.environment: {config.environment} is no environment ({problem}): "
+        "expected a class that is made without arguments and has the method grade(sample)"
+    )
+
+
 def resolve_reward_fn(config: RolloutConfig) -> RewardFn:
-    """The function that `rollout.reward_fn` names, or the environment's grade."""
+    """The function that `rollout.reward_fn` names, the sum of `rollout.rewards`, or the environment's grade."""
+    if config.rewards:
+        pairs = zip(config.reward_names, config.rewards, strict=True)
+        return WeightedRewards([(name, reward.weight, _resolve_reward(reward, config)) for name, reward in pairs])
     if config.reward_fn != "":
         return resolve_function(config.reward_fn, REWARDS, setting="rollout.reward_fn")
-    return resolve_function(config.environment, ENVIRONMENTS, setting="rollout.environment")().grade
+    return resolve_environment(config).grade
+
+
+def _resolve_reward(reward: RewardConfig, config: RolloutConfig) -> RewardFn:
+    if reward.kind != "function":
+        return REWARD_SERVICES[reward.kind](reward)
+    if reward.name == "":
+        return resolve_environment(config).grade
+    return resolve_function(reward.name, REWARDS, setting="rollout.rewards")
 
 
 def resolve_filter_fn(config: RolloutConfig) -> FilterFn | None:
@@ -387,16 +514,6 @@ def resolve_filter_fn(config: RolloutConfig) -> FilterFn | None:
 
 def _grade_now(sample: Sample, reward_fn: RewardFn) -> Sample:
     return anyio.run(grade_sample, sample, reward_fn)
-
-
-def _messages_of(sample: Sample) -> Sequence[Any]:  # Any: Message, whose TypedDict JSON gives as dict
-    return [{"role": "user", "content": sample.prompt}] if isinstance(sample.prompt, str) else sample.prompt
-
-
-def _version_number(version: str) -> int:
-    """The number behind the last dash of an engine's weight version; -1 for a server's own start version."""
-    number = version.rpartition("-")[2]
-    return int(number) if number.isdigit() else -1
 
 
 def _num_asked_groups(config: RolloutConfig) -> int:

@@ -44,11 +44,11 @@ from rollouts_core.data.dataset import (
 from rollouts_core.data.rows import RowTable, digest_path
 from rollouts_core.embedded.server import serve
 from rollouts_core.engines import PublishTarget, SGLangEngine
+from rollouts_core.environments.protocol import describe_tools
 from rollouts_core.errors import CheckpointError, DataError
 from rollouts_core.evaluate import (
     evaluation_rollouts,
     generate_samples,
-    grade_samples,
     score_demonstrations,
     scores_by_prompt,
 )
@@ -68,11 +68,13 @@ from rollouts_core.job import (
 )
 from rollouts_core.metrics import EventLog, JSONLLogger
 from rollouts_core.model.loading import load_tokenizer, pad_token_id, silence_progress_bars
+from rollouts_core.rewards import grade_group
 from rollouts_core.rl import run_rl_training
 from rollouts_core.rollout import (
     AsyncRolloutManager,
     check_prompt_lengths,
     create_engine_generate_fn,
+    resolve_environment,
     resolve_generate_fn,
     resolve_reward_fn,
 )
@@ -250,7 +252,8 @@ async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog, rank
         backend = create_job_backend(job, ranks)
         tokenizer = load_tokenizer(job.model.model)
         max_tokens = job.rollout.max_prompt_tokens
-        check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=job.prompts.path)
+        tools = describe_tools(resolve_environment(job.rollout))
+        check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=job.prompts.path, tools=tools)
         await train_against_engines(
             job, directory, events, backend, DataBuffer(prompts, seed=job.replicated_rollout.seed)
         )
@@ -307,8 +310,9 @@ async def run_generate_job(job: GenerateJob, directory: RunDirectory) -> None:
     check_model(job.model)
     with checked_file(job.prompts):
         prompts = load_prompts_from_jsonl(job.prompts.path, max_rows=job.max_prompts)
-    samples = generate_samples(job.model.model, prompts, job.rollout, num_slots=job.deployment.max_running_requests)
-    graded = await grade_samples(samples, resolve_reward_fn(job.rollout))
+    num_slots = job.deployment.max_running_requests
+    samples = await generate_samples(job.model.model, prompts, job.rollout, num_slots=num_slots)
+    graded = await grade_group(samples, resolve_reward_fn(job.rollout), timeout_s=job.rollout.reward_timeout_s)
     write_samples(directory, "completions", graded)
     directory.write_result({"num_samples": len(graded), **asdict(estimate_mean(scores_by_prompt(graded)))})
 
@@ -438,8 +442,9 @@ async def _score_checkpoint(checkpoint: InputModel, job: EvalJob, directory: Run
         return score_demonstrations(checkpoint.model, demonstrations)
     prompts = load_prompts_from_jsonl(job.data.path, max_rows=job.evaluation.max_prompts)
     rollout = evaluation_rollouts(job.evaluation, job.rollout)
-    samples = generate_samples(checkpoint.model, prompts, rollout, num_slots=job.deployment.max_running_requests)
-    graded = await grade_samples(samples, resolve_reward_fn(rollout))
+    num_slots = job.deployment.max_running_requests
+    samples = await generate_samples(checkpoint.model, prompts, rollout, num_slots=num_slots)
+    graded = await grade_group(samples, resolve_reward_fn(rollout), timeout_s=rollout.reward_timeout_s)
     write_samples(directory, checkpoint.name, graded)
     return scores_by_prompt(graded)
 

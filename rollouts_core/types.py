@@ -83,7 +83,8 @@ class Sample:
     prompt: str | tuple[Message, ...] = ""
     """What the policy was asked, for people and rewards; training reads `tokens`."""
     response: str = ""
-    """The completion as text, for people and rewards."""
+    """The completion as text, for people and rewards; of several turns, the policy's last one. The whole conversation
+    is in `metadata["conversation"]` then."""
     tokens: list[int] = field(default_factory=list)
     """Prompt and completion, exactly as the policy saw and sampled them."""
     loss_mask: list[float] = field(default_factory=list)
@@ -96,6 +97,9 @@ class Sample:
     """The draw of the prompt: samples with the same number share their baseline."""
     index: int = 0
     """The place within the group."""
+    turn: int | None = None
+    """Which turn of its trajectory this is, where every turn is a sample of its own: those of one trajectory have the
+    same `group_index` and `index`, share its reward, and count once in the group's baseline."""
     status: Status = Status.PENDING
     """How generation ended."""
     finish_reason: str = ""
@@ -112,6 +116,11 @@ class Sample:
             raise ValueError(
                 f"rollout_log_probs has {len(self.rollout_log_probs)} entries for {len(self.tokens)} tokens"
             )
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The prompt as the turns of a conversation."""
+        return (Message(role="user", content=self.prompt),) if isinstance(self.prompt, str) else self.prompt
 
     def to_json(self) -> dict[str, Any]:  # Any: JSON
         """The sample as JSON values; `sample_from_json` is the inverse."""
@@ -154,6 +163,15 @@ class RolloutBatch:
     def to_json(self) -> dict[str, Any]:  # Any: JSON
         """The batch as JSON values: its samples and counters say everything."""
         return {"samples": [sample.to_json() for sample in self.samples], "metadata": dict(self.metadata)}
+
+
+def trajectory_places(samples: Sequence[Sample]) -> list[list[int]]:
+    """The places of the samples of each trajectory, in order: one, unless each of its turns is a sample of its own."""
+    places: dict[tuple[int, ...], list[int]] = {}
+    for place, sample in enumerate(samples):
+        key = (place,) if sample.turn is None else (sample.group_index, sample.index)
+        places.setdefault(key, []).append(place)
+    return list(places.values())
 
 
 def group_samples(samples: Sequence[Sample]) -> list[list[Sample]]:

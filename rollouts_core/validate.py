@@ -26,8 +26,8 @@ from rollouts_core.data.dataset import (
 )
 from rollouts_core.data.rows import load_rows, open_rows
 from rollouts_core.embedded.architecture import load_architecture
-from rollouts_core.environments import ENVIRONMENTS
-from rollouts_core.errors import CheckpointError, ConfigError, DataError, RewardError
+from rollouts_core.environments.protocol import describe_tools
+from rollouts_core.errors import CheckpointError, ConfigError, DataError, EnvironmentUnavailableError, RewardError
 from rollouts_core.filters import FilterDecision, FilterFn
 from rollouts_core.messages import first_line
 from rollouts_core.model.loading import load_tokenizer
@@ -35,6 +35,7 @@ from rollouts_core.rewards import REWARDS, grade_sample
 from rollouts_core.rollout import (
     build_pending_group,
     check_prompt_lengths,
+    resolve_environment,
     resolve_filter_fn,
     resolve_generate_fn,
     resolve_reward_fn,
@@ -159,13 +160,20 @@ def check_model_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBas
 
 
 def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str) -> None:
-    """Raise DataError for a prompt without the answer that a grader of ours compares completions with."""
-    grader = name_of_function(config.rollout.reward_fn) or config.rollout.environment
-    if grader not in REWARDS and grader not in ENVIRONMENTS:
-        return  # a user's own grader may not need one
+    """Raise DataError for a prompt without what its grader compares completions with, as far as that is known."""
+    needed: dict[str, str] = {}
+    for grader in config.rollout.reward_names:
+        if grader == config.rollout.environment:
+            fields = getattr(resolve_environment(config.rollout), "row_fields", ())
+        else:
+            fields = ("answer",) if grader in REWARDS else ()
+        needed |= dict.fromkeys(fields, grader)
     for prompt in prompts:
-        if not prompt.answer:
-            raise DataError(f"{source}: prompt {prompt.id!r} has no `answer`, which {grader} compares completions with")
+        for name, grader in needed.items():
+            if not (prompt.answer if name == "answer" else name in prompt.metadata):
+                raise DataError(
+                    f"{source}: prompt {prompt.id!r} has no `{name}`, which {grader} compares completions with"
+                )
 
 
 def check_other_rows(first: str, second: str) -> None:
@@ -189,15 +197,12 @@ def check_functions(config: Config, prompt: Prompt) -> None:
     filter_fn = resolve_filter_fn(config.rollout)
     if config.rollout.generate_fn != "":
         resolve_generate_fn(config.rollout)
-    try:
-        reward_fn = resolve_reward_fn(config.rollout)
-    except (TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"rollout.environment: {config.rollout.environment} is no environment ({first_line(error)}): "
-            "expected a class that is made without arguments and has the method grade(sample)"
-        ) from error
+    reward_fn = resolve_reward_fn(config.rollout)
     empty = replace(build_pending_group(prompt, group_index=0, size=1)[0], status=Status.COMPLETED)
-    graded = asyncio.run(grade_sample(empty, reward_fn))
+    try:
+        graded = asyncio.run(grade_sample(empty, reward_fn, timeout_s=config.rollout.reward_timeout_s))
+    except EnvironmentUnavailableError as error:
+        raise ConfigError(f"an empty completion cannot be graded: {error}") from error
     if graded.reward is None and config.training.rl.advantage.unscored == "error":
         raise RewardError(
             f"reward function {name_of_function(reward_fn)} on an empty completion returned None: expected a finite "
@@ -258,5 +263,7 @@ def _check_demonstrations(dataset: DatasetConfig, config: Config, tokenizer: Pre
 
 def _load_checked_prompts(path: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     prompts = load_prompts_from_jsonl(path)
-    check_prompt_lengths(prompts, tokenizer, max_tokens=config.rollout.max_prompt_tokens, source=path)
+    tools = describe_tools(resolve_environment(config.rollout))
+    max_tokens = config.rollout.max_prompt_tokens
+    check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=path, tools=tools)
     return prompts

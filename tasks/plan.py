@@ -122,11 +122,15 @@ def evaluation_job(checkpoints: Sequence[InputModel], data: str, config: Config)
         evaluation=config.evaluation,
         rollout=RolloutConfig(
             environment=rollout.environment,
+            multi_turn=rollout.multi_turn,
+            max_environment_retries=rollout.max_environment_retries,
             reward_fn=rollout.reward_fn,
+            rewards=rollout.rewards,
+            reward_timeout_s=rollout.reward_timeout_s,
             sampling=SamplingConfig(max_new_tokens=rollout.sampling.max_new_tokens),
         ),
         training=SFTTrainingConfig(max_length=sft.max_length, train_on=sft.train_on, on_overlong=sft.on_overlong),
-        plugin_digest=digest_plugins(rollout.reward_fn),
+        plugin_digest=digest_plugins(rollout.environment, rollout.reward_fn, *(each.name for each in rollout.rewards)),
         deployment=config.deployment,
     )
 
@@ -145,7 +149,9 @@ def input_dataset(dataset: DatasetConfig) -> InputDataset:
 
 def plugin_digest(config: Config) -> str:
     """The digest of the user's own packages that sampling, grading and filtering for RL name."""
-    return digest_plugins(config.rollout.generate_fn, config.rollout.reward_fn, config.rollout.filter_fn)
+    rollout = config.rollout
+    rewards = [each.name for each in rollout.rewards]
+    return digest_plugins(rollout.environment, rollout.generate_fn, rollout.reward_fn, *rewards, rollout.filter_fn)
 
 
 def build_stage(name: str, job: Job, scope: RunScope, node: Node, *, num_steps: int) -> Stage:

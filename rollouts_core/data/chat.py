@@ -13,6 +13,10 @@ added is an error instead of a wrong mask.
     Turn(assistant)                                   [8, 10)
 
 Many conversations are encoded in one call of the tokenizer, whose fixed cost is above that of a short text.
+
+A conversation that the policy is in the middle of grows by token ids: what it sampled stays as it is, and what an
+environment answers is what the template writes behind an assistant's turn (`tokenize_reply`). It is never rendered
+from the start again, because a text that a policy sampled may be tokenized into other tokens than those.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
 
 TrainOn = Literal["last_assistant", "all_assistant", "everything"]
 CHUNK_TEXTS = 512
+TURN_MARK = "an assistant said this"
+"""Stands for the policy's turn where only what a template writes behind it is wanted."""
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -69,12 +75,35 @@ def tokenize_prompt(
 
 
 def tokenize_prompts(
-    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Message]]
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[Sequence[Message]],
+    tools: Sequence[dict[str, Any]] | None = None,  # Any: JSON schemas
 ) -> Iterator[list[int]]:
     """`tokenize_prompt` of each, many in one call of the tokenizer."""
-    texts = (_render(tokenizer, messages, None, add_generation_prompt=True) for messages in conversations)
+    texts = (_render(tokenizer, messages, tools, add_generation_prompt=True) for messages in conversations)
     while chunk := list(itertools.islice(texts, CHUNK_TEXTS)):
         yield from encode_texts(tokenizer, chunk)
+
+
+def tokenize_reply(tokenizer: PreTrainedTokenizerBase, replies: Sequence[Message], sampled: Sequence[int]) -> list[int]:
+    """Token ids of what follows a turn that the policy sampled: its end, the replies, the start of its next turn.
+
+    The end of the turn is left out as far as the policy has sampled it, which it has when it stopped by itself.
+
+    Args:
+        replies: what an environment answers.
+        sampled: the tokens of the policy's turn.
+
+    Raises:
+        DataError: a chat template that refuses the replies, or that loses what an assistant says.
+    """
+    before: list[Message] = [{"role": "user", "content": ""}, {"role": "assistant", "content": TURN_MARK}]
+    text = _render(tokenizer, [*before, *replies], None, add_generation_prompt=True)
+    _, mark, rest = text.partition(TURN_MARK)
+    if not mark:
+        raise DataError("the chat template does not write what an assistant said: use another template")
+    [tokens] = encode_texts(tokenizer, [rest])
+    return tokens[1:] if sampled and tokens[:1] == [sampled[-1]] else tokens
 
 
 def tokenize_conversation(

@@ -1,25 +1,58 @@
-"""Who grades a completion: the `Environment` Protocol and the environments that ship, by name."""
+"""The environments that ship, by name. What one is: protocol.py."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 from rollouts_core.environments.arithmetic import ArithmeticEnvironment
-from rollouts_core.environments.math import MathEnvironment
-from rollouts_core.types import Sample
+from rollouts_core.environments.calculator import CalculatorEnvironment
+from rollouts_core.environments.code import CodeEnvironment
+from rollouts_core.environments.countdown import CountdownEnvironment
+from rollouts_core.environments.json_schema import JSONSchemaEnvironment
+from rollouts_core.environments.math import MathEnvironment, MathVerifyEnvironment
+from rollouts_core.environments.multiple_choice import MultipleChoiceEnvironment
+from rollouts_core.environments.protocol import (
+    Conversation,
+    Environment,
+    MultiTurnEnvironment,
+    Outcome,
+    Reply,
+    Tool,
+    ToolError,
+)
+from rollouts_core.environments.text_transformation import TextTransformationEnvironment
+from rollouts_core.environments.verifiers_tasks import VerifiersEnvironment
 
-
-class Environment(Protocol):
-    """What a sample's completion is held against."""
-
-    def grade(self, sample: Sample) -> float:
-        """The reward of a finished sample."""
-        ...
-
-
-ENVIRONMENTS: dict[str, type[Environment]] = {
+ENVIRONMENTS: dict[str, Callable[[], Environment]] = {
     "arithmetic": ArithmeticEnvironment,
+    "calculator": CalculatorEnvironment,
+    "code": CodeEnvironment,
+    "countdown": CountdownEnvironment,
+    "json_schema": JSONSchemaEnvironment,
     "math": MathEnvironment,
+    "math_verify": MathVerifyEnvironment,
+    "multiple_choice": MultipleChoiceEnvironment,
+    "text_transformation": TextTransformationEnvironment,
+    "verifiers": VerifiersEnvironment,
 }
 
-__all__ = ["ENVIRONMENTS", "ArithmeticEnvironment", "Environment", "MathEnvironment"]
+__all__ = [
+    "ENVIRONMENTS",
+    "ArithmeticEnvironment",
+    "CalculatorEnvironment",
+    "CodeEnvironment",
+    "Conversation",
+    "CountdownEnvironment",
+    "Environment",
+    "JSONSchemaEnvironment",
+    "MathEnvironment",
+    "MathVerifyEnvironment",
+    "MultiTurnEnvironment",
+    "MultipleChoiceEnvironment",
+    "Outcome",
+    "Reply",
+    "TextTransformationEnvironment",
+    "Tool",
+    "ToolError",
+    "VerifiersEnvironment",
+]

@@ -37,6 +37,8 @@ class Addition:
 class ArithmeticEnvironment:
     """Rewards a completion that ends by itself with the right number after its last colon."""
 
+    row_fields = ("answer",)
+
     def grade(self, sample: Sample) -> float:
         """1 for the right number, 0 for a wrong one, none, or a completion that was cut off."""
         _, colon, number = sample.response.rpartition(":")

@@ -1,12 +1,21 @@
-r"""Word problems with one final answer, as in GSM8K and MATH: it stands after `####` or in `\boxed{}`."""
+r"""Word problems with one final answer, as in GSM8K and MATH: it stands after `####` or in `\boxed{}`.
+
+Which answers are equal is decided by the name of the environment, never by what happens to be installed:
+
+    math           equal as text or as decimal number; needs nothing
+    math_verify    equal as mathematics (1/2 is 0.5, x+1 is 1+x), by the package math-verify
+"""
 
 from __future__ import annotations
 
 import re
 from decimal import Decimal, InvalidOperation
 
+from rollouts_core.errors import ConfigError
 from rollouts_core.types import Sample
 
+TIMEOUT_S = 2
+"""How long an answer may take to parse, and to compare; one that takes longer is wrong."""
 HASHES = re.compile(r"####\s*([^\n]+)")
 BOXED = "\\boxed{"
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
@@ -14,7 +23,9 @@ NOISE = re.compile(r"[\s$%]|\\[!,; ]|\.$")
 
 
 class MathEnvironment:
-    """Rewards a completion whose marked final answer equals the reference."""
+    """Rewards a completion whose marked final answer equals the reference, as text or as a number."""
+
+    row_fields = ("answer",)
 
     def grade(self, sample: Sample) -> float:
         """1 for the right final answer, 0 for a wrong one or none."""
@@ -24,13 +35,54 @@ class MathEnvironment:
         return float(found is not None and found != "" and found == expected)
 
 
+class MathVerifyEnvironment:
+    """Rewards a completion whose marked final answer equals the reference as mathematics.
+
+    Grades in the main thread of its process only: math-verify limits its time by a signal.
+
+    Raises:
+        ConfigError: math-verify is not installed.
+    """
+
+    row_fields = ("answer",)
+
+    def __init__(self) -> None:
+        try:
+            from math_verify import parse, verify
+        except ImportError as error:
+            raise ConfigError(
+                'the environment "math_verify" needs the package math-verify: pip install "rollouts[math]", or take '
+                'the environment "math", which compares answers as text'
+            ) from error
+        self._parse, self._verify = parse, verify
+
+    def grade(self, sample: Sample) -> float:
+        """1 for a final answer that is mathematically the reference, 0 for a wrong one, none, or a hopeless one."""
+        found = marked_answer(sample.response)
+        reference = str(sample.metadata.get("answer", ""))
+        expected = marked_answer(reference) or reference
+        if not found:
+            return 0.0
+        if _normalise(found) == _normalise(expected):
+            return 1.0
+        gold, guess = (
+            self._parse(f"${text.strip().strip('$')}$", parsing_timeout=TIMEOUT_S) for text in (expected, found)
+        )
+        return float(self._verify(gold, guess, timeout_seconds=TIMEOUT_S))
+
+
 def final_answer(text: str) -> str | None:
     r"""The last answer marked by `####`, else by `\boxed{}`, in a form that can be compared; None without one."""
+    answer = marked_answer(text)
+    return None if answer is None else _normalise(answer)
+
+
+def marked_answer(text: str) -> str | None:
+    r"""The last answer marked by `####`, else by `\boxed{}`, as it is written; None without one."""
     if after_hashes := HASHES.findall(text):
-        last = after_hashes[-1]
-        return _normalise(_last_boxed(last) or last)
-    boxed = _last_boxed(text)
-    return None if boxed is None else _normalise(boxed)
+        last: str = after_hashes[-1]
+        return _last_boxed(last) or last
+    return _last_boxed(text)
 
 
 def _last_boxed(text: str) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollouts_core.config import ModelConfig, OptimConfig, name_of_function
+from rollouts_core.config import ModelConfig, OptimConfig
 from rollouts_core.errors import ConfigError
 from rollouts_core.job import EvalJob, InputDataset, InputFile, InputModel, Job, RLJob, SFTJob, load_job
 from rollouts_core.report.charts import (
@@ -66,7 +66,8 @@ def _describe_sft(report: ReportInput, job: SFTJob) -> Training:
 
 def _describe_rl(report: ReportInput, job: RLJob) -> Training:
     training, rollout = job.training, job.rollout
-    reward = name_of_function(rollout.reward_fn) or f"environment {rollout.environment}"
+    by_default = rollout.reward_fn == "" and not rollout.rewards
+    reward = f"environment {rollout.environment}" if by_default else " + ".join(rollout.reward_names)
     return Training(
         title="Reinforcement learning",
         facts=(

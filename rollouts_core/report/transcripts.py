@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rollouts_core.report.inputs import LABELS
 from rollouts_core.run_directory import RunDirectory
-from rollouts_core.types import Message, Sample, Status, sample_from_json
+from rollouts_core.types import Sample, Status, sample_from_json
 
 MAX_TRANSCRIPTS = 8
 LONG_TEXT_CHARS = 500
@@ -96,6 +96,14 @@ def shorten_text(text: str) -> ShownText:
     return ShownText(start, kept, len(text) - len(kept))
 
 
+def completion_text(sample: Sample) -> str:
+    """What a person reads of a completion: the response, or all turns behind the prompt with their speakers."""
+    if "conversation" not in sample.metadata:
+        return sample.response
+    turns = sample.metadata["conversation"][len(sample.messages) :]
+    return "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
+
+
 def _first_samples(path: Path) -> dict[int, Sample]:
     """The first sample of every group of a sample file, without its tokens; empty where there is no file."""
     if not path.is_file():
@@ -112,17 +120,16 @@ def iterate_samples(path: Path) -> Iterator[Sample]:
 
 def _describe_transcript(samples: Mapping[str, Sample]) -> Transcript:
     asked = next(iter(samples.values()))
-    prompt = (Message(role="user", content=asked.prompt),) if isinstance(asked.prompt, str) else asked.prompt
     rewards = [sample.reward for sample in samples.values() if sample.reward is not None]
     highest = max(rewards) if len(set(rewards)) > 1 else None
     return Transcript(
-        turns=tuple((turn["role"], shorten_text(turn["content"])) for turn in prompt),
+        turns=tuple((turn["role"], shorten_text(turn["content"])) for turn in asked.messages),
         reference=str(asked.metadata.get("answer", "")),
         answers=tuple(
             Answer(
                 name=name,
                 label=LABELS.get(name, name),
-                text=shorten_text(sample.response),
+                text=shorten_text(completion_text(sample)),
                 reward=sample.reward,
                 outcome="" if highest is None else "best" if sample.reward == highest else "rest",
                 is_truncated=sample.status == Status.TRUNCATED,

@@ -34,7 +34,7 @@ from rollouts_core.report.charts import Axis, axis_place, axis_ticks, format_num
 from rollouts_core.report.curves import metric_points, thin_points
 from rollouts_core.report.page import usage_code
 from rollouts_core.report.results import ShownDifference, choose_display, describe_difference, load_evaluation
-from rollouts_core.report.transcripts import load_transcripts, pick_different, shorten_text
+from rollouts_core.report.transcripts import completion_text, load_transcripts, pick_different, shorten_text
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.types import Message, Sample, Status
 
@@ -387,3 +387,12 @@ def test_the_usage_example_is_valid_python(full_report: ReportInput) -> None:
 def test_importing_the_report_does_not_import_torch() -> None:
     code = "import sys, rollouts_core.report; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
+
+
+def test_of_a_conversation_every_turn_behind_the_prompt_is_shown() -> None:
+    called = [("assistant", "<calc>57+83</calc>"), ("tool", "140"), ("assistant", ":140")]
+    turns = [("system", "s"), ("user", "57+83"), *called]
+    conversation = tuple(Message(role=role, content=content) for role, content in turns)
+    sample = Sample(prompt=conversation[:2], response=":140", metadata={"conversation": conversation})
+    assert completion_text(sample) == "assistant: <calc>57+83</calc>\ntool: 140\nassistant: :140"
+    assert completion_text(Sample(response=":140")) == ":140"

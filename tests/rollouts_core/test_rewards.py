@@ -5,6 +5,7 @@ Without it a crash in a user's reward function would teach the policy that its a
 
 import asyncio
 import math
+import signal
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -12,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollouts_core.config import RewardConfig, RolloutConfig
 from rollouts_core.environments import ArithmeticEnvironment
 from rollouts_core.errors import RewardError
-from rollouts_core.rewards import REWARDS, compute_reward, grade_sample
+from rollouts_core.rewards import REWARDS, WeightedRewards, compute_reward, grade_group, grade_sample
+from rollouts_core.rollout import resolve_reward_fn
 from rollouts_core.types import Sample, Status
 
 SAMPLE = Sample(response="x", metadata={"prompt_id": "p7", "answer": "2"})
@@ -126,3 +129,74 @@ def test_the_environment_decides_where_there_is_one() -> None:
 def test_without_environment_and_reward_there_is_an_error() -> None:
     with pytest.raises(RewardError, match="no reward and no environment"):
         compute_reward(Sample())
+
+
+def hang(sample: Sample) -> float:
+    """A user's reward with a loop that does not end."""
+    while True:
+        pass
+
+
+async def wait_for_ever(sample: Sample) -> float:
+    """A user's reward that waits for what never comes."""
+    await asyncio.sleep(3600)
+    return 1.0
+
+
+@pytest.mark.parametrize("reward_fn", [hang, wait_for_ever])
+def test_a_function_that_does_not_return_is_an_error_that_names_function_and_prompt(reward_fn: Any) -> None:
+    others_s, _ = signal.setitimer(signal.ITIMER_REAL, 60)
+    try:
+        with pytest.raises(RewardError, match=rf"{reward_fn.__name__} on prompt 'p7' .*did not return within 0.1 s"):
+            asyncio.run(grade_sample(SAMPLE, reward_fn, timeout_s=0.1))
+        assert 50 < signal.getitimer(signal.ITIMER_REAL)[0] < 60, "a timer of somebody else goes on"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, others_s)
+
+
+def give_two(sample: Sample) -> float:
+    return 2.0
+
+
+def test_several_rewards_are_added_with_their_weights_and_counted() -> None:
+    rewards = WeightedRewards([("two", 0.5, give_two), ("letters", -1.0, count_letters)])
+    graded = asyncio.run(grade_group([SAMPLE, replace(SAMPLE, response="xyz")], rewards))
+    assert [sample.reward for sample in graded] == [0.0, -2.0]
+    assert rewards.take_metrics() == {"reward/two": 2.0, "reward/letters": 2.0, "reward_error_share": 0.0}
+    assert rewards.take_metrics() == {}
+
+
+def test_a_term_that_fails_is_named_and_counted_and_never_a_zero() -> None:
+    rewards = WeightedRewards([("two", 1.0, give_two), ("broken", 0.0, divide_by_zero)])
+    with pytest.raises(RewardError, match=r"divide_by_zero on prompt 'p7' raised ZeroDivisionError") as caught:
+        asyncio.run(grade_sample(SAMPLE, rewards))
+    assert str(caught.value).count("on prompt") == 1
+    assert rewards.take_metrics() == {"reward_error_share": 1.0}
+
+
+def test_rewards_are_taken_from_the_settings() -> None:
+    config = RolloutConfig(
+        environment="math",
+        rewards=(RewardConfig(weight=2.0), RewardConfig(name="last_number", weight=0.5), RewardConfig(name=give_two)),
+    )
+    sample = Sample(response="#### 7", metadata={"answer": "7"}, status=Status.COMPLETED)
+    assert asyncio.run(grade_sample(sample, resolve_reward_fn(config))).reward == 4.5
+    assert config.reward_names == ("math", "last_number", "tests.rollouts_core.test_rewards:give_two")
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"kind": "http"}, 'the kind "http" needs url'),
+        ({"kind": "judge", "url": "http://x"}, 'the kind "judge" needs model'),
+        ({"kind": "classifier"}, 'the kind "classifier" needs model'),
+    ],
+)
+def test_a_reward_without_what_its_kind_needs_is_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        RewardConfig(**settings)
+
+
+def test_one_reward_function_beside_several_rewards_is_refused() -> None:
+    with pytest.raises(ValueError, match="give reward_fn or rewards, not both"):
+        RolloutConfig(reward_fn="exact_match", rewards=(RewardConfig(),))

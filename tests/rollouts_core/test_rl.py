@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from rollouts_core.batch import TrainBatch
 from rollouts_core.checkpoint import step_directory
 from rollouts_core.config import (
     ModelConfig,
+    MultiTurnConfig,
     RLOptimConfig,
     RLTrainingConfig,
     RolloutConfig,
@@ -33,6 +35,7 @@ from rollouts_core.config import (
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.engines import PublishTarget
+from rollouts_core.environments import Conversation, Reply
 from rollouts_core.errors import NonFiniteError, RewardError
 from rollouts_core.rl import describe_rollouts, run_rl_training, score_rollouts, train_on_rollouts
 from rollouts_core.rl_batch import prepare_grpo_batch
@@ -61,6 +64,7 @@ def train(
     *,
     num_steps: int,
     training: RLTrainingConfig = TRAINING,
+    rollout: RolloutConfig = ROLLOUT,
 ) -> tuple[PyTorchTrainingBackend, list[Metrics], list[RolloutBatch]]:
     """Train in `run_dir` up to `num_steps`, going on from what lies there, with an engine that starts anew."""
     batches: list[RolloutBatch] = []
@@ -72,8 +76,8 @@ def train(
     )
     with served_engine(Path(base_model.path)) as (engine, _):
         data_buffer = DataBuffer(prompts)
-        generate_fn = create_engine_generate_fn([engine], tokenizer, ROLLOUT)
-        manager = AsyncRolloutManager(data_buffer, ROLLOUT, generate_fn=generate_fn)
+        generate_fn = create_engine_generate_fn([engine], tokenizer, rollout)
+        manager = AsyncRolloutManager(data_buffer, rollout, generate_fn=generate_fn)
         history = asyncio.run(
             run_rl_training(
                 backend,
@@ -119,6 +123,42 @@ def test_a_run_that_was_stopped_equals_one_that_was_not_bit_for_bit(
         theirs = load_file(step_directory(tmp_path / "straight/checkpoints", 4) / name)
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+class TwoTurns:
+    """Asks the policy once more, whatever it said."""
+
+    async def respond(self, conversation: Conversation) -> Reply:
+        return Reply() if conversation.num_turns == 2 else Reply(messages=({"role": "user", "content": "12"},))
+
+    def grade(self, sample: Sample) -> float:
+        return share_of_even_digits(sample)
+
+
+@pytest.mark.parametrize("form", ["interleaved", "branching"])
+def test_a_run_in_conversations_trains_and_goes_on_like_one_that_was_not_stopped(
+    base_model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    form: Literal["interleaved", "branching"],
+) -> None:
+    rollout = ROLLOUT.model_copy(
+        update={
+            "environment": f"{__name__}:TwoTurns",
+            "reward_fn": "",
+            "sampling": SamplingConfig(max_new_tokens=100),
+            "multi_turn": MultiTurnConfig(max_tokens_per_turn=45, form=form),
+        }
+    )
+    settings = {"rollout": rollout}
+    straight, metrics, batches = train(base_model, tokenizer, tmp_path / "a", num_steps=4, **settings)
+    train(base_model, tokenizer, tmp_path / "b", num_steps=2, **settings)
+    resumed, _, _ = train(base_model, tokenizer, tmp_path / "b", num_steps=4, **settings)
+    assert max(step["num_turns"] for step in metrics) > 1, "no conversation came to a second turn"
+    assert all(abs(step["kl_rollout_policy"]) < 1e-6 for step in metrics if not step["skipped"])
+    assert any(len(batch.samples) > 12 for batch in batches) == (form == "branching")
+    for ours, theirs in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_every_sample_of_a_step_comes_from_the_weights_of_the_step_before(

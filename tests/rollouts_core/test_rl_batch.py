@@ -369,3 +369,20 @@ def test_prompts_count_once_in_the_prompt_mean() -> None:
 def test_a_value_head_that_would_not_learn_is_refused() -> None:
     with pytest.raises(ValueError, match="value_coef"):
         RLTrainingConfig(advantage=AdvantageConfig(estimator="gae"), loss=LossConfig(value_coef=0.0))
+
+
+def test_a_trajectory_of_several_samples_counts_once_in_its_groups_baseline() -> None:
+    long = [replace(make_sample(), index=0, turn=turn) for turn in range(3)]
+    samples = [*long, replace(make_sample(), index=1, turn=0)]
+    config = RLTrainingConfig(advantage=MEAN_ONLY)
+    advantages = assign_credit(samples, [1.0, 1.0, 1.0, 0.0], config, RolloutScores()).advantages
+    assert [float(advantage) for advantage in advantages] == [0.5, 0.5, 0.5, -0.5]
+
+
+def test_the_length_of_a_trajectory_is_that_of_all_its_samples() -> None:
+    shaping = RewardShapingConfig(max_response_tokens=6, overlong_buffer_tokens=4)
+    config = RLTrainingConfig(advantage=MEAN_ONLY, reward_shaping=shaping)
+    in_parts = [replace(make_sample(), index=0, turn=turn) for turn in range(3)]
+    samples = [*in_parts, replace(make_sample(), index=1, turn=0)]
+    advantages = assign_credit(samples, [1.0] * 4, config, RolloutScores()).advantages
+    assert [float(advantage) for advantage in advantages] == [-0.5, -0.5, -0.5, 0.5]

@@ -15,10 +15,11 @@ from dataclasses import replace
 
 import pytest
 
-from rollouts_core.config import RolloutConfig
+from rollouts_core.config import RewardConfig, RolloutConfig
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.errors import ConfigError, DataError, RewardError
 from rollouts_core.filters import FilterDecision
+from rollouts_core.rl import describe_rollouts
 from rollouts_core.rollout import AsyncRolloutManager, generate_rollout_batches, sampling_seed
 from rollouts_core.types import RolloutBatch, Sample, Status
 from tests.rollouts_core.make import make_prompts
@@ -240,3 +241,21 @@ def test_a_failure_of_a_group_that_the_log_has_not_reached_does_not_come_first()
     manager.replay([[3, 2, 1]])
     batch = asyncio.run(manager.generate_batch())
     assert batch.metadata["completed"] == [3, 2, 1]
+
+
+def test_a_reward_that_does_not_return_ends_the_batch_and_names_the_prompt() -> None:
+    async def wait_for_ever(sample: Sample) -> float:
+        await asyncio.sleep(3600)
+        return 1.0
+
+    with pytest.raises(RewardError, match=r"wait_for_ever on prompt 'p\d' .*did not return within 0.05 s"):
+        generate(CONFIG.model_copy(update={"reward_fn": wait_for_ever, "reward_timeout_s": 0.05}))
+
+
+def test_what_several_rewards_gave_is_among_the_metrics_of_the_step() -> None:
+    rewards = (RewardConfig(name=reward_by_place, weight=2.0), RewardConfig(name="exact_match"))
+    _, batch = generate(CONFIG.model_copy(update={"reward_fn": "", "rewards": rewards}))
+    assert batch.rewards == [0.0, 2.0] * 3
+    metrics = describe_rollouts(batch)
+    name = "reward/tests.rollouts_core.test_rollout:reward_by_place"
+    assert (metrics[name], metrics["reward/exact_match"], metrics["reward_error_share"]) == (0.5, 0.0, 0.0)

@@ -4,6 +4,7 @@ Without it a run would fail hours later on a row, or train on a handful of rows 
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rollouts_core import validate
-from rollouts_core.config import Config
-from rollouts_core.errors import DataError
-from rollouts_core.validate import check_demonstrations
+from rollouts_core.config import Config, RewardConfig, RolloutConfig
+from rollouts_core.errors import ConfigError, DataError
+from rollouts_core.validate import check_answers, check_demonstrations, check_functions
+from tests.rollouts_core.make import make_prompts
 
 SUM = {"prompt": "1+1=?", "completion": "2"}
 NUM_TOKENS = 10
@@ -86,3 +88,35 @@ def test_of_streamed_data_only_the_first_rows_are_checked(
     assert finding == f"{path}: 7 demonstrations in the first 7 of 10 rows, 14 trained tokens"
     with pytest.raises(DataError, match="row 10: expected `messages`"):
         check_demonstrations(make_config(path), tokenizer)
+
+
+def with_rollout(**rollout: Any) -> Config:
+    """A configuration that is about grading."""
+    return make_config("sft.jsonl").model_copy(update={"rollout": RolloutConfig(**rollout)})
+
+
+@pytest.mark.parametrize(
+    ("rollout", "metadata", "sentence"),
+    [
+        ({"environment": "countdown"}, {"numbers": [1]}, "p0' has no `target`, which countdown compares"),
+        ({"environment": "calculator"}, {}, "p0' has no `answer`, which calculator compares"),
+        ({"rewards": (RewardConfig(name="last_number"),)}, {}, "p0' has no `answer`, which last_number compares"),
+        ({"environment": "code", "reward_fn": "rollouts_core.rewards:exact_match"}, {}, ""),
+        ({"environment": "countdown"}, {"numbers": [1], "target": 1}, ""),
+    ],
+)
+def test_a_prompt_without_what_its_grader_needs_is_named(
+    rollout: dict[str, Any], metadata: dict[str, Any], sentence: str
+) -> None:
+    prompts = [replace(make_prompts(1)[0], metadata=metadata)]
+    if not sentence:
+        check_answers(prompts, with_rollout(**rollout), source="p.jsonl")
+        return
+    with pytest.raises(DataError, match=sentence):
+        check_answers(prompts, with_rollout(**rollout), source="p.jsonl")
+
+
+def test_a_grader_that_is_not_available_is_found_before_the_run() -> None:
+    service = RewardConfig(kind="http", url="http://127.0.0.1:9/score", max_retries=0)
+    with pytest.raises(ConfigError, match=r"cannot be graded.* on prompt 'p0': http://127.0.0.1:9/score gave"):
+        check_functions(with_rollout(rewards=(service,)), make_prompts(1)[0])

@@ -190,6 +190,10 @@ def test_settings_of_training_and_of_rl_alone_leave_selection_and_evaluation_the
     assert graded_otherwise[0] != before[0] and graded_otherwise[1] != before[1]
     longer = identities(rollout={"sampling": {"max_new_tokens": 9}})
     assert longer[0] != before[0] and longer[1] != before[1]
+    in_fewer_turns = identities(rollout={"multi_turn": {"max_turns": 2}})
+    assert in_fewer_turns[0] != before[0] and in_fewer_turns[1] != before[1]
+    by_two_rewards = identities(rollout={"rewards": [{"weight": 0.5}, {"name": "last_number"}]})
+    assert by_two_rewards[0] != before[0] and by_two_rewards[1] != before[1]
 
 
 def test_the_evaluation_names_models_by_their_part_in_the_run(config: Config, scope: RunScope, node: Node) -> None:

@@ -16,6 +16,7 @@ from rollouts_core.data.chat import (
     tokenize_conversation,
     tokenize_conversations,
     tokenize_prompt,
+    tokenize_reply,
 )
 from rollouts_core.errors import DataError
 from rollouts_core.model.loading import load_tokenizer
@@ -274,3 +275,32 @@ def test_the_template_that_refuses_a_row_is_quoted(byte_tokenizer: PreTrainedTok
     byte_tokenizer.chat_template = "{{ raise_exception('turns must alternate') }}"
     with pytest.raises(DataError, match="refuses the turns user: turns must alternate"):
         tokenize_conversation(byte_tokenizer, THINKS[:2])
+
+
+NEWLINE_AFTER_TURNS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As Qwen3's: a newline behind the end of a turn, and a last turn of the assistant that is written otherwise."""
+
+
+def test_a_reply_is_what_the_template_writes_behind_the_turn_that_was_sampled(
+    byte_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    byte_tokenizer.chat_template = NEWLINE_AFTER_TURNS
+    replies = [Message(role="tool", content="140"), Message(role="user", content="go on")]
+    sampled = byte_tokenizer("57+83<|im_end|>")["input_ids"]
+    reply = byte_tokenizer.decode(tokenize_reply(byte_tokenizer, replies, sampled))
+    rest = "<|im_start|>tool\n140<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+    assert reply == "\n" + rest
+    stopped_elsewhere = byte_tokenizer("57+83")["input_ids"]
+    assert byte_tokenizer.decode(tokenize_reply(byte_tokenizer, replies, stopped_elsewhere)) == "<|im_end|>\n" + rest
+
+
+def test_a_template_that_loses_the_assistants_words_cannot_hold_a_conversation(
+    own_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    own_tokenizer.chat_template = DROPS_EARLIER_ANSWERS
+    with pytest.raises(DataError, match="does not write what an assistant said"):
+        tokenize_reply(own_tokenizer, [Message(role="user", content="1")], [])

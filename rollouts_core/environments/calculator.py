@@ -1,0 +1,80 @@
+"""Word and number problems with a calculator at hand: the policy calls it as often as it may, then answers.
+
+Not here: the parser (expressions.py), the files of an example (examples/tool_use.py).
+
+    prompt       57+83-21=?
+    policy       <calc>57+83</calc>          or the JSON call of tool-use models (tools.py)
+    calculator   140
+    policy       <calc>140-21</calc>
+    calculator   119
+    policy       :119
+"""
+
+from __future__ import annotations
+
+import re
+
+from rollouts_core.environments.expressions import ExpressionError, evaluate, render_number
+from rollouts_core.environments.math import final_answer
+from rollouts_core.environments.protocol import Conversation, Outcome, Reply, Tool, ToolError
+from rollouts_core.environments.tools import OPENING, answer_tool_calls
+from rollouts_core.types import Sample, Status
+
+CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
+
+
+def calculate(expression: str) -> str:
+    """The value of an arithmetic expression, as the policy reads it."""
+    try:
+        return render_number(evaluate(expression))
+    except ExpressionError as error:
+        raise ToolError(str(error)) from error
+
+
+CALCULATOR = Tool(
+    name="calculator",
+    description="Compute an arithmetic expression of numbers, + - * / and parentheses, exactly.",
+    parameters={
+        "type": "object",
+        "properties": {"expression": {"type": "string", "description": "for instance (3 + 4) * 5"}},
+        "required": ["expression"],
+        "additionalProperties": False,
+    },
+    function=calculate,
+)
+
+
+class CalculatorEnvironment:
+    """Answers calls of the calculator; rewards a last turn whose number is the answer."""
+
+    row_fields = ("answer",)
+    tools = (CALCULATOR,)
+
+    async def respond(self, conversation: Conversation) -> Reply:
+        """The result of the calls in the policy's turn; nothing where it has none."""
+        text = conversation.text
+        if OPENING in text:
+            return await answer_tool_calls(text, self.tools)
+        expressions = CALL.findall(text)
+        if not expressions and "<calc>" in text:
+            return _answer("error: <calc> has no </calc>", Outcome.PARSE_FAILURE)
+        if not expressions:
+            return Reply()
+        try:
+            return _answer("; ".join(map(calculate, expressions)), Outcome.OK)
+        except ToolError as error:
+            return _answer(f"error: {error}", Outcome.TOOL_ERROR)
+
+    def grade(self, sample: Sample) -> float:
+        """1 where the number behind the last colon, or the marked answer, is the reference, else 0."""
+        if sample.status is not Status.COMPLETED:
+            return 0.0
+        found = final_answer(sample.response) or sample.response.rpartition(":")[2].strip()
+        try:
+            return float(evaluate(found) == evaluate(str(sample.metadata.get("answer", ""))))
+        except ExpressionError:
+            return 0.0
+
+
+def _answer(text: str, outcome: Outcome) -> Reply:
+    return Reply(messages=({"role": "tool", "content": text},), outcome=outcome)

@@ -1,0 +1,75 @@
+"""Python programs that must pass tests, run where they can do no harm (sandbox.py).
+
+A row has `tests`: a list of `{"stdin": ..., "stdout": ...}`, or Python code that checks what the program defines and
+raises where it is wrong. The first kind cannot be cheated, because the expected output is never in the sandbox. With
+the second kind the program and its tests share a process, so a policy may learn to fool them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import anyio
+
+from rollouts_core.concurrency import gather
+from rollouts_core.environments.protocol import Outcome
+from rollouts_core.environments.sandbox import SandboxLimits, run_in_sandbox
+from rollouts_core.types import Sample
+
+FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
+
+
+class CodeEnvironment:
+    """Rewards a program that passes all tests of its row."""
+
+    row_fields = ("tests",)
+
+    def __init__(self, limits: SandboxLimits | None = None) -> None:
+        self.limits = limits
+
+    @cached_property
+    def _slots(self) -> anyio.CapacityLimiter:
+        """Programs at a time: more than processors would only run into their time limits."""
+        return anyio.CapacityLimiter(os.cpu_count() or 1)
+
+    async def grade(self, sample: Sample) -> float:
+        """1 where every test passes, else 0.
+
+        Raises:
+            EnvironmentUnavailableError: the machine cannot shut a program in.
+        """
+        program, tests = extract_program(sample.response), sample.metadata["tests"]
+        if isinstance(tests, str):
+            return float(await self._passes_code(program, tests))
+        return float(await self._passes_all(program, tests))
+
+    async def _passes_code(self, program: str, tests: str) -> bool:
+        # The mark says that the tests were reached and passed: a program could end before them with exit code 0.
+        mark = secrets.token_hex(16)
+        async with self._slots:
+            result = await run_in_sandbox(f"{program}\n\n{tests}\n\nprint({mark!r})\n", limits=self.limits)
+        return result.outcome is Outcome.OK and result.stdout.rstrip().endswith(mark)
+
+    async def _passes_all(self, program: str, tests: Sequence[dict[str, Any]]) -> bool:  # Any: JSON
+        async def passes(test: dict[str, Any]) -> bool:
+            async with self._slots:
+                result = await run_in_sandbox(program, stdin=str(test["stdin"]), limits=self.limits)
+            return result.outcome is Outcome.OK and _lines(result.stdout) == _lines(str(test["stdout"]))
+
+        return all(await gather([partial(passes, test) for test in tests]))
+
+
+def extract_program(text: str) -> str:
+    """The last fenced block of a text, or the whole text."""
+    fenced = FENCED.findall(text)
+    return str(fenced[-1]) if fenced else text
+
+
+def _lines(output: str) -> list[str]:
+    """Output without what nobody sees: space at the ends of lines, empty lines at the end."""
+    return [line.rstrip() for line in output.rstrip().split("\n")]

@@ -1,0 +1,104 @@
+"""Evaluate arithmetic that a policy wrote, exactly and without running any code: + - * / and parentheses.
+
+sum      product (('+' | '-') product)*
+product  factor (('*' | '/') factor)*
+factor   '-' factor | number | '(' sum ')'
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+MAX_CHARS = 400
+MAX_DEPTH = 50
+TOKEN = re.compile(r"\s*(?:(\d+(?:\.\d+)?|\.\d+)|(.))", re.DOTALL)
+SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"})  # as people and models write them
+
+
+class ExpressionError(ValueError):
+    """A text that is no arithmetic expression, or has no value."""
+
+
+def evaluate(text: str) -> Fraction:
+    """The exact value of an expression.
+
+    Raises:
+        ExpressionError: it is too long, cannot be read, or divides by zero.
+    """
+    return _Parser(text).value
+
+
+def numbers_in(text: str) -> list[Fraction]:
+    """The numbers that an expression is written with, in order."""
+    return _Parser(text).numbers
+
+
+def render_number(value: Fraction) -> str:
+    """An integer as such, any other number with up to ten significant digits."""
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
+
+
+@dataclass(slots=True)
+class _Parser:
+    """Reads an expression from left to right."""
+
+    text: str
+    value: Fraction = field(init=False)
+    numbers: list[Fraction] = field(default_factory=list)
+    _tokens: list[tuple[str, str]] = field(init=False)
+    _depth: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MAX_CHARS:
+            raise ExpressionError(f"the expression has {len(self.text)} characters, at most {MAX_CHARS} are allowed")
+        self._tokens = TOKEN.findall(self.text.translate(SIGNS).strip())[::-1]
+        self.value = self._sum()
+        if self._tokens:
+            raise ExpressionError(f"unexpected {self._next()!r}")
+
+    def _next(self) -> str:
+        return next(filter(None, self._tokens[-1]), "") if self._tokens else ""
+
+    def _take(self) -> tuple[str, str]:
+        if not self._tokens:
+            raise ExpressionError("the expression ends too early")
+        return self._tokens.pop()
+
+    def _sum(self) -> Fraction:
+        value = self._product()
+        while self._next() in ("+", "-"):
+            _, sign = self._take()
+            term = self._product()
+            value = value + term if sign == "+" else value - term
+        return value
+
+    def _product(self) -> Fraction:
+        value = self._factor()
+        while self._next() in ("*", "/"):
+            _, sign = self._take()
+            factor = self._factor()
+            if sign == "/" and factor == 0:
+                raise ExpressionError("division by zero")
+            value = value * factor if sign == "*" else value / factor
+        return value
+
+    def _factor(self) -> Fraction:
+        number, sign = self._take()
+        if number:
+            self.numbers.append(Fraction(number))
+            return self.numbers[-1]
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise ExpressionError(f"more than {MAX_DEPTH} parentheses and signs within each other")
+        if sign == "-":
+            value = -self._factor()
+        elif sign == "(":
+            value = self._sum()
+            if self._take()[1] != ")":
+                raise ExpressionError("a parenthesis is not closed")
+        else:
+            raise ExpressionError(f"unexpected {sign!r}")
+        self._depth -= 1
+        return value

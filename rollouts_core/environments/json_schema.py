@@ -1,0 +1,54 @@
+"""Write JSON that keeps to a schema. A row has `schema`, and may have `answer`, the only JSON that is right."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from referencing import Registry
+
+from rollouts_core.types import Sample
+
+FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+
+
+class JSONSchemaEnvironment:
+    """Rewards a completion that is valid JSON of the row's schema."""
+
+    row_fields = ("schema",)
+
+    def grade(self, sample: Sample) -> float:
+        """1 for JSON that keeps to the schema, and equals the answer where the row has one, else 0.
+
+        Raises:
+            SchemaError: the row's schema is none.
+        """
+        schema, answer = sample.metadata["schema"], sample.metadata.get("answer")
+        # The empty registry keeps a `$ref` to some URL from being fetched.
+        Draft202012Validator.check_schema(schema)
+        validator = Draft202012Validator(schema, registry=Registry())
+        try:
+            found = parse_json(sample.response)
+        except (ValueError, RecursionError):
+            return 0.0
+        return float(validator.is_valid(found) and (not answer or found == _as_json(answer)))
+
+
+def parse_json(text: str) -> Any:  # Any: JSON
+    """The JSON that a text is, or that its last fenced block is.
+
+    Raises:
+        ValueError: neither is JSON.
+    """
+    fenced = FENCED.findall(text)
+    return json.loads(fenced[-1] if fenced else text, parse_constant=_refuse_constant)
+
+
+def _as_json(answer: Any) -> Any:  # Any: JSON, as text where it is a row's answer
+    return json.loads(answer) if isinstance(answer, str) else answer
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")

@@ -1,0 +1,30 @@
+r"""Questions with lettered choices, as in MMLU and ARC: the letter stands in `\boxed{}`, behind "answer", or alone."""
+
+from __future__ import annotations
+
+import re
+
+from rollouts_core.types import Sample
+
+BOXED = re.compile(r"\\boxed\{\s*(?:\\text\{)?\(?([A-Ja-j])\)?\}?\s*\}")
+NAMED = re.compile(r"\b(?i:answer)\b(?:\s+is)?\s*[:=]?\s*\**\(?([A-J])\b")
+ALONE = re.compile(r"\s*\(?([A-Ja-j])\)?[.:]?\s*")
+
+
+class MultipleChoiceEnvironment:
+    """Rewards a completion whose last marked letter is the answer."""
+
+    row_fields = ("answer",)
+
+    def grade(self, sample: Sample) -> float:
+        """1 for the right letter, 0 for a wrong one or none."""
+        return float(chosen_letter(sample.response) == str(sample.metadata.get("answer", "")).strip(" ().").upper())
+
+
+def chosen_letter(text: str) -> str | None:
+    r"""The last letter in `\boxed{}`, else the last behind "answer", else the one that is the whole text."""
+    for pattern in (BOXED, NAMED):
+        if found := pattern.findall(text):
+            return str(found[-1]).upper()
+    alone = ALONE.fullmatch(text)
+    return alone[1].upper() if alone else None

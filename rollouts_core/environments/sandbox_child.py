@@ -1,0 +1,170 @@
+"""Shut this process in, then become the program: run by sandbox.py as a script, needs nothing but Python.
+
+argv: settings as JSON, file descriptor for problems      stdin: {"code": ..., "stdin": ...} as JSON
+
+namespaces --> fork --> [1] new root, read-only folders, no privileges, limits --> exec python /tmp/main.py
+                |
+                +----- waits, ends with its exit code; when it is killed, so is everything in there
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x4000000, 0x8000000, 0x10000000
+CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = (
+    1,
+    2,
+    4,
+    8,
+    32,
+    4096,
+    16384,
+    1 << 18,
+)
+MNT_DETACH = 2
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_CAPBSET_DROP = 1, 38, 24
+SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+NOBODY = 65534
+NUM_CAPABILITIES = 64
+ROOTS = ("/mnt", "/media", "/srv", "/opt", "/tmp")
+"""Where the new root may be put together: covered in this mount namespace alone."""
+DEVICES = ("null", "zero", "urandom", "random", "full")
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def check(result: int, what: str) -> None:
+    """Raise OSError where a call of the C library failed."""
+    if result != 0:
+        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    """mount(2)."""
+    arguments = (source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
+    check(libc.mount(*arguments), f"mount {target}")
+
+
+def enter_namespaces() -> None:
+    """Leave the machine's network, processes and mounts, with or without being root."""
+    uid, gid = os.getuid(), os.getgid()
+    spaces = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
+    if uid == 0:
+        check(libc.unshare(spaces), "unshare")
+        return
+    check(libc.unshare(spaces | CLONE_NEWUSER), "unshare")
+    for name, content in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        Path(f"/proc/self/{name}").write_text(content)
+
+
+def build_root(folders: list[str], file_mb: int) -> None:
+    """Make a file system of nothing but `folders`, read-only, and a temporary folder; it becomes the only one."""
+    os.umask(0o022)
+    root = find_root(folders)
+    mount("none", "/", "", MS_REC | MS_PRIVATE)
+    mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    for name in ("dev", "proc", "tmp"):
+        Path(root, name).mkdir()
+    mount("tmpfs", root + "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={file_mb}m,mode=1777,nr_inodes=4096")
+    for path in map(Path, folders):
+        inside = Path(root + str(path))
+        inside.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_symlink():
+            inside.symlink_to(path.readlink())
+            continue
+        if path.is_dir():
+            inside.mkdir(exist_ok=True)
+        else:
+            inside.touch()
+        mount(str(path), str(inside), "", MS_BIND | MS_REC)
+        mount("none", str(inside), "", MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
+    for name in DEVICES:
+        Path(root, "dev", name).touch()
+        mount(f"/dev/{name}", f"{root}/dev/{name}", "", MS_BIND)
+    mount("proc", root + "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    os.chdir(root)
+    check(libc.syscall(SYS_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
+    check(libc.umount2(b".", MNT_DETACH), "umount")
+    os.chdir("/tmp")
+    mount("none", "/", "", MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
+
+
+def find_root(folders: list[str]) -> str:
+    """A folder that exists and covers none of `folders`."""
+    for root in ROOTS:
+        if Path(root).is_dir() and not any(Path(folder).is_relative_to(root) for folder in folders):
+            return root
+    raise OSError(f"each of {', '.join(ROOTS)} is missing or holds a folder that the program needs")
+
+
+def drop_privileges() -> None:
+    """Become nobody, without a way back."""
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    # A user namespace of its own: its processes are counted by themselves, and nothing there maps to a real user.
+    check(libc.unshare(CLONE_NEWUSER), "unshare user")
+    for number in range(NUM_CAPABILITIES):
+        libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0)
+    check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+
+
+def set_limits(settings: dict[str, Any]) -> None:
+    """What one process may use."""
+    for kind, limit in (
+        (resource.RLIMIT_AS, settings["memory_mb"] << 20),
+        (resource.RLIMIT_CPU, settings["cpu_s"]),
+        (resource.RLIMIT_FSIZE, settings["file_mb"] << 20),
+        (resource.RLIMIT_NPROC, settings["num_processes"]),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (limit, limit))
+
+
+def become_program(settings: dict[str, Any], program: dict[str, str]) -> None:
+    """Never returns: this process is the program from here on."""
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    build_root(settings["folders"], settings["file_mb"])
+    for name, content in (("main.py", program["code"]), ("stdin", program["stdin"])):
+        Path("/tmp", name).write_text(content)
+    given = os.open("/tmp/stdin", os.O_RDONLY)
+    os.dup2(given, 0)
+    os.close(given)
+    # Limits first: the user namespace counts its processes against the limit that it was made under.
+    set_limits(settings)
+    drop_privileges()
+    os.execv(settings["executable"], [settings["executable"], "-I", "/tmp/main.py"])
+
+
+def main() -> int:
+    """Run the program; returns its exit code, 128 and the signal's number for one."""
+    settings, status = json.loads(sys.argv[1]), int(sys.argv[2])
+    os.set_inheritable(status, False)
+    try:
+        program = json.load(sys.stdin)
+        enter_namespaces()
+        child = os.fork()
+        if child == 0:
+            become_program(settings, program)
+    except BaseException as error:  # noqa: BLE001 - what this does not report is lost
+        os.write(status, f"{type(error).__name__}: {error}".encode())
+        os._exit(1)
+    os.close(status)
+    _, waited = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(waited)
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""Rewrite a text by a rule: reverse it, sort its words, leave out its vowels. A first task for small models.
+
+A row has `operation`, a name of `OPERATIONS`, and `text`; `draw_row` makes such rows.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Callable
+from typing import Any
+
+from rollouts_core.types import Sample
+
+OPERATIONS: dict[str, Callable[[str], str]] = {
+    "reverse": lambda text: text[::-1],
+    "uppercase": str.upper,
+    "reverse words": lambda text: " ".join(reversed(text.split())),
+    "sort words": lambda text: " ".join(sorted(text.split())),
+    "remove vowels": lambda text: "".join(letter for letter in text if letter.lower() not in "aeiou"),
+    "double letters": lambda text: "".join(letter * 2 if letter.isalpha() else letter for letter in text),
+}
+
+
+class TextTransformationEnvironment:
+    """Rewards a completion that is the transformed text and nothing else."""
+
+    row_fields = ("operation", "text")
+
+    def grade(self, sample: Sample) -> float:
+        """1 where the completion, without surrounding space, is the transformed text, else 0."""
+        transform = OPERATIONS[sample.metadata["operation"]]
+        return float(sample.response.strip() == transform(sample.metadata["text"]).strip())
+
+
+def draw_row(rng: random.Random, *, num_words: int = 3) -> dict[str, Any]:  # Any: JSON
+    """A row of a prompt file: random words and an operation."""
+    words = ["".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 6))) for _ in range(num_words)]
+    operation, text = rng.choice(sorted(OPERATIONS)), " ".join(words)
+    return {
+        "id": f"{operation}: {text}",
+        "prompt": f"{operation}: {text}",
+        "answer": OPERATIONS[operation](text),
+        "operation": operation,
+        "text": text,
+    }

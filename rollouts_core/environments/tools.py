@@ -1,0 +1,95 @@
+"""Read the tool calls in what the policy said, check and do them, and word the answers.
+
+Not here: tools themselves (calculator.py, or a user's), the conversation (conversation.py).
+
+A call is JSON between the marks that Qwen, Hermes and many other chat templates teach:
+
+    <tool_call>{"name": "calculator", "arguments": {"expression": "57+83"}}</tool_call>
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+from jsonschema import Draft202012Validator
+
+from rollouts_core.environments.protocol import Outcome, Reply, Tool, ToolError
+from rollouts_core.messages import closest_name
+
+OPENING = "<tool_call>"
+TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+SEVERITY = (Outcome.OK, Outcome.TOOL_ERROR, Outcome.TIMEOUT, Outcome.PARSE_FAILURE)
+TOOL_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """What the policy asks of a tool."""
+
+    name: str
+    arguments: dict[str, Any]  # Any: JSON that the policy wrote
+
+
+async def answer_tool_calls(text: str, tools: Sequence[Tool], *, timeout_s: float = TOOL_TIMEOUT_S) -> Reply:
+    """The answers of the tools that `text` calls, one message each, in order; without a call no message.
+
+    Args:
+        timeout_s: how long a tool that is a coroutine function may take. A plain function must return at once.
+    """
+    try:
+        calls = parse_tool_calls(text)
+    except ToolError as error:
+        return Reply(messages=({"role": "tool", "content": f"error: {error}"},), outcome=Outcome.PARSE_FAILURE)
+    answers = [await _answer(call, {tool.name: tool for tool in tools}, timeout_s) for call in calls]
+    return Reply(
+        messages=tuple({"role": "tool", "name": call.name, "content": answers[i][0]} for i, call in enumerate(calls)),
+        outcome=max((outcome for _, outcome in answers), key=SEVERITY.index, default=Outcome.OK),
+    )
+
+
+def parse_tool_calls(text: str) -> list[ToolCall]:
+    """The calls in what the policy said, in order.
+
+    Raises:
+        ToolError: one that cannot be read; the sentence is for the policy.
+    """
+    bodies = TOOL_CALL.findall(text)
+    if text.count(OPENING) > len(bodies):
+        raise ToolError("a <tool_call> has no </tool_call>")
+    return [_parse_call(body) for body in bodies]
+
+
+def _parse_call(body: str) -> ToolCall:
+    try:
+        call = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ToolError(f"the tool call is not valid JSON: {error}") from error
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise ToolError('a tool call is an object with "name" and "arguments"')
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        raise ToolError('the "arguments" of a tool call are an object')
+    return ToolCall(call["name"], arguments)
+
+
+async def _answer(call: ToolCall, tools: dict[str, Tool], timeout_s: float) -> tuple[str, Outcome]:
+    tool = tools.get(call.name)
+    if tool is None:
+        return f"error: unknown tool {call.name!r}{closest_name(call.name, list(tools))}", Outcome.TOOL_ERROR
+    problem = next(Draft202012Validator(tool.parameters).iter_errors(call.arguments), None)
+    if problem is not None:
+        where = "".join(f".{part}" for part in problem.absolute_path)
+        return f"error: arguments{where}: {problem.message}", Outcome.TOOL_ERROR
+    try:
+        with anyio.move_on_after(timeout_s):
+            answer = tool.function(**call.arguments)
+            return (await answer if inspect.isawaitable(answer) else answer), Outcome.OK
+    except ToolError as error:
+        return f"error: {error}", Outcome.TOOL_ERROR
+    return f"error: {call.name} took longer than {timeout_s:g} s", Outcome.TIMEOUT

@@ -1,0 +1,204 @@
+"""Tasks of the package `verifiers`: their prompts as rows, their own rewards as the grade, their traces as samples.
+
+Not here: running an agent in a container, with the task's tool servers or a simulated user. That is what the harnesses
+of `verifiers` do; `samples_of_trace` makes samples of what they recorded.
+
+    python -m rollouts_core.environments.verifiers_tasks my-taskset prompts.jsonl      once, with the taskset installed
+    rollout.environment = "verifiers"
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rollouts_core.errors import ConfigError, DataError, EnvironmentUnavailableError, InputError
+from rollouts_core.types import Sample, Status
+
+
+class VerifiersEnvironment:
+    """Rewards a completion with the weighted sum of the task's rewards.
+
+    Raises:
+        ConfigError: `verifiers` is not installed.
+    """
+
+    row_fields = ("taskset", "task")
+
+    def __init__(self) -> None:
+        _check_installed()
+
+    async def grade(self, sample: Sample) -> float:
+        """The task's reward for the policy's answer.
+
+        Raises:
+            EnvironmentUnavailableError: a judge or another service of the task did not answer.
+        """
+        from verifiers.v1.errors import ProviderError
+
+        task = _load_task(sample.metadata["taskset"], sample.metadata["task"])
+        trace = _build_trace(task, sample)
+        try:
+            await task.score(trace)
+        except ProviderError as error:
+            raise EnvironmentUnavailableError(f"the task's own model did not answer: {error}") from error
+        return float(trace.reward)
+
+
+def load_rows(taskset_id: str) -> list[dict[str, Any]]:  # Any: JSON
+    """The tasks of an installed taskset as rows of a prompt file.
+
+    Raises:
+        ConfigError: it is not installed, has no end, or needs more than an answer to be scored.
+    """
+    _check_installed()
+    from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
+
+    try:
+        taskset = load_taskset(taskset_config_type(taskset_id)(id=taskset_id))
+    except ImportError as error:
+        raise ConfigError(f"the taskset {taskset_id!r} cannot be loaded ({error}): install its package") from error
+    if not taskset.bounded:
+        raise ConfigError(f"the taskset {taskset_id!r} has no end: write rows from a part of it")
+    rows = []
+    for task in taskset:
+        _check_answerable(task, taskset_id)
+        rows.append(_row_of(task, taskset_id))
+    return rows
+
+
+def samples_of_trace(trace: Any, pending: Sample | None = None) -> list[Sample]:  # Any: verifiers' traces
+    """The graded samples of what an agent of verifiers did: one for each trainable branch, which share the reward.
+
+    Args:
+        trace: recorded through the train client, so that it has tokens.
+        pending: the sample that asked for it; its prompt, place and metadata stay.
+
+    Raises:
+        EnvironmentUnavailableError: the agent failed before its end; it was not graded.
+        DataError: a trace without tokens.
+    """
+    if trace.has_error:
+        reason = trace.last_error.message if trace.last_error else trace.stop_condition
+        raise EnvironmentUnavailableError(f"the trace {trace.id} ended early: {reason}")
+    branches = [branch for branch in trace.branches if branch.trainable and any(branch.sampled_mask)]
+    if not branches:
+        raise DataError(f"the trace {trace.id} has no sampled tokens: record it through verifiers' train client")
+    return [
+        replace(
+            pending or Sample(),
+            response=trace.last_reply,
+            tokens=branch.token_ids,
+            loss_mask=[float(is_sampled) for is_sampled in branch.sampled_mask],
+            rollout_log_probs=branch.logprobs,
+            reward=float(trace.reward),
+            turn=number if len(branches) > 1 else None,
+            status=Status.TRUNCATED if trace.is_timeout else Status.COMPLETED,
+            finish_reason=trace.stop_condition or "",
+        )
+        for number, branch in enumerate(branches)
+    ]
+
+
+def _row_of(task: Any, taskset_id: str) -> dict[str, Any]:  # Any: verifiers' tasks, JSON
+    prompt = task.data.prompt
+    messages = (
+        [{"role": "user", "content": prompt}]
+        if isinstance(prompt, str)
+        else [message.model_dump(mode="json", exclude_none=True) for message in prompt]
+    )
+    system = [{"role": "system", "content": task.data.system_prompt}] if task.data.system_prompt else []
+    return {
+        "id": f"{taskset_id}-{task.data.idx}",
+        "prompt": [*system, *messages],
+        "taskset": taskset_id,
+        "task": task.data.model_dump(mode="json", exclude_none=True),
+    }
+
+
+def _check_answerable(task: Any, taskset_id: str) -> None:  # Any: verifiers' tasks
+    """Raise ConfigError for a task whose rewards an answer alone does not decide."""
+    from verifiers.v1 import Task
+
+    scorers = [*task.hooks("reward"), *(judge.score for judge in task.plugged_judges())]
+    parameters = [inspect.signature(scorer).parameters.get("runtime") for scorer in scorers]
+    problem = ""
+    if task.data.prompt is None:
+        problem = "the user opens its conversations"
+    elif task.NEEDS_CONTAINER or task.data.image:
+        problem = "its tasks run in containers"
+    elif (type(task).setup, type(task).finalize) != (Task.setup, Task.finalize):
+        problem = "its tasks prepare something around the answer"
+    elif type(task).toolsets(task.config):
+        problem = "its tasks have tool servers"
+    elif any(each is not None and each.default is inspect.Parameter.empty for each in parameters):
+        problem = "its rewards look into a container"
+    elif not scorers:
+        problem = "its tasks have no reward"
+    if problem:
+        raise ConfigError(
+            f"the taskset {taskset_id!r} cannot be used as an environment ({problem}): run it by verifiers, and train "
+            "on its traces (samples_of_trace)"
+        )
+
+
+def _load_task(taskset_id: str, data: dict[str, Any]) -> Any:  # Any: JSON, verifiers' tasks
+    from verifiers.v1.utils.loaders import task_type, taskset_config_type
+
+    task = task_type(taskset_id)
+    return task(task.data_type().model_validate(data), taskset_config_type(taskset_id)().task)
+
+
+def _build_trace(task: Any, sample: Sample) -> Any:  # Any: verifiers' tasks and traces
+    """What verifiers would have recorded of the conversation."""
+    import verifiers.v1 as vf
+    from pydantic import TypeAdapter
+    from verifiers.v1.graph import MessageNode
+    from verifiers.v1.trace import AgentInfo, TraceTask
+
+    parse = TypeAdapter(vf.Message).validate_python
+    said = [*sample.messages, {"role": "assistant", "content": sample.response}]
+    nodes = [
+        MessageNode(parent=place - 1 if place else None, message=parse(message), sampled=place == len(said) - 1)
+        for place, message in enumerate(said)
+    ]
+    return vf.Trace(
+        task=TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
+        agent=AgentInfo(config=vf.AgentConfig()),
+        nodes=nodes,
+        is_completed=True,
+        ok=True,
+        stop_condition=sample.finish_reason or None,
+    )
+
+
+def _check_installed() -> None:
+    try:
+        import verifiers.v1  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            'the environment "verifiers" needs the package verifiers: pip install "rollouts[verifiers]"'
+        ) from error
+
+
+def main(arguments: list[str]) -> int:
+    """Write the rows of a taskset; returns the exit code."""
+    if len(arguments) != 2:
+        sys.stderr.write("usage: python -m rollouts_core.environments.verifiers_tasks TASKSET PROMPTS.jsonl\n")
+        return 2
+    try:
+        rows = load_rows(arguments[0])
+    except InputError as error:
+        sys.stderr.write(f"rollouts: {error}\n")
+        return 2
+    Path(arguments[1]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sys.stderr.write(f"wrote {len(rows)} prompts to {arguments[1]}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,265 @@
+"""Rewards that something else computes: a service over HTTP, a classifier, a language model as judge.
+
+Not here: rewards that are plain functions and their composition (rewards.py).
+
+    sample -> cache -> batch of samples -> service --rewards--> samples
+                          ^                   |
+                          +----- again -------+   connection lost, overloaded, an answer that cannot be read
+
+A service that stays away is a failure of the machinery (`EnvironmentUnavailableError`): its samples are not graded. One
+that refuses a request is a mistake in the settings or the service, and ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+
+from rollouts_core.config import RewardConfig
+from rollouts_core.errors import CheckpointError, ConfigError, EnvironmentUnavailableError, RewardError
+from rollouts_core.messages import first_line
+from rollouts_core.types import Message, Sample
+
+MAX_CACHED = 100_000
+COLLECT_S = 0.005
+"""How long a batch that is not full waits for more samples."""
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
+OVERLOADED = (408, 425, 429, 500, 502, 503, 504)
+SCORE = re.compile(r"score\s*[:=]\s*\**\s*(\d+(?:\.\d+)?)", re.IGNORECASE)
+MAX_SCORE = 10.0
+
+ScoreFn = Callable[[Sequence[Sample]], Awaitable[Sequence[float | None]]]
+
+
+class BatchedReward:
+    """A reward function that scores samples in batches, and equal ones once.
+
+    Args:
+        score: rewards of some samples, in order.
+        batch_size: samples that are scored together at most.
+    """
+
+    def __init__(self, score: ScoreFn, *, batch_size: int) -> None:
+        self.score = score
+        self.batch_size = batch_size
+        self.num_calls = 0
+        self.num_cached = 0
+        self._waiting: list[tuple[Sample, asyncio.Future[float | None]]] = []
+        self._cache: OrderedDict[str, asyncio.Future[float | None]] = OrderedDict()
+        self._batches: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, sample: Sample) -> float:
+        """The sample's reward."""
+        key = json.dumps([sample.prompt, sample.response, sample.metadata.get("answer")], sort_keys=True)
+        self.num_calls += 1
+        if (known := self._cache.get(key)) is not None:
+            self.num_cached += 1
+            self._cache.move_to_end(key)
+            return await _wait_for(known)
+        future: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
+        self._cache[key] = future
+        future.add_done_callback(lambda done: self._forget(key, done))
+        if len(self._cache) > MAX_CACHED:
+            self._cache.popitem(last=False)
+        self._waiting.append((sample, future))
+        if len(self._waiting) >= self.batch_size:
+            self._start_batch()
+        elif len(self._waiting) == 1:
+            asyncio.get_running_loop().call_later(COLLECT_S, self._start_batch)
+        return await _wait_for(future)
+
+    def _forget(self, key: str, done: asyncio.Future[float | None]) -> None:
+        """What failed is asked again the next time."""
+        if done.cancelled() or done.exception() is not None:
+            self._cache.pop(key, None)
+
+    def _start_batch(self) -> None:
+        batch, self._waiting = self._waiting, []
+        if batch:
+            task = asyncio.get_running_loop().create_task(self._score_batch(batch))
+            self._batches.add(task)
+            task.add_done_callback(self._batches.discard)
+
+    async def _score_batch(self, batch: Sequence[tuple[Sample, asyncio.Future[float | None]]]) -> None:
+        try:
+            rewards = await self.score([sample for sample, _ in batch])
+            if len(rewards) != len(batch):
+                raise RewardError(f"{len(batch)} samples were answered with {len(rewards)} rewards")
+        except Exception as error:  # noqa: BLE001 - a future carries whatever its work raised
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        for (_, future), reward in zip(batch, rewards, strict=True):
+            if not future.done():
+                future.set_result(reward)
+
+
+async def _wait_for(future: asyncio.Future[float | None]) -> float:
+    # Shielded: another sample may wait for the same reward when this one is cancelled.
+    reward: Any = await asyncio.shield(future)  # Any: None is refused where samples are graded
+    return reward  # type: ignore[no-any-return]
+
+
+def create_http_reward(config: RewardConfig) -> BatchedReward:
+    """A reward that a service computes: it gets `{"samples": [...]}` and answers `{"rewards": [...]}`.
+
+    Each sample has `prompt`, `response`, `answer` and `metadata`.
+    """
+
+    async def score(samples: Sequence[Sample]) -> list[float | None]:
+        body = {
+            "samples": [
+                {
+                    "prompt": sample.prompt,
+                    "response": sample.response,
+                    "answer": sample.metadata.get("answer", ""),
+                    "metadata": dict(sample.metadata),
+                }
+                for sample in samples
+            ]
+        }
+        rewards: list[float | None] = await _ask(config, config.url, body, _read_rewards)
+        return rewards
+
+    return BatchedReward(score, batch_size=config.batch_size)
+
+
+def create_judge_reward(config: RewardConfig) -> BatchedReward:
+    """A reward between 0 and 1 by a language model behind an OpenAI-style endpoint, greedy."""
+    url = f"{config.url.rstrip('/')}/chat/completions"
+
+    async def score(samples: Sequence[Sample]) -> list[float | None]:
+        [sample] = samples
+        body = {
+            "model": config.model,
+            "temperature": 0,
+            "messages": [{"role": "user", "content": render_judge_prompt(config.judge_prompt, sample)}],
+        }
+        return [await _ask(config, url, body, _read_score)]
+
+    return BatchedReward(score, batch_size=1)
+
+
+def render_judge_prompt(template: str, sample: Sample) -> str:
+    """What the judge reads: {prompt}, {response} and {answer} of the template are filled in once."""
+    asked = "\n\n".join(message["content"] for message in sample.messages)
+    values = {"{prompt}": asked, "{response}": sample.response, "{answer}": str(sample.metadata.get("answer", ""))}
+    return re.sub("|".join(map(re.escape, values)), lambda found: values[found[0]], template)
+
+
+def create_classifier_reward(config: RewardConfig) -> BatchedReward:
+    """A reward by a Hugging Face sequence classifier with one label: its raw output for prompt and response.
+
+    Raises:
+        ConfigError: no such folder, or a model with several labels.
+        CheckpointError: a folder that cannot be loaded.
+    """
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    if not Path(config.model).is_dir():
+        raise ConfigError(f"rollout.rewards: model {config.model!r} is not a folder: give that of a classifier")
+    try:
+        model = AutoModelForSequenceClassification.from_pretrained(config.model).eval()
+        tokenizer = AutoTokenizer.from_pretrained(config.model)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"the reward model at {config.model} cannot be loaded: {first_line(error)}") from error
+    if model.config.num_labels != 1:
+        raise ConfigError(
+            f"the reward model at {config.model} has {model.config.num_labels} labels: a reward model has one"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+    @torch.inference_mode()
+    def score_now(samples: Sequence[Sample]) -> list[float | None]:
+        texts = [render_for_classifier(tokenizer, sample) for sample in samples]
+        is_rendered = tokenizer.chat_template is not None
+        rows = tokenizer(
+            texts,
+            padding=True,
+            truncation=True,
+            max_length=model.config.max_position_embeddings,
+            add_special_tokens=not is_rendered,
+            return_tensors="pt",
+        )
+        rewards: list[float | None] = model(**rows.to(model.device)).logits[:, 0].float().tolist()
+        return rewards
+
+    async def score(samples: Sequence[Sample]) -> list[float | None]:
+        return await anyio.to_thread.run_sync(score_now, samples)
+
+    return BatchedReward(score, batch_size=config.batch_size)
+
+
+def render_for_classifier(tokenizer: Any, sample: Sample) -> str:  # Any: transformers' tokenizers
+    """Prompt and response by the tokenizer's chat template, or as plain text where it has none."""
+    messages = [*sample.messages, Message(role="assistant", content=sample.response)]
+    if tokenizer.chat_template is None:
+        return "\n".join(message["content"] for message in messages)
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False)
+    return text
+
+
+async def _ask(config: RewardConfig, url: str, body: dict[str, Any], read: Callable[[Any], Any]) -> Any:  # Any: JSON
+    """What `read` finds in the service's answer, asked again while it is away or its answer cannot be read."""
+    problem = ""
+    headers = {"Authorization": f"Bearer {os.environ[config.api_key_variable]}"} if config.api_key_variable else {}
+    async with httpx.AsyncClient(timeout=config.timeout_s, headers=headers) as client:
+        for attempt in range(config.max_retries + 1):
+            if attempt:
+                await anyio.sleep(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (attempt - 1)))
+            try:
+                response = await client.post(url, json=body)
+            except httpx.TransportError as error:
+                problem = first_line(error)
+                continue
+            if response.status_code in OVERLOADED:
+                problem = f"it answered {response.status_code}"
+                continue
+            if response.status_code != 200:
+                raise RewardError(f"{url} answered {response.status_code}: {response.text[:200]}")
+            try:
+                return read(response.json())
+            except (ValueError, KeyError, TypeError, IndexError) as error:
+                reason = f"{type(error).__name__}: {first_line(error)}"
+                problem = f"its answer cannot be read ({reason}): {response.text[:200]}"
+    raise EnvironmentUnavailableError(f"{url} gave no reward in {config.max_retries + 1} attempts: {problem}")
+
+
+def _read_rewards(answer: Any) -> list[float | None]:  # Any: JSON
+    return [_as_reward(value) for value in answer["rewards"]]
+
+
+def _as_reward(value: Any) -> float | None:  # Any: JSON
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return value
+    raise ValueError(f"{value!r} is no reward")
+
+
+def _read_score(answer: Any) -> float:  # Any: JSON
+    text = answer["choices"][0]["message"]["content"]
+    found = SCORE.findall(text)
+    if not found or not 0 <= float(found[-1]) <= MAX_SCORE:
+        raise ValueError(f"no score from 0 to {MAX_SCORE:g} in {text[:100]!r}")
+    return float(found[-1]) / MAX_SCORE
+
+
+REWARD_SERVICES: dict[str, Callable[[RewardConfig], BatchedReward]] = {
+    "http": create_http_reward,
+    "classifier": create_classifier_reward,
+    "judge": create_judge_reward,
+}
+"""What makes a reward of each kind that is no function."""

@@ -1,0 +1,58 @@
+"""Pins the calculator: what it answers in both forms of a call, and which last turn is paid for.
+
+Without it a policy could be paid for a number that the calculator said, or for an answer that was cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rollouts_core.environments import CalculatorEnvironment, Conversation, Outcome
+from rollouts_core.environments.protocol import describe_tools, is_multi_turn
+from rollouts_core.types import Message, Sample, Status
+
+CALCULATOR = CalculatorEnvironment()
+
+
+@pytest.mark.parametrize(
+    ("said", "answered", "outcome"),
+    [
+        ("<calc>57+83</calc>", ["140"], Outcome.OK),
+        ("so <calc>57+83</calc> and <calc>1/4</calc>", ["140; 0.25"], Outcome.OK),
+        ('<tool_call>{"name": "calculator", "arguments": {"expression": "57+83"}}</tool_call>', ["140"], Outcome.OK),
+        (":140", [], Outcome.OK),
+        ("<calc>57+83", ["error: <calc> has no </calc>"], Outcome.PARSE_FAILURE),
+        ("<calc>57+</calc>", ["error: the expression ends too early"], Outcome.TOOL_ERROR),
+        ("<calc>__import__('os')</calc>", ["error: unexpected '_'"], Outcome.TOOL_ERROR),
+    ],
+)
+def test_calls_are_answered(said: str, answered: list[str], outcome: Outcome) -> None:
+    conversation = Conversation(sample=Sample(), messages=[Message(role="assistant", content=said)], num_turns=1)
+    reply = asyncio.run(CALCULATOR.respond(conversation))
+    assert ([message["content"] for message in reply.messages], reply.outcome) == (answered, outcome)
+
+
+@pytest.mark.parametrize(
+    ("response", "status", "reward"),
+    [
+        (":140", Status.COMPLETED, 1.0),
+        ("it is :140.0", Status.COMPLETED, 1.0),
+        ("#### 140", Status.COMPLETED, 1.0),
+        (r"\boxed{140}", Status.COMPLETED, 1.0),
+        ("140", Status.COMPLETED, 1.0),
+        (":141", Status.COMPLETED, 0.0),
+        ("", Status.COMPLETED, 0.0),
+        (":140", Status.TRUNCATED, 0.0),
+        ("<calc>57+83</calc>", Status.TRUNCATED, 0.0),
+    ],
+)
+def test_the_number_of_the_last_turn_decides(response: str, status: Status, reward: float) -> None:
+    sample = Sample(response=response, status=status, metadata={"answer": "140"})
+    assert CALCULATOR.grade(sample) == reward
+
+
+def test_it_offers_its_tool_to_the_policy() -> None:
+    assert is_multi_turn(CALCULATOR)
+    assert [tool["function"]["name"] for tool in describe_tools(CALCULATOR)] == ["calculator"]

@@ -1,0 +1,49 @@
+"""Pins when a program counts as right: all tests reached and passed.
+
+Without it a program that ends before its tests would be paid for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from rollouts_core.environments.code import CodeEnvironment, extract_program
+from rollouts_core.environments.sandbox import SandboxLimits
+from rollouts_core.types import Sample
+
+ADD = "def add(a, b):\n    return a + b\n"
+CHECKS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
+SUMS = [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "5 5\n", "stdout": "10"}]
+
+
+def grade(response: str, tests: Any) -> float:
+    environment = CodeEnvironment(SandboxLimits(wall_s=5.0, cpu_s=1))
+    return asyncio.run(environment.grade(Sample(response=response, metadata={"tests": tests})))
+
+
+@pytest.mark.parametrize(
+    ("response", "tests", "reward"),
+    [
+        (f"Here it is:\n```python\n{ADD}```\nDone.", CHECKS, 1.0),
+        (ADD, CHECKS, 1.0),
+        (ADD.replace("+", "-"), CHECKS, 0.0),
+        ("import sys\nsys.exit(0)", CHECKS, 0.0),
+        ("import os\nos._exit(0)", CHECKS, 0.0),
+        ("def add(a, b:", CHECKS, 0.0),
+        ("", CHECKS, 0.0),
+        ("while True: pass", CHECKS, 0.0),
+        ("print(sum(map(int, input().split())))", SUMS, 1.0),
+        ("print(3)", SUMS, 0.0),
+        ("print(sum(map(int, input().split())), end='  ')", SUMS, 1.0),
+        ("import os\nprint(sum(map(int, input().split()))); os._exit(1)", SUMS, 0.0),
+    ],
+)
+def test_a_program_is_paid_for_where_all_tests_pass(response: str, tests: Any, reward: float) -> None:
+    assert grade(response, tests) == reward
+
+
+def test_the_last_fenced_block_is_the_program() -> None:
+    assert extract_program("```python\na\n```\nor\n```\nb\n```") == "b\n"

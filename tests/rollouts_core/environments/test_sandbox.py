@@ -1,0 +1,160 @@
+"""Programs that try to get out, or to take everything: each attempt ends inside, and leaves nothing behind.
+
+Without it a policy that explores could read the machine's files, call the network, or fill memory and disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rollouts_core.environments import sandbox
+from rollouts_core.environments.protocol import Outcome
+from rollouts_core.environments.sandbox import SandboxLimits, SandboxResult, run_in_sandbox
+from rollouts_core.errors import EnvironmentUnavailableError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
+
+
+def run(code: str, *, stdin: str = "", **limits: float) -> SandboxResult:
+    return asyncio.run(run_in_sandbox(code, stdin=stdin, limits=SandboxLimits(**limits)))  # type: ignore[arg-type]
+
+
+def test_a_program_reads_its_input_and_writes_its_output() -> None:
+    result = run("import json\nprint(json.dumps(int(input()) + 1))", stdin="41\n")
+    assert (result.outcome, result.exit_code, result.stdout) == (Outcome.OK, 0, "42\n")
+
+
+def test_a_program_that_raises_is_no_failure_of_the_machine() -> None:
+    result = run("raise ValueError('mine')")
+    assert (result.outcome, result.exit_code) == (Outcome.TOOL_ERROR, 1)
+    assert "ValueError: mine" in result.stderr
+
+
+def test_there_is_no_network_not_even_this_machine() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        result = run(f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)")
+        assert result.exit_code == 1
+        server.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+def test_the_machines_files_are_not_there(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("s3cret")
+    for path in (secret, Path("/etc/passwd"), Path(__file__), Path("/proc/1/root") / str(secret)[1:]):
+        result = run(f"print(open({str(path)!r}).read())")
+        assert (result.outcome, result.stdout) == (Outcome.TOOL_ERROR, ""), path
+    assert not {"home", "var", "sys", "boot"} & set(run("import os\nprint(*os.listdir('/'))").stdout.split())
+
+
+@pytest.mark.parametrize("folder", ["/", "/usr", sys.prefix, sys.base_prefix, "/dev"])
+def test_nothing_can_be_written_but_the_temporary_folder(folder: str) -> None:
+    result = run(f"open({folder!r} + '/left_behind', 'w')")
+    assert result.outcome is Outcome.TOOL_ERROR
+    assert not Path(folder, "left_behind").exists()
+
+
+def test_the_temporary_folder_is_its_own_and_vanishes() -> None:
+    assert run("open('/tmp/left_behind', 'w').write('x')").outcome is Outcome.OK
+    assert not Path("/tmp/left_behind").exists()
+    interpreter = {Path(prefix).parts[2] for prefix in (sys.prefix, sys.base_prefix) if prefix.startswith("/tmp/")}
+    found = run("import os\nprint(*os.listdir('/tmp'))").stdout.split()
+    assert sorted(set(found) - interpreter) == ["main.py", "stdin"]
+
+
+def test_an_interpreter_in_the_temporary_folder_is_seen_and_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "module.py").write_text("x = 7")
+    tmp_path.chmod(0o755)
+    (tmp_path / "module.py").chmod(0o644)
+    folders = [*sandbox.visible_folders(), str(tmp_path)]
+    monkeypatch.setattr(sandbox, "visible_folders", lambda: folders)
+    assert run(f"print(open('{tmp_path}/module.py').read())").stdout == "x = 7\n"
+    assert run(f"open('{tmp_path}/module.py', 'w')").outcome is Outcome.TOOL_ERROR
+    assert (tmp_path / "module.py").read_text() == "x = 7"
+
+
+def test_other_processes_are_neither_seen_nor_reached() -> None:
+    seen = run("import os\nprint(*[name for name in os.listdir('/proc') if name.isdigit()])")
+    assert seen.stdout.split() == ["1"]
+    assert run(f"import os\nos.kill({os.getpid()}, 9)").outcome is Outcome.TOOL_ERROR
+
+
+def test_there_are_no_privileges_and_no_way_to_them() -> None:
+    code = (
+        "import ctypes, os\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        "assert os.getuid() != 0\n"
+        "assert 'CapEff:\\t0000000000000000' in open('/proc/self/status').read()\n"
+        "assert libc.mount(b'none', b'/usr', b'', 4096 | 32, b'') == -1\n"
+        "assert libc.setuid(0) == -1\n"
+        "assert libc.unshare(0x20000) == -1\n"
+        "print('shut in')\n"
+    )
+    result = run(code)
+    assert result.stdout == "shut in\n", result.stderr
+
+
+def test_secrets_of_the_environment_are_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "s3cret")
+    assert "s3cret" not in run("import os\nprint(dict(os.environ), open('/proc/self/environ').read())").stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "limits"),
+    [
+        ("while True: pass", {"cpu_s": 1}),
+        ("import time\ntime.sleep(60)", {"wall_s": 0.5}),
+        ("import os, time\nos.setsid() if os.fork() == 0 else 0\ntime.sleep(60)", {"wall_s": 0.5}),
+        ("import signal, time\nsignal.signal(15, signal.SIG_IGN)\ntime.sleep(60)", {"wall_s": 0.5}),
+    ],
+)
+def test_a_program_that_does_not_end_is_ended_with_all_its_processes(code: str, limits: dict[str, float]) -> None:
+    began = time.monotonic()
+    assert run(code, **limits).outcome is Outcome.TIMEOUT
+    assert time.monotonic() - began < 15
+    while any(b"/tmp/main.py" in _read(path) for path in Path("/proc").glob("[0-9]*/cmdline")):
+        assert time.monotonic() - began < 20, "a process outlived its program"
+        time.sleep(0.01)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # the process ended meanwhile
+        return b""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "x = bytearray(2 << 30)",
+        "open('/tmp/big', 'wb').write(bytes(64 << 20))",
+        "for i in range(100):\n    open(f'/tmp/{i}', 'wb').write(bytes(1 << 20))",
+        "files = [open('/tmp/main.py') for _ in range(100)]",
+        "import os, time\nfor _ in range(50):\n    if os.fork() == 0: time.sleep(5); os._exit(0)",
+        "print('x' * (5 << 20))",
+    ],
+)
+def test_a_program_that_takes_too_much_is_refused_it(code: str) -> None:
+    result = run(code)
+    assert result.outcome is Outcome.TOOL_ERROR
+    assert len(result.stdout) <= SandboxLimits().output_bytes
+
+
+def test_a_machine_that_cannot_shut_a_program_in_runs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    child = tmp_path / "child.py"
+    child.write_text(sandbox.CHILD.read_text().replace("libc.unshare(spaces", "libc.unshare(-1 + 0 * spaces"))
+    monkeypatch.setattr(sandbox, "CHILD", child)
+    with pytest.raises(EnvironmentUnavailableError, match=r"cannot shut a program in .*unshare.*user namespaces"):
+        run("print('free')")

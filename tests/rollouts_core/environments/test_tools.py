@@ -1,0 +1,93 @@
+"""Pins how tool calls are read, checked and answered.
+
+Without it a malformed call could crash a run, or a tool would run with arguments that its schema forbids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from rollouts_core.environments.calculator import CALCULATOR
+from rollouts_core.environments.protocol import Outcome, Reply, Tool
+from rollouts_core.environments.tools import ToolCall, answer_tool_calls, parse_tool_calls
+
+
+def call(name: str = "calculator", **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def answer(text: str, *tools: Tool, timeout_s: float = 1.0) -> Reply:
+    return asyncio.run(answer_tool_calls(text, tools or (CALCULATOR,), timeout_s=timeout_s))
+
+
+def contents(reply: Reply) -> list[str]:
+    return [message["content"] for message in reply.messages]
+
+
+def test_calls_are_read_in_order_wherever_they_stand() -> None:
+    text = f"first {call('add', a=1)} then\n{call('sub', b=[2])}"
+    assert parse_tool_calls(text) == [ToolCall("add", {"a": 1}), ToolCall("sub", {"b": [2]})]
+
+
+def test_each_call_gets_an_answer_in_order() -> None:
+    reply = answer(call(expression="57+83") + call(expression="2*3"))
+    assert (contents(reply), reply.outcome) == (["140", "6"], Outcome.OK)
+    assert [message["role"] for message in reply.messages] == ["tool", "tool"]
+
+
+def test_without_a_call_there_is_nothing_to_answer() -> None:
+    assert answer("it is 140").messages == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("<tool_call>{}</tool_call>", '"name" and "arguments"'),
+        ("<tool_call>[1]</tool_call>", '"name" and "arguments"'),
+        ('<tool_call>{"name": "calculator", "arguments": "1+1"}</tool_call>', "are an object"),
+        ("<tool_call>{expression: 1}</tool_call>", "not valid JSON"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
+        ('<tool_call>{"name": "calculator"', "has no </tool_call>"),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_explained_to_the_policy(text: str, sentence: str) -> None:
+    reply = answer(text)
+    assert reply.outcome is Outcome.PARSE_FAILURE
+    assert sentence in contents(reply)[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (call("calculater", expression="1"), "unknown tool 'calculater'; did you mean calculator?"),
+        (call(), "'expression' is a required property"),
+        (call(expression=1), "arguments.expression: 1 is not of type 'string'"),
+        (call(expression="1", digits=2), "Additional properties are not allowed"),
+        (call(expression="1/0"), "division by zero"),
+    ],
+)
+def test_what_a_tool_refuses_is_explained_to_the_policy(text: str, sentence: str) -> None:
+    reply = answer(text)
+    assert reply.outcome is Outcome.TOOL_ERROR
+    assert sentence in contents(reply)[0]
+
+
+def test_a_tool_that_takes_too_long_is_left() -> None:
+    async def sleep(seconds: float) -> str:
+        await asyncio.sleep(seconds)
+        return "awake"
+
+    slow = Tool(name="sleep", description="Sleep.", parameters={"type": "object"}, function=sleep)
+    reply = answer(call("sleep", seconds=0) + call("sleep", seconds=60), slow, timeout_s=0.05)
+    assert contents(reply) == ["awake", "error: sleep took longer than 0.05 s"]
+    assert reply.outcome is Outcome.TIMEOUT
+
+
+def test_a_tool_is_described_as_chat_templates_take_it() -> None:
+    described = CALCULATOR.to_json()
+    assert described["type"] == "function"
+    assert described["function"]["parameters"]["required"] == ["expression"]

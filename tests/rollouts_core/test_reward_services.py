@@ -1,0 +1,252 @@
+"""Rewards that a service, a classifier or a judge computes, against real servers and a real model.
+
+Without these tests an overloaded service could become a reward of 0, or every sample a request of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerBase
+
+from rollouts_core import reward_services
+from rollouts_core.config import RewardConfig
+from rollouts_core.errors import CheckpointError, ConfigError, EnvironmentUnavailableError, RewardError
+from rollouts_core.reward_services import (
+    create_classifier_reward,
+    create_http_reward,
+    create_judge_reward,
+    render_judge_prompt,
+)
+from rollouts_core.rewards import grade_group
+from rollouts_core.types import Message, Sample
+
+Answer = tuple[int, Any]
+
+
+class Service:
+    """A server on a free port that answers every POST by a function of its body, and remembers the bodies."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], Answer]) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        service = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                service.bodies.append(body)
+                service.keys.append(self.headers.get("Authorization"))
+                status, content = answer(body)
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(content if isinstance(content, bytes) else json.dumps(content).encode())
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Quiet."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Callable[[dict[str, Any]], Answer]], Service]]:
+    services: list[Service] = []
+
+    def start(answer: Callable[[dict[str, Any]], Answer]) -> Service:
+        services.append(Service(answer))
+        threading.Thread(target=services[-1].server.serve_forever, args=(0.01,), daemon=True).start()
+        return services[-1]
+
+    yield start
+    for service in services:
+        service.server.shutdown()
+        service.server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_services, "FIRST_BACKOFF_S", 0.001)
+
+
+def count_letters(body: dict[str, Any]) -> Answer:
+    return 200, {"rewards": [len(sample["response"]) for sample in body["samples"]]}
+
+
+def make_samples(*responses: str) -> list[Sample]:
+    return [
+        Sample(prompt="q", response=response, index=i, metadata={"answer": "a", "prompt_id": f"p{i}"})
+        for i, response in enumerate(responses)
+    ]
+
+
+def grade(samples: list[Sample], reward: Any) -> list[float | None]:
+    return [sample.reward for sample in asyncio.run(grade_group(samples, reward))]
+
+
+def http_reward(service: Service, **changes: Any) -> Any:
+    return create_http_reward(RewardConfig(kind="http", url=service.url, **changes))
+
+
+def test_samples_travel_in_batches_and_come_back_in_order(serve: Any) -> None:
+    service = serve(count_letters)
+    responses = ["x" * n for n in range(1, 11)]
+    assert grade(make_samples(*responses), http_reward(service, batch_size=4)) == [float(n) for n in range(1, 11)]
+    assert sorted(len(body["samples"]) for body in service.bodies) == [2, 4, 4]
+    assert {
+        "prompt": "q",
+        "response": "x",
+        "answer": "a",
+        "metadata": {"answer": "a", "prompt_id": "p0"},
+    } in [sample for body in service.bodies for sample in body["samples"]]
+
+
+def test_equal_samples_are_scored_once_also_later(serve: Any) -> None:
+    service = serve(count_letters)
+    reward = http_reward(service)
+    assert grade(make_samples("xx", "xx", "x"), reward) == [2.0, 2.0, 1.0]
+    assert grade(make_samples("xx"), reward) == [2.0]
+    assert sum(len(body["samples"]) for body in service.bodies) == 2
+    assert (reward.num_calls, reward.num_cached) == (4, 2)
+
+
+def test_a_sample_that_is_cancelled_leaves_its_equals_their_reward(serve: Any) -> None:
+    is_asked, may_answer = threading.Event(), threading.Event()
+
+    def answer_late(body: dict[str, Any]) -> Answer:
+        is_asked.set()
+        may_answer.wait(10)
+        return count_letters(body)
+
+    reward = http_reward(serve(answer_late))
+
+    async def cancel_the_first() -> float:
+        first, second = (asyncio.create_task(reward(sample)) for sample in make_samples("xx", "xx"))
+        await asyncio.to_thread(is_asked.wait, 10)
+        first.cancel()
+        await asyncio.sleep(0)
+        may_answer.set()
+        return await second
+
+    assert asyncio.run(cancel_the_first()) == 2.0
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [(503, {}), (429, {}), (200, b"no json"), (200, {"scores": []}), (200, {"rewards": ["high"]})],
+)
+def test_a_service_that_fails_once_is_asked_again(serve: Any, failure: Answer) -> None:
+    answers = [failure]
+    service = serve(lambda body: answers.pop() if answers else count_letters(body))
+    assert grade(make_samples("xx"), http_reward(service)) == [2.0]
+    assert len(service.bodies) == 2
+
+
+def test_a_service_that_stays_away_gives_no_reward_and_names_the_prompt(serve: Any) -> None:
+    service = serve(lambda body: (503, {}))
+    reward = http_reward(service, max_retries=2)
+    with pytest.raises(EnvironmentUnavailableError, match=r"on prompt 'p0': .* no reward in 3 attempts: .*503"):
+        grade(make_samples("x"), reward)
+    assert len(service.bodies) == 3
+    service.server.shutdown()
+    service.server.server_close()
+    with pytest.raises(EnvironmentUnavailableError, match="no reward in 3 attempts"):
+        grade(make_samples("x"), reward)
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        ((400, {"error": "no such field"}), "answered 400: .*no such field"),
+        ((200, {"rewards": [1.0, 2.0]}), "1 samples were answered with 2 rewards"),
+        ((200, b'{"rewards": [NaN]}'), "returned nan: expected a finite number"),
+    ],
+)
+def test_a_service_with_a_mistake_ends_the_run_and_names_the_prompt(serve: Any, answer: Answer, sentence: str) -> None:
+    service = serve(lambda body: answer)
+    with pytest.raises(RewardError, match=f"on prompt 'p0' .*{sentence}"):
+        grade(make_samples("x"), http_reward(service))
+    assert len(service.bodies) == 1
+
+
+def test_a_service_that_hangs_is_left(serve: Any) -> None:
+    is_over = threading.Event()
+    service = serve(lambda body: (200, {"rewards": [is_over.wait(10)]}))
+    with pytest.raises(EnvironmentUnavailableError, match="gave no reward"):
+        grade(make_samples("x"), http_reward(service, timeout_s=0.05, max_retries=0))
+    is_over.set()
+
+
+def say(text: str) -> Answer:
+    return 200, {"choices": [{"message": {"content": text}}]}
+
+
+def test_a_judge_reads_the_answer_and_its_last_score_counts(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "s3cret")
+    service = serve(lambda body: say("Score: 2 would be harsh.\n**Score: 7.5**"))
+    config = RewardConfig(kind="judge", url=f"{service.url}/v1/", model="big", api_key_variable="JUDGE_KEY")
+    assert grade(make_samples("blue"), create_judge_reward(config)) == [0.75]
+    [body] = service.bodies
+    assert (body["model"], body["temperature"], service.keys) == ("big", 0, ["Bearer s3cret"])
+    assert "blue" in body["messages"][0]["content"]
+
+
+@pytest.mark.parametrize("text", ["I cannot say.", "Score: 11", "Score: high"])
+def test_a_judge_that_gives_no_score_gives_no_reward(serve: Any, text: str) -> None:
+    service = serve(lambda body: say(text))
+    config = RewardConfig(kind="judge", url=service.url, model="big", max_retries=1)
+    with pytest.raises(EnvironmentUnavailableError, match=r"no reward in 2 attempts.*no score from 0 to 10"):
+        grade(make_samples("x"), create_judge_reward(config))
+
+
+def test_what_a_policy_writes_fills_no_other_place_of_the_judges_prompt() -> None:
+    sample = Sample(prompt="q", response="{answer} {prompt}", metadata={"answer": "secret"})
+    assert render_judge_prompt("{prompt}|{response}|{answer}|{other}", sample) == "q|{answer} {prompt}|secret|{other}"
+
+
+@pytest.fixture
+def classifier(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Callable[..., Path]:
+    def save(num_labels: int = 1) -> Path:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+            num_attention_heads=2, num_labels=num_labels, max_position_embeddings=64,
+        )  # fmt: skip
+        LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+        tokenizer.save_pretrained(tmp_path)
+        return tmp_path
+
+    return save
+
+
+def test_a_classifier_scores_the_conversation_whatever_shares_its_batch(
+    classifier: Callable[..., Path], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    folder = classifier()
+    reward = create_classifier_reward(RewardConfig(kind="classifier", model=str(folder), batch_size=4))
+    samples = [Sample(prompt="1+1=?", response="2" * n, index=n) for n in range(1, 6)]
+    rewards = grade(samples, reward)
+    model = LlamaForSequenceClassification.from_pretrained(folder).eval()
+    for sample, found in zip(samples, rewards, strict=True):
+        messages = [*sample.messages, Message(role="assistant", content=sample.response)]
+        ids = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)["input_ids"]
+        assert found == pytest.approx(model(ids).logits.item(), abs=1e-5)
+    assert len(set(rewards)) == 5
+
+
+def test_a_classifier_with_several_labels_or_none_is_refused(classifier: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has 3 labels: a reward model has one"):
+        create_classifier_reward(RewardConfig(kind="classifier", model=str(classifier(3))))
+    with pytest.raises(ConfigError, match="is not a folder"):
+        create_classifier_reward(RewardConfig(kind="classifier", model=str(tmp_path / "missing")))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        create_classifier_reward(RewardConfig(kind="classifier", model=str(tmp_path / "empty")))

@@ -1,0 +1,48 @@
+"""Pins that the code which the documentation tells readers to copy works as it stands there.
+
+Without it the first environment that somebody writes would fail for a mistake of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rollouts_core.config import RolloutConfig
+from rollouts_core.quickstart import build_character_tokenizer
+from rollouts_core.rewards import grade_group
+from rollouts_core.rollout import build_pending_group, create_conversation_generate_fn
+from rollouts_core.types import Message, Prompt, Sample
+from tests.rollouts_core.scripted import ScriptedEngine
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+def example_of(page: str) -> dict[str, Any]:
+    """What the first Python example of a page defines."""
+    [code, *_] = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    defined: dict[str, Any] = {}
+    exec(code, defined)
+    return defined
+
+
+def play(environment: Any, turns: list[str], tokenizer: PreTrainedTokenizerBase) -> Sample:
+    prompt = Prompt(id="p", messages=(Message(role="user", content="?"),), answer="7")
+    group = build_pending_group(prompt, group_index=0, size=1)
+    engine = ScriptedEngine(turns, tokenizer)
+    generate = create_conversation_generate_fn([engine], tokenizer, RolloutConfig(), environment)
+    [sample] = asyncio.run(grade_group(asyncio.run(generate(group)), environment.grade))
+    return sample
+
+
+def test_the_environment_of_the_docs_plays_its_game() -> None:
+    environment = example_of("environments.md")["GuessEnvironment"]()
+    sample = play(environment, ["3", "9", "?", "7"], build_character_tokenizer())
+    said = [message["content"] for message in sample.metadata["conversation"]]
+    assert said == ["?", "3", "higher", "9", "lower", "?", "a number, please", "7"]
+    assert (sample.reward, sample.metadata["outcomes"]) == (1.0, ["ok", "ok", "parse_failure", "ok"])
+    assert play(environment, ["3"], build_character_tokenizer()).reward == 0.0
