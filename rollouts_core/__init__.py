@@ -22,7 +22,8 @@ PUBLIC_NAMES = {
     "config": "Config algorithm_preset RLTrainingConfig RolloutConfig SFTTrainingConfig",
     "data.data_buffer": "DataBuffer",
     "data.dataset": "SFTDataset load_prompts_from_jsonl load_sft_dataset open_datasets",
-    "engines": "InferenceEngine PublishTarget SGLangEngine publish_weights sync_weights_to_engines",
+    "engines": "Endpoint EnginePool InferenceEngine PublishTarget SGLangEngine VLLMEngine connect create_engine "
+    "publish_weights sync_weights_to_engines",
     "environments": "ENVIRONMENTS Environment",
     "filters": "check_any_success check_min_reward check_quality_and_diversity check_reasonable_length "
     "check_response_diversity check_reward_nonzero_std compose_filters",

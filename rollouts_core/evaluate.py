@@ -21,8 +21,7 @@ from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.offline import generate_tokens
 from rollouts_core.embedded.running import Completion as EmbeddedCompletion
 from rollouts_core.embedded.sampling import SamplingParams
-from rollouts_core.engines.protocol import Completion
-from rollouts_core.engines.sglang import STATUS_OF_FINISH
+from rollouts_core.engines.protocol import STATUS_OF_FINISH, Completion
 from rollouts_core.model.loading import load_hf_model, load_tokenizer, pad_token_id
 from rollouts_core.model.policy import compute_logprobs
 from rollouts_core.rewards import RewardFn, grade_sample
