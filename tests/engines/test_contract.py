@@ -14,6 +14,7 @@ from typing import TypeVar
 import pytest
 import torch
 
+from flows.preflight import served_model
 from rollouts_core.config import SamplingConfig
 from rollouts_core.engines import Completion, GenerationRequest, SGLangEngine, VLLMEngine
 from rollouts_core.errors import EngineError, WeightSyncError
@@ -185,6 +186,11 @@ def test_a_model_of_other_shapes_is_refused_and_the_engine_goes_on(
     completions = with_client(server, load_the_other)
     assert versions_of(completions) == {"start-4"}
     assert worst_gap(start, ask(), completions[0]) < LOGPROB_TOLERANCE
+
+
+def test_the_checks_before_a_run_recognise_the_engine_by_the_model_it_serves(server: Server) -> None:
+    served = served_model(server.url)
+    assert served is not None and (served / "config.json").is_file()
 
 
 def test_a_server_that_was_killed_and_came_back_is_brought_up_to_date(server: Server, trained: SavedModel) -> None:
