@@ -36,6 +36,8 @@ SHORT_DIGEST_LENGTH = 16
 VOCABULARY_PADDING = 64
 """SGLang and vLLM fill the rows of embedding and head up to a multiple of this with zeros."""
 SHAPE_KEYS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+BODY_FILE, HEAD_FILE = "model-body.safetensors", "model-head.safetensors"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -143,27 +145,25 @@ def untied(directory: Path) -> Iterator[Path]:
 def write_untied(directory: Path, target: Path) -> None:
     """Make `target` a copy by links of a model directory, with an output head of its own."""
     target.mkdir(parents=True, exist_ok=True)
+    written = {"config.json", SINGLE_FILE, INDEX}
     for file in directory.iterdir():
         link = target / file.name
-        if file.is_file() and file.name != "config.json" and not link.exists():
+        if file.is_file() and file.name not in written and not link.exists():
             link.symlink_to(file.resolve())
     tensors = read_tensors(directory)
+    if (directory / SINGLE_FILE).exists():
+        # Under another name: beside a file of this one, readers do not look at the index.
+        weight_map = dict.fromkeys(tensors, BODY_FILE)
+        (target / BODY_FILE).unlink(missing_ok=True)
+        (target / BODY_FILE).symlink_to((directory / SINGLE_FILE).resolve())
+    else:
+        weight_map = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
     if HEAD not in tensors:
-        save_file({HEAD: tensors[EMBEDDING]}, target / "lm_head.safetensors", metadata={"format": "pt"})
-        _add_to_index(target, HEAD, "lm_head.safetensors")
+        save_file({HEAD: tensors[EMBEDDING]}, target / HEAD_FILE, metadata={"format": "pt"})
+        weight_map = {**weight_map, HEAD: HEAD_FILE}
+    (target / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8")
     config = {**read_config(directory), "tie_word_embeddings": False}
     (target / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-
-
-def _add_to_index(target: Path, tensor: str, file: str) -> None:
-    """Name the tensor in the index of sharded weights, where there is one."""
-    path = target / "model.safetensors.index.json"
-    if not path.exists():
-        return
-    index = json.loads(path.read_text(encoding="utf-8"))
-    index["weight_map"][tensor] = file
-    path.unlink()  # a link to the original
-    path.write_text(json.dumps(index), encoding="utf-8")
 
 
 def _fuse(tensors: Mapping[str, Tensor], served: Collection[str]) -> dict[str, Tensor]:

@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
+import anyio
+import httpx
 import pytest
 import torch
 
@@ -145,6 +147,33 @@ def test_an_update_amid_completions_mixes_no_weights_and_each_completion_says_it
         [version] = versions_of([completion])
         assert worst_gap(served[version], request, completion) < LOGPROB_TOLERANCE
     assert versions_of(completions[len(requests) :]) == {"trained-2"}
+
+
+def num_running(server: Server) -> int:
+    """Requests that the server works on, by its own count."""
+    if server.job.engine.kind == "vllm":
+        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        return int(sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running")))
+    if server.job.engine.kind == "sglang":
+        return sum(int(load["num_running_reqs"]) for load in httpx.get(f"{server.url}/v1/loads").json()["loads"])
+    return int(httpx.get(f"{server.url}/server_info").json()["internal_states"][0]["num_running_reqs"])
+
+
+def test_requests_that_nobody_waits_for_any_more_are_ended(server: Server) -> None:
+    requests = [ask([*PROMPT, place], temperature=0.0, num_tokens=550) for place in range(2, 10)]
+
+    async def cancel_amid(engine: Engine) -> int:
+        under_way = asyncio.ensure_future(engine.generate(requests))
+        with anyio.fail_after(30):
+            while (most := await asyncio.to_thread(num_running, server)) == 0:
+                assert not under_way.done()
+        under_way.cancel()
+        with anyio.fail_after(30):
+            while await asyncio.to_thread(num_running, server):
+                await asyncio.sleep(0.05)
+        return most
+
+    assert with_client(server, cancel_amid) > 0
 
 
 def test_a_prompt_that_does_not_fit_is_refused_by_the_engines_name_and_the_engine_goes_on(
