@@ -623,8 +623,8 @@ class EngineConfig(Record):
     rollout.sampling.max_new_tokens need."""
     extra_args: tuple[str, ...] = ()
     """Further arguments of the server's command line, for instance ["--mem-fraction-static", "0.7"]."""
-    start_timeout_s: Annotated[Finite, Field(gt=0)] = Field(600.0, json_schema_extra=PLACEMENT)
-    """How long the server may take until it has generated its first token."""
+    start_timeout_s: Annotated[Finite, Field(gt=0)] = Field(300.0, json_schema_extra=PLACEMENT)
+    """How long the server may take until it has generated its first token, and to be back after it died."""
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:

@@ -88,7 +88,6 @@ logger = logging.getLogger(__name__)
 
 ATTEMPT_VARIABLE = "ROLLOUTS_ATTEMPT"
 LEASE_RENEWAL_S = 5.0
-ENGINE_START_TIMEOUT_S = 120.0
 POOLED_RESTART_TIMEOUT_S = 5.0
 """With other engines at hand, the completions of one that vanished are asked of them, while it restarts."""
 
@@ -401,14 +400,14 @@ async def open_engines(job: RLJob) -> AsyncIterator[list[InferenceEngine]]:
         create_engine(
             Endpoint(provider=address.provider, url=address.url, model=job.model.model.path),
             request_timeout_s=job.rollout.request_timeout_s,
-            restart_timeout_s=ENGINE_START_TIMEOUT_S if is_alone else POOLED_RESTART_TIMEOUT_S,
+            restart_timeout_s=job.rollout.engine.start_timeout_s if is_alone else POOLED_RESTART_TIMEOUT_S,
         )
         for address in job.engines
     ]
     engines: list[InferenceEngine] = [*clients] if is_alone or not clients else [EnginePool(clients)]
     try:
         for engine in engines:
-            await engine.wait_until_ready(ENGINE_START_TIMEOUT_S)
+            await engine.wait_until_ready(job.rollout.engine.start_timeout_s)
         yield engines
     finally:
         for engine in engines:

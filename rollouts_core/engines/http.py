@@ -33,6 +33,8 @@ from rollouts_core.types import Status
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
+RETRY_PAUSE_S = 1.0
+"""Before the second attempt, and twice as long before the third: an overloaded server is not helped by haste."""
 POLL_INTERVAL_S = 0.1
 PROBE_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 10.0
@@ -137,7 +139,9 @@ class WeightKeeper:
         for request in requests:
             self._check_tokens(request.prompt_tokens, "a prompt")
         problem = ""
-        for _ in range(MAX_ATTEMPTS):
+        for attempt in range(MAX_ATTEMPTS):
+            if attempt:
+                await anyio.sleep(RETRY_PAUSE_S * 2 ** (attempt - 1))
             try:
                 completions = await self.server.complete(requests)
             except EngineUnavailableError as error:

@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
 import torch
 
@@ -25,6 +26,7 @@ from rollouts_core.engines.http import UPDATE_TIMEOUT_S, EngineConnection, Weigh
 from rollouts_core.engines.protocol import Completion, GenerationRequest
 from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
 
+RESUME_TIMEOUT_S = 30.0
 LOGPROBS_MODE = "processed_logprobs"
 """Log-probs of the distribution that was sampled from; vLLM's default are those before the temperature."""
 
@@ -141,7 +143,8 @@ class VLLMEngine:
             await self._call_development("POST", "/reset_prefix_cache")  # the old weights computed its entries
             await self._set_version(version)
         finally:
-            await self._call_development("POST", "/resume")
+            with anyio.CancelScope(shield=True):  # given up or not: a paused server answers nobody
+                await self._call_development("POST", "/resume", timeout=RESUME_TIMEOUT_S)
         if (served := await self.weight_version()) != version:
             raise WeightSyncError(f"{self.name} serves {served} after it was given {version}")
         dtype = getattr(torch, str(model_config.get("dtype")).removeprefix("torch."), None)

@@ -12,17 +12,23 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
 import pytest
 
 from rollouts_core.config import SamplingConfig
-from rollouts_core.engines import Completion, Endpoint, GenerationRequest, SGLangEngine, VLLMEngine, create_engine
+from rollouts_core.engines import Completion, Endpoint, GenerationRequest, SGLangEngine, VLLMEngine, create_engine, http
 from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
 
 EngineType = type[SGLangEngine] | type[VLLMEngine]
 Answer = Callable[[httpx.Request], httpx.Response]
 REQUEST = GenerationRequest(prompt_tokens=[4, 8], sampling=SamplingConfig(max_new_tokens=2), stop_token_ids=(), seed=0)
 BOTH = pytest.mark.parametrize("engine_type", [SGLangEngine, VLLMEngine])
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "RETRY_PAUSE_S", 0.01)
 
 
 def completion_json(engine_type: EngineType, tokens: list[int], logprobs: list[Any] | None, reason: str) -> Any:
@@ -193,6 +199,30 @@ def test_vllm_that_gives_raw_logprobs_is_refused(quickstart_dir: Path) -> None:
     engine = vllm_of(versions=["default"], mode="raw_logprobs")
     with pytest.raises(WeightSyncError, match=r"gives raw_logprobs.*start it with --logprobs-mode processed_logprobs"):
         asyncio.run(engine.load_weights(quickstart_dir / "base_model", "v1"))
+
+
+def test_vllm_goes_on_after_an_update_that_was_given_up(quickstart_dir: Path) -> None:
+    """Paused for good it would hang every request that is made of it."""
+    called: list[str] = []
+    digests = {"tp0:lm_head.weight": "", "tp0:model.norm.weight": ""}
+    answers: dict[str, Any] = {
+        "/server_info": {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs", "model": ""}}},
+        "/weight_checker": {"checksums": digests},
+    }
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        called.append(request.url.path)
+        if request.url.path == "/collective_rpc":
+            await asyncio.sleep(60)
+        return httpx.Response(200, json=answers.get(request.url.path, {}))
+
+    async def give_up() -> None:
+        engine = VLLMEngine("http://engine", transport=httpx.MockTransport(answer))
+        with anyio.move_on_after(0.1):
+            await engine.load_weights(quickstart_dir / "base_model", "v1")
+
+    asyncio.run(give_up())
+    assert called[-2:] == ["/collective_rpc", "/resume"]
 
 
 def test_vllm_without_its_development_endpoints_is_told_how_to_start() -> None:
