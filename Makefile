@@ -1,5 +1,6 @@
 # make quickstart   the whole pipeline on this machine, with data and a model that it makes itself
-# make test         every test; `make test-fast` leaves out those that start servers, jobs or pipelines
+# make test         every test but those of real engines; `make test-fast` leaves out those that start servers, jobs or pipelines
+# make engines      SGLang and vLLM for a CPU, in .engines/, 7 GB; `make test-engines` tests against them
 # make check        lint, format, types
 # make bench        docs/benchmarks.md: this library side by side with others, 14 minutes on an idle machine
 
@@ -9,16 +10,21 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: quickstart test test-fast check bench install clean
+.PHONY: quickstart test test-fast test-engines engines check bench install clean
 
 quickstart: $(READY)
 	$(BIN)/rollouts quickstart
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not engine"
 
 test-fast: $(READY)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not engine"
+
+test-engines: $(READY) engines
+	$(BIN)/python -m pytest -m engine tests/engines
+
+engines: .engines/sglang/.ready .engines/vllm/.ready
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -44,5 +50,11 @@ $(READY): pyproject.toml constraints.txt
 		--editable . --requirement benchmarks/requirements.txt
 	@touch $@
 
+.engines/%/.ready: tests/engines/install.sh tests/engines/stand_ins.py tests/engines/%.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: install it, or name one with PYTHON=..."; exit 2; }
+	rm -rf $(@D)
+	tests/engines/install.sh $* $(@D) $(PYTHON)
+	@touch $@
+
 clean:
-	rm -rf .venv .bench .rollouts
+	rm -rf .venv .bench .engines .rollouts

@@ -89,13 +89,15 @@ def sft_rl(config: Config, node: NodeSettings, run: RunOptions) -> PipelineResul
 
 
 def run_rl(start: InputModel, config: Config, scope: RunScope, machine: Node) -> StageRecord:
-    """RL with an engine beside it, unless an earlier run finished the same."""
+    """RL with its engines beside it, unless an earlier run finished the same."""
     stage = plan_rl(start, config, scope, machine)
     if is_finished(stage):
         return run_cached(train_rl, stage, scope, machine)
-    engine = launch_engine(stage, config.deployment.engine_port, scope, machine)
-    record = run_cached(train_rl, with_engines(stage, [engine]), scope, machine)
-    stop_engine(engine, scope, machine)
+    ports = config.deployment.engine_ports
+    engines = [launch_engine(stage, port, scope, machine, index) for index, port in enumerate(ports)]
+    record = run_cached(train_rl, with_engines(stage, engines), scope, machine)
+    for engine in engines:
+        stop_engine(engine, scope, machine)
     return record
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 
 from flows.form import Pipeline
+from infra.engines import check_engine_installed
 from infra.errors import PermanentInfraError
 from infra.ports import LOOPBACK, check_port
 from infra.providers import open_session, provision_node
@@ -31,16 +32,30 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
     """
     check_writable(store)
     check_files(pipeline.config.data)
-    port = pipeline.config.deployment.engine_port
-    if not is_own_engine(port, store):
+    for port in pipeline.config.deployment.engine_ports:
+        if is_own_engine(port, store):
+            continue
         with open_session(provision_node(pipeline.node, store)) as session:
             try:
                 check_port(session, port)
             except PermanentInfraError as error:
                 raise ConfigError(f"deployment.engine_port: {error}") from error
+    check_engine(pipeline, store)
     from rollouts_core.validate import validate_config  # torch and transformers load here
 
     return validate_config(pipeline.config)
+
+
+def check_engine(pipeline: Pipeline, store: Path) -> None:
+    """Raise ConfigError when RL asks for an engine that is not installed."""
+    engine = pipeline.config.rollout.engine
+    if pipeline.config.mode == "sft" or engine.kind == "embedded":
+        return
+    with open_session(provision_node(pipeline.node, store)) as session:
+        try:
+            check_engine_installed(session, engine.kind, python=engine.python)
+        except PermanentInfraError as error:
+            raise ConfigError(str(error)) from error
 
 
 def check_writable(store: Path) -> None:
@@ -68,8 +83,18 @@ def is_own_engine(port: int, store: Path) -> bool:
     """True when the engine of an earlier run of this store answers on the port: a run may attach to it."""
     if port == 0:
         return False
-    try:
-        answer = httpx.get(f"http://{LOOPBACK}:{port}/model_info", timeout=ENGINE_ANSWER_TIMEOUT_S).json()
-    except (httpx.HTTPError, ValueError):
-        return False
-    return isinstance(answer, dict) and Path(str(answer.get("model_path", ""))).is_relative_to(store.resolve())
+    served = served_model(f"http://{LOOPBACK}:{port}")
+    return served is not None and served.is_relative_to(store.resolve())
+
+
+def served_model(url: str) -> Path | None:
+    """The folder of the model that an engine of any kind serves; None when none answers."""
+    for path, find in (
+        ("/model_info", lambda answer: answer["model_path"]),  # the embedded engine and SGLang
+        ("/v1/models", lambda answer: answer["data"][0]["root"]),  # vLLM
+    ):
+        try:
+            return Path(find(httpx.get(f"{url}{path}", timeout=ENGINE_ANSWER_TIMEOUT_S).json()))
+        except (httpx.HTTPError, ValueError, KeyError, TypeError, IndexError):
+            continue
+    return None

@@ -10,24 +10,49 @@ restarted by its supervisor on the same port; one whose lease nobody renews ends
 import logging
 import re
 import time
+from collections.abc import Mapping
 from typing import NoReturn
 
 import httpx
 
-from infra.errors import JobFailedError, JobLostError, TransientInfraError
+from infra.errors import JobFailedError, JobLostError, PermanentInfraError, TransientInfraError
 from infra.jobs import JobState, JobStatus, describe_exit, read_log_tail, renew_lease
 from infra.session import Session
 
 POLL_S = 0.5
 COMPLETION_TIMEOUT_S = 60.0
 """The first completion of a big engine compiles kernels."""
-PROBE_REQUEST = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+SGLANG_PROBE = ("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0}})
+PROBES: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "embedded": SGLANG_PROBE,
+    "sglang": SGLANG_PROBE,
+    "vllm": ("/v1/completions", {"prompt": [1], "max_tokens": 1, "temperature": 0}),
+}
+"""Path and body of a request for one token, by the kind of engine."""
+CHECK_TIMEOUT_S = 60.0
 
 _LOG_SIGNS = (
     (r"address already in use|EADDRINUSE", "its port is in use: choose another port or end what listens there"),
     (
         r"out of memory|OutOfMemoryError|Cannot allocate memory|std::bad_alloc",
         "it ran out of memory: use a smaller model, a smaller context or more memory",
+    ),
+    (
+        r"Unsupported CPU attention configuration|head_size .*not supported|head size .* is not supported",
+        "it cannot compute the model's attention here: its heads have a size that this engine lacks on this device",
+    ),
+    (
+        r"unrecognized arguments?:|error: argument --",
+        "it does not know one of its arguments: see rollout.engine.extra_args",
+    ),
+    (r"No module named", "a package is missing in its environment: install the engine there anew"),
+    (
+        r"CUDA driver version is insufficient|no NVIDIA driver|No CUDA GPUs are available|invalid device ordinal",
+        "it found no GPU that it can use: check the driver and deployment.engine_gpu_ranks",
+    ),
+    (
+        r"max_position_embeddings|maximum context length.*greater|longer than the maximum model length",
+        "the context is longer than the model allows: lower rollout.max_prompt_tokens or sampling.max_new_tokens",
     ),
     (r"No space left on device", "its disk is full: free some space"),
     (
@@ -48,12 +73,16 @@ logger = logging.getLogger(__name__)
 def wait_until_engine_ready(
     session: Session,
     *,
+    kind: str,
     url: str,
     run_dir: str,
     timeout_s: float,
     transport: httpx.BaseTransport | None = None,
 ) -> None:
     """Return once the engine at `url` has generated a token; its health endpoints promise less than that.
+
+    Args:
+        kind: a key of `PROBES`.
 
     Raises:
         JobFailedError: the engine ended first; the message says why, as far as its log tells.
@@ -65,7 +94,7 @@ def wait_until_engine_ready(
     with httpx.Client(transport=transport) as client:
         while time.monotonic() < deadline:
             remaining_s = deadline - time.monotonic()
-            if has_generated(client, url, timeout_s=min(COMPLETION_TIMEOUT_S, remaining_s)):
+            if has_generated(client, kind, url, timeout_s=min(COMPLETION_TIMEOUT_S, remaining_s)):
                 logger.info("engine %s was ready after %.1f s", url, time.monotonic() - started)
                 return
             status = renew_lease(session, run_dir)  # it may load for longer than its lease lasts
@@ -78,10 +107,32 @@ def wait_until_engine_ready(
     )
 
 
-def has_generated(client: httpx.Client, url: str, *, timeout_s: float) -> bool:
-    """True if the engine answered a request for one token with a completion."""
+def check_engine_installed(session: Session, kind: str, *, python: str) -> None:
+    """Find out whether an interpreter on the node has the engine's package.
+
+    Args:
+        kind: the package, sglang or vllm.
+        python: the interpreter; empty takes the session's.
+
+    Raises:
+        PermanentInfraError: one sentence about what is missing.
+    """
+    interpreter = python or session.python
+    find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({kind!r}) is None)"
     try:
-        response = client.post(f"{url}/generate", json=PROBE_REQUEST, timeout=timeout_s)
+        session.run([interpreter, "-c", find], timeout_s=CHECK_TIMEOUT_S)
+    except PermanentInfraError as error:
+        raise PermanentInfraError(
+            f'rollout.engine.kind is "{kind}", but {interpreter} has no {kind}: install it, and name the interpreter '
+            "of its environment as rollout.engine.python"
+        ) from error
+
+
+def has_generated(client: httpx.Client, kind: str, url: str, *, timeout_s: float) -> bool:
+    """True if the engine answered a request for one token with a completion."""
+    path, request = PROBES[kind]
+    try:
+        response = client.post(f"{url}{path}", json=request, timeout=timeout_s)
         return response.status_code == httpx.codes.OK and isinstance(response.json(), dict)
     except (httpx.TransportError, ValueError):  # not listening yet, or something else answers with no JSON
         return False

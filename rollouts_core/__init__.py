@@ -23,7 +23,8 @@ PUBLIC_NAMES = {
     "config": "Config algorithm_preset RLTrainingConfig RolloutConfig SFTTrainingConfig",
     "data.data_buffer": "DataBuffer",
     "data.dataset": "SFTDataset load_prompts_from_jsonl load_sft_dataset open_datasets",
-    "engines": "InferenceEngine PublishTarget SGLangEngine publish_weights sync_weights_to_engines",
+    "engines": "Endpoint EnginePool InferenceEngine PublishTarget SGLangEngine VLLMEngine connect create_engine "
+    "publish_weights sync_weights_to_engines",
     "environments": "ENVIRONMENTS CalculatorEnvironment Conversation Environment MultiTurnEnvironment Outcome Reply "
     "Tool ToolError",
     "filters": "check_any_success check_min_reward check_quality_and_diversity check_reasonable_length "

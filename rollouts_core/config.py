@@ -682,6 +682,37 @@ class RewardConfig(Record):
         return self
 
 
+EngineKind = Literal["embedded", "sglang", "vllm"]
+
+
+class EngineConfig(Record):
+    """The inference server that samples for RL."""
+
+    kind: EngineKind = "embedded"
+    """embedded: this project's own, for small models on a CPU. sglang and vllm are installed by you, usually into an
+    environment of their own."""
+    python: str = Field("", json_schema_extra=PLACEMENT)
+    """Python interpreter of the environment that SGLang or vLLM is installed in, as an absolute path on the node; empty
+    takes that of the jobs."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number format of the engine's weights; auto takes that of the model's configuration. The embedded engine always
+    takes float32."""
+    context_length: int = Field(0, ge=0)
+    """Prompt and completion tokens of a request at most; 0 takes what rollout.max_prompt_tokens and
+    rollout.sampling.max_new_tokens need."""
+    extra_args: tuple[str, ...] = ()
+    """Further arguments of the server's command line, for instance ["--mem-fraction-static", "0.7"]."""
+    start_timeout_s: Annotated[Finite, Field(gt=0)] = Field(300.0, json_schema_extra=PLACEMENT)
+    """How long the server may take until it has generated its first token, and to be back after it died."""
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        given = {"python": self.python, "extra_args": self.extra_args, "dtype": self.dtype.removeprefix("auto")}
+        if self.kind == "embedded" and (named := [name for name, value in given.items() if value]):
+            raise ValueError(f'engine.{named[0]} is a setting of the kinds "sglang" and "vllm": leave it out')
+        return self
+
+
 class RolloutConfig(Record):
     """How RL gets its data: sample, grade, filter."""
 
@@ -697,6 +728,8 @@ class RolloutConfig(Record):
     """Prompts longer than this are an error that names the row."""
     sampling: SamplingConfig = SamplingConfig()
     """How completions are sampled."""
+    engine: EngineConfig = EngineConfig()
+    """Who samples."""
     environment: str = Field("arithmetic", min_length=1)
     """Who answers the policy and grades it: a name of `rollouts_core.environments.ENVIRONMENTS` or
     `package.module:Class`."""
@@ -765,13 +798,15 @@ class DeploymentConfig(Record):
     """Processes that train together, each with a GPU of its own; 0 takes as many as there are trainer_gpu_ranks, or
     one. Without trainer_gpu_ranks they share the CPU, which is for trying things out."""
     engine_gpu_ranks: tuple[GpuRank, ...] = Field((), json_schema_extra=PLACEMENT)
-    """GPUs of the inference engine."""
+    """GPUs of the inference engines, shared evenly between them; those of one engine hold its model together."""
+    num_engines: int = Field(1, ge=1, json_schema_extra=PLACEMENT)
+    """Inference engines that sample for RL; when one fails, the others go on."""
     trainer_threads: int = Field(0, ge=0, json_schema_extra=PLACEMENT)
     """CPU threads of each trainer process; 0 shares all cores between them."""
     engine_threads: int = Field(1, ge=1, json_schema_extra=PLACEMENT)
-    """CPU threads of the embedded engine."""
+    """CPU threads of the inference engine."""
     engine_port: int = Field(0, ge=0, le=65535, json_schema_extra=PLACEMENT)
-    """Port of the engine on the node's loopback address; 0 chooses a free one."""
+    """Port of the engine on the node's loopback address, of the first where there are several; 0 chooses free ones."""
     max_running_requests: int = Field(128, ge=1, json_schema_extra=PLACEMENT)
     """Completions that the engine generates at the same time."""
     stage_timeout_minutes: int = Field(24 * 60, ge=1, json_schema_extra=PLACEMENT)
@@ -781,6 +816,26 @@ class DeploymentConfig(Record):
     def num_trainer_processes(self) -> int:
         """How many processes train together."""
         return self.trainer_processes or max(1, len(self.trainer_gpu_ranks))
+
+    @property
+    def engine_ports(self) -> list[int]:
+        """The wanted port of each engine, 0 for a free one."""
+        return [self.engine_port + index if self.engine_port else 0 for index in range(self.num_engines)]
+
+    def of_engine(self, index: int) -> Self:
+        """The placement of one of the engines: its share of the GPUs."""
+        num_ranks = len(self.engine_gpu_ranks) // self.num_engines
+        ranks = self.engine_gpu_ranks[index * num_ranks : (index + 1) * num_ranks]
+        return self.model_copy(update={"engine_gpu_ranks": ranks, "num_engines": 1})
+
+    @model_validator(mode="after")
+    def _check_engines(self) -> Self:
+        if len(self.engine_gpu_ranks) % self.num_engines:
+            raise ValueError(
+                f"engine_gpu_ranks names {len(self.engine_gpu_ranks)} GPUs for num_engines {self.num_engines}: give "
+                "each engine as many, or none"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_processes(self) -> Self:

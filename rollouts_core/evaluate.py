@@ -27,8 +27,8 @@ from rollouts_core.embedded.offline import generate_tokens
 from rollouts_core.embedded.running import Completion as EmbeddedCompletion
 from rollouts_core.embedded.sampling import SamplingParams
 from rollouts_core.embedded.scheduler import Scheduler
-from rollouts_core.engines.protocol import Completion
-from rollouts_core.engines.sglang import STATUS_OF_FINISH, SGLangEngine
+from rollouts_core.engines.protocol import STATUS_OF_FINISH, Completion
+from rollouts_core.engines.sglang import SGLangEngine
 from rollouts_core.environments.protocol import describe_tools, is_multi_turn
 from rollouts_core.errors import RewardError
 from rollouts_core.model.loading import check_attention, load_hf_model, load_tokenizer, pad_token_id

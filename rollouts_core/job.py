@@ -16,6 +16,8 @@ from rollouts_core.config import (
     PLACEMENT,
     DatasetConfig,
     DeploymentConfig,
+    EngineConfig,
+    EngineKind,
     EvaluationConfig,
     ModelConfig,
     Record,
@@ -61,6 +63,8 @@ class InputModel(Record):
 class EngineAddress(Record):
     """An engine that a job may use."""
 
+    provider: EngineKind = "embedded"
+    """What answers there."""
     url: str
     """Base URL, reachable from the job."""
     lease_file: str
@@ -154,7 +158,7 @@ class GenerateJob(Record):
 
 
 class ServeJob(Record):
-    """Serve a model over HTTP by the embedded engine."""
+    """Serve a model over HTTP."""
 
     kind: Literal["serve"] = "serve"
     model: InputModel
@@ -165,6 +169,8 @@ class ServeJob(Record):
     """Port to listen on."""
     context_length: int = Field(ge=2)
     """Prompt and completion tokens of one request at most."""
+    engine: EngineConfig = EngineConfig()
+    """By which server."""
     deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
     """Threads and devices."""
 

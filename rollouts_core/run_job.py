@@ -43,7 +43,8 @@ from rollouts_core.data.dataset import (
 )
 from rollouts_core.data.rows import RowTable, digest_path
 from rollouts_core.embedded.server import serve
-from rollouts_core.engines import PublishTarget, SGLangEngine
+from rollouts_core.engines import Endpoint, EnginePool, InferenceEngine, PublishTarget, create_engine
+from rollouts_core.engines.launch import exec_engine
 from rollouts_core.environments.protocol import describe_tools
 from rollouts_core.errors import CheckpointError, DataError
 from rollouts_core.evaluate import (
@@ -89,7 +90,8 @@ logger = logging.getLogger(__name__)
 
 ATTEMPT_VARIABLE = "ROLLOUTS_ATTEMPT"
 LEASE_RENEWAL_S = 5.0
-ENGINE_START_TIMEOUT_S = 120.0
+POOLED_RESTART_TIMEOUT_S = 5.0
+"""With other engines at hand, the completions of one that vanished are asked of them, while it restarts."""
 
 
 def run_job(job: Job, directory: RunDirectory) -> None:
@@ -106,7 +108,7 @@ def run_job(job: Job, directory: RunDirectory) -> None:
         elif isinstance(job, GenerateJob):
             asyncio.run(run_generate_job(job, directory))
         else:
-            run_serve_job(job)
+            run_serve_job(job, directory)
 
 
 def run_training_job(job: SFTJob | RLJob, directory: RunDirectory) -> None:
@@ -317,8 +319,10 @@ async def run_generate_job(job: GenerateJob, directory: RunDirectory) -> None:
     directory.write_result({"num_samples": len(graded), **asdict(estimate_mean(scores_by_prompt(graded)))})
 
 
-def run_serve_job(job: ServeJob) -> None:
-    """Serve until told to stop."""
+def run_serve_job(job: ServeJob, directory: RunDirectory) -> None:
+    """Serve until told to stop; SGLang and vLLM take this process over."""
+    if job.engine.kind != "embedded":
+        exec_engine(job, directory.root)
     serve(
         Path(job.model.model.path),
         host=job.host,
@@ -380,6 +384,7 @@ def publish_target(job: RLJob, directory: RunDirectory) -> PublishTarget:
         weights_dir=directory.weights,
         model_config=Path(job.model.model.path) / "config.json",
         prefix=directory.root.name.rpartition("-")[2][:8],
+        temperature=job.rollout.sampling.temperature,
     )
 
 
@@ -396,12 +401,21 @@ def write_samples(directory: RunDirectory, name: str, samples: Sequence[Sample])
 
 
 @asynccontextmanager
-async def open_engines(job: RLJob) -> AsyncIterator[list[SGLangEngine]]:
-    """Clients of the job's engines, ready to be asked."""
-    engines = [SGLangEngine(address.url, request_timeout_s=job.rollout.request_timeout_s) for address in job.engines]
+async def open_engines(job: RLJob) -> AsyncIterator[list[InferenceEngine]]:
+    """The client of the job's engine, or the pool of its engines, ready to be asked."""
+    is_alone = len(job.engines) == 1
+    clients = [
+        create_engine(
+            Endpoint(provider=address.provider, url=address.url, model=job.model.model.path),
+            request_timeout_s=job.rollout.request_timeout_s,
+            restart_timeout_s=job.rollout.engine.start_timeout_s if is_alone else POOLED_RESTART_TIMEOUT_S,
+        )
+        for address in job.engines
+    ]
+    engines: list[InferenceEngine] = [*clients] if is_alone or not clients else [EnginePool(clients)]
     try:
         for engine in engines:
-            await engine.wait_until_ready(ENGINE_START_TIMEOUT_S)
+            await engine.wait_until_ready(job.rollout.engine.start_timeout_s)
         yield engines
     finally:
         for engine in engines:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from infra.engines import wait_until_engine_ready
+from infra.engines import check_engine_installed, wait_until_engine_ready
 from infra.jobs import cancel_job, renew_lease, start_or_attach
 from infra.ledger import Ledger
 from infra.node import Node
 from infra.ports import LOOPBACK, check_port, find_free_port
 from infra.providers import open_session
 from infra.session import Session
+from rollouts_core.job import ServeJob
 from tasks.plan import plan_engine
 from tasks.progress import StageProgress, stage_console
 from tasks.records import EngineRecord, RunScope, Stage
@@ -20,29 +21,33 @@ from tasks.stage import GRACE_S, job_spec, running_job
 MAX_RESTARTS = 3
 LEASE_S = 60.0
 """An engine that no RL job renews for this long ends by itself."""
-READY_TIMEOUT_S = 300.0
 
 
 @task(name="launch-engine", cache_policy=NO_CACHE)
-def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node) -> EngineRecord:
-    """The engine of this RL stage, ready to generate: the one that already serves it, or a new one."""
+def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node, index: int = 0) -> EngineRecord:
+    """An engine of this RL stage, ready to generate: the one that already serves it, or a new one."""
     with (
         StageProgress("engine", num_steps=0, console=stage_console()) as progress,
         Ledger(scope.ledger_path) as ledger,
         open_session(node) as session,
     ):
-        stage = plan_engine(rl, wanted_port, node)
+        stage = plan_engine(rl, wanted_port, node, index)
+        engine = ServeJob.model_validate(stage.job).engine
+        if engine.kind != "embedded":
+            check_engine_installed(session, engine.kind, python=engine.python)
         ledger.add_lease(stage.run_dir, scope.run_id, node.name)
         running = running_job(session, stage.run_dir)
         port = running["port"] if running else choose_port(session, wanted_port)
         start_or_attach(
-            session, job_spec(plan_engine(rl, port, node), session, max_restarts=MAX_RESTARTS, lease_s=LEASE_S)
+            session, job_spec(plan_engine(rl, port, node, index), session, max_restarts=MAX_RESTARTS, lease_s=LEASE_S)
         )
         url = f"http://{LOOPBACK}:{port}"
-        wait_until_engine_ready(session, url=url, run_dir=stage.run_dir, timeout_s=READY_TIMEOUT_S)
+        wait_until_engine_ready(
+            session, kind=engine.kind, url=url, run_dir=stage.run_dir, timeout_s=engine.start_timeout_s
+        )
         renew_lease(session, stage.run_dir)  # the RL job takes over when it has loaded its model
         progress.say(f"{'still answers' if running else 'answers'} at {url}")
-    return EngineRecord(url=url, run_dir=stage.run_dir)
+    return EngineRecord(provider=engine.kind, url=url, run_dir=stage.run_dir)
 
 
 @task(name="stop-engine", cache_policy=NO_CACHE)

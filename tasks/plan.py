@@ -56,20 +56,29 @@ def plan_rl(start: InputModel, config: Config, scope: RunScope, node: Node) -> S
 
 def with_engines(rl: Stage, engines: Sequence[EngineRecord]) -> Stage:
     """The RL stage with the engines that it may use."""
-    addresses = tuple(EngineAddress(url=engine.url, lease_file=engine.lease_file) for engine in engines)
+    addresses = tuple(
+        EngineAddress(provider=engine.provider, url=engine.url, lease_file=engine.lease_file) for engine in engines
+    )
     job = RLJob.model_validate(rl.job).model_copy(update={"engines": addresses})
     return rl.model_copy(update={"job": job.model_dump(mode="json")})
 
 
-def plan_engine(rl: Stage, port: int, node: Node) -> Stage:
-    """The engine of an RL stage: its start weights are the RL's start model, its identity is the RL stage's."""
+def plan_engine(rl: Stage, port: int, node: Node, index: int = 0) -> Stage:
+    """An engine of an RL stage: its start weights are the RL's start model, its identity is the RL stage's."""
     rl_job = RLJob.model_validate(rl.job)
-    context_length = rl_job.rollout.max_prompt_tokens + rl_job.rollout.sampling.max_new_tokens + ENGINE_MARGIN_TOKENS
-    job = ServeJob(model=rl_job.model, port=port, context_length=context_length, deployment=rl_job.deployment)
+    rollout = rl_job.rollout
+    needed_length = rollout.max_prompt_tokens + rollout.sampling.max_new_tokens + ENGINE_MARGIN_TOKENS
+    job = ServeJob(
+        model=rl_job.model,
+        port=port,
+        context_length=rollout.engine.context_length or needed_length,
+        engine=rollout.engine,
+        deployment=rl_job.deployment.of_engine(index),
+    )
     return Stage(
         name="engine",
         fingerprint=rl.fingerprint,
-        run_dir=f"{node.root}/stages/engine-{rl.fingerprint}-0",
+        run_dir=f"{node.root}/stages/engine-{rl.fingerprint}-{index}",
         job=job.model_dump(mode="json"),
         num_steps=0,
         timeout_s=rl.timeout_s,

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from rollouts_core.config import EngineKind
+
 How = Literal["ran", "attached", "reused"]
 
 
@@ -81,6 +83,7 @@ class StageRecord(TaskRecord):
 class EngineRecord(TaskRecord):
     """An engine that answers."""
 
+    provider: EngineKind = "embedded"
     url: str
     run_dir: str
 

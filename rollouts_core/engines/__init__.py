@@ -5,8 +5,11 @@ Not here: the embedded server itself (embedded/), which completions are asked fo
 
 from __future__ import annotations
 
+from rollouts_core.engines.endpoint import Endpoint, connect, create_engine
+from rollouts_core.engines.pool import EnginePool
 from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
 from rollouts_core.engines.sglang import SGLangEngine
+from rollouts_core.engines.vllm import VLLMEngine
 from rollouts_core.engines.weight_sync import (
     PublishTarget,
     WeightSyncResult,
@@ -16,11 +19,16 @@ from rollouts_core.engines.weight_sync import (
 
 __all__ = [
     "Completion",
+    "Endpoint",
+    "EnginePool",
     "GenerationRequest",
     "InferenceEngine",
     "PublishTarget",
     "SGLangEngine",
+    "VLLMEngine",
     "WeightSyncResult",
+    "connect",
+    "create_engine",
     "publish_weights",
     "sync_weights_to_engines",
 ]

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rollouts_core.config import SamplingConfig
 from rollouts_core.types import Status
+
+if TYPE_CHECKING:
+    from rollouts_core.engines.canary import Canary
+
+STATUS_OF_FINISH = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+"""What the finish reasons of all engines mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +59,12 @@ class InferenceEngine(Protocol):
         """Completions of the requests in their order, sampled only from the weights that were loaded last."""
         ...
 
-    async def load_weights(self, checkpoint_path: Path, version: str) -> None:
-        """Serve the weights of a directory, and verify that it does; raises WeightSyncError otherwise."""
+    async def load_weights(self, checkpoint_path: Path, version: str, canary: Canary | None = None) -> None:
+        """Serve the weights of a directory, and verify that it does; raises WeightSyncError otherwise.
+
+        Args:
+            canary: proves tensors that cannot be compared; by default a forward pass of the directory's model.
+        """
         ...
 
     async def wait_until_ready(self, timeout_s: float) -> None:

@@ -1,47 +1,23 @@
 """Talk to a server that speaks SGLang's HTTP API: SGLang itself, or the embedded engine.
 
-Not here: starting the server (infra/engines.py), publishing to several engines (weight_sync.py).
-
-The client knows which weights its server must serve. A server that died and came back serves its start weights
-again; the client notices by the version, loads the right ones and asks again, so no completion of old weights is
-ever returned:
-
-    generate -> connection lost | other version -> wait until it answers -> load weights again -> generate
+Not here: starting the server (launch.py), restarts and retries (http.py), publishing to several engines
+(weight_sync.py).
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import anyio
 import httpx
-from httpx_aiohttp import AiohttpTransport
+import torch
 
-from rollouts_core.checkpoint import tensor_digests
+from rollouts_core.engines.canary import Canary
+from rollouts_core.engines.content import HeldTensors, check_same_model
+from rollouts_core.engines.http import UPDATE_TIMEOUT_S, EngineConnection, WeightKeeper, read_completion
 from rollouts_core.engines.protocol import Completion, GenerationRequest
-from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
-from rollouts_core.messages import first_line
-from rollouts_core.types import Status
-
-MAX_ATTEMPTS = 3
-POLL_INTERVAL_S = 0.1
-CONNECT_TIMEOUT_S = 10.0
-UPDATE_TIMEOUT_S = 600.0
-STATUS_OF_FINISH = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedWeights:
-    """The weights that a server was last told to serve."""
-
-    path: Path
-    version: str
+from rollouts_core.errors import EngineError, WeightSyncError
 
 
 class SGLangEngine:
@@ -49,6 +25,7 @@ class SGLangEngine:
 
     Args:
         restart_timeout_s: how long a server that vanished may take to answer again.
+        model_dir: the model that it must serve; token ids and shapes are checked by it.
     """
 
     def __init__(
@@ -57,22 +34,16 @@ class SGLangEngine:
         *,
         request_timeout_s: float = 600.0,
         restart_timeout_s: float = 120.0,
+        model_dir: Path | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self.url = url.rstrip("/")
-        self.restart_timeout_s = restart_timeout_s
-        self._loaded: LoadedWeights | None = None
-        self._recovering = asyncio.Lock()
-        self._client = httpx.AsyncClient(
-            base_url=self.url,
-            timeout=httpx.Timeout(request_timeout_s, connect=CONNECT_TIMEOUT_S),
-            transport=transport or create_transport(),
-        )
+        self._connection = EngineConnection(url, request_timeout_s=request_timeout_s, transport=transport)
+        self._keeper = WeightKeeper(self, restart_timeout_s=restart_timeout_s, model_dir=model_dir)
 
     @property
     def name(self) -> str:
         """The server's URL."""
-        return self.url
+        return self._connection.url
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Completions of the requests in their order, from the weights that were loaded last.
@@ -81,121 +52,80 @@ class SGLangEngine:
             EngineUnavailableError: the server stayed away.
             EngineError: it refused the request, or answered something unusable.
         """
-        for _ in range(MAX_ATTEMPTS):
-            try:
-                completions = await self._generate_once(requests)
-            except EngineUnavailableError:
-                await self._recover()
-                continue
-            if self._loaded is None or all(_served_only(c, self._loaded.version) for c in completions):
-                return completions
-            await self._recover()
-        raise EngineUnavailableError(f"{self.url} did not serve {self._expected()} in {MAX_ATTEMPTS} attempts")
+        return await self._keeper.generate(requests)
 
-    async def load_weights(self, checkpoint_path: Path, version: str) -> None:
+    async def load_weights(self, checkpoint_path: Path, version: str, canary: Canary | None = None) -> None:
         """Serve the weights of a directory; returns when the server proved that it does.
+
+        Args:
+            canary: proves tensors that cannot be compared; by default a forward pass of the directory's model.
 
         Raises:
             WeightSyncError: it refused, or serves another version or other tensors.
             EngineUnavailableError: it vanished and stayed away.
         """
-        async with self._recovering:
-            await self._load_and_verify(LoadedWeights(checkpoint_path, version))
-
-    async def weight_version(self) -> str:
-        """The version that the server reports."""
-        return str((await self._call("GET", "/model_info"))["weight_version"])
+        await self._keeper.load_weights(checkpoint_path, version, canary)
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         """Return when the server answers.
 
         Raises:
             EngineUnavailableError: it did not before the deadline.
+            WeightSyncError: it serves a model of other shapes than `model_dir`.
         """
-        with anyio.move_on_after(timeout_s):
-            while True:
-                try:
-                    await self._call("GET", "/model_info")
-                except EngineUnavailableError:
-                    await anyio.sleep(POLL_INTERVAL_S)
-                    continue
-                return
-        raise EngineUnavailableError(f"{self.url} did not answer within {timeout_s:g} s")
+        await self._keeper.wait_until_ready(timeout_s)
 
     async def aclose(self) -> None:
         """Close the connections."""
-        await self._client.aclose()
+        await self._connection.aclose()
 
-    async def _generate_once(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        answers = await self._call("POST", "/generate", json=_render_requests(requests))
+    async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Ask once, whichever weights the server has."""
+        answers = await self._connection.call("POST", "/generate", json=_render_requests(requests))
         if not isinstance(answers, list) or len(answers) != len(requests):
-            raise EngineError(f"{self.url} answered {len(requests)} prompts with {str(answers)[:200]}")
-        return [_parse_completion(answer, self.url) for answer in answers]
+            raise EngineError(f"{self.name} answered {len(requests)} prompts with {str(answers)[:200]}")
+        return [
+            _parse_completion(answer, request, self.name) for answer, request in zip(answers, requests, strict=True)
+        ]
 
-    async def _recover(self) -> None:
-        """Wait for the server, and load the weights it must serve if it came back with others."""
-        async with self._recovering:
-            await self.wait_until_ready(self.restart_timeout_s)
-            if self._loaded is not None and await self.weight_version() != self._loaded.version:
-                await self._load_and_verify(self._loaded)
+    async def weight_version(self) -> str:
+        """The version that the server reports."""
+        return str((await self._model_info())["weight_version"])
 
-    async def _load_and_verify(self, weights: LoadedWeights) -> None:
-        """Load and prove; begins again when the server vanished meanwhile, since loading twice is loading once."""
-        for _ in range(MAX_ATTEMPTS):
-            try:
-                await self._load_and_verify_once(weights)
-            except EngineUnavailableError:
-                await self.wait_until_ready(self.restart_timeout_s)
-                continue
-            self._loaded = weights
-            return
-        raise EngineUnavailableError(f"{self.url} vanished in each of {MAX_ATTEMPTS} loads of {weights.version}")
+    async def check_model(self, path: Path) -> None:
+        """Raise WeightSyncError where the server's model has other shapes than that of a directory."""
+        check_same_model(self.name, Path(str((await self._model_info()).get("model_path", ""))), path)
 
-    async def _load_and_verify_once(self, weights: LoadedWeights) -> None:
-        body = {"model_path": str(weights.path), "weight_version": weights.version, "flush_cache": True}
-        answer = await self._call("POST", "/update_weights_from_disk", json=body, timeout=UPDATE_TIMEOUT_S)
+    async def take_weights(self, path: Path, version: str) -> HeldTensors:
+        """Load weights once and check the version; running requests end before that, on the old weights.
+
+        Raises:
+            WeightSyncError: the server refused, serves a model of other shapes, or reports another version.
+        """
+        await self.check_model(path)
+        body = {"model_path": str(path), "weight_version": version, "flush_cache": True}
+        answer = await self._connection.call("POST", "/update_weights_from_disk", json=body, timeout=UPDATE_TIMEOUT_S)
         if not answer.get("success"):
-            raise WeightSyncError(f"{self.url} refused {weights.version}: {answer.get('message', answer)}")
-        served = await self.weight_version()
-        if served != weights.version:
-            raise WeightSyncError(f"{self.url} serves {served} after it was given {weights.version}")
-        checksums = _find_checksums(await self._call("POST", "/weights_checker", json={"action": "checksum"}))
-        published = tensor_digests(weights.path)
-        compared = published.keys() & checksums.keys()
-        if not compared:
-            raise WeightSyncError(f"{self.url} says it serves {weights.version}, but no tensor could be compared")
-        if stale := sorted(name for name in compared if checksums[name] != published[name]):
-            raise WeightSyncError(
-                f"{self.url} says it serves {weights.version}, but {len(stale)} tensors differ, {stale[0]} first"
-            )
+            raise WeightSyncError(f"{self.name} refused {version}: {answer.get('message', answer)}")
+        if (served := await self.weight_version()) != version:
+            raise WeightSyncError(f"{self.name} serves {served} after it was given {version}")
+        return await self._held_tensors()
 
-    async def _call(self, method: str, path: str, **arguments: Any) -> Any:  # Any: JSON both ways
-        try:
-            response = await self._client.request(method, path, **arguments)
-        except httpx.TransportError as error:
-            raise EngineUnavailableError(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
-        except aiohttp.ClientError as error:  # what the transport has no httpx error for
-            raise EngineError(f"{self.url}{path} answered no HTTP, is it an engine? {first_line(error)}") from error
-        if response.status_code in (429, 502, 503, 504):
-            raise EngineUnavailableError(f"{self.url}{path} answered {response.status_code}: {response.text[:200]}")
-        if response.status_code != 200:
-            raise EngineError(f"{self.url}{path} answered {response.status_code}: {response.text[:500]}")
-        try:
-            return response.json()
-        except json.JSONDecodeError as error:
-            raise EngineError(f"{self.url}{path} answered no JSON: {response.text[:200]!r}") from error
+    async def _held_tensors(self) -> HeldTensors:
+        answer = await self._connection.call("POST", "/weights_checker", json={"action": "checksum"})
+        server = await self._connection.call("GET", "/server_info")
+        ranks = answer.get("ranks") if isinstance(answer, dict) else None
+        digests = ranks[0].get("checksums", {}) if ranks and len(ranks) == 1 else {}
+        dtype = getattr(torch, str(server.get("dtype")), None)
+        # On a GPU, SGLang's checksums come out of a kernel of its own.
+        is_computable = server.get("device") == "cpu" and isinstance(dtype, torch.dtype)
+        return HeldTensors(digests=digests, dtype=dtype if is_computable else None)
 
-    def _expected(self) -> str:
-        return self._loaded.version if self._loaded else "its weights"
-
-
-def create_transport() -> httpx.AsyncBaseTransport:
-    """Connections for as many requests at a time as there are.
-
-    Those of aiohttp: httpx's own pool looks at every connection whenever a request begins or ends. With 128 requests
-    under way that costs 20 times the processor time.
-    """
-    return AiohttpTransport(limits=httpx.Limits(max_connections=0))  # 0: no limit; None would be aiohttp's default
+    async def _model_info(self) -> dict[str, Any]:  # Any: JSON
+        info = await self._connection.call("GET", "/model_info")
+        if not isinstance(info, dict) or "weight_version" not in info:
+            raise EngineError(f"{self.name} answered /model_info without weight_version: is it SGLang 0.5.23 or newer?")
+        return info
 
 
 def _render_requests(requests: Sequence[GenerationRequest]) -> dict[str, Any]:  # Any: JSON
@@ -204,6 +134,8 @@ def _render_requests(requests: Sequence[GenerationRequest]) -> dict[str, Any]:  
         "sampling_params": [
             {
                 "temperature": request.sampling.temperature,
+                "top_p": 1.0,  # said, because a model's folder may bring other defaults
+                "top_k": -1,
                 "max_new_tokens": request.sampling.max_new_tokens,
                 "stop_token_ids": list(request.stop_token_ids),
                 "sampling_seed": request.seed,
@@ -214,7 +146,7 @@ def _render_requests(requests: Sequence[GenerationRequest]) -> dict[str, Any]:  
     }
 
 
-def _parse_completion(answer: Mapping[str, Any], url: str) -> Completion:  # Any: JSON
+def _parse_completion(answer: Mapping[str, Any], request: GenerationRequest, name: str) -> Completion:  # Any: JSON
     try:
         meta = answer["meta_info"]
         tokens = [int(token) for token in answer["output_ids"]]
@@ -223,24 +155,7 @@ def _parse_completion(answer: Mapping[str, Any], url: str) -> Completion:  # Any
         spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
         version_spans = tuple((str(s["version"]), int(s["start"]), int(s["end"])) for s in spans)
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise EngineError(f"{url} answered a completion without {error}: {str(answer)[:300]}") from error
-    if len(logprobs) != len(tokens):
-        raise EngineError(f"{url} answered {len(tokens)} tokens with {len(logprobs)} logprobs")
-    return Completion(
-        tokens=tokens,
-        logprobs=logprobs,
-        status=STATUS_OF_FINISH.get(finish_reason, Status.FAILED),
-        finish_reason=finish_reason,
-        version_spans=version_spans,
+        raise EngineError(f"{name} answered a completion without {error}: {str(answer)[:300]}") from error
+    return read_completion(
+        name, request, tokens=tokens, logprobs=logprobs, finish_reason=finish_reason, version_spans=version_spans
     )
-
-
-def _served_only(completion: Completion, version: str) -> bool:
-    return all(served == version for served, _, _ in completion.version_spans)
-
-
-def _find_checksums(answer: Any) -> dict[str, str]:  # Any: JSON
-    """The checksum of each tensor in an answer of /weights_checker: those of all ranks together."""
-    ranks = answer.get("ranks") if isinstance(answer, dict) else None
-    tables = [rank.get("checksums", {}) for rank in ranks or [] if isinstance(rank, dict)]
-    return {name: str(value) for table in tables for name, value in table.items()}

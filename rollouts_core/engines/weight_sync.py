@@ -16,10 +16,12 @@ import anyio
 from safetensors.torch import save_file
 
 from rollouts_core.backends.protocol import TrainingBackend
+from rollouts_core.engines.canary import Canary, backend_canary
 from rollouts_core.engines.protocol import InferenceEngine
 from rollouts_core.errors import EngineError, WeightSyncError
 from rollouts_core.files import new_directory
 
+SYNC_TIMEOUT_S = 900.0
 KEPT_VERSIONS = 2
 """Published directories that stay: the newest, and the one that a slow engine may still be reading."""
 
@@ -46,21 +48,35 @@ class PublishTarget:
     """The config.json that goes with the weights."""
     prefix: str
     """Versions are called `<prefix>-<number of optimizer steps>`."""
+    temperature: float = 1.0
+    """Of the rollouts, with which the backend was created."""
 
 
 async def sync_weights_to_engines(
-    engines: Sequence[InferenceEngine], checkpoint_path: str | Path, *, version: str
+    engines: Sequence[InferenceEngine],
+    checkpoint_path: str | Path,
+    *,
+    version: str,
+    canary: Canary | None = None,
+    timeout_s: float = SYNC_TIMEOUT_S,
 ) -> list[WeightSyncResult]:
-    """Load a checkpoint's weights into all engines in parallel; one verified result per engine, in their order."""
+    """Load a checkpoint's weights into all engines in parallel; one verified result per engine, in their order.
+
+    Args:
+        canary: proves tensors that cannot be compared; by default a forward pass of the checkpoint's model.
+        timeout_s: an engine that takes longer has not taken the version; the others do not wait for it for longer.
+    """
     results: dict[int, WeightSyncResult] = {}
 
     async def sync_one(place: int, engine: InferenceEngine) -> None:
-        try:
-            await engine.load_weights(Path(checkpoint_path), version)
-        except EngineError as error:
-            results[place] = WeightSyncResult(engine=engine.name, version=version, error=str(error))
-            return
-        results[place] = WeightSyncResult(engine=engine.name, version=version, error="")
+        error = f"it did not take {version} within {timeout_s:g} s"
+        with anyio.move_on_after(timeout_s):
+            try:
+                await engine.load_weights(Path(checkpoint_path), version, canary)
+                error = ""
+            except EngineError as problem:
+                error = str(problem)
+        results[place] = WeightSyncResult(engine=engine.name, version=version, error=error)
 
     async with anyio.create_task_group() as tasks:
         for place, engine in enumerate(engines):
@@ -79,7 +95,8 @@ async def publish_weights(backend: TrainingBackend, engines: Sequence[InferenceE
     with new_directory(target.weights_dir / version) as directory:
         save_file({name: value.contiguous().cpu() for name, value in weights.items()}, directory / "model.safetensors")
         shutil.copyfile(target.model_config, directory / "config.json")
-    results = await sync_weights_to_engines(engines, target.weights_dir / version, version=version)
+    canary = backend_canary(backend, temperature=target.temperature)
+    results = await sync_weights_to_engines(engines, target.weights_dir / version, version=version, canary=canary)
     if failed := [result for result in results if result.error]:
         raise WeightSyncError("; ".join(f"{result.engine}: {result.error}" for result in failed))
     _remove_old_versions(target.weights_dir)

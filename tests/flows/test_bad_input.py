@@ -132,6 +132,9 @@ def assert_refused(config: Path, *words: str) -> None:
         ("rollout__sampling__temperature", 11, "less than or equal to 10, found 11"),
         ("rollout__sampling__temperature", 0, "rollout.sampling.temperature above 0"),
         ("deployment__engine_port", 70000, "deployment.engine_port: input should be less than or equal to 65535"),
+        ("rollout__engine", {"kind": "tgi"}, "rollout.engine.kind: input should be 'embedded', 'sglang' or 'vllm'"),
+        ("rollout__engine", {"extra_args": ["-x"]}, "engine.extra_args is a setting of the kinds"),
+        ("deployment__num_engines", 0, "deployment.num_engines: input should be greater than or equal to 1"),
         ("deployment__trainer_gpu_ranks", [-1], "deployment.trainer_gpu_ranks.0: input should be greater than"),
         ("training__sft__optim__lr", NAN, "training.sft.optim.lr: must be a finite number, found nan"),
         ("training__sft__optim__betas", [0.9, NAN], "training.sft.optim.betas.1: must be a finite number, found nan"),
@@ -467,6 +470,12 @@ def fill(disk: Path) -> None:
     with pytest.raises(OSError, match="No space left"), (disk / "filler").open("wb", buffering=0) as filler:
         while True:
             filler.write(bytes(4096))
+
+
+@pytest.mark.parametrize("python", [sys.executable, "/nowhere/bin/python"])
+def test_an_engine_that_is_not_installed_is_named_before_anything_starts(folder: Path, python: str) -> None:
+    words = f'rollout.engine.kind is "vllm", but {python} has no vllm: install it, and name the interpreter'
+    assert_refused(write_config(folder, rollout__engine={"kind": "vllm", "python": python}), words)
 
 
 def test_an_engine_port_in_use_is_named(folder: Path) -> None:

@@ -122,6 +122,22 @@ def test_ctrl_c_ends_the_job_although_a_dead_flow_wanted_it_too_and_the_next_run
     assert_resumed(directory, attempt=2)
 
 
+def test_of_two_engines_one_may_be_gone_for_good_and_rl_goes_on_with_the_other(
+    rollouts: Rollouts, tmp_path: Path
+) -> None:
+    config = write_small_pipeline(tmp_path / "small", mode="rl", deployment__num_engines=2, **LONG)
+    process, rl = run_until(rollouts, config, "rl")
+    (gone,) = rollouts.store.glob("stages/engine-*-1")
+    os.kill(json.loads((gone / ".job/meta-1.json").read_text())["supervisor_pid"], signal.SIGKILL)
+    os.kill(program_of(gone), signal.SIGKILL)
+    assert process.wait(120) == 0, rollouts.said()
+    port = json.loads((gone / "job.json").read_text())["port"]
+    assert f"engine http://127.0.0.1:{port} was quarantined" in (rl / "log.txt").read_text()
+    assert exits_of(rl) == ["exit-1.json"]
+    assert read_metrics(rl / "metrics.jsonl")[-1]["step"] == NUM_STEPS
+    assert_nothing_is_left(rollouts)
+
+
 def test_a_killed_engine_comes_back_on_its_port_and_nothing_is_sampled_from_its_start_weights(
     rollouts: Rollouts, tmp_path: Path, after_sft: Path
 ) -> None:

@@ -3,6 +3,7 @@
 Without it a pipeline waits for ever for an engine that died, or trains against one that only answers health checks.
 """
 
+import json
 import socket
 import sys
 from pathlib import Path
@@ -10,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.engines import PROBE_REQUEST, explain_engine_log, wait_until_engine_ready
-from infra.errors import JobFailedError, TransientInfraError
+from infra.engines import PROBES, check_engine_installed, explain_engine_log, wait_until_engine_ready
+from infra.errors import JobFailedError, PermanentInfraError, TransientInfraError
 from infra.jobs import start_or_attach
 from infra.ports import find_free_port, is_port_free
 from infra.session import LocalSession
@@ -21,11 +22,12 @@ SERVER = """
 import http.server, json, sys
 class Engine(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
-        assert self.path == "/generate"
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with open("asked.jsonl", "a") as asked:
+            asked.write(json.dumps([self.path, body]) + "\\n")
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps({"output_ids": [7], "asked": body}).encode())
+        self.wfile.write(b"{}")
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Engine).serve_forever()
 """
 
@@ -38,14 +40,16 @@ def test_a_free_port_is_free_until_somebody_listens(session: LocalSession) -> No
 
 
 @pytest.mark.slow
-def test_an_engine_is_ready_when_it_has_generated(session: LocalSession, run_dir: Path) -> None:
+@pytest.mark.parametrize("kind", ["embedded", "vllm"])
+def test_an_engine_is_ready_when_it_has_generated(session: LocalSession, run_dir: Path, kind: str) -> None:
     port = find_free_port(session)
     run_dir.mkdir()
     (run_dir / "engine.py").write_text(SERVER)
     start_or_attach(session, shell_spec(run_dir, f"sleep 0.5; exec {sys.executable} -I engine.py {port}"))
     url = f"http://127.0.0.1:{port}"
-    wait_until_engine_ready(session, url=url, run_dir=str(run_dir), timeout_s=20)
-    assert httpx.post(f"{url}/generate", json=PROBE_REQUEST).json()["asked"] == PROBE_REQUEST
+    wait_until_engine_ready(session, kind=kind, url=url, run_dir=str(run_dir), timeout_s=20)
+    asked = [json.loads(line) for line in (run_dir / "asked.jsonl").read_text().splitlines()]
+    assert asked == [list(PROBES[kind])]
 
 
 @pytest.mark.slow
@@ -53,7 +57,9 @@ def test_an_engine_that_answers_without_generating_is_not_ready(session: LocalSe
     start_or_attach(session, shell_spec(run_dir, "echo loading shard 3; sleep 60"))
     transport = httpx.MockTransport(lambda request: httpx.Response(503, json={"detail": "loading"}))
     with pytest.raises(TransientInfraError, match=r"did not generate within 0\.7 s.*'loading shard 3'"):
-        wait_until_engine_ready(session, url="http://e", run_dir=str(run_dir), timeout_s=0.7, transport=transport)
+        wait_until_engine_ready(
+            session, kind="sglang", url="http://e", run_dir=str(run_dir), timeout_s=0.7, transport=transport
+        )
 
 
 def test_an_engine_that_ends_first_is_explained_from_its_log(session: LocalSession, run_dir: Path) -> None:
@@ -61,12 +67,30 @@ def test_an_engine_that_ends_first_is_explained_from_its_log(session: LocalSessi
     wait_for_end(session, run_dir)
     transport = httpx.MockTransport(lambda request: httpx.Response(502))
     with pytest.raises(JobFailedError, match=r"its port is in use(.|\n)*Errno 98"):
-        wait_until_engine_ready(session, url="http://e", run_dir=str(run_dir), timeout_s=10, transport=transport)
+        wait_until_engine_ready(
+            session, kind="sglang", url="http://e", run_dir=str(run_dir), timeout_s=10, transport=transport
+        )
+
+
+@pytest.mark.parametrize("python", ["", sys.executable, "/nowhere/python"])
+def test_an_engine_that_is_not_installed_is_told_in_one_sentence(session: LocalSession, python: str) -> None:
+    with pytest.raises(PermanentInfraError, match=r"has no no_such_engine: install it.* as rollout\.engine\.python$"):
+        check_engine_installed(session, "no_such_engine", python=python)
+    check_engine_installed(session, "json", python="")
 
 
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
+        ("RuntimeError: Unsupported CPU attention configuration: head_dim=16 isa=2", "heads have a size"),
+        ("launch_server.py: error: unrecognized arguments: --no-such-thing", "one of its arguments"),
+        ("ModuleNotFoundError: No module named 'sglang'", "package is missing"),
+        ("RuntimeError: No CUDA GPUs are available", "found no GPU"),
+        (
+            "User-specified max_model_len (9000) is greater than the derived max_model_len "
+            "(max_position_embeddings=2048)",
+            "longer than the model allows",
+        ),
         ("OSError: [Errno 98] Address already in use", "port is in use"),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "ran out of memory"),
         ("OSError: [Errno 28] No space left on device", "disk is full"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from infra.node import LocalNode, Node
 from infra.providers import provision_node
@@ -27,6 +28,7 @@ from tasks.plan import (
     with_engines,
 )
 from tasks.records import EngineRecord, RunScope, StageRecord
+from tasks.stage import job_environment
 
 DATA = ("sft", "prompts", "selection", "heldout")
 
@@ -125,7 +127,9 @@ def test_engines_and_ports_are_no_part_of_the_identity_of_rl(
     rl = plan_rl(base_model(config), config, scope, node)
     placed = with_engines(rl, [EngineRecord(url="http://127.0.0.1:30000", run_dir="/engine")])
     assert (placed.fingerprint, placed.run_dir) == (rl.fingerprint, rl.run_dir)
-    assert placed.job["engines"] == [{"url": "http://127.0.0.1:30000", "lease_file": "/engine/.job/lease"}]
+    assert placed.job["engines"] == [
+        {"provider": "embedded", "url": "http://127.0.0.1:30000", "lease_file": "/engine/.job/lease"}
+    ]
     on_other_port = config_at(tmp_path / "inputs", deployment={"engine_port": 30001, "trainer_threads": 2})
     assert plan_rl(base_model(config), on_other_port, scope, node).fingerprint == rl.fingerprint
 
@@ -137,6 +141,31 @@ def test_the_engine_has_the_identity_of_its_rl_and_serves_its_start_model(
     engines = [plan_engine(rl, port, node) for port in (30000, 30001)]
     assert engines[0].run_dir == engines[1].run_dir == str(Path(node.root) / "stages" / f"engine-{rl.fingerprint}-0")
     assert engines[0].job["model"] == rl.job["model"]
+
+
+def test_several_engines_of_an_rl_share_its_gpus_and_have_directories_of_their_own(
+    tmp_path: Path, scope: RunScope, node: Node
+) -> None:
+    placement = {"num_engines": 2, "engine_gpu_ranks": [4, 5, 6, 7]}
+    config = config_at(tmp_path / "inputs", deployment=placement, rollout={"engine": {"kind": "vllm"}})
+    rl = plan_rl(base_model(config), config, scope, node)
+    engines = [plan_engine(rl, 0, node, index) for index in range(2)]
+    assert [job_environment(engine)["CUDA_VISIBLE_DEVICES"] for engine in engines] == ["4,5", "6,7"]
+    assert len({engine.run_dir for engine in engines}) == 2
+    with pytest.raises(ValidationError, match="names 3 GPUs for num_engines 2"):
+        config_at(tmp_path / "inputs", deployment={"num_engines": 2, "engine_gpu_ranks": [0, 1, 2]})
+
+
+def test_the_engine_that_samples_is_part_of_the_identity_of_rl_and_where_it_is_installed_is_not(
+    tmp_path: Path, scope: RunScope, node: Node
+) -> None:
+    def identity(engine: dict[str, object]) -> str:
+        config = config_at(tmp_path / "inputs", rollout={"engine": engine})
+        return plan_rl(base_model(config), config, scope, node).fingerprint
+
+    assert identity({}) == identity({"kind": "embedded"})
+    assert identity({"kind": "sglang"}) != identity({})
+    assert identity({"kind": "sglang"}) == identity({"kind": "sglang", "python": "/opt/sglang/bin/python"})
 
 
 def test_fresh_makes_another_identity_of_this_stage_for_this_run_alone(

@@ -24,6 +24,7 @@ from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.engines import SGLangEngine, sync_weights_to_engines
+from rollouts_core.engines.canary import canary_requests
 from rollouts_core.engines.protocol import GenerationRequest
 from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
 from rollouts_core.types import Status
@@ -50,7 +51,7 @@ def trained_dir(model_dir: Path, tmp_path: Path) -> Path:
     """The base model with every weight changed."""
     target = tmp_path / "trained"
     shutil.copytree(model_dir, target)
-    weights = {name: value * 1.5 for name, value in load_file(model_dir / "model.safetensors").items()}
+    weights = {name: value * 4 for name, value in load_file(model_dir / "model.safetensors").items()}
     save_file(weights, target / "model.safetensors")
     return target
 
@@ -93,30 +94,34 @@ def test_an_engine_that_came_back_with_its_start_weights_is_brought_up_to_date(
 
 
 class LosingTransport(httpx.AsyncBaseTransport):
-    """Passes requests on; loses the connection under the first answer of every path, as a server that dies does."""
+    """Passes requests on; loses the connection under the first answer of a path, as a server that dies does."""
 
-    def __init__(self, transport: httpx.AsyncBaseTransport) -> None:
+    def __init__(self, transport: httpx.AsyncBaseTransport, lost_path: str) -> None:
         self.transport = transport
+        self.lost_path = lost_path
         self.seen: list[str] = []
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         self.seen.append(request.url.path)
         response = await self.transport.handle_async_request(request)
-        if self.seen.count(request.url.path) == 1:
+        if request.url.path == self.lost_path and self.seen.count(self.lost_path) == 1:
             raise httpx.ReadError("", request=request)
         return response
 
 
-def test_an_update_under_which_the_server_vanished_is_made_again(model_dir: Path, trained_dir: Path) -> None:
+@pytest.mark.parametrize("lost_path", ["/update_weights_from_disk", "/model_info", "/weights_checker", "/generate"])
+def test_an_update_or_a_request_under_which_the_server_vanished_is_made_again(
+    model_dir: Path, trained_dir: Path, lost_path: str
+) -> None:
     async def load_and_generate(engine: SGLangEngine) -> set[str]:
         await engine.load_weights(trained_dir, "abc-7")
         return {version for c in await engine.generate(REQUESTS) for version, _, _ in c.version_spans}
 
     with Scheduler(Decoder(model_dir, num_slots=4), model_dir=model_dir) as scheduler:
-        transport = LosingTransport(httpx.ASGITransport(app=build_app(scheduler)))
+        transport = LosingTransport(httpx.ASGITransport(app=build_app(scheduler)), lost_path)
         engine = SGLangEngine("http://engine", transport=transport, restart_timeout_s=5.0)
         assert asyncio.run(load_and_generate(engine)) == {"abc-7"}
-    assert transport.seen.count("/update_weights_from_disk") == 3  # the update's answer was lost, then the checksums'
+    assert transport.seen.count(lost_path) >= 2
 
 
 def test_a_lost_connection_without_words_is_named_by_its_kind() -> None:
@@ -178,39 +183,54 @@ def answering(answers: dict[str, object]) -> SGLangEngine:
     return SGLangEngine("http://engine", transport=httpx.MockTransport(answer), restart_timeout_s=0.5)
 
 
+ANSWERS_OF_AN_UPDATE: dict[str, object] = {
+    "/update_weights_from_disk": {"success": True, "message": "ok"},
+    "/model_info": {"weight_version": "abc-7"},
+    "/server_info": {"dtype": "float32", "device": "cpu"},
+}
+
+
 def test_an_update_that_leaves_one_tensor_old_is_caught_by_its_digest(trained_dir: Path) -> None:
     checksums = tensor_digests(trained_dir) | {"lm_head.weight": "0" * 64}
-    engine = answering(
-        {
-            "/update_weights_from_disk": {"success": True, "message": "ok"},
-            "/model_info": {"weight_version": "abc-7"},
-            "/weights_checker": {"ranks": [{"checksums": checksums}]},
-        }
-    )
+    engine = answering({**ANSWERS_OF_AN_UPDATE, "/weights_checker": {"ranks": [{"checksums": checksums}]}})
     with pytest.raises(WeightSyncError, match=r"1 tensors differ, lm_head\.weight first"):
         asyncio.run(engine.load_weights(trained_dir, "abc-7"))
 
 
-def test_an_update_whose_tensors_cannot_be_compared_does_not_count(trained_dir: Path) -> None:
-    engine = answering(
+def uncompared(model_dir: Path) -> dict[str, object]:
+    """Answers of a server that gives no checksums, and completions of a model."""
+    with served_engine(model_dir) as (engine, _):
+        completions = asyncio.run(engine.generate(canary_requests(1.0)))
+    answers = [
         {
-            "/update_weights_from_disk": {"success": True, "message": "ok"},
-            "/model_info": {"weight_version": "abc-7"},
-            "/weights_checker": {"ranks": []},
+            "output_ids": completion.tokens,
+            "meta_info": {
+                "output_token_logprobs": [[logprob, 0, None] for logprob in completion.logprobs],
+                "finish_reason": {"type": completion.finish_reason},
+                "weight_version": "abc-7",
+            },
         }
-    )
-    with pytest.raises(WeightSyncError, match="no tensor could be compared"):
-        asyncio.run(engine.load_weights(trained_dir, "abc-7"))
+        for completion in completions
+    ]
+    return {**ANSWERS_OF_AN_UPDATE, "/weights_checker": {"ranks": []}, "/generate": answers}
+
+
+def test_where_no_tensor_can_be_compared_the_logprobs_decide(model_dir: Path, trained_dir: Path) -> None:
+    asyncio.run(answering(uncompared(trained_dir)).load_weights(trained_dir, "abc-7"))
+    with pytest.raises(WeightSyncError, match=r"http://engine: its log-probs are .* nats per token away"):
+        asyncio.run(answering(uncompared(model_dir)).load_weights(trained_dir, "abc-7"))
 
 
 def test_an_update_that_leaves_the_old_version_is_an_error(trained_dir: Path) -> None:
-    engine = answering({"/update_weights_from_disk": {"success": True}, "/model_info": {"weight_version": "abc-6"}})
+    engine = answering({**ANSWERS_OF_AN_UPDATE, "/model_info": {"weight_version": "abc-6"}})
     with pytest.raises(WeightSyncError, match="serves abc-6 after it was given abc-7"):
         asyncio.run(engine.load_weights(trained_dir, "abc-7"))
 
 
 def test_one_engine_that_refuses_is_named_and_the_others_are_updated(model_dir: Path, trained_dir: Path) -> None:
-    refusing = answering({"/update_weights_from_disk": {"success": False, "message": "no room"}})
+    refusing = answering(
+        {**ANSWERS_OF_AN_UPDATE, "/update_weights_from_disk": {"success": False, "message": "no room"}}
+    )
     with served_engine(model_dir) as (engine, _):
         results = asyncio.run(sync_weights_to_engines([engine, refusing], trained_dir, version="abc-7"))
     assert [bool(result.error) for result in results] == [False, True]

@@ -1,0 +1,116 @@
+"""Prove by what an engine computes that it serves the published weights, where its tensors cannot be compared.
+
+Not here: when that is so (content.py), publishing (weight_sync.py).
+
+The engine samples a few tokens, as RL will ask it to, and the trainer says how likely they are under the weights it
+published. Both are log-probs of the same distribution, so they agree up to the number format: 1e-5 nats in float32,
+some 0.02 in bfloat16. An engine with a stale output head, another temperature or another rotary embedding is off by
+more than a nat.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from rollouts_core.batch import build_batch, place_samples, split_by_sample
+from rollouts_core.config import ModelConfig, SamplingConfig
+from rollouts_core.engines.protocol import Completion, GenerationRequest
+from rollouts_core.errors import WeightSyncError
+from rollouts_core.types import Sample, Status
+
+if TYPE_CHECKING:
+    from rollouts_core.backends.protocol import TrainingBackend
+
+PROMPT_TOKENS = list(range(2, 10))
+"""Any prompt will do; every model has these tokens."""
+NUM_COMPLETIONS = 4
+NUM_TOKENS = 16
+MAX_GAP_NATS = 0.1
+"""Mean difference of the log-probs of a token that number formats may explain."""
+
+CompleteFn = Callable[[Sequence[GenerationRequest]], Awaitable[list[Completion]]]
+ScoreFn = Callable[[list[Sample]], Awaitable[list[list[float]]]]
+"""Log-probs of the completion tokens of samples, nats, under the published weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canary:
+    """How an engine is asked, and who knows the right answer."""
+
+    temperature: float
+    """Of the rollouts: an engine that applies none is caught, too."""
+    score: ScoreFn
+    """The trainer's answer."""
+
+
+def backend_canary(backend: TrainingBackend, *, temperature: float) -> Canary:
+    """A canary that a backend answers; `temperature` is the one that the backend was created with."""
+
+    async def score(samples: list[Sample]) -> list[list[float]]:
+        rows = [samples] * backend.num_ranks  # every rank takes part
+        scores = await backend.score(build_batch(rows, pad_id=0)).result()
+        return [row.tolist() for row in split_by_sample(scores.logprobs_BT, [place_samples(row) for row in rows])[0]]
+
+    return Canary(temperature=temperature, score=score)
+
+
+def checkpoint_canary(directory: Path) -> Canary:
+    """A canary that a forward pass of the checkpoint answers, on the CPU: for small models and for trying out."""
+
+    async def score(samples: list[Sample]) -> list[list[float]]:
+        from rollouts_core.model.loading import load_hf_model
+        from rollouts_core.model.policy import compute_logprobs
+
+        model = load_hf_model(ModelConfig(path=str(directory))).eval()
+        with torch.no_grad():
+            logprobs_BT = compute_logprobs(model, build_batch([samples], pad_id=0))
+        return [row.tolist() for row in split_by_sample(logprobs_BT, [place_samples(samples)])[0]]
+
+    return Canary(temperature=1.0, score=score)
+
+
+def canary_requests(temperature: float) -> list[GenerationRequest]:
+    """What an engine is asked to prove itself."""
+    sampling = SamplingConfig(temperature=temperature, max_new_tokens=NUM_TOKENS)
+    return [
+        GenerationRequest(prompt_tokens=PROMPT_TOKENS, sampling=sampling, stop_token_ids=(), seed=seed)
+        for seed in range(NUM_COMPLETIONS)
+    ]
+
+
+async def prove(name: str, complete: CompleteFn, canary: Canary) -> float:
+    """The mean gap between an engine's log-probs and the right ones, nats.
+
+    Raises:
+        WeightSyncError: it is larger than number formats explain.
+    """
+    completions = await complete(canary_requests(canary.temperature))
+    expected = await canary.score([_sample_of(completion) for completion in completions])
+    gap = statistics.fmean(
+        abs(engine - trainer)
+        for completion, right in zip(completions, expected, strict=True)
+        for engine, trainer in zip(completion.logprobs, right[-len(completion.tokens) :], strict=True)
+    )
+    if not gap <= MAX_GAP_NATS:
+        raise WeightSyncError(
+            f"{name}: its log-probs are {gap:.3g} nats per token away from those of the published weights, at most "
+            f"{MAX_GAP_NATS} are number formats: it serves other weights, or samples from another distribution"
+        )
+    return gap
+
+
+def _sample_of(completion: Completion) -> Sample:
+    num_prompt = len(PROMPT_TOKENS)
+    return Sample(
+        prompt="",
+        tokens=[*PROMPT_TOKENS, *completion.tokens],
+        loss_mask=[0.0] * num_prompt + [1.0] * len(completion.tokens),
+        rollout_log_probs=[0.0] * num_prompt + completion.logprobs,
+        status=Status.COMPLETED,
+    )

@@ -1,0 +1,189 @@
+"""What a server must hold after it took a directory of weights, and whether the checksums that it gives say so.
+
+Not here: asking a server (sglang.py, vllm.py), comparing what it computes (canary.py).
+
+Servers fuse projections and may hold another number format than the files:
+
+    model.safetensors (q_proj, k_proj, v_proj, float32) -> qkv_proj as bfloat16 -> sha256 == the server's checksum
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rollouts_core.embedded.weights import read_tensors, tensor_digest
+from rollouts_core.errors import CheckpointError, WeightSyncError
+
+FUSED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+"""Projections that SGLang and vLLM keep as one matrix, in the order of its rows."""
+EMPTY_DIGEST = tensor_digest(torch.empty(0))
+"""The checksum of a tensor whose bytes the server has moved elsewhere, as vLLM does with packed weights on a CPU."""
+SHORT_DIGEST_LENGTH = 16
+"""Hexadecimal digits of the 8 of 32 bytes that SGLang gives."""
+VOCABULARY_PADDING = 64
+"""SGLang and vLLM fill the rows of embedding and head up to a multiple of this with zeros."""
+SHAPE_KEYS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+BODY_FILE, HEAD_FILE = "model-body.safetensors", "model-head.safetensors"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldTensors:
+    """What a server says about the tensors that it computes with."""
+
+    digests: Mapping[str, str]
+    """Checksums by name; of one rank alone, since those of several are of parts."""
+    dtype: torch.dtype | None
+    """The number format they are of; None where the checksums are of a kind that cannot be computed here."""
+
+
+def read_config(directory: Path) -> dict[str, Any]:  # Any: JSON
+    """The config.json of a model directory.
+
+    Raises:
+        CheckpointError: it is missing or no JSON object.
+    """
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{directory}/config.json cannot be read ({error}): publish it again") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{directory}/config.json holds no object: publish it again")
+    return config
+
+
+def vocabulary_size(directory: Path) -> int:
+    """How many token ids a model directory's model knows."""
+    return int(read_config(directory)["vocab_size"])
+
+
+def is_tied(directory: Path) -> bool:
+    """Whether the model's output head is its token embedding."""
+    return bool(read_config(directory).get("tie_word_embeddings", False))
+
+
+def check_same_model(name: str, served_dir: Path, published_dir: Path) -> None:
+    """Raise WeightSyncError where a server's model has other shapes than what is published: trying would end vLLM.
+
+    A served directory that cannot be read here, on another machine for instance, is not compared.
+    """
+    try:
+        served = read_config(served_dir)
+    except CheckpointError:
+        return
+    published = read_config(published_dir)
+    for key in (*SHAPE_KEYS, "vocab_size"):
+        if key in served and key in published and served[key] != published[key]:
+            raise WeightSyncError(
+                f"{name} serves a model with {key} {served[key]}, published was one with {published[key]}: "
+                "start the engine on the model that is trained"
+            )
+
+
+def find_unproven(name: str, weights: Path, version: str, held: HeldTensors) -> list[str]:
+    """The tensors of a directory that a server's checksums say nothing about.
+
+    Raises:
+        WeightSyncError: a checksum says that a tensor is another one.
+    """
+    known = {tensor: digest for tensor, digest in held.digests.items() if digest != EMPTY_DIGEST}
+    if held.dtype is None:
+        return sorted(read_tensors(weights))
+    expected = expected_digests(weights, held.dtype, known)
+    compared = expected.keys() & known.keys()
+    if stale := sorted(tensor for tensor in compared if not _is_same(expected[tensor], known[tensor])):
+        raise WeightSyncError(
+            f"{name} says it serves {version}, but {len(stale)} tensors differ, {stale[0]} first: its update left "
+            "them as they were, restart it"
+        )
+    return sorted(expected.keys() - compared)
+
+
+def expected_digests(directory: Path, dtype: torch.dtype, served: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """sha256 of every tensor of a directory as a server holds it that keeps weights in `dtype`; any of several will do.
+
+    Args:
+        served: the server's names: where a fused projection is among them, its parts are joined.
+    """
+    tensors = {name: tensor.to(dtype) for name, tensor in read_tensors(directory).items()}
+    if HEAD in served and HEAD not in tensors:
+        tensors[HEAD] = tensors[EMBEDDING]
+    digests: dict[str, tuple[str, ...]] = {
+        name: (tensor_digest(tensor),) for name, tensor in _fuse(tensors, served).items()
+    }
+    for name in (EMBEDDING, HEAD):
+        if name in tensors and len(tensors[name]) % VOCABULARY_PADDING:
+            digests[name] += (tensor_digest(_pad_rows(tensors[name])),)
+    return digests
+
+
+@contextmanager
+def untied(directory: Path) -> Iterator[Path]:
+    """A directory with the same weights in which the output head is a tensor of its own; gone after the block.
+
+    The weights are linked, not copied; only the head is written.
+    """
+    with TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-untied-") as target:
+        write_untied(directory, Path(target))
+        yield Path(target)
+
+
+def write_untied(directory: Path, target: Path) -> None:
+    """Make `target` a copy by links of a model directory, with an output head of its own."""
+    target.mkdir(parents=True, exist_ok=True)
+    written = {"config.json", SINGLE_FILE, INDEX}
+    for file in directory.iterdir():
+        link = target / file.name
+        if file.is_file() and file.name not in written and not link.exists():
+            link.symlink_to(file.resolve())
+    tensors = read_tensors(directory)
+    if (directory / SINGLE_FILE).exists():
+        # Under another name: beside a file of this one, readers do not look at the index.
+        weight_map = dict.fromkeys(tensors, BODY_FILE)
+        (target / BODY_FILE).unlink(missing_ok=True)
+        (target / BODY_FILE).symlink_to((directory / SINGLE_FILE).resolve())
+    else:
+        weight_map = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    if HEAD not in tensors:
+        save_file({HEAD: tensors[EMBEDDING]}, target / HEAD_FILE, metadata={"format": "pt"})
+        weight_map = {**weight_map, HEAD: HEAD_FILE}
+    (target / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8")
+    config = {**read_config(directory), "tie_word_embeddings": False}
+    (target / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _fuse(tensors: Mapping[str, Tensor], served: Collection[str]) -> dict[str, Tensor]:
+    """The tensors, with those of `FUSED` joined that the server has joined."""
+    joined = dict(tensors)
+    for name in served:
+        for whole, parts in FUSED.items():
+            stem, found, kind = name.partition(whole)
+            names = [f"{stem}{part}{kind}" for part in parts]
+            if found and all(part in joined for part in names):
+                joined[name] = torch.cat([joined.pop(part) for part in names])
+    return joined
+
+
+def _pad_rows(tensor: Tensor) -> Tensor:
+    num_rows = -len(tensor) % VOCABULARY_PADDING
+    return torch.cat([tensor, tensor.new_zeros(num_rows, *tensor.shape[1:])])
+
+
+def _is_same(expected: Collection[str], served: str) -> bool:
+    if len(served) == SHORT_DIGEST_LENGTH:
+        return any(digest.startswith(served) for digest in expected)
+    return served in expected

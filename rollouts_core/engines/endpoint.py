@@ -1,0 +1,72 @@
+"""Where and how completions are generated, as a small record, and the client for it.
+
+Not here: starting the server (launch.py).
+
+    async with connect(Endpoint(provider="vllm", url="http://127.0.0.1:8000")) as engine:
+        completions = await engine.generate(endpoint.requests([prompt_tokens], stop_token_ids=(eos,)))
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from pydantic import Field
+
+from rollouts_core.config import EngineKind, Record, SamplingConfig
+from rollouts_core.engines.protocol import GenerationRequest, InferenceEngine
+from rollouts_core.engines.sglang import SGLangEngine
+from rollouts_core.engines.vllm import VLLMEngine
+
+CLIENTS: dict[EngineKind, type[SGLangEngine] | type[VLLMEngine]] = {
+    "embedded": SGLangEngine,
+    "sglang": SGLangEngine,
+    "vllm": VLLMEngine,
+}
+"""The embedded engine speaks SGLang's API."""
+
+
+class Endpoint(Record):
+    """Where and how completions are generated."""
+
+    provider: EngineKind = "embedded"
+    """Which server it is."""
+    url: str = Field(pattern=r"^https?://[^/]+")
+    """Its base URL."""
+    model: str = ""
+    """Folder of the model that it must serve, by which shapes and token ids are checked; empty checks nothing."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How a completion is sampled."""
+
+    def requests(
+        self, prompts: Sequence[list[int]], *, stop_token_ids: tuple[int, ...], seed: int = 0
+    ) -> list[GenerationRequest]:
+        """One request for each prompt of token ids; their seeds follow each other."""
+        return [
+            GenerationRequest(prompt_tokens=prompt, sampling=self.sampling, stop_token_ids=stop_token_ids, seed=number)
+            for number, prompt in enumerate(prompts, start=seed)
+        ]
+
+
+def create_engine(
+    endpoint: Endpoint, *, request_timeout_s: float = 600.0, restart_timeout_s: float = 120.0
+) -> InferenceEngine:
+    """The client of an endpoint; whoever asks for it closes it."""
+    return CLIENTS[endpoint.provider](
+        endpoint.url,
+        request_timeout_s=request_timeout_s,
+        restart_timeout_s=restart_timeout_s,
+        model_dir=Path(endpoint.model) if endpoint.model else None,
+    )
+
+
+@asynccontextmanager
+async def connect(endpoint: Endpoint, *, timeout_s: float = 120.0) -> AsyncIterator[InferenceEngine]:
+    """The client of an endpoint that answers."""
+    engine = create_engine(endpoint)
+    try:
+        await engine.wait_until_ready(timeout_s)
+        yield engine
+    finally:
+        await engine.aclose()

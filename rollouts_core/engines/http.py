@@ -1,0 +1,291 @@
+"""What the clients of all servers share: one HTTP call with typed errors, and the loops that outlive a restart.
+
+Not here: the endpoints of a server (sglang.py, vllm.py), how its tensors are compared (content.py), several servers
+(pool.py).
+
+A client knows which weights its server must serve. A server that died and came back serves its start weights again;
+the client notices by the version, loads the right ones and asks again, so no completion of old weights is ever
+returned:
+
+    generate -> connection lost | other version -> wait until it answers -> load weights again -> generate
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import aiohttp
+import anyio
+import httpx
+from httpx_aiohttp import AiohttpTransport
+
+from rollouts_core.engines.canary import Canary, checkpoint_canary, prove
+from rollouts_core.engines.content import HeldTensors, find_unproven, vocabulary_size
+from rollouts_core.engines.protocol import STATUS_OF_FINISH, Completion, GenerationRequest
+from rollouts_core.errors import EngineError, EngineUnavailableError
+from rollouts_core.messages import first_line
+from rollouts_core.types import Status
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 3
+RETRY_PAUSE_S = 1.0
+"""Before the second attempt, and twice as long before the third: an overloaded server is not helped by haste."""
+POLL_INTERVAL_S = 0.1
+PROBE_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 10.0
+UPDATE_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServedWeights:
+    """The weights that a server must serve."""
+
+    path: Path
+    version: str
+
+
+class ServerCalls(Protocol):
+    """What the loops need of one server's client: each call is made once, and fails with a typed error."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        ...
+
+    async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Ask for completions."""
+        ...
+
+    async def weight_version(self) -> str:
+        """The version that the server reports."""
+        ...
+
+    async def check_model(self, path: Path) -> None:
+        """Raise WeightSyncError where the server's model has other shapes than that of a directory."""
+        ...
+
+    async def take_weights(self, path: Path, version: str) -> HeldTensors:
+        """Load the weights of a directory and check the version; raises WeightSyncError."""
+        ...
+
+
+class EngineConnection:
+    """The connections to one server."""
+
+    def __init__(self, url: str, *, request_timeout_s: float, transport: httpx.AsyncBaseTransport | None) -> None:
+        self.url = url.rstrip("/")
+        self._client = httpx.AsyncClient(
+            base_url=self.url,
+            timeout=httpx.Timeout(request_timeout_s, connect=CONNECT_TIMEOUT_S),
+            transport=transport or create_transport(),
+        )
+
+    async def call(self, method: str, path: str, **arguments: Any) -> Any:  # Any: JSON both ways
+        """The JSON answer to a request.
+
+        Raises:
+            EngineUnavailableError: no whole answer came, or one that says that the server is busy or broken.
+            EngineError: the server refused, or its answer is no JSON.
+        """
+        try:
+            response = await self._client.request(method, path, **arguments)
+        except httpx.TransportError as error:
+            raise EngineUnavailableError(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
+        except aiohttp.ClientError as error:  # what the transport has no httpx error for
+            raise EngineError(f"{self.url}{path} answered no HTTP, is it an engine? {first_line(error)}") from error
+        if response.status_code == 429 or response.status_code >= 500:
+            raise EngineUnavailableError(f"{self.url}{path} answered {response.status_code}: {response.text[:200]}")
+        if response.status_code != 200:
+            raise EngineError(f"{self.url}{path} answered {response.status_code}: {response.text[:500]}")
+        try:
+            return response.json()
+        except json.JSONDecodeError as error:
+            raise EngineError(f"{self.url}{path} answered no JSON: {response.text[:200]!r}") from error
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+
+def create_transport() -> httpx.AsyncBaseTransport:
+    """Connections for as many requests at a time as there are.
+
+    Those of aiohttp: httpx's own pool looks at every connection whenever a request begins or ends. With 128 requests
+    under way that costs 20 times the processor time.
+    """
+    return AiohttpTransport(limits=httpx.Limits(max_connections=0))  # 0: no limit; None would be aiohttp's default
+
+
+class WeightKeeper:
+    """Keeps one server at the weights it must serve, through restarts.
+
+    Args:
+        restart_timeout_s: how long a server that vanished may take to answer again.
+        model_dir: the model that it must serve, if known before any weights are loaded.
+    """
+
+    def __init__(self, server: ServerCalls, *, restart_timeout_s: float, model_dir: Path | None) -> None:
+        self.server = server
+        self.restart_timeout_s = restart_timeout_s
+        self._served: ServedWeights | None = None
+        self._model_dir = model_dir
+        self._vocab_size = vocabulary_size(model_dir) if model_dir else None
+        self._proven: tuple[str, Mapping[str, str]] | None = None
+        """A version that a canary proved, and the checksums that the server gave for it."""
+        self._recovering = asyncio.Lock()
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Completions of the requests in their order, from the weights that were loaded last.
+
+        Raises:
+            EngineUnavailableError: the server stayed away.
+            EngineError: it refused the request, or answered something unusable.
+        """
+        for request in requests:
+            self._check_tokens(request.prompt_tokens, "a prompt")
+        problem = ""
+        for attempt in range(MAX_ATTEMPTS):
+            if attempt:
+                await anyio.sleep(RETRY_PAUSE_S * 2 ** (attempt - 1))
+            try:
+                completions = await self.server.complete(requests)
+            except EngineUnavailableError as error:
+                problem = str(error)
+                await self._recover()
+                continue
+            for completion in completions:
+                self._check_tokens(completion.tokens, "a completion")
+            stale = [c for c in completions if self._served and not _is_of_version(c, self._served.version)]
+            if not stale:
+                return completions
+            problem = f"it served {stale[0].version_spans[0][0]}"
+            await self._recover()
+        expected = self._served.version if self._served else "its weights"
+        raise EngineUnavailableError(
+            f"{self.server.name} did not serve {expected} in {MAX_ATTEMPTS} attempts: {problem}"
+        )
+
+    async def load_weights(self, path: Path, version: str, canary: Canary | None) -> None:
+        """Serve the weights of a directory; returns when the server proved that it does.
+
+        Raises:
+            WeightSyncError: it refused, or serves another version or other tensors.
+            EngineUnavailableError: it vanished and stayed away.
+        """
+        async with self._recovering:
+            await self._load(ServedWeights(path, version), canary)
+
+    async def wait_until_ready(self, timeout_s: float) -> None:
+        """Return when the server answers.
+
+        Raises:
+            EngineUnavailableError: it did not before the deadline.
+            WeightSyncError: it serves a model of other shapes than it must.
+        """
+        problem = "it took the connection and was silent"
+        with anyio.move_on_after(timeout_s):
+            while True:
+                try:
+                    with anyio.fail_after(PROBE_TIMEOUT_S):
+                        await self.server.weight_version()
+                except (EngineUnavailableError, TimeoutError) as error:
+                    problem = str(error) or problem
+                    await anyio.sleep(POLL_INTERVAL_S)
+                    continue
+                if self._model_dir is not None:
+                    await self.server.check_model(self._model_dir)
+                return
+        raise EngineUnavailableError(f"{self.server.name} did not answer within {timeout_s:g} s: {problem}")
+
+    async def _recover(self) -> None:
+        """Wait for the server, and load the weights it must serve if it came back with others."""
+        async with self._recovering:
+            await self.wait_until_ready(self.restart_timeout_s)
+            if self._served is not None and await self.server.weight_version() != self._served.version:
+                await self._load(self._served, None)
+
+    async def _load(self, weights: ServedWeights, canary: Canary | None) -> None:
+        """Load and prove; begins again when the server vanished meanwhile, since loading twice is loading once."""
+        problem = ""
+        for _ in range(MAX_ATTEMPTS):
+            try:
+                await self._load_once(weights, canary)
+            except EngineUnavailableError as error:
+                problem = str(error)
+                await self.wait_until_ready(self.restart_timeout_s)
+                continue
+            self._served, self._vocab_size = weights, vocabulary_size(weights.path)
+            return
+        raise EngineUnavailableError(
+            f"{self.server.name} vanished in each of {MAX_ATTEMPTS} loads of {weights.version}: {problem}"
+        )
+
+    async def _load_once(self, weights: ServedWeights, canary: Canary | None) -> None:
+        held = await self.server.take_weights(weights.path, weights.version)
+        unproven = find_unproven(self.server.name, weights.path, weights.version, held)
+        proof = (weights.version, held.digests)
+        if unproven and self._proven != proof:
+            gap = await prove(self.server.name, self.server.complete, canary or checkpoint_canary(weights.path))
+            logger.info(
+                "%s: %d tensors without a comparable checksum, %s first; its log-probs are %.2g nats off",
+                self.server.name,
+                len(unproven),
+                unproven[0],
+                gap,
+            )
+            self._proven = proof
+
+    def _check_tokens(self, tokens: Sequence[int], what: str) -> None:
+        """Raise for an id outside the vocabulary: as part of a prompt it would end SGLang's and vLLM's process."""
+        if self._vocab_size is None or not tokens:
+            return
+        for token in (min(tokens), max(tokens)):
+            if not 0 <= token < self._vocab_size:
+                raise EngineError(
+                    f"{self.server.name}: {what} has the token id {token}, the served model has {self._vocab_size} "
+                    "tokens: serve the model that belongs to the tokenizer"
+                )
+
+
+def read_completion(
+    name: str,
+    request: GenerationRequest,
+    *,
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+    finish_reason: str,
+    version_spans: tuple[tuple[str, int, int], ...],
+) -> Completion:
+    """A server's answer as a completion.
+
+    Raises:
+        EngineError: something in it that training could not use.
+    """
+    if len(logprobs) != len(tokens):
+        raise EngineError(f"{name} answered {len(tokens)} tokens with {len(logprobs)} logprobs")
+    if not all(map(math.isfinite, logprobs)):
+        raise EngineError(f"{name} answered log-probs that are not finite numbers: its weights may hold NaN")
+    if finish_reason == "length" and len(tokens) < request.sampling.max_new_tokens:
+        raise EngineError(
+            f"{name} ended a completion after {len(tokens)} of {request.sampling.max_new_tokens} tokens: its "
+            f"context is too short for them and the prompt of {len(request.prompt_tokens)}, serve it with a longer one"
+        )
+    return Completion(
+        tokens=list(tokens),
+        logprobs=list(logprobs),
+        status=STATUS_OF_FINISH.get(finish_reason, Status.FAILED),
+        finish_reason=finish_reason,
+        version_spans=version_spans,
+    )
+
+
+def _is_of_version(completion: Completion, version: str) -> bool:
+    return all(served == version for served, _, _ in completion.version_spans)

@@ -1,0 +1,113 @@
+"""The command that serves a model by SGLang or vLLM, with the settings that RL needs, and running it.
+
+Not here: supervising the process, or learning when it is ready (infra), the embedded engine (embedded/server.py).
+
+    ServeJob -> a copy of the model for vLLM, if its head is tied -> command and environment -> exec
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from rollouts_core.engines.content import is_tied, read_config, write_untied
+from rollouts_core.engines.vllm import LOGPROBS_MODE
+from rollouts_core.errors import ConfigError
+from rollouts_core.job import ServeJob
+
+FOREIGN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+"""Those of our own environment, which would lead the engine's interpreter to packages of other versions."""
+CPU_CACHE_GIB = 1
+"""Memory for keys and values of an engine on a CPU, which is for small models."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchCommand:
+    """How a server is started."""
+
+    argv: tuple[str, ...]
+    """The command."""
+    env: dict[str, str]
+    """Variables besides those of the caller."""
+
+
+def exec_engine(job: ServeJob, run_dir: Path) -> NoReturn:
+    """Become the server that the job asks for: its process is this one, so whoever supervises this supervises it.
+
+    Raises:
+        ConfigError: the interpreter of the engine's environment does not exist.
+    """
+    model_dir = Path(job.model.model.path)
+    if job.engine.kind == "vllm" and is_tied(model_dir):
+        write_untied(model_dir, run_dir / "served_model")
+        model_dir = run_dir / "served_model"
+    command = render_launch(job, model_dir, on_gpu=torch.cuda.is_available())
+    kept = {name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES}
+    try:
+        os.execve(command.argv[0], command.argv, {**kept, **command.env})
+    except OSError as error:
+        raise ConfigError(
+            f"rollout.engine.python: {command.argv[0]} cannot be run ({error.strerror}): give the interpreter of the "
+            f"environment in which {job.engine.kind} is installed"
+        ) from error
+
+
+def render_launch(job: ServeJob, model_dir: Path, *, on_gpu: bool) -> LaunchCommand:
+    """The command that serves `model_dir` as the job says."""
+    python = job.engine.python or sys.executable
+    render = {"sglang": _render_sglang, "vllm": _render_vllm}[job.engine.kind]
+    arguments, env = render(job, str(model_dir), on_gpu)
+    return LaunchCommand(argv=(python, *arguments, *job.engine.extra_args), env=env)
+
+
+def weights_dtype(job: ServeJob, model_dir: Path) -> str:
+    """The number format of the engine's weights, spelled out: checksums are compared in it."""
+    if job.engine.dtype != "auto":
+        return job.engine.dtype
+    config = read_config(model_dir)
+    return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+
+
+def _render_sglang(job: ServeJob, model_dir: str, on_gpu: bool) -> tuple[list[str], dict[str, str]]:
+    num_running = job.deployment.max_running_requests
+    arguments = [
+        *("-m", "sglang.launch_server", "--model-path", model_dir, "--host", job.host, "--port", str(job.port)),
+        *("--dtype", weights_dtype(job, Path(model_dir)), "--context-length", str(job.context_length)),
+        *("--max-running-requests", str(num_running), "--tp-size", _num_gpus(job)),
+        "--skip-tokenizer-init",  # token ids in, token ids out
+    ]
+    if on_gpu:
+        return arguments, {}
+    on_cpu = [
+        *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+        *("--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle", "--mem-fraction-static", "0.2"),
+        *("--max-total-tokens", str(job.context_length * num_running)),
+    ]
+    return [*arguments, *on_cpu], {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(job.deployment.engine_threads)}
+
+
+def _render_vllm(job: ServeJob, model_dir: str, on_gpu: bool) -> tuple[list[str], dict[str, str]]:
+    arguments = [
+        *("-m", "vllm.entrypoints.openai.api_server", "--model", model_dir, "--host", job.host),
+        *("--port", str(job.port), "--dtype", weights_dtype(job, Path(model_dir))),
+        *("--max-model-len", str(job.context_length), "--max-num-seqs", str(job.deployment.max_running_requests)),
+        *("--tensor-parallel-size", _num_gpus(job), "--logprobs-mode", LOGPROBS_MODE),
+    ]
+    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if on_gpu:
+        return arguments, env
+    on_cpu = {
+        "VLLM_CPU_KVCACHE_SPACE": str(CPU_CACHE_GIB),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(job.deployment.engine_threads),
+    }
+    return [*arguments, "--enforce-eager"], {**env, **on_cpu}  # compiling for a CPU takes minutes
+
+
+def _num_gpus(job: ServeJob) -> str:
+    return str(max(1, len(job.deployment.engine_gpu_ranks)))

@@ -1,0 +1,176 @@
+"""Several engines as one: share requests, go on without those that fail, take them back when they proved themselves.
+
+Not here: one server's restarts (http.py), loading into several engines without this (weight_sync.py).
+
+    generate -> the engine with the fewest requests under way; a group is one call, so it stays together on one
+                |                                                engine and shares its prompt's keys and values
+                +-- it cannot be reached -> quarantined, and the group goes to another engine
+
+    quarantined -> never asked for completions -> loads and proves the version of the others -> asked again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+
+from rollouts_core.engines.canary import Canary
+from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
+from rollouts_core.engines.weight_sync import SYNC_TIMEOUT_S, sync_weights_to_engines
+from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 10.0
+"""Between two attempts to take a quarantined engine back."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One engine and how it stands."""
+
+    engine: InferenceEngine
+    num_running: int = 0
+    """Requests under way."""
+    quarantined: str = ""
+    """Why it is not asked; empty while it is."""
+
+
+class EnginePool:
+    """Several engines that serve the same weights, used as one; owns them.
+
+    Args:
+        sync_timeout_s: an engine that takes a version for longer than this is left behind, in quarantine.
+        retry_s: pause between attempts to take a quarantined engine back.
+    """
+
+    def __init__(
+        self, engines: Sequence[InferenceEngine], *, sync_timeout_s: float = SYNC_TIMEOUT_S, retry_s: float = RETRY_S
+    ) -> None:
+        assert engines, "a pool needs an engine"
+        self.sync_timeout_s = sync_timeout_s
+        self.retry_s = retry_s
+        self._members = [Member(engine) for engine in engines]
+        self._loaded: tuple[Path, str] | None = None
+        self._returning: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        """The names of all engines."""
+        return ", ".join(member.engine.name for member in self._members)
+
+    @property
+    def quarantined(self) -> dict[str, str]:
+        """The engines that are not asked for completions, and why."""
+        return {member.engine.name: member.quarantined for member in self._members if member.quarantined}
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Completions of the requests in their order, all from one engine.
+
+        Raises:
+            EngineUnavailableError: no engine is left.
+            EngineError: an engine refused the request, or answered something unusable.
+        """
+        while healthy := [member for member in self._members if not member.quarantined]:
+            member = min(healthy, key=lambda each: each.num_running)
+            member.num_running += len(requests)
+            try:
+                return await member.engine.generate(requests)
+            except (EngineUnavailableError, WeightSyncError) as error:
+                self._quarantine(member, str(error))
+            finally:
+                member.num_running -= len(requests)
+        raise EngineUnavailableError(f"no engine is left: {self._describe_quarantine()}")
+
+    async def load_weights(self, checkpoint_path: Path, version: str, canary: Canary | None = None) -> None:
+        """Serve the weights of a directory by every engine that takes them; the others are quarantined.
+
+        Raises:
+            WeightSyncError: no engine took them.
+        """
+        await self._stop_returning()
+        self._loaded = (checkpoint_path, version)
+        results = await sync_weights_to_engines(
+            [member.engine for member in self._members],
+            checkpoint_path,
+            version=version,
+            canary=canary,
+            timeout_s=self.sync_timeout_s,
+        )
+        for member, result in zip(self._members, results, strict=True):
+            if result.error:
+                self._quarantine(member, result.error)
+            else:
+                self._take_back(member, version)
+        if all(member.quarantined for member in self._members):
+            raise WeightSyncError(f"no engine took {version}: {self._describe_quarantine()}")
+
+    async def wait_until_ready(self, timeout_s: float) -> None:
+        """Return when every engine answers; those that do not before the deadline are quarantined.
+
+        Raises:
+            EngineUnavailableError: none of them did.
+        """
+
+        async def wait(member: Member) -> None:
+            try:
+                await member.engine.wait_until_ready(timeout_s)
+            except EngineError as error:
+                self._quarantine(member, str(error))
+
+        async with anyio.create_task_group() as tasks:
+            for member in self._members:
+                tasks.start_soon(wait, member)
+        if all(member.quarantined for member in self._members):
+            raise EngineUnavailableError(f"no engine answers: {self._describe_quarantine()}")
+
+    async def aclose(self) -> None:
+        """Close the connections of all engines."""
+        await self._stop_returning()
+        for member in self._members:
+            await member.engine.aclose()
+
+    def _quarantine(self, member: Member, reason: str) -> None:
+        logger.warning("engine %s was quarantined: %s", member.engine.name, reason)
+        member.quarantined = reason
+        if self._returning is None or self._returning.done():
+            self._returning = asyncio.create_task(self._return_quarantined())
+
+    def _take_back(self, member: Member, version: str) -> None:
+        if member.quarantined:
+            logger.info("engine %s serves %s and is asked again", member.engine.name, version)
+        member.quarantined = ""
+
+    async def _return_quarantined(self) -> None:
+        """Load the current version into quarantined engines now and then, until none is left or a new version comes."""
+        while any(member.quarantined for member in self._members):
+            await anyio.sleep(self.retry_s)
+            if self._loaded is None:
+                continue
+            path, version = self._loaded
+            members = [member for member in self._members if member.quarantined]
+            results = await sync_weights_to_engines(
+                [member.engine for member in members], path, version=version, timeout_s=self.sync_timeout_s
+            )
+            for member, result in zip(members, results, strict=True):
+                if result.error:
+                    member.quarantined = result.error
+                else:
+                    self._take_back(member, version)
+
+    async def _stop_returning(self) -> None:
+        """End the attempts to take engines back: they are for a version that is about to be an old one."""
+        if self._returning is not None:
+            self._returning.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._returning
+            self._returning = None
+
+    def _describe_quarantine(self) -> str:
+        return "; ".join(f"{name}: {reason}" for name, reason in self.quarantined.items())

@@ -1,0 +1,214 @@
+"""Talk to a vLLM server: token ids through its completions API, weights through its development endpoints.
+
+Not here: starting the server (launch.py), restarts and retries (http.py), publishing to several engines
+(weight_sync.py).
+
+The server must run with VLLM_SERVER_DEV_MODE=1 and `--logprobs-mode processed_logprobs`, and on a model whose output
+head is not tied to its embedding: on a tied one vLLM answers 200 to an update and keeps the old head. launch.py starts
+it so; each update checks it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import torch
+
+from rollouts_core.engines.canary import Canary
+from rollouts_core.engines.content import HEAD, HeldTensors, check_same_model, is_tied, untied
+from rollouts_core.engines.http import UPDATE_TIMEOUT_S, EngineConnection, WeightKeeper, read_completion
+from rollouts_core.engines.protocol import Completion, GenerationRequest
+from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
+
+RESUME_TIMEOUT_S = 30.0
+LOGPROBS_MODE = "processed_logprobs"
+"""Log-probs of the distribution that was sampled from; vLLM's default are those before the temperature."""
+
+
+class VLLMEngine:
+    """The client of one vLLM server; owns its connections.
+
+    Args:
+        restart_timeout_s: how long a server that vanished may take to answer again.
+        model_dir: the model that it must serve; token ids and shapes are checked by it.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        request_timeout_s: float = 600.0,
+        restart_timeout_s: float = 120.0,
+        model_dir: Path | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._connection = EngineConnection(url, request_timeout_s=request_timeout_s, transport=transport)
+        self._keeper = WeightKeeper(self, restart_timeout_s=restart_timeout_s, model_dir=model_dir)
+
+    @property
+    def name(self) -> str:
+        """The server's URL."""
+        return self._connection.url
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Completions of the requests in their order, from the weights that were loaded last.
+
+        Raises:
+            EngineUnavailableError: the server stayed away.
+            EngineError: it refused the request, or answered something unusable.
+        """
+        return await self._keeper.generate(requests)
+
+    async def load_weights(self, checkpoint_path: Path, version: str, canary: Canary | None = None) -> None:
+        """Serve the weights of a directory; returns when the server proved that it does.
+
+        Args:
+            canary: proves tensors that cannot be compared; by default a forward pass of the directory's model.
+
+        Raises:
+            WeightSyncError: it refused, or serves another version or other tensors.
+            EngineUnavailableError: it vanished and stayed away.
+        """
+        await self._keeper.load_weights(checkpoint_path, version, canary)
+
+    async def wait_until_ready(self, timeout_s: float) -> None:
+        """Return when the server answers.
+
+        Raises:
+            EngineUnavailableError: it did not before the deadline.
+            WeightSyncError: it serves a model of other shapes than `model_dir`.
+        """
+        await self._keeper.wait_until_ready(timeout_s)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._connection.aclose()
+
+    async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Ask once, whichever weights the server has.
+
+        Answers carry no weight version: it is asked for before and after, and where it changed in between, the
+        completions are of none.
+        """
+        before = await self.weight_version()
+        # One call per completion: vLLM takes one seed per call.
+        answers = await asyncio.gather(
+            *(self._connection.call("POST", "/v1/completions", json=_render_request(r)) for r in requests)
+        )
+        version = before if await self.weight_version() == before else f"{before}, replaced meanwhile"
+        return [
+            _parse_completion(answer, request, self.name, version=version)
+            for answer, request in zip(answers, requests, strict=True)
+        ]
+
+    async def weight_version(self) -> str:
+        """The version that the server reports."""
+        return str((await self._call_development("GET", "/weight_info"))["weight_version"])
+
+    async def check_model(self, path: Path) -> None:
+        """Raise WeightSyncError where the server's model has other shapes than that of a directory."""
+        check_same_model(self.name, Path(str((await self._model_config()).get("model", ""))), path)
+
+    async def take_weights(self, path: Path, version: str) -> HeldTensors:
+        """Load weights once and set the version; running requests end before that, on the old weights.
+
+        Raises:
+            WeightSyncError: the server serves a model of other shapes, or cannot be updated as it was started.
+        """
+        await self.check_model(path)
+        model_config = await self._model_config()
+        if model_config.get("logprobs_mode") != LOGPROBS_MODE:
+            raise WeightSyncError(
+                f"{self.name} gives {model_config.get('logprobs_mode')}, not those of the distribution it samples "
+                f"from: start it with --logprobs-mode {LOGPROBS_MODE}"
+            )
+        if is_tied(path) and HEAD not in await self._digests():
+            raise WeightSyncError(
+                f"{self.name} serves a model whose output head is its embedding: vLLM would leave that head as it is. "
+                "Start it on a copy with a head of its own (`rollouts_core.engines.content.write_untied`)"
+            )
+        await self._call_development("POST", "/pause", params={"mode": "wait"}, timeout=UPDATE_TIMEOUT_S)
+        try:
+            # Whatever is sampled from here on, were the update to fail halfway, must not count as the old version's.
+            await self._set_version(f"{version}, loading")
+            with untied(path) if is_tied(path) else nullcontext(path) as loaded:
+                body = {"method": "reload_weights", "kwargs": {"weights_path": str(loaded)}}
+                await self._call_development("POST", "/collective_rpc", json=body, timeout=UPDATE_TIMEOUT_S)
+            await self._call_development("POST", "/reset_prefix_cache")  # the old weights computed its entries
+            await self._set_version(version)
+        finally:
+            with anyio.CancelScope(shield=True):  # given up or not: a paused server answers nobody
+                await self._call_development("POST", "/resume", timeout=RESUME_TIMEOUT_S)
+        if (served := await self.weight_version()) != version:
+            raise WeightSyncError(f"{self.name} serves {served} after it was given {version}")
+        dtype = getattr(torch, str(model_config.get("dtype")).removeprefix("torch."), None)
+        is_plain = isinstance(dtype, torch.dtype) and not model_config.get("quantization")
+        return HeldTensors(digests=await self._digests(), dtype=dtype if is_plain else None)
+
+    async def _set_version(self, version: str) -> None:
+        await self._call_development("POST", "/update_weight_version", json={"new_version": version})
+
+    async def _digests(self) -> dict[str, str]:
+        """The checksums of a server's tensors; of one that is spread over several ranks none, since each has parts."""
+        answer = await self._call_development("POST", "/weight_checker", json={"action": "checksum"})
+        by_rank = {name.rpartition(":")[::2]: str(digest) for name, digest in answer["checksums"].items()}
+        if len({rank for rank, _ in by_rank}) != 1:
+            return {}
+        return {name: digest for (_, name), digest in by_rank.items()}
+
+    async def _model_config(self) -> dict[str, Any]:  # Any: JSON
+        info = await self._call_development("GET", "/server_info", params={"config_format": "json"})
+        config: dict[str, Any] = info["vllm_config"]["model_config"]  # Any: JSON
+        return config
+
+    async def _call_development(self, method: str, path: str, **arguments: Any) -> Any:  # Any: JSON both ways
+        try:
+            return await self._connection.call(method, path, **arguments)
+        except EngineUnavailableError:
+            raise
+        except EngineError as error:
+            if "answered 404" not in str(error):
+                raise
+            raise EngineError(f"{self.name} has no {path}: start vLLM with VLLM_SERVER_DEV_MODE=1") from error
+
+
+def _render_request(request: GenerationRequest) -> dict[str, Any]:  # Any: JSON
+    return {
+        "prompt": request.prompt_tokens,
+        "max_tokens": request.sampling.max_new_tokens,
+        "temperature": request.sampling.temperature,
+        "top_p": 1.0,  # said, because vLLM takes the defaults that a model's folder brings
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "stop_token_ids": list(request.stop_token_ids),
+        "seed": request.seed,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+
+
+def _parse_completion(
+    answer: Mapping[str, Any], request: GenerationRequest, name: str, *, version: str
+) -> Completion:  # Any: JSON
+    try:
+        choice = answer["choices"][0]
+        tokens = [int(token) for token in choice["token_ids"]]
+        logprobs = [float(logprob) for logprob in choice["logprobs"]["token_logprobs"]]
+        finish_reason = str(choice["finish_reason"])
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise EngineError(f"{name} answered a completion without {error}: {str(answer)[:300]}") from error
+    return read_completion(
+        name,
+        request,
+        tokens=tokens,
+        logprobs=logprobs,
+        finish_reason=finish_reason,
+        version_spans=((version, 0, len(tokens)),),
+    )

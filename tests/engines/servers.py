@@ -1,0 +1,105 @@
+"""Real inference servers for tests, started as the pipeline starts them; they end with the block."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from infra.ports import find_free_port
+from infra.session import LocalSession
+from rollouts_core.config import DeploymentConfig, EngineConfig, EngineKind, ModelConfig
+from rollouts_core.engines import SGLangEngine, VLLMEngine
+from rollouts_core.job import InputModel, ServeJob
+
+ROOT = Path(__file__).parents[2]
+CONTEXT_LENGTH = 600
+START_TIMEOUT_S = 240.0
+
+
+@dataclass
+class Server:
+    """One server process, which can be killed and started again on its port."""
+
+    job: ServeJob
+    run_dir: Path
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://{self.job.host}:{self.job.port}"
+
+    def start(self) -> None:
+        """Start it; it is not ready when this returns."""
+        (self.run_dir / "job.json").write_text(self.job.model_dump_json())
+        with (self.run_dir / "log.txt").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "rollouts_core", "serve", str(self.run_dir / "job.json")],
+                cwd=ROOT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def kill(self) -> None:
+        """SIGKILL to all its processes."""
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def client(self) -> SGLangEngine | VLLMEngine:
+        """A new client of it."""
+        client = VLLMEngine if self.job.engine.kind == "vllm" else SGLangEngine
+        return client(self.url, request_timeout_s=120.0, restart_timeout_s=START_TIMEOUT_S)
+
+    def wait_until_ready(self) -> None:
+        """Return when it answers; fail with the end of its log otherwise."""
+
+        async def wait() -> None:
+            client = self.client()
+            await client.wait_until_ready(START_TIMEOUT_S)
+            await client.aclose()
+
+        try:
+            asyncio.run(wait())
+        except Exception:
+            print((self.run_dir / "log.txt").read_text()[-4000:])  # noqa: T201 - shown by pytest
+            raise
+
+
+def engine_python(kind: EngineKind) -> Path:
+    """The interpreter of an installed engine; skips the test where it is not installed."""
+    python = ROOT / ".engines" / kind / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"{kind} is not installed in .engines: make engines")
+    return python
+
+
+@contextmanager
+def serving(kind: EngineKind, model_dir: Path, run_dir: Path) -> Iterator[Server]:
+    """A server of that kind for a model, ready."""
+    python = "" if kind == "embedded" else str(engine_python(kind))
+    job = ServeJob(
+        model=InputModel(name="base", model=ModelConfig(path=str(model_dir)), digest=""),
+        port=find_free_port(LocalSession(sys.executable)),
+        context_length=CONTEXT_LENGTH,
+        engine=EngineConfig(kind=kind, python=python),
+        deployment=DeploymentConfig(max_running_requests=16),
+    )
+    run_dir.mkdir()
+    server = Server(job, run_dir)
+    try:
+        server.start()
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.kill()

@@ -1,0 +1,238 @@
+"""Pins what training relies on, against every server that it can use: this project's own, SGLang, and vLLM.
+
+Without it RL trains on log-probs of another distribution or of other weights than it believes, and nothing shows it
+but a reward that does not rise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import anyio
+import httpx
+import pytest
+import torch
+
+from flows.preflight import served_model
+from rollouts_core.config import SamplingConfig
+from rollouts_core.engines import Completion, GenerationRequest, SGLangEngine, VLLMEngine
+from rollouts_core.errors import EngineError, WeightSyncError
+from rollouts_core.types import Status
+from tests.engines.conftest import SavedModel, make, save
+from tests.engines.servers import CONTEXT_LENGTH, Server
+from tests.rollouts_core.embedded.tiny_models import expected_logits, expected_logprobs
+
+pytestmark = pytest.mark.timeout(400)
+
+Engine = SGLangEngine | VLLMEngine
+ResultT = TypeVar("ResultT")
+PROMPT = [4, 8, 9, 2, 5]
+LOGPROB_TOLERANCE = 1e-4
+
+
+def ask(
+    prompt: list[int] = PROMPT,
+    *,
+    temperature: float = 1.0,
+    num_tokens: int = 12,
+    seed: int = 0,
+    stop: tuple[int, ...] = (),
+) -> GenerationRequest:
+    sampling = SamplingConfig(temperature=temperature, max_new_tokens=num_tokens)
+    return GenerationRequest(prompt_tokens=prompt, sampling=sampling, stop_token_ids=stop, seed=seed)
+
+
+def with_client(server: Server, use: Callable[[Engine], Awaitable[ResultT]]) -> ResultT:
+    """What `use` returns of a new client."""
+
+    async def run() -> ResultT:
+        client = server.client()
+        try:
+            return await use(client)
+        finally:
+            await client.aclose()
+
+    return asyncio.run(run())
+
+
+def worst_gap(saved: SavedModel, request: GenerationRequest, completion: Completion) -> float:
+    """How far a completion's log-probs are from a transformers forward pass, nats."""
+    temperature = request.sampling.temperature or 1.0
+    expected = expected_logprobs(saved.model, request.prompt_tokens, completion.tokens, temperature=temperature)
+    return float((expected - torch.tensor(completion.logprobs)).abs().max())
+
+
+def versions_of(completions: list[Completion]) -> set[str]:
+    return {version for completion in completions for version, _, _ in completion.version_spans}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_logprobs_are_of_the_distribution_that_was_sampled_from(
+    server: Server, start: SavedModel, temperature: float
+) -> None:
+    requests = [ask(PROMPT[: 2 + place], temperature=temperature, seed=place) for place in range(4)]
+
+    async def load_and_generate(engine: Engine) -> list[Completion]:
+        await engine.load_weights(start.directory, "start-0")
+        return await engine.generate(requests)
+
+    completions = with_client(server, load_and_generate)
+    for request, completion in zip(requests, completions, strict=True):
+        assert len(completion.tokens) == len(completion.logprobs) > 0
+        assert completion.status in (Status.TRUNCATED, Status.COMPLETED)
+        assert worst_gap(start, request, completion) < LOGPROB_TOLERANCE
+
+
+def test_each_completion_has_its_own_temperature(server: Server, start: SavedModel) -> None:
+    requests = [ask(temperature=temperature, num_tokens=8) for temperature in (0.0, 2.0, 0.5)]
+
+    async def load_and_generate(engine: Engine) -> list[Completion]:
+        await engine.load_weights(start.directory, "start-0")
+        return await engine.generate(requests)
+
+    completions = with_client(server, load_and_generate)
+    for request, completion in zip(requests, completions, strict=True):
+        assert worst_gap(start, request, completion) < LOGPROB_TOLERANCE
+    greedy = completions[0].tokens
+    assert greedy == expected_logits(start.model, [*PROMPT, *greedy])[len(PROMPT) - 1 : -1].argmax(-1).tolist()
+
+
+def test_a_stop_token_ends_a_completion_and_is_part_of_it(server: Server) -> None:
+    async def generate_twice(engine: Engine) -> tuple[Completion, Completion]:
+        [free] = await engine.generate([ask(temperature=0.0)])
+        [stopped] = await engine.generate([ask(temperature=0.0, stop=(free.tokens[3],))])
+        return free, stopped
+
+    free, stopped = with_client(server, generate_twice)
+    assert stopped.tokens == free.tokens[: free.tokens.index(free.tokens[3]) + 1]
+    assert (free.status, stopped.status) == (Status.TRUNCATED, Status.COMPLETED)
+
+
+def test_loaded_weights_are_served_from_then_on_under_their_version(
+    server: Server, start: SavedModel, trained: SavedModel
+) -> None:
+    """Also for prompts that the server has keys and values of, computed by the old weights."""
+
+    async def load_both(engine: Engine) -> tuple[list[Completion], list[Completion]]:
+        await engine.load_weights(start.directory, "start-1")
+        before = await engine.generate([ask(PROMPT * 8)])
+        await engine.load_weights(trained.directory, "trained-1")
+        return before, await engine.generate([ask(PROMPT * 8)])
+
+    before, after = with_client(server, load_both)
+    assert (versions_of(before), versions_of(after)) == ({"start-1"}, {"trained-1"})
+    assert worst_gap(start, ask(PROMPT * 8), before[0]) < LOGPROB_TOLERANCE
+    assert worst_gap(trained, ask(PROMPT * 8), after[0]) < LOGPROB_TOLERANCE
+    assert worst_gap(start, ask(PROMPT * 8), after[0]) > 0.5
+
+
+def test_an_update_amid_completions_mixes_no_weights_and_each_completion_says_its_version(
+    server: Server, start: SavedModel, trained: SavedModel
+) -> None:
+    requests = [ask([*PROMPT, place], temperature=0.0, num_tokens=400) for place in range(2, 10)]
+
+    async def update_meanwhile(engine: Engine) -> list[Completion]:
+        await engine.load_weights(start.directory, "start-2")
+        under_way = asyncio.ensure_future(engine.generate(requests))
+        await asyncio.sleep(0.05)
+        await engine.load_weights(trained.directory, "trained-2")
+        return [*await under_way, *await engine.generate(requests)]
+
+    completions = with_client(server, update_meanwhile)
+    served = {"start-2": start, "trained-2": trained}
+    for request, completion in zip(requests * 2, completions, strict=True):
+        [version] = versions_of([completion])
+        assert worst_gap(served[version], request, completion) < LOGPROB_TOLERANCE
+    assert versions_of(completions[len(requests) :]) == {"trained-2"}
+
+
+def num_running(server: Server) -> int:
+    """Requests that the server works on, by its own count."""
+    if server.job.engine.kind == "vllm":
+        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        return int(sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running")))
+    if server.job.engine.kind == "sglang":
+        return sum(int(load["num_running_reqs"]) for load in httpx.get(f"{server.url}/v1/loads").json()["loads"])
+    return int(httpx.get(f"{server.url}/server_info").json()["internal_states"][0]["num_running_reqs"])
+
+
+def test_requests_that_nobody_waits_for_any_more_are_ended(server: Server) -> None:
+    requests = [ask([*PROMPT, place], temperature=0.0, num_tokens=550) for place in range(2, 10)]
+
+    async def cancel_amid(engine: Engine) -> int:
+        under_way = asyncio.ensure_future(engine.generate(requests))
+        with anyio.fail_after(30):
+            while (most := await asyncio.to_thread(num_running, server)) == 0:
+                assert not under_way.done()
+        under_way.cancel()
+        with anyio.fail_after(30):
+            while await asyncio.to_thread(num_running, server):
+                await asyncio.sleep(0.05)
+        return most
+
+    assert with_client(server, cancel_amid) > 0
+
+
+def test_a_prompt_that_does_not_fit_is_refused_by_the_engines_name_and_the_engine_goes_on(
+    server: Server,
+) -> None:
+    async def ask_too_much(engine: Engine) -> list[Completion]:
+        for num_prompt, num_tokens in ((CONTEXT_LENGTH + 100, 2), (CONTEXT_LENGTH - 4, 64)):
+            with pytest.raises(EngineError, match=server.url):
+                await engine.generate([ask([4] * num_prompt, num_tokens=num_tokens)])
+        return await engine.generate([ask()])
+
+    assert with_client(server, ask_too_much)[0].tokens
+
+
+def test_a_token_that_the_model_does_not_have_is_refused_before_it_ends_the_engine(
+    server: Server, start: SavedModel
+) -> None:
+    async def ask_for_a_foreign_token(engine: Engine) -> list[Completion]:
+        await engine.load_weights(start.directory, "start-3")
+        with pytest.raises(EngineError, match=rf"{server.url}: a prompt has the token id 29, the served model has 29"):
+            await engine.generate([ask([4, 29])])
+        return await engine.generate([ask()])
+
+    assert with_client(server, ask_for_a_foreign_token)[0].tokens
+
+
+@pytest.mark.parametrize(("shape", "found"), [({"vocab_size": 40}, "vocab_size 29"), ({"hidden_size": 64}, "hidden")])
+def test_a_model_of_other_shapes_is_refused_and_the_engine_goes_on(
+    server: Server, start: SavedModel, tmp_path: Path, shape: dict[str, int], found: str
+) -> None:
+    other = save(make(2, **shape), tmp_path / "other")
+
+    async def load_the_other(engine: Engine) -> list[Completion]:
+        await engine.load_weights(start.directory, "start-4")
+        with pytest.raises(WeightSyncError, match=f"{server.url} serves a model with {found}"):
+            await engine.load_weights(other.directory, "other-4")
+        return await engine.generate([ask()])
+
+    completions = with_client(server, load_the_other)
+    assert versions_of(completions) == {"start-4"}
+    assert worst_gap(start, ask(), completions[0]) < LOGPROB_TOLERANCE
+
+
+def test_the_checks_before_a_run_recognise_the_engine_by_the_model_it_serves(server: Server) -> None:
+    served = served_model(server.url)
+    assert served is not None and (served / "config.json").is_file()
+
+
+def test_a_server_that_was_killed_and_came_back_is_brought_up_to_date(server: Server, trained: SavedModel) -> None:
+    """The last test of a server, so that the others do not pay for its start."""
+
+    async def generate_around_a_kill(engine: Engine) -> list[Completion]:
+        await engine.load_weights(trained.directory, "trained-5")
+        under_way = asyncio.ensure_future(engine.generate([ask(temperature=0.0, num_tokens=500)]))
+        await asyncio.sleep(0.2)
+        await asyncio.to_thread(server.kill)
+        await asyncio.to_thread(server.start)
+        return [*await under_way, *await engine.generate([ask()])]
+
+    completions = with_client(server, generate_around_a_kill)
+    assert versions_of(completions) == {"trained-5"}
+    assert worst_gap(trained, ask(), completions[1]) < LOGPROB_TOLERANCE

@@ -1,0 +1,50 @@
+"""Pins that a whole run samples from SGLang or vLLM when it is told to, and leaves nothing of them behind.
+
+Without it an engine could work for the tests that talk to it, and not for the pipeline that starts it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from rollouts_core.config import EngineKind
+from rollouts_core.metrics import read_metrics
+from rollouts_core.quickstart import write_quickstart_files
+from tests.engines.servers import engine_python
+from tests.flows.conftest import Rollouts, prefect_home, rollouts
+from tests.small_pipeline import SIZE, small_settings
+
+__all__ = ["prefect_home", "rollouts"]  # fixtures of another folder
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+HIDDEN_SIZE = 128
+"""Four heads of 32, the smallest that vLLM has on a CPU."""
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_a_run_samples_from_the_engine_it_names_and_the_trainer_agrees_with_its_logprobs(
+    rollouts: Rollouts, tmp_path: Path, kind: EngineKind
+) -> None:
+    folder = tmp_path / "small"
+    write_quickstart_files(folder, size=dataclasses.replace(SIZE, hidden_size=HIDDEN_SIZE))
+    engine = {"kind": kind, "python": str(engine_python(kind))}
+    settings = small_settings(
+        mode="rl",
+        rollout__engine=engine,
+        rollout__reward_fn="tests.rollouts_core.kill_rewards:grade_even_digits",
+        training__rl__optim__lr=1e-2,
+    )
+    (folder / "small.toml").write_text(tomli_w.dumps(settings))
+    code, output = rollouts.run("run", str(folder / "small.toml"))
+    assert code == 0, output
+    (rl,) = rollouts.store.glob("stages/rl-*")
+    steps = read_metrics(rl / "metrics.jsonl")
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    # With the weights of any earlier step they would differ by far more: the learning rate is high.
+    assert max(abs(step["mismatch_kl"]) for step in steps) < 1e-6
+    assert max(step["mismatch_ratio_max"] for step in steps) < 1.001

@@ -1,0 +1,73 @@
+"""Pins that the embedded engine answers as SGLang does, so that one client, and one habit, serves both.
+
+Without it a client that works here fails against the server that it is for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from rollouts_core.embedded.app import build_app
+from rollouts_core.embedded.decoder import Decoder
+from rollouts_core.embedded.scheduler import Scheduler
+from tests.engines.conftest import SavedModel
+from tests.engines.servers import Server
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+GREEDY = {"max_new_tokens": 4, "temperature": 0.0}
+CALLS: list[tuple[str, str, dict[str, Any] | None]] = [  # Any: JSON
+    ("POST", "/generate", {"input_ids": [4, 8, 9], "sampling_params": GREEDY, "return_logprob": True, "rid": "one"}),
+    ("POST", "/generate", {"input_ids": [[4, 8], [9]], "sampling_params": [GREEDY, GREEDY], "return_logprob": True}),
+    ("GET", "/model_info", None),
+    ("POST", "/weights_checker", {"action": "checksum"}),
+    ("POST", "/update_weight_version", {"new_version": "v7"}),
+    ("POST", "/pause_generation", {"mode": "retract"}),
+    ("POST", "/continue_generation", {}),
+    ("POST", "/update_weights_from_disk", {"model_path": "/nowhere", "weight_version": "v8"}),
+]
+NOT_COMPARED = ("checksums", "parallelism_info", "text")
+"""Tables whose keys are names of tensors or of ranks; and text, which SGLang without a tokenizer leaves out."""
+
+
+def misfits(ours: Any, theirs: Any, path: str = "") -> list[str]:  # Any: JSON
+    """Where an answer of ours has a field that theirs lacks, or another type."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        names = ours.keys() - set(NOT_COMPARED)
+        found = [f"{path}.{key} is not SGLang's" for key in names - theirs.keys()]
+        shared = names & theirs.keys()
+        return found + [each for key in shared for each in misfits(ours[key], theirs[key], f"{path}.{key}")]
+    if isinstance(ours, list) and isinstance(theirs, list) and ours and theirs:
+        return misfits(ours[0], theirs[0], f"{path}[0]")
+    is_alike = type(ours) is type(theirs) or None in (ours, theirs)
+    return [] if is_alike else [f"{path} is {type(ours).__name__}, SGLang's is {type(theirs).__name__}"]
+
+
+@pytest.mark.parametrize("server", ["sglang"], indirect=True)
+def test_the_embedded_engine_answers_in_sglangs_form_with_the_same_tokens(server: Server, start: SavedModel) -> None:
+    with Scheduler(Decoder(start.directory, num_slots=4), model_dir=start.directory) as scheduler:
+        embedded = TestClient(build_app(scheduler))
+        with httpx.Client(base_url=server.url, timeout=60.0) as sglang:
+            sglang.post("/update_weights_from_disk", json={"model_path": str(start.directory)})
+            for method, path, body in CALLS:
+                ours, theirs = (client.request(method, path, json=body) for client in (embedded, sglang))
+                assert ours.status_code == theirs.status_code, (path, ours.text, theirs.text)
+                assert misfits(ours.json(), theirs.json(), path) == []
+                if path == "/generate":
+                    assert tokens_of(ours.json()) == tokens_of(theirs.json())
+
+
+def tokens_of(answer: Any) -> Any:  # Any: JSON
+    """The completion tokens of an answer, or of each in a list."""
+    return [tokens_of(each) for each in answer] if isinstance(answer, list) else answer["output_ids"]
+
+
+def test_a_field_that_sglang_lacks_and_another_type_are_misfits() -> None:
+    assert misfits({"a": 1, "b": [{"c": 2.0}]}, {"b": [{"c": "2"}], "d": 0}, "/x") == [
+        "/x.a is not SGLang's",
+        "/x.b[0].c is float, SGLang's is str",
+    ]

@@ -1,0 +1,118 @@
+"""Pins what counts as the same tensor in a file and in a server, and that a copy without tied embeddings is the model.
+
+Without it an update that a server did not take would pass, or one that it took would be refused.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rollouts_core.embedded.weights import read_tensors, tensor_digest
+from rollouts_core.engines.content import (
+    EMBEDDING,
+    EMPTY_DIGEST,
+    HEAD,
+    HeldTensors,
+    check_same_model,
+    find_unproven,
+    untied,
+    write_untied,
+)
+from rollouts_core.errors import CheckpointError, WeightSyncError
+from tests.rollouts_core.embedded.tiny_models import make_model
+
+LAYER = "model.layers.0"
+QKV = f"{LAYER}.self_attn.qkv_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return make_model(tie_word_embeddings=True)
+
+
+@pytest.fixture
+def tied_dir(model: PreTrainedModel, tmp_path: Path) -> Path:
+    model.save_pretrained(tmp_path / "tied")
+    return tmp_path / "tied"
+
+
+def held_by_a_fusing_server(directory: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The tensors of a server that joins projections, pads the vocabulary, and has a head of its own."""
+    tensors = {name: tensor.to(dtype) for name, tensor in read_tensors(directory).items()}
+    for layer in (0, 1):
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        parts = [tensors.pop(f"{attention}.{part}_proj.weight") for part in "qkv"]
+        tensors[f"{attention}.qkv_proj.weight"] = torch.cat(parts)
+        parts = [tensors.pop(f"{mlp}.{part}_proj.weight") for part in ("gate", "up")]
+        tensors[f"{mlp}.gate_up_proj.weight"] = torch.cat(parts)
+    embedding = tensors[EMBEDDING]
+    padded = torch.cat([embedding, torch.zeros(-len(embedding) % 64, embedding.shape[1], dtype=dtype)])
+    return {**tensors, EMBEDDING: padded, HEAD: padded}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_digits", [64, 16])
+def test_fused_padded_and_rounded_tensors_are_recognised(tied_dir: Path, dtype: torch.dtype, num_digits: int) -> None:
+    served = held_by_a_fusing_server(tied_dir, dtype)
+    digests = {name: tensor_digest(tensor)[:num_digits] for name, tensor in served.items()}
+    assert find_unproven("http://e", tied_dir, "v1", HeldTensors(digests=digests, dtype=dtype)) == []
+
+
+@pytest.mark.parametrize("name", [QKV, HEAD, EMBEDDING, "model.norm.weight"])
+def test_any_tensor_that_differs_is_named(tied_dir: Path, name: str) -> None:
+    served = held_by_a_fusing_server(tied_dir, torch.float32)
+    served[name] = served[name] + 1e-6
+    digests = {each: tensor_digest(tensor) for each, tensor in served.items()}
+    with pytest.raises(WeightSyncError, match=f"http://e says it serves v1, but 1 tensors differ, {name} first"):
+        find_unproven("http://e", tied_dir, "v1", HeldTensors(digests=digests, dtype=torch.float32))
+
+
+def test_the_checksum_of_nothing_proves_nothing(tied_dir: Path) -> None:
+    served = held_by_a_fusing_server(tied_dir, torch.float32)
+    digests = {name: tensor_digest(tensor) for name, tensor in served.items()} | {QKV: EMPTY_DIGEST}
+    unproven = find_unproven("http://e", tied_dir, "v1", HeldTensors(digests=digests, dtype=torch.float32))
+    assert unproven == [f"{LAYER}.self_attn.{part}_proj.weight" for part in "kqv"]
+
+
+def test_checksums_of_an_unknown_kind_prove_nothing(tied_dir: Path) -> None:
+    unproven = find_unproven("http://e", tied_dir, "v1", HeldTensors(digests={EMBEDDING: "0" * 16}, dtype=None))
+    assert unproven == sorted(read_tensors(tied_dir))
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", "10KB"])
+def test_an_untied_copy_computes_the_same_and_leaves_the_original(
+    model: PreTrainedModel, tmp_path: Path, shard_size: str
+) -> None:
+    original = tmp_path / "original"
+    model.save_pretrained(original, max_shard_size=shard_size)
+    before = {path.name: path.read_bytes() for path in original.iterdir()}
+    with untied(original) as copy:
+        loaded = AutoModelForCausalLM.from_pretrained(copy)
+        tokens = torch.tensor([[3, 4, 5]])
+        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+        assert json.loads((copy / "config.json").read_text())["tie_word_embeddings"] is False
+        assert torch.equal(read_tensors(copy)[HEAD], model.get_input_embeddings().weight)
+    assert not copy.exists()
+    assert {path.name: path.read_bytes() for path in original.iterdir()} == before
+
+
+def test_an_untied_copy_can_be_made_again_where_one_lies(tied_dir: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        write_untied(tied_dir, tmp_path / "copy")
+    assert read_tensors(tmp_path / "copy").keys() == {*read_tensors(tied_dir), HEAD}
+
+
+def test_models_of_other_shapes_are_told_apart_and_unreadable_ones_are_left(tied_dir: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    make_model(num_hidden_layers=3).save_pretrained(other)
+    check_same_model("http://e", tied_dir, tied_dir)
+    check_same_model("http://e", tmp_path / "elsewhere", tied_dir)
+    with pytest.raises(WeightSyncError, match=r"http://e serves a model with num_hidden_layers 2, published was .* 3"):
+        check_same_model("http://e", tied_dir, other)
+    with pytest.raises(CheckpointError, match=r"elsewhere/config\.json cannot be read"):
+        check_same_model("http://e", tied_dir, tmp_path / "elsewhere")

@@ -1,0 +1,247 @@
+"""Pins what a server's faults come to, the same for both clients: a message that names the engine, never a sample.
+
+Without it a hung server hangs a run, and half an answer, or one without log-probs, becomes training data.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from rollouts_core.config import SamplingConfig
+from rollouts_core.engines import Completion, Endpoint, GenerationRequest, SGLangEngine, VLLMEngine, create_engine, http
+from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
+
+EngineType = type[SGLangEngine] | type[VLLMEngine]
+Answer = Callable[[httpx.Request], httpx.Response]
+REQUEST = GenerationRequest(prompt_tokens=[4, 8], sampling=SamplingConfig(max_new_tokens=2), stop_token_ids=(), seed=0)
+BOTH = pytest.mark.parametrize("engine_type", [SGLangEngine, VLLMEngine])
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "RETRY_PAUSE_S", 0.01)
+
+
+def completion_json(engine_type: EngineType, tokens: list[int], logprobs: list[Any] | None, reason: str) -> Any:
+    """An answer with one completion, in the server's form."""
+    if engine_type is VLLMEngine:
+        found = None if logprobs is None else {"token_logprobs": logprobs}
+        return {"choices": [{"token_ids": tokens, "logprobs": found, "finish_reason": reason}]}
+    meta: dict[str, Any] = {"finish_reason": {"type": reason}, "weight_version": "default"}
+    if logprobs is not None:
+        meta["output_token_logprobs"] = [[logprob, 0, None] for logprob in logprobs]
+    return [{"output_ids": tokens, "meta_info": meta}]
+
+
+def client_of(engine_type: EngineType, answer: Answer | httpx.Response, **options: Any) -> SGLangEngine | VLLMEngine:
+    """A client of a server that answers completions like this, and says that its weights are the default."""
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        if request.url.path in ("/model_info", "/weight_info"):
+            return httpx.Response(200, json={"weight_version": "default", "model_path": ""})
+        return answer if isinstance(answer, httpx.Response) else answer(request)
+
+    settings = {"restart_timeout_s": 0.5, **options}
+    return engine_type("http://engine", transport=httpx.MockTransport(respond), **settings)
+
+
+def ask(engine: SGLangEngine | VLLMEngine) -> list[Completion]:
+    return asyncio.run(engine.generate([REQUEST]))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("tokens", "logprobs", "reason", "words"),
+    [
+        ([5, 6], None, "length", "without"),
+        ([5, 6], [-1.0], "length", "2 tokens with 1 logprobs"),
+        ([5, 6], [-1.0, None], "length", "without"),
+        ([5, 6], [-1.0, float("-inf")], "length", "not finite numbers"),
+        ([5], [-1.0], "length", "after 1 of 2 tokens: its context is too short"),
+    ],
+)
+def test_a_completion_that_training_could_not_use_is_an_error(
+    engine_type: EngineType, tokens: list[int], logprobs: list[Any] | None, reason: str, words: str
+) -> None:
+    content = json.dumps(completion_json(engine_type, tokens, logprobs, reason))
+    with pytest.raises(EngineError, match=f"http://engine.*{words}"):
+        ask(client_of(engine_type, httpx.Response(200, text=content)))
+
+
+@BOTH
+def test_a_token_outside_the_vocabulary_is_an_error_in_the_prompt_and_in_the_answer(
+    engine_type: EngineType, quickstart_dir: Path
+) -> None:
+    answer = httpx.Response(200, json=completion_json(engine_type, [5, 29], [-1.0, -1.0], "length"))
+    engine = client_of(engine_type, answer, model_dir=quickstart_dir / "base_model")
+    with pytest.raises(EngineError, match="http://engine: a completion has the token id 29, the served model has 29"):
+        ask(engine)
+    foreign = GenerationRequest(prompt_tokens=[-1], sampling=SamplingConfig(), stop_token_ids=(), seed=0)
+    with pytest.raises(EngineError, match="http://engine: a prompt has the token id -1"):
+        asyncio.run(engine.generate([foreign]))
+
+
+@BOTH
+@pytest.mark.parametrize("text", ['{"choices": [', "<html>", ""])
+def test_half_an_answer_is_an_error(engine_type: EngineType, text: str) -> None:
+    with pytest.raises(EngineError, match=r"http://engine/.* answered no JSON"):
+        ask(client_of(engine_type, httpx.Response(200, text=text)))
+
+
+@BOTH
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+def test_a_busy_or_broken_server_is_asked_again_and_then_given_up(engine_type: EngineType, status: int) -> None:
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        return httpx.Response(status, text="overloaded")
+
+    with pytest.raises(EngineUnavailableError, match=rf"http://engine .*answered {status}: overloaded"):
+        ask(client_of(engine_type, answer))
+    assert len(asked) == 3
+
+
+@BOTH
+def test_a_busy_server_that_recovers_answers(engine_type: EngineType) -> None:
+    answers = [
+        httpx.Response(429),
+        httpx.Response(200, json=completion_json(engine_type, [5, 6], [-1.0, -2.0], "length")),
+    ]
+    [completion] = ask(client_of(engine_type, lambda request: answers.pop(0)))
+    assert (completion.tokens, completion.logprobs) == ([5, 6], [-1.0, -2.0])
+
+
+@BOTH
+@pytest.mark.parametrize("status", [400, 404, 422])
+def test_a_request_that_the_server_refuses_is_not_repeated(engine_type: EngineType, status: int) -> None:
+    answers = [httpx.Response(status, text="too long")]
+    with pytest.raises(EngineError, match=f"http://engine/.* answered {status}: too long"):
+        ask(client_of(engine_type, lambda request: answers.pop(0)))
+    assert answers == []
+
+
+@contextlib.asynccontextmanager
+async def listening(behave: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]) -> AsyncIterator[str]:
+    """The URL of a real socket that treats its connections as told."""
+    server = await asyncio.start_server(behave, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def stay_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.sleep(60)
+    writer.close()
+
+
+async def reset_amid_the_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n[{")
+    await writer.drain()
+    writer.close()
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("behave", "words"),
+    [
+        (stay_silent, "did not answer within 0.3 s: .*Timeout on reading"),
+        (reset_amid_the_answer, "did not answer within 0.3 s: .*not completed"),
+    ],
+)
+def test_a_server_that_hangs_or_breaks_off_is_given_up_at_the_deadline(
+    engine_type: EngineType, behave: Any, words: str
+) -> None:
+    async def ask_it() -> None:
+        async with listening(behave) as url:
+            engine = engine_type(url, request_timeout_s=0.2, restart_timeout_s=0.3)
+            with pytest.raises(EngineUnavailableError, match=f"{url} {words}"):
+                await engine.generate([REQUEST])
+            await engine.aclose()
+
+    asyncio.run(ask_it())
+
+
+@BOTH
+def test_nobody_listening_is_told_with_the_address(engine_type: EngineType) -> None:
+    engine = engine_type("http://127.0.0.1:9", restart_timeout_s=0.2)
+    with pytest.raises(EngineUnavailableError, match=r"http://127\.0\.0\.1:9 did not answer within 0\.2 s"):
+        ask(engine)
+
+
+def vllm_of(*, versions: list[str], mode: str = "processed_logprobs", has_development: bool = True) -> VLLMEngine:
+    """A vLLM that reports these versions one after the other, the last one from then on."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        if path != "/v1/completions" and not has_development:
+            return httpx.Response(404, json={"detail": "Not Found"})
+        if path == "/weight_info":
+            return httpx.Response(200, json={"weight_version": versions.pop(0) if len(versions) > 1 else versions[0]})
+        if path == "/server_info":
+            return httpx.Response(200, json={"vllm_config": {"model_config": {"logprobs_mode": mode, "model": ""}}})
+        return httpx.Response(200, json=completion_json(VLLMEngine, [5, 6], [-1.0, -1.0], "length"))
+
+    return VLLMEngine("http://engine", transport=httpx.MockTransport(answer), restart_timeout_s=0.5)
+
+
+def test_vllm_that_gives_raw_logprobs_is_refused(quickstart_dir: Path) -> None:
+    engine = vllm_of(versions=["default"], mode="raw_logprobs")
+    with pytest.raises(WeightSyncError, match=r"gives raw_logprobs.*start it with --logprobs-mode processed_logprobs"):
+        asyncio.run(engine.load_weights(quickstart_dir / "base_model", "v1"))
+
+
+def test_vllm_goes_on_after_an_update_that_was_given_up(quickstart_dir: Path) -> None:
+    """Paused for good it would hang every request that is made of it."""
+    called: list[str] = []
+    digests = {"tp0:lm_head.weight": "", "tp0:model.norm.weight": ""}
+    answers: dict[str, Any] = {
+        "/server_info": {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs", "model": ""}}},
+        "/weight_checker": {"checksums": digests},
+    }
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        called.append(request.url.path)
+        if request.url.path == "/collective_rpc":
+            await asyncio.sleep(60)
+        return httpx.Response(200, json=answers.get(request.url.path, {}))
+
+    async def give_up() -> None:
+        engine = VLLMEngine("http://engine", transport=httpx.MockTransport(answer))
+        with anyio.move_on_after(0.1):
+            await engine.load_weights(quickstart_dir / "base_model", "v1")
+
+    asyncio.run(give_up())
+    assert called[-2:] == ["/collective_rpc", "/resume"]
+
+
+def test_vllm_without_its_development_endpoints_is_told_how_to_start() -> None:
+    with pytest.raises(EngineError, match="http://engine has no /weight_info: start vLLM with VLLM_SERVER_DEV_MODE=1"):
+        ask(vllm_of(versions=["default"], has_development=False))
+
+
+def test_vllm_completions_during_which_the_version_changed_are_of_no_version() -> None:
+    [completion] = ask(vllm_of(versions=["v1", "v2"]))
+    assert completion.version_spans == (("v1, replaced meanwhile", 0, 2),)
+
+
+@pytest.mark.parametrize(
+    ("provider", "client"), [("embedded", SGLangEngine), ("sglang", SGLangEngine), ("vllm", VLLMEngine)]
+)
+def test_an_endpoint_becomes_the_client_of_its_provider(provider: Any, client: EngineType) -> None:
+    endpoint = Endpoint(provider=provider, url="http://engine", sampling=SamplingConfig(max_new_tokens=3))
+    engine = create_engine(endpoint)
+    assert isinstance(engine, client)
+    assert engine.name == "http://engine"
+    requests = endpoint.requests([[1], [2]], stop_token_ids=(7,), seed=5)
+    assert [(r.prompt_tokens, r.seed, r.sampling.max_new_tokens) for r in requests] == [([1], 5, 3), ([2], 6, 3)]

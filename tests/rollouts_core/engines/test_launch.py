@@ -1,0 +1,92 @@
+"""Pins the command lines by which SGLang and vLLM are started, without starting them (tests/engines does).
+
+Without it a setting of the form would not reach the server, or vLLM would give log-probs of another distribution.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rollouts_core.config import DeploymentConfig, EngineConfig, ModelConfig
+from rollouts_core.engines.launch import exec_engine, render_launch
+from rollouts_core.errors import ConfigError
+from rollouts_core.job import InputModel, ServeJob
+
+
+def job_of(engine: dict[str, Any], **deployment: Any) -> ServeJob:  # Any: settings of every type
+    return ServeJob(
+        model=InputModel(name="base", model=ModelConfig(path="/models/m"), digest=""),
+        port=30000,
+        context_length=900,
+        engine=EngineConfig.model_validate(engine),
+        deployment=DeploymentConfig.model_validate(deployment),
+    )
+
+
+def option(argv: tuple[str, ...], name: str) -> str:
+    return argv[argv.index(name) + 1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "context", "gpus", "running"),
+    [
+        ("sglang", "--context-length", "--tp-size", "--max-running-requests"),
+        ("vllm", "--max-model-len", "--tensor-parallel-size", "--max-num-seqs"),
+    ],
+)
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_every_setting_reaches_the_servers_command_line(
+    kind: str, context: str, gpus: str, running: str, on_gpu: bool
+) -> None:
+    engine = {"kind": kind, "python": "/opt/e/bin/python", "dtype": "bfloat16", "extra_args": ["--seed", "3"]}
+    job = job_of(engine, engine_gpu_ranks=[2, 3], max_running_requests=7)
+    argv = render_launch(job, Path("/models/m"), on_gpu=on_gpu).argv
+    assert argv[0] == "/opt/e/bin/python"
+    assert "/models/m" in argv
+    assert option(argv, "--port") == "30000"
+    assert option(argv, "--dtype") == "bfloat16"
+    assert (option(argv, context), option(argv, gpus), option(argv, running)) == ("900", "2", "7")
+    assert argv[-2:] == ("--seed", "3")
+
+
+def test_vllm_gives_the_logprobs_of_what_it_samples_from_and_takes_updates() -> None:
+    command = render_launch(job_of({"kind": "vllm", "dtype": "float16"}), Path("/models/m"), on_gpu=True)
+    assert option(command.argv, "--logprobs-mode") == "processed_logprobs"
+    assert command.env["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_only_on_a_cpu_are_the_engines_told_to_use_one() -> None:
+    job = job_of({"kind": "sglang", "dtype": "float32"}, engine_threads=3)
+    on_gpu, on_cpu = (render_launch(job, Path("/models/m"), on_gpu=on_gpu) for on_gpu in (True, False))
+    assert "--device" not in on_gpu.argv and on_gpu.env == {}
+    assert option(on_cpu.argv, "--device") == "cpu" and on_cpu.env["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [({"dtype": "bfloat16"}, "bfloat16"), ({"torch_dtype": "torch.float16"}, "float16"), ({}, "bfloat16")],
+)
+def test_an_automatic_dtype_is_spelled_out_from_the_models_configuration(
+    tmp_path: Path, config: dict[str, str], dtype: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    argv = render_launch(job_of({"kind": "vllm"}), tmp_path, on_gpu=True).argv
+    assert option(argv, "--dtype") == dtype
+
+
+def test_an_interpreter_that_cannot_be_run_is_named_with_the_setting(quickstart_dir: Path, tmp_path: Path) -> None:
+    job = job_of({"kind": "sglang", "python": "/nowhere/python"})
+    model = job.model.model_copy(update={"model": ModelConfig(path=str(quickstart_dir / "base_model"))})
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.python: /nowhere/python cannot be run"):
+        exec_engine(job.model_copy(update={"model": model}), tmp_path)
+
+
+@pytest.mark.parametrize("setting", [{"python": "/x"}, {"extra_args": ["-x"]}, {"dtype": "bfloat16"}])
+def test_the_embedded_engine_refuses_what_it_would_ignore(setting: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match='is a setting of the kinds "sglang" and "vllm": leave it out'):
+        EngineConfig.model_validate(setting)

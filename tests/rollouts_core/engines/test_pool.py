@@ -1,0 +1,186 @@
+"""Pins that several engines are used as one, and that none is sampled from before it proved the current version.
+
+Without it one engine that fell behind feeds samples of old weights into every batch, or one that died ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rollouts_core.config import SamplingConfig
+from rollouts_core.engines import EnginePool, SGLangEngine
+from rollouts_core.engines.canary import Canary
+from rollouts_core.engines.protocol import Completion, GenerationRequest
+from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
+from rollouts_core.types import Status
+from tests.rollouts_core.served_engine import served_engine
+
+REQUEST = GenerationRequest(prompt_tokens=[4, 8], sampling=SamplingConfig(max_new_tokens=2), stop_token_ids=(), seed=0)
+
+
+class FakeEngine:
+    """An engine whose faults a test chooses: what the pool does with them is what is tested."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.version = "start"
+        self.num_calls = 0
+        self.failure: EngineError | None = None
+        self.load_s = 0.0
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        self.num_calls += 1
+        await self.may_answer.wait()
+        if self.failure:
+            raise self.failure
+        completion = Completion(
+            tokens=[5, 6],
+            logprobs=[-1.0, -1.0],
+            status=Status.TRUNCATED,
+            finish_reason="length",
+            version_spans=((self.version, 0, 2),),
+        )
+        return [completion for _ in requests]
+
+    async def load_weights(self, checkpoint_path: Path, version: str, canary: Canary | None = None) -> None:
+        await asyncio.sleep(self.load_s)
+        if self.failure:
+            raise self.failure
+        self.version = version
+
+    async def wait_until_ready(self, timeout_s: float) -> None:
+        if self.failure:
+            raise self.failure
+
+    async def aclose(self) -> None:
+        return None
+
+
+def lost(name: str) -> EngineUnavailableError:
+    return EngineUnavailableError(f"{name}/generate: ReadError")
+
+
+def test_a_group_goes_to_the_engine_with_the_fewest_requests_under_way() -> None:
+    async def share() -> list[int]:
+        engines = [FakeEngine("a"), FakeEngine("b")]
+        pool = EnginePool(engines)
+        engines[0].may_answer.clear()
+        long = asyncio.ensure_future(pool.generate([REQUEST] * 4))
+        await asyncio.sleep(0)
+        for _ in range(3):
+            await pool.generate([REQUEST])
+        engines[0].may_answer.set()
+        await long
+        return [engine.num_calls for engine in engines]
+
+    assert asyncio.run(share()) == [1, 3]
+
+
+def test_a_group_of_an_engine_that_died_is_sampled_by_another() -> None:
+    async def lose_one() -> tuple[int, dict[str, str]]:
+        engines = [FakeEngine("a"), FakeEngine("b")]
+        engines[0].failure = lost("a")
+        pool = EnginePool(engines)
+        completions = [await pool.generate([REQUEST]) for _ in range(3)]
+        await pool.aclose()
+        return len(completions), pool.quarantined
+
+    assert asyncio.run(lose_one()) == (3, {"a": "a/generate: ReadError"})
+
+
+def test_an_engine_that_did_not_take_a_version_is_not_asked_until_it_did() -> None:
+    async def fall_behind_and_return() -> list[set[str]]:
+        engines = [FakeEngine("a"), FakeEngine("b")]
+        pool = EnginePool(engines, retry_s=0.01)
+        engines[0].failure = WeightSyncError("a refused v1")
+        await pool.load_weights(Path("v1"), "v1")
+        behind = {(await pool.generate([REQUEST]))[0].version_spans[0][0] for _ in range(4)}
+        assert engines[0].num_calls == 0
+        assert pool.quarantined == {"a": "a refused v1"}
+        engines[0].failure = None
+        await asyncio.sleep(0.1)
+        assert pool.quarantined == {}
+        both = [pool.generate([REQUEST]) for _ in range(4)]
+        again = {completions[0].version_spans[0][0] for completions in await asyncio.gather(*both)}
+        assert engines[0].num_calls > 0
+        await pool.aclose()
+        return [behind, again]
+
+    assert asyncio.run(fall_behind_and_return()) == [{"v1"}, {"v1"}]
+
+
+def test_an_engine_that_takes_too_long_is_left_behind_and_the_others_go_on() -> None:
+    async def hang() -> dict[str, str]:
+        engines = [FakeEngine("a"), FakeEngine("b")]
+        engines[0].load_s = 60.0
+        pool = EnginePool(engines, sync_timeout_s=0.05)
+        await pool.load_weights(Path("v1"), "v1")
+        await pool.generate([REQUEST])
+        await pool.aclose()
+        return pool.quarantined
+
+    assert asyncio.run(hang()) == {"a": "it did not take v1 within 0.05 s"}
+
+
+def test_a_new_version_is_never_followed_by_the_load_of_an_older_one() -> None:
+    async def publish_twice() -> tuple[str, str]:
+        engines = [FakeEngine("a"), FakeEngine("b")]
+        pool = EnginePool(engines, retry_s=0.01)
+        engines[0].failure = WeightSyncError("a refused v1")
+        await pool.load_weights(Path("v1"), "v1")
+        engines[0].failure, engines[0].load_s = None, 0.05
+        await asyncio.sleep(0.03)  # a is being brought to v1 again
+        await pool.load_weights(Path("v2"), "v2")
+        await asyncio.sleep(0.1)
+        await pool.aclose()
+        return engines[0].version, engines[1].version
+
+    assert asyncio.run(publish_twice()) == ("v2", "v2")
+
+
+def test_without_any_engine_left_every_reason_is_told() -> None:
+    async def lose_all() -> None:
+        engines = [FakeEngine("a"), FakeEngine("b")]
+        for engine in engines:
+            engine.failure = lost(engine.name)
+        pool = EnginePool(engines)
+        with pytest.raises(EngineUnavailableError, match=r"no engine is left: a: .*ReadError; b: .*ReadError"):
+            await pool.generate([REQUEST])
+        with pytest.raises(WeightSyncError, match=r"no engine took v1: a: .*; b: "):
+            await pool.load_weights(Path("v1"), "v1")
+        await pool.aclose()
+
+    asyncio.run(lose_all())
+
+
+def test_a_request_that_an_engine_refuses_is_not_tried_on_the_others() -> None:
+    async def refuse() -> list[int]:
+        engines = [FakeEngine("a"), FakeEngine("b")]
+        engines[0].failure = EngineError("a/generate answered 400: too long")
+        pool = EnginePool(engines)
+        with pytest.raises(EngineError, match="too long"):
+            await pool.generate([REQUEST])
+        return [engine.num_calls for engine in engines]
+
+    assert asyncio.run(refuse()) == [1, 0]
+
+
+def test_real_engines_share_the_groups_and_one_that_is_gone_is_done_without(quickstart_dir: Path) -> None:
+    model_dir = quickstart_dir / "base_model"
+
+    async def generate(pool: EnginePool) -> set[str]:
+        await pool.load_weights(model_dir, "v1")
+        groups = await asyncio.gather(*(pool.generate([REQUEST] * 2) for _ in range(6)))
+        assert pool.quarantined.keys() == {"http://127.0.0.1:9"}
+        await pool.aclose()
+        return {version for group in groups for completion in group for version, _, _ in completion.version_spans}
+
+    gone = SGLangEngine("http://127.0.0.1:9", restart_timeout_s=0.2)
+    with served_engine(model_dir) as (engine, _):
+        assert asyncio.run(generate(EnginePool([engine, gone]))) == {"v1"}
