@@ -5,7 +5,7 @@ Not here: choosing tokens (sampling.py), which request sits in which slot (runni
     slot   KV cache (live prefix)      prefill: prompts -> some slots       step: one token for slots 0..B-1
      0     [k v k v k v . . . .]
      1     [k v k v k v k v k .]       A row's result does not depend on the other rows, bit for bit: matrix
-     2     [k v . . . . . . . .]       products have a multiple of ROW_STEP rows and lengths are rounded up to
+     2     [k v . . . . . . . .]       products have a multiple of `row_step` rows and lengths are rounded up to
      3     (free)                      LENGTH_STEP, so that a row meets the same arithmetic in every batch.
 
 Letters: B rows, U different prompts, T positions, S cached positions, H query heads, K key-value heads,
@@ -14,9 +14,11 @@ D head width, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -33,8 +35,12 @@ from rollouts_core.embedded.architecture import (
 from rollouts_core.embedded.weights import check_tensors, read_tensors, tensor_digest
 from rollouts_core.errors import CheckpointError
 
-ROW_STEP = 4
-"""BLAS computes rows in fours, and left-over rows with another kernel, which rounds differently."""
+logger = logging.getLogger(__name__)
+
+ROW_STEPS = (4, 8, 16, 32)
+"""BLAS computes rows in blocks, and left-over rows with another kernel, which rounds differently. How many rows a block
+has depends on the processor and on the width of the product; fewer are faster where few requests run."""
+TRIAL_ROWS, TRIAL_COLUMNS = 128, 256
 LENGTH_STEP = 32
 """Attention over a multiple of 32 positions has no odd-sized tail, which would round differently."""
 MAX_PREFILL_TOKENS = 8192
@@ -100,7 +106,8 @@ class Decoder:
         self._cos_TD, self._sin_TD = _rotary_tables(
             self.architecture, _round_up(self.context_length, LENGTH_STEP), dtype
         )
-        self._kv = self._new_cache(ROW_STEP, LENGTH_STEP)
+        self.row_step = find_row_step(self.architecture, dtype)
+        self._kv = self._new_cache(self.row_step, LENGTH_STEP)
         self.load_weights(model_dir)
 
     @torch.inference_mode()
@@ -159,7 +166,7 @@ class Decoder:
             logits_BV.
         """
         num_rows = len(token_ids_B)
-        num_padded, length = _round_up(num_rows, ROW_STEP), _round_up(num_cached, LENGTH_STEP)
+        num_padded, length = _round_up(num_rows, self.row_step), _round_up(num_cached, LENGTH_STEP)
         self._reserve(num_padded, length)
         ids_B, places_B = (F.pad(values, (0, num_padded - num_rows)) for values in (token_ids_B, positions_B))
         hidden = F.embedding(ids_B, self._weights.embedding)
@@ -199,7 +206,7 @@ class Decoder:
             hidden = self._finish_block(hidden, attended.transpose(1, 2).flatten(2), weights)
         last_U = torch.tensor([len(prompt) - 1 for prompt in prompts])
         last_hidden = hidden[torch.arange(len(prompts)), last_U]
-        padded = F.pad(last_hidden, (0, 0, 0, _round_up(len(prompts), ROW_STEP) - len(prompts)))
+        padded = F.pad(last_hidden, (0, 0, 0, _round_up(len(prompts), self.row_step) - len(prompts)))
         return self._logits(padded)[: len(prompts)]
 
     def _project(self, hidden: Tensor, weights: LayerWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,7 +243,7 @@ class Decoder:
         grown_slots = old_slots if num_slots <= old_slots else max(num_slots, 2 * old_slots)
         grown_length = old_length if length <= old_length else max(length, 2 * old_length)
         grown = self._new_cache(
-            min(grown_slots, _round_up(self.num_slots, ROW_STEP)),
+            min(grown_slots, _round_up(self.num_slots, self.row_step)),
             min(grown_length, _round_up(self.context_length, LENGTH_STEP)),
         )
         grown[:, :old_slots, :, :old_length] = self._kv
@@ -245,6 +252,34 @@ class Decoder:
     def _new_cache(self, num_slots: int, length: int) -> Tensor:
         a = self.architecture
         return torch.zeros(a.num_layers, num_slots, 2 * a.num_kv_heads, length, a.head_dim, dtype=self.dtype)
+
+
+def find_row_step(architecture: Architecture, dtype: torch.dtype) -> int:
+    """The smallest of `ROW_STEPS` whose multiples meet the same arithmetic in all products of the model."""
+    a = architecture
+    widths = {a.hidden_size, a.num_heads * a.head_dim, a.intermediate_size}
+    return max(_exact_row_step(width, dtype, torch.get_num_threads()) for width in widths)
+
+
+@lru_cache
+@torch.inference_mode()
+def _exact_row_step(width: int, dtype: torch.dtype, num_threads: int) -> int:
+    """The same for products with an inner dimension of `width`, by trial."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(TRIAL_ROWS, width, generator=generator).to(dtype)
+    weights = torch.randn(TRIAL_COLUMNS, width, generator=generator).to(dtype)
+    whole = F.linear(rows, weights)
+    for step in ROW_STEPS:
+        counts = range(step, TRIAL_ROWS, step)
+        if all(torch.equal(F.linear(rows[:count], weights), whole[:count]) for count in counts):
+            return step
+    logger.warning(
+        "with %d threads, products of width %d are rounded differently with more rows: completions may differ in their "
+        "last digits with what else runs; use one thread where they must not",
+        num_threads,
+        width,
+    )
+    return ROW_STEPS[-1]
 
 
 def _prefill_passes(prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:

@@ -20,7 +20,9 @@ from tests.rollouts_core.embedded.tiny_models import (
     EOS,
     expected_logits,
     expected_logprobs,
+    make_model,
     random_prompt,
+    save_model,
 )
 
 
@@ -65,6 +67,17 @@ def test_completions_are_bit_for_bit_the_same_alone_and_in_company(
     for index in range(0, 30, 3):
         alone = generate_tokens(decoder, [prompts[index]], [params[index]])[0]
         assert alone.output_ids == together[index].output_ids
+        assert alone.output_logprobs == together[index].output_logprobs
+
+
+@pytest.mark.parametrize("width", [96, 256])
+def test_wide_models_too_complete_bit_for_bit_the_same_in_company(width: int, tmp_path: Path) -> None:
+    model_dir = save_model(make_model(hidden_size=width, intermediate_size=4 * width), tmp_path / "wide")
+    decoder = Decoder(model_dir, num_slots=30)
+    prompts, params = mixed_requests(30)
+    together = generate_tokens(decoder, prompts, params)
+    for index in range(0, 30, 6):
+        alone = generate_tokens(decoder, [prompts[index]], [params[index]])[0]
         assert alone.output_logprobs == together[index].output_logprobs
 
 
