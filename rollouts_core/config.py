@@ -479,7 +479,8 @@ class RLTrainingConfig(Record):
     num_epochs: int = Field(1, ge=1)
     """Passes over a batch of rollouts."""
     max_micro_batch_tokens: int = Field(16384, ge=2)
-    """Padded tokens per forward and backward pass of a device; smaller needs less memory and gives the same step."""
+    """Padded tokens per forward and backward pass of a device; smaller needs less memory and gives the same step. On a
+    CPU 2048 is faster."""
     packing: bool = True
     """Compute several completions in one row, which do not see each other: those of a prompt share it, where the
     attention kernel takes masks, and rows are filled up to the length of the longest."""
