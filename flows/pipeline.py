@@ -33,7 +33,7 @@ from tasks.engine import launch_engine, stop_engine
 from tasks.evaluate import evaluate_models
 from tasks.plan import base_model, plan_evaluation, plan_rl, plan_selection, plan_sft, selected_model, with_engines
 from tasks.provision import provision, release, release_now
-from tasks.records import RunScope, StageRecord
+from tasks.records import EngineRecord, RunScope, StageRecord
 from tasks.report import write_report
 from tasks.rl import train_rl
 from tasks.select import select_checkpoint
@@ -93,8 +93,9 @@ def run_rl(start: InputModel, config: Config, scope: RunScope, machine: Node) ->
     stage = plan_rl(start, config, scope, machine)
     if is_finished(stage):
         return run_cached(train_rl, stage, scope, machine)
-    ports = config.deployment.engine_ports
-    engines = [launch_engine(stage, port, scope, machine, index) for index, port in enumerate(ports)]
+    engines: list[EngineRecord] = []
+    for index, port in enumerate(config.deployment.engine_ports):
+        engines.append(launch_engine(stage, port, scope, machine, index, engines))
     record = run_cached(train_rl, with_engines(stage, engines), scope, machine)
     for engine in engines:
         stop_engine(engine, scope, machine)

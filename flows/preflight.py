@@ -94,7 +94,7 @@ def served_model(url: str) -> Path | None:
         ("/v1/models", lambda answer: answer["data"][0]["root"]),  # vLLM
     ):
         try:
-            return Path(find(httpx.get(f"{url}{path}", timeout=ENGINE_ANSWER_TIMEOUT_S).json()))
+            return Path(find(httpx.get(f"{url}{path}", timeout=ENGINE_ANSWER_TIMEOUT_S, trust_env=False).json()))
         except (httpx.HTTPError, ValueError, KeyError, TypeError, IndexError):
             continue
     return None

@@ -10,7 +10,7 @@ restarted by its supervisor on the same port; one whose lease nobody renews ends
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import httpx
@@ -20,8 +20,9 @@ from infra.jobs import JobState, JobStatus, describe_exit, read_log_tail, renew_
 from infra.session import Session
 
 POLL_S = 0.5
-COMPLETION_TIMEOUT_S = 60.0
-"""The first completion of a big engine compiles kernels."""
+COMPLETION_TIMEOUT_S = 40.0
+"""One request for a token; shorter than an engine's lease, which is renewed in between. The first completion of a big
+engine compiles kernels and may take several."""
 SGLANG_PROBE = ("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0}})
 PROBES: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "embedded": SGLANG_PROBE,
@@ -77,12 +78,14 @@ def wait_until_engine_ready(
     url: str,
     run_dir: str,
     timeout_s: float,
+    also_renew: Sequence[str] = (),
     transport: httpx.BaseTransport | None = None,
 ) -> None:
     """Return once the engine at `url` has generated a token; its health endpoints promise less than that.
 
     Args:
         kind: a key of `PROBES`.
+        also_renew: run directories of engines that are ready and wait for this one: their leases go on.
 
     Raises:
         JobFailedError: the engine ended first; the message says why, as far as its log tells.
@@ -91,7 +94,7 @@ def wait_until_engine_ready(
     """
     started = time.monotonic()
     deadline = started + timeout_s
-    with httpx.Client(transport=transport) as client:
+    with httpx.Client(transport=transport, trust_env=False) as client:  # no proxy leads to loopback
         while time.monotonic() < deadline:
             remaining_s = deadline - time.monotonic()
             if has_generated(client, kind, url, timeout_s=min(COMPLETION_TIMEOUT_S, remaining_s)):
@@ -100,6 +103,8 @@ def wait_until_engine_ready(
             status = renew_lease(session, run_dir)  # it may load for longer than its lease lasts
             if status.state != JobState.RUNNING:
                 raise_engine_failure(session, status)
+            for waiting in also_renew:
+                renew_lease(session, waiting)
             time.sleep(POLL_S)
     last_line = read_log_tail(session, run_dir).strip().rpartition("\n")[2]
     raise TransientInfraError(

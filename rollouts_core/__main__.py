@@ -27,7 +27,7 @@ JOB_KINDS = {
     "rl": "improve a model by reinforcement learning against engines",
     "eval": "score checkpoints on the same rows and name the best",
     "generate": "sample completions of prompts and grade them",
-    "serve": "serve a model over HTTP by the embedded engine",
+    "serve": "serve a model over HTTP",
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
@@ -24,8 +26,14 @@ LEASE_S = 60.0
 
 
 @task(name="launch-engine", cache_policy=NO_CACHE)
-def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node, index: int = 0) -> EngineRecord:
-    """An engine of this RL stage, ready to generate: the one that already serves it, or a new one."""
+def launch_engine(
+    rl: Stage, wanted_port: int, scope: RunScope, node: Node, index: int = 0, ready: Sequence[EngineRecord] = ()
+) -> EngineRecord:
+    """An engine of this RL stage, ready to generate: the one that already serves it, or a new one.
+
+    Args:
+        ready: the stage's engines that wait for this one; they are kept alive meanwhile.
+    """
     with (
         StageProgress("engine", num_steps=0, console=stage_console()) as progress,
         Ledger(scope.ledger_path) as ledger,
@@ -43,7 +51,12 @@ def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node, inde
         )
         url = f"http://{LOOPBACK}:{port}"
         wait_until_engine_ready(
-            session, kind=engine.kind, url=url, run_dir=stage.run_dir, timeout_s=engine.start_timeout_s
+            session,
+            kind=engine.kind,
+            url=url,
+            run_dir=stage.run_dir,
+            timeout_s=engine.start_timeout_s,
+            also_renew=[each.run_dir for each in ready],
         )
         renew_lease(session, stage.run_dir)  # the RL job takes over when it has loaded its model
         progress.say(f"{'still answers' if running else 'answers'} at {url}")

@@ -13,7 +13,6 @@ returned:
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -27,9 +26,9 @@ import httpx
 from httpx_aiohttp import AiohttpTransport
 
 from rollouts_core.engines.canary import Canary, checkpoint_canary, prove
-from rollouts_core.engines.content import HeldTensors, find_unproven, vocabulary_size
+from rollouts_core.engines.content import EMPTY_DIGEST, HeldTensors, find_unproven, vocabulary_size
 from rollouts_core.engines.protocol import STATUS_OF_FINISH, Completion, GenerationRequest
-from rollouts_core.errors import EngineError, EngineUnavailableError
+from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
 from rollouts_core.messages import first_line
 from rollouts_core.types import Status
 
@@ -107,7 +106,7 @@ class EngineConnection:
             raise EngineError(f"{self.url}{path} answered {response.status_code}: {response.text[:500]}")
         try:
             return response.json()
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # no JSON, or no UTF-8
             raise EngineError(f"{self.url}{path} answered no JSON: {response.text[:200]!r}") from error
 
     async def aclose(self) -> None:
@@ -138,6 +137,8 @@ class WeightKeeper:
         self._served: ServedWeights | None = None
         self._model_dir = model_dir
         self._vocab_size = vocabulary_size(model_dir) if model_dir else None
+        self._is_proven = True
+        """False from the beginning of a load until the server proved it, also where it failed or was given up."""
         self._proven: tuple[str, Mapping[str, str]] | None = None
         """A version that a canary proved, and the checksums that the server gave for it."""
         self._recovering = asyncio.Lock()
@@ -164,9 +165,10 @@ class WeightKeeper:
             for completion in completions:
                 self._check_tokens(completion.tokens, "a completion")
             stale = [c for c in completions if self._served and not _is_of_version(c, self._served.version)]
-            if not stale:
+            # A server reports a version before its tensors are proved to be those of it.
+            if not stale and self._is_proven:
                 return completions
-            problem = f"it served {stale[0].version_spans[0][0]}"
+            problem = f"it served {stale[0].version_spans[0][0]}" if stale else "its weights were not proved"
             await self._recover()
         expected = self._served.version if self._served else "its weights"
         raise EngineUnavailableError(
@@ -209,12 +211,15 @@ class WeightKeeper:
         """Wait for the server, and load the weights it must serve if it came back with others."""
         async with self._recovering:
             await self.wait_until_ready(self.restart_timeout_s)
-            if self._served is not None and await self.server.weight_version() != self._served.version:
+            if self._served is None:
+                return
+            if not self._is_proven or await self.server.weight_version() != self._served.version:
                 await self._load(self._served, None)
 
     async def _load(self, weights: ServedWeights, canary: Canary | None) -> None:
         """Load and prove; begins again when the server vanished meanwhile, since loading twice is loading once."""
         problem = ""
+        self._is_proven = False
         for _ in range(MAX_ATTEMPTS):
             try:
                 await self._load_once(weights, canary)
@@ -223,16 +228,24 @@ class WeightKeeper:
                 await self.wait_until_ready(self.restart_timeout_s)
                 continue
             self._served, self._vocab_size = weights, vocabulary_size(weights.path)
+            self._is_proven = True
             return
         raise EngineUnavailableError(
             f"{self.server.name} vanished in each of {MAX_ATTEMPTS} loads of {weights.version}: {problem}"
         )
 
     async def _load_once(self, weights: ServedWeights, canary: Canary | None) -> None:
-        held = await self.server.take_weights(weights.path, weights.version)
+        try:
+            held = await self.server.take_weights(weights.path, weights.version)
+        except (EngineUnavailableError, WeightSyncError):
+            raise
+        except EngineError as error:
+            raise WeightSyncError(f"{self.server.name} refused {weights.version}: {error}") from error
         unproven = find_unproven(self.server.name, weights.path, weights.version, held)
         proof = (weights.version, held.digests)
-        if unproven and self._proven != proof:
+        # Checksums that are missing, or those of nothing, are the same for any weights.
+        is_identified = bool(held.digests) and EMPTY_DIGEST not in held.digests.values()
+        if unproven and not (is_identified and self._proven == proof):
             gap = await prove(self.server.name, self.server.complete, canary or checkpoint_canary(weights.path))
             logger.info(
                 "%s: %d tensors without a comparable checksum, %s first; its log-probs are %.2g nats off",

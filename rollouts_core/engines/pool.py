@@ -12,7 +12,6 @@ Not here: one server's restarts (http.py), loading into several engines without 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -168,8 +167,7 @@ class EnginePool:
         """End the attempts to take engines back: they are for a version that is about to be an old one."""
         if self._returning is not None:
             self._returning.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._returning
+            await asyncio.wait([self._returning])  # however it ended
             self._returning = None
 
     def _describe_quarantine(self) -> str:

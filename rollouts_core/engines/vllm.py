@@ -10,9 +10,9 @@ it so; each update checks it.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import anyio
 import httpx
 import torch
 
+from rollouts_core.concurrency import gather
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.content import HEAD, HeldTensors, check_same_model, is_tied, untied
 from rollouts_core.engines.http import UPDATE_TIMEOUT_S, EngineConnection, WeightKeeper, read_completion
@@ -98,8 +99,8 @@ class VLLMEngine:
         """
         before = await self.weight_version()
         # One call per completion: vLLM takes one seed per call.
-        answers = await asyncio.gather(
-            *(self._connection.call("POST", "/v1/completions", json=_render_request(r)) for r in requests)
+        answers = await gather(
+            [partial(self._connection.call, "POST", "/v1/completions", json=_render_request(r)) for r in requests]
         )
         version = before if await self.weight_version() == before else f"{before}, replaced meanwhile"
         return [
@@ -109,7 +110,7 @@ class VLLMEngine:
 
     async def weight_version(self) -> str:
         """The version that the server reports."""
-        return str((await self._call_development("GET", "/weight_info"))["weight_version"])
+        return str(self._field(await self._call_development("GET", "/weight_info"), "weight_version"))
 
     async def check_model(self, path: Path) -> None:
         """Raise WeightSyncError where the server's model has other shapes than that of a directory."""
@@ -157,15 +158,21 @@ class VLLMEngine:
     async def _digests(self) -> dict[str, str]:
         """The checksums of a server's tensors; of one that is spread over several ranks none, since each has parts."""
         answer = await self._call_development("POST", "/weight_checker", json={"action": "checksum"})
-        by_rank = {name.rpartition(":")[::2]: str(digest) for name, digest in answer["checksums"].items()}
+        checksums: dict[str, Any] = self._field(answer, "checksums")  # Any: JSON
+        by_rank = {name.rpartition(":")[::2]: str(digest) for name, digest in checksums.items()}
         if len({rank for rank, _ in by_rank}) != 1:
             return {}
         return {name: digest for (_, name), digest in by_rank.items()}
 
     async def _model_config(self) -> dict[str, Any]:  # Any: JSON
         info = await self._call_development("GET", "/server_info", params={"config_format": "json"})
-        config: dict[str, Any] = info["vllm_config"]["model_config"]  # Any: JSON
+        config: dict[str, Any] = self._field(self._field(info, "vllm_config"), "model_config")  # Any: JSON
         return config
+
+    def _field(self, answer: Any, name: str) -> Any:  # Any: JSON
+        if not isinstance(answer, dict) or name not in answer:
+            raise EngineError(f"{self.name} answered without {name}, is it vLLM 0.32 or newer? {str(answer)[:200]}")
+        return answer[name]
 
     async def _call_development(self, method: str, path: str, **arguments: Any) -> Any:  # Any: JSON both ways
         try:

@@ -124,6 +124,79 @@ def test_an_update_or_a_request_under_which_the_server_vanished_is_made_again(
     assert transport.seen.count(lost_path) >= 2
 
 
+class WatchedTransport(httpx.AsyncBaseTransport):
+    """Passes requests on, notes their paths, and may answer for the server which checksums its tensors have."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.transport = httpx.ASGITransport(app=build_app(scheduler))
+        self.paths: list[str] = []
+        self.checksums: dict[str, str] | None = None
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.paths.append(request.url.path)
+        if request.url.path == "/weights_checker" and self.checksums is not None:
+            return httpx.Response(200, json={"ranks": [{"checksums": self.checksums}]}, request=request)
+        return await self.transport.handle_async_request(request)
+
+
+@pytest.fixture
+def watched(model_dir: Path) -> Iterator[tuple[SGLangEngine, WatchedTransport, Scheduler]]:
+    with Scheduler(Decoder(model_dir, num_slots=16), model_dir=model_dir) as scheduler:
+        transport = WatchedTransport(scheduler)
+        yield SGLangEngine("http://engine", transport=transport, restart_timeout_s=5.0), transport, scheduler
+
+
+def test_after_an_update_that_failed_nothing_is_sampled_before_weights_are_proved_again(
+    watched: tuple[SGLangEngine, WatchedTransport, Scheduler], trained_dir: Path, tmp_path: Path
+) -> None:
+    engine, transport, _ = watched
+    nowhere = tmp_path / "nowhere"
+    shutil.copytree(trained_dir, nowhere)
+    (nowhere / "model.safetensors").write_bytes(b"cut off")
+
+    async def run() -> list[tuple[str, ...]]:
+        await engine.load_weights(trained_dir, "abc-7")
+        with pytest.raises(WeightSyncError, match="refused abc-8"):
+            await engine.load_weights(nowhere, "abc-8")
+        transport.paths.clear()
+        return [tuple(version for version, _, _ in c.version_spans) for c in await engine.generate(REQUESTS)]
+
+    assert asyncio.run(run()) == [("abc-7",)] * len(REQUESTS)
+    last_load = len(transport.paths) - 1 - transport.paths[::-1].index("/update_weights_from_disk")
+    assert transport.paths[last_load:].index("/weights_checker") < transport.paths[last_load:].index("/generate")
+
+
+def test_no_request_returns_samples_of_weights_that_could_not_be_proved(
+    watched: tuple[SGLangEngine, WatchedTransport, Scheduler], model_dir: Path, trained_dir: Path
+) -> None:
+    engine, transport, scheduler = watched
+
+    async def run() -> list[object]:
+        await engine.load_weights(trained_dir, "abc-7")
+        scheduler.update_weights(model_dir, weight_version="default").result(10)  # it came back
+        transport.checksums = tensor_digests(trained_dir) | {"lm_head.weight": "0" * 64}
+        return await asyncio.gather(*(engine.generate(REQUESTS) for _ in range(4)), return_exceptions=True)
+
+    assert [type(outcome) for outcome in asyncio.run(run())] == [WeightSyncError] * 4
+
+
+def test_where_checksums_say_nothing_a_server_that_came_back_is_proved_by_its_logprobs(
+    watched: tuple[SGLangEngine, WatchedTransport, Scheduler], model_dir: Path, trained_dir: Path
+) -> None:
+    engine, transport, scheduler = watched
+    transport.checksums = {}
+
+    async def run() -> None:
+        await engine.load_weights(trained_dir, "abc-7")
+        scheduler.update_weights(model_dir, weight_version="default").result(10)  # it came back
+        await engine.generate(REQUESTS)
+
+    asyncio.run(run())
+    # Each load is followed by a canary; besides, the request was made on the old weights and on the right ones.
+    assert transport.paths.count("/update_weights_from_disk") == 2
+    assert transport.paths.count("/generate") == 4
+
+
 def test_a_lost_connection_without_words_is_named_by_its_kind() -> None:
     def lose(request: httpx.Request) -> httpx.Response:
         raise httpx.ReadError("", request=request)
