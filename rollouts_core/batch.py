@@ -22,7 +22,6 @@ B rows of a micro-batch, T token positions.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -113,19 +112,31 @@ def place_samples(row: Row, *, share_prompts: bool = False) -> list[Placement]:
     """The layout of a row: its samples end to end; neighbours of one group share their prompt where asked for."""
     placements: list[Placement] = []
     end = segment = 0
-    groups = itertools.groupby(row, key=lambda sample: sample.group_index) if share_prompts else ((0, [s]) for s in row)
-    for _, members in groups:
-        samples = list(members)
+    for samples in group_sharers(row) if share_prompts else [[sample] for sample in row]:
         shared = slice(end, end + count_shared_positions(samples))
+        num_shared = shared.stop - shared.start
         end = shared.stop
-        prompt_segment = segment = segment + bool(shared.stop > shared.start)
+        prompt_segment = segment = segment + bool(num_shared)
         for sample in samples:
             segment += 1
-            own = slice(end, end + len(sample.tokens) - 1 - (shared.stop - shared.start))
-            is_sharing = shared.stop > shared.start
-            placements.append(Placement(shared, own, prompt_segment if is_sharing else segment, segment))
+            own = slice(end, end + len(sample.tokens) - 1 - num_shared)
+            placements.append(Placement(shared, own, prompt_segment if num_shared else segment, segment))
             end = own.stop
     return placements
+
+
+def group_sharers(row: Row) -> list[list[Sample]]:
+    """The samples of a row by what they share: neighbours of one group, as long as none shortens what others share."""
+    families: list[list[Sample]] = []
+    for sample in row:
+        family = families[-1] if families else []
+        num_shared = count_shared_positions([*family, sample])
+        joins = family and family[0].group_index == sample.group_index and num_shared > 0
+        if joins and (len(family) == 1 or num_shared == count_shared_positions(family)):
+            family.append(sample)
+        else:
+            families.append([sample])
+    return families
 
 
 def count_shared_positions(samples: Sequence[Sample]) -> int:

@@ -147,7 +147,11 @@ def assign_credit(
         for place, old in scores.old_logprobs.items()
         if shaping.kl_coef
     }
-    masks = [torch.tensor(sample.loss_mask[1:]) for sample in samples]
+    is_left_out = [math.isnan(reward) and config.advantage.unscored == "exclude" for reward in rewards]
+    masks = [
+        torch.tensor(sample.loss_mask[1:]) * (not left_out)
+        for sample, left_out in zip(samples, is_left_out, strict=True)
+    ]
     if config.with_values:
         return _credit_tokens(masks, shaped, kl_penalties, scores.values, config.advantage)
     if shaping.kl_credit == "completion":
@@ -178,15 +182,17 @@ def assign_credit(
 
 
 def whiten_tokens(advantages: Sequence[Tensor], masks: Sequence[Tensor], config: AdvantageConfig) -> list[Tensor]:
-    """The advantages, shifted and scaled over all trained tokens where the settings ask for it."""
+    """The advantages, shifted and scaled over all trained tokens where the settings ask for it; 0 where none is."""
     if not config.whiten:
         return list(advantages)
     if all(advantage.ndim == 0 for advantage in advantages):
         values, weights = [float(a) for a in advantages], [float(mask_T.sum()) for mask_T in masks]
-        return [torch.tensor(value) for value in whiten(values, weights, config.std)]
-    by_token = [advantage.expand(len(mask_T)) for advantage, mask_T in zip(advantages, masks, strict=True)]
-    whitened = torch.tensor(whiten(torch.cat(by_token).tolist(), torch.cat(list(masks)).tolist(), config.std))
-    return list(torch.split(whitened, [len(mask_T) for mask_T in masks]))
+        whitened = [torch.tensor(value) for value in whiten(values, weights, config.std)]
+    else:
+        by_token = [advantage.expand(len(mask_T)) for advantage, mask_T in zip(advantages, masks, strict=True)]
+        joined = torch.tensor(whiten(torch.cat(by_token).tolist(), torch.cat(list(masks)).tolist(), config.std))
+        whitened = list(torch.split(joined, [len(mask_T) for mask_T in masks]))
+    return [advantage * bool(mask_T.any()) for advantage, mask_T in zip(whitened, masks, strict=True)]
 
 
 def _credit_tokens(
@@ -201,7 +207,7 @@ def _credit_tokens(
     for place, values_T in values.items():
         is_trained_T = masks[place] != 0
         returns[place] = values_T
-        if not is_trained_T.any() or (math.isnan(rewards[place]) and config.unscored == "exclude"):
+        if not is_trained_T.any():
             continue
         if not math.isfinite(rewards[place]):
             raise ValueError(f"a sample has the reward {rewards[place]}: rewards must be finite numbers")
@@ -267,7 +273,8 @@ def plan_rows(
         units = share_groups(places, samples, max_tokens=config.max_micro_batch_tokens)
     lengths = [_unit_length([samples[place] for place in unit]) for unit in units]
     rows = [[place for i in row for place in units[i]] for row in pack_lengths(lengths, max(lengths))]
-    num_rows = num_ranks * max(1, config.max_micro_batch_tokens // max(lengths))
+    width = max(_row_length([samples[place] for place in row], config) for row in rows)
+    num_rows = num_ranks * max(1, config.max_micro_batch_tokens // width)
     return [rows[i : i + num_rows] for i in range(0, len(rows), num_rows)]
 
 
@@ -293,6 +300,11 @@ def _deal_out(members: Sequence[int], samples: Sequence[Sample]) -> list[list[in
     for place, part in zip(sorted(members, key=lambda place: -len(samples[place].tokens)), turns, strict=False):
         parts[part].append(place)
     return [sorted(part) for part in parts]
+
+
+def _row_length(row: Sequence[Sample], config: RLTrainingConfig) -> int:
+    """Tokens of a row as it will be laid out."""
+    return int(place_samples(row, share_prompts=config.shares_prompts)[-1].own.stop) + len(row)
 
 
 def _unit_length(unit: Sequence[Sample]) -> int:

@@ -5,6 +5,7 @@ number of tokens.
 """
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rollouts_core.algorithms.loss import TokenScores, policy_loss
-from rollouts_core.batch import TrainBatch
+from rollouts_core.batch import TrainBatch, build_batch, group_sharers
 from rollouts_core.config import AdvantageConfig, LossConfig, PolicyConfig, RewardShapingConfig, RLTrainingConfig
 from rollouts_core.rl_batch import (
     RolloutScores,
@@ -246,6 +247,28 @@ def test_samples_of_different_prompts_form_no_units() -> None:
     assert share_groups(range(4), samples, max_tokens=10_000) == [[0], [1], [2], [3]]
 
 
+def test_rows_keep_to_the_token_budget_whatever_their_samples_share() -> None:
+    rng = random.Random(0)
+    for seed in range(30):
+        turns: list[Sample] = []
+        for trajectory in make_groups(1, 8, seed=seed):
+            tokens = list(trajectory.tokens)
+            for _ in range(rng.randint(1, 4)):  # each turn a sample, which reads all turns before it
+                length = rng.randint(1, 8)
+                tokens += [rng.randrange(25) for _ in range(length)]
+                mask = [0.0] * (len(tokens) - length) + [1.0] * length
+                turns.append(replace(make_sample(tokens, mask), group_index=0, index=trajectory.index))
+        for rows in plan_rows(range(len(turns)), turns, RLTrainingConfig(max_micro_batch_tokens=120)):
+            batch = build_batch([[turns[place] for place in row] for row in rows], pad_id=0, share_prompts=True)
+            assert batch.inputs_BT.numel() <= 120
+
+
+def test_a_sample_that_would_shorten_what_others_share_shares_nothing_with_them() -> None:
+    first, second = make_sample([1, 2, 3, 4, 5], [0, 0, 0, 0, 1]), make_sample([1, 2, 3, 4, 6], [0, 0, 0, 0, 1])
+    short = make_sample([1, 2, 7, 8], [0, 0, 1, 1])
+    assert group_sharers([first, second, short]) == [[first, second], [short]]
+
+
 def test_kernels_without_a_mask_share_no_prompts() -> None:
     policy = PolicyConfig(attention="flash_attention_2", precision="bfloat16")
     batch = convert_to_batch(make_groups(3, 4))
@@ -354,6 +377,27 @@ def test_an_unscored_sample_is_not_trained_where_the_settings_exclude_it() -> No
     assert sorted(held) == ["0/1", "0/2"]
     with pytest.raises(ValueError, match="finite"):
         prepare_grpo_batch(convert_to_batch(samples), [math.nan, 1.0, 0.0, 0.5], RLTrainingConfig())
+
+
+@pytest.mark.parametrize("settings", [{}, {"kl_coef": 0.1, "kl_credit": "token"}])
+def test_an_unscored_sample_has_no_part_in_whitening(settings: dict[str, object]) -> None:
+    samples = make_groups(1, 4)
+    config = RLTrainingConfig(
+        advantage=AdvantageConfig(estimator="group_mean", whiten=True, unscored="exclude"),
+        reward_shaping=RewardShapingConfig.model_validate(settings),
+    )
+    scores = RolloutScores(
+        old_logprobs={i: torch.full((len(s.tokens) - 1,), -1.0) for i, s in enumerate(samples)},
+        ref_logprobs={i: torch.full((len(s.tokens) - 1,), -1.5) for i, s in enumerate(samples)},
+    )
+    credit = assign_credit(samples, [1.0, 1.0, 0.0, math.nan], config, scores)
+    assert not credit.advantages[3].any()
+    first_three = RolloutScores(
+        old_logprobs={i: scores.old_logprobs[i] for i in range(3)},
+        ref_logprobs={i: scores.ref_logprobs[i] for i in range(3)},
+    )
+    expected = assign_credit(samples[:3], [1.0, 1.0, 0.0], config, first_three).advantages
+    assert [a.tolist() for a in credit.advantages[:3]] == [pytest.approx(a.tolist()) for a in expected]
 
 
 def test_prompts_count_once_in_the_prompt_mean() -> None:
