@@ -112,9 +112,8 @@ def place_samples(row: Row, *, share_prompts: bool = False) -> list[Placement]:
     """The layout of a row: its samples end to end; neighbours of one group share their prompt where asked for."""
     placements: list[Placement] = []
     end = segment = 0
-    for samples in group_sharers(row) if share_prompts else [[sample] for sample in row]:
-        shared = slice(end, end + count_shared_positions(samples))
-        num_shared = shared.stop - shared.start
+    for samples, num_shared in group_sharers(row) if share_prompts else [([sample], 0) for sample in row]:
+        shared = slice(end, end + num_shared)
         end = shared.stop
         prompt_segment = segment = segment + bool(num_shared)
         for sample in samples:
@@ -125,33 +124,30 @@ def place_samples(row: Row, *, share_prompts: bool = False) -> list[Placement]:
     return placements
 
 
-def group_sharers(row: Row) -> list[list[Sample]]:
-    """The samples of a row by what they share: neighbours of one group, as long as none shortens what others share."""
-    families: list[list[Sample]] = []
+def group_sharers(row: Row) -> list[tuple[list[Sample], int]]:
+    """The samples of a row by what they share, each set with its number of shared positions.
+
+    Shared are leading positions that read the same tokens and are scored in no sample. Neighbours of one group share,
+    as long as none shortens what those before it share.
+    """
+    found: list[tuple[list[Sample], int]] = []
     for sample in row:
-        family = families[-1] if families else []
-        num_shared = count_shared_positions([*family, sample])
-        joins = family and family[0].group_index == sample.group_index and num_shared > 0
-        if joins and (len(family) == 1 or num_shared == count_shared_positions(family)):
-            family.append(sample)
-        else:
-            families.append([sample])
-    return families
-
-
-def count_shared_positions(samples: Sequence[Sample]) -> int:
-    """How many leading positions of the samples read the same tokens and are scored in none of them."""
-    if len(samples) < 2:
-        return 0
-    first = samples[0].tokens
-    num_shared = min(_count_unscored_positions(sample) for sample in samples)
-    return num_shared if all(sample.tokens[:num_shared] == first[:num_shared] for sample in samples) else 0
+        num_unscored = _count_unscored_positions(sample)
+        if found and found[-1][0][0].group_index == sample.group_index:
+            samples, limit = found[-1]
+            num_shared = min(limit, num_unscored)
+            is_alike = num_shared > 0 and samples[0].tokens[:num_shared] == sample.tokens[:num_shared]
+            if is_alike and (len(samples) == 1 or num_shared == limit):
+                found[-1] = ([*samples, sample], num_shared)
+                continue
+        found.append(([sample], num_unscored))
+    return [(samples, num_shared if len(samples) > 1 else 0) for samples, num_shared in found]
 
 
 def _count_unscored_positions(sample: Sample) -> int:
     """The positions before the first scored one; all but one where none is."""
-    scored = (place for place, weight in enumerate(sample.loss_mask[1:]) if weight)
-    return next(scored, len(sample.tokens) - 2)
+    scored = (place for place, weight in enumerate(sample.loss_mask) if weight and place)
+    return next(scored, len(sample.tokens) - 1) - 1
 
 
 def build_batch(

@@ -26,7 +26,7 @@ from rollouts_core.algorithms.loss import estimate_kl
 from rollouts_core.batch import (
     TrainBatch,
     build_batch,
-    count_shared_positions,
+    group_sharers,
     place_samples,
     spread_over_rows,
     with_step_totals,
@@ -268,13 +268,12 @@ def plan_rows(
         return []
     if not config.packing:
         return _plan_single_rows(places, samples, config.max_micro_batch_tokens, num_ranks)
-    units = [[place] for place in places]
-    if config.shares_prompts:
-        units = share_groups(places, samples, max_tokens=config.max_micro_batch_tokens)
-    lengths = [_unit_length([samples[place] for place in unit]) for unit in units]
+    shares, max_tokens = config.shares_prompts, config.max_micro_batch_tokens
+    units = share_groups(places, samples, max_tokens=max_tokens) if shares else [[place] for place in places]
+    lengths = [_row_length([samples[place] for place in unit], share_prompts=shares) for unit in units]
     rows = [[place for i in row for place in units[i]] for row in pack_lengths(lengths, max(lengths))]
-    width = max(_row_length([samples[place] for place in row], config) for row in rows)
-    num_rows = num_ranks * max(1, config.max_micro_batch_tokens // width)
+    width = max(_row_length([samples[place] for place in row], share_prompts=shares) for row in rows)
+    num_rows = num_ranks * max(1, max_tokens // width)
     return [rows[i : i + num_rows] for i in range(0, len(rows), num_rows)]
 
 
@@ -287,8 +286,9 @@ def share_groups(places: Sequence[int], samples: Sequence[Sample], *, max_tokens
     for _, members in itertools.groupby(places, key=lambda place: samples[place].group_index):
         for unit in _deal_out(list(members), samples):
             in_unit = [samples[place] for place in unit]
-            is_sharing = count_shared_positions(in_unit) > 0 and _unit_length(in_unit) <= max_tokens
-            units += [unit] if is_sharing else [[place] for place in unit]
+            is_sharing = len(group_sharers(in_unit)) == 1
+            fits = is_sharing and _row_length(in_unit, share_prompts=True) <= max_tokens
+            units += [unit] if fits else [[place] for place in unit]
     return units
 
 
@@ -302,14 +302,9 @@ def _deal_out(members: Sequence[int], samples: Sequence[Sample]) -> list[list[in
     return [sorted(part) for part in parts]
 
 
-def _row_length(row: Sequence[Sample], config: RLTrainingConfig) -> int:
+def _row_length(row: Sequence[Sample], *, share_prompts: bool) -> int:
     """Tokens of a row as it will be laid out."""
-    return int(place_samples(row, share_prompts=config.shares_prompts)[-1].own.stop) + len(row)
-
-
-def _unit_length(unit: Sequence[Sample]) -> int:
-    """Tokens of some samples whose prompt stands once."""
-    return sum(len(sample.tokens) for sample in unit) - (len(unit) - 1) * count_shared_positions(unit)
+    return int(place_samples(row, share_prompts=share_prompts)[-1].own.stop) + len(row)
 
 
 def _plan_single_rows(places: Sequence[int], samples: Sequence[Sample], max_tokens: int, num_ranks: int) -> list[Rows]:

@@ -266,7 +266,7 @@ def test_rows_keep_to_the_token_budget_whatever_their_samples_share() -> None:
 def test_a_sample_that_would_shorten_what_others_share_shares_nothing_with_them() -> None:
     first, second = make_sample([1, 2, 3, 4, 5], [0, 0, 0, 0, 1]), make_sample([1, 2, 3, 4, 6], [0, 0, 0, 0, 1])
     short = make_sample([1, 2, 7, 8], [0, 0, 1, 1])
-    assert group_sharers([first, second, short]) == [[first, second], [short]]
+    assert group_sharers([first, second, short]) == [([first, second], 3), ([short], 0)]
 
 
 def test_kernels_without_a_mask_share_no_prompts() -> None:
