@@ -109,7 +109,8 @@ def test_ctrl_c_ends_the_job_although_a_dead_flow_wanted_it_too_and_the_next_run
     with paused(program_of(directory)):
         process = rollouts.start("run", str(config))
         rollouts.wait_until_said(f"{stage:<14} attached to the running job", process)
-    process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        wait_until((directory / ".job/cancel-1").exists, what=f"the cancel request of {directory}")
     assert process.wait(60) == 130, rollouts.said()
     assert "What is finished is kept: the same command goes on from there." in rollouts.said()
     assert "Traceback" not in rollouts.said()
