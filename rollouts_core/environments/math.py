@@ -9,13 +9,15 @@ Which answers are equal is decided by the name of the environment, never by what
 from __future__ import annotations
 
 import re
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal, InvalidOperation, Overflow
 
 from rollouts_core.errors import ConfigError
 from rollouts_core.types import Sample
 
 TIMEOUT_S = 2
 """How long an answer may take to parse, and to compare; one that takes longer is wrong."""
+MAX_EXPONENT = 1000
+"""Numbers of more digits are compared as text."""
 HASHES = re.compile(r"####\s*([^\n]+)")
 BOXED = "\\boxed{"
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
@@ -102,7 +104,8 @@ def _last_boxed(text: str) -> str | None:
 def _normalise(answer: str) -> str:
     bare = NOISE.sub("", THOUSANDS.sub("", answer.strip()))
     try:
-        number = Decimal(bare)
-    except InvalidOperation:
+        number = Decimal(bare).normalize()
+    except (InvalidOperation, Overflow):
         return bare.lower()
-    return format(number.normalize(), "f") if number.is_finite() else bare.lower()
+    # Written out, 1e999999 has a million digits.
+    return format(number, "f") if number.is_finite() and abs(number.adjusted()) < MAX_EXPONENT else bare.lower()
