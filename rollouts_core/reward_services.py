@@ -59,7 +59,8 @@ class BatchedReward:
 
     async def __call__(self, sample: Sample) -> float:
         """The sample's reward."""
-        key = json.dumps([sample.prompt, sample.response, sample.metadata.get("answer")], sort_keys=True)
+        # Everything that a service is sent: what it answers may depend on any of it.
+        key = json.dumps([sample.prompt, sample.response, dict(sample.metadata)], sort_keys=True, default=str)
         self.num_calls += 1
         if (known := self._cache.get(key)) is not None:
             self.num_cached += 1

@@ -9,6 +9,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def count_letters(body: dict[str, Any]) -> Answer:
 
 def make_samples(*responses: str) -> list[Sample]:
     return [
-        Sample(prompt="q", response=response, index=i, metadata={"answer": "a", "prompt_id": f"p{i}"})
+        Sample(prompt="q", response=response, index=i, metadata={"answer": "a", "prompt_id": "p0"})
         for i, response in enumerate(responses)
     ]
 
@@ -116,6 +117,12 @@ def test_equal_samples_are_scored_once_also_later(serve: Any) -> None:
     assert grade(make_samples("xx"), reward) == [2.0]
     assert sum(len(body["samples"]) for body in service.bodies) == 2
     assert (reward.num_calls, reward.num_cached) == (4, 2)
+
+
+def test_samples_that_differ_in_their_metadata_alone_are_scored_each(serve: Any) -> None:
+    service = serve(lambda body: (200, {"rewards": [sample["metadata"]["rubric"] for sample in body["samples"]]}))
+    samples = [replace(sample, metadata={"rubric": i}) for i, sample in enumerate(make_samples("x", "x"))]
+    assert grade(samples, http_reward(service)) == [0.0, 1.0]
 
 
 def test_a_sample_that_is_cancelled_leaves_its_equals_their_reward(serve: Any) -> None:
