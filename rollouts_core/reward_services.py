@@ -57,8 +57,8 @@ class BatchedReward:
         self._cache: OrderedDict[str, asyncio.Future[float | None]] = OrderedDict()
         self._batches: set[asyncio.Task[None]] = set()
 
-    async def __call__(self, sample: Sample) -> float:
-        """The sample's reward."""
+    async def __call__(self, sample: Sample) -> float | None:
+        """The sample's reward; None where it could not be scored."""
         # Everything that a service is sent: what it answers may depend on any of it.
         key = json.dumps([sample.prompt, sample.response, dict(sample.metadata)], sort_keys=True, default=str)
         self.num_calls += 1
@@ -105,10 +105,9 @@ class BatchedReward:
                 future.set_result(reward)
 
 
-async def _wait_for(future: asyncio.Future[float | None]) -> float:
+async def _wait_for(future: asyncio.Future[float | None]) -> float | None:
     # Shielded: another sample may wait for the same reward when this one is cancelled.
-    reward: Any = await asyncio.shield(future)  # Any: None is refused where samples are graded
-    return reward  # type: ignore[no-any-return]
+    return await asyncio.shield(future)
 
 
 def create_http_reward(config: RewardConfig) -> BatchedReward:
