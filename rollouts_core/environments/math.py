@@ -33,7 +33,7 @@ class MathEnvironment:
         """1 for the right final answer, 0 for a wrong one or none."""
         found = final_answer(sample.response)
         reference = str(sample.metadata.get("answer", ""))
-        expected = final_answer(reference) or _normalise(reference)
+        expected = final_answer(reference) or normalise_answer(reference)
         return float(found is not None and found != "" and found == expected)
 
 
@@ -65,7 +65,7 @@ class MathVerifyEnvironment:
         expected = marked_answer(reference) or reference
         if not found:
             return 0.0
-        if _normalise(found) == _normalise(expected):
+        if normalise_answer(found) == normalise_answer(expected):
             return 1.0
         gold, guess = (
             self._parse(f"${text.strip().strip('$')}$", parsing_timeout=TIMEOUT_S) for text in (expected, found)
@@ -76,7 +76,7 @@ class MathVerifyEnvironment:
 def final_answer(text: str) -> str | None:
     r"""The last answer marked by `####`, else by `\boxed{}`, in a form that can be compared; None without one."""
     answer = marked_answer(text)
-    return None if answer is None else _normalise(answer)
+    return None if answer is None else normalise_answer(answer)
 
 
 def marked_answer(text: str) -> str | None:
@@ -101,7 +101,8 @@ def _last_boxed(text: str) -> str | None:
     return None
 
 
-def _normalise(answer: str) -> str:
+def normalise_answer(answer: str) -> str:
+    """An answer in a form that can be compared: a number without units, thousands' commas and needless zeros."""
     bare = NOISE.sub("", THOUSANDS.sub("", answer.strip()))
     try:
         number = Decimal(bare).normalize()
