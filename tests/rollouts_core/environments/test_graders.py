@@ -225,6 +225,10 @@ def test_a_transformation_by_hand(operation: str, text: str, result: str) -> Non
         (r"\boxed{\text{C}}", 1.0),
         ("The answer is A. No, the answer is (C)", 1.0),
         ("Answer: C, as the answer is a cat", 1.0),
+        ("The answer is C because of the cat", 1.0),
+        ("Answer: C\nA cat it is", 1.0),
+        ("Answer: C or D", 0.0),
+        ("Answer: C it may be", 0.0),
         ("A", 0.0),
         ("Cats", 0.0),
         ("C or D", 0.0),
@@ -233,6 +237,14 @@ def test_a_transformation_by_hand(operation: str, text: str, result: str) -> Non
 )
 def test_the_last_marked_letter_decides(response: str, reward: float) -> None:
     assert MultipleChoiceEnvironment().grade(Sample(response=response, metadata={"answer": "C"})) == reward
+
+
+@pytest.mark.parametrize(
+    "response", ["Answer: I think it is B", "Answer: I'd say B", "Answer: I’d say B", "The answer is A kind of B"]
+)
+def test_a_word_of_one_letter_is_no_choice(response: str) -> None:
+    for letter in "AI":
+        assert MultipleChoiceEnvironment().grade(Sample(response=response, metadata={"answer": letter})) == 0.0
 
 
 PERSON = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
