@@ -12,6 +12,7 @@ Every budget that is used up ends it as TRUNCATED, with the budget's name as the
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -30,6 +31,8 @@ from rollouts_core.types import Sample, Status
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 SampleTurn = Callable[[list[int], SamplingConfig, int], Awaitable[Completion]]
 """(prompt tokens, how to sample, number of the turn) -> what the policy says."""
@@ -124,9 +127,18 @@ async def _ask(environment: MultiTurnEnvironment, conversation: Conversation, ti
 
 
 async def _close(environment: MultiTurnEnvironment, conversation: Conversation) -> None:
-    if close := getattr(environment, "close", None):
-        with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
+    """Let the environment free what it holds; where that fails the conversation stays what it was."""
+    close = getattr(environment, "close", None)
+    if close is None:
+        return
+    where = f"environment {type(environment).__name__} on prompt {_name(conversation.sample)}"
+    try:
+        with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True) as closing:
             await close(conversation)
+    except MACHINERY_ERRORS as error:
+        logger.warning("%s could not be closed: %s", where, first_line(error))
+    if closing.cancelled_caught:
+        logger.warning("%s was not closed within %g s; it may hold on to what it opened", where, CLOSE_TIMEOUT_S)
 
 
 def _name(sample: Sample) -> str:

@@ -1,6 +1,7 @@
 """Decide which groups of samples are worth training on.
 
-Samples without a reward could not be scored: filters of rewards look at the others of their group.
+Samples without a reward could not be scored: filters of rewards look at the others of their group. A trajectory counts
+once, however many samples it gave.
 
 Not here: asking for more when groups are dropped (rollout.py).
 """
@@ -11,7 +12,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rollouts_core.types import Sample
+from rollouts_core.types import Sample, trajectory_places
 
 MIN_REWARD_STD = 1e-6
 
@@ -63,15 +64,18 @@ def check_any_success(group: Sequence[Sample], *, success_reward: float = 1.0) -
 
 def check_response_diversity(group: Sequence[Sample], *, min_unique_share: float = 0.5) -> FilterDecision:
     """Keep a group in which at least this share of responses are different texts."""
-    keep = len({sample.response for sample in group}) >= min_unique_share * len(group)
+    responses = [sample.response for sample in _last_samples(group)]
+    keep = len(set(responses)) >= min_unique_share * len(responses)
     return FilterDecision(keep, "" if keep else "low_diversity")
 
 
 def check_reasonable_length(
     group: Sequence[Sample], *, min_tokens: int = 1, max_tokens: int = 1 << 20
 ) -> FilterDecision:
-    """Keep a group whose every response has between `min_tokens` and `max_tokens` sampled tokens."""
-    lengths = [sum(1 for weight in sample.loss_mask if weight) for sample in group]
+    """Keep a group whose responses have between `min_tokens` and `max_tokens` sampled tokens, all turns together."""
+    lengths = [
+        sum(1 for place in places for weight in group[place].loss_mask if weight) for places in trajectory_places(group)
+    ]
     keep = all(min_tokens <= length <= max_tokens for length in lengths)
     return FilterDecision(keep, "" if keep else "unreasonable_length")
 
@@ -96,7 +100,12 @@ def compose_filters(*filters: FilterFn) -> Callable[[Sequence[Sample]], FilterDe
 
 
 def _scored_rewards(group: Sequence[Sample]) -> list[float]:
-    return [sample.reward for sample in group if sample.reward is not None]
+    return [sample.reward for sample in _last_samples(group) if sample.reward is not None]
+
+
+def _last_samples(group: Sequence[Sample]) -> list[Sample]:
+    """The last sample of each trajectory."""
+    return [group[places[-1]] for places in trajectory_places(group)]
 
 
 FILTERS: dict[str, FilterFn] = {

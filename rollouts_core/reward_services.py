@@ -57,9 +57,10 @@ class BatchedReward:
         self._cache: OrderedDict[str, asyncio.Future[float | None]] = OrderedDict()
         self._batches: set[asyncio.Task[None]] = set()
 
-    async def __call__(self, sample: Sample) -> float:
-        """The sample's reward."""
-        key = json.dumps([sample.prompt, sample.response, sample.metadata.get("answer")], sort_keys=True)
+    async def __call__(self, sample: Sample) -> float | None:
+        """The sample's reward; None where it could not be scored."""
+        # Everything that a service is sent: what it answers may depend on any of it.
+        key = json.dumps([sample.prompt, sample.response, dict(sample.metadata)], sort_keys=True, default=str)
         self.num_calls += 1
         if (known := self._cache.get(key)) is not None:
             self.num_cached += 1
@@ -104,10 +105,9 @@ class BatchedReward:
                 future.set_result(reward)
 
 
-async def _wait_for(future: asyncio.Future[float | None]) -> float:
+async def _wait_for(future: asyncio.Future[float | None]) -> float | None:
     # Shielded: another sample may wait for the same reward when this one is cancelled.
-    reward: Any = await asyncio.shield(future)  # Any: None is refused where samples are graded
-    return reward  # type: ignore[no-any-return]
+    return await asyncio.shield(future)
 
 
 def create_http_reward(config: RewardConfig) -> BatchedReward:
@@ -181,6 +181,9 @@ def create_classifier_reward(config: RewardConfig) -> BatchedReward:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.config.pad_token_id = tokenizer.pad_token_id
+    # The end is what the policy wrote, and is graded: where a conversation is too long, its beginning goes.
+    tokenizer.truncation_side = "left"
+    max_tokens = min(tokenizer.model_max_length, count_positions(model))
     model.to("cuda" if torch.cuda.is_available() else "cpu")
 
     @torch.inference_mode()
@@ -191,7 +194,7 @@ def create_classifier_reward(config: RewardConfig) -> BatchedReward:
             texts,
             padding=True,
             truncation=True,
-            max_length=model.config.max_position_embeddings,
+            max_length=max_tokens,
             add_special_tokens=not is_rendered,
             return_tensors="pt",
         )
@@ -202,6 +205,17 @@ def create_classifier_reward(config: RewardConfig) -> BatchedReward:
         return await anyio.to_thread.run_sync(score_now, samples)
 
     return BatchedReward(score, batch_size=config.batch_size)
+
+
+def count_positions(model: Any) -> int:  # Any: transformers' models
+    """How many tokens a model can read: RoBERTa and its relatives begin to count behind the padding's number."""
+    skipped = [
+        module.padding_idx + 1
+        for name, module in model.named_modules()
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
+    ]
+    num_positions: int = model.config.max_position_embeddings
+    return num_positions - max(skipped, default=0)
 
 
 def render_for_classifier(tokenizer: Any, sample: Sample) -> str:  # Any: transformers' tokenizers

@@ -113,7 +113,7 @@ class WeightedRewards:
     def __init__(self, terms: Sequence[tuple[str, float, RewardFn]]) -> None:
         self.terms = tuple(terms)
         self._sums: defaultdict[str, float] = defaultdict(float)
-        self._num_graded = self._num_failed = 0
+        self._num_scored = self._num_unscored = self._num_failed = 0
 
     async def __call__(self, sample: Sample, *, timeout_s: float | None = None) -> float | None:
         """The sum of the terms; a term that fails fails the sum, and without one of them there is no sum."""
@@ -123,23 +123,24 @@ class WeightedRewards:
         except RolloutsError:
             self._num_failed += 1
             raise
-        self._num_graded += 1
         rewards = [result.reward for result in graded if result.reward is not None]
         if len(rewards) < len(graded):
+            self._num_unscored += 1
             return None
+        self._num_scored += 1
         for (name, _, _), reward in zip(self.terms, rewards, strict=True):
             self._sums[name] += reward
         return sum(weight * reward for (_, weight, _), reward in zip(self.terms, rewards, strict=True))
 
     def take_metrics(self) -> dict[str, float]:
-        """The mean of each term, and the share of samples that could not be graded, since the last call."""
-        num_asked = self._num_graded + self._num_failed
+        """The mean of each term over scored samples, and the share of all that failed, since the last call."""
+        num_asked = self._num_scored + self._num_unscored + self._num_failed
         if not num_asked:
             return {}
-        means = {f"reward/{name}": self._sums[name] / self._num_graded for name, _, _ in self.terms if self._num_graded}
+        means = {f"reward/{name}": self._sums[name] / self._num_scored for name, _, _ in self.terms if self._num_scored}
         metrics = {**means, "reward_error_share": self._num_failed / num_asked}
         self._sums.clear()
-        self._num_graded = self._num_failed = 0
+        self._num_scored = self._num_unscored = self._num_failed = 0
         return metrics
 
 

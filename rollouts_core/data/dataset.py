@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 OnOverlong = Literal["cut", "cut_or_drop", "drop"]
 CHUNK_ROWS = 512
 MAX_LOGGED_DROPS = 10
+ROLLOUT_FIELDS = ("conversation", "outcomes")
+"""What a rollout adds to the metadata of its samples (agent.py), beside the fields of the prompt's row."""
 
 
 class SampleRules(NamedTuple):
@@ -332,6 +334,9 @@ def _build_sample(
 
 
 def _build_prompt(row: Row, *, default_id: str) -> Prompt:
+    for name in ROLLOUT_FIELDS:
+        if name in row:
+            raise DataError(f"the field `{name}` of a sample is what a rollout writes there: rename it in the data")
     if row.get("messages") is not None:
         messages = read_messages(row["messages"])
     elif isinstance(row.get("prompt"), list):

@@ -15,9 +15,10 @@ from __future__ import annotations
 import re
 
 from rollouts_core.environments.expressions import ExpressionError, evaluate, render_number
-from rollouts_core.environments.math import final_answer
+from rollouts_core.environments.math import final_answer, normalise_answer
 from rollouts_core.environments.protocol import Conversation, Outcome, Reply, Tool, ToolError
 from rollouts_core.environments.tools import OPENING, answer_tool_calls
+from rollouts_core.errors import RewardError
 from rollouts_core.types import Sample, Status
 
 CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
@@ -66,12 +67,21 @@ class CalculatorEnvironment:
             return _answer(f"error: {error}", Outcome.TOOL_ERROR)
 
     def grade(self, sample: Sample) -> float:
-        """1 where the number behind the last colon, or the marked answer, is the reference, else 0."""
+        """1 where the number behind the last colon, or the marked answer, is the reference, else 0.
+
+        Raises:
+            RewardError: the reference is no number.
+        """
+        reference = str(sample.metadata.get("answer", ""))
+        try:
+            expected = evaluate(final_answer(reference) or normalise_answer(reference))
+        except ExpressionError as error:
+            raise RewardError(f"the row's answer {reference!r} is no number: {error}") from error
         if sample.status is not Status.COMPLETED:
             return 0.0
-        found = final_answer(sample.response) or sample.response.rpartition(":")[2].strip()
+        found = final_answer(sample.response) or normalise_answer(sample.response.rpartition(":")[2])
         try:
-            return float(evaluate(found) == evaluate(str(sample.metadata.get("answer", ""))))
+            return float(evaluate(found) == expected)
         except ExpressionError:
             return 0.0
 

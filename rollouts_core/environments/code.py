@@ -11,14 +11,14 @@ import os
 import re
 import secrets
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import anyio
 
-from rollouts_core.concurrency import gather
 from rollouts_core.environments.protocol import Outcome
 from rollouts_core.environments.sandbox import SandboxLimits, run_in_sandbox
+from rollouts_core.errors import RewardError
 from rollouts_core.types import Sample
 
 FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
@@ -41,9 +41,12 @@ class CodeEnvironment:
         """1 where every test passes, else 0.
 
         Raises:
+            RewardError: the row has no tests.
             EnvironmentUnavailableError: the machine cannot shut a program in.
         """
         program, tests = extract_program(sample.response), sample.metadata["tests"]
+        if not (tests.strip() if isinstance(tests, str) else tests):
+            raise RewardError("the row has no tests: every program would pass")
         if isinstance(tests, str):
             return float(await self._passes_code(program, tests))
         return float(await self._passes_all(program, tests))
@@ -56,12 +59,13 @@ class CodeEnvironment:
         return result.outcome is Outcome.OK and result.stdout.rstrip().endswith(mark)
 
     async def _passes_all(self, program: str, tests: Sequence[dict[str, Any]]) -> bool:  # Any: JSON
-        async def passes(test: dict[str, Any]) -> bool:
+        # One after another: most programs of a policy that learns fail early, and the rest need not run.
+        for test in tests:
             async with self._slots:
                 result = await run_in_sandbox(program, stdin=str(test["stdin"]), limits=self.limits)
-            return result.outcome is Outcome.OK and _lines(result.stdout) == _lines(str(test["stdout"]))
-
-        return all(await gather([partial(passes, test) for test in tests]))
+            if result.outcome is not Outcome.OK or _lines(result.stdout) != _lines(str(test["stdout"])):
+                return False
+        return True
 
 
 def extract_program(text: str) -> str:

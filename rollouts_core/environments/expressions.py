@@ -36,8 +36,17 @@ def numbers_in(text: str) -> list[Fraction]:
 
 
 def render_number(value: Fraction) -> str:
-    """An integer as such, any other number with up to ten significant digits."""
-    return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
+    """An integer as such, any other number with up to ten significant digits.
+
+    Raises:
+        ExpressionError: it is no integer, and larger than a float can be.
+    """
+    if value.denominator == 1:
+        return str(value.numerator)
+    try:
+        return f"{float(value):.10g}"
+    except OverflowError as error:
+        raise ExpressionError("the value is too large") from error
 
 
 @dataclass(slots=True)

@@ -33,7 +33,10 @@ class JSONSchemaEnvironment:
             found = parse_json(sample.response)
         except (ValueError, RecursionError):
             return 0.0
-        return float(validator.is_valid(found) and (not answer or found == _as_json(answer)))
+        try:
+            return float(validator.is_valid(found) and (not answer or found == _as_json(answer)))
+        except RecursionError:  # a schema that refers to itself follows the response as deep as that goes
+            return 0.0
 
 
 def parse_json(text: str) -> Any:  # Any: JSON

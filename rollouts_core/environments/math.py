@@ -9,13 +9,15 @@ Which answers are equal is decided by the name of the environment, never by what
 from __future__ import annotations
 
 import re
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal, InvalidOperation, Overflow
 
 from rollouts_core.errors import ConfigError
 from rollouts_core.types import Sample
 
 TIMEOUT_S = 2
 """How long an answer may take to parse, and to compare; one that takes longer is wrong."""
+MAX_EXPONENT = 1000
+"""Numbers of more digits are compared as text."""
 HASHES = re.compile(r"####\s*([^\n]+)")
 BOXED = "\\boxed{"
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
@@ -31,7 +33,7 @@ class MathEnvironment:
         """1 for the right final answer, 0 for a wrong one or none."""
         found = final_answer(sample.response)
         reference = str(sample.metadata.get("answer", ""))
-        expected = final_answer(reference) or _normalise(reference)
+        expected = final_answer(reference) or normalise_answer(reference)
         return float(found is not None and found != "" and found == expected)
 
 
@@ -63,7 +65,7 @@ class MathVerifyEnvironment:
         expected = marked_answer(reference) or reference
         if not found:
             return 0.0
-        if _normalise(found) == _normalise(expected):
+        if normalise_answer(found) == normalise_answer(expected):
             return 1.0
         gold, guess = (
             self._parse(f"${text.strip().strip('$')}$", parsing_timeout=TIMEOUT_S) for text in (expected, found)
@@ -74,7 +76,7 @@ class MathVerifyEnvironment:
 def final_answer(text: str) -> str | None:
     r"""The last answer marked by `####`, else by `\boxed{}`, in a form that can be compared; None without one."""
     answer = marked_answer(text)
-    return None if answer is None else _normalise(answer)
+    return None if answer is None else normalise_answer(answer)
 
 
 def marked_answer(text: str) -> str | None:
@@ -99,10 +101,12 @@ def _last_boxed(text: str) -> str | None:
     return None
 
 
-def _normalise(answer: str) -> str:
+def normalise_answer(answer: str) -> str:
+    """An answer in a form that can be compared: a number without units, thousands' commas and needless zeros."""
     bare = NOISE.sub("", THOUSANDS.sub("", answer.strip()))
     try:
-        number = Decimal(bare)
-    except InvalidOperation:
+        number = Decimal(bare).normalize()
+    except (InvalidOperation, Overflow):
         return bare.lower()
-    return format(number.normalize(), "f") if number.is_finite() else bare.lower()
+    # Written out, 1e999999 has a million digits.
+    return format(number, "f") if number.is_finite() and abs(number.adjusted()) < MAX_EXPONENT else bare.lower()

@@ -7,7 +7,9 @@ import re
 from rollouts_core.types import Sample
 
 BOXED = re.compile(r"\\boxed\{\s*(?:\\text\{)?\(?([A-Ja-j])\)?\}?\s*\}")
-NAMED = re.compile(r"\b(?i:answer)\b(?:\s+is)?\s*[:=]?\s*\**\(?([A-J])\b")
+REASON = r"because|since|as"
+# A word behind the letter makes it one of a sentence ("I think"), or one of several; a reason may follow.
+NAMED = re.compile(rf"\b(?i:answer)\b(?:\s+is)?\s*[:=]?\s*\**\(?([A-J])\b(?!['’]|[ \t]+(?!(?:{REASON})\b)\w)")
 ALONE = re.compile(r"\s*\(?([A-Ja-j])\)?[.:]?\s*")
 
 

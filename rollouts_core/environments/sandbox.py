@@ -21,12 +21,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import anyio
+from anyio.abc import Process
 
 from rollouts_core.environments.protocol import Outcome
 from rollouts_core.errors import EnvironmentUnavailableError
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
+END_TIMEOUT_S = 5.0
+"""How long the end of all processes of a program may take before the process that watches them is killed as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +70,7 @@ async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | 
     settings = {**asdict(allowed), "folders": visible_folders(), "executable": sys.executable}
     try:
         process = await anyio.open_process(
-            [sys.executable, "-I", "-S", str(CHILD), json.dumps(settings), str(write_status)],
+            [sys.executable, "-I", "-S", str(CHILD), json.dumps(settings), str(write_status), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -92,7 +95,7 @@ async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | 
             streams[name] += chunk
             if len(streams[name]) > allowed.output_bytes:
                 is_too_much = True
-                _kill(process.pid)
+                _end(process)
                 return
 
     async def write() -> None:
@@ -110,8 +113,12 @@ async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | 
                 tasks.start_soon(write)
             await process.wait()
     finally:
-        _kill(process.pid)
+        _end(process)
         with anyio.CancelScope(shield=True):
+            with anyio.move_on_after(END_TIMEOUT_S) as ending:
+                await process.wait()
+            if ending.cancelled_caught:
+                _kill_group(process.pid)
             exit_code = await process.wait()
             await process.aclose()
         with os.fdopen(read_status, "rb") as status:
@@ -138,6 +145,12 @@ def visible_folders() -> list[str]:
     return [path for path in (*SYSTEM_FOLDERS, *sorted(own)) if Path(path).exists()]
 
 
-def _kill(pid: int) -> None:
+def _end(process: Process) -> None:
+    """Have the process that watches the program kill it: a program may leave its process group, not its namespace."""
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+
+
+def _kill_group(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)

@@ -1,14 +1,16 @@
 """Shut this process in, then become the program: run by sandbox.py as a script, needs nothing but Python.
 
-argv: settings as JSON, file descriptor for problems      stdin: {"code": ..., "stdin": ...} as JSON
+argv: settings as JSON, file descriptor for problems, who starts it      stdin: {"code": ..., "stdin": ...} as JSON
 
 namespaces --> fork --> [1] new root, read-only folders, no privileges, limits --> exec python /tmp/main.py
                 |
-                +----- waits, ends with its exit code; when it is killed, so is everything in there
+                +----- waits, ends with its exit code; on SIGTERM, or when sandbox.py's process dies, it kills [1],
+                       and with the first process of its namespace the kernel kills everything in there
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -134,7 +136,8 @@ def set_limits(settings: dict[str, Any]) -> None:
 
 def become_program(settings: dict[str, Any], program: dict[str, str]) -> None:
     """Never returns: this process is the program from here on."""
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # A session of its own: a signal to its own group does not reach the process that must end it.
+    os.setsid()
     build_root(settings["folders"], settings["file_mb"])
     for name, content in (("main.py", program["code"]), ("stdin", program["stdin"])):
         Path("/tmp", name).write_text(content)
@@ -144,24 +147,59 @@ def become_program(settings: dict[str, Any], program: dict[str, str]) -> None:
     # Limits first: the user namespace counts its processes against the limit that it was made under.
     set_limits(settings)
     drop_privileges()
+    # Last, because a change of user clears it. A second guard only: the program may clear it too.
+    end_with_parent(signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     os.execv(settings["executable"], [settings["executable"], "-I", "/tmp/main.py"])
+
+
+def end_with_parent(number: int) -> None:
+    """Have the kernel send this process a signal when the one that started it dies."""
+    check(libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0), "pdeathsig")
+
+
+def kill_on_sigterm(child: int) -> None:
+    """From here on SIGTERM ends the program, with everything that it started, and then this process.
+
+    Nothing in the namespace can prevent it: from outside even its first process can be killed.
+    """
+
+    def end(number: int, _: object) -> None:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it just ended by itself
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)  # returns when the whole namespace is gone
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def main() -> int:
     """Run the program; returns its exit code, 128 and the signal's number for one."""
-    settings, status = json.loads(sys.argv[1]), int(sys.argv[2])
+    settings, status, starter = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     os.set_inheritable(status, False)
+    # What the starting process ignores or blocks is inherited.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     try:
         program = json.load(sys.stdin)
         enter_namespaces()
+        end_with_parent(signal.SIGTERM)
+        if os.getppid() != starter:  # it died before
+            os._exit(1)
+        # Blocked until it is known what to kill.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         child = os.fork()
         if child == 0:
             become_program(settings, program)
     except BaseException as error:  # noqa: BLE001 - what this does not report is lost
         os.write(status, f"{type(error).__name__}: {error}".encode())
         os._exit(1)
+    kill_on_sigterm(child)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     os.close(status)
     _, waited = os.waitpid(child, 0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # its number may be another's from here on
     code = os.waitstatus_to_exitcode(waited)
     return code if code >= 0 else 128 - code
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rollouts_core import rollout
+from rollouts_core import conversation, rollout
 from rollouts_core.agent import AgentTurn, Trajectory, agent_integration
 from rollouts_core.batch import build_batch
 from rollouts_core.config import ModelConfig, MultiTurnConfig, RolloutConfig, SamplingConfig
@@ -383,6 +383,50 @@ def test_the_turns_of_a_branching_conversation_share_one_reward(tokenizer: PreTr
     assert len(grades) == 8
     assert batch.rewards == [0.0, 0.0, 1.0, 1.0] * 4
     assert describe_rollouts(batch)["reward"] == 0.5
+
+
+async def never_close() -> None:
+    await asyncio.sleep(3600)
+
+
+async def fail_to_close(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("close", "sentence"),
+    [
+        (lambda: fail_to_close(OSError("gone")), "on prompt 'p7' could not be closed: gone"),
+        (lambda: fail_to_close(httpx.ConnectError("no route")), "on prompt 'p7' could not be closed: no route"),
+        (lambda: fail_to_close(EnvironmentUnavailableError("no box")), "on prompt 'p7' could not be closed: no box"),
+        (never_close, "on prompt 'p7' was not closed within 0.05 s"),
+    ],
+)
+def test_an_environment_that_cannot_be_closed_is_a_warning_and_the_conversation_stays(
+    tokenizer: PreTrainedTokenizerBase,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    close: Callable[[], Awaitable[None]],
+    sentence: str,
+) -> None:
+    class Unclosable(EchoEnvironment):
+        async def close(self, conversation: Conversation) -> None:
+            await close()
+
+    monkeypatch.setattr(conversation, "CLOSE_TIMEOUT_S", 0.05)
+    with caplog.at_level(logging.WARNING):
+        [sample], _ = converse(["3", ":"], tokenizer, Unclosable())
+    assert (sample.status, sample.response) == (Status.COMPLETED, ":")
+    assert [sentence in record.message for record in caplog.records] == [True]
+
+
+def test_a_mistake_of_an_environment_is_not_hidden_by_its_close(tokenizer: PreTrainedTokenizerBase) -> None:
+    class Unclosable(EchoEnvironment):
+        async def close(self, conversation: Conversation) -> None:
+            raise OSError("gone")
+
+    with pytest.raises(RewardError, match="raised KeyError: 'board'"):
+        converse(["3"], tokenizer, Unclosable(raise_error(KeyError("board"))))
 
 
 def test_cancelling_closes_the_conversation(tokenizer: PreTrainedTokenizerBase) -> None:

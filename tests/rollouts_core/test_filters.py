@@ -4,6 +4,7 @@ Without it groups that carry the signal would be dropped and the counters would 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -120,3 +121,27 @@ def test_a_filter_looks_at_the_samples_that_were_scored(
     name: str, rewards: list[float | None], keep: bool, reason: str
 ) -> None:
     assert FILTERS[name](make_group(rewards)) == FilterDecision(keep, reason)
+
+
+def make_trajectories(rewards: Sequence[float], num_turns: Sequence[int]) -> list[Sample]:
+    """A group whose trajectories gave one sample per turn; those of a trajectory share its last response and reward."""
+    return [
+        replace(sample, turn=turn)
+        for sample, turns in zip(make_group(rewards), num_turns, strict=True)
+        for turn in range(turns)
+    ]
+
+
+def test_a_trajectory_of_several_samples_counts_once_among_the_responses() -> None:
+    assert check_response_diversity(make_trajectories([0.0, 0.0], [5, 5]), min_unique_share=1.0)
+
+
+def test_a_trajectory_of_several_samples_counts_once_among_the_rewards() -> None:
+    assert check_min_reward(make_trajectories([1.0, 0.0], [1, 9]), min_reward=0.4)
+    assert not check_min_reward(make_trajectories([1.0, 0.0], [9, 1]), min_reward=0.6)
+
+
+@pytest.mark.parametrize(("max_tokens", "keep"), [(6, True), (5, False)])
+def test_the_length_of_a_trajectory_is_that_of_its_samples_together(max_tokens: int, keep: bool) -> None:
+    # two sampled tokens per turn
+    assert bool(check_reasonable_length(make_trajectories([0.0, 1.0], [1, 3]), max_tokens=max_tokens)) is keep

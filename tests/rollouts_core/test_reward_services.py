@@ -9,13 +9,20 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerBase
+from transformers import (
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerBase,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 
 from rollouts_core import reward_services
 from rollouts_core.config import RewardConfig
@@ -83,7 +90,7 @@ def count_letters(body: dict[str, Any]) -> Answer:
 
 def make_samples(*responses: str) -> list[Sample]:
     return [
-        Sample(prompt="q", response=response, index=i, metadata={"answer": "a", "prompt_id": f"p{i}"})
+        Sample(prompt="q", response=response, index=i, metadata={"answer": "a", "prompt_id": "p0"})
         for i, response in enumerate(responses)
     ]
 
@@ -116,6 +123,12 @@ def test_equal_samples_are_scored_once_also_later(serve: Any) -> None:
     assert grade(make_samples("xx"), reward) == [2.0]
     assert sum(len(body["samples"]) for body in service.bodies) == 2
     assert (reward.num_calls, reward.num_cached) == (4, 2)
+
+
+def test_samples_that_differ_in_their_metadata_alone_are_scored_each(serve: Any) -> None:
+    service = serve(lambda body: (200, {"rewards": [sample["metadata"]["rubric"] for sample in body["samples"]]}))
+    samples = [replace(sample, metadata={"rubric": i}) for i, sample in enumerate(make_samples("x", "x"))]
+    assert grade(samples, http_reward(service)) == [0.0, 1.0]
 
 
 def test_a_sample_that_is_cancelled_leaves_its_equals_their_reward(serve: Any) -> None:
@@ -240,6 +253,35 @@ def test_a_classifier_scores_the_conversation_whatever_shares_its_batch(
         ids = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)["input_ids"]
         assert found == pytest.approx(model(ids).logits.item(), abs=1e-5)
     assert len(set(rewards)) == 5
+
+
+@pytest.mark.parametrize("model_max_length", [None, 30])
+def test_of_a_conversation_that_a_classifier_cannot_hold_the_end_is_graded(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, model_max_length: int | None
+) -> None:
+    config = RobertaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_labels=1, max_position_embeddings=64, pad_token_id=tokenizer.pad_token_id, hidden_dropout_prob=0.0,
+        initializer_range=1.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    RobertaForSequenceClassification(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    if model_max_length:
+        settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": model_max_length}))
+    reward = create_classifier_reward(RewardConfig(kind="classifier", model=str(tmp_path)))
+    prompt = "1+" * 50
+    responses = ("1" * 20, "2" * 20)
+    found = grade([Sample(prompt=prompt, response=response) for response in responses], reward)
+    model = RobertaForSequenceClassification.from_pretrained(tmp_path).eval()
+    num_usable = model_max_length or 64 - int(tokenizer.pad_token_id) - 1
+    for response, reward_of_it in zip(responses, found, strict=True):
+        messages = [Message(role="user", content=prompt), Message(role="assistant", content=response)]
+        ids = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)["input_ids"]
+        assert ids.shape[1] > num_usable
+        assert reward_of_it == pytest.approx(model(ids[:, -num_usable:]).logits.item(), abs=1e-4)
+    assert found[0] != pytest.approx(found[1], abs=1e-3)
 
 
 def test_a_classifier_with_several_labels_or_none_is_refused(classifier: Callable[..., Path], tmp_path: Path) -> None:

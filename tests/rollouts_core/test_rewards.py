@@ -166,6 +166,25 @@ def test_several_rewards_are_added_with_their_weights_and_counted() -> None:
     assert rewards.take_metrics() == {}
 
 
+def test_the_mean_of_a_term_is_over_the_samples_that_were_scored() -> None:
+    rewards = WeightedRewards([("two", 1.0, lambda sample: 2.0 if sample.response else None)])
+    graded = asyncio.run(grade_group([Sample(response="x"), Sample(), Sample(response="x"), Sample()], rewards))
+    assert [sample.reward for sample in graded] == [2.0, None, 2.0, None]
+    assert rewards.take_metrics() == {"reward/two": 2.0, "reward_error_share": 0.0}
+
+
+def test_the_share_of_errors_counts_every_sample_that_was_asked_for() -> None:
+    def score_or_fail(sample: Sample) -> float | None:
+        return None if not sample.response else 1.0 / len(sample.response.strip())
+
+    rewards = WeightedRewards([("inverse", 1.0, score_or_fail)])
+    for response in ("x", "", ""):
+        asyncio.run(grade_sample(Sample(response=response), rewards))
+    with pytest.raises(RewardError):
+        asyncio.run(grade_sample(Sample(response=" "), rewards))
+    assert rewards.take_metrics() == {"reward/inverse": 1.0, "reward_error_share": 0.25}
+
+
 def test_a_term_that_fails_is_named_and_counted_and_never_a_zero() -> None:
     rewards = WeightedRewards([("two", 1.0, give_two), ("broken", 0.0, divide_by_zero)])
     with pytest.raises(RewardError, match=r"divide_by_zero on prompt 'p7' raised ZeroDivisionError") as caught:

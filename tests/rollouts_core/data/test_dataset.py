@@ -12,9 +12,11 @@ import datasets
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from rollouts_core.agent import AgentTurn, Trajectory, agent_integration
 from rollouts_core.config import DatasetConfig, ModelConfig
 from rollouts_core.data.dataset import (
     CHUNK_ROWS,
+    ROLLOUT_FIELDS,
     SampleRules,
     SFTDataset,
     check_disjoint,
@@ -22,6 +24,7 @@ from rollouts_core.data.dataset import (
     load_sft_dataset,
     open_datasets,
 )
+from rollouts_core.engines.protocol import Completion
 from rollouts_core.errors import DataError
 from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.types import Prompt, Sample, Status
@@ -193,6 +196,8 @@ def test_prompts_without_an_id_are_named_by_file_and_row(tmp_path: Path) -> None
         ({"prompt": []}, "at least one message"),
         ({"messages": None}, r"expected `prompt` or `messages`; found messages \(null\)"),
         ({"messages": "x"}, "must be a list"),
+        ({"prompt": "x", "outcomes": []}, "the field `outcomes` .*: rename it in the data"),
+        ({"prompt": "x", "conversation": None}, "the field `conversation` .*: rename it in the data"),
         ({"id": "first", "prompt": "x"}, "id 'first' is also that of row 1"),
     ],
 )
@@ -391,3 +396,12 @@ def test_a_file_that_changes_while_it_is_streamed_ends_the_epoch_with_an_error(
         file.write(b"\n")
     with pytest.raises(DataError, match=rf"rows\.{kind} changed while it was in use: start again"):
         list(epoch)
+
+
+def test_what_a_rollout_writes_into_metadata_is_what_no_prompt_may_have() -> None:
+    completion = Completion(
+        tokens=[2], logprobs=[-1.0], status=Status.COMPLETED, finish_reason="stop", version_spans=()
+    )
+    turn = AgentTurn(prompt_tokens=[1], completion=completion)
+    [sample] = agent_integration(Trajectory(turns=(turn,), messages=(), status=Status.COMPLETED, finish_reason="stop"))
+    assert set(sample.metadata) == set(ROLLOUT_FIELDS)

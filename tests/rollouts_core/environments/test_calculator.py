@@ -11,6 +11,7 @@ import pytest
 
 from rollouts_core.environments import CalculatorEnvironment, Conversation, Outcome
 from rollouts_core.environments.protocol import describe_tools, is_multi_turn
+from rollouts_core.errors import RewardError
 from rollouts_core.types import Message, Sample, Status
 
 CALCULATOR = CalculatorEnvironment()
@@ -51,6 +52,22 @@ def test_calls_are_answered(said: str, answered: list[str], outcome: Outcome) ->
 def test_the_number_of_the_last_turn_decides(response: str, status: Status, reward: float) -> None:
     sample = Sample(response=response, status=status, metadata={"answer": "140"})
     assert CALCULATOR.grade(sample) == reward
+
+
+@pytest.mark.parametrize("answer", ["1,250", "1250", "$1,250.00", "1 thousand is 1000, so\n#### 1,250"])
+@pytest.mark.parametrize(
+    ("response", "reward"), [(":1,250", 1.0), (": $1250.", 1.0), ("#### 1,250", 1.0), (":1", 0.0), (":250", 0.0)]
+)
+def test_numbers_are_read_as_people_write_them(response: str, answer: str, reward: float) -> None:
+    sample = Sample(response=response, status=Status.COMPLETED, metadata={"answer": answer})
+    assert CALCULATOR.grade(sample) == reward
+
+
+@pytest.mark.parametrize("answer", ["", "about ten", "1,25,0"])
+def test_a_reference_that_is_no_number_is_an_error_that_names_it(answer: str) -> None:
+    sample = Sample(response=":10", status=Status.COMPLETED, metadata={"answer": answer})
+    with pytest.raises(RewardError, match=f"the row's answer '{answer}' is no number"):
+        CALCULATOR.grade(sample)
 
 
 def test_it_offers_its_tool_to_the_policy() -> None:

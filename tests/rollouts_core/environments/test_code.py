@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from rollouts_core.environments import code
 from rollouts_core.environments.code import CodeEnvironment, extract_program
-from rollouts_core.environments.sandbox import SandboxLimits
+from rollouts_core.environments.sandbox import SandboxLimits, SandboxResult, run_in_sandbox
+from rollouts_core.errors import RewardError
 from rollouts_core.types import Sample
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -43,6 +45,24 @@ def grade(response: str, tests: Any) -> float:
 )
 def test_a_program_is_paid_for_where_all_tests_pass(response: str, tests: Any, reward: float) -> None:
     assert grade(response, tests) == reward
+
+
+@pytest.mark.parametrize("tests", [[], "", " \n"])
+def test_a_row_without_tests_is_an_error_and_pays_for_nothing(tests: Any) -> None:
+    with pytest.raises(RewardError, match="the row has no tests: every program would pass"):
+        grade("print(3)", tests)
+
+
+def test_no_test_is_run_after_the_first_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs: list[str] = []
+
+    async def run_and_count(program: str, *, stdin: str, limits: SandboxLimits | None) -> SandboxResult:
+        inputs.append(stdin)
+        return await run_in_sandbox(program, stdin=stdin, limits=limits)
+
+    monkeypatch.setattr(code, "run_in_sandbox", run_and_count)
+    assert grade("print(3)", [SUMS[0], SUMS[1], SUMS[0]]) == 0.0
+    assert inputs == [SUMS[0]["stdin"], SUMS[1]["stdin"]]
 
 
 def test_the_last_fenced_block_is_the_program() -> None:

@@ -81,3 +81,9 @@ def test_numbers_are_listed_as_they_stand() -> None:
 )
 def test_a_value_is_written_for_the_policy(value: Fraction, text: str) -> None:
     assert render_number(value) == text
+
+
+@pytest.mark.parametrize("text", ["9" * 350 + "/7", "-" + "9" * 350 + "/7"])
+def test_a_value_that_cannot_be_written_is_refused_with_a_sentence(text: str) -> None:
+    with pytest.raises(ExpressionError, match="the value is too large"):
+        render_number(evaluate(text))

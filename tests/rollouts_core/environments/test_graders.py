@@ -129,10 +129,18 @@ def test_drawn_numbers_have_the_asked_number_of_digits(num_digits: int) -> None:
         ("", "18", 0.0),
         ("#### eighteen", "18", 0.0),
         ("#### -18", "18", 0.0),
+        ("#### 1e9999999", "18", 0.0),
+        ("#### 1e999999", "18", 0.0),
+        ("#### -1e-9999999", "18", 0.0),
+        ("#### 1e3", "1000", 1.0),
     ],
 )
 def test_the_last_marked_answer_decides(response: str, answer: str, reward: float) -> None:
     assert grade_math(response, answer) == reward
+
+
+def test_a_number_is_not_written_out_with_a_million_digits() -> None:
+    assert final_answer("#### 1e999999") == "1e999999"
 
 
 def test_a_text_without_a_marked_answer_has_none() -> None:
@@ -217,6 +225,10 @@ def test_a_transformation_by_hand(operation: str, text: str, result: str) -> Non
         (r"\boxed{\text{C}}", 1.0),
         ("The answer is A. No, the answer is (C)", 1.0),
         ("Answer: C, as the answer is a cat", 1.0),
+        ("The answer is C because of the cat", 1.0),
+        ("Answer: C\nA cat it is", 1.0),
+        ("Answer: C or D", 0.0),
+        ("Answer: C it may be", 0.0),
         ("A", 0.0),
         ("Cats", 0.0),
         ("C or D", 0.0),
@@ -225,6 +237,14 @@ def test_a_transformation_by_hand(operation: str, text: str, result: str) -> Non
 )
 def test_the_last_marked_letter_decides(response: str, reward: float) -> None:
     assert MultipleChoiceEnvironment().grade(Sample(response=response, metadata={"answer": "C"})) == reward
+
+
+@pytest.mark.parametrize(
+    "response", ["Answer: I think it is B", "Answer: I'd say B", "Answer: I’d say B", "The answer is A kind of B"]
+)
+def test_a_word_of_one_letter_is_no_choice(response: str) -> None:
+    for letter in "AI":
+        assert MultipleChoiceEnvironment().grade(Sample(response=response, metadata={"answer": letter})) == 0.0
 
 
 PERSON = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
@@ -250,10 +270,17 @@ def test_json_is_paid_for_where_it_keeps_to_the_schema(response: str, answer: st
     assert JSONSchemaEnvironment().grade(sample) == reward
 
 
+def test_a_response_deeper_than_can_be_checked_earns_nothing_under_a_schema_that_refers_to_itself() -> None:
+    schema = {"type": "array", "items": {"$ref": "#"}}
+    for depth, reward in ((3, 1.0), (400, 0.0)):
+        sample = Sample(response="[" * depth + "]" * depth, metadata={"schema": schema})
+        assert JSONSchemaEnvironment().grade(sample) == reward
+
+
 def test_a_schema_that_cannot_be_used_is_an_error_and_nothing_is_fetched() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         elsewhere = f"http://127.0.0.1:{server.getsockname()[1]}/schema.json"
-        for schema in ({"type": "objekt"}, {"$ref": elsewhere}):
+        for schema in ({"type": "objekt"}, {"$ref": "#/nowhere"}, {"$ref": elsewhere}):
             sample = Sample(response="{}", metadata={"schema": schema, "prompt_id": "p7"})
             with pytest.raises(RewardError, match="on prompt 'p7' raised"):
                 asyncio.run(grade_sample(sample, JSONSchemaEnvironment().grade, timeout_s=2.0))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -123,8 +124,54 @@ def test_a_program_that_does_not_end_is_ended_with_all_its_processes(code: str, 
     began = time.monotonic()
     assert run(code, **limits).outcome is Outcome.TIMEOUT
     assert time.monotonic() - began < 15
-    while any(b"/tmp/main.py" in _read(path) for path in Path("/proc").glob("[0-9]*/cmdline")):
-        assert time.monotonic() - began < 20, "a process outlived its program"
+    wait_until_no_program_is_left()
+
+
+ESCAPE = (  # leaves its group and session, and forgets whose end was to be its own
+    "import ctypes, os, time\nif os.getsid(0) != os.getpid(): os.setsid()\nctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [
+        (ESCAPE + "time.sleep(60)", Outcome.TIMEOUT),
+        (ESCAPE + "os.fork()\nos.fork()\ntime.sleep(60)", Outcome.TIMEOUT),
+        (ESCAPE + "os.kill(0, 9)\ntime.sleep(60)", Outcome.TIMEOUT),
+        (ESCAPE + "print('x' * (5 << 20), flush=True)\ntime.sleep(60)", Outcome.TOOL_ERROR),
+    ],
+)
+def test_a_program_that_leaves_its_session_is_ended_all_the_same(code: str, outcome: Outcome) -> None:
+    assert run(code, wall_s=2.0).outcome is outcome
+    wait_until_no_program_is_left()
+
+
+@pytest.mark.parametrize("escape", ["import time\n", ESCAPE])
+def test_a_program_ends_with_the_process_that_started_it(escape: str) -> None:
+    code = escape + "print('begun', flush=True)\ntime.sleep(60)"
+    script = (
+        "import asyncio, sys\n"
+        "from rollouts_core.environments.sandbox import SandboxLimits, run_in_sandbox\n"
+        f"asyncio.run(run_in_sandbox({code!r}, limits=SandboxLimits(wall_s=60)))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script]) as trainer:
+        deadline = time.monotonic() + 20
+        while not has_program():
+            assert time.monotonic() < deadline, "no program was started"
+            time.sleep(0.01)
+        time.sleep(0.5)  # until the program has done what it can to escape
+        trainer.kill()
+    wait_until_no_program_is_left()
+
+
+def has_program() -> bool:
+    return any(b"/tmp/main.py" in _read(path) for path in Path("/proc").glob("[0-9]*/cmdline"))
+
+
+def wait_until_no_program_is_left(timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while has_program():
+        assert time.monotonic() < deadline, "a process outlived its program"
         time.sleep(0.01)
 
 
