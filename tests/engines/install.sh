@@ -7,6 +7,10 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 engine=$1 target=$2 python=${3:-python3}
 
+if [ "$engine" = vllm ] && ! command -v g++ >/dev/null; then
+  echo "vLLM compiles a kernel when it first gives log-probs: install a C++ compiler (g++)"
+  exit 2
+fi
 "$python" -m venv "$target"
 pip() { "$target/bin/python" -m pip install --disable-pip-version-check --quiet "$@"; }
 
