@@ -788,7 +788,9 @@ def watch_program(program: Program, spec: JobSpec, log: CappedLog, requests: Sto
             stopped_by = requests.find()
         if wait_status is None and not stopped_by:
             continue
-        reap_children(program.process)
+        # The program may have ended since it was looked for above, for instance while a cancel request was read.
+        if (ended := reap_children(program.process)) is not None:
+            wait_status = ended
         processes = find_processes(spec.run_dir, supervisor=os.getpid(), group=program.process.pid)
         now = time.monotonic()
         if wait_status is not None:

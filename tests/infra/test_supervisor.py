@@ -5,6 +5,8 @@ our packages cannot run a job.
 """
 
 import ast
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,16 @@ from pathlib import Path
 import pytest
 
 from infra import node_probe, receiver, supervisor
-from infra.supervisor import JobSpec, build_environment, count_oom_kills, find_group
+from infra.supervisor import (
+    CappedLog,
+    JobSpec,
+    StopRequests,
+    build_environment,
+    count_oom_kills,
+    find_group,
+    spawn_program,
+    watch_program,
+)
 
 
 @pytest.mark.parametrize(
@@ -56,3 +67,20 @@ def test_without_proc_a_job_is_found_by_its_process_group() -> None:
         found = find_group(process.pid)
         process.kill()
     assert found == [process.pid] and find_group(process.pid) == [] and find_group(None) == []
+
+
+@pytest.mark.timeout(30)
+def test_a_program_that_ends_while_a_cancel_request_is_read_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    (tmp_path / ".job").mkdir()
+    spec = JobSpec(run_dir=str(tmp_path), argv=("sleep", "60"), job={}, grace_s=5)
+    program = spawn_program(spec, attempt=1)
+
+    class SlowRequests(StopRequests):
+        def find(self) -> str:
+            program.process.send_signal(signal.SIGTERM)
+            os.waitid(os.P_PID, program.process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked
+            return "cancelled"
+
+    with CappedLog(tmp_path / "log.txt", 1 << 20) as log:
+        ending = watch_program(program, spec, log, SlowRequests(spec, 1))
+    assert (ending.signal, ending.stopped_by, ending.leftover_processes) == (signal.SIGTERM, "cancelled", 0)
