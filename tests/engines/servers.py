@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,9 +51,10 @@ class Server:
             )
 
     def kill(self) -> None:
-        """SIGKILL to all its processes."""
+        """SIGKILL to all its processes, also to those that outlived the first of them."""
         if self.process is not None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
     def client(self) -> SGLangEngine | VLLMEngine:

@@ -5,7 +5,6 @@ our packages cannot run a job.
 """
 
 import ast
-import os
 import signal
 import subprocess
 import sys
@@ -15,14 +14,10 @@ import pytest
 
 from infra import node_probe, receiver, supervisor
 from infra.supervisor import (
-    CappedLog,
     JobSpec,
-    StopRequests,
     build_environment,
     count_oom_kills,
     find_group,
-    spawn_program,
-    watch_program,
 )
 
 
@@ -69,18 +64,31 @@ def test_without_proc_a_job_is_found_by_its_process_group() -> None:
     assert found == [process.pid] and find_group(process.pid) == [] and find_group(None) == []
 
 
+ENDS_WHILE_REQUESTS_ARE_READ = """
+import os, signal, sys
+from pathlib import Path
+from infra.supervisor import CappedLog, JobSpec, StopRequests, spawn_program, watch_program
+
+run_dir = Path(sys.argv[1])
+(run_dir / ".job").mkdir()
+spec = JobSpec(run_dir=str(run_dir), argv=("sleep", "60"), job={}, grace_s=5)
+program = spawn_program(spec, attempt=1)
+
+class SlowRequests(StopRequests):
+    def find(self) -> str:
+        program.process.send_signal(signal.SIGTERM)
+        os.waitid(os.P_PID, program.process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked
+        return "cancelled"
+
+with CappedLog(run_dir / "log.txt", 1 << 20) as log:
+    ending = watch_program(program, spec, log, SlowRequests(spec, 1))
+print(ending.signal, ending.stopped_by, ending.leftover_processes)
+"""
+"""In a process of its own: a supervisor takes every child of its process for one of the program's."""
+
+
 @pytest.mark.timeout(30)
 def test_a_program_that_ends_while_a_cancel_request_is_read_is_not_waited_for_for_ever(tmp_path: Path) -> None:
-    (tmp_path / ".job").mkdir()
-    spec = JobSpec(run_dir=str(tmp_path), argv=("sleep", "60"), job={}, grace_s=5)
-    program = spawn_program(spec, attempt=1)
-
-    class SlowRequests(StopRequests):
-        def find(self) -> str:
-            program.process.send_signal(signal.SIGTERM)
-            os.waitid(os.P_PID, program.process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked
-            return "cancelled"
-
-    with CappedLog(tmp_path / "log.txt", 1 << 20) as log:
-        ending = watch_program(program, spec, log, SlowRequests(spec, 1))
-    assert (ending.signal, ending.stopped_by, ending.leftover_processes) == (signal.SIGTERM, "cancelled", 0)
+    command = [sys.executable, "-c", ENDS_WHILE_REQUESTS_ARE_READ, str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (found.stdout, found.stderr) == (f"{int(signal.SIGTERM)} cancelled 0\n", "")
