@@ -22,6 +22,7 @@ from rollouts_core.model.attention import use_written_out_attention
 from rollouts_core.model.loading import check_attention, find_logit_transform, load_hf_model
 from rollouts_core.model.logprobs import linear_logprobs
 from rollouts_core.model.lora import add_adapters
+from rollouts_core.model.rms_norm import use_fast_rms_norms
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,6 +92,8 @@ def create_policy(
     check_attention(hf_model)
     if autocast_dtype and hf_model.config._attn_implementation == "sdpa" and hf_model.device.type == "cpu":
         use_written_out_attention(hf_model)
+    if hf_model.device.type == "cpu" and not config.compile:
+        use_fast_rms_norms(hf_model)
     if has_adapters:
         add_adapters(hf_model, config.lora)
     if config.activation_checkpointing:
