@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -166,42 +166,22 @@ def build_batch(
     The totals of the batch are its own; `with_step_totals` replaces them where a step has several batches.
     """
     layouts = [place_samples(row, share_prompts=share_prompts) for row in rows]
-    num_positions = [layout[-1].own.stop for layout in layouts]
-    shape = (len(rows), max(num_positions))
-    assert shape[1] > 0, "a batch needs at least one sample of two tokens"
-    inputs_BT = torch.full(shape, pad_id, dtype=torch.long)
-    targets_BT = torch.full(shape, pad_id, dtype=torch.long)
-    position_ids_BT = torch.zeros(shape, dtype=torch.long)
-    segment_ids_BT = torch.zeros(shape, dtype=torch.long)
-    prompt_ids_BT = torch.zeros(shape, dtype=torch.long)
-    loss_mask_BT = torch.zeros(shape)
-    rollout_logprobs_BT = torch.zeros(shape)
-    for b, (row, layout) in enumerate(zip(rows, layouts, strict=True)):
-        for sample, place in zip(row, layout, strict=True):
-            tokens, start = torch.tensor(sample.tokens), place.num_shared
-            inputs_BT[b, place.shared] = tokens[:start]
-            targets_BT[b, place.shared] = tokens[1 : start + 1]
-            position_ids_BT[b, place.shared] = torch.arange(start)
-            segment_ids_BT[b, place.shared] = prompt_ids_BT[b, place.shared] = place.prompt_segment
-            inputs_BT[b, place.own] = tokens[start:-1]
-            targets_BT[b, place.own] = tokens[start + 1 :]
-            position_ids_BT[b, place.own] = torch.arange(start, len(tokens) - 1)
-            segment_ids_BT[b, place.own] = place.segment
-            prompt_ids_BT[b, place.own] = place.prompt_segment
-            loss_mask_BT[b, place.own] = torch.tensor(sample.loss_mask[start + 1 :])
-            if sample.rollout_log_probs is not None:
-                rollout_logprobs_BT[b, place.own] = torch.tensor(sample.rollout_log_probs[start + 1 :])
-        position_ids_BT[b, num_positions[b] :] = torch.arange(shape[1] - num_positions[b])
+    laid_out = [_lay_out(row, layout) for row, layout in zip(rows, layouts, strict=True)]
+    num_positions = max(len(row.inputs) for row in laid_out)
+    assert num_positions > 0, "a batch needs at least one sample of two tokens"
+    loss_mask_BT = _pad([row.loss_mask for row in laid_out], num_positions, 0.0)
     spread_advantages = advantages or [[0.0] * len(row) for row in rows]
     return TrainBatch(
-        inputs_BT=inputs_BT,
-        targets_BT=targets_BT,
-        position_ids_BT=position_ids_BT,
-        segment_ids_BT=segment_ids_BT,
-        prompt_ids_BT=prompt_ids_BT,
+        inputs_BT=_pad([row.inputs for row in laid_out], num_positions, pad_id),
+        targets_BT=_pad([row.targets for row in laid_out], num_positions, pad_id),
+        position_ids_BT=torch.tensor(
+            [row.position_ids + list(range(num_positions - len(row.position_ids))) for row in laid_out]
+        ),
+        segment_ids_BT=_pad([row.segment_ids for row in laid_out], num_positions, 0),
+        prompt_ids_BT=_pad([row.prompt_ids for row in laid_out], num_positions, 0),
         loss_mask_BT=loss_mask_BT,
-        advantages_BT=spread_over_rows(spread_advantages, layouts, num_positions=shape[1]),
-        rollout_logprobs_BT=rollout_logprobs_BT,
+        advantages_BT=spread_over_rows(spread_advantages, layouts, num_positions=num_positions),
+        rollout_logprobs_BT=_pad([row.rollout_logprobs for row in laid_out], num_positions, 0.0),
         num_loss_tokens=float(loss_mask_BT.sum()),
         num_scored_tokens=float(loss_mask_BT.sum()),
         num_samples=sum(any(sample.loss_mask[1:]) for row in rows for sample in row),
@@ -209,6 +189,42 @@ def build_batch(
         is_packed=any(len(row) > 1 for row in rows),
         sample_ids=tuple(_name_sample(sample) for row in rows for sample in row),
     )
+
+
+@dataclass(slots=True)
+class _RowOfBatch:
+    """One row of a batch without its padding. Lists, because a tensor for each sample takes most of the time."""
+
+    inputs: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    position_ids: list[int] = field(default_factory=list)
+    segment_ids: list[int] = field(default_factory=list)
+    prompt_ids: list[int] = field(default_factory=list)
+    loss_mask: list[float] = field(default_factory=list)
+    rollout_logprobs: list[float] = field(default_factory=list)
+
+
+def _lay_out(row: Row, layout: Sequence[Placement]) -> _RowOfBatch:
+    filled = _RowOfBatch()
+    for sample, place in zip(row, layout, strict=True):
+        is_prompt_there = place.shared.stop <= len(filled.inputs)
+        first, last = place.num_shared if is_prompt_there else 0, len(sample.tokens) - 1
+        filled.inputs += sample.tokens[first:-1]
+        filled.targets += sample.tokens[first + 1 :]
+        filled.position_ids += range(first, last)
+        filled.segment_ids += [place.prompt_segment] * (place.num_shared - first)
+        filled.segment_ids += [place.segment] * (last - place.num_shared)
+        filled.prompt_ids += [place.prompt_segment] * (last - first)
+        filled.loss_mask += sample.loss_mask[first + 1 :]
+        logprobs = sample.rollout_log_probs
+        filled.rollout_logprobs += [0.0] * (last - first) if logprobs is None else logprobs[first + 1 :]
+    return filled
+
+
+def _pad(rows: Sequence[list[Any]], length: int, value: float) -> Tensor:  # Any: int or float
+    """(B, T) of the type of `value`."""
+    dtype = torch.long if isinstance(value, int) else torch.float32
+    return torch.tensor([row + [value] * (length - len(row)) for row in rows], dtype=dtype)
 
 
 def _name_sample(sample: Sample) -> str:
