@@ -261,20 +261,24 @@ def plan_rows(
 ) -> list[Rows]:
     """Rows in micro-batches of at most `config.max_micro_batch_tokens` padded tokens (or one row) per rank.
 
-    Packed rows are as long as the longest unit, a sample or the samples that share a prompt: longer ones would only add
-    attention over what a mask hides.
+    Rows of like length stand together, so that little is padded. Packed ones are at most as long as the longest unit, a
+    sample or the samples that share a prompt: longer ones would only add attention over what a mask hides.
     """
     if not places:
         return []
-    if not config.packing:
-        return _plan_single_rows(places, samples, config.max_micro_batch_tokens, num_ranks)
     shares, max_tokens = config.shares_prompts, config.max_micro_batch_tokens
     units = share_groups(places, samples, max_tokens=max_tokens) if shares else [[place] for place in places]
     lengths = [_row_length([samples[place] for place in unit], share_prompts=shares) for unit in units]
-    rows = [[place for i in row for place in units[i]] for row in pack_lengths(lengths, max(lengths))]
-    width = max(_row_length([samples[place] for place in row], share_prompts=shares) for row in rows)
-    num_rows = num_ranks * max(1, max_tokens // width)
-    return [rows[i : i + num_rows] for i in range(0, len(rows), num_rows)]
+    packed = pack_lengths(lengths, max(lengths)) if config.packing else [[i] for i in range(len(units))]
+    packed.sort(key=lambda row: -sum(lengths[i] for i in row))
+    micro_batches: list[Rows] = []
+    num_rows = 0
+    for row in packed:
+        if not micro_batches or len(micro_batches[-1]) == num_rows:
+            micro_batches.append([])
+            num_rows = num_ranks * max(1, max_tokens // sum(lengths[i] for i in row))
+        micro_batches[-1].append([place for i in row for place in units[i]])
+    return micro_batches
 
 
 def share_groups(places: Sequence[int], samples: Sequence[Sample], *, max_tokens: int) -> list[list[int]]:
@@ -305,18 +309,6 @@ def _deal_out(members: Sequence[int], samples: Sequence[Sample]) -> list[list[in
 def _row_length(row: Sequence[Sample], *, share_prompts: bool) -> int:
     """Tokens of a row as it will be laid out."""
     return int(place_samples(row, share_prompts=share_prompts)[-1].own.stop) + len(row)
-
-
-def _plan_single_rows(places: Sequence[int], samples: Sequence[Sample], max_tokens: int, num_ranks: int) -> list[Rows]:
-    """One sample per row, the longest first, so that the rows of a micro-batch are of similar length."""
-    micro_batches: list[Rows] = []
-    num_rows = 0
-    for place in sorted(places, key=lambda place: -len(samples[place].tokens)):
-        if not micro_batches or len(micro_batches[-1]) == num_rows:
-            micro_batches.append([])
-            num_rows = num_ranks * max(1, max_tokens // len(samples[place].tokens))
-        micro_batches[-1].append([place])
-    return micro_batches
 
 
 def _build_update(

@@ -110,6 +110,18 @@ def test_the_token_budget_is_that_of_each_rank(packing: bool) -> None:
     assert len(micro_batches) < len(plan_rows(range(60), samples, config)) / 2
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_rows_of_like_length_share_a_micro_batch(packing: bool) -> None:
+    samples = make_random_samples(60)
+    config = RLTrainingConfig(max_micro_batch_tokens=50, packing=packing)
+    shapes = [
+        [sum(len(samples[place].tokens) for place in row) for row in rows]
+        for rows in plan_rows(range(60), samples, config)
+    ]
+    lengths = [length for shape in shapes for length in shape]
+    assert lengths == sorted(lengths, reverse=True)
+
+
 def test_packing_needs_fewer_rows() -> None:
     samples = make_random_samples(60)
     num_rows = [
