@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -40,7 +42,7 @@ class HostSnapshot:
                 copied[name] = copied[first_name[memory]]
                 continue
             first_name[memory] = name
-            copied[name] = self._buffer(name, tensor).copy_(tensor, non_blocking=True)
+            copied[name] = _copy(tensor, self._buffer(name, tensor))
         return copied
 
     @torch.no_grad()
@@ -55,3 +57,20 @@ class HostSnapshot:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self._buffers[name] = buffer
         return buffer
+
+
+def _copy(source: Tensor, target: Tensor) -> Tensor:
+    """`target` with the values of `source`.
+
+    Not by torch on the CPU: it would give this thread OpenMP workers of its own, and with more of them than cores all
+    of them, those of the training too, are put to sleep at every barrier as long as this thread lives.
+    """
+    if source.is_cuda or not source.is_contiguous():
+        return target.copy_(source, non_blocking=True)
+    np.copyto(_bytes_of(target), _bytes_of(source))
+    return target
+
+
+def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+    """The memory of a contiguous tensor on the CPU."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
