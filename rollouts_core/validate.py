@@ -1,6 +1,6 @@
 """Find out before any training whether a configuration can work: models, data, prompts, rewards.
 
-Not here: the form of settings (config.py), machines and ports (infra).
+Not here: the form of settings (config/), machines and ports (infra).
 """
 
 from __future__ import annotations
