@@ -29,7 +29,7 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from rollouts_core.agent import Trajectory, agent_integration, place_version_spans
-from rollouts_core.concurrency import gather
+from rollouts_core.concurrency import gather, interrupt_after
 from rollouts_core.config import RewardConfig, RolloutConfig, SamplingConfig, name_of_function
 from rollouts_core.conversation import hold_conversation
 from rollouts_core.data.chat import tokenize_prompt, tokenize_prompts
@@ -239,7 +239,8 @@ class AsyncRolloutManager:
         if self.filter_fn is None:
             return FilterDecision(True)
         try:
-            outcome = self.filter_fn(group)
+            with interrupt_after(self.config.reward_timeout_s):
+                outcome = self.filter_fn(group)
         except Exception as error:
             raise _user_function_error("filter", self.filter_fn, group, error) from error
         return outcome if isinstance(outcome, FilterDecision) else FilterDecision(bool(outcome), "filtered")
@@ -283,6 +284,7 @@ def generate_rollout_batches(
         kwargs: handed to `generate_fn` with each call.
     """
     generate_fn, reward_fn = resolve_generate_fn(config), resolve_reward_fn(config)
+    timeout_s = config.reward_timeout_s
     if inspect.iscoroutinefunction(generate_fn):
         raise ConfigError("rollout.generate_fn is a coroutine function: use AsyncRolloutManager with it")
     while True:
@@ -295,7 +297,7 @@ def generate_rollout_batches(
         generated = generate_fn(pending, **kwargs)
         assert not inspect.isawaitable(generated), "a plain generate_fn returned something to wait for"
         yield convert_to_batch(
-            apply_sample_transforms(generated, [lambda sample: _grade_now(sample, reward_fn)]),
+            apply_sample_transforms(generated, [lambda sample: _grade_now(sample, reward_fn, timeout_s)]),
             metadata={"epoch_id": data_buffer.epoch_id},
         )
 
@@ -512,8 +514,8 @@ def resolve_filter_fn(config: RolloutConfig) -> FilterFn | None:
     return resolve_function(config.filter_fn, FILTERS, setting="rollout.filter_fn")
 
 
-def _grade_now(sample: Sample, reward_fn: RewardFn) -> Sample:
-    return anyio.run(grade_sample, sample, reward_fn)
+def _grade_now(sample: Sample, reward_fn: RewardFn, timeout_s: float) -> Sample:
+    return anyio.run(partial(grade_sample, sample, reward_fn, timeout_s=timeout_s))
 
 
 def _num_asked_groups(config: RolloutConfig) -> int:

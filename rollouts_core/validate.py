@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
+from rollouts_core.concurrency import interrupt_after
 from rollouts_core.config import Config, DatasetConfig, ModelConfig, name_of_function
 from rollouts_core.data.dataset import (
     CHUNK_ROWS,
@@ -209,13 +210,15 @@ def check_functions(config: Config, prompt: Prompt) -> None:
             'number, or training.rl.advantage.unscored = "exclude" where some completions cannot be scored'
         )
     if filter_fn is not None:
-        _check_filter(filter_fn, [graded] * config.rollout.n_samples_per_prompt)
+        group = [graded] * config.rollout.n_samples_per_prompt
+        _check_filter(filter_fn, group, timeout_s=config.rollout.reward_timeout_s)
 
 
-def _check_filter(filter_fn: FilterFn, group: list[Sample]) -> None:
+def _check_filter(filter_fn: FilterFn, group: list[Sample], *, timeout_s: float) -> None:
     where = f"filter function {name_of_function(filter_fn)} on a group of {len(group)} empty completions"
     try:
-        outcome = filter_fn(group)
+        with interrupt_after(timeout_s):
+            outcome = filter_fn(group)
     except Exception as error:
         raise RewardError(f"{where} raised {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(outcome, bool | FilterDecision):

@@ -34,7 +34,8 @@ class MultiTurnConfig(Record):
     timeout_s: Annotated[Finite, Field(gt=0)] = 3600.0
     """How long a conversation may take before it is cut off."""
     reply_timeout_s: Annotated[Finite, Field(gt=0)] = 120.0
-    """How long the environment may take to answer one turn; longer counts as a failure of the environment."""
+    """How long the environment may take to answer one turn; longer counts as a failure of the environment. One that
+    computes for so long without waiting for anything ends the run: it holds up all other conversations."""
     form: Literal["interleaved", "branching"] = "interleaved"
     """Whether a conversation is trained on as one sample, or as one per turn, which share its reward."""
 
@@ -73,7 +74,7 @@ class RolloutConfig(Record):
     rewards: tuple[RewardConfig, ...] = ()
     """Several rewards, added with their weights, in place of `reward_fn`."""
     reward_timeout_s: Annotated[Finite, Field(gt=0)] = 1800.0
-    """A reward that takes longer ends the run with a sentence."""
+    """A reward or a filter that takes longer ends the run with a sentence, also where it never waits for anything."""
     filter_fn: FunctionName = ""
     """Which groups are trained on: a name of `rollouts_core.filters.FILTERS` or `package.module:function`."""
     seed: int = Field(0, ge=0)

@@ -186,6 +186,8 @@ def test_a_command_line_that_does_not_fit_is_explained_by_its_usage(arguments: l
         ("reward_fn", "import no_such_package", "cannot be imported (No module named 'no_such_package')"),
         ("filter_fn", "def f(group): raise ValueError('no')", "filter function"),
         ("filter_fn", "def f(group): pass", "returned None: expected True or False"),
+        ("reward_fn", "def f(sample):\n  while True: pass", "did not return within 1 s; it was in f, own_"),
+        ("filter_fn", "def f(group):\n  while True: pass", "did not return within 1 s; it was in f, own_"),
         ("environment", "class f: pass", "is no environment"),
         ("generate_fn", "def g(group): return group", "has no 'f'"),
     ],
@@ -194,7 +196,8 @@ def test_an_own_function_that_does_not_fit_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch, setting: str, source: str, words: str
 ) -> None:
     module = write_function(folder, source, monkeypatch)
-    assert_refused(write_config(folder, **{f"rollout__{setting}": f"{module}:f"}), setting.split("_")[0], module, words)
+    config = write_config(folder, **{f"rollout__{setting}": f"{module}:f", "rollout__reward_timeout_s": 1.0})
+    assert_refused(config, setting.split("_")[0], module, words)
 
 
 @pytest.mark.parametrize(
