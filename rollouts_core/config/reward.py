@@ -48,10 +48,13 @@ class RewardConfig(Record):
     """Environment variable that holds the key of the service or judge; empty sends none."""
     batch_size: int = Field(32, ge=1, json_schema_extra=PLACEMENT)
     """Samples that the service or classifier scores at a time."""
+    max_concurrent: int = Field(32, ge=1, json_schema_extra=PLACEMENT)
+    """Requests to the service or judge that are under way at a time; the others wait."""
     timeout_s: Annotated[Finite, Field(gt=0)] = Field(60.0, json_schema_extra=PLACEMENT)
     """How long one request to a service or judge may take."""
     max_retries: int = Field(3, ge=0, json_schema_extra=PLACEMENT)
-    """How often a service or judge that is away, or whose answer cannot be read, is asked again."""
+    """How often a service or judge that is away or overloaded, or whose answer cannot be read, is asked again: after
+    longer and longer pauses, or as late as its Retry-After says."""
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
