@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from numbers import Real
+from typing import Any
 
 from rollouts_core.concurrency import OutOfTimeError, call_within, gather
 from rollouts_core.config import name_of_function
@@ -40,6 +41,12 @@ def last_number(sample: Sample) -> float:
 
 
 REWARDS: dict[str, RewardFn] = {"exact_match": exact_match, "last_number": last_number}
+
+
+def check_reward_row(name: str, row: Mapping[str, Any]) -> None:  # Any: JSON
+    """Raise ValueError for a row that one of `REWARDS` could never reward."""
+    if name == "last_number" and not NUMBER.search(row["answer"]):
+        raise ValueError(f"last_number compares numbers, and the answer {row['answer']!r} has none")
 
 
 def compute_reward(sample: Sample, environment: Environment | None = None) -> float:

@@ -409,11 +409,11 @@ def check_prompt_lengths(
 ) -> None:
     """Raise DataError for the first prompt of more than `max_tokens` tokens, the description of `tools` included."""
     lengths = map(len, tokenize_prompts(tokenizer, [prompt.messages for prompt in prompts], tools))
-    for number, (prompt, num_tokens) in enumerate(zip(prompts, lengths, strict=True), start=1):
+    for prompt, num_tokens in zip(prompts, lengths, strict=True):
         if num_tokens > max_tokens:
             raise DataError(
-                f"{source}, row {number}: the prompt {prompt.id!r} has {num_tokens} tokens, the limit is {max_tokens}: "
-                "shorten it or raise rollout.max_prompt_tokens"
+                f"{source}, row {prompt.row}: the prompt {prompt.id!r} has {num_tokens} tokens, the limit is "
+                f"{max_tokens}: shorten it or raise rollout.max_prompt_tokens"
             )
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -32,7 +33,7 @@ from rollouts_core.errors import CheckpointError, ConfigError, DataError, Enviro
 from rollouts_core.filters import FilterDecision, FilterFn
 from rollouts_core.messages import first_line
 from rollouts_core.model.loading import load_tokenizer
-from rollouts_core.rewards import REWARDS, grade_sample
+from rollouts_core.rewards import REWARDS, check_reward_row, grade_sample
 from rollouts_core.rollout import (
     build_pending_group,
     check_prompt_lengths,
@@ -161,20 +162,27 @@ def check_model_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBas
 
 
 def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str) -> None:
-    """Raise DataError for a prompt without what its grader compares completions with, as far as that is known."""
+    """Raise DataError for a prompt whose graders cannot compare completions with what it has, as far as is known."""
     needed: dict[str, str] = {}
+    checks: list[Callable[[Mapping[str, Any]], None]] = []  # Any: JSON
     for grader in config.rollout.reward_names:
         if grader == config.rollout.environment:
-            fields = getattr(resolve_environment(config.rollout), "row_fields", ())
-        else:
-            fields = ("answer",) if grader in REWARDS else ()
-        needed |= dict.fromkeys(fields, grader)
+            environment = resolve_environment(config.rollout)
+            needed |= dict.fromkeys(getattr(environment, "row_fields", ()), grader)
+            checks += [environment.check_row] if hasattr(environment, "check_row") else []
+        elif grader in REWARDS:
+            needed["answer"] = grader
+            checks.append(partial(check_reward_row, grader))
     for prompt in prompts:
+        where = f"{source}, row {prompt.row}: prompt {prompt.id!r}"
         for name, grader in needed.items():
             if not (prompt.answer if name == "answer" else name in prompt.metadata):
-                raise DataError(
-                    f"{source}: prompt {prompt.id!r} has no `{name}`, which {grader} compares completions with"
-                )
+                raise DataError(f"{where} has no `{name}`, which {grader} compares completions with")
+        try:
+            for check in checks:
+                check({**prompt.metadata, "answer": prompt.answer})
+        except ValueError as error:
+            raise DataError(f"{where} cannot be graded: {first_line(error)}") from error
 
 
 def check_other_rows(first: str, second: str) -> None:
