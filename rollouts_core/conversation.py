@@ -21,13 +21,13 @@ import anyio
 import httpx
 
 from rollouts_core.agent import AgentTurn, Trajectory
-from rollouts_core.concurrency import BlockedError, OutOfTimeError, call_within
 from rollouts_core.config import RolloutConfig, SamplingConfig
 from rollouts_core.data.chat import tokenize_prompt, tokenize_reply
 from rollouts_core.engines.protocol import Completion
 from rollouts_core.environments.protocol import Conversation, MultiTurnEnvironment, Outcome, Reply, describe_tools
 from rollouts_core.errors import EnvironmentUnavailableError, RewardError, RolloutsError
 from rollouts_core.messages import first_line
+from rollouts_core.time_limits import BlockedError, OutOfTimeError, call_within
 from rollouts_core.types import Sample, Status
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from rollouts_core.agent import Trajectory, agent_integration, place_version_spans
-from rollouts_core.concurrency import gather, interrupt_after
+from rollouts_core.concurrency import gather
 from rollouts_core.config import RewardConfig, RolloutConfig, SamplingConfig, name_of_function
 from rollouts_core.conversation import hold_conversation
 from rollouts_core.data.chat import tokenize_prompt, tokenize_prompts
@@ -51,6 +51,7 @@ from rollouts_core.messages import first_line
 from rollouts_core.reward_services import REWARD_SERVICES
 from rollouts_core.rewards import REWARDS, RewardFn, WeightedRewards, grade_group, grade_sample
 from rollouts_core.seeds import derive_seed
+from rollouts_core.time_limits import interrupt_after
 from rollouts_core.types import Prompt, RolloutBatch, Sample, Status, sample_from_json
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from rollouts_core.concurrency import interrupt_after
 from rollouts_core.config import Config, DatasetConfig, ModelConfig, name_of_function
 from rollouts_core.data.dataset import (
     CHUNK_ROWS,
@@ -42,6 +41,7 @@ from rollouts_core.rollout import (
     resolve_generate_fn,
     resolve_reward_fn,
 )
+from rollouts_core.time_limits import interrupt_after
 from rollouts_core.types import Prompt, Sample, Status
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from typing import Any
 import anyio
 import pytest
 
-from rollouts_core.concurrency import BlockedError, OutOfTimeError, call_within, gather, interrupt_after
+from rollouts_core.concurrency import gather
+from rollouts_core.time_limits import BlockedError, OutOfTimeError, call_within, interrupt_after
 
 LIMIT_S = 0.1
 
