@@ -40,6 +40,7 @@ from rollouts_core.environments.protocol import Environment, MultiTurnEnvironmen
 from rollouts_core.errors import (
     ConfigError,
     DataError,
+    EngineError,
     EnvironmentOutageError,
     EnvironmentUnavailableError,
     RewardError,
@@ -219,6 +220,8 @@ class AsyncRolloutManager:
         try:
             outcome = self.generate_fn(group)
             return await outcome if inspect.isawaitable(outcome) else outcome
+        except EngineError as error:
+            raise type(error)(f"prompt {group[0].metadata.get('prompt_id', '?')!r}: {error}") from error
         except RolloutsError:
             raise
         except Exception as error:
