@@ -1,6 +1,6 @@
 """The form of a pipeline run: the core's settings, the node's, and the run's own, and how a file becomes them.
 
-Not here: what the settings mean (rollouts_core/config.py, infra/node.py).
+Not here: what the settings mean (rollouts_core/config/, infra/node.py).
 
 A file is the core's `Config` at its top level, with two tables more:
 

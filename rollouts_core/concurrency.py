@@ -1,19 +1,16 @@
-"""Wait for several things at once, and not for ever for one."""
+"""Wait for several things at once.
+
+Not here: how long one of them may take (time_limits.py).
+"""
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from time import monotonic
-from types import FrameType
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import anyio
 
 ResultT = TypeVar("ResultT")
-MIN_TIMER_S = 0.001
 
 
 async def gather(calls: Sequence[Callable[[], Awaitable[ResultT]]], *, max_concurrent: int = 1024) -> list[ResultT]:
@@ -38,29 +35,3 @@ async def gather(calls: Sequence[Callable[[], Awaitable[ResultT]]], *, max_concu
     if failure is not None:
         raise failure
     return [results[number] for number in range(len(calls))]
-
-
-@contextmanager
-def interrupt_after(timeout_s: float | None, message: str) -> Iterator[None]:
-    """Raise TimeoutError with `message` inside the block when it takes longer, whatever it computes.
-
-    By a signal, so in the main thread only; elsewhere, and on systems without that signal, there is no limit.
-    """
-    if timeout_s is None or threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
-        yield
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(message)
-
-    previous = signal.signal(signal.SIGALRM, interrupt)
-    began = monotonic()
-    others_s, _ = signal.setitimer(signal.ITIMER_REAL, timeout_s)
-    try:
-        yield
-    finally:
-        # Whoever had set the timer before gets what is left of it.
-        left_s = max(others_s - (monotonic() - began), MIN_TIMER_S) if others_s else 0.0
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-        signal.setitimer(signal.ITIMER_REAL, left_s)

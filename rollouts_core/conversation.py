@@ -27,6 +27,7 @@ from rollouts_core.engines.protocol import Completion
 from rollouts_core.environments.protocol import Conversation, MultiTurnEnvironment, Outcome, Reply, describe_tools
 from rollouts_core.errors import EnvironmentUnavailableError, RewardError, RolloutsError
 from rollouts_core.messages import first_line
+from rollouts_core.time_limits import BlockedError, OutOfTimeError, call_within
 from rollouts_core.types import Sample, Status
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ async def hold_conversation(
 
     Raises:
         EnvironmentUnavailableError: the environment's machinery failed, or did not answer in time; names the prompt.
-        RewardError: the environment has a mistake; names the prompt.
+        RewardError: the environment has a mistake, or computes for longer than it may; names the prompt.
         EngineError: what sampling raised.
     """
     limits = config.multi_turn
@@ -107,18 +108,18 @@ async def hold_conversation(
 
 async def _ask(environment: MultiTurnEnvironment, conversation: Conversation, timeout_s: float) -> Reply:
     where = f"environment {type(environment).__name__} on prompt {_name(conversation.sample)}"
-    reply = None
     try:
-        with anyio.move_on_after(timeout_s) as waiting:
-            reply = await environment.respond(conversation)
+        reply = await call_within(timeout_s, environment.respond, conversation)
+    except BlockedError as error:
+        raise RewardError(f"{where} held up all other conversations without waiting: {error}") from error
+    except OutOfTimeError as error:
+        raise EnvironmentUnavailableError(f"{where} did not answer within {timeout_s:g} s") from error
     except MACHINERY_ERRORS as error:
         raise EnvironmentUnavailableError(f"{where} failed: {first_line(error)}") from error
     except RolloutsError:
         raise
     except Exception as error:
         raise RewardError(f"{where} raised {type(error).__name__}: {first_line(error)}") from error
-    if waiting.cancelled_caught:
-        raise EnvironmentUnavailableError(f"{where} did not answer within {timeout_s:g} s")
     if not isinstance(reply, Reply):
         raise RewardError(f"{where} answered {reply!r}: expected a Reply")
     if reply.outcome is Outcome.INFRASTRUCTURE_ERROR:
@@ -133,12 +134,12 @@ async def _close(environment: MultiTurnEnvironment, conversation: Conversation) 
         return
     where = f"environment {type(environment).__name__} on prompt {_name(conversation.sample)}"
     try:
-        with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True) as closing:
-            await close(conversation)
+        with anyio.CancelScope(shield=True):
+            await call_within(CLOSE_TIMEOUT_S, close, conversation)
+    except OutOfTimeError as error:
+        logger.warning("%s was not closed, and may hold on to what it opened: %s", where, error)
     except MACHINERY_ERRORS as error:
         logger.warning("%s could not be closed: %s", where, first_line(error))
-    if closing.cancelled_caught:
-        logger.warning("%s was not closed within %g s; it may hold on to what it opened", where, CLOSE_TIMEOUT_S)
 
 
 def _name(sample: Sample) -> str:

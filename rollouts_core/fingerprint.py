@@ -31,7 +31,7 @@ FINGERPRINT_CHARS = 16
 
 NO_RESULT = tuple(PLACEMENT)
 NO_WEIGHTS = tuple(SELECTION)
-"""The keys by which config.py marks fields that can change no result, and no weights."""
+"""The keys by which config/ marks fields that can change no result, and no weights."""
 
 
 def fingerprint_job(stage: str, job: BaseModel, *, salt: str = "") -> str:
@@ -57,7 +57,7 @@ def affecting_settings(
 
     Args:
         default: what the record is where nobody says anything; a section's default may differ from that of its type.
-        unless_marked: fields that the marks of config.py say are none of the effects named here are left out.
+        unless_marked: fields that the marks of config/ say are none of the effects named here are left out.
     """
     as_json = record.model_dump(mode="json")
     chosen: dict[str, Any] = {}  # Any: JSON

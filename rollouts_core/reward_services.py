@@ -1,10 +1,9 @@
 """Rewards that something else computes: a service over HTTP, a classifier, a language model as judge.
 
-Not here: rewards that are plain functions and their composition (rewards.py).
+Not here: rewards that are plain functions and their composition (rewards.py), how a service is asked, and asked again
+(http_service.py).
 
     sample -> cache -> batch of samples -> service --rewards--> samples
-                          ^                   |
-                          +----- again -------+   connection lost, overloaded, an answer that cannot be read
 
 A service that stays away is a failure of the machinery (`EnvironmentUnavailableError`): its samples are not graded. One
 that refuses a request is a mistake in the settings or the service, and ends the run.
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,18 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import httpx
 
 from rollouts_core.config import RewardConfig
-from rollouts_core.errors import CheckpointError, ConfigError, EnvironmentUnavailableError, RewardError
+from rollouts_core.errors import CheckpointError, ConfigError, RewardError
+from rollouts_core.http_service import HTTPService
 from rollouts_core.messages import first_line
 from rollouts_core.types import Message, Sample
 
 MAX_CACHED = 100_000
 COLLECT_S = 0.005
 """How long a batch that is not full waits for more samples."""
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
-OVERLOADED = (408, 425, 429, 500, 502, 503, 504)
 SCORE = re.compile(r"score\s*[:=]\s*\**\s*(\d+(?:\.\d+)?)", re.IGNORECASE)
 MAX_SCORE = 10.0
 
@@ -116,6 +112,8 @@ def create_http_reward(config: RewardConfig) -> BatchedReward:
     Each sample has `prompt`, `response`, `answer` and `metadata`.
     """
 
+    service = HTTPService(config.url, config)
+
     async def score(samples: Sequence[Sample]) -> list[float | None]:
         body = {
             "samples": [
@@ -128,7 +126,7 @@ def create_http_reward(config: RewardConfig) -> BatchedReward:
                 for sample in samples
             ]
         }
-        rewards: list[float | None] = await _ask(config, config.url, body, _read_rewards)
+        rewards: list[float | None] = await service.ask(body, _read_rewards)
         return rewards
 
     return BatchedReward(score, batch_size=config.batch_size)
@@ -136,7 +134,7 @@ def create_http_reward(config: RewardConfig) -> BatchedReward:
 
 def create_judge_reward(config: RewardConfig) -> BatchedReward:
     """A reward between 0 and 1 by a language model behind an OpenAI-style endpoint, greedy."""
-    url = f"{config.url.rstrip('/')}/chat/completions"
+    service = HTTPService(f"{config.url.rstrip('/')}/chat/completions", config)
 
     async def score(samples: Sequence[Sample]) -> list[float | None]:
         [sample] = samples
@@ -145,7 +143,7 @@ def create_judge_reward(config: RewardConfig) -> BatchedReward:
             "temperature": 0,
             "messages": [{"role": "user", "content": render_judge_prompt(config.judge_prompt, sample)}],
         }
-        return [await _ask(config, url, body, _read_score)]
+        return [await service.ask(body, _read_score)]
 
     return BatchedReward(score, batch_size=1)
 
@@ -185,6 +183,7 @@ def create_classifier_reward(config: RewardConfig) -> BatchedReward:
     tokenizer.truncation_side = "left"
     max_tokens = min(tokenizer.model_max_length, count_positions(model))
     model.to("cuda" if torch.cuda.is_available() else "cpu")
+    one_at_a_time = anyio.CapacityLimiter(1)  # two forward passes at once would share the same cores
 
     @torch.inference_mode()
     def score_now(samples: Sequence[Sample]) -> list[float | None]:
@@ -202,7 +201,7 @@ def create_classifier_reward(config: RewardConfig) -> BatchedReward:
         return rewards
 
     async def score(samples: Sequence[Sample]) -> list[float | None]:
-        return await anyio.to_thread.run_sync(score_now, samples)
+        return await anyio.to_thread.run_sync(score_now, samples, limiter=one_at_a_time)
 
     return BatchedReward(score, batch_size=config.batch_size)
 
@@ -225,32 +224,6 @@ def render_for_classifier(tokenizer: Any, sample: Sample) -> str:  # Any: transf
         return "\n".join(message["content"] for message in messages)
     text: str = tokenizer.apply_chat_template(messages, tokenize=False)
     return text
-
-
-async def _ask(config: RewardConfig, url: str, body: dict[str, Any], read: Callable[[Any], Any]) -> Any:  # Any: JSON
-    """What `read` finds in the service's answer, asked again while it is away or its answer cannot be read."""
-    problem = ""
-    headers = {"Authorization": f"Bearer {os.environ[config.api_key_variable]}"} if config.api_key_variable else {}
-    async with httpx.AsyncClient(timeout=config.timeout_s, headers=headers) as client:
-        for attempt in range(config.max_retries + 1):
-            if attempt:
-                await anyio.sleep(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (attempt - 1)))
-            try:
-                response = await client.post(url, json=body)
-            except httpx.TransportError as error:
-                problem = first_line(error)
-                continue
-            if response.status_code in OVERLOADED:
-                problem = f"it answered {response.status_code}"
-                continue
-            if response.status_code != 200:
-                raise RewardError(f"{url} answered {response.status_code}: {response.text[:200]}")
-            try:
-                return read(response.json())
-            except (ValueError, KeyError, TypeError, IndexError) as error:
-                reason = f"{type(error).__name__}: {first_line(error)}"
-                problem = f"its answer cannot be read ({reason}): {response.text[:200]}"
-    raise EnvironmentUnavailableError(f"{url} gave no reward in {config.max_retries + 1} attempts: {problem}")
 
 
 def _read_rewards(answer: Any) -> list[float | None]:  # Any: JSON

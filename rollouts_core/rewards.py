@@ -6,23 +6,21 @@ environments that hold a conversation (environments/).
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from numbers import Real
 from typing import Any
 
-import anyio
-
-from rollouts_core.concurrency import gather, interrupt_after
+from rollouts_core.concurrency import gather
 from rollouts_core.config import name_of_function
 from rollouts_core.environments import Environment
 from rollouts_core.errors import EnvironmentUnavailableError, RewardError, RolloutsError
 from rollouts_core.messages import first_line
+from rollouts_core.time_limits import OutOfTimeError, call_within
 from rollouts_core.types import Sample, trajectory_places
 
 RewardFn = Callable[[Sample], float | Awaitable[float | None] | None]
@@ -44,6 +42,12 @@ def last_number(sample: Sample) -> float:
 
 
 REWARDS: dict[str, RewardFn] = {"exact_match": exact_match, "last_number": last_number}
+
+
+def check_reward_row(name: str, row: Mapping[str, Any]) -> None:  # Any: JSON
+    """Raise ValueError for a row that one of `REWARDS` could never reward."""
+    if name == "last_number" and not NUMBER.search(row["answer"]):
+        raise ValueError(f"last_number compares numbers, and the answer {row['answer']!r} has none")
 
 
 def compute_reward(sample: Sample, environment: Environment | None = None) -> float:
@@ -69,16 +73,19 @@ async def grade_sample(sample: Sample, reward_fn: RewardFn, *, timeout_s: float 
         timeout_s: how long the function may take.
 
     Raises:
-        RewardError: the function raised, or returned something that is no finite number; names the prompt.
+        RewardError: the function raised, took too long, or returned something that is no finite number; names the
+            prompt.
         EnvironmentUnavailableError: the function says that something it stands on failed; names the prompt.
     """
     if isinstance(reward_fn, WeightedRewards):  # its terms name themselves and the prompt
         return replace(sample, reward=await reward_fn(sample, timeout_s=timeout_s))
     where = f"reward function {name_of_function(reward_fn)} on prompt {sample.metadata.get('prompt_id', '?')!r}"
     try:
-        reward = await _call(reward_fn, sample, timeout_s)
+        reward = await call_within(timeout_s, reward_fn, sample)
     except EnvironmentUnavailableError as error:
         raise type(error)(f"{where}: {first_line(error)}") from error
+    except OutOfTimeError as error:
+        raise RewardError(f"{where}: {error}") from error
     except (Exception, SystemExit) as error:
         raise RewardError(f"{where} raised {type(error).__name__}: {first_line(error)}") from error
     if reward is None:
@@ -142,18 +149,6 @@ class WeightedRewards:
         self._sums.clear()
         self._num_scored = self._num_unscored = self._num_failed = 0
         return metrics
-
-
-async def _call(reward_fn: RewardFn, sample: Sample, timeout_s: float | None) -> Any:  # Any: a user's function made it
-    """What the function returns; TimeoutError where it takes too long, also where it never waits for anything."""
-    problem = f"it did not return within {timeout_s:g} s" if timeout_s else ""
-    with interrupt_after(timeout_s, problem):
-        outcome = reward_fn(sample)
-    if not inspect.isawaitable(outcome):
-        return outcome
-    with anyio.move_on_after(timeout_s):
-        return await outcome
-    raise TimeoutError(problem)
 
 
 def _to_number(text: str) -> float:

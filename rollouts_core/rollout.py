@@ -40,6 +40,7 @@ from rollouts_core.environments.protocol import Environment, MultiTurnEnvironmen
 from rollouts_core.errors import (
     ConfigError,
     DataError,
+    EngineError,
     EnvironmentOutageError,
     EnvironmentUnavailableError,
     RewardError,
@@ -51,6 +52,7 @@ from rollouts_core.messages import first_line
 from rollouts_core.reward_services import REWARD_SERVICES
 from rollouts_core.rewards import REWARDS, RewardFn, WeightedRewards, grade_group, grade_sample
 from rollouts_core.seeds import derive_seed
+from rollouts_core.time_limits import interrupt_after
 from rollouts_core.types import Prompt, RolloutBatch, Sample, Status, sample_from_json
 
 if TYPE_CHECKING:
@@ -218,6 +220,8 @@ class AsyncRolloutManager:
         try:
             outcome = self.generate_fn(group)
             return await outcome if inspect.isawaitable(outcome) else outcome
+        except EngineError as error:
+            raise type(error)(f"prompt {group[0].metadata.get('prompt_id', '?')!r}: {error}") from error
         except RolloutsError:
             raise
         except Exception as error:
@@ -239,7 +243,8 @@ class AsyncRolloutManager:
         if self.filter_fn is None:
             return FilterDecision(True)
         try:
-            outcome = self.filter_fn(group)
+            with interrupt_after(self.config.reward_timeout_s):
+                outcome = self.filter_fn(group)
         except Exception as error:
             raise _user_function_error("filter", self.filter_fn, group, error) from error
         return outcome if isinstance(outcome, FilterDecision) else FilterDecision(bool(outcome), "filtered")
@@ -283,6 +288,7 @@ def generate_rollout_batches(
         kwargs: handed to `generate_fn` with each call.
     """
     generate_fn, reward_fn = resolve_generate_fn(config), resolve_reward_fn(config)
+    timeout_s = config.reward_timeout_s
     if inspect.iscoroutinefunction(generate_fn):
         raise ConfigError("rollout.generate_fn is a coroutine function: use AsyncRolloutManager with it")
     while True:
@@ -295,7 +301,7 @@ def generate_rollout_batches(
         generated = generate_fn(pending, **kwargs)
         assert not inspect.isawaitable(generated), "a plain generate_fn returned something to wait for"
         yield convert_to_batch(
-            apply_sample_transforms(generated, [lambda sample: _grade_now(sample, reward_fn)]),
+            apply_sample_transforms(generated, [lambda sample: _grade_now(sample, reward_fn, timeout_s)]),
             metadata={"epoch_id": data_buffer.epoch_id},
         )
 
@@ -407,11 +413,11 @@ def check_prompt_lengths(
 ) -> None:
     """Raise DataError for the first prompt of more than `max_tokens` tokens, the description of `tools` included."""
     lengths = map(len, tokenize_prompts(tokenizer, [prompt.messages for prompt in prompts], tools))
-    for number, (prompt, num_tokens) in enumerate(zip(prompts, lengths, strict=True), start=1):
+    for prompt, num_tokens in zip(prompts, lengths, strict=True):
         if num_tokens > max_tokens:
             raise DataError(
-                f"{source}, row {number}: the prompt {prompt.id!r} has {num_tokens} tokens, the limit is {max_tokens}: "
-                "shorten it or raise rollout.max_prompt_tokens"
+                f"{source}, row {prompt.row}: the prompt {prompt.id!r} has {num_tokens} tokens, the limit is "
+                f"{max_tokens}: shorten it or raise rollout.max_prompt_tokens"
             )
 
 
@@ -512,8 +518,8 @@ def resolve_filter_fn(config: RolloutConfig) -> FilterFn | None:
     return resolve_function(config.filter_fn, FILTERS, setting="rollout.filter_fn")
 
 
-def _grade_now(sample: Sample, reward_fn: RewardFn) -> Sample:
-    return anyio.run(grade_sample, sample, reward_fn)
+def _grade_now(sample: Sample, reward_fn: RewardFn, timeout_s: float) -> Sample:
+    return anyio.run(partial(grade_sample, sample, reward_fn, timeout_s=timeout_s))
 
 
 def _num_asked_groups(config: RolloutConfig) -> int:

@@ -70,6 +70,8 @@ class Prompt:
     """The reference that a reward compares with."""
     metadata: Mapping[str, Any] = field(default_factory=dict)  # whatever else the row had
     """Every other field of the row."""
+    row: int = field(default=0, compare=False)
+    """Its number in the file that it was read from, from 1; for messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

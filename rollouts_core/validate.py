@@ -1,6 +1,6 @@
 """Find out before any training whether a configuration can work: models, data, prompts, rewards.
 
-Not here: the form of settings (config.py), machines and ports (infra).
+Not here: the form of settings (config/), machines and ports (infra).
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -31,7 +32,7 @@ from rollouts_core.errors import CheckpointError, ConfigError, DataError, Enviro
 from rollouts_core.filters import FilterDecision, FilterFn
 from rollouts_core.messages import first_line
 from rollouts_core.model.loading import load_tokenizer
-from rollouts_core.rewards import REWARDS, grade_sample
+from rollouts_core.rewards import REWARDS, check_reward_row, grade_sample
 from rollouts_core.rollout import (
     build_pending_group,
     check_prompt_lengths,
@@ -40,6 +41,7 @@ from rollouts_core.rollout import (
     resolve_generate_fn,
     resolve_reward_fn,
 )
+from rollouts_core.time_limits import interrupt_after
 from rollouts_core.types import Prompt, Sample, Status
 
 if TYPE_CHECKING:
@@ -160,20 +162,27 @@ def check_model_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBas
 
 
 def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str) -> None:
-    """Raise DataError for a prompt without what its grader compares completions with, as far as that is known."""
+    """Raise DataError for a prompt whose graders cannot compare completions with what it has, as far as is known."""
     needed: dict[str, str] = {}
+    checks: list[Callable[[Mapping[str, Any]], None]] = []  # Any: JSON
     for grader in config.rollout.reward_names:
         if grader == config.rollout.environment:
-            fields = getattr(resolve_environment(config.rollout), "row_fields", ())
-        else:
-            fields = ("answer",) if grader in REWARDS else ()
-        needed |= dict.fromkeys(fields, grader)
+            environment = resolve_environment(config.rollout)
+            needed |= dict.fromkeys(getattr(environment, "row_fields", ()), grader)
+            checks += [environment.check_row] if hasattr(environment, "check_row") else []
+        elif grader in REWARDS:
+            needed["answer"] = grader
+            checks.append(partial(check_reward_row, grader))
     for prompt in prompts:
+        where = f"{source}, row {prompt.row}: prompt {prompt.id!r}"
         for name, grader in needed.items():
             if not (prompt.answer if name == "answer" else name in prompt.metadata):
-                raise DataError(
-                    f"{source}: prompt {prompt.id!r} has no `{name}`, which {grader} compares completions with"
-                )
+                raise DataError(f"{where} has no `{name}`, which {grader} compares completions with")
+        try:
+            for check in checks:
+                check({**prompt.metadata, "answer": prompt.answer})
+        except ValueError as error:
+            raise DataError(f"{where} cannot be graded: {first_line(error)}") from error
 
 
 def check_other_rows(first: str, second: str) -> None:
@@ -209,13 +218,15 @@ def check_functions(config: Config, prompt: Prompt) -> None:
             'number, or training.rl.advantage.unscored = "exclude" where some completions cannot be scored'
         )
     if filter_fn is not None:
-        _check_filter(filter_fn, [graded] * config.rollout.n_samples_per_prompt)
+        group = [graded] * config.rollout.n_samples_per_prompt
+        _check_filter(filter_fn, group, timeout_s=config.rollout.reward_timeout_s)
 
 
-def _check_filter(filter_fn: FilterFn, group: list[Sample]) -> None:
+def _check_filter(filter_fn: FilterFn, group: list[Sample], *, timeout_s: float) -> None:
     where = f"filter function {name_of_function(filter_fn)} on a group of {len(group)} empty completions"
     try:
-        outcome = filter_fn(group)
+        with interrupt_after(timeout_s):
+            outcome = filter_fn(group)
     except Exception as error:
         raise RewardError(f"{where} raised {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(outcome, bool | FilterDecision):

@@ -11,6 +11,7 @@ Rows are tokenized `CHUNK_ROWS` at a time: one call of the tokenizer for all tex
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -232,7 +233,7 @@ def load_prompts_from_jsonl(path: str | Path, *, max_rows: int | None = None) ->
     row_of_id: dict[str, int] = {}
     for number, row in itertools.islice(load_rows(path), max_rows):
         try:
-            prompt = _build_prompt(row, default_id=f"{Path(path).stem}-{number}")
+            prompt = _build_prompt(row, number, default_id=f"{Path(path).stem}-{number}")
         except DataError as error:
             raise DataError(f"{path}, row {number}: {error}") from error
         if prompt.id in row_of_id:
@@ -333,7 +334,7 @@ def _build_sample(
     )
 
 
-def _build_prompt(row: Row, *, default_id: str) -> Prompt:
+def _build_prompt(row: Row, number: int, *, default_id: str) -> Prompt:
     for name in ROLLOUT_FIELDS:
         if name in row:
             raise DataError(f"the field `{name}` of a sample is what a rollout writes there: rename it in the data")
@@ -350,6 +351,13 @@ def _build_prompt(row: Row, *, default_id: str) -> Prompt:
     return Prompt(
         id=default_id if row.get("id") is None else str(row["id"]),
         messages=tuple(messages),
-        answer="" if row.get("answer") is None else str(row["answer"]),
+        answer=_read_answer(row.get("answer")),
         metadata={k: v for k, v in row.items() if k not in ("id", "messages", "prompt", "answer")},
+        row=number,
     )
+
+
+def _read_answer(answer: object) -> str:
+    if answer is None:
+        return ""
+    return json.dumps(answer) if isinstance(answer, dict | list) else str(answer)

@@ -11,9 +11,14 @@ Not here: the files that the quickstart trains on (quickstart.py).
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rollouts_core.types import Sample, Status
+
+NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,11 @@ class ArithmeticEnvironment:
     """Rewards a completion that ends by itself with the right number after its last colon."""
 
     row_fields = ("answer",)
+
+    def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
+        """Raise ValueError where the answer is not written as the one form that is graded as right."""
+        if not NUMBER.fullmatch(row["answer"]):
+            raise ValueError(f"expected a number as `answer`, like 713, found {row['answer']!r}")
 
     def grade(self, sample: Sample) -> float:
         """1 for the right number, 0 for a wrong one, none, or a completion that was cut off."""

@@ -13,6 +13,9 @@ Not here: the parser (expressions.py), the files of an example (examples/tool_us
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
 
 from rollouts_core.environments.expressions import ExpressionError, evaluate, render_number
 from rollouts_core.environments.math import final_answer, normalise_answer
@@ -51,6 +54,10 @@ class CalculatorEnvironment:
     row_fields = ("answer",)
     tools = (CALCULATOR,)
 
+    def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
+        """Raise ValueError where the answer is no number."""
+        read_reference(row["answer"])
+
     async def respond(self, conversation: Conversation) -> Reply:
         """The result of the calls in the policy's turn; nothing where it has none."""
         text = conversation.text
@@ -72,11 +79,10 @@ class CalculatorEnvironment:
         Raises:
             RewardError: the reference is no number.
         """
-        reference = str(sample.metadata.get("answer", ""))
         try:
-            expected = evaluate(final_answer(reference) or normalise_answer(reference))
-        except ExpressionError as error:
-            raise RewardError(f"the row's answer {reference!r} is no number: {error}") from error
+            expected = read_reference(str(sample.metadata.get("answer", "")))
+        except ValueError as error:
+            raise RewardError(str(error)) from error
         if sample.status is not Status.COMPLETED:
             return 0.0
         found = final_answer(sample.response) or normalise_answer(sample.response.rpartition(":")[2])
@@ -84,6 +90,18 @@ class CalculatorEnvironment:
             return float(evaluate(found) == expected)
         except ExpressionError:
             return 0.0
+
+
+def read_reference(answer: str) -> Fraction:
+    """The number that a row's answer stands for.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return evaluate(final_answer(answer) or normalise_answer(answer))
+    except ExpressionError as error:
+        raise ValueError(f"the row's answer {answer!r} is no number: {error}") from error
 
 
 def _answer(text: str, outcome: Outcome) -> Reply:

@@ -7,10 +7,11 @@ the second kind the program and its tests share a process, so a policy may learn
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -37,16 +38,22 @@ class CodeEnvironment:
         """Programs at a time: more than processors would only run into their time limits."""
         return anyio.CapacityLimiter(os.cpu_count() or 1)
 
+    def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
+        """Raise ValueError for tests that every program passes, or none can."""
+        check_tests(row["tests"])
+
     async def grade(self, sample: Sample) -> float:
         """1 where every test passes, else 0.
 
         Raises:
-            RewardError: the row has no tests.
+            RewardError: the row has no tests that can be run.
             EnvironmentUnavailableError: the machine cannot shut a program in.
         """
         program, tests = extract_program(sample.response), sample.metadata["tests"]
-        if not (tests.strip() if isinstance(tests, str) else tests):
-            raise RewardError("the row has no tests: every program would pass")
+        try:
+            check_tests(tests)
+        except ValueError as error:
+            raise RewardError(str(error)) from error
         if isinstance(tests, str):
             return float(await self._passes_code(program, tests))
         return float(await self._passes_all(program, tests))
@@ -66,6 +73,23 @@ class CodeEnvironment:
             if result.outcome is not Outcome.OK or _lines(result.stdout) != _lines(str(test["stdout"])):
                 return False
         return True
+
+
+def check_tests(tests: Any) -> None:  # Any: JSON
+    """Raise ValueError for tests that are empty, no Python, or without what they give and expect."""
+    if not isinstance(tests, str | list):
+        raise ValueError(f"expected `tests` to be a list or Python code, found {type(tests).__name__}")
+    if not (tests.strip() if isinstance(tests, str) else tests):
+        raise ValueError("the row has no tests: every program would pass")
+    if isinstance(tests, str):
+        try:
+            ast.parse(tests)
+        except (SyntaxError, ValueError) as error:
+            raise ValueError(f"`tests` is no Python ({error}): no program would pass") from error
+        return
+    for number, test in enumerate(tests, start=1):
+        if not isinstance(test, dict) or not {"stdin", "stdout"} <= test.keys():
+            raise ValueError(f'test {number} must be {{"stdin": ..., "stdout": ...}}, found {test!r}')
 
 
 def extract_program(text: str) -> str:

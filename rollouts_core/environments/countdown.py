@@ -6,7 +6,9 @@ A row has `numbers` and `target`. The answer is the expression between the last 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from fractions import Fraction
+from typing import Any
 
 from rollouts_core.environments.expressions import ExpressionError, evaluate, numbers_in
 from rollouts_core.types import Sample
@@ -19,15 +21,29 @@ class CountdownEnvironment:
 
     row_fields = ("numbers", "target")
 
+    def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
+        """Raise ValueError where the numbers or the target are none."""
+        if not isinstance(row["numbers"], list) or not row["numbers"]:
+            raise ValueError(f"expected `numbers` to be a list of numbers, found {row['numbers']!r}")
+        for value in [*row["numbers"], row["target"]]:
+            _read_number(value)
+
     def grade(self, sample: Sample) -> float:
         """1 for an expression that uses every number once and gives the target, else 0."""
         answers = ANSWER.findall(sample.response)
         if not answers:
             return 0.0
         expression = answers[-1].partition("=")[0]  # many write the result behind it
-        given = sorted(Fraction(str(number)) for number in sample.metadata["numbers"])
+        given = sorted(map(_read_number, sample.metadata["numbers"]))
         try:
-            is_right = evaluate(expression) == Fraction(str(sample.metadata["target"]))
+            is_right = evaluate(expression) == _read_number(sample.metadata["target"])
             return float(is_right and sorted(numbers_in(expression)) == given)
         except ExpressionError:
             return 0.0
+
+
+def _read_number(value: Any) -> Fraction:  # Any: JSON
+    try:
+        return Fraction(str(value))
+    except (ValueError, ZeroDivisionError) as error:
+        raise ValueError(f"expected a number, found {value!r}") from error

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError
 from referencing import Registry
 
 from rollouts_core.types import Sample
@@ -18,6 +20,18 @@ class JSONSchemaEnvironment:
     """Rewards a completion that is valid JSON of the row's schema."""
 
     row_fields = ("schema",)
+
+    def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
+        """Raise ValueError for a schema that is none, or an answer that is no JSON of it."""
+        try:
+            Draft202012Validator.check_schema(row["schema"])
+        except SchemaError as error:
+            raise ValueError(f"`schema` is no JSON Schema: {error.message}") from error
+        if not (answer := row.get("answer")):
+            return
+        validator = Draft202012Validator(row["schema"], registry=Registry())
+        if (problem := next(validator.iter_errors(_as_json(answer)), None)) is not None:
+            raise ValueError(f"the answer does not keep to the row's own schema: {problem.message}")
 
     def grade(self, sample: Sample) -> float:
         """1 for JSON that keeps to the schema, and equals the answer where the row has one, else 0.
@@ -50,7 +64,10 @@ def parse_json(text: str) -> Any:  # Any: JSON
 
 
 def _as_json(answer: Any) -> Any:  # Any: JSON, as text where it is a row's answer
-    return json.loads(answer) if isinstance(answer, str) else answer
+    try:
+        return json.loads(answer) if isinstance(answer, str) else answer
+    except ValueError as error:
+        raise ValueError(f"the answer {answer!r} is no JSON: {error}") from error
 
 
 def _refuse_constant(name: str) -> None:

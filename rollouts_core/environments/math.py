@@ -9,7 +9,9 @@ Which answers are equal is decided by the name of the environment, never by what
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation, Overflow
+from typing import Any
 
 from rollouts_core.errors import ConfigError
 from rollouts_core.types import Sample
@@ -29,6 +31,10 @@ class MathEnvironment:
 
     row_fields = ("answer",)
 
+    def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
+        """Raise ValueError where nothing is left of the answer that a completion could equal."""
+        check_reference(row["answer"])
+
     def grade(self, sample: Sample) -> float:
         """1 for the right final answer, 0 for a wrong one or none."""
         found = final_answer(sample.response)
@@ -47,6 +53,10 @@ class MathVerifyEnvironment:
     """
 
     row_fields = ("answer",)
+
+    def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
+        """Raise ValueError where nothing is left of the answer that a completion could equal."""
+        check_reference(row["answer"])
 
     def __init__(self) -> None:
         try:
@@ -71,6 +81,12 @@ class MathVerifyEnvironment:
             self._parse(f"${text.strip().strip('$')}$", parsing_timeout=TIMEOUT_S) for text in (expected, found)
         )
         return float(self._verify(gold, guess, timeout_seconds=TIMEOUT_S))
+
+
+def check_reference(answer: str) -> None:
+    """Raise ValueError for a row's answer that no completion can equal."""
+    if not (final_answer(answer) or normalise_answer(answer)):
+        raise ValueError(f"the row's answer {answer!r} is empty without spaces, units and marks")
 
 
 def final_answer(text: str) -> str | None:

@@ -3,6 +3,8 @@ r"""Questions with lettered choices, as in MMLU and ARC: the letter stands in `\
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from rollouts_core.types import Sample
 
@@ -18,9 +20,18 @@ class MultipleChoiceEnvironment:
 
     row_fields = ("answer",)
 
+    def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
+        """Raise ValueError where the answer is no letter that a completion can choose."""
+        if not re.fullmatch("[A-J]", _read_letter(row["answer"])):
+            raise ValueError(f"expected a letter from A to J as `answer`, found {row['answer']!r}")
+
     def grade(self, sample: Sample) -> float:
         """1 for the right letter, 0 for a wrong one or none."""
-        return float(chosen_letter(sample.response) == str(sample.metadata.get("answer", "")).strip(" ().").upper())
+        return float(chosen_letter(sample.response) == _read_letter(str(sample.metadata.get("answer", ""))))
+
+
+def _read_letter(answer: str) -> str:
+    return answer.strip(" ().").upper()
 
 
 def chosen_letter(text: str) -> str | None:

@@ -95,7 +95,9 @@ class Conversation:
 class Environment(Protocol):
     """What a sample's completion is held against.
 
-    It may have `row_fields`, the names of what a row of prompts must have for it, which is checked before a run.
+    It may have `row_fields`, the names of what a row of prompts must have for it, and `check_row(row)`, which raises
+    ValueError for a row whose fields (and `answer`) make no sense, in words for who wrote it. Every row is checked
+    before a run, so the check should be cheap.
     """
 
     def grade(self, sample: Sample) -> float | Awaitable[float]:

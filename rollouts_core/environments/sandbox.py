@@ -3,8 +3,9 @@
 Not here: what the program is and what its output means (code.py), how it is shut in (sandbox_child.py).
 
 On Linux the program runs in namespaces of its own. It sees no network, no other process, a read-only file system of
-the interpreter's folders alone, and a small temporary folder that vanishes with it. It has no privileges, and limits
-on memory, processor time, processes, open files and output. When its time is over, all its processes are gone.
+the interpreter's folders alone, and a small temporary folder that vanishes with it. It has no privileges, limits on
+memory, processor time, processes, open files and output, and none of the system calls that reach memory beyond those
+limits or the kernel's rarely used parts. When its time is over, all its processes are gone.
 
 This keeps a policy that explores from harming the machine. It is no defence against an attack on the kernel itself.
 """
@@ -39,7 +40,7 @@ class SandboxLimits:
     wall_s: float = 10.0
     cpu_s: int = 5
     memory_mb: int = 512
-    """Address space of each process."""
+    """Address space of each process, and what all of them hold together."""
     file_mb: int = 16
     """The temporary folder."""
     num_processes: int = 16

@@ -1,21 +1,27 @@
 """Shut this process in, then become the program: run by sandbox.py as a script, needs nothing but Python.
 
+Not here: what is run, and what its end means (sandbox.py).
+
 argv: settings as JSON, file descriptor for problems, who starts it      stdin: {"code": ..., "stdin": ...} as JSON
 
 namespaces --> fork --> [1] new root, read-only folders, no privileges, limits --> exec python /tmp/main.py
                 |
-                +----- waits, ends with its exit code; on SIGTERM, or when sandbox.py's process dies, it kills [1],
-                       and with the first process of its namespace the kernel kills everything in there
+                +----- waits, ends with its exit code; on SIGTERM, when sandbox.py's process dies, or when all processes
+                       in there hold too much memory together, it kills [1], and with the first process of its
+                       namespace the kernel kills everything in there
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
+import re
 import resource
 import signal
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,13 +39,30 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVA
     1 << 18,
 )
 MNT_DETACH = 2
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_CAPBSET_DROP = 1, 38, 24
+LOCKED_FLAGS = {"nosuid": MS_NOSUID, "nodev": MS_NODEV, "noexec": MS_NOEXEC, "noatime": 1024, "nodiratime": 2048}
+"""What a mount has that a user namespace may not take from it."""
+MS_RELATIME = 1 << 21
+SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
+MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_CAPBSET_DROP, PR_SET_SECCOMP = 1, 38, 24, 22
+SECCOMP_MODE_FILTER = 2
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+FORBIDDEN_CALLS = {
+    # memory that no limit of a process counts: shmget, msgget, memfd_create, memfd_secret;
+    # parts of the kernel that no program of a policy needs, and that attacks on it begin with:
+    # add_key, request_key, keyctl, perf_event_open, bpf, userfaultfd, io_uring_setup
+    "x86_64": (29, 68, 319, 447, 248, 249, 250, 298, 321, 323, 425),
+    "aarch64": (194, 186, 279, 447, 217, 218, 219, 241, 280, 282, 425),
+}
+X32_CALLS = 0x40000000
+"""On x86_64 the same calls have second numbers from here on."""
 NOBODY = 65534
 NUM_CAPABILITIES = 64
 ROOTS = ("/mnt", "/media", "/srv", "/opt", "/tmp")
 """Where the new root may be put together: covered in this mount namespace alone."""
 DEVICES = ("null", "zero", "urandom", "random", "full")
+CHECK_MEMORY_S = 0.05
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -88,7 +111,7 @@ def build_root(folders: list[str], file_mb: int) -> None:
         else:
             inside.touch()
         mount(str(path), str(inside), "", MS_BIND | MS_REC)
-        mount("none", str(inside), "", MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
+        make_read_only(str(inside))
     for name in DEVICES:
         Path(root, "dev", name).touch()
         mount(f"/dev/{name}", f"{root}/dev/{name}", "", MS_BIND)
@@ -98,6 +121,33 @@ def build_root(folders: list[str], file_mb: int) -> None:
     check(libc.umount2(b".", MNT_DETACH), "umount")
     os.chdir("/tmp")
     mount("none", "/", "", MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
+
+
+def make_read_only(folder: str) -> None:
+    """Make a mount read-only with every mount below it; a plain remount leaves those as they are."""
+    flags = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV
+    attributes = struct.pack("QQQQ", flags, 0, 0, 0)
+    arguments = (AT_FDCWD, folder.encode(), AT_RECURSIVE, attributes, len(attributes))
+    if libc.syscall(SYS_MOUNT_SETATTR, *arguments) == 0:
+        return
+    if ctypes.get_errno() != errno.ENOSYS:
+        raise OSError(ctypes.get_errno(), f"mount_setattr {folder}: {os.strerror(ctypes.get_errno())}")
+    for place, options in list_mounts(folder):  # Linux before 5.12
+        locked = sum(flag for name, flag in LOCKED_FLAGS.items() if name in options)
+        access_time = MS_RELATIME * ("relatime" in options)
+        flags = MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV | locked | access_time
+        mount("none", place, "", flags)
+
+
+def list_mounts(folder: str) -> list[tuple[str, list[str]]]:
+    """The mount at `folder` and those below it, with their options."""
+    found = []
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        _, _, _, _, place, options, *_ = line.split(" ")
+        place = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), place)  # a space is \040
+        if place == folder or place.startswith(folder.rstrip("/") + "/"):
+            found.append((place, options.split(",")))
+    return found
 
 
 def find_root(folders: list[str]) -> str:
@@ -119,6 +169,27 @@ def drop_privileges() -> None:
     for number in range(NUM_CAPABILITIES):
         libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0)
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    forbid_calls()
+
+
+def forbid_calls() -> None:
+    """Have the kernel refuse FORBIDDEN_CALLS, and every call in the numbering of another processor."""
+    machine = os.uname().machine
+    load, jump_equal, jump_at_least, end = 0x20, 0x15, 0x35, 0x06  # BPF operations
+    refuse, allow = 0x00050000 | errno.EPERM, 0x7FFF0000
+    forbidden = FORBIDDEN_CALLS[machine]
+    program = [
+        (load, 0, 0, 4),  # the processor whose numbering the call is in
+        (jump_equal, 0, len(forbidden) + 3, AUDIT_ARCH[machine]),
+        (load, 0, 0, 0),  # the call's number
+        (jump_at_least, len(forbidden) + 1, 0, X32_CALLS),
+        *((jump_equal, len(forbidden) - i, 0, number) for i, number in enumerate(forbidden)),
+        (end, 0, 0, allow),
+        (end, 0, 0, refuse),
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in program))
+    described = struct.pack("HP", len(program), ctypes.addressof(code))
+    check(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, described, 0, 0), "seccomp")
 
 
 def set_limits(settings: dict[str, Any]) -> None:
@@ -174,6 +245,39 @@ def kill_on_sigterm(child: int) -> None:
     signal.signal(signal.SIGTERM, end)
 
 
+def wait_for_end(child: int, memory_mb: int) -> int:
+    """The exit code of the program, which is killed where its processes hold more memory together than one may.
+
+    Needs SIGCHLD to be blocked.
+    """
+    while True:
+        signal.sigtimedwait([signal.SIGCHLD], CHECK_MEMORY_S)
+        ended, waited = os.waitpid(child, os.WNOHANG)
+        if ended:
+            code = os.waitstatus_to_exitcode(waited)
+            return code if code >= 0 else 128 - code
+        if count_memory_kb() > memory_mb << 10:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            os.write(2, f"MemoryError: all processes together held more than {memory_mb} MB\n".encode())
+            return 1
+
+
+def count_memory_kb() -> int:
+    """What the processes of the sandbox hold together, where it is set up; pages that they share count for each."""
+    try:
+        Path("/proc/self").readlink()
+    except FileNotFoundError:  # this process is none of those in the sandbox's /proc, which took the place of its own
+        pass
+    else:
+        return 0
+    total = 0
+    for path in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            total += sum(map(int, re.findall(r"^Rss(?:Anon|Shmem):\s*(\d+) kB", path.read_text(), re.MULTILINE)))
+    return total
+
+
 def main() -> int:
     """Run the program; returns its exit code, 128 and the signal's number for one."""
     settings, status, starter = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
@@ -187,8 +291,8 @@ def main() -> int:
         end_with_parent(signal.SIGTERM)
         if os.getppid() != starter:  # it died before
             os._exit(1)
-        # Blocked until it is known what to kill.
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        # Blocked until it is known what to kill; the end of the program is asked for.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGCHLD])
         child = os.fork()
         if child == 0:
             become_program(settings, program)
@@ -198,10 +302,9 @@ def main() -> int:
     kill_on_sigterm(child)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     os.close(status)
-    _, waited = os.waitpid(child, 0)
+    code = wait_for_end(child, settings["memory_mb"])
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # its number may be another's from here on
-    code = os.waitstatus_to_exitcode(waited)
-    return code if code >= 0 else 128 - code
+    return code
 
 
 if __name__ == "__main__":

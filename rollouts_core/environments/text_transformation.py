@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import random
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from rollouts_core.messages import closest_name
 from rollouts_core.types import Sample
 
 OPERATIONS: dict[str, Callable[[str], str]] = {
@@ -26,6 +27,14 @@ class TextTransformationEnvironment:
     """Rewards a completion that is the transformed text and nothing else."""
 
     row_fields = ("operation", "text")
+
+    def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
+        """Raise ValueError for an operation that is not known, or a text that is none."""
+        if row["operation"] not in OPERATIONS:
+            hint = closest_name(str(row["operation"]), list(OPERATIONS))
+            raise ValueError(f"unknown operation {row['operation']!r}{hint}")
+        if not isinstance(row["text"], str):
+            raise ValueError(f"expected `text` to be text, found {type(row['text']).__name__}")
 
     def grade(self, sample: Sample) -> float:
         """1 where the completion, without surrounding space, is the transformed text, else 0."""

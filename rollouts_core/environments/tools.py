@@ -9,18 +9,21 @@ A call is JSON between the marks that Qwen, Hermes and many other chat templates
 
 from __future__ import annotations
 
-import inspect
 import json
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import anyio
 from jsonschema import Draft202012Validator
 
 from rollouts_core.environments.protocol import Outcome, Reply, Tool, ToolError
 from rollouts_core.messages import closest_name
+from rollouts_core.time_limits import OutOfTimeError, call_within
+
+logger = logging.getLogger(__name__)
 
 OPENING = "<tool_call>"
 TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -40,7 +43,7 @@ async def answer_tool_calls(text: str, tools: Sequence[Tool], *, timeout_s: floa
     """The answers of the tools that `text` calls, one message each, in order; without a call no message.
 
     Args:
-        timeout_s: how long a tool that is a coroutine function may take. A plain function must return at once.
+        timeout_s: how long each tool may take; a plain function holds up all other conversations meanwhile.
     """
     try:
         calls = parse_tool_calls(text)
@@ -87,9 +90,9 @@ async def _answer(call: ToolCall, tools: dict[str, Tool], timeout_s: float) -> t
         where = "".join(f".{part}" for part in problem.absolute_path)
         return f"error: arguments{where}: {problem.message}", Outcome.TOOL_ERROR
     try:
-        with anyio.move_on_after(timeout_s):
-            answer = tool.function(**call.arguments)
-            return (await answer if inspect.isawaitable(answer) else answer), Outcome.OK
+        return await call_within(timeout_s, partial(tool.function, **call.arguments)), Outcome.OK
+    except OutOfTimeError as error:
+        logger.warning("tool %s with the arguments %s: %s", call.name, call.arguments, error)
+        return f"error: {call.name} took longer than {timeout_s:g} s", Outcome.TIMEOUT
     except ToolError as error:
         return f"error: {error}", Outcome.TOOL_ERROR
-    return f"error: {call.name} took longer than {timeout_s:g} s", Outcome.TIMEOUT

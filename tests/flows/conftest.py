@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from flows.server import local_server
+from tests.small_pipeline import write_small_pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_TIMEOUT_S = 240.0
@@ -103,3 +104,17 @@ def rollouts(tmp_path: Path, prefect_home: Path) -> Iterator[Rollouts]:
     shutil.copytree(prefect_home, store / "prefect", ignore=shutil.ignore_patterns("*.lock", "server.*", "ui"))
     yield Rollouts(store, tmp_path / "output.txt")
     wait_until(lambda: not processes_of(store), what=f"the end of {processes_of(store)}", timeout_s=30.0)
+
+
+@pytest.fixture(scope="session")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of the small pipeline, not to be changed."""
+    folder = tmp_path_factory.mktemp("pristine") / "small"
+    write_small_pipeline(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(pristine: Path, tmp_path: Path) -> Path:
+    """The files of the small pipeline, to be changed."""
+    return Path(shutil.copytree(pristine, tmp_path / "small"))

@@ -1,6 +1,9 @@
 """What the tests of the training core share: one torch thread, no network, and tiny quickstart files made once."""
 
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from rollouts_core.config import ModelConfig
 from rollouts_core.model.loading import load_hf_model, load_tokenizer
 from rollouts_core.quickstart import write_quickstart_files
 from tests.rollouts_core.make import TINY_SIZE
+from tests.rollouts_core.scripted_service import Answer, Service
 
 torch.set_num_threads(1)
 
@@ -50,3 +54,19 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Callable[[dict[str, Any]], Answer]], Service]]:
+    """Starts a service for each function that it is called with; they end with the test."""
+    services: list[Service] = []
+
+    def start(answer: Callable[[dict[str, Any]], Answer]) -> Service:
+        services.append(Service(answer))
+        threading.Thread(target=services[-1].server.serve_forever, args=(0.01,), daemon=True).start()
+        return services[-1]
+
+    yield start
+    for service in services:
+        service.server.shutdown()
+        service.server.server_close()

@@ -258,6 +258,12 @@ def raise_error(error: Exception) -> Callable[[Conversation], Reply]:
     return answer
 
 
+async def block() -> None:
+    """A coroutine function that never waits."""
+    while True:
+        pass
+
+
 async def never_answer(conversation: Conversation) -> Reply:
     await asyncio.sleep(3600)
     return Reply()
@@ -287,13 +293,18 @@ def test_a_failure_of_the_machinery_is_no_sample(
     [
         (raise_error(KeyError("board")), "EchoEnvironment on prompt 'p7' raised KeyError: 'board'"),
         (lambda conversation: "1", "EchoEnvironment on prompt 'p7' answered '1': expected a Reply"),
+        (
+            lambda conversation: block(),
+            "EchoEnvironment on prompt 'p7' held up all other conversations without waiting: it did not return within "
+            "0.1 s; it was in block, test_conversation.py line",
+        ),
     ],
 )
 def test_a_mistake_in_an_environment_ends_the_run_and_names_the_prompt(
     tokenizer: PreTrainedTokenizerBase, answer: Callable[[Conversation], Any], sentence: str
 ) -> None:
     with pytest.raises(RewardError, match=sentence):
-        converse(["3"], tokenizer, EchoEnvironment(answer))
+        converse(["3"], tokenizer, EchoEnvironment(answer), reply_timeout_s=0.1)
 
 
 @pytest.fixture
@@ -399,7 +410,8 @@ async def fail_to_close(error: Exception) -> None:
         (lambda: fail_to_close(OSError("gone")), "on prompt 'p7' could not be closed: gone"),
         (lambda: fail_to_close(httpx.ConnectError("no route")), "on prompt 'p7' could not be closed: no route"),
         (lambda: fail_to_close(EnvironmentUnavailableError("no box")), "on prompt 'p7' could not be closed: no box"),
-        (never_close, "on prompt 'p7' was not closed within 0.05 s"),
+        (never_close, "on prompt 'p7' was not closed, and may hold on to what it opened: it did not return within"),
+        (block, "on prompt 'p7' was not closed, and may hold on to what it opened: it did not return within"),
     ],
 )
 def test_an_environment_that_cannot_be_closed_is_a_warning_and_the_conversation_stays(

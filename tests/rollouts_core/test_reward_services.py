@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from rollouts_core import reward_services
+from rollouts_core import http_service
 from rollouts_core.config import RewardConfig
 from rollouts_core.errors import CheckpointError, ConfigError, EnvironmentUnavailableError, RewardError
 from rollouts_core.reward_services import (
@@ -35,53 +35,12 @@ from rollouts_core.reward_services import (
 )
 from rollouts_core.rewards import grade_group
 from rollouts_core.types import Message, Sample
-
-Answer = tuple[int, Any]
-
-
-class Service:
-    """A server on a free port that answers every POST by a function of its body, and remembers the bodies."""
-
-    def __init__(self, answer: Callable[[dict[str, Any]], Answer]) -> None:
-        self.bodies: list[dict[str, Any]] = []
-        self.keys: list[str | None] = []
-        service = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                service.bodies.append(body)
-                service.keys.append(self.headers.get("Authorization"))
-                status, content = answer(body)
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(content if isinstance(content, bytes) else json.dumps(content).encode())
-
-            def log_message(self, format: str, *args: object) -> None:
-                """Quiet."""
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[[Callable[[dict[str, Any]], Answer]], Service]]:
-    services: list[Service] = []
-
-    def start(answer: Callable[[dict[str, Any]], Answer]) -> Service:
-        services.append(Service(answer))
-        threading.Thread(target=services[-1].server.serve_forever, args=(0.01,), daemon=True).start()
-        return services[-1]
-
-    yield start
-    for service in services:
-        service.server.shutdown()
-        service.server.server_close()
+from tests.rollouts_core.scripted_service import Answer, Service
 
 
 @pytest.fixture(autouse=True)
 def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_services, "FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(http_service, "FIRST_BACKOFF_S", 0.001)
 
 
 def count_letters(body: dict[str, Any]) -> Answer:
@@ -212,6 +171,18 @@ def test_a_judge_reads_the_answer_and_its_last_score_counts(serve: Any, monkeypa
     assert "blue" in body["messages"][0]["content"]
 
 
+def test_a_judge_is_asked_a_bounded_number_of_times_at_once_and_equal_answers_once(serve: Any) -> None:
+    def judge_slowly(body: dict[str, Any]) -> Answer:
+        time.sleep(0.02)
+        return say("Score: 5")
+
+    service = serve(judge_slowly)
+    config = RewardConfig(kind="judge", url=service.url, model="big", max_concurrent=4)
+    responses = [f"answer {n % 12}" for n in range(24)]
+    assert grade(make_samples(*responses), create_judge_reward(config)) == [0.5] * 24
+    assert (len(service.bodies), service.max_under_way, len(service.clients)) == (12, 4, 4)
+
+
 @pytest.mark.parametrize("text", ["I cannot say.", "Score: 11", "Score: high"])
 def test_a_judge_that_gives_no_score_gives_no_reward(serve: Any, text: str) -> None:
     service = serve(lambda body: say(text))
@@ -253,6 +224,25 @@ def test_a_classifier_scores_the_conversation_whatever_shares_its_batch(
         ids = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)["input_ids"]
         assert found == pytest.approx(model(ids).logits.item(), abs=1e-5)
     assert len(set(rewards)) == 5
+
+
+def test_a_classifier_computes_one_batch_at_a_time(
+    classifier: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several at once would share the same cores and take longer together."""
+    under_way: list[int] = []
+    forward = LlamaForSequenceClassification.forward
+
+    def slow_forward(*arguments: Any, **options: Any) -> Any:
+        under_way.append(1)
+        time.sleep(0.02)
+        assert len(under_way) == 1
+        under_way.pop()
+        return forward(*arguments, **options)
+
+    monkeypatch.setattr(LlamaForSequenceClassification, "forward", slow_forward)
+    reward = create_classifier_reward(RewardConfig(kind="classifier", model=str(classifier()), batch_size=1))
+    assert len(grade([Sample(prompt="1+1=?", response="2" * n) for n in range(4)], reward)) == 4
 
 
 @pytest.mark.parametrize("model_max_length", [None, 30])

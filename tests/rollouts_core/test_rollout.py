@@ -248,8 +248,25 @@ def test_a_reward_that_does_not_return_ends_the_batch_and_names_the_prompt() -> 
         await asyncio.sleep(3600)
         return 1.0
 
-    with pytest.raises(RewardError, match=r"wait_for_ever on prompt 'p\d' .*did not return within 0.05 s"):
+    with pytest.raises(RewardError, match=r"wait_for_ever on prompt 'p\d': it did not return within 0.05 s"):
         generate(CONFIG.model_copy(update={"reward_fn": wait_for_ever, "reward_timeout_s": 0.05}))
+
+
+def block(given: object) -> float:
+    """A user's function that never waits, for a sample or a group."""
+    while True:
+        pass
+
+
+def test_a_filter_that_does_not_return_ends_the_batch_and_names_the_prompt() -> None:
+    with pytest.raises(RewardError, match=r"filter function .*:block on prompt 'p\d' .* did not return within 0.1 s"):
+        generate(CONFIG.model_copy(update={"filter_fn": block, "reward_timeout_s": 0.1}))
+
+
+def test_a_reward_that_does_not_return_ends_plain_batches_too() -> None:
+    config = CONFIG.model_copy(update={"generate_fn": list, "reward_fn": block, "reward_timeout_s": 0.1})
+    with pytest.raises(RewardError, match=r":block on prompt 'p\d': it did not return within 0.1 s; it was in block"):
+        next(generate_rollout_batches(DataBuffer(make_prompts(4)), config))
 
 
 def test_what_several_rewards_gave_is_among_the_metrics_of_the_step() -> None:

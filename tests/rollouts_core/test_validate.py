@@ -13,11 +13,26 @@ from transformers import PreTrainedTokenizerBase
 
 from rollouts_core import validate
 from rollouts_core.config import Config, RewardConfig, RolloutConfig
+from rollouts_core.data.dataset import load_prompts_from_jsonl
+from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.errors import ConfigError, DataError
+from rollouts_core.rollout import check_prompt_lengths
+from rollouts_core.types import Sample
 from rollouts_core.validate import check_answers, check_demonstrations, check_functions
 from tests.rollouts_core.make import make_prompts
 
 SUM = {"prompt": "1+1=?", "completion": "2"}
+GOOD_ROWS: dict[str, dict[str, Any]] = {
+    "arithmetic": {"answer": "-713"},
+    "calculator": {"answer": "#### 1,234.5"},
+    "code": {"tests": [{"stdin": "", "stdout": "1"}]},
+    "countdown": {"numbers": [1, "2"], "target": 3},
+    "json_schema": {"schema": {"type": "object"}, "answer": {"a": 1}},
+    "math": {"answer": "x+1"},
+    "multiple_choice": {"answer": "(b)"},
+    "text_transformation": {"operation": "reverse", "text": "abc"},
+}
+"""A row that each environment accepts; the other two have no row of their own, or the same check."""
 NUM_TOKENS = 10
 """Tokens of a sum."""
 
@@ -114,6 +129,71 @@ def test_a_prompt_without_what_its_grader_needs_is_named(
         return
     with pytest.raises(DataError, match=sentence):
         check_answers(prompts, with_rollout(**rollout), source="p.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("environment", "row", "sentence"),
+    [
+        ("arithmetic", {"answer": "seven"}, "expected a number as `answer`, like 713, found 'seven'"),
+        ("calculator", {"answer": "about 7"}, "the row's answer 'about 7' is no number"),
+        ("code", {"tests": []}, "the row has no tests: every program would pass"),
+        ("code", {"tests": "  "}, "the row has no tests: every program would pass"),
+        ("code", {"tests": 3}, "expected `tests` to be a list or Python code, found int"),
+        ("code", {"tests": "assert f(1) =="}, "`tests` is no Python .*: no program would pass"),
+        ("code", {"tests": [{"stdin": "1"}]}, 'test 1 must be {"stdin": ..., "stdout": ...}, found'),
+        ("countdown", {"numbers": "1 2", "target": 3}, "expected `numbers` to be a list of numbers, found '1 2'"),
+        ("countdown", {"numbers": [1, "two"], "target": 3}, "expected a number, found 'two'"),
+        ("json_schema", {"schema": {"type": "objekt"}}, "`schema` is no JSON Schema: 'objekt'"),
+        ("json_schema", {"schema": {"type": "object"}, "answer": "{"}, "the answer '{' is no JSON"),
+        ("json_schema", {"schema": {"type": "object"}, "answer": [1]}, "does not keep to the row's own schema"),
+        ("math", {"answer": "$ "}, "the row's answer .* is empty without spaces, units and marks"),
+        ("multiple_choice", {"answer": "42"}, "expected a letter from A to J as `answer`, found '42'"),
+        (
+            "text_transformation",
+            {"operation": "revers", "text": "x"},
+            "unknown operation 'revers'; did you mean reverse",
+        ),
+    ],
+)
+def test_a_later_row_that_cannot_be_graded_is_named(
+    tmp_path: Path, environment: str, row: dict[str, Any], sentence: str
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    good = {"prompt": "x", **GOOD_ROWS[environment]}
+    path.write_text(f"{json.dumps(good)}\n\n{json.dumps({**good, **row})}\n")
+    prompts = load_prompts_from_jsonl(path)
+    check_answers(prompts[:1], with_rollout(environment=environment), source=str(path))
+    with pytest.raises(DataError, match=f"prompts.jsonl, row 3: prompt 'prompts-3' cannot be graded: .*{sentence}"):
+        check_answers(prompts, with_rollout(environment=environment), source=str(path))
+
+
+def test_every_environment_that_ships_checks_its_rows_and_accepts_good_ones(tmp_path: Path) -> None:
+    assert {*GOOD_ROWS, "verifiers", "math_verify"} == {*ENVIRONMENTS}
+    for environment in GOOD_ROWS:
+        assert hasattr(ENVIRONMENTS[environment](), "check_row")
+
+
+def test_an_answer_without_a_number_is_named_where_numbers_are_compared(tmp_path: Path) -> None:
+    prompts = load_prompts_from_jsonl(write_rows(tmp_path / "p.jsonl", [{"prompt": "x", "answer": "none"}]))
+    with pytest.raises(DataError, match=r"row 1: .* last_number compares numbers, and the answer 'none' has none"):
+        check_answers(prompts, with_rollout(reward_fn="last_number"), source="p.jsonl")
+
+
+def test_an_answer_that_is_json_is_graded_as_json(tmp_path: Path) -> None:
+    row = {"prompt": "x", "schema": {"type": "object"}, "answer": {"a": [1, None]}}
+    [prompt] = load_prompts_from_jsonl(write_rows(tmp_path / "p.jsonl", [row]))
+    check_answers([prompt], with_rollout(environment="json_schema"), source="p.jsonl")
+    sample = Sample(response='{"a": [1, null]}', metadata={**prompt.metadata, "answer": prompt.answer})
+    assert ENVIRONMENTS["json_schema"]().grade(sample) == 1.0
+
+
+def test_a_long_prompt_behind_an_empty_line_is_named_by_its_row(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "1"}\n\n{"prompt": "' + "1" * 50 + '"}\n')
+    with pytest.raises(DataError, match=r"p\.jsonl, row 3: the prompt 'p-3' has 53 tokens"):
+        check_prompt_lengths(load_prompts_from_jsonl(path), tokenizer, max_tokens=20, source=str(path))
 
 
 def test_a_grader_that_is_not_available_is_found_before_the_run() -> None:

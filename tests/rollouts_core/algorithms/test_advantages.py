@@ -1,7 +1,7 @@
 """Pins the advantages of every estimator by hand, and what groups of one, of equal or of missing rewards give.
 
 Without it another convention (population standard deviation, no epsilon, own reward in the baseline) would slip in and
-change the size of every RL gradient. test_presets.py compares with what well-known systems give.
+change the size of every RL gradient. test_peer_advantages.py compares with what well-known systems give.
 """
 
 import math

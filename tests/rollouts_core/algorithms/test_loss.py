@@ -1,10 +1,12 @@
 """Pins the numbers of the losses: by hand, against a plain loop, and what must not reach the gradient.
 
 Without it a wrong sign, a wrong divisor or a swapped clip bound would still train, only worse.
+
+Not here: the objectives besides PPO and ways to average (test_loss_objectives.py), the terms that are added
+(test_loss_terms.py).
 """
 
 import math
-from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -15,43 +17,22 @@ from rollouts_core.algorithms.loss import (
     create_cross_entropy_loss,
     create_policy_loss,
     cross_entropy_loss,
-    drift_mask,
-    estimate_kl,
     grpo_loss,
     policy_loss,
     ppo_loss,
     token_logprobs,
-    token_weights,
 )
 from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
-from rollouts_core.config import LossConfig, MismatchConfig
+from rollouts_core.config import LossConfig
 from rollouts_core.metrics import sum_metrics
+from tests.rollouts_core.algorithms.batches import (
+    draw_logprobs,
+    make_one_token_batch,
+    make_random_batch,
+)
 from tests.rollouts_core.make import make_random_samples, make_sample
 
 WIDE_CLIP = LossConfig(clip_low=0.2, clip_high=0.4)
-
-
-def make_one_token_batch(advantage: float) -> TrainBatch:
-    """One trained token that was sampled with log-prob 0."""
-    return build_batch([[make_sample([1, 2])]], advantages=[[advantage]], pad_id=0)
-
-
-def make_random_batch(num_per_row: int = 1) -> TrainBatch:
-    """Six samples with advantages of both signs."""
-    samples = make_random_samples(6)
-    advantages = [1.0, -2.0, 0.5, -0.25, 3.0, 0.0]
-    starts = range(0, 6, num_per_row)
-    return build_batch(
-        [samples[i : i + num_per_row] for i in starts],
-        advantages=[advantages[i : i + num_per_row] for i in starts],
-        pad_id=0,
-    )
-
-
-def draw_logprobs(batch: TrainBatch, seed: int = 0) -> Tensor:
-    """Log-probs near those of the rollouts: most ratios are inside the clip range, some outside."""
-    noise = 0.4 * torch.randn(batch.rollout_logprobs_BT.shape, generator=torch.Generator().manual_seed(seed))
-    return (batch.rollout_logprobs_BT + noise).requires_grad_()
 
 
 def loop_policy_loss(logprobs_BT: Tensor, batch: TrainBatch, config: LossConfig) -> float:
@@ -296,317 +277,3 @@ def test_a_row_without_trained_tokens_changes_nothing() -> None:
     both = grpo_loss(logits, labels, loss_mask, torch.tensor([1.0, 5.0]))
     one = grpo_loss(logits[:1], labels[:1], loss_mask[:1], torch.tensor([1.0]))
     assert float(both.detach()) == pytest.approx(float(one.detach()))
-
-
-def make_batch_of_ratios(log_ratios: list[list[float]], advantages: list[float], **columns: Tensor) -> TrainBatch:
-    """Rows of trained tokens whose log-prob now is `log_ratios` and was 0 before."""
-    rows = [[make_sample(range(len(row) + 1))] for row in log_ratios]
-    batch = build_batch(rows, advantages=[[advantage] for advantage in advantages], pad_id=0)
-    return replace(batch, **columns)
-
-
-def score(log_ratios: list[list[float]]) -> TokenScores:
-    width = max(map(len, log_ratios))
-    return TokenScores(logprobs_BT=torch.tensor([[*row, *[0.0] * (width - len(row))] for row in log_ratios]))
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "expected"),
-    [
-        (5.0, -2.0, 6.0),  # at most 3 * 2, not 5 * 2
-        (2.5, -2.0, 5.0),  # below the limit
-        (5.0, 2.0, -2.8),  # a positive advantage is clipped at 1.4 as before
-    ],
-)
-def test_dual_clip_by_hand(ratio: float, advantage: float, expected: float) -> None:
-    config = WIDE_CLIP.model_copy(update={"dual_clip": 3.0})
-    logprobs_BT = torch.tensor([[math.log(ratio)]])
-    loss, _ = policy_loss(TokenScores(logprobs_BT=logprobs_BT), make_one_token_batch(advantage), config)
-    assert float(loss) == pytest.approx(expected, abs=1e-5)
-
-
-def test_a_dual_clipped_token_has_no_gradient_and_counts_as_clipped() -> None:
-    logprobs_BT = torch.tensor([[math.log(5.0)]], requires_grad=True)
-    config = LossConfig(dual_clip=3.0)
-    loss, metrics = policy_loss(TokenScores(logprobs_BT=logprobs_BT), make_one_token_batch(-2.0), config)
-    loss.backward()
-    assert float(logprobs_BT.grad) == 0.0
-    assert metrics["clip_share"] == 1.0
-
-
-def test_gspo_uses_the_geometric_mean_ratio_of_the_completion() -> None:
-    # log-ratios 0.3 and -0.1: mean 0.1 for both tokens; the other row is 0.4
-    log_ratios = [[0.3, -0.1], [0.4]]
-    config = LossConfig(objective="gspo", clip_high=9.0, aggregation="sequence_mean")
-    loss, _ = policy_loss(score(log_ratios), make_batch_of_ratios(log_ratios, [2.0, 1.0]), config)
-    assert float(loss) == pytest.approx(-(2 * math.exp(0.1) + math.exp(0.4)) / 2, abs=1e-6)
-
-
-def test_gspo_over_several_trained_spans_is_one_mean_without_the_observation_between_them() -> None:
-    sample = make_sample([1, 2, 3, 4], [0, 1, 0, 1])
-    batch = build_batch([[sample]], advantages=[[1.0]], pad_id=0)
-    config = LossConfig(objective="gspo", clip_high=9.0)
-    loss, _ = policy_loss(TokenScores(logprobs_BT=torch.tensor([[0.3, 7.0, 0.1]])), batch, config)
-    assert float(loss) == pytest.approx(-math.exp(0.2), abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("ratio", "weight"),
-    [(1.1, 1.1), (3.0, 1.4), (0.5, 0.8)],
-)
-def test_cispo_keeps_the_gradient_of_a_clipped_token(ratio: float, weight: float) -> None:
-    logprobs_BT = torch.tensor([[math.log(ratio)]], requires_grad=True)
-    config = WIDE_CLIP.model_copy(update={"objective": "cispo"})
-    loss, _ = policy_loss(TokenScores(logprobs_BT=logprobs_BT), make_one_token_batch(2.0), config)
-    loss.backward()
-    assert float(loss.detach()) == pytest.approx(-weight * 2 * math.log(ratio), abs=1e-6)
-    assert float(logprobs_BT.grad) == pytest.approx(-weight * 2, abs=1e-6)
-
-
-def test_a_lower_clip_of_one_has_no_lower_bound() -> None:
-    logprobs_BT = torch.tensor([[math.log(0.01)]], requires_grad=True)
-    config = LossConfig(objective="cispo", clip_low=1.0)
-    policy_loss(TokenScores(logprobs_BT=logprobs_BT), make_one_token_batch(1.0), config)[0].backward()
-    assert float(logprobs_BT.grad) == pytest.approx(-0.01, abs=1e-6)
-
-
-def test_reinforce_has_the_gradient_of_the_log_prob_whatever_the_ratio() -> None:
-    logprobs_BT = torch.tensor([[-4.0]], requires_grad=True)
-    config = LossConfig(objective="reinforce")
-    loss, _ = policy_loss(TokenScores(logprobs_BT=logprobs_BT), make_one_token_batch(1.5), config)
-    loss.backward()
-    assert float(loss.detach()) == pytest.approx(6.0)
-    assert float(logprobs_BT.grad) == pytest.approx(-1.5)
-
-
-@pytest.mark.parametrize(
-    ("old", "now", "advantage", "expected"),
-    [
-        (0.5, 0.6, 1.0, -1.2),  # rose by 0.1: the free ratio
-        (0.5, 0.8, 1.0, 0.0),  # rose by 0.3 > 0.2 although it was to rise
-        (0.5, 0.8, -1.0, 1.6),  # was to fall, and rose
-        (0.5, 0.2, -1.0, 0.0),  # fell by 0.3
-    ],
-)
-def test_dppo_leaves_out_what_moved_too_far(old: float, now: float, advantage: float, expected: float) -> None:
-    sample = make_sample([1, 2], log_probs=[0.0, math.log(old)])
-    batch = build_batch([[sample]], advantages=[[advantage]], pad_id=0)
-    scores = TokenScores(logprobs_BT=torch.tensor([[math.log(now)]]))
-    loss, _ = policy_loss(scores, batch, LossConfig(objective="dppo"))
-    assert float(loss) == pytest.approx(expected, abs=1e-6)
-
-
-def test_the_ratio_penalty_adds_the_mean_square_of_the_log_ratio() -> None:
-    log_ratios = [[0.5, -1.0]]
-    batch = make_batch_of_ratios(log_ratios, [0.0])
-    loss, _ = policy_loss(score(log_ratios), batch, LossConfig(ratio_penalty=0.1))
-    assert float(loss) == pytest.approx(0.1 * (0.25 + 1.0) / 2)
-
-
-def test_the_ratio_may_be_taken_to_the_trainers_own_old_log_probs() -> None:
-    batch = replace(make_one_token_batch(1.0), old_logprobs_BT=torch.tensor([[-0.1]]))
-    config = LossConfig(ratio_base="old", clip_high=9.0)
-    loss, _ = policy_loss(TokenScores(logprobs_BT=torch.tensor([[0.2]])), batch, config)
-    assert float(loss) == pytest.approx(-math.exp(0.3), abs=1e-6)
-
-
-def test_without_old_log_probs_the_ratio_to_them_is_one_with_its_gradient() -> None:
-    logprobs_BT = torch.tensor([[-0.7]], requires_grad=True)
-    config = LossConfig(ratio_base="old")
-    loss, _ = policy_loss(TokenScores(logprobs_BT=logprobs_BT), make_one_token_batch(2.0), config)
-    loss.backward()
-    assert float(loss.detach()) == pytest.approx(-2.0)
-    assert float(logprobs_BT.grad) == pytest.approx(-2.0)
-
-
-def test_constant_length_divides_by_samples_and_the_constant() -> None:
-    log_ratios = [[0.0, 0.0, 0.0], [0.0]]
-    config = LossConfig(aggregation="constant_length", constant_length=10)
-    loss, _ = policy_loss(score(log_ratios), make_batch_of_ratios(log_ratios, [1.0, 2.0]), config)
-    assert float(loss) == pytest.approx(-(3 * 1 + 2) / (2 * 10))
-
-
-def test_prompt_mean_averages_the_tokens_of_each_prompt() -> None:
-    # prompt 0: three tokens of -1 and one of -2; prompt 1: one token of -4
-    log_ratios = [[0.0, 0.0, 0.0], [0.0], [0.0]]
-    batch = make_batch_of_ratios(
-        log_ratios,
-        [1.0, 2.0, 4.0],
-        group_tokens_BT=torch.tensor([[4.0] * 3, [4.0] * 3, [1.0] * 3]),
-    )
-    loss, _ = policy_loss(score(log_ratios), replace(batch, num_groups=2), LossConfig(aggregation="prompt_mean"))
-    assert float(loss) == pytest.approx(-((3 * 1 + 2) / 4 + 4) / 2)
-
-
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "prompt_mean"])
-def test_the_weights_of_all_tokens_add_up_to_one(aggregation: str) -> None:
-    batch = make_random_batch(2)
-    tokens_BT = torch.full_like(batch.loss_mask_BT, batch.num_loss_tokens)
-    weights_BT = token_weights(replace(batch, group_tokens_BT=tokens_BT), LossConfig(aggregation=aggregation))
-    assert float(weights_BT.sum()) == pytest.approx(1.0, abs=1e-6)
-
-
-def test_the_entropy_bonus_is_the_mean_entropy_of_trained_tokens() -> None:
-    batch = build_batch([[make_sample([1, 2, 3, 4], [0, 0, 1, 1])]], advantages=[[0.0]], pad_id=0)
-    scores = TokenScores(logprobs_BT=torch.zeros(1, 3), entropies_BT=torch.tensor([[math.nan, 1.0, 3.0]]))
-    loss, metrics = policy_loss(scores, batch, LossConfig(entropy_coef=0.1))
-    assert float(loss) == pytest.approx(-0.1 * 2.0)
-    assert metrics["entropy"] == pytest.approx(2.0)
-
-
-@pytest.mark.parametrize(
-    ("estimator", "expected"),
-    [("k1", 0.5), ("abs", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 1 + 0.5)],
-)
-def test_kl_estimators_by_hand(estimator: str, expected: float) -> None:
-    assert float(estimate_kl(torch.tensor(0.5, dtype=torch.float64), estimator)) == pytest.approx(expected)
-
-
-def test_kl_estimators_but_k1_are_never_negative_and_zero_only_without_a_difference() -> None:
-    difference = torch.linspace(-3, 3, 61, dtype=torch.float64)
-    for estimator in ("abs", "k2", "k3"):
-        kl = estimate_kl(difference, estimator)
-        assert float(kl.min()) >= 0.0
-        assert (kl < 1e-9).tolist() == [i == 30 for i in range(61)]
-
-
-def test_k1_and_k3_agree_in_expectation() -> None:
-    # p = (0.7, 0.3), q = (0.4, 0.6): KL(p || q) = 0.7 ln(7/4) + 0.3 ln(1/2)
-    p, q = torch.tensor([0.7, 0.3], dtype=torch.float64), torch.tensor([0.4, 0.6], dtype=torch.float64)
-    expected = 0.7 * math.log(7 / 4) + 0.3 * math.log(1 / 2)
-    for estimator in ("k1", "k3"):
-        assert float((p * estimate_kl(p.log() - q.log(), estimator)).sum()) == pytest.approx(expected)
-
-
-def test_the_kl_penalty_is_added_with_its_coefficient() -> None:
-    log_ratios = [[0.0, 0.0]]
-    batch = make_batch_of_ratios(log_ratios, [0.0], ref_logprobs_BT=torch.tensor([[-1.0, 0.5]]))
-    config = LossConfig(kl_coef=0.2, kl_estimator="k2")
-    loss, metrics = policy_loss(score(log_ratios), batch, config)
-    assert metrics["kl_reference"] == pytest.approx((0.5 + 0.125) / 2)
-    assert float(loss) == pytest.approx(0.2 * (0.5 + 0.125) / 2)
-
-
-def test_the_kl_penalty_pulls_towards_the_reference() -> None:
-    logprobs_BT = torch.tensor([[0.0, 0.0]], requires_grad=True)
-    batch = make_batch_of_ratios([[0.0, 0.0]], [0.0], ref_logprobs_BT=torch.tensor([[-1.0, 1.0]]))
-    policy_loss(TokenScores(logprobs_BT=logprobs_BT), batch, LossConfig(kl_coef=1.0))[0].backward()
-    assert float(logprobs_BT.grad[0, 0]) > 0 > float(logprobs_BT.grad[0, 1])
-
-
-def test_limits_of_the_kl_divergence_hold_and_take_the_gradient() -> None:
-    logprobs_BT = torch.tensor([[30.0, 0.0]], requires_grad=True)
-    batch = make_batch_of_ratios([[30.0, 0.0]], [0.0], ref_logprobs_BT=torch.tensor([[0.0, 5.0]]))
-    config = LossConfig(kl_coef=1.0, kl_input_clamp=20.0, kl_output_clamp=10.0)
-    loss, _ = policy_loss(TokenScores(logprobs_BT=logprobs_BT), batch, config)
-    loss.backward()
-    assert float(loss.detach()) == pytest.approx((10.0 + 10.0) / 2)
-    assert logprobs_BT.grad.tolist() == [[0.0, 0.0]]
-
-
-@pytest.mark.parametrize("kl_weight", ["ratio", "on_policy"])
-def test_a_weighted_kl_has_the_gradient_of_the_true_divergence(kl_weight: str) -> None:
-    # Sampled from the policy itself, the expected gradient of w * k3 is that of sum p log(p / q).
-    logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
-    reference = torch.tensor([0.1, 0.6, 0.3], dtype=torch.float64)
-    logprobs = torch.log_softmax(logits, dim=0)
-    (expected,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference.log())).sum(), logits, retain_graph=True)
-    batch = replace(
-        make_batch_of_ratios([[0.0] * 3], [0.0], ref_logprobs_BT=reference.log()[None]),
-        old_logprobs_BT=logprobs.detach()[None],
-        loss_mask_BT=logprobs.exp().detach()[None],
-        num_loss_tokens=1.0,
-    )
-    config = LossConfig(kl_coef=1.0, kl_weight=kl_weight, ratio_base="old")
-    loss, _ = policy_loss(TokenScores(logprobs_BT=logprobs[None]), batch, config)
-    (found,) = torch.autograd.grad(loss, logits)
-    assert torch.allclose(found, expected)
-
-
-def test_a_kl_penalty_without_reference_scores_is_refused() -> None:
-    with pytest.raises(AssertionError, match="reference=True"):
-        policy_loss(score([[0.0]]), make_one_token_batch(1.0), LossConfig(kl_coef=0.1))
-
-
-def test_the_value_loss_takes_the_larger_of_the_free_and_the_clipped_error() -> None:
-    # old 0, return 1: prediction 0.5 held at 0.2 has the error 0.64 > 0.25; prediction -1 has 4 > (1 + 0.2)^2
-    batch = make_batch_of_ratios([[0.0, 0.0]], [0.0], old_values_BT=torch.zeros(1, 2), returns_BT=torch.ones(1, 2))
-    scores = TokenScores(logprobs_BT=torch.zeros(1, 2), values_BT=torch.tensor([[0.5, -1.0]]))
-    loss, metrics = policy_loss(scores, batch, LossConfig(value_coef=0.5, value_clip=0.2))
-    assert metrics["value_loss"] == pytest.approx(0.5 * (0.64 + 4.0) / 2)
-    assert float(loss) == pytest.approx(0.5 * metrics["value_loss"])
-
-
-def test_returns_without_a_value_head_are_refused() -> None:
-    batch = make_batch_of_ratios([[0.0]], [0.0], old_values_BT=torch.zeros(1, 1), returns_BT=torch.ones(1, 1))
-    with pytest.raises(AssertionError, match="with_values"):
-        policy_loss(score([[0.0]]), batch, LossConfig())
-
-
-def test_a_completion_that_drifted_the_way_it_was_pushed_is_masked() -> None:
-    # mean log-ratio -0.5: beyond 0.4 for a negative advantage; a positive one, and a small drift, stay
-    log_ratios = [[-0.8, -0.2], [-0.8, -0.2], [-0.1, -0.1]]
-    batch = make_batch_of_ratios(log_ratios, [-1.0, 1.0, -1.0])
-    keep_BT = drift_mask(score(log_ratios).logprobs_BT, batch, 0.4)
-    assert keep_BT.tolist() == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]
-
-
-EVERYTHING = LossConfig(
-    ratio_base="old",
-    dual_clip=3.0,
-    kl_coef=0.1,
-    entropy_coef=0.01,
-    mismatch=MismatchConfig(weight="token", mask="geometric", mask_low=0.5, mask_high=2.0),
-)
-
-
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant_length"])
-def test_everything_at_once_adds_up_over_micro_batches(aggregation: str) -> None:
-    config = EVERYTHING.model_copy(update={"aggregation": aggregation, "constant_length": 9})
-    generator = torch.Generator().manual_seed(3)
-    samples = make_random_samples(6)
-    whole = build_batch([[s] for s in samples], advantages=[[a] for a in (1.0, -1.0, 2.0, -0.5, 0.5, 1.5)], pad_id=0)
-    shape = whole.loss_mask_BT.shape
-    columns = {
-        name: whole.rollout_logprobs_BT + 0.3 * torch.randn(shape, generator=generator)
-        for name in ("old_logprobs_BT", "ref_logprobs_BT")
-    }
-    columns |= {name: torch.randn(shape, generator=generator) for name in ("old_values_BT", "returns_BT")}
-    whole = replace(whole, **columns)
-    scores = TokenScores(
-        logprobs_BT=draw_logprobs(whole).detach(),
-        entropies_BT=torch.rand(shape, generator=generator),
-        values_BT=torch.randn(shape, generator=generator),
-    )
-    _, expected = policy_loss(scores, whole, config)
-    results = [policy_loss(slice_scores(scores, i), slice_batch(whole, i), config)[1] for i in range(3)]
-    found = sum_metrics(results)
-    assert found == pytest.approx(expected, abs=1e-5)
-    assert {"value_loss", "entropy", "kl_reference", "mismatch_kl", "mismatch_ratio_max"} <= found.keys()
-
-
-def slice_batch(batch: TrainBatch, part: int) -> TrainBatch:
-    """Two of the rows, with the totals of the whole."""
-    tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    return replace(batch, **{n: v[2 * part : 2 * part + 2] for n, v in tensors.items() if isinstance(v, Tensor)})
-
-
-def slice_scores(scores: TokenScores, part: int) -> TokenScores:
-    tensors = {f.name: getattr(scores, f.name) for f in fields(scores)}
-    return TokenScores(**{name: value[2 * part : 2 * part + 2] for name, value in tensors.items()})
-
-
-@pytest.mark.parametrize("garbage", [math.inf, -math.inf, math.nan])
-def test_garbage_at_masked_positions_of_any_column_reaches_nothing(garbage: float) -> None:
-    batch = build_batch([[make_sample([1, 2, 3], [0, 0, 1])]], advantages=[[2.0]], pad_id=0)
-    dirty_BT = torch.tensor([[garbage, -0.2]])
-    columns = dict.fromkeys(
-        ("rollout_logprobs_BT", "old_logprobs_BT", "ref_logprobs_BT", "old_values_BT", "returns_BT"), dirty_BT
-    )
-    logprobs_BT = torch.tensor([[garbage, -0.1]], requires_grad=True)
-    scores = TokenScores(logprobs_BT=logprobs_BT, entropies_BT=dirty_BT, values_BT=dirty_BT)
-    loss, metrics = policy_loss(scores, replace(batch, **columns), EVERYTHING)
-    loss.backward()
-    assert all(math.isfinite(value) for value in metrics.values())
-    assert logprobs_BT.grad[0, 0] == 0
-    assert math.isfinite(float(logprobs_BT.grad[0, 1]))

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,11 +24,30 @@ from rollouts_core.environments.protocol import Outcome
 from rollouts_core.environments.sandbox import SandboxLimits, SandboxResult, run_in_sandbox
 from rollouts_core.errors import EnvironmentUnavailableError
 
+ROOT = Path(__file__).parents[3]
+SOMEBODY = 12345
+"""A user whom nobody is."""
+AS_SOMEBODY = ("setpriv", f"--reuid={SOMEBODY}", f"--regid={SOMEBODY}", "--clear-groups", "env")
+"""`env`, because what setpriv itself starts is still looked up with the rights of root."""
+MOUNT_VARIABLE = "ROLLOUTS_TEST_MOUNT"
+"""Where the tests as a user find a mount that root made for them."""
+FORK_BOMB = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+USER_CHANGE = ("check(libc.unshare(spaces | CLONE_NEWUSER)", "check(libc.unshare(-1)")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
 
 
 def run(code: str, *, stdin: str = "", **limits: float) -> SandboxResult:
     return asyncio.run(run_in_sandbox(code, stdin=stdin, limits=SandboxLimits(**limits)))  # type: ignore[arg-type]
+
+
+def change_child(monkeypatch: pytest.MonkeyPatch, folder: Path, *changes: tuple[str, str]) -> None:
+    """Shut programs in by a changed script."""
+    text = sandbox.CHILD.read_text()
+    for before, after in changes:
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    (folder / "child.py").write_text(text)
+    monkeypatch.setattr(sandbox, "CHILD", folder / "child.py")
 
 
 def test_a_program_reads_its_input_and_writes_its_output() -> None:
@@ -85,6 +108,62 @@ def test_an_interpreter_in_the_temporary_folder_is_seen_and_cannot_be_written(
     assert (tmp_path / "module.py").read_text() == "x = 7"
 
 
+OLD_KERNEL = ("SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442", "SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 9999")
+
+
+@contextmanager
+def mount_below(folder: Path) -> Iterator[Path]:
+    """A file system below a folder, in which everybody may write."""
+    if given := os.environ.get(MOUNT_VARIABLE):  # made by who may, for the test as a user who may not
+        yield Path(given)
+        return
+    place = folder / "the visible" / "the mount"
+    place.mkdir(parents=True)
+    folder.chmod(0o755)
+    command = ["mount", "-t", "tmpfs", "-o", "mode=777,nosuid,nodev,noexec,noatime", "tmpfs", str(place)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"a mount below a folder needs the right to mount one: {mounted.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.parametrize("changes", [[], [OLD_KERNEL]], ids=["mount_setattr", "before Linux 5.12"])
+def test_a_mount_below_a_visible_folder_cannot_be_written_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list[tuple[str, str]]
+) -> None:
+    change_child(monkeypatch, tmp_path, *changes)
+    with mount_below(tmp_path) as below:
+        (below / "given").write_text("x = 7")
+        folders = [*sandbox.visible_folders(), str(below.parent)]
+        monkeypatch.setattr(sandbox, "visible_folders", lambda: folders)
+        assert run(f"print(open({str(below / 'given')!r}).read())").stdout == "x = 7\n"
+        assert "Read-only file system" in run(f"open({str(below / 'left_behind')!r}, 'w')").stderr
+        assert [path.name for path in below.iterdir()] == ["given"]
+
+
+def test_links_lead_nowhere_outside() -> None:
+    code = (
+        "import os\n"
+        "targets = ['/etc/passwd', '/proc/1/root/etc/passwd', '../' * 20 + 'etc/passwd', '/home']\n"
+        "for number, target in enumerate(targets):\n"
+        "    os.symlink(target, f'/tmp/{number}')\n"
+        "    assert not os.path.exists(f'/tmp/{number}'), target\n"
+        "print('nowhere')\n"
+    )
+    result = run(code)
+    assert result.stdout == "nowhere\n", result.stderr
+
+
+def test_nothing_of_the_starting_process_is_open_but_the_three_streams() -> None:
+    with Path(__file__).open() as held:
+        os.set_inheritable(held.fileno(), True)
+        result = run("import os\nprint(*sorted(os.listdir('/proc/self/fd')), os.readlink('/proc/self/fd/0'))")
+    assert result.stdout == "0 1 2 3 /tmp/stdin\n"  # 3 reads the folder
+
+
 def test_other_processes_are_neither_seen_nor_reached() -> None:
     seen = run("import os\nprint(*[name for name in os.listdir('/proc') if name.isdigit()])")
     assert seen.stdout.split() == ["1"]
@@ -111,10 +190,18 @@ def test_secrets_of_the_environment_are_not_passed_on(monkeypatch: pytest.Monkey
     assert "s3cret" not in run("import os\nprint(dict(os.environ), open('/proc/self/environ').read())").stdout
 
 
+def test_a_signal_to_everybody_reaches_nobody_outside() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time\ntime.sleep(60)"]) as bystander:
+        run("import os\nassert os.getppid() == 0\nos.kill(os.getppid(), 9)\nos.kill(-1, 9)")
+        assert bystander.poll() is None
+        bystander.kill()
+
+
 @pytest.mark.parametrize(
     ("code", "limits"),
     [
         ("while True: pass", {"cpu_s": 1}),
+        (FORK_BOMB, {"wall_s": 1.0}),
         ("import time\ntime.sleep(60)", {"wall_s": 0.5}),
         ("import os, time\nos.setsid() if os.fork() == 0 else 0\ntime.sleep(60)", {"wall_s": 0.5}),
         ("import signal, time\nsignal.signal(15, signal.SIG_IGN)\ntime.sleep(60)", {"wall_s": 0.5}),
@@ -199,9 +286,71 @@ def test_a_program_that_takes_too_much_is_refused_it(code: str) -> None:
     assert len(result.stdout) <= SandboxLimits().output_bytes
 
 
+def test_processes_that_hold_too_much_together_are_ended() -> None:
+    code = (
+        "import os, time\n"
+        "for _ in range(6):\n"
+        "    if os.fork() == 0:\n"
+        "        held = bytearray(b'x' * (60 << 20))\n"
+        "        time.sleep(60)\n"
+        "time.sleep(60)\n"
+    )
+    began = time.monotonic()
+    result = run(code, memory_mb=256)
+    assert result.outcome is Outcome.TOOL_ERROR
+    assert "all processes together held more than 256 MB" in result.stderr
+    assert time.monotonic() - began < 8
+    wait_until_no_program_is_left()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "os.memfd_create('x')",
+        "if libc.shmget(0, 64 << 20, 0o1600) == -1: raise OSError(ctypes.get_errno(), 'shmget')",
+        "if libc.syscall(425, 8, bytes(120)) == -1: raise OSError(ctypes.get_errno(), 'io_uring')",
+    ],
+)
+def test_memory_that_no_limit_counts_and_rarely_used_calls_are_refused(code: str) -> None:
+    result = run(f"import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n{code}")
+    assert result.outcome is Outcome.TOOL_ERROR
+    assert "PermissionError: [Errno 1]" in result.stderr
+
+
 def test_a_machine_that_cannot_shut_a_program_in_runs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    child = tmp_path / "child.py"
-    child.write_text(sandbox.CHILD.read_text().replace("libc.unshare(spaces", "libc.unshare(-1 + 0 * spaces"))
-    monkeypatch.setattr(sandbox, "CHILD", child)
+    change_child(monkeypatch, tmp_path, ("check(libc.unshare(spaces)", "check(libc.unshare(-1)"), USER_CHANGE)
     with pytest.raises(EnvironmentUnavailableError, match=r"cannot shut a program in .*unshare.*user namespaces"):
         run("print('free')")
+
+
+@pytest.mark.slow
+def test_all_of_this_holds_for_a_user_without_rights(tmp_path: Path) -> None:
+    python, reason = find_python_for_others()
+    if reason:
+        pytest.skip(reason)
+    paths = [str(ROOT), *(path for path in sys.path if path.endswith("site-packages"))]
+    with tempfile.TemporaryDirectory() as own, mount_below(Path(own)) as mount:
+        os.chown(own, SOMEBODY, SOMEBODY)
+        options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", f"--basetemp={own}/tests"]
+        variables = {"PATH": "/usr/bin:/bin", "HOME": own, "PYTHONPATH": os.pathsep.join(paths)}
+        ended = subprocess.run(
+            [*AS_SOMEBODY, python, "-m", "pytest", *options, __file__],
+            cwd=ROOT,
+            env={**variables, "PYTHONDONTWRITEBYTECODE": "1", MOUNT_VARIABLE: str(mount)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "skipped" not in ended.stdout
+
+
+def find_python_for_others() -> tuple[str, str]:
+    """An interpreter of this version that another user may run, or the reason why there is none."""
+    if os.getuid() != 0:
+        return "", "the other tests of this file ran as a user without rights"
+    candidates = [sys.executable, shutil.which(f"python3.{sys.version_info.minor}", path="/usr/bin:/usr/local/bin")]
+    for python in filter(None, candidates):
+        if subprocess.run([*AS_SOMEBODY, python, "-c", ""], capture_output=True, check=False).returncode == 0:
+            return python, ""
+    return "", f"no other user may run {sys.executable}"

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -76,11 +78,18 @@ def test_what_a_tool_refuses_is_explained_to_the_policy(text: str, sentence: str
     assert sentence in contents(reply)[0]
 
 
-def test_a_tool_that_takes_too_long_is_left() -> None:
-    async def sleep(seconds: float) -> str:
-        await asyncio.sleep(seconds)
-        return "awake"
+async def sleep_and_wait(seconds: float) -> str:
+    await asyncio.sleep(seconds)
+    return "awake"
 
+
+def sleep_and_block(seconds: float) -> str:
+    time.sleep(seconds)
+    return "awake"
+
+
+@pytest.mark.parametrize("sleep", [sleep_and_wait, sleep_and_block])
+def test_a_tool_that_takes_too_long_is_left(sleep: Callable[[float], Any]) -> None:
     slow = Tool(name="sleep", description="Sleep.", parameters={"type": "object"}, function=sleep)
     reply = answer(call("sleep", seconds=0) + call("sleep", seconds=60), slow, timeout_s=0.05)
     assert contents(reply) == ["awake", "error: sleep took longer than 0.05 s"]

@@ -1,0 +1,178 @@
+"""`training.rl.advantage`, `.reward_shaping` and `.loss`: what tells one RL algorithm from another.
+
+Not here: the formulas (algorithms/advantages.py, algorithms/loss.py), the settings of named systems
+(algorithms/presets.py), how a name is filled in (rl.py).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rollouts_core.config.record import Finite, Record
+
+
+class AdvantageConfig(Record):
+    """From the rewards of the completions to how strongly each is reinforced."""
+
+    estimator: Literal[
+        "group_mean_std",
+        "group_mean",
+        "leave_one_out",
+        "leave_one_out_std",
+        "group_mean_batch_std",
+        "batch_mean_std",
+        "max_rl",
+        "constant",
+        "gae",
+    ] = "group_mean_std"
+    """What is subtracted from a reward, and what it is divided by. group_mean_std: GRPO. group_mean: Dr. GRPO.
+    leave_one_out: RLOO. leave_one_out_std: also divided by the others' deviation. group_mean_batch_std: the deviation
+    of the whole batch. batch_mean_std: its mean, too. max_rl: divided by the group's mean. constant: minus `baseline`.
+    gae: PPO with a value head."""
+    baseline: Finite = 0.0
+    """The reward that counts as neutral, for the estimator `constant`."""
+    std: Literal["sample", "population"] = "sample"
+    """Whether squared deviations are divided by their number less one, or by their number."""
+    eps: Annotated[Finite, Field(ge=0)] = 1e-6
+    """Added to what a reward is divided by."""
+    singleton: Literal["zero", "reward"] = "zero"
+    """The advantage of a completion without any other in its group: none, or its own reward."""
+    unscored: Literal["error", "exclude"] = "error"
+    """A completion that the reward function returned None for (NaN in a list of rewards): it stops the run, or is left
+    out of its group's baseline and gets the advantage 0."""
+    whiten: bool = False
+    """Shift and scale the advantages to mean 0 and deviation 1 over all trained tokens of the batch."""
+    gamma: Annotated[Finite, Field(ge=0, le=1)] = 1.0
+    """Discount per token, for the estimator `gae`."""
+    gae_lambda: Annotated[Finite, Field(ge=0, le=1)] = 1.0
+    """Weight of later tokens' surprises, for the estimator `gae`; 1 takes whole returns."""
+
+
+class RewardShapingConfig(Record):
+    """What is added to the graded reward before advantages are computed. Reports show the reward as graded."""
+
+    max_response_tokens: int = Field(0, ge=0)
+    """Length limit of a response for the penalty below, usually `rollout.sampling.max_new_tokens`."""
+    overlong_buffer_tokens: int = Field(0, ge=0)
+    """The penalty grows over this many tokens before the limit; 0 has no penalty."""
+    overlong_penalty: Annotated[Finite, Field(ge=0)] = 1.0
+    """What is subtracted at the limit."""
+    overlong_capped: bool = True
+    """A response beyond the limit loses no more than one at the limit."""
+    mask_truncated: bool = False
+    """Leave completions that the token limit cut out of the loss; their rewards still count in baselines."""
+    kl_coef: Annotated[Finite, Field(ge=0)] = 0.0
+    """Subtract this times the KL divergence from the model that training starts from, summed over tokens."""
+    kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
+    """How that divergence is estimated from the sampled tokens; d is log policy - log reference. k1: d. abs: |d|.
+    k2: d^2 / 2. k3: exp(-d) - 1 + d."""
+    kl_credit: Literal["completion", "token"] = "completion"
+    """Subtract the sum from the completion's reward, before its baseline; or from each token's advantage what comes
+    from this token on, after the baseline. The estimator `gae` credits tokens by itself."""
+
+    @model_validator(mode="after")
+    def _check_limit(self) -> Self:
+        if self.overlong_buffer_tokens > self.max_response_tokens:
+            raise ValueError(
+                f"overlong_buffer_tokens {self.overlong_buffer_tokens} needs max_response_tokens of at least as much, "
+                f"found {self.max_response_tokens}: set it to rollout.sampling.max_new_tokens"
+            )
+        return self
+
+
+class MismatchConfig(Record):
+    """Correction for an engine whose log-probs differ from the trainer's for the same weights.
+
+    w is exp(trainer - engine), per token. The divisors of the loss keep counting what a mask removes.
+    """
+
+    weight: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Multiply the policy loss by w of each token, or by the product or the geometric mean of w over the completion."""
+    weight_low: Annotated[Finite, Field(ge=0)] = 0.0
+    """Smallest weight."""
+    weight_high: Annotated[Finite, Field(ge=0)] = 2.0
+    """Largest weight; 0 sets no limit."""
+    outside: Literal["clamp", "zero"] = "clamp"
+    """A weight outside the limits is set to the limit (truncated importance sampling), or to 0 (IcePop)."""
+    mask: Literal["none", "token", "geometric", "product"] = "none"
+    """Leave out what lies outside the limits below: tokens by w, or completions by the geometric mean or the product
+    of w over their tokens."""
+    mask_low: Annotated[Finite, Field(ge=0)] = 0.0
+    """Smallest value that stays."""
+    mask_high: Annotated[Finite, Field(ge=0)] = 0.0
+    """Largest value that stays; 0 sets no limit."""
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> Self:
+        for name, low, high in (
+            ("weight", self.weight_low, self.weight_high),
+            ("mask", self.mask_low, self.mask_high),
+        ):
+            if 0 < high <= low:
+                raise ValueError(f"{name}_low {low:g} must be below {name}_high {high:g}")
+        return self
+
+
+class LossConfig(Record):
+    """The policy loss. The ratio is that of a token's probability now to its probability before the update."""
+
+    objective: Literal["ppo", "gspo", "cispo", "dppo", "reinforce"] = "ppo"
+    """ppo: the clipped ratio times the advantage. gspo: with the completion's geometric mean ratio. cispo: the
+    gradient of the log-prob, weighted by the clipped ratio. dppo: the free ratio, without tokens whose probability
+    moved too far. reinforce: the gradient of the log-prob."""
+    ratio_base: Literal["rollout", "old"] = "rollout"
+    """Where the ratio's lower half comes from: the engine's log-probs when sampling, or the trainer's own before the
+    first update of the step."""
+    clip_low: Annotated[Finite, Field(ge=0)] = 0.2
+    """The ratio is clipped below 1 - clip_low; from 1 on there is no lower bound. dppo: how far a probability may
+    fall."""
+    clip_high: Annotated[Finite, Field(ge=0)] = 0.2
+    """The ratio is clipped above 1 + clip_high. dppo: how far a probability may rise."""
+    dual_clip: Annotated[Finite, Field(ge=0)] = 0.0
+    """A token with a negative advantage loses at most this multiple of it, in ppo and gspo; 0 sets no limit."""
+    ratio_penalty: Annotated[Finite, Field(ge=0)] = 0.0
+    """Penalty for the square of the log-ratio."""
+    drift_mask: Annotated[Finite, Field(ge=0)] = 0.0
+    """Leave out completions with a negative advantage whose mean log-ratio fell by more than this; 0 keeps all."""
+    aggregation: Literal["token_mean", "sequence_mean", "prompt_mean", "constant_length"] = "token_mean"
+    """Average over all trained tokens of the update, over each completion's mean, over each prompt's mean, or the sum
+    divided by the number of completions and `constant_length`."""
+    constant_length: int = Field(0, ge=0)
+    """The length that stands for every completion's, for the aggregation `constant_length`."""
+    count_untrained: bool = False
+    """Whether completions of which no token is trained count where the loss averages over completions."""
+    entropy_coef: Annotated[Finite, Field(ge=0)] = 0.0
+    """Bonus for the entropy of the policy."""
+    kl_coef: Annotated[Finite, Field(ge=0)] = 0.0
+    """Penalty for the KL divergence from the model that training starts from."""
+    kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
+    """How that divergence is estimated from the sampled tokens; d is log policy - log reference. k1: d. abs: |d|.
+    k2: d^2 / 2. k3: exp(-d) - 1 + d."""
+    kl_weight: Literal["none", "ratio", "on_policy"] = "none"
+    """Multiply the estimate by the ratio, which makes it unbiased; on_policy: by a ratio of 1 that has its gradient."""
+    kl_input_clamp: Annotated[Finite, Field(ge=0)] = 20.0
+    """|d| is limited to this; 0 sets no limit."""
+    kl_output_clamp: Annotated[Finite, Field(ge=0)] = 10.0
+    """The absolute estimate is limited to this; 0 sets no limit."""
+    value_coef: Annotated[Finite, Field(ge=0)] = 0.1
+    """Weight of half the squared error of the value head, for the estimator `gae`."""
+    value_clip: Annotated[Finite, Field(ge=0)] = 0.2
+    """A value may move this far from what it was before the update; 0 sets no limit."""
+    mismatch: MismatchConfig = MismatchConfig()
+    """Correction for the difference between engine and trainer; with `ratio_base` = "old"."""
+
+    @model_validator(mode="after")
+    def _check_pieces(self) -> Self:
+        if 0 < self.dual_clip <= 1:
+            raise ValueError(f"dual_clip must be above 1, or 0 for none, found {self.dual_clip:g}")
+        if self.aggregation == "constant_length" and not self.constant_length:
+            raise ValueError('aggregation "constant_length" needs constant_length')
+        corrects = self.mismatch.weight != "none"
+        if corrects and self.ratio_base == "rollout" and self.objective != "reinforce":
+            raise ValueError(
+                'mismatch.weight corrects twice with ratio_base "rollout", whose ratio holds it already: '
+                'set ratio_base = "old"'
+            )
+        return self

@@ -1,0 +1,47 @@
+"""`data`: the files of demonstrations and prompts.
+
+Not here: how they are read (rollouts_core/data), what is taken of them to compare checkpoints (evaluation.py).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from rollouts_core.config.record import PLACEMENT, Finite, Record
+
+
+class DatasetConfig(Record):
+    """One of several datasets of demonstrations that are trained on together."""
+
+    path: str = Field(min_length=1, json_schema_extra=PLACEMENT)
+    """JSONL or Parquet file, folder of a Hugging Face dataset, or hub id."""
+    split: str = Field("train", min_length=1)
+    """Which split, of a folder or hub dataset that has several."""
+    subset: str = ""
+    """Which configuration of a hub dataset that has several."""
+    revision: str = Field("", json_schema_extra=PLACEMENT)
+    """Commit or tag of a hub dataset; empty takes the newest commit when the run is planned."""
+    max_samples: int | None = Field(None, ge=1)
+    """Only so many rows, from the start."""
+    repeat: Annotated[Finite, Field(gt=0)] = 1.0
+    """How often an epoch visits each row. Below 1 an epoch takes a share of them, and the next epoch others."""
+
+
+class DataConfig(Record):
+    """Where demonstrations and prompts come from. Paths are relative to the configuration's file."""
+
+    sft: str | tuple[DatasetConfig, ...] = ""
+    """Demonstrations: rows with `messages`, with `prompt` and `completion`, or with `text`. One JSONL or Parquet file,
+    dataset folder or hub id; or a list of such datasets, each with its share."""
+    streaming: bool = Field(False, json_schema_extra=PLACEMENT)
+    """Read and tokenize demonstrations while training instead of before: for data larger than memory."""
+    sft_eval: str = ""
+    """Demonstrations whose loss is taken while SFT trains on others; empty takes none."""
+    prompts: str = ""
+    """Prompts for RL: JSONL rows with `prompt` or `messages`, and `answer` where the reward needs one."""
+    selection: str = ""
+    """Prompts (or demonstrations, for the metric `loss`) that choose between checkpoints."""
+    heldout: str = ""
+    """Prompts (or demonstrations) for the report. No row of them may be among the selection's."""

@@ -1,0 +1,70 @@
+"""`deployment`: where things run on the node, which never changes a result.
+
+Not here: the node itself (infra/node.py), what the engines are (engine.py).
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from rollouts_core.config.record import PLACEMENT, GpuRank, Record
+
+
+class DeploymentConfig(Record):
+    """Where things run on the node. Nothing here changes a result."""
+
+    trainer_gpu_ranks: tuple[GpuRank, ...] = Field((), json_schema_extra=PLACEMENT)
+    """GPUs of the trainer, one process on each; empty trains on the CPU, or on the first GPU where there is one."""
+    trainer_processes: int = Field(0, ge=0, json_schema_extra=PLACEMENT)
+    """Processes that train together, each with a GPU of its own; 0 takes as many as there are trainer_gpu_ranks, or
+    one. Without trainer_gpu_ranks they share the CPU, which is for trying things out."""
+    engine_gpu_ranks: tuple[GpuRank, ...] = Field((), json_schema_extra=PLACEMENT)
+    """GPUs of the inference engines, shared evenly between them; those of one engine hold its model together."""
+    num_engines: int = Field(1, ge=1, json_schema_extra=PLACEMENT)
+    """Inference engines that sample for RL; when one fails, the others go on."""
+    trainer_threads: int = Field(0, ge=0, json_schema_extra=PLACEMENT)
+    """CPU threads of each trainer process; 0 shares all cores between them."""
+    engine_threads: int = Field(1, ge=1, json_schema_extra=PLACEMENT)
+    """CPU threads of the inference engine."""
+    engine_port: int = Field(0, ge=0, le=65535, json_schema_extra=PLACEMENT)
+    """Port of the engine on the node's loopback address, of the first where there are several; 0 chooses free ones."""
+    max_running_requests: int = Field(128, ge=1, json_schema_extra=PLACEMENT)
+    """Completions that the engine generates at the same time."""
+    stage_timeout_minutes: int = Field(24 * 60, ge=1, json_schema_extra=PLACEMENT)
+    """A stage that takes longer is stopped and counts as failed."""
+
+    @property
+    def num_trainer_processes(self) -> int:
+        """How many processes train together."""
+        return self.trainer_processes or max(1, len(self.trainer_gpu_ranks))
+
+    @property
+    def engine_ports(self) -> list[int]:
+        """The wanted port of each engine, 0 for a free one."""
+        return [self.engine_port + index if self.engine_port else 0 for index in range(self.num_engines)]
+
+    def of_engine(self, index: int) -> Self:
+        """The placement of one of the engines: its share of the GPUs."""
+        num_ranks = len(self.engine_gpu_ranks) // self.num_engines
+        ranks = self.engine_gpu_ranks[index * num_ranks : (index + 1) * num_ranks]
+        return self.model_copy(update={"engine_gpu_ranks": ranks, "num_engines": 1})
+
+    @model_validator(mode="after")
+    def _check_engines(self) -> Self:
+        if len(self.engine_gpu_ranks) % self.num_engines:
+            raise ValueError(
+                f"engine_gpu_ranks names {len(self.engine_gpu_ranks)} GPUs for num_engines {self.num_engines}: give "
+                "each engine as many, or none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_processes(self) -> Self:
+        if 0 < len(self.trainer_gpu_ranks) < self.trainer_processes:
+            raise ValueError(
+                f"trainer_processes {self.trainer_processes} needs as many trainer_gpu_ranks, found "
+                f"{len(self.trainer_gpu_ranks)}: each process has a GPU of its own"
+            )
+        return self

@@ -1,0 +1,42 @@
+"""`rollout.engine`: the inference server that samples.
+
+Not here: its GPUs, ports and number (deployment.py), how it is started (engines/launch.py).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rollouts_core.config.record import PLACEMENT, Finite, Record
+
+EngineKind = Literal["embedded", "sglang", "vllm"]
+
+
+class EngineConfig(Record):
+    """The inference server that samples for RL."""
+
+    kind: EngineKind = "embedded"
+    """embedded: this project's own, for small models on a CPU. sglang and vllm are installed by you, usually into an
+    environment of their own."""
+    python: str = Field("", json_schema_extra=PLACEMENT)
+    """Python interpreter of the environment that SGLang or vLLM is installed in, as an absolute path on the node; empty
+    takes that of the jobs."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number format of the engine's weights; auto takes that of the model's configuration. The embedded engine always
+    takes float32."""
+    context_length: int = Field(0, ge=0)
+    """Prompt and completion tokens of a request at most; 0 takes what rollout.max_prompt_tokens and
+    rollout.sampling.max_new_tokens need."""
+    extra_args: tuple[str, ...] = ()
+    """Further arguments of the server's command line, for instance ["--mem-fraction-static", "0.7"]."""
+    start_timeout_s: Annotated[Finite, Field(gt=0)] = Field(300.0, json_schema_extra=PLACEMENT)
+    """How long the server may take until it has generated its first token, and to be back after it died."""
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        given = {"python": self.python, "extra_args": self.extra_args, "dtype": self.dtype.removeprefix("auto")}
+        if self.kind == "embedded" and (named := [name for name, value in given.items() if value]):
+            raise ValueError(f'engine.{named[0]} is a setting of the kinds "sglang" and "vllm": leave it out')
+        return self

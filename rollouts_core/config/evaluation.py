@@ -1,0 +1,29 @@
+"""`evaluation`: how checkpoints are compared.
+
+Not here: the prompts and demonstrations for it (data.py), the comparison (evaluate.py, comparison.py).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rollouts_core.config.record import Finite, Record
+
+
+class EvaluationConfig(Record):
+    """How checkpoints are compared, for selection and for the report."""
+
+    metric: Literal["accuracy", "loss"] = "accuracy"
+    """Mean reward on prompts, or mean loss on demonstrations."""
+    max_prompts: int = Field(1024, ge=1)
+    """At most this many rows of a file are used, from its start."""
+    samples_per_prompt: int = Field(1, ge=1)
+    """Completions per prompt; their rewards are averaged."""
+    temperature: Annotated[Finite, Field(ge=0, le=10)] = 0.0
+    """Softmax temperature; 0 takes the most likely token."""
+    seed: int = Field(0, ge=0)
+    """Randomness of sampling, the same for every checkpoint."""
+    max_p_value: Annotated[Finite, Field(gt=0, le=1)] = 0.01
+    """RL must beat the selected SFT checkpoint with at most this p-value, or the run fails; 1 accepts anything."""

@@ -1,0 +1,87 @@
+"""Settings from a TOML or JSON file: read, with absolute paths, as a record.
+
+Not here: what the settings mean (the records beside this file), how a misfit is worded (messages.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from rollouts_core.errors import ConfigError
+from rollouts_core.messages import explain_validation_error
+
+RecordT = TypeVar("RecordT", bound=BaseModel)
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+DATA_FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+
+
+def read_settings(path: Path) -> dict[str, Any]:  # Any: unchecked file content
+    """The content of a TOML or JSON settings file, unchecked."""
+    if not path.is_file():
+        problem = "is a folder" if path.is_dir() else "does not exist"
+        raise ConfigError(f"{path} {problem}: give the path of a TOML or JSON configuration")
+    try:
+        settings = json.loads(path.read_text()) if path.suffix == ".json" else tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): make it readable") from error
+    except (ValueError, RecursionError) as error:
+        kind = "JSON" if path.suffix == ".json" else "TOML"
+        raise ConfigError(f"{path} is not valid {kind}: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path} must hold a table of settings at its top, found {type(settings).__name__}")
+    return settings
+
+
+def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # Any: unchecked file content
+    """`settings` with data paths, and a model path that exists as a folder, made absolute against `base`.
+
+    So do the checkpoints to resume from. A model path that is no folder beside the file stays as it is: it may be a
+    hub id. So does `data.sft` where it reads `organisation/name` and is nothing beside the file.
+    """
+
+    def absolute(value: Any) -> Any:  # Any: unchecked file content
+        return str((base / value).resolve()) if isinstance(value, str) and value else value
+
+    def dataset(value: Any) -> Any:  # Any: unchecked file content
+        if isinstance(value, list | tuple):
+            return [
+                {**each, "path": dataset(each["path"])} if isinstance(each, dict) and "path" in each else each
+                for each in value
+            ]
+        return value if isinstance(value, str) and _may_be_hub_id(value, base) else absolute(value)
+
+    resolved = dict(settings)
+    if isinstance(data := settings.get("data"), dict):
+        resolved["data"] = {key: (dataset if key == "sft" else absolute)(value) for key, value in data.items()}
+    if isinstance(model := settings.get("model"), dict):
+        path = model.get("path")
+        if isinstance(path, str) and (path.startswith((".", "/")) or (base / path).is_dir()):
+            resolved["model"] = {**model, "path": absolute(path)}
+    if isinstance(training := settings.get("training"), dict):
+        resolved["training"] = {
+            stage: {**section, "resume_from": absolute(section["resume_from"])}
+            if isinstance(section, dict) and "resume_from" in section
+            else section
+            for stage, section in training.items()
+        }
+    return resolved
+
+
+def _may_be_hub_id(path: str, base: Path) -> bool:
+    is_name = HUB_ID.fullmatch(path) is not None and not path.endswith(DATA_FILE_SUFFIXES)
+    return is_name and not (base / path).exists()
+
+
+def parse_config(model: type[RecordT], settings: dict[str, Any], *, source: str) -> RecordT:  # Any: unchecked
+    """`settings` as a record of `model`; a misfit becomes one sentence that names `source` and the key."""
+    try:
+        return model.model_validate(settings)
+    except ValidationError as error:
+        raise ConfigError(explain_validation_error(error, model, source=source)) from error

@@ -1,0 +1,91 @@
+"""`Config`: the settings of one pipeline, put together from the records beside this file.
+
+Not here: a single setting (one file per section), how a file of settings is read (files.py).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal, Self
+
+import tomli_w
+from pydantic import model_validator
+
+from rollouts_core.config.data import DataConfig, DatasetConfig
+from rollouts_core.config.deployment import DeploymentConfig
+from rollouts_core.config.evaluation import EvaluationConfig
+from rollouts_core.config.files import parse_config, read_settings, resolve_paths
+from rollouts_core.config.model import ModelConfig
+from rollouts_core.config.record import Record
+from rollouts_core.config.rl import RLTrainingConfig
+from rollouts_core.config.rollout import RolloutConfig
+from rollouts_core.config.sft import SFTTrainingConfig
+
+
+class TrainingConfig(Record):
+    """The two training stages."""
+
+    sft: SFTTrainingConfig = SFTTrainingConfig()
+    """Supervised fine-tuning."""
+    rl: RLTrainingConfig = RLTrainingConfig()
+    """Reinforcement learning."""
+
+
+class Config(Record):
+    """Everything the training core needs to know for one pipeline."""
+
+    mode: Literal["sft", "rl", "sft+rl"] = "sft+rl"
+    """Which stages run: only SFT, only RL from `model.path`, or RL on the selected SFT checkpoint."""
+    model: ModelConfig
+    """The model that training starts from."""
+    data: DataConfig
+    """Demonstrations and prompts."""
+    training: TrainingConfig = TrainingConfig()
+    """SFT and RL settings."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Sampling and grading for RL."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """How checkpoints are compared."""
+    deployment: DeploymentConfig = DeploymentConfig()
+    """Placement on the node."""
+
+    @property
+    def demonstrations(self) -> tuple[DatasetConfig, ...]:
+        """The datasets of `data.sft`, also where it is written as one path."""
+        sft = self.data.sft
+        return sft if isinstance(sft, tuple) else (DatasetConfig(path=sft),)
+
+    @model_validator(mode="after")
+    def _check_mode(self) -> Self:
+        needed = {"sft": ["sft"], "rl": ["prompts"], "sft+rl": ["sft", "prompts"]}[self.mode]
+        for name in [*needed, "selection", "heldout"]:
+            if not getattr(self.data, name):
+                raise ValueError(f'mode "{self.mode}" needs data.{name}')
+        if self.mode != "sft" and self.evaluation.metric == "loss":
+            raise ValueError(f'mode "{self.mode}" compares checkpoints by accuracy: evaluation.metric cannot be "loss"')
+        if self.mode != "sft" and self.rollout.sampling.temperature == 0:
+            raise ValueError("RL needs rollout.sampling.temperature above 0: greedy samples of a group are all equal")
+        advantage = self.training.rl.advantage
+        is_alone = self.rollout.n_samples_per_prompt == 1 and advantage.singleton == "zero"
+        if self.mode != "sft" and is_alone and advantage.estimator not in ("constant", "batch_mean_std", "gae"):
+            raise ValueError(
+                f'training.rl.advantage.estimator "{advantage.estimator}" compares the completions of a prompt: it '
+                "needs rollout.n_samples_per_prompt of 2 or more, found 1"
+            )
+        return self
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """The configuration in a TOML or JSON file; data and model paths become absolute.
+
+        Raises:
+            ConfigError: one sentence with the file, the key and what to do.
+        """
+        return parse_config(cls, resolve_paths(read_settings(Path(path)), Path(path).parent), source=str(path))
+
+    def save(self, path: str | Path) -> None:
+        """Write the settings that differ from their defaults as TOML or JSON, by the name's ending."""
+        settings = self.model_dump(mode="json", exclude_defaults=True)
+        is_json = Path(path).suffix == ".json"
+        Path(path).write_text(json.dumps(settings, indent=2) if is_json else tomli_w.dumps(settings))

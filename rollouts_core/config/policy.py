@@ -1,0 +1,62 @@
+"""`training.sft.policy` and `training.rl.policy`: how the model computes while it is trained.
+
+Not here: which model it is (model.py), the policy itself (rollouts_core/model).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rollouts_core.config.record import Finite, Record
+
+
+class LoRAConfig(Record):
+    """Low-rank adapters: only they are trained; checkpoints hold the weights with the adapters merged in."""
+
+    rank: int = Field(0, ge=0)
+    """Rank of the adapters; 0 trains all weights instead."""
+    alpha: Annotated[Finite, Field(gt=0)] = 32.0
+    """Adapters are scaled by alpha / rank."""
+    dropout: Annotated[Finite, Field(ge=0, lt=1)] = 0.0
+    """Share of the adapters' inputs that is dropped while training."""
+    target_modules: tuple[str, ...] = ()
+    """Names of the linear layers that get an adapter; empty takes all but the output head."""
+
+
+class PolicyConfig(Record):
+    """How the model computes while it is trained."""
+
+    backend: Literal["pytorch", "jax"] = "pytorch"
+    """The library that trains. Both give the same losses up to rounding; jax knows the Llama, Qwen2 and Qwen3 families
+    and needs pip install 'rollouts[jax]'."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the matrix products. Trained weights and optimizer state stay float32; with LoRA the frozen
+    weights take this format too."""
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
+    """Attention kernel; models that cap attention scores (Gemma 2) compute with eager instead of sdpa. Those of flash
+    attention run packed rows without a mask; they need a GPU, their package, and the precision bfloat16."""
+    activation_checkpointing: bool = False
+    """Compute the layers' activations again in the backward pass: less memory, about a third more time."""
+    compile: bool = False
+    """Compile the layers with torch.compile: a slow start, then faster steps on most GPUs."""
+    lora: LoRAConfig = LoRAConfig()
+    """Low-rank adapters."""
+
+    @model_validator(mode="after")
+    def _check_attention(self) -> Self:
+        if self.attention.startswith("flash") and self.precision != "bfloat16":
+            raise ValueError(f'attention "{self.attention}" needs precision = "bfloat16"')
+        return self
+
+    @model_validator(mode="after")
+    def _check_backend(self) -> Self:
+        wanted = {"lora": self.lora.rank > 0, "compile": self.compile, "attention": self.attention != "sdpa"}
+        if self.backend == "jax" and (without := [name for name, is_set in wanted.items() if is_set]):
+            raise ValueError(f'backend "jax" has no {without[0]} setting: leave it out, or set backend = "pytorch"')
+        return self
+
+
+PLAIN_POLICY = PolicyConfig()
+"""Full training in float32."""

@@ -1,0 +1,89 @@
+"""What every record of settings is made of: frozen, closed to unknown keys, with types that refuse conversions.
+
+Not here: a single setting (the modules beside this one), how a misfit is worded (messages.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+)
+from pydantic.config import JsonDict
+from pydantic_core import PydanticKnownError
+
+PLACEMENT: JsonDict = {"affects_result": False}
+"""Marks a field that says where or how often, never what: it stays out of fingerprints."""
+
+SELECTION: JsonDict = {"affects_weights": False}
+"""Marks a field that decides how far training goes or which checkpoints stay: a resumed training may change it."""
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError(f"must be a finite number, found {value}")
+    return value
+
+
+def name_of_function(function: str | Callable[..., Any]) -> str:  # Any: user functions of many shapes
+    """`function` as a configuration writes it: its own name, or `package.module:function`."""
+    if isinstance(function, str):
+        return function
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def _write_function(function: str | Callable[..., Any]) -> str:  # Any: user functions of many shapes
+    if not isinstance(function, str) and (not hasattr(function, "__qualname__") or "<" in function.__qualname__):
+        raise ValueError(f"{function!r} cannot be named in a file: define it as a function of a module")
+    return name_of_function(function)
+
+
+Finite = Annotated[float, Field(strict=True), AfterValidator(_finite)]
+GpuRank = Annotated[int, Field(ge=0, strict=True)]
+FunctionName = Annotated[
+    str | Callable[..., Any],  # Any: user functions of many shapes
+    PlainSerializer(_write_function, return_type=str),
+    WithJsonSchema({"type": "string"}),
+]
+
+
+SCALAR_ERRORS: dict[object, Literal["bool_type", "int_type", "float_type"]] = {
+    bool: "bool_type",
+    int: "int_type",
+    float: "float_type",
+}
+
+
+def _scalar_of(annotation: object) -> object:
+    """The type of a field without the checks around it; of one that may be None, the other type."""
+    parts = [part for part in get_args(annotation) if part is not type(None)]
+    if get_origin(annotation) is Annotated or (len(parts) == 1 and type(None) in get_args(annotation)):
+        return _scalar_of(parts[0])
+    return annotation
+
+
+class Record(BaseModel):
+    """What all settings share: frozen, no unknown keys, field docstrings as help texts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_conversions(cls, value: Any, info: ValidationInfo) -> Any:  # Any: unchecked input
+        """True is no number and "3" is no 3, although pydantic would take them for one."""
+        assert info.field_name is not None, "only fields are validated"
+        kind = SCALAR_ERRORS.get(_scalar_of(cls.model_fields[info.field_name].annotation))
+        if kind and (isinstance(value, str) or isinstance(value, bool) != (kind == "bool_type")):
+            raise PydanticKnownError(kind)
+        return value

@@ -1,0 +1,99 @@
+"""`rollout`: how RL gets its data.
+
+Not here: what is learned from it (rl.py), the sampling itself (rollouts_core/rollout.py).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rollouts_core.config.engine import EngineConfig
+from rollouts_core.config.record import PLACEMENT, Finite, FunctionName, Record, name_of_function
+from rollouts_core.config.reward import RewardConfig
+
+
+class SamplingConfig(Record):
+    """How a completion is sampled."""
+
+    temperature: Annotated[Finite, Field(ge=0, le=10)] = 1.0
+    """Softmax temperature; 0 takes the most likely token."""
+    max_new_tokens: int = Field(512, ge=1)
+    """Token limit of a completion."""
+
+
+class MultiTurnConfig(Record):
+    """Limits of a conversation with an environment that answers the policy. All tokens of it, those of the environment
+    too, count against `rollout.sampling.max_new_tokens`."""
+
+    max_turns: int = Field(8, ge=1)
+    """Turns of the policy; a conversation that is not over then is cut off."""
+    max_tokens_per_turn: int = Field(0, ge=0)
+    """Token limit of one turn of the policy; 0 leaves it all that the conversation has left."""
+    timeout_s: Annotated[Finite, Field(gt=0)] = 3600.0
+    """How long a conversation may take before it is cut off."""
+    reply_timeout_s: Annotated[Finite, Field(gt=0)] = 120.0
+    """How long the environment may take to answer one turn; longer counts as a failure of the environment. One that
+    computes for so long without waiting for anything ends the run: it holds up all other conversations."""
+    form: Literal["interleaved", "branching"] = "interleaved"
+    """Whether a conversation is trained on as one sample, or as one per turn, which share its reward."""
+
+
+class RolloutConfig(Record):
+    """How RL gets its data: sample, grade, filter."""
+
+    batch_size: int = Field(16, ge=1)
+    """Prompts per step."""
+    n_samples_per_prompt: int = Field(8, ge=1)
+    """Completions per prompt: the group that shares a baseline."""
+    over_sampling_factor: Annotated[Finite, Field(ge=1)] = 1.0
+    """Prompts asked for at a time, as a multiple of the batch size, when a filter drops groups."""
+    max_refills: int = Field(10, ge=1)
+    """How often a step may ask for further prompts before it ends with an error."""
+    max_prompt_tokens: int = Field(1024, ge=1)
+    """Prompts longer than this are an error that names the row."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How completions are sampled."""
+    engine: EngineConfig = EngineConfig()
+    """Who samples."""
+    environment: str = Field("arithmetic", min_length=1)
+    """Who answers the policy and grades it: a name of `rollouts_core.environments.ENVIRONMENTS` or
+    `package.module:Class`."""
+    multi_turn: MultiTurnConfig = MultiTurnConfig()
+    """Limits of conversations, where the environment answers the policy."""
+    max_environment_retries: int = Field(3, ge=0)
+    """How often a conversation is begun again after a failure of the environment's machinery, waiting longer each
+    time. Then its group is dropped and counted; nothing is graded."""
+    max_environment_failure_share: Annotated[Finite, Field(ge=0, le=1)] = 0.1
+    """The run ends when more than this share of the last 50 groups was dropped for such a failure."""
+    generate_fn: FunctionName = ""
+    """Takes the pending samples of a group and returns them finished; empty asks the engines."""
+    reward_fn: FunctionName = ""
+    """A name of `rollouts_core.rewards.REWARDS` or `package.module:function`; empty takes the environment's grade."""
+    rewards: tuple[RewardConfig, ...] = ()
+    """Several rewards, added with their weights, in place of `reward_fn`."""
+    reward_timeout_s: Annotated[Finite, Field(gt=0)] = 1800.0
+    """A reward or a filter that takes longer ends the run with a sentence, also where it never waits for anything."""
+    filter_fn: FunctionName = ""
+    """Which groups are trained on: a name of `rollouts_core.filters.FILTERS` or `package.module:function`."""
+    seed: int = Field(0, ge=0)
+    """Order of the prompts and the randomness of sampling."""
+    request_timeout_s: Annotated[Finite, Field(gt=0)] = Field(600.0, json_schema_extra=PLACEMENT)
+    """How long one engine request may take before it is asked again."""
+
+    @model_validator(mode="after")
+    def _check_rewards(self) -> Self:
+        if self.rewards and self.reward_fn != "":
+            raise ValueError("give reward_fn or rewards, not both: reward_fn may be one of the rewards")
+        return self
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        """What grades, by name: functions as a configuration writes them, services by their kind."""
+        if not self.rewards:
+            return (name_of_function(self.reward_fn) or self.environment,)
+        return tuple(name_of_function(each.name) or self._unnamed(each) for each in self.rewards)
+
+    def _unnamed(self, reward: RewardConfig) -> str:
+        return self.environment if reward.kind == "function" else reward.kind

@@ -1,0 +1,149 @@
+"""Ask a service for JSON: a bounded number of requests at a time, over shared connections, again while it is away.
+
+Not here: what is asked and what the answer means (reward_services.py), inference servers (engines/).
+
+    ask -> slot -> POST -- answer --> read --> result
+                    ^                  |
+                    +---- pause <------+   connection lost, overloaded, too slow, an answer that cannot be read
+
+A request keeps its slot while it pauses, so an overloaded service gets fewer requests, not as many again.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import aiohttp
+import anyio
+import httpx
+
+from rollouts_core.config import RewardConfig
+from rollouts_core.engines.http import create_transport
+from rollouts_core.errors import ConfigError, EnvironmentUnavailableError, RewardError
+from rollouts_core.messages import first_line
+
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
+MAX_RETRY_AFTER_S = 300.0
+"""A service that asks for more patience than this is asked again after it all the same."""
+OVERLOADED = (408, 425, 429, 500, 502, 503, 504)
+
+
+class _NoAnswerError(Exception):
+    """Asking again may help.
+
+    Args:
+        problem: what happened.
+        retry_after_s: how long the service asked to be left alone; 0 where it said nothing.
+    """
+
+    def __init__(self, problem: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(problem)
+        self.retry_after_s = retry_after_s
+
+
+class HTTPService:
+    """One address that answers JSON to JSON.
+
+    Its connections are open while requests are under way, and closed with the last of them: nobody has to.
+    """
+
+    def __init__(self, url: str, config: RewardConfig) -> None:
+        self.url = url
+        self.config = config
+        self._slots = anyio.CapacityLimiter(config.max_concurrent)
+        self._client: httpx.AsyncClient | None = None
+        self._num_users = 0
+
+    async def ask(self, body: dict[str, Any], read: Callable[[Any], Any]) -> Any:  # Any: JSON
+        """What `read` finds in the answer to `body`.
+
+        Args:
+            read: raises ValueError, KeyError, TypeError or IndexError for an answer that it cannot read.
+
+        Raises:
+            EnvironmentUnavailableError: no answer that can be read, however often it was asked.
+            RewardError: the service refused the request.
+        """
+        num_attempts = self.config.max_retries + 1
+        async with self._connected() as client, self._slots:
+            for attempt in range(1, num_attempts + 1):
+                try:
+                    return await self._ask_once(client, body, read)
+                except _NoAnswerError as error:
+                    if attempt == num_attempts:
+                        raise EnvironmentUnavailableError(
+                            f"{self.url} gave no reward in {num_attempts} attempts: {error}"
+                        ) from error
+                    await anyio.sleep(max(error.retry_after_s, draw_backoff(attempt)))
+        raise AssertionError("the loop only ends by returning or raising")
+
+    async def _ask_once(
+        self, client: httpx.AsyncClient, body: dict[str, Any], read: Callable[[Any], Any]
+    ) -> Any:  # Any: JSON
+        try:
+            with anyio.fail_after(self.config.timeout_s):
+                response = await client.post(self.url, json=body)
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise _NoAnswerError(f"it did not answer within {self.config.timeout_s:g} s") from error
+        except (httpx.TransportError, aiohttp.ClientError) as error:
+            raise _NoAnswerError(first_line(error) or type(error).__name__) from error
+        if response.status_code in OVERLOADED:
+            problem = f"it answered {response.status_code}: {response.text[:200]}"
+            raise _NoAnswerError(problem, read_retry_after(response.headers))
+        if response.status_code != 200:
+            raise RewardError(f"{self.url} answered {response.status_code}: {response.text[:200]}")
+        try:
+            return read(response.json())
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise _NoAnswerError(f"its answer cannot be read ({reason}): {response.text[:200]}") from error
+
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[httpx.AsyncClient]:
+        client = self._client
+        if client is None or self._num_users == 0:
+            headers = read_key_header(self.config.api_key_variable)
+            client = self._client = httpx.AsyncClient(timeout=None, headers=headers, transport=create_transport())
+        self._num_users += 1
+        try:
+            yield client
+        finally:
+            self._num_users -= 1
+            if self._num_users == 0:
+                with anyio.CancelScope(shield=True):
+                    await client.aclose()
+
+
+def read_key_header(variable: str) -> dict[str, str]:
+    """The header with the key that an environment variable holds; none where no variable is named.
+
+    Raises:
+        ConfigError: the variable is not set.
+    """
+    if not variable:
+        return {}
+    if not (key := os.environ.get(variable)):
+        raise ConfigError(f"rollout.rewards: api_key_variable {variable} is not set: export it where the jobs run")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def draw_backoff(attempt: int) -> float:
+    """Seconds to pause after an attempt, counted from 1: twice as long each time, and not the same for everybody."""
+    return random.uniform(0.5, 1.0) * min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** (attempt - 1))
+
+
+def read_retry_after(headers: Mapping[str, str]) -> float:
+    """The seconds for which a service asks to be left alone, by a number or a date; 0 where it does not say."""
+    text = headers.get("Retry-After", "").strip()
+    try:
+        is_number = text.isdecimal()
+        wanted_s = float(text) if is_number else (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds()
+    except (ValueError, TypeError):  # nothing, or no date, or one without a time zone
+        return 0.0
+    return min(max(wanted_s, 0.0), MAX_RETRY_AFTER_S)

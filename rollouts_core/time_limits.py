@@ -1,0 +1,185 @@
+"""End a call of a user's function at its deadline, also one that never waits for anything.
+
+Not here: what is called (rewards.py, conversation.py), limits of other processes (environments/sandbox.py).
+
+A function that never waits holds the event loop up, so no timer of the loop can end it. Where the loop has the main
+thread, as in every job, a signal does: in the function itself, and in each stretch of a coroutine between two waits. It
+costs a few microseconds a call, and keeps functions in the thread that libraries with signals of their own need. In
+another thread a plain function gets a thread of its own, which is left behind when its time is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic
+from types import FrameType
+from typing import Any, TypeVar
+
+import anyio
+
+ResultT = TypeVar("ResultT")
+MIN_TIMER_S = 0.001
+INSIST_S = 1.0
+"""An interrupt that the interrupted code swallowed comes again after this long."""
+
+CLEAN_UP_S = 5.0
+"""How long a stretch of a coroutine may take that was told that its time is over."""
+
+
+class OutOfTimeError(TimeoutError):
+    """A call was given up at its deadline; what it raises itself, a TimeoutError too, is no such error."""
+
+
+class BlockedError(OutOfTimeError):
+    """A function took too long without waiting for anything, and was interrupted where the message says."""
+
+
+class _Interrupt(BaseException):
+    """No Exception: a function that goes on after every error would go on after this one, too."""
+
+
+async def call_within(
+    timeout_s: float | None, function: Callable[..., Any], *arguments: Any
+) -> Any:  # Any: a user's function made it
+    """What a plain or coroutine function returns.
+
+    Code that waits inside C without looking at signals, or a task that a coroutine starts for itself, has no limit
+    here; nor has a stretch of a coroutine that never waits, where the event loop is not in the main thread.
+
+    Raises:
+        OutOfTimeError: it did not return in time.
+        BlockedError: nor did it wait for anything, so everything else waited for it.
+    """
+    if timeout_s is None:
+        outcome = function(*arguments)
+        return await outcome if inspect.isawaitable(outcome) else outcome
+    deadline = monotonic() + timeout_s
+    if can_interrupt():
+        with interrupt_after(timeout_s):
+            outcome = function(*arguments)
+    elif inspect.iscoroutinefunction(function):
+        outcome = function(*arguments)
+    else:
+        outcome = await _call_in_thread(timeout_s, function, *arguments)
+    if not inspect.isawaitable(outcome):
+        return outcome
+    with anyio.move_on_after(timeout_s):
+        return await _InterruptedSteps(outcome, timeout_s, deadline)
+    raise OutOfTimeError(_say_late(timeout_s))
+
+
+def can_interrupt() -> bool:
+    """Whether `interrupt_after` has an effect: in the main thread, of systems with the signal for it."""
+    return threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGALRM")
+
+
+@contextmanager
+def interrupt_after(timeout_s: float, *, left_s: float | None = None) -> Iterator[None]:
+    """Raise BlockedError in the block when it takes longer, whatever it computes.
+
+    By a signal, so in the main thread only; elsewhere, and on systems without that signal, there is no limit.
+
+    Args:
+        left_s: what is left of `timeout_s`, where something else took a part of it.
+    """
+    if not can_interrupt():
+        yield
+        return
+    is_inside, place = True, ""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal place
+        if is_inside:
+            place = place or _describe(frame)
+            raise _Interrupt
+
+    first_s = max(timeout_s if left_s is None else left_s, MIN_TIMER_S)
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    began = monotonic()
+    others_s, others_interval_s = signal.setitimer(signal.ITIMER_REAL, first_s, INSIST_S)
+    try:
+        yield
+    except _Interrupt:
+        raise BlockedError(_say_late(timeout_s) + place) from None
+    finally:
+        is_inside = False
+        # Whoever had set the timer before gets what is left of it.
+        remaining_s = max(others_s - (monotonic() - began), MIN_TIMER_S) if others_s else 0.0
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+        signal.setitimer(signal.ITIMER_REAL, remaining_s, others_interval_s)
+
+
+def _say_late(timeout_s: float) -> str:
+    return f"it did not return within {timeout_s:g} s"
+
+
+def _describe(frame: FrameType | None) -> str:
+    if frame is None:
+        return ""
+    code = frame.f_code
+    return f"; it was in {code.co_qualname}, {Path(code.co_filename).name} line {frame.f_lineno}"
+
+
+class _InterruptedSteps:
+    """An awaitable whose every stretch between two waits is interrupted at the deadline."""
+
+    def __init__(self, awaitable: Awaitable[Any], timeout_s: float, deadline: float) -> None:  # Any: a user's
+        self._awaitable = awaitable
+        self._timeout_s = timeout_s
+        self._deadline = deadline
+
+    def __await__(self) -> Generator[Any, None, Any]:  # Any: what event loops and coroutines tell each other
+        steps = _wait_for(self._awaitable)
+        thrown: BaseException | None = None
+        while True:
+            left_s = self._deadline - monotonic()
+            with interrupt_after(self._timeout_s, left_s=left_s if left_s > 0 else CLEAN_UP_S):
+                try:
+                    waited_for = steps.send(None) if thrown is None else steps.throw(thrown)
+                except StopIteration as end:
+                    return end.value
+            thrown = None
+            try:
+                yield waited_for
+            except BaseException as error:  # noqa: BLE001 - a cancellation too belongs to the coroutine
+                thrown = error
+
+
+async def _wait_for(awaitable: Awaitable[ResultT]) -> ResultT:
+    return await awaitable
+
+
+async def _call_in_thread(
+    timeout_s: float, function: Callable[..., Any], *arguments: Any
+) -> Any:  # Any: a user's function made it
+    """What the function returns in a thread of its own; nothing can end that thread, so at the deadline it is left.
+
+    A daemon, which does not keep the process from ending.
+    """
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[Any] = loop.create_future()  # Any: a user's function made it
+
+    def report(error: BaseException | None, outcome: Any) -> None:  # Any: a user's function made it
+        if not result.done():
+            result.set_result(outcome) if error is None else result.set_exception(error)
+
+    def call() -> None:
+        error, outcome = None, None
+        try:
+            outcome = function(*arguments)
+        except BaseException as raised:  # noqa: BLE001 - the future carries it to who waits
+            error = raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(report, error, outcome)
+
+    threading.Thread(target=call, name="user function", daemon=True).start()
+    with anyio.move_on_after(timeout_s):
+        return await result
+    raise BlockedError(f"{_say_late(timeout_s)}, and goes on in a thread that nothing can end")

@@ -1,0 +1,99 @@
+"""A small pipeline to spoil, and the one sentence with which `validate` and `run` refuse it.
+
+Every refusal is a sentence on stderr, exit code 2, and nothing left in the store.
+
+Not here: what can be spoilt (test_bad_*.py), the files themselves (tests/small_pipeline.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from typer.testing import CliRunner
+
+from flows.cli import app
+from tests.small_pipeline import small_settings
+
+Settings = dict[str, Any]  # Any: settings of every type
+Change = Callable[[Path], object]
+"""What a person does to the folder of a model."""
+
+GOOD_ROW = {"prompt": "1+1=?", "completion": ":2"}
+USER, ASSISTANT = {"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": ":2"}
+NAN = float("nan")
+PROGRESS = ("checked  ", "prefect  ")
+"""What `run` says before anything can go wrong."""
+
+
+def write_config(folder: Path, **overrides: Any) -> Path:  # Any: settings of every type
+    """The small pipeline's configuration with these settings."""
+    config = folder / "small.toml"
+    config.write_text(tomli_w.dumps(small_settings(**overrides)))
+    return config
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, object] | str]) -> None:
+    """A JSONL file; a row that is text is written as it is."""
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+
+
+def refusal(config: Path, *arguments: str, command: str = "validate") -> str:
+    """The sentence with which the command refuses a configuration."""
+    store = config.parent / "store"
+    outcome = CliRunner().invoke(app, [command, str(config), "--store", str(store), *arguments])
+    assert outcome.exception is None or isinstance(outcome.exception, SystemExit), repr(outcome.exception)
+    assert outcome.exit_code == 2, outcome.output
+    assert "Traceback" not in outcome.output
+    said = [line for line in outcome.stderr.splitlines() if line.strip() and not line.startswith(PROGRESS)]
+    assert len(said) == 1, said
+    assert said[0].startswith("rollouts: ")
+    assert not (store / "stages").exists()
+    assert not (store / "runs").exists()
+    return said[0]
+
+
+def assert_refused(config: Path, *words: str) -> None:
+    """`validate` and `run` refuse the configuration with the same sentence, which has these words."""
+    sentence = refusal(config)
+    assert refusal(config, command="run") == sentence
+    for word in words:
+        assert word in sentence
+
+
+def write_function(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Write a module of the person's own; returns its name, which no other test uses."""
+    name = f"own_{folder.parent.name}"
+    (folder / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(folder)
+    importlib.invalidate_caches()
+    return name
+
+
+@contextmanager
+def small_disk(path: Path, *options: str) -> Iterator[Path]:
+    """A file system of 64 MB at `path`."""
+    path.mkdir(parents=True, exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", ",".join(["size=64m", *options]), "tmpfs", str(path)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False) if sys.platform == "linux" else None
+    if mounted is None or mounted.returncode:
+        pytest.skip(f"a full disk needs the right to mount one: {mounted.stderr.strip() if mounted else sys.platform}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def fill(disk: Path) -> None:
+    """Leave no byte free."""
+    with pytest.raises(OSError, match="No space left"), (disk / "filler").open("wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))

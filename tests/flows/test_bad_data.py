@@ -1,0 +1,161 @@
+"""Pins what a person meets whose rows or model do not fit: one sentence that names the file and the row.
+
+Without it a broken row would be found after an hour.
+
+Not here: settings and functions (test_bad_configuration.py), machines and jobs (test_bad_places.py).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.flows.refusals import (
+    ASSISTANT,
+    GOOD_ROW,
+    USER,
+    Change,
+    assert_refused,
+    write_config,
+    write_rows,
+)
+
+
+@pytest.mark.parametrize("name", ["sft", "prompts", "selection", "heldout"])
+def test_a_missing_data_file_is_named(folder: Path, name: str) -> None:
+    assert_refused(
+        write_config(folder, **{f"data__{name}": "none.jsonl"}), f"data.{name}: ", "none.jsonl does not exist"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("sft.jsonl", b"", "sft.jsonl is empty: expected at least one row"),
+        ("heldout.jsonl", b"", "heldout.jsonl is empty"),
+        ("sft.jsonl", b"\n  \n\n", "sft.jsonl is empty"),
+        ("sft.jsonl", '{"text": "é"}\n'.encode("latin-1"), "row 1: not valid JSON: 'utf-8' codec can't decode"),
+        ("sft.jsonl", b'{"text": "1"}\n[' + b"[" * 100_000, "row 2: not valid JSON"),
+        ("rows.csv", b"prompt,completion\n1,2\n", "rows.csv is neither JSONL nor Parquet by its name"),
+        ("rows.parquet", b"hello", "rows.parquet is not a Parquet file, or was cut"),
+        ("rows.parquet", b"PAR1 and then nothing", "rows.parquet is not a Parquet file, or was cut"),
+    ],
+)
+def test_a_data_file_of_another_kind_is_named(folder: Path, name: str, content: bytes, words: str) -> None:
+    (folder / name).write_bytes(content)
+    changes = {"data__sft": name} if name.startswith("rows") else {}
+    assert_refused(write_config(folder, **changes), words)
+
+
+def test_a_folder_without_a_dataset_is_named(folder: Path) -> None:
+    assert_refused(write_config(folder, data__sft="base_model"), "base_model is no dataset", "save_to_disk")
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([GOOD_ROW] * 6 + ["{broken", GOOD_ROW], "row 7: not valid JSON"),
+        (["", "", *[GOOD_ROW] * 4, "{broken"], "row 7: not valid JSON"),
+        (["", "", *[GOOD_ROW] * 4, {"question": "x"}], "row 7: expected `messages`"),
+        ([GOOD_ROW, "[1]"], "row 2: expected a JSON object, found list"),
+        ([GOOD_ROW, {"question": "x"}], "row 2: expected `messages`, or `prompt` and `completion`, or `text`"),
+        ([GOOD_ROW, {"messages": [{"content": "x"}, ASSISTANT]}], "row 2: message 0 must have `role` and `content`"),
+        ([GOOD_ROW, {"messages": [USER]}], "row 2: the conversation has no assistant turn"),
+        ([GOOD_ROW, {"prompt": "1" * 200, "completion": "2"}], "row 2: nothing to train on within the first 128 of"),
+    ],
+)
+def test_a_demonstration_that_does_not_fit_is_named_by_its_row(
+    folder: Path, rows: list[Mapping[str, object] | str], words: str
+) -> None:
+    write_rows(folder / "sft.jsonl", rows)
+    assert_refused(write_config(folder), "sft.jsonl, ", words)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([{"prompt": "1", "answer": "1"}, {"question": "x"}], "row 2: expected `prompt` or `messages`; found question"),
+        ([{"prompt": "1", "answer": "1"}, {"prompt": "1" * 40, "answer": "1"}], "row 2: the prompt 'prompts-2' has 43"),
+        ([{"id": "a", "prompt": "1"}, {"id": "a", "prompt": "2"}], "row 2: id 'a' is also that of row 1"),
+        ([{"id": "a", "prompt": "1", "solution": "1"}], "prompt 'a' has no `answer`, which arithmetic compares"),
+        ([{"id": None, "prompt": "1", "answer": None}], "prompt 'prompts-1' has no `answer`"),
+    ],
+)
+def test_a_prompt_that_does_not_fit_is_named(folder: Path, rows: list[Mapping[str, object]], words: str) -> None:
+    write_rows(folder / "prompts.jsonl", rows)
+    assert_refused(write_config(folder), "prompts.jsonl", words)
+
+
+def test_a_prompt_of_the_selection_among_the_heldout_ones_is_named(folder: Path) -> None:
+    row = json.loads((folder / "selection.jsonl").read_text().splitlines()[3])
+    write_rows(folder / "heldout.jsonl", [{"prompt": "1+1=?", "answer": "2"}, {**row, "id": "other"}])
+    words = f"prompt 'other' of data.heldout is also prompt '{row['id']}' of data.selection"
+    assert_refused(write_config(folder), words, "remove it from one of them")
+
+
+def test_a_demonstration_of_the_selection_among_the_heldout_ones_is_named(folder: Path) -> None:
+    write_rows(folder / "selection.jsonl", [GOOD_ROW])
+    write_rows(folder / "heldout.jsonl", [{"text": "1"}, GOOD_ROW])
+    config = write_config(folder, mode="sft", evaluation__metric="loss")
+    assert_refused(config, "heldout.jsonl, row 2 is also row 1 of", "remove it from one of them")
+
+
+def delete(*patterns: str) -> Change:
+    """Delete the files of these names."""
+    return lambda model: [path.unlink() for pattern in patterns for path in model.glob(pattern)]
+
+
+def change_json(name: str, **changes: object) -> Change:
+    """Set keys of a JSON file; None removes one."""
+
+    def change(model: Path) -> None:
+        settings = {**json.loads((model / name).read_text()), **changes}
+        (model / name).write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
+
+    return change
+
+
+def write_template(template: str) -> Change:
+    """Give the tokenizer another chat template."""
+    return lambda model: (model / "chat_template.jinja").write_text(template)
+
+
+def cut_weights(model: Path) -> None:
+    """Lose the end of the weights, as an interrupted copy does."""
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (shutil.rmtree, "base_model is not a folder: give that of a Hugging Face checkpoint"),
+        (delete("tokenizer.json"), "base_model has no tokenizer (tokenizer.json or"),
+        (delete("config.json"), "base_model has no configuration (config.json)"),
+        (delete("model.safetensors"), "base_model has no weights (*.safetensors)"),
+        (cut_weights, "model.safetensors was cut or is damaged"),
+        (delete("chat_template*"), "the tokenizer has no chat template: add one"),
+        (write_template("{% for %}"), "the chat template refuses the turns user"),
+        (write_template("{{ raise_exception('no user') }}"), ": no user"),
+        (change_json("tokenizer_config.json", eos_token=None), "has no eos_token"),
+        (change_json("config.json", vocab_size=10), "has 29 tokens but the model embeds 10"),
+        (
+            change_json("config.json", architectures=["GPT2LMHeadModel"]),
+            "does not support architecture GPT2",
+        ),
+        (change_json("config.json", max_position_embeddings=40), "need 63 positions, the model at"),
+        (lambda model: (model / "config.json").write_text("{"), "config.json"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_named(folder: Path, change: Change, words: str) -> None:
+    change(folder / "base_model")
+    assert_refused(folder / "small.toml", words)
+
+
+@pytest.mark.parametrize("name", ["some_model", "some_org/some_model", "~/some_model"])
+def test_a_model_that_is_no_folder_is_named_without_asking_a_hub(folder: Path, name: str) -> None:
+    assert_refused(write_config(folder, model__path=name), f"model.path: {name} is not a folder")
