@@ -1,10 +1,12 @@
-"""Wait for several things at once, and not for ever for one."""
+"""Wait for several things at once, and not for ever for one; compute beside the event loop."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from time import monotonic
 from types import FrameType
@@ -38,6 +40,18 @@ async def gather(calls: Sequence[Callable[[], Awaitable[ResultT]]], *, max_concu
     if failure is not None:
         raise failure
     return [results[number] for number in range(len(calls))]
+
+
+async def in_short_thread(work: Callable[[], ResultT]) -> ResultT:
+    """What `work` returns; it runs in a thread that ends with it, and goes on when nobody waits for it any more.
+
+    Not a thread of a pool: a thread that computed with torch keeps its OpenMP workers as long as it lives, and with
+    those beside the main thread's there are more than cores, which slows everything in the process down.
+    """
+    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="short")
+    future = executor.submit(work)
+    executor.shutdown(wait=False)
+    return await asyncio.shield(asyncio.wrap_future(future))
 
 
 @contextmanager

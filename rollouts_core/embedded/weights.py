@@ -59,17 +59,33 @@ def tensor_digest(tensor: Tensor) -> str:
 
 def _weight_files(model_dir: Path) -> list[Path]:
     single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
-    if single.exists():
+    if _leads_to_a_file(single):
         return [single]
-    if not index.exists():
+    if not _leads_to_a_file(index):
         raise CheckpointError(
             f"{model_dir} has neither {single.name} nor {index.name}: give a directory with safetensors weights"
         )
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return [model_dir / name for name in sorted(set(weight_map.values()))]
+        shards = [model_dir / name for name in sorted(set(weight_map.values()))]
     except (ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{index} has no readable weight_map ({error!r}): publish it again") from error
+    if missing := [path.name for path in shards if not _leads_to_a_file(path)]:
+        raise CheckpointError(f"{index} names {_show_names(missing)}, which is not there: copy the whole checkpoint")
+    return shards
+
+
+def _leads_to_a_file(path: Path) -> bool:
+    """Whether there is a file.
+
+    Raises:
+        CheckpointError: there is a link, and no file where it leads.
+    """
+    if path.is_symlink() and not path.exists():
+        raise CheckpointError(
+            f"{path} is a link to {path.readlink()}, where nothing is: bring that file back, or copy the checkpoint"
+        )
+    return path.exists()
 
 
 def _show_names(names: list[str]) -> str:

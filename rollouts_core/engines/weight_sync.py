@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.engines.canary import Canary, backend_canary
 from rollouts_core.engines.protocol import InferenceEngine
-from rollouts_core.errors import EngineError, WeightSyncError
+from rollouts_core.errors import CheckpointError, EngineError, WeightSyncError
 from rollouts_core.files import new_directory
 
 SYNC_TIMEOUT_S = 900.0
@@ -74,8 +74,8 @@ async def sync_weights_to_engines(
             try:
                 await engine.load_weights(Path(checkpoint_path), version, canary)
                 error = ""
-            except EngineError as problem:
-                error = str(problem)
+            except (EngineError, CheckpointError, OSError) as problem:
+                error = str(problem) or type(problem).__name__
         results[place] = WeightSyncResult(engine=engine.name, version=version, error=error)
 
     async with anyio.create_task_group() as tasks:
