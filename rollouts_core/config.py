@@ -684,6 +684,9 @@ class RewardConfig(Record):
 
 
 EngineKind = Literal["embedded", "sglang", "vllm"]
+MIN_ENGINE_CONTEXT = 25
+"""Tokens that an engine of another kind than the embedded one has to have room for: it is asked for a few, to prove its
+weights (engines/canary.py)."""
 
 
 class EngineConfig(Record):
@@ -711,6 +714,11 @@ class EngineConfig(Record):
         given = {"python": self.python, "extra_args": self.extra_args, "dtype": self.dtype.removeprefix("auto")}
         if self.kind == "embedded" and (named := [name for name, value in given.items() if value]):
             raise ValueError(f'engine.{named[0]} is a setting of the kinds "sglang" and "vllm": leave it out')
+        if self.kind != "embedded" and 0 < self.context_length < MIN_ENGINE_CONTEXT:
+            raise ValueError(
+                f"engine.context_length {self.context_length} is too short for the completions by which {self.kind} "
+                f"proves its weights: give {MIN_ENGINE_CONTEXT} or more, or 0"
+            )
         return self
 
 
@@ -790,6 +798,9 @@ class EvaluationConfig(Record):
     """RL must beat the selected SFT checkpoint with at most this p-value, or the run fails; 1 accepts anything."""
 
 
+MAX_PORT = 65535
+
+
 class DeploymentConfig(Record):
     """Where things run on the node. Nothing here changes a result."""
 
@@ -806,7 +817,7 @@ class DeploymentConfig(Record):
     """CPU threads of each trainer process; 0 shares all cores between them."""
     engine_threads: int = Field(1, ge=1, json_schema_extra=PLACEMENT)
     """CPU threads of the inference engine."""
-    engine_port: int = Field(0, ge=0, le=65535, json_schema_extra=PLACEMENT)
+    engine_port: int = Field(0, ge=0, le=MAX_PORT, json_schema_extra=PLACEMENT)
     """Port of the engine on the node's loopback address, of the first where there are several; 0 chooses free ones."""
     max_running_requests: int = Field(128, ge=1, json_schema_extra=PLACEMENT)
     """Completions that the engine generates at the same time."""
@@ -835,6 +846,11 @@ class DeploymentConfig(Record):
             raise ValueError(
                 f"engine_gpu_ranks names {len(self.engine_gpu_ranks)} GPUs for num_engines {self.num_engines}: give "
                 "each engine as many, or none"
+            )
+        if (last := self.engine_ports[-1]) > MAX_PORT:
+            raise ValueError(
+                f"engine_port {self.engine_port} with num_engines {self.num_engines} would give the last engine port "
+                f"{last}, which does not exist: give {MAX_PORT + 1 - self.num_engines} or less, or 0 for free ports"
             )
         return self
 

@@ -21,7 +21,7 @@ import torch
 
 from rollouts_core.batch import build_batch, place_samples, split_by_sample
 from rollouts_core.concurrency import in_short_thread
-from rollouts_core.config import ModelConfig, SamplingConfig
+from rollouts_core.config import MIN_ENGINE_CONTEXT, ModelConfig, SamplingConfig
 from rollouts_core.engines.protocol import Completion, GenerationRequest
 from rollouts_core.errors import WeightSyncError
 from rollouts_core.types import Sample, Status
@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = list(range(2, 10))
 """Any prompt will do; every model has these tokens."""
 NUM_COMPLETIONS = 4
-NUM_TOKENS = 16
-CONTEXT_TOKENS = len(PROMPT_TOKENS) + NUM_TOKENS + 1
-"""Least context of a server that can be asked; the embedded engine wants a position more than are sampled."""
+NUM_TOKENS = MIN_ENGINE_CONTEXT - len(PROMPT_TOKENS) - 1
+"""16; the embedded engine wants room for a token more than are sampled."""
 MAX_GAP_NATS = 0.1
 """Mean difference of the log-probs of a token that number formats may explain."""
 

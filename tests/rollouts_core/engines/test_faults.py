@@ -71,7 +71,11 @@ def client_of(engine_type: EngineType, answer: Answer | httpx.Response, **option
 
 
 def ask(engine: SGLangEngine | VLLMEngine) -> list[Completion]:
-    return asyncio.run(engine.generate([REQUEST]))
+    async def generate() -> list[Completion]:
+        async with engine:
+            return await engine.generate([REQUEST])
+
+    return asyncio.run(generate())
 
 
 @BOTH
