@@ -47,9 +47,10 @@ def url(start: SavedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         deployment=DeploymentConfig(max_running_requests=8),
     )
     command = render_launch(job, start.directory, on_gpu=False)
-    log = tmp_path_factory.mktemp("by_hand") / "log.txt"
-    with log.open("wb") as output:
-        process = subprocess.Popen(command.argv, env={**os.environ, **command.env}, stdout=output, stderr=output)
+    folder = tmp_path_factory.mktemp("by_hand")
+    env = {**os.environ, **command.env, "TMPDIR": str(folder)}
+    with (folder / "log.txt").open("wb") as output:
+        process = subprocess.Popen(command.argv, env=env, stdout=output, stderr=output)
     address = f"http://127.0.0.1:{job.port}"
     try:
         asyncio.run(wait_until_ready(address))
