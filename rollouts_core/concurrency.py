@@ -6,7 +6,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from time import monotonic
 from types import FrameType
@@ -42,8 +42,8 @@ async def gather(calls: Sequence[Callable[[], Awaitable[ResultT]]], *, max_concu
     return [results[number] for number in range(len(calls))]
 
 
-async def in_short_thread(work: Callable[[], ResultT]) -> ResultT:
-    """What `work` returns; it runs in a thread that ends with it, and goes on when nobody waits for it any more.
+def start_short_thread(work: Callable[[], ResultT]) -> Future[ResultT]:
+    """The future of what `work` returns in a thread that ends with it.
 
     Not a thread of a pool: a thread that computed with torch keeps its OpenMP workers as long as it lives, and with
     those beside the main thread's there are more than cores, which slows everything in the process down.
@@ -51,7 +51,12 @@ async def in_short_thread(work: Callable[[], ResultT]) -> ResultT:
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="short")
     future = executor.submit(work)
     executor.shutdown(wait=False)
-    return await asyncio.shield(asyncio.wrap_future(future))
+    return future
+
+
+async def in_short_thread(work: Callable[[], ResultT]) -> ResultT:
+    """What `work` returns in a thread that ends with it; the thread goes on when nobody waits for it any more."""
+    return await asyncio.shield(asyncio.wrap_future(start_short_thread(work)))
 
 
 @contextmanager

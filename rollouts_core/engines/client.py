@@ -6,10 +6,10 @@ Not here: those calls (sglang.py, vllm.py), restarts and retries (http.py), seve
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import httpx
 
@@ -17,6 +17,11 @@ from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.content import HeldTensors
 from rollouts_core.engines.http import EngineConnection, WeightKeeper
 from rollouts_core.engines.protocol import Completion, GenerationRequest
+from rollouts_core.engines.shared_memory import SharedWeights
+from rollouts_core.errors import WeightSyncError
+
+if TYPE_CHECKING:
+    from rollouts_core.engines.protocol import Weights
 
 
 class EngineClient(ABC):
@@ -62,17 +67,22 @@ class EngineClient(ABC):
         """
         return await self._keeper.generate(requests)
 
-    async def load_weights(self, checkpoint_path: Path, version: str, canary: Canary | None = None) -> None:
-        """Serve the weights of a directory; returns when the server proved that it does.
+    async def shares_memory(self) -> bool:
+        """True when the server can load `SharedWeights` of this process."""
+        return False
+
+    async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
+        """Serve published weights; returns when the server proved that it does.
 
         Args:
+            weights: a directory, or what is in memory that the server shares.
             canary: proves tensors that cannot be compared; by default a forward pass of the directory's model.
 
         Raises:
             WeightSyncError: it refused, or serves another version or other tensors.
             EngineUnavailableError: it vanished and stayed away.
         """
-        await self._keeper.load_weights(checkpoint_path, version, canary)
+        await self._keeper.load_weights(weights, version, canary)
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         """Return when the server answers.
@@ -108,3 +118,11 @@ class EngineClient(ABC):
         Raises:
             WeightSyncError: the server refused, serves a model of other shapes, or reports another version.
         """
+
+    async def take_shared_weights(self, weights: SharedWeights, version: str) -> Mapping[str, str]:
+        """Load weights once from memory, set the version, and return the sha256 of every tensor that is served then.
+
+        Raises:
+            WeightSyncError: the server refused, or shares no memory with this process.
+        """
+        raise WeightSyncError(f"{self.name} takes no weights from memory: publish {version} as files")

@@ -111,6 +111,15 @@ def find_unproven(name: str, weights: Path, version: str, held: HeldTensors) -> 
     return sorted(expected.keys() - compared)
 
 
+def check_digests(name: str, version: str, served: Mapping[str, str], published: Mapping[str, str]) -> None:
+    """Raise WeightSyncError unless a server's tensors are the published ones, all of them."""
+    if wrong := sorted(tensor for tensor, digest in published.items() if served.get(tensor) != digest):
+        raise WeightSyncError(
+            f"{name} says it serves {version}, but {len(wrong)} of {len(published)} tensors differ, {wrong[0]} first: "
+            "its update left them as they were, restart it"
+        )
+
+
 def expected_digests(directory: Path, dtype: torch.dtype, served: Collection[str]) -> dict[str, tuple[str, ...]]:
     """sha256 of every tensor of a directory as a server holds it that keeps weights in `dtype`; any of several will do.
 

@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import aiohttp
 import anyio
@@ -27,11 +27,15 @@ from httpx_aiohttp import AiohttpTransport
 
 from rollouts_core.concurrency import in_short_thread
 from rollouts_core.engines.canary import Canary, checkpoint_canary, prove
-from rollouts_core.engines.content import EMPTY_DIGEST, HeldTensors, find_unproven, vocabulary_size
+from rollouts_core.engines.content import EMPTY_DIGEST, HeldTensors, check_digests, find_unproven, vocabulary_size
 from rollouts_core.engines.protocol import STATUS_OF_FINISH, Completion, GenerationRequest
+from rollouts_core.engines.shared_memory import SharedWeights
 from rollouts_core.errors import CheckpointError, EngineError, EngineUnavailableError, WeightSyncError
 from rollouts_core.messages import first_line
 from rollouts_core.types import Status
+
+if TYPE_CHECKING:
+    from rollouts_core.engines.protocol import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +53,15 @@ UPDATE_TIMEOUT = httpx.Timeout(600.0, connect=CONNECT_TIMEOUT_S)
 class ServedWeights:
     """The weights that a server must serve."""
 
-    path: Path
+    weights: Weights
     version: str
     canary: Canary | None
     """What proves them where tensors cannot be compared; None takes a forward pass of the directory's model."""
+
+    @property
+    def model_dir(self) -> Path:
+        """Directory with the model's config.json."""
+        return self.weights.model_dir if isinstance(self.weights, SharedWeights) else self.weights
 
 
 class ServerCalls(Protocol):
@@ -77,6 +86,10 @@ class ServerCalls(Protocol):
 
     async def take_weights(self, path: Path, version: str) -> HeldTensors:
         """Load the weights of a directory and check the version; raises WeightSyncError."""
+        ...
+
+    async def take_shared_weights(self, weights: SharedWeights, version: str) -> Mapping[str, str]:
+        """Load weights from memory, check the version, return the digests of all tensors; raises WeightSyncError."""
         ...
 
 
@@ -180,15 +193,15 @@ class WeightKeeper:
             f"{self.server.name} did not serve {expected} in {MAX_ATTEMPTS} attempts: {problem}"
         )
 
-    async def load_weights(self, path: Path, version: str, canary: Canary | None) -> None:
-        """Serve the weights of a directory; returns when the server proved that it does.
+    async def load_weights(self, weights: Weights, version: str, canary: Canary | None) -> None:
+        """Serve published weights; returns when the server proved that it does.
 
         Raises:
             WeightSyncError: it refused, or serves another version or other tensors.
             EngineUnavailableError: it vanished and stayed away.
         """
         async with self._recovering:
-            await self._load(ServedWeights(path, version, canary))
+            await self._load(ServedWeights(weights, version, canary))
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         """Return when the server answers.
@@ -247,38 +260,48 @@ class WeightKeeper:
             except EngineUnavailableError as error:
                 problem = str(error)
                 continue
-            self._served, self._vocab_size = weights, vocabulary_size(weights.path)
+            self._served, self._vocab_size = weights, vocabulary_size(weights.model_dir)
             self._is_proven = True
             return
         raise EngineUnavailableError(
             f"{self.server.name} vanished in each of {MAX_ATTEMPTS} loads of {weights.version}: {problem}"
         )
 
-    async def _load_once(self, weights: ServedWeights) -> None:
+    async def _load_once(self, served: ServedWeights) -> None:
         try:
-            held = await self.server.take_weights(weights.path, weights.version)
-            unproven = await in_short_thread(
-                lambda: find_unproven(self.server.name, weights.path, weights.version, held)
-            )
+            if isinstance(served.weights, SharedWeights):
+                digests = await self.server.take_shared_weights(served.weights, served.version)
+                check_digests(self.server.name, served.version, digests, await served.weights.digests())
+            else:
+                held = await self.server.take_weights(served.weights, served.version)
+                await self._prove(served.weights, served, held)
         except (EngineUnavailableError, WeightSyncError):
             raise
         except EngineError as error:
-            raise WeightSyncError(f"{self.server.name} refused {weights.version}: {error}") from error
+            raise WeightSyncError(f"{self.server.name} refused {served.version}: {error}") from error
         except (OSError, CheckpointError) as error:
-            raise WeightSyncError(f"{self.server.name} cannot be given {weights.version}: {error}") from error
-        proof = (weights.version, held.digests)
+            raise WeightSyncError(f"{self.server.name} cannot be given {served.version}: {error}") from error
+
+    async def _prove(self, path: Path, served: ServedWeights, held: HeldTensors) -> None:
+        """Compare what the server says it holds with a directory, and ask a canary where that says too little."""
+        unproven = await in_short_thread(lambda: find_unproven(self.server.name, path, served.version, held))
+        proof = (served.version, held.digests)
         # Checksums that are missing, or those of nothing, are the same for any weights.
         is_identified = bool(held.digests) and EMPTY_DIGEST not in held.digests.values()
-        if unproven and not (is_identified and self._proven == proof):
-            gap = await prove(self.server.name, self.server.complete, _canary_of(weights))
-            logger.info(
-                "%s: %d tensors without a comparable checksum, %s first; its log-probs are %.2g nats off",
-                self.server.name,
-                len(unproven),
-                unproven[0],
-                gap,
-            )
-            self._proven = proof
+        if not unproven or (is_identified and self._proven == proof):
+            return
+        canary = served.canary
+        if canary is None or not canary.is_current():  # the trainer has trained on
+            canary = checkpoint_canary(path)
+        gap = await prove(self.server.name, self.server.complete, canary)
+        logger.info(
+            "%s: %d tensors without a comparable checksum, %s first; its log-probs are %.2g nats off",
+            self.server.name,
+            len(unproven),
+            unproven[0],
+            gap,
+        )
+        self._proven = proof
 
     def _check_tokens(self, tokens: Sequence[int], what: str) -> None:
         """Raise for an id outside the vocabulary: as part of a prompt it would end SGLang's and vLLM's process."""
@@ -322,13 +345,6 @@ def read_completion(
         finish_reason=finish_reason,
         version_spans=version_spans,
     )
-
-
-def _canary_of(weights: ServedWeights) -> Canary:
-    """The trainer's canary, as long as it has not trained on."""
-    if weights.canary is not None and weights.canary.is_current():
-        return weights.canary
-    return checkpoint_canary(weights.path)
 
 
 def _is_of_version(completion: Completion, version: str) -> bool:

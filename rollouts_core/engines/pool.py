@@ -18,16 +18,19 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import anyio
 
+from rollouts_core.concurrency import gather
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
 from rollouts_core.engines.weight_sync import SYNC_TIMEOUT_S, WeightSyncResult, sync_weights_to_engines
 from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
+
+if TYPE_CHECKING:
+    from rollouts_core.engines.protocol import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +42,7 @@ RETRY_S = 10.0
 class Published:
     """The weights that the engines of a pool must serve."""
 
-    path: Path
+    weights: Weights
     version: str
     canary: Canary | None
 
@@ -110,13 +113,18 @@ class EnginePool:
                 member.num_running -= len(requests)
         raise EngineUnavailableError(f"no engine is left: {self._describe_quarantine()}")
 
-    async def load_weights(self, checkpoint_path: Path, version: str, canary: Canary | None = None) -> None:
-        """Serve the weights of a directory by every engine that takes them; the others are quarantined.
+    async def shares_memory(self) -> bool:
+        """True when all engines that are asked can load `SharedWeights` of this process."""
+        healthy = [member.engine for member in self._members if not member.quarantined]
+        return bool(healthy) and all(await gather([engine.shares_memory for engine in healthy]))
+
+    async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
+        """Serve published weights by every engine that takes them; the others are quarantined.
 
         Raises:
             WeightSyncError: no engine took them.
         """
-        self._published = Published(checkpoint_path, version, canary)
+        self._published = Published(weights, version, canary)
         members = [member for member in self._members if not member.quarantined]
         if not members:  # then it is tried with all, and the reasons of all are told
             await self._stop_returning()
@@ -158,7 +166,7 @@ class EnginePool:
     async def _sync(self, members: Sequence[Member], published: Published) -> list[WeightSyncResult]:
         return await sync_weights_to_engines(
             [member.engine for member in members],
-            published.path,
+            published.weights,
             version=published.version,
             canary=published.canary,
             timeout_s=self.sync_timeout_s,

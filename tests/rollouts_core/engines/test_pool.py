@@ -50,6 +50,9 @@ class FakeEngine:
         )
         return [completion for _ in requests]
 
+    async def shares_memory(self) -> bool:
+        return False
+
     async def load_weights(self, checkpoint_path: Path, version: str, canary: Canary | None = None) -> None:
         self.canaries.append(canary)
         await asyncio.sleep(self.load_s)
