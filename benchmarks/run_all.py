@@ -28,6 +28,8 @@ RUNS = (
     ("GRPO step, 20M parameters, bfloat16", "grpo_speed.py --size 20M --turn-s 1 --rounds 3 --dtype bf16"),
     ("Memory of the loss", "loss_memory.py"),
     ("Cost of a save", "save_cost.py --rounds 5"),
+    ("Publishing weights, 1M parameters", "weight_sync.py --size 1M"),
+    ("Publishing weights, 20M parameters", "weight_sync.py --size 20M"),
 )
 """Title and command of each section, in the order of the document."""
 

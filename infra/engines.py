@@ -11,6 +11,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 import httpx
@@ -30,6 +31,13 @@ PROBES: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "vllm": ("/v1/completions", {"prompt": [1], "max_tokens": 1, "temperature": 0}),
 }
 """Path and body of a request for one token, by the kind of engine."""
+RESUME_PATHS: Mapping[str, str] = {
+    "embedded": "/continue_generation",
+    "sglang": "/continue_generation",
+    "vllm": "/resume",
+}
+"""Where each kind of engine is told to go on after a pause."""
+RESUME_TIMEOUT_S = 10.0
 CHECK_TIMEOUT_S = 60.0
 
 _LOG_SIGNS = (
@@ -79,6 +87,7 @@ def wait_until_engine_ready(
     run_dir: str,
     timeout_s: float,
     also_renew: Sequence[str] = (),
+    is_idle: bool = False,
     transport: httpx.BaseTransport | None = None,
 ) -> None:
     """Return once the engine at `url` has generated a token; its health endpoints promise less than that.
@@ -86,6 +95,7 @@ def wait_until_engine_ready(
     Args:
         kind: a key of `PROBES`.
         also_renew: run directories of engines that are ready and wait for this one: their leases go on.
+        is_idle: no trainer uses the engine, so a pause was left behind by one that was killed, and is ended.
 
     Raises:
         JobFailedError: the engine ended first; the message says why, as far as its log tells.
@@ -96,6 +106,8 @@ def wait_until_engine_ready(
     deadline = started + timeout_s
     with httpx.Client(transport=transport, trust_env=False) as client:  # no proxy leads to loopback
         while time.monotonic() < deadline:
+            if is_idle:
+                resume_generation(client, kind, url)
             remaining_s = deadline - time.monotonic()
             if has_generated(client, kind, url, timeout_s=min(COMPLETION_TIMEOUT_S, remaining_s)):
                 logger.info("engine %s was ready after %.1f s", url, time.monotonic() - started)
@@ -141,6 +153,12 @@ def has_generated(client: httpx.Client, kind: str, url: str, *, timeout_s: float
         return response.status_code == httpx.codes.OK and isinstance(response.json(), dict)
     except (httpx.TransportError, ValueError):  # not listening yet, or something else answers with no JSON
         return False
+
+
+def resume_generation(client: httpx.Client, kind: str, url: str) -> None:
+    """End a pause of the engine; one that is not paused, or does not answer, stays as it is."""
+    with suppress(httpx.TransportError):
+        client.post(f"{url}{RESUME_PATHS[kind]}", json={}, timeout=RESUME_TIMEOUT_S)
 
 
 def raise_engine_failure(session: Session, status: JobStatus) -> NoReturn:

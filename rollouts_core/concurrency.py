@@ -1,11 +1,13 @@
-"""Wait for several things at once.
+"""Wait for several things at once; compute beside the event loop.
 
 Not here: how long one of them may take (time_limits.py).
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import anyio
@@ -35,3 +37,20 @@ async def gather(calls: Sequence[Callable[[], Awaitable[ResultT]]], *, max_concu
     if failure is not None:
         raise failure
     return [results[number] for number in range(len(calls))]
+
+
+def start_short_thread(work: Callable[[], ResultT]) -> Future[ResultT]:
+    """The future of what `work` returns in a thread that ends with it.
+
+    Not a thread of a pool: a thread that computed with torch keeps its OpenMP workers as long as it lives, and with
+    those beside the main thread's there are more than cores, which slows everything in the process down.
+    """
+    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="short")
+    future = executor.submit(work)
+    executor.shutdown(wait=False)
+    return future
+
+
+async def in_short_thread(work: Callable[[], ResultT]) -> ResultT:
+    """What `work` returns in a thread that ends with it; the thread goes on when nobody waits for it any more."""
+    return await asyncio.shield(asyncio.wrap_future(start_short_thread(work)))

@@ -8,7 +8,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.engines import check_engine_installed, wait_until_engine_ready
-from infra.jobs import cancel_job, renew_lease, start_or_attach
+from infra.jobs import JobState, cancel_job, job_status, renew_lease, start_or_attach
 from infra.ledger import Ledger
 from infra.node import Node
 from infra.ports import LOOPBACK, check_port, find_free_port
@@ -57,6 +57,8 @@ def launch_engine(
             run_dir=stage.run_dir,
             timeout_s=engine.start_timeout_s,
             also_renew=[each.run_dir for each in ready],
+            # The RL job pauses its engine now and then, and ends that itself as long as it lives.
+            is_idle=running is not None and job_status(session, rl.run_dir).state is not JobState.RUNNING,
         )
         renew_lease(session, stage.run_dir)  # the RL job takes over when it has loaded its model
         progress.say(f"{'still answers' if running else 'answers'} at {url}")

@@ -9,7 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from infra.node import Node
-from rollouts_core.config import Config, DatasetConfig, ModelConfig, RolloutConfig, SamplingConfig, SFTTrainingConfig
+from rollouts_core.config import (
+    MIN_ENGINE_CONTEXT,
+    Config,
+    DatasetConfig,
+    ModelConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SFTTrainingConfig,
+)
 from rollouts_core.data.rows import digest_path, resolve_revision
 from rollouts_core.fingerprint import digest_checkpoint, digest_model, digest_plugins, fingerprint_job
 from rollouts_core.job import EngineAddress, EvalJob, InputDataset, InputFile, InputModel, Job, RLJob, ServeJob, SFTJob
@@ -67,11 +75,10 @@ def plan_engine(rl: Stage, port: int, node: Node, index: int = 0) -> Stage:
     """An engine of an RL stage: its start weights are the RL's start model, its identity is the RL stage's."""
     rl_job = RLJob.model_validate(rl.job)
     rollout = rl_job.rollout
-    needed_length = rollout.max_prompt_tokens + rollout.sampling.max_new_tokens + ENGINE_MARGIN_TOKENS
     job = ServeJob(
         model=rl_job.model,
         port=port,
-        context_length=rollout.engine.context_length or needed_length,
+        context_length=rollout.engine.context_length or needed_context(rollout),
         engine=rollout.engine,
         deployment=rl_job.deployment.of_engine(index),
     )
@@ -83,6 +90,12 @@ def plan_engine(rl: Stage, port: int, node: Node, index: int = 0) -> Stage:
         num_steps=0,
         timeout_s=rl.timeout_s,
     )
+
+
+def needed_context(rollout: RolloutConfig) -> int:
+    """Tokens of the longest conversation, or of what the engine proves its weights by."""
+    longest = rollout.max_prompt_tokens + rollout.sampling.max_new_tokens + ENGINE_MARGIN_TOKENS
+    return longest if rollout.engine.kind == "embedded" else max(longest, MIN_ENGINE_CONTEXT)
 
 
 def plan_evaluation(models: Mapping[str, InputModel], config: Config, scope: RunScope, node: Node) -> Stage:

@@ -11,6 +11,8 @@ from pydantic import Field, model_validator
 
 from rollouts_core.config.record import PLACEMENT, GpuRank, Record
 
+MAX_PORT = 65535
+
 
 class DeploymentConfig(Record):
     """Where things run on the node. Nothing here changes a result."""
@@ -28,7 +30,7 @@ class DeploymentConfig(Record):
     """CPU threads of each trainer process; 0 shares all cores between them."""
     engine_threads: int = Field(1, ge=1, json_schema_extra=PLACEMENT)
     """CPU threads of the inference engine."""
-    engine_port: int = Field(0, ge=0, le=65535, json_schema_extra=PLACEMENT)
+    engine_port: int = Field(0, ge=0, le=MAX_PORT, json_schema_extra=PLACEMENT)
     """Port of the engine on the node's loopback address, of the first where there are several; 0 chooses free ones."""
     max_running_requests: int = Field(128, ge=1, json_schema_extra=PLACEMENT)
     """Completions that the engine generates at the same time."""
@@ -57,6 +59,11 @@ class DeploymentConfig(Record):
             raise ValueError(
                 f"engine_gpu_ranks names {len(self.engine_gpu_ranks)} GPUs for num_engines {self.num_engines}: give "
                 "each engine as many, or none"
+            )
+        if (last := self.engine_ports[-1]) > MAX_PORT:
+            raise ValueError(
+                f"engine_port {self.engine_port} with num_engines {self.num_engines} would give the last engine port "
+                f"{last}, which does not exist: give {MAX_PORT + 1 - self.num_engines} or less, or 0 for free ports"
             )
         return self
 

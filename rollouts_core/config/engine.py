@@ -12,6 +12,9 @@ from pydantic import Field, model_validator
 from rollouts_core.config.record import PLACEMENT, Finite, Record
 
 EngineKind = Literal["embedded", "sglang", "vllm"]
+MIN_ENGINE_CONTEXT = 25
+"""Tokens that an engine of another kind than the embedded one has to have room for: it is asked for a few, to prove its
+weights (engines/canary.py)."""
 
 
 class EngineConfig(Record):
@@ -39,4 +42,9 @@ class EngineConfig(Record):
         given = {"python": self.python, "extra_args": self.extra_args, "dtype": self.dtype.removeprefix("auto")}
         if self.kind == "embedded" and (named := [name for name, value in given.items() if value]):
             raise ValueError(f'engine.{named[0]} is a setting of the kinds "sglang" and "vllm": leave it out')
+        if self.kind != "embedded" and 0 < self.context_length < MIN_ENGINE_CONTEXT:
+            raise ValueError(
+                f"engine.context_length {self.context_length} is too short for the completions by which {self.kind} "
+                f"proves its weights: give {MIN_ENGINE_CONTEXT} or more, or 0"
+            )
         return self

@@ -34,10 +34,12 @@ from rollouts_core.embedded.protocol import (
     completion_to_json,
     parse_generate,
     progress_to_json,
+    segments_from_json,
 )
 from rollouts_core.embedded.running import Completion, GenerationRequest, Partial
 from rollouts_core.embedded.sampling import SamplingParams
 from rollouts_core.embedded.scheduler import PauseMode, RequestError, Scheduler
+from rollouts_core.embedded.shared_memory import memory_scope
 from rollouts_core.errors import EngineError, EngineUnavailableError, InputError, RolloutsError
 
 logger = logging.getLogger(__name__)
@@ -82,6 +84,7 @@ def build_app(scheduler: Scheduler) -> Starlette:
         "/model_info": (_model_info, ["GET"]),
         "/server_info": (_server_info, ["GET"]),
         "/update_weights_from_disk": (_update_weights_from_disk, ["POST"]),
+        "/update_weights_from_shared_memory": (_update_weights_from_shared_memory, ["POST"]),
         "/update_weight_version": (_update_weight_version, ["POST"]),
         "/weights_checker": (_weights_checker, ["GET", "POST"]),
         "/pause_generation": (_pause_generation, ["POST"]),
@@ -161,6 +164,7 @@ async def _server_info(model: ServedModel, _: Request) -> Response:
             "device": "cpu",
             "num_threads": torch.get_num_threads(),
             "version": ENGINE_VERSION,
+            "memory_scope": memory_scope(),
             "internal_states": [
                 {
                     "num_running_reqs": scheduler.num_running,
@@ -189,6 +193,23 @@ async def _update_weights_from_disk(model: ServedModel, request: Request) -> Res
     if version is not None:
         message += f" Weight version updated to {version}."
     return _json({"success": True, "message": message, "num_paused_requests": num_paused})
+
+
+async def _update_weights_from_shared_memory(model: ServedModel, request: Request) -> Response:
+    """Load weights that a process of this machine holds; the answer says what is served from then on, tensor by tensor.
+
+    SGLang has no such endpoint: it takes a pickle, by which the caller would run code in the server.
+    """
+    body = await _read_object(request)
+    version = _string(body, "weight_version")
+    segments = segments_from_json(body.get("segments"))
+    model_dir = Path(_string(body, "model_path"))
+    try:
+        await asyncio.wrap_future(model.scheduler.update_weights(model_dir, segments=segments, weight_version=version))
+    except InputError as error:
+        return _json({"success": False, "message": str(error)}, status=400)
+    digests = await asyncio.wrap_future(model.scheduler.weight_digests())
+    return _json({"success": True, "weight_version": model.scheduler.weight_version, "checksums": digests})
 
 
 async def _update_weight_version(model: ServedModel, request: Request) -> Response:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -32,7 +32,8 @@ from rollouts_core.embedded.architecture import (
     load_architecture,
     tensor_shapes,
 )
-from rollouts_core.embedded.weights import check_tensors, read_tensors, tensor_digest
+from rollouts_core.embedded.shared_memory import SegmentAddress, read_segment
+from rollouts_core.embedded.weights import check_tensors, digest_tensors, read_tensors
 from rollouts_core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -103,6 +104,8 @@ class Decoder:
         self.dtype = dtype
         self._weights = _allocate_weights(self.architecture, dtype)
         self._file_dtypes: dict[str, torch.dtype] = {}
+        self._segment_ids: dict[str, str] = {}
+        """Which segment of shared memory each tensor came from; empty where they came from files."""
         self._cos_TD, self._sin_TD = _rotary_tables(
             self.architecture, _round_up(self.context_length, LENGTH_STEP), dtype
         )
@@ -117,21 +120,47 @@ class Decoder:
         The KV cache is left as it is: its owner decides which rows to compute again.
         """
         check_same_computation(model_dir, self.architecture)
-        tensors = read_tensors(model_dir)
-        shapes = {name: tuple(view.shape) for name, view in self._weights.by_name.items()}
+        self._replace_weights(read_tensors(model_dir), source=str(model_dir))
+        self._segment_ids = {}
+
+    @torch.inference_mode()
+    def load_segments(self, segments: Sequence[SegmentAddress], *, model_dir: Path) -> None:
+        """Replace the weights by those in shared memory, or raise `CheckpointError` and keep all old ones.
+
+        Tensors that came from the same segment before are kept: a segment never changes.
+
+        Args:
+            model_dir: directory with the config.json that goes with them.
+        """
+        check_same_computation(model_dir, self.architecture)
+        segment_ids = {name: segment.id for segment in segments for name in segment.names}
+        kept = {name for name, found in segment_ids.items() if self._segment_ids.get(name) == found}
+        if HEAD in segment_ids and self.architecture.ties_embeddings:
+            kept -= {HEAD, EMBEDDING}  # they are compared with each other
+        tensors: dict[str, Tensor] = {}
+        for segment in segments:
+            tensors |= read_segment(segment, [name for name in segment.names if name not in kept])
+        self._replace_weights(tensors, kept=kept, source="shared memory")
+        self._segment_ids = segment_ids
+
+    def _replace_weights(self, tensors: Mapping[str, Tensor], *, source: str, kept: Collection[str] = ()) -> None:
+        """Replace all weights but those that are kept, after all checks."""
+        views = self._weights.by_name
+        shapes = {name: tuple(view.shape) for name, view in views.items() if name not in kept}
         if self.architecture.ties_embeddings and HEAD in tensors:
             if EMBEDDING in tensors and not torch.equal(tensors[HEAD], tensors[EMBEDDING]):
-                raise CheckpointError(f"{model_dir}: {HEAD} differs from {EMBEDDING}, the loaded model ties them")
+                raise CheckpointError(f"{source}: {HEAD} differs from {EMBEDDING}, the loaded model ties them")
             shapes[HEAD] = shapes[EMBEDDING]
-        check_tensors(tensors, shapes, source=str(model_dir))
-        for name, view in self._weights.by_name.items():
-            view.copy_(tensors[name])
-        self._file_dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        check_tensors(tensors, shapes, source=source)
+        for name in views.keys() & tensors.keys():
+            views[name].copy_(tensors[name])
+        kept_dtypes = {name: dtype for name, dtype in self._file_dtypes.items() if name in kept}
+        self._file_dtypes = kept_dtypes | {name: tensor.dtype for name, tensor in tensors.items()}
 
     def weight_digests(self) -> dict[str, str]:
         """sha256 per tensor of the weights in use, under the names and in the number format of their file."""
         views = {**self._weights.by_name, HEAD: self._weights.head}
-        return {name: tensor_digest(views[name].to(dtype)) for name, dtype in self._file_dtypes.items()}
+        return digest_tensors({name: views[name].to(dtype) for name, dtype in self._file_dtypes.items()})
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:

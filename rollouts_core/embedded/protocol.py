@@ -19,6 +19,7 @@ from typing import Any
 from rollouts_core.embedded.running import Completion, FinishReason, GenerationRequest, Partial, WeightSpan, complete
 from rollouts_core.embedded.sampling import SamplingParams
 from rollouts_core.embedded.scheduler import RequestError
+from rollouts_core.embedded.shared_memory import SegmentAddress
 
 Json = Any
 
@@ -172,6 +173,27 @@ def checksums_to_json(digests: Mapping[str, str]) -> dict[str, Json]:
         "ranks": [rank],
         "per_engine_checksum": hashlib.sha256(overall.hexdigest().encode()).hexdigest(),
     }
+
+
+def segments_from_json(value: Json) -> tuple[SegmentAddress, ...]:
+    """Where weights lie in shared memory; this engine's own addition to SGLang's API.
+
+    Raises:
+        ContractError: it is no list of {"id": ..., "path": ..., "names": [...]}.
+    """
+    try:
+        segments = tuple(
+            SegmentAddress(id=entry["id"], path=entry["path"], names=tuple(entry["names"])) for entry in value
+        )
+    except (TypeError, KeyError) as error:
+        raise ContractError(
+            f"segments must be a list of objects with id, path and names, found {_show(value)}"
+        ) from error
+    if not segments or not all(
+        isinstance(text, str) for each in segments for text in (each.id, each.path, *each.names)
+    ):
+        raise ContractError(f"segments must name at least one, by strings, found {_show(value)}")
+    return segments
 
 
 def logprobs_to_json(token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> list[tuple[float, int, None]]:

@@ -36,6 +36,7 @@ from rollouts_core.embedded.running import (
     complete,
     note_version_change,
 )
+from rollouts_core.embedded.shared_memory import SegmentAddress
 from rollouts_core.errors import EngineError, EngineUnavailableError, RolloutsError
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,9 @@ class WeightUpdate:
     """Weights that wait to be loaded."""
 
     model_dir: Path
-    """Directory with the safetensors files."""
+    """Directory with the safetensors files, or, for weights in shared memory, with config.json alone."""
+    segments: tuple[SegmentAddress, ...] = ()
+    """Where the weights lie in shared memory; empty where they lie in the directory."""
     weight_version: str | None
     """Name of the new weights; None keeps the old name."""
     done: Future[int]
@@ -180,13 +183,18 @@ class Scheduler:
         """Go on after `pause`."""
         return self._between_steps(self._resume)
 
-    def update_weights(self, model_dir: Path, *, weight_version: str | None) -> Future[int]:
+    def update_weights(
+        self, model_dir: Path, *, weight_version: str | None, segments: tuple[SegmentAddress, ...] = ()
+    ) -> Future[int]:
         """Load other weights, at once if paused, else when the running requests have ended.
+
+        Args:
+            segments: where they lie in shared memory; by default they are in the directory.
 
         The future resolves to the number of paused requests, or fails with `CheckpointError`: then all old weights
         are still in place.
         """
-        update = WeightUpdate(model_dir=model_dir, weight_version=weight_version, done=Future())
+        update = WeightUpdate(model_dir=model_dir, segments=segments, weight_version=weight_version, done=Future())
         update.done.set_running_or_notify_cancel()
         queued = self._between_steps(lambda: self._updates.append(update))
         queued.add_done_callback(lambda done: _pass_on_error(done, update.done))
@@ -291,7 +299,10 @@ class Scheduler:
     def _load_weights(self, update: WeightUpdate) -> None:
         num_paused = self._batch.num_rows
         try:
-            self.decoder.load_weights(update.model_dir)
+            if update.segments:
+                self.decoder.load_segments(update.segments, model_dir=update.model_dir)
+            else:
+                self.decoder.load_weights(update.model_dir)
         except RolloutsError as error:
             update.done.set_exception(error)
             return

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -18,6 +21,8 @@ from torch import Tensor
 from rollouts_core.errors import CheckpointError
 
 MAX_NAMES_SHOWN = 3
+MAX_DIGEST_THREADS = 4
+"""They compute no torch, and all else waits for them: what a process does besides is not slowed by them for long."""
 
 
 def read_tensors(model_dir: Path) -> dict[str, Tensor]:
@@ -47,29 +52,65 @@ def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
             raise CheckpointError(f"{source}: {name} has shape {tuple(found.shape)}, the loaded model expects {shape}")
         if not found.is_floating_point():
             raise CheckpointError(f"{source}: {name} holds {found.dtype}, expected floating-point numbers")
-        if not torch.isfinite(found).all():
+        if not is_finite(found):
             raise CheckpointError(f"{source}: {name} holds values that are not finite numbers")
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """True when every number is finite.
+
+    A sum of numbers of which one is not finite is not finite either, and takes a tenth of the time of asking each.
+    """
+    return math.isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The tensor's bytes as a safetensors file stores them: row-major, little-endian; its own where they lie so."""
+    data: memoryview = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return data
+
+
 def tensor_digest(tensor: Tensor) -> str:
-    """sha256 of the tensor's bytes as a safetensors file stores them: row-major, little-endian."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(flat.numpy().data).hexdigest()
+    """sha256 of the tensor's bytes."""
+    return hashlib.sha256(tensor_bytes(tensor)).hexdigest()
+
+
+def digest_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """`tensor_digest` of each tensor, by some threads at a time, which end with it."""
+    with ThreadPoolExecutor(max_workers=min(MAX_DIGEST_THREADS, os.cpu_count() or 1)) as executor:
+        digests = executor.map(tensor_digest, tensors.values())
+        return dict(zip(tensors, digests, strict=True))
 
 
 def _weight_files(model_dir: Path) -> list[Path]:
     single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
-    if single.exists():
+    if _leads_to_a_file(single):
         return [single]
-    if not index.exists():
+    if not _leads_to_a_file(index):
         raise CheckpointError(
             f"{model_dir} has neither {single.name} nor {index.name}: give a directory with safetensors weights"
         )
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return [model_dir / name for name in sorted(set(weight_map.values()))]
+        shards = [model_dir / name for name in sorted(set(weight_map.values()))]
     except (ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{index} has no readable weight_map ({error!r}): publish it again") from error
+    if missing := [path.name for path in shards if not _leads_to_a_file(path)]:
+        raise CheckpointError(f"{index} names {_show_names(missing)}, which is not there: copy the whole checkpoint")
+    return shards
+
+
+def _leads_to_a_file(path: Path) -> bool:
+    """Whether there is a file.
+
+    Raises:
+        CheckpointError: there is a link, and no file where it leads.
+    """
+    if path.is_symlink() and not path.exists():
+        raise CheckpointError(
+            f"{path} is a link to {path.readlink()}, where nothing is: bring that file back, or copy the checkpoint"
+        )
+    return path.exists()
 
 
 def _show_names(names: list[str]) -> str:

@@ -13,13 +13,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from rollouts_core.batch import build_batch, place_samples, split_by_sample
-from rollouts_core.config import ModelConfig, SamplingConfig
+from rollouts_core.concurrency import in_short_thread
+from rollouts_core.config import MIN_ENGINE_CONTEXT, ModelConfig, SamplingConfig
 from rollouts_core.engines.protocol import Completion, GenerationRequest
 from rollouts_core.errors import WeightSyncError
 from rollouts_core.types import Sample, Status
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = list(range(2, 10))
 """Any prompt will do; every model has these tokens."""
 NUM_COMPLETIONS = 4
-NUM_TOKENS = 16
+NUM_TOKENS = MIN_ENGINE_CONTEXT - len(PROMPT_TOKENS) - 1
+"""16; the embedded engine wants room for a token more than are sampled."""
 MAX_GAP_NATS = 0.1
 """Mean difference of the log-probs of a token that number formats may explain."""
 
@@ -47,23 +50,30 @@ class Canary:
     """Of the rollouts: an engine that applies none is caught, too."""
     score: ScoreFn
     """The trainer's answer."""
+    is_current: Callable[[], bool] = lambda: True
+    """Whether the answer is still that of the published weights."""
 
 
 def backend_canary(backend: TrainingBackend, *, temperature: float) -> Canary:
-    """A canary that a backend answers; `temperature` is the one that the backend was created with."""
+    """A canary that a backend answers with the weights it has now, current until its next step.
+
+    Args:
+        temperature: the one that the backend was created with.
+    """
+    published = backend.weight_version
 
     async def score(samples: list[Sample]) -> list[list[float]]:
         rows = [samples] * backend.num_ranks  # every rank takes part
         scores = await backend.score(build_batch(rows, pad_id=0)).result()
         return [row.tolist() for row in split_by_sample(scores.logprobs_BT, [place_samples(row) for row in rows])[0]]
 
-    return Canary(temperature=temperature, score=score)
+    return Canary(temperature=temperature, score=score, is_current=lambda: backend.weight_version == published)
 
 
 def checkpoint_canary(directory: Path) -> Canary:
     """A canary that a forward pass of the checkpoint answers, on the CPU: for small models and for trying out."""
 
-    async def score(samples: list[Sample]) -> list[list[float]]:
+    def compute(samples: list[Sample]) -> list[list[float]]:
         from rollouts_core.model.loading import load_hf_model
         from rollouts_core.model.policy import compute_logprobs
 
@@ -71,6 +81,9 @@ def checkpoint_canary(directory: Path) -> Canary:
         with torch.no_grad():
             logprobs_BT = compute_logprobs(model, build_batch([samples], pad_id=0))
         return [row.tolist() for row in split_by_sample(logprobs_BT, [place_samples(samples)])[0]]
+
+    async def score(samples: list[Sample]) -> list[list[float]]:
+        return await in_short_thread(partial(compute, samples))
 
     return Canary(temperature=1.0, score=score)
 

@@ -10,11 +10,9 @@ Servers fuse projections and may hold another number format than the files:
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -113,6 +111,15 @@ def find_unproven(name: str, weights: Path, version: str, held: HeldTensors) -> 
     return sorted(expected.keys() - compared)
 
 
+def check_digests(name: str, version: str, served: Mapping[str, str], published: Mapping[str, str]) -> None:
+    """Raise WeightSyncError unless a server's tensors are the published ones, all of them."""
+    if wrong := sorted(tensor for tensor, digest in published.items() if served.get(tensor) != digest):
+        raise WeightSyncError(
+            f"{name} says it serves {version}, but {len(wrong)} of {len(published)} tensors differ, {wrong[0]} first: "
+            "its update left them as they were, restart it"
+        )
+
+
 def expected_digests(directory: Path, dtype: torch.dtype, served: Collection[str]) -> dict[str, tuple[str, ...]]:
     """sha256 of every tensor of a directory as a server holds it that keeps weights in `dtype`; any of several will do.
 
@@ -131,31 +138,22 @@ def expected_digests(directory: Path, dtype: torch.dtype, served: Collection[str
     return digests
 
 
-@contextmanager
-def untied(directory: Path) -> Iterator[Path]:
-    """A directory with the same weights in which the output head is a tensor of its own; gone after the block.
-
-    The weights are linked, not copied; only the head is written.
-    """
-    with TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-untied-") as target:
-        write_untied(directory, Path(target))
-        yield Path(target)
-
-
 def write_untied(directory: Path, target: Path) -> None:
-    """Make `target` a copy by links of a model directory, with an output head of its own."""
+    """Make `target` a copy by links of a model directory, with an output head of its own; only the head is written.
+
+    Raises:
+        CheckpointError: the directory's weights cannot be read.
+    """
     target.mkdir(parents=True, exist_ok=True)
+    tensors = read_tensors(directory)
     written = {"config.json", SINGLE_FILE, INDEX}
     for file in directory.iterdir():
-        link = target / file.name
-        if file.is_file() and file.name not in written and not link.exists():
-            link.symlink_to(file.resolve())
-    tensors = read_tensors(directory)
+        if file.is_file() and file.name not in written:
+            _link(target / file.name, file)
     if (directory / SINGLE_FILE).exists():
         # Under another name: beside a file of this one, readers do not look at the index.
         weight_map = dict.fromkeys(tensors, BODY_FILE)
-        (target / BODY_FILE).unlink(missing_ok=True)
-        (target / BODY_FILE).symlink_to((directory / SINGLE_FILE).resolve())
+        _link(target / BODY_FILE, directory / SINGLE_FILE)
     else:
         weight_map = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
     if HEAD not in tensors:
@@ -164,6 +162,12 @@ def write_untied(directory: Path, target: Path) -> None:
     (target / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8")
     config = {**read_config(directory), "tie_word_embeddings": False}
     (target / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _link(link: Path, file: Path) -> None:
+    """Make `link` lead to a file, whatever it was: a copy of an earlier start may lead to a file that is gone."""
+    link.unlink(missing_ok=True)
+    link.symlink_to(file.resolve())
 
 
 def _fuse(tensors: Mapping[str, Tensor], served: Collection[str]) -> dict[str, Tensor]:

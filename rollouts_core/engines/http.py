@@ -1,7 +1,7 @@
 """What the clients of all servers share: one HTTP call with typed errors, and the loops that outlive a restart.
 
-Not here: the endpoints of a server (sglang.py, vllm.py), how its tensors are compared (content.py), several servers
-(pool.py).
+Not here: the clients (client.py), the endpoints of a server (sglang.py, vllm.py), how its tensors are compared
+(content.py), several servers (pool.py).
 
 A client knows which weights its server must serve. A server that died and came back serves its start weights again;
 the client notices by the version, loads the right ones and asks again, so no completion of old weights is ever
@@ -18,19 +18,24 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import aiohttp
 import anyio
 import httpx
 from httpx_aiohttp import AiohttpTransport
 
+from rollouts_core.concurrency import in_short_thread
 from rollouts_core.engines.canary import Canary, checkpoint_canary, prove
-from rollouts_core.engines.content import EMPTY_DIGEST, HeldTensors, find_unproven, vocabulary_size
+from rollouts_core.engines.content import EMPTY_DIGEST, HeldTensors, check_digests, find_unproven, vocabulary_size
 from rollouts_core.engines.protocol import STATUS_OF_FINISH, Completion, GenerationRequest
-from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
+from rollouts_core.engines.shared_memory import SharedWeights
+from rollouts_core.errors import CheckpointError, EngineError, EngineUnavailableError, WeightSyncError
 from rollouts_core.messages import first_line
 from rollouts_core.types import Status
+
+if TYPE_CHECKING:
+    from rollouts_core.engines.protocol import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -40,15 +45,23 @@ RETRY_PAUSE_S = 1.0
 POLL_INTERVAL_S = 0.1
 PROBE_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 10.0
-UPDATE_TIMEOUT_S = 600.0
+UPDATE_TIMEOUT = httpx.Timeout(600.0, connect=CONNECT_TIMEOUT_S)
+"""Loading weights takes long; that a server takes the connection does not."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedWeights:
     """The weights that a server must serve."""
 
-    path: Path
+    weights: Weights
     version: str
+    canary: Canary | None
+    """What proves them where tensors cannot be compared; None takes a forward pass of the directory's model."""
+
+    @property
+    def model_dir(self) -> Path:
+        """Directory with the model's config.json."""
+        return self.weights.model_dir if isinstance(self.weights, SharedWeights) else self.weights
 
 
 class ServerCalls(Protocol):
@@ -73,6 +86,10 @@ class ServerCalls(Protocol):
 
     async def take_weights(self, path: Path, version: str) -> HeldTensors:
         """Load the weights of a directory and check the version; raises WeightSyncError."""
+        ...
+
+    async def take_shared_weights(self, weights: SharedWeights, version: str) -> Mapping[str, str]:
+        """Load weights from memory, check the version, return the digests of all tensors; raises WeightSyncError."""
         ...
 
 
@@ -142,6 +159,8 @@ class WeightKeeper:
         self._proven: tuple[str, Mapping[str, str]] | None = None
         """A version that a canary proved, and the checksums that the server gave for it."""
         self._recovering = asyncio.Lock()
+        self._recovery_failure: EngineError | None = None
+        """Why the last recovery that failed did."""
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Completions of the requests in their order, from the weights that were loaded last.
@@ -156,11 +175,11 @@ class WeightKeeper:
         for attempt in range(MAX_ATTEMPTS):
             if attempt:
                 await anyio.sleep(RETRY_PAUSE_S * 2 ** (attempt - 1))
+                await self._recover()
             try:
                 completions = await self.server.complete(requests)
             except EngineUnavailableError as error:
                 problem = str(error)
-                await self._recover()
                 continue
             for completion in completions:
                 self._check_tokens(completion.tokens, "a completion")
@@ -169,21 +188,20 @@ class WeightKeeper:
             if not stale and self._is_proven:
                 return completions
             problem = f"it served {stale[0].version_spans[0][0]}" if stale else "its weights were not proved"
-            await self._recover()
         expected = self._served.version if self._served else "its weights"
         raise EngineUnavailableError(
             f"{self.server.name} did not serve {expected} in {MAX_ATTEMPTS} attempts: {problem}"
         )
 
-    async def load_weights(self, path: Path, version: str, canary: Canary | None) -> None:
-        """Serve the weights of a directory; returns when the server proved that it does.
+    async def load_weights(self, weights: Weights, version: str, canary: Canary | None) -> None:
+        """Serve published weights; returns when the server proved that it does.
 
         Raises:
             WeightSyncError: it refused, or serves another version or other tensors.
             EngineUnavailableError: it vanished and stayed away.
         """
         async with self._recovering:
-            await self._load(ServedWeights(path, version), canary)
+            await self._load(ServedWeights(weights, version, canary))
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         """Return when the server answers.
@@ -208,53 +226,82 @@ class WeightKeeper:
         raise EngineUnavailableError(f"{self.server.name} did not answer within {timeout_s:g} s: {problem}")
 
     async def _recover(self) -> None:
-        """Wait for the server, and load the weights it must serve if it came back with others."""
-        async with self._recovering:
-            await self.wait_until_ready(self.restart_timeout_s)
-            if self._served is None:
-                return
-            if not self._is_proven or await self.server.weight_version() != self._served.version:
-                await self._load(self._served, None)
+        """Wait for the server, and load the weights it must serve if it came back with others.
 
-    async def _load(self, weights: ServedWeights, canary: Canary | None) -> None:
+        Who waits here for the attempt of another call shares its failure: each waiting on its own, one after the
+        other, would make one dead server cost the timeout as often as there are calls.
+        """
+        failure_before = self._recovery_failure
+        async with self._recovering:
+            if (failure := self._recovery_failure) is not failure_before and failure is not None:
+                raise type(failure)(str(failure)) from failure
+            try:
+                await self._recover_once()
+            except EngineError as error:
+                self._recovery_failure = error
+                raise
+
+    async def _recover_once(self) -> None:
+        await self.wait_until_ready(self.restart_timeout_s)
+        if self._served is None:
+            return
+        if not self._is_proven or await self.server.weight_version() != self._served.version:
+            await self._load(self._served)
+
+    async def _load(self, weights: ServedWeights) -> None:
         """Load and prove; begins again when the server vanished meanwhile, since loading twice is loading once."""
         problem = ""
         self._is_proven = False
-        for _ in range(MAX_ATTEMPTS):
+        for attempt in range(MAX_ATTEMPTS):
+            if attempt:
+                await self.wait_until_ready(self.restart_timeout_s)
             try:
-                await self._load_once(weights, canary)
+                await self._load_once(weights)
             except EngineUnavailableError as error:
                 problem = str(error)
-                await self.wait_until_ready(self.restart_timeout_s)
                 continue
-            self._served, self._vocab_size = weights, vocabulary_size(weights.path)
+            self._served, self._vocab_size = weights, vocabulary_size(weights.model_dir)
             self._is_proven = True
             return
         raise EngineUnavailableError(
             f"{self.server.name} vanished in each of {MAX_ATTEMPTS} loads of {weights.version}: {problem}"
         )
 
-    async def _load_once(self, weights: ServedWeights, canary: Canary | None) -> None:
+    async def _load_once(self, served: ServedWeights) -> None:
         try:
-            held = await self.server.take_weights(weights.path, weights.version)
+            if isinstance(served.weights, SharedWeights):
+                digests = await self.server.take_shared_weights(served.weights, served.version)
+                check_digests(self.server.name, served.version, digests, await served.weights.digests())
+            else:
+                held = await self.server.take_weights(served.weights, served.version)
+                await self._prove(served.weights, served, held)
         except (EngineUnavailableError, WeightSyncError):
             raise
         except EngineError as error:
-            raise WeightSyncError(f"{self.server.name} refused {weights.version}: {error}") from error
-        unproven = find_unproven(self.server.name, weights.path, weights.version, held)
-        proof = (weights.version, held.digests)
+            raise WeightSyncError(f"{self.server.name} refused {served.version}: {error}") from error
+        except (OSError, CheckpointError) as error:
+            raise WeightSyncError(f"{self.server.name} cannot be given {served.version}: {error}") from error
+
+    async def _prove(self, path: Path, served: ServedWeights, held: HeldTensors) -> None:
+        """Compare what the server says it holds with a directory, and ask a canary where that says too little."""
+        unproven = await in_short_thread(lambda: find_unproven(self.server.name, path, served.version, held))
+        proof = (served.version, held.digests)
         # Checksums that are missing, or those of nothing, are the same for any weights.
         is_identified = bool(held.digests) and EMPTY_DIGEST not in held.digests.values()
-        if unproven and not (is_identified and self._proven == proof):
-            gap = await prove(self.server.name, self.server.complete, canary or checkpoint_canary(weights.path))
-            logger.info(
-                "%s: %d tensors without a comparable checksum, %s first; its log-probs are %.2g nats off",
-                self.server.name,
-                len(unproven),
-                unproven[0],
-                gap,
-            )
-            self._proven = proof
+        if not unproven or (is_identified and self._proven == proof):
+            return
+        canary = served.canary
+        if canary is None or not canary.is_current():  # the trainer has trained on
+            canary = checkpoint_canary(path)
+        gap = await prove(self.server.name, self.server.complete, canary)
+        logger.info(
+            "%s: %d tensors without a comparable checksum, %s first; its log-probs are %.2g nats off",
+            self.server.name,
+            len(unproven),
+            unproven[0],
+            gap,
+        )
+        self._proven = proof
 
     def _check_tokens(self, tokens: Sequence[int], what: str) -> None:
         """Raise for an id outside the vocabulary: as part of a prompt it would end SGLang's and vLLM's process."""

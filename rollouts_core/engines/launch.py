@@ -3,12 +3,15 @@
 Not here: supervising the process, or learning when it is ready (infra), the embedded engine (embedded/server.py).
 
     ServeJob -> a copy of the model for vLLM, if its head is tied -> command and environment -> exec
+                                            a folder for its sockets -> removed when its last process has ended
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -22,6 +25,10 @@ from rollouts_core.job import ServeJob
 
 FOREIGN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Those of our own environment, which would lead the engine's interpreter to packages of other versions."""
+MAX_SOCKET_PATH = 107
+"""Bytes of the path of a unix socket."""
+SOCKET_NAME_BYTES = 64
+"""What the folder's path leaves for names in it: vLLM's are UUIDs, those of multiprocessing two levels of names."""
 CPU_CACHE_GIB = 1
 """Memory for keys and values of an engine on a CPU, which is for small models."""
 
@@ -49,7 +56,7 @@ def exec_engine(job: ServeJob, run_dir: Path) -> NoReturn:
     command = render_launch(job, model_dir, on_gpu=torch.cuda.is_available())
     kept = {name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES}
     try:
-        os.execve(command.argv[0], command.argv, {**kept, **command.env})
+        os.execve(command.argv[0], command.argv, {**kept, **command.env, **_scratch_folder()})
     except OSError as error:
         raise ConfigError(
             f"rollout.engine.python: {command.argv[0]} cannot be run ({error.strerror}): give the interpreter of the "
@@ -63,6 +70,41 @@ def render_launch(job: ServeJob, model_dir: Path, *, on_gpu: bool) -> LaunchComm
     render = {"sglang": _render_sglang, "vllm": _render_vllm}[job.engine.kind]
     arguments, env = render(job, str(model_dir), on_gpu)
     return LaunchCommand(argv=(python, *arguments, *job.engine.extra_args), env=env)
+
+
+REMOVE_AT_THE_END = """
+import os, shutil, signal, sys
+if os.fork():
+    os._exit(0)  # so that it is no child of the engine, which ends its children first
+os.setsid()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.read(0, 1)  # returns when nobody holds the other end any more
+shutil.rmtree(sys.argv[1], ignore_errors=True)
+"""
+
+
+def _scratch_folder() -> dict[str, str]:
+    """Variables that lead the engine to a folder for its sockets and temporary files, which ends with it.
+
+    vLLM and SGLang name their sockets anew at each start and leave them where they are when they are killed. A small
+    process removes the folder: its end of a pipe closes with the last process of the engine.
+    """
+    inherited = Path(tempfile.gettempdir())
+    is_short = len(f"{inherited}/rollouts-engine-12345678/") + SOCKET_NAME_BYTES <= MAX_SOCKET_PATH
+    folder = tempfile.mkdtemp(prefix="rollouts-engine-", dir=inherited if is_short else "/tmp")
+    closed_at_the_end, held_by_the_engine = os.pipe()
+    subprocess.run(
+        [sys.executable, "-I", "-S", "-c", REMOVE_AT_THE_END, folder],
+        stdin=closed_at_the_end,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=True,
+    )
+    os.close(closed_at_the_end)
+    os.set_inheritable(held_by_the_engine, True)
+    # What was compiled is kept: it takes a minute.
+    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{inherited}/torchinductor_{os.getuid()}"
+    return {"TMPDIR": folder, "VLLM_RPC_BASE_PATH": folder, "TORCHINDUCTOR_CACHE_DIR": compiled}
 
 
 def weights_dtype(job: ServeJob, model_dir: Path) -> str:

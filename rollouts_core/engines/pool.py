@@ -7,6 +7,9 @@ Not here: one server's restarts (http.py), loading into several engines without 
                 +-- it cannot be reached -> quarantined, and the group goes to another engine
 
     quarantined -> never asked for completions -> loads and proves the version of the others -> asked again
+
+A new version is given to the engines that are asked, and waits for no other: each quarantined one is brought to the
+version of the day by a task of its own.
 """
 
 from __future__ import annotations
@@ -15,19 +18,33 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 import anyio
 
+from rollouts_core.concurrency import gather
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
-from rollouts_core.engines.weight_sync import SYNC_TIMEOUT_S, sync_weights_to_engines
+from rollouts_core.engines.weight_sync import SYNC_TIMEOUT_S, WeightSyncResult, sync_weights_to_engines
 from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
+
+if TYPE_CHECKING:
+    from rollouts_core.engines.protocol import Weights
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 10.0
 """Between two attempts to take a quarantined engine back."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Published:
+    """The weights that the engines of a pool must serve."""
+
+    weights: Weights
+    version: str
+    canary: Canary | None
 
 
 @dataclass(slots=True)
@@ -39,6 +56,8 @@ class Member:
     """Requests under way."""
     quarantined: str = ""
     """Why it is not asked; empty while it is."""
+    returning: asyncio.Task[None] | None = None
+    """Brings it back from quarantine."""
 
 
 class EnginePool:
@@ -56,8 +75,15 @@ class EnginePool:
         self.sync_timeout_s = sync_timeout_s
         self.retry_s = retry_s
         self._members = [Member(engine) for engine in engines]
-        self._loaded: tuple[Path, str] | None = None
-        self._returning: asyncio.Task[None] | None = None
+        self._published: Published | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
 
     @property
     def name(self) -> str:
@@ -87,22 +113,24 @@ class EnginePool:
                 member.num_running -= len(requests)
         raise EngineUnavailableError(f"no engine is left: {self._describe_quarantine()}")
 
-    async def load_weights(self, checkpoint_path: Path, version: str, canary: Canary | None = None) -> None:
-        """Serve the weights of a directory by every engine that takes them; the others are quarantined.
+    async def shares_memory(self) -> bool:
+        """True when all engines that are asked can load `SharedWeights` of this process."""
+        healthy = [member.engine for member in self._members if not member.quarantined]
+        return bool(healthy) and all(await gather([engine.shares_memory for engine in healthy]))
+
+    async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
+        """Serve published weights by every engine that takes them; the others are quarantined.
 
         Raises:
             WeightSyncError: no engine took them.
         """
-        await self._stop_returning()
-        self._loaded = (checkpoint_path, version)
-        results = await sync_weights_to_engines(
-            [member.engine for member in self._members],
-            checkpoint_path,
-            version=version,
-            canary=canary,
-            timeout_s=self.sync_timeout_s,
-        )
-        for member, result in zip(self._members, results, strict=True):
+        self._published = Published(weights, version, canary)
+        members = [member for member in self._members if not member.quarantined]
+        if not members:  # then it is tried with all, and the reasons of all are told
+            await self._stop_returning()
+            members = self._members
+        results = await self._sync(members, self._published)
+        for member, result in zip(members, results, strict=True):
             if result.error:
                 self._quarantine(member, result.error)
             else:
@@ -135,40 +163,47 @@ class EnginePool:
         for member in self._members:
             await member.engine.aclose()
 
+    async def _sync(self, members: Sequence[Member], published: Published) -> list[WeightSyncResult]:
+        return await sync_weights_to_engines(
+            [member.engine for member in members],
+            published.weights,
+            version=published.version,
+            canary=published.canary,
+            timeout_s=self.sync_timeout_s,
+        )
+
     def _quarantine(self, member: Member, reason: str) -> None:
         logger.warning("engine %s was quarantined: %s", member.engine.name, reason)
         member.quarantined = reason
-        if self._returning is None or self._returning.done():
-            self._returning = asyncio.create_task(self._return_quarantined())
+        if member.returning is None or member.returning.done():
+            member.returning = asyncio.create_task(self._bring_back(member))
 
     def _take_back(self, member: Member, version: str) -> None:
         if member.quarantined:
             logger.info("engine %s serves %s and is asked again", member.engine.name, version)
         member.quarantined = ""
 
-    async def _return_quarantined(self) -> None:
-        """Load the current version into quarantined engines now and then, until none is left or a new version comes."""
-        while any(member.quarantined for member in self._members):
-            await anyio.sleep(self.retry_s)
-            if self._loaded is None:
+    async def _bring_back(self, member: Member) -> None:
+        """Load what is published into a quarantined engine now and then, until it serves what is published then."""
+        tried: Published | None = None
+        while member.quarantined:
+            if tried is self._published or self._published is None:
+                await anyio.sleep(self.retry_s)
+            if (tried := self._published) is None:
                 continue
-            path, version = self._loaded
-            members = [member for member in self._members if member.quarantined]
-            results = await sync_weights_to_engines(
-                [member.engine for member in members], path, version=version, timeout_s=self.sync_timeout_s
-            )
-            for member, result in zip(members, results, strict=True):
-                if result.error:
-                    member.quarantined = result.error
-                else:
-                    self._take_back(member, version)
+            [result] = await self._sync([member], tried)
+            if result.error:
+                member.quarantined = result.error
+            elif tried is self._published:  # else a newer version was published meanwhile
+                self._take_back(member, tried.version)
 
     async def _stop_returning(self) -> None:
-        """End the attempts to take engines back: they are for a version that is about to be an old one."""
-        if self._returning is not None:
-            self._returning.cancel()
-            await asyncio.wait([self._returning])  # however it ended
-            self._returning = None
+        """End the attempts to take engines back."""
+        tasks = [member.returning for member in self._members if member.returning is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)  # however they ended
 
     def _describe_quarantine(self) -> str:
         return "; ".join(f"{name}: {reason}" for name, reason in self.quarantined.items())

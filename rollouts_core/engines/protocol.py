@@ -12,6 +12,9 @@ from rollouts_core.types import Status
 
 if TYPE_CHECKING:
     from rollouts_core.engines.canary import Canary
+    from rollouts_core.engines.shared_memory import SharedWeights
+
+    Weights = Path | SharedWeights
 
 STATUS_OF_FINISH = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 """What the finish reasons of all engines mean."""
@@ -59,10 +62,15 @@ class InferenceEngine(Protocol):
         """Completions of the requests in their order, sampled only from the weights that were loaded last."""
         ...
 
-    async def load_weights(self, checkpoint_path: Path, version: str, canary: Canary | None = None) -> None:
-        """Serve the weights of a directory, and verify that it does; raises WeightSyncError otherwise.
+    async def shares_memory(self) -> bool:
+        """True when it can load `SharedWeights` of this process."""
+        ...
+
+    async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
+        """Serve published weights, and verify that it does; raises WeightSyncError otherwise.
 
         Args:
+            weights: a directory, or what is in memory that the engine shares.
             canary: proves tensors that cannot be compared; by default a forward pass of the directory's model.
         """
         ...

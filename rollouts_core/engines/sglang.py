@@ -1,7 +1,7 @@
 """Talk to a server that speaks SGLang's HTTP API: SGLang itself, or the embedded engine.
 
-Not here: starting the server (launch.py), restarts and retries (http.py), publishing to several engines
-(weight_sync.py).
+Not here: what all clients share (client.py), starting the server (launch.py), restarts and retries (http.py),
+publishing to several engines (weight_sync.py).
 """
 
 from __future__ import annotations
@@ -10,74 +10,33 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 
-from rollouts_core.engines.canary import Canary
+from rollouts_core.embedded.shared_memory import memory_scope
+from rollouts_core.engines.client import EngineClient
 from rollouts_core.engines.content import HeldTensors, check_same_model
-from rollouts_core.engines.http import UPDATE_TIMEOUT_S, EngineConnection, WeightKeeper, read_completion
+from rollouts_core.engines.http import UPDATE_TIMEOUT, read_completion
 from rollouts_core.engines.protocol import Completion, GenerationRequest
+from rollouts_core.engines.shared_memory import SharedWeights
 from rollouts_core.errors import EngineError, WeightSyncError
 
 
-class SGLangEngine:
-    """The client of one server; owns its connections.
+class SGLangEngine(EngineClient):
+    """The client of one SGLang server, or of the embedded engine."""
 
-    Args:
-        restart_timeout_s: how long a server that vanished may take to answer again.
-        model_dir: the model that it must serve; token ids and shapes are checked by it.
-    """
+    _shares_memory: bool | None = None
+    """Whether it does; None before the first answer."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        request_timeout_s: float = 600.0,
-        restart_timeout_s: float = 120.0,
-        model_dir: Path | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        self._connection = EngineConnection(url, request_timeout_s=request_timeout_s, transport=transport)
-        self._keeper = WeightKeeper(self, restart_timeout_s=restart_timeout_s, model_dir=model_dir)
-
-    @property
-    def name(self) -> str:
-        """The server's URL."""
-        return self._connection.url
-
-    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Completions of the requests in their order, from the weights that were loaded last.
-
-        Raises:
-            EngineUnavailableError: the server stayed away.
-            EngineError: it refused the request, or answered something unusable.
-        """
-        return await self._keeper.generate(requests)
-
-    async def load_weights(self, checkpoint_path: Path, version: str, canary: Canary | None = None) -> None:
-        """Serve the weights of a directory; returns when the server proved that it does.
-
-        Args:
-            canary: proves tensors that cannot be compared; by default a forward pass of the directory's model.
-
-        Raises:
-            WeightSyncError: it refused, or serves another version or other tensors.
-            EngineUnavailableError: it vanished and stayed away.
-        """
-        await self._keeper.load_weights(checkpoint_path, version, canary)
-
-    async def wait_until_ready(self, timeout_s: float) -> None:
-        """Return when the server answers.
-
-        Raises:
-            EngineUnavailableError: it did not before the deadline.
-            WeightSyncError: it serves a model of other shapes than `model_dir`.
-        """
-        await self._keeper.wait_until_ready(timeout_s)
-
-    async def aclose(self) -> None:
-        """Close the connections."""
-        await self._connection.aclose()
+    async def shares_memory(self) -> bool:
+        """True when the server is an embedded engine on this machine; False also while it does not answer."""
+        if self._shares_memory is None:
+            try:
+                server = await self._connection.call("GET", "/server_info")
+            except EngineError:
+                return False
+            scope = server.get("memory_scope") if isinstance(server, dict) else None
+            self._shares_memory = bool(scope) and scope == memory_scope()
+        return self._shares_memory
 
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Ask once, whichever weights the server has."""
@@ -104,12 +63,26 @@ class SGLangEngine:
         """
         await self.check_model(path)
         body = {"model_path": str(path), "weight_version": version, "flush_cache": True}
-        answer = await self._connection.call("POST", "/update_weights_from_disk", json=body, timeout=UPDATE_TIMEOUT_S)
+        answer = await self._connection.call("POST", "/update_weights_from_disk", json=body, timeout=UPDATE_TIMEOUT)
         if not answer.get("success"):
             raise WeightSyncError(f"{self.name} refused {version}: {answer.get('message', answer)}")
         if (served := await self.weight_version()) != version:
             raise WeightSyncError(f"{self.name} serves {served} after it was given {version}")
         return await self._held_tensors()
+
+    async def take_shared_weights(self, weights: SharedWeights, version: str) -> Mapping[str, str]:
+        """Load weights once from memory, set the version, and return the sha256 of every tensor that is served then.
+
+        Raises:
+            WeightSyncError: the server refused, or serves another version.
+        """
+        body = {"model_path": str(weights.model_dir), "weight_version": version, "segments": weights.addresses()}
+        path = "/update_weights_from_shared_memory"
+        answer = await self._connection.call("POST", path, json=body, timeout=UPDATE_TIMEOUT)
+        if (served := answer.get("weight_version")) != version:
+            raise WeightSyncError(f"{self.name} serves {served} after it was given {version}")
+        digests: Mapping[str, str] = answer.get("checksums", {})
+        return digests
 
     async def _held_tensors(self) -> HeldTensors:
         answer = await self._connection.call("POST", "/weights_checker", json={"action": "checksum"})

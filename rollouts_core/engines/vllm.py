@@ -1,7 +1,7 @@
 """Talk to a vLLM server: token ids through its completions API, weights through its development endpoints.
 
-Not here: starting the server (launch.py), restarts and retries (http.py), publishing to several engines
-(weight_sync.py).
+Not here: what all clients share (client.py), starting the server (launch.py), restarts and retries (http.py),
+publishing to several engines (weight_sync.py).
 
 The server must run with VLLM_SERVER_DEV_MODE=1 and `--logprobs-mode processed_logprobs`, and on a model whose output
 head is not tied to its embedding: on a tied one vLLM answers 200 to an update and keeps the old head. launch.py starts
@@ -10,86 +10,31 @@ it so; each update checks it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import anyio
 import httpx
 import torch
 
-from rollouts_core.concurrency import gather
-from rollouts_core.engines.canary import Canary
-from rollouts_core.engines.content import HEAD, HeldTensors, check_same_model, is_tied, untied
-from rollouts_core.engines.http import UPDATE_TIMEOUT_S, EngineConnection, WeightKeeper, read_completion
+from rollouts_core.concurrency import gather, in_short_thread
+from rollouts_core.engines.client import EngineClient
+from rollouts_core.engines.content import HEAD, HeldTensors, check_same_model, is_tied, write_untied
+from rollouts_core.engines.http import CONNECT_TIMEOUT_S, UPDATE_TIMEOUT, read_completion
 from rollouts_core.engines.protocol import Completion, GenerationRequest
 from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
 
-RESUME_TIMEOUT_S = 30.0
+RESUME_TIMEOUT = httpx.Timeout(30.0, connect=CONNECT_TIMEOUT_S)
 LOGPROBS_MODE = "processed_logprobs"
 """Log-probs of the distribution that was sampled from; vLLM's default are those before the temperature."""
 
 
-class VLLMEngine:
-    """The client of one vLLM server; owns its connections.
-
-    Args:
-        restart_timeout_s: how long a server that vanished may take to answer again.
-        model_dir: the model that it must serve; token ids and shapes are checked by it.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        request_timeout_s: float = 600.0,
-        restart_timeout_s: float = 120.0,
-        model_dir: Path | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        self._connection = EngineConnection(url, request_timeout_s=request_timeout_s, transport=transport)
-        self._keeper = WeightKeeper(self, restart_timeout_s=restart_timeout_s, model_dir=model_dir)
-
-    @property
-    def name(self) -> str:
-        """The server's URL."""
-        return self._connection.url
-
-    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Completions of the requests in their order, from the weights that were loaded last.
-
-        Raises:
-            EngineUnavailableError: the server stayed away.
-            EngineError: it refused the request, or answered something unusable.
-        """
-        return await self._keeper.generate(requests)
-
-    async def load_weights(self, checkpoint_path: Path, version: str, canary: Canary | None = None) -> None:
-        """Serve the weights of a directory; returns when the server proved that it does.
-
-        Args:
-            canary: proves tensors that cannot be compared; by default a forward pass of the directory's model.
-
-        Raises:
-            WeightSyncError: it refused, or serves another version or other tensors.
-            EngineUnavailableError: it vanished and stayed away.
-        """
-        await self._keeper.load_weights(checkpoint_path, version, canary)
-
-    async def wait_until_ready(self, timeout_s: float) -> None:
-        """Return when the server answers.
-
-        Raises:
-            EngineUnavailableError: it did not before the deadline.
-            WeightSyncError: it serves a model of other shapes than `model_dir`.
-        """
-        await self._keeper.wait_until_ready(timeout_s)
-
-    async def aclose(self) -> None:
-        """Close the connections."""
-        await self._connection.aclose()
+class VLLMEngine(EngineClient):
+    """The client of one vLLM server."""
 
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Ask once, whichever weights the server has.
@@ -134,18 +79,18 @@ class VLLMEngine:
                 f"{self.name} serves a model whose output head is its embedding: vLLM would leave that head as it is. "
                 "Start it on a copy with a head of its own (`rollouts_core.engines.content.write_untied`)"
             )
-        await self._call_development("POST", "/pause", params={"mode": "wait"}, timeout=UPDATE_TIMEOUT_S)
+        await self._call_development("POST", "/pause", params={"mode": "wait"}, timeout=UPDATE_TIMEOUT)
         try:
             # Whatever is sampled from here on, were the update to fail halfway, must not count as the old version's.
             await self._set_version(f"{version}, loading")
-            with untied(path) if is_tied(path) else nullcontext(path) as loaded:
+            async with _untied(path) as loaded:
                 body = {"method": "reload_weights", "kwargs": {"weights_path": str(loaded)}}
-                await self._call_development("POST", "/collective_rpc", json=body, timeout=UPDATE_TIMEOUT_S)
+                await self._call_development("POST", "/collective_rpc", json=body, timeout=UPDATE_TIMEOUT)
             await self._call_development("POST", "/reset_prefix_cache")  # the old weights computed its entries
             await self._set_version(version)
         finally:
             with anyio.CancelScope(shield=True):  # given up or not: a paused server answers nobody
-                await self._call_development("POST", "/resume", timeout=RESUME_TIMEOUT_S)
+                await self._call_development("POST", "/resume", timeout=RESUME_TIMEOUT)
         if (served := await self.weight_version()) != version:
             raise WeightSyncError(f"{self.name} serves {served} after it was given {version}")
         dtype = getattr(torch, str(model_config.get("dtype")).removeprefix("torch."), None)
@@ -183,6 +128,17 @@ class VLLMEngine:
             if "answered 404" not in str(error):
                 raise
             raise EngineError(f"{self.name} has no {path}: start vLLM with VLLM_SERVER_DEV_MODE=1") from error
+
+
+@asynccontextmanager
+async def _untied(directory: Path) -> AsyncIterator[Path]:
+    """A directory with the same weights in which the output head is a tensor of its own; a copy is gone after it."""
+    if not is_tied(directory):
+        yield directory
+        return
+    with TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-untied-") as target:
+        await in_short_thread(partial(write_untied, directory, Path(target)))
+        yield Path(target)
 
 
 def _render_request(request: GenerationRequest) -> dict[str, Any]:  # Any: JSON

@@ -66,9 +66,8 @@ class Server:
         """Return when it answers; fail with the end of its log otherwise."""
 
         async def wait() -> None:
-            client = self.client()
-            await client.wait_until_ready(START_TIMEOUT_S)
-            await client.aclose()
+            async with self.client() as client:
+                await client.wait_until_ready(START_TIMEOUT_S)
 
         try:
             asyncio.run(wait())

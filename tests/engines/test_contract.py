@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from flows.preflight import served_model
+from infra.engines import has_generated, resume_generation
 from rollouts_core.config import SamplingConfig
 from rollouts_core.engines import Completion, GenerationRequest, SGLangEngine, VLLMEngine
 from rollouts_core.errors import EngineError, WeightSyncError
@@ -49,11 +50,8 @@ def with_client(server: Server, use: Callable[[Engine], Awaitable[ResultT]]) -> 
     """What `use` returns of a new client."""
 
     async def run() -> ResultT:
-        client = server.client()
-        try:
+        async with server.client() as client:
             return await use(client)
-        finally:
-            await client.aclose()
 
     return asyncio.run(run())
 
@@ -220,6 +218,25 @@ def test_a_model_of_other_shapes_is_refused_and_the_engine_goes_on(
 def test_the_checks_before_a_run_recognise_the_engine_by_the_model_it_serves(server: Server) -> None:
     served = served_model(server.url)
     assert served is not None and (served / "config.json").is_file()
+
+
+PAUSES = {
+    "embedded": ("/pause_generation", {"json": {"mode": "in_place"}}),
+    "sglang": ("/pause_generation", {"json": {"mode": "in_place"}}),
+    "vllm": ("/pause", {"params": {"mode": "keep"}}),
+}
+
+
+def test_a_server_that_a_killed_trainer_left_paused_generates_again_when_it_is_resumed(server: Server) -> None:
+    kind = server.job.engine.kind
+    path, arguments = PAUSES[kind]
+    with httpx.Client(timeout=30.0) as client:
+        resume_generation(client, kind, server.url)  # harmless where nothing is paused
+        assert has_generated(client, kind, server.url, timeout_s=30.0)
+        assert client.post(f"{server.url}{path}", **arguments).status_code == 200
+        assert not has_generated(client, kind, server.url, timeout_s=1.0)
+        resume_generation(client, kind, server.url)
+        assert has_generated(client, kind, server.url, timeout_s=30.0)
 
 
 def test_a_server_that_was_killed_and_came_back_is_brought_up_to_date(server: Server, trained: SavedModel) -> None:

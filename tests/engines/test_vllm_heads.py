@@ -31,6 +31,11 @@ from tests.engines.test_contract import LOGPROB_TOLERANCE, ask, worst_gap
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 
+async def wait_until_ready(address: str) -> None:
+    async with VLLMEngine(address) as engine:
+        await engine.wait_until_ready(START_TIMEOUT_S)
+
+
 @pytest.fixture(scope="module")
 def url(start: SavedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A vLLM that somebody started by hand, on the tied model itself."""
@@ -42,12 +47,13 @@ def url(start: SavedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         deployment=DeploymentConfig(max_running_requests=8),
     )
     command = render_launch(job, start.directory, on_gpu=False)
-    log = tmp_path_factory.mktemp("by_hand") / "log.txt"
-    with log.open("wb") as output:
-        process = subprocess.Popen(command.argv, env={**os.environ, **command.env}, stdout=output, stderr=output)
+    folder = tmp_path_factory.mktemp("by_hand")
+    env = {**os.environ, **command.env, "TMPDIR": str(folder)}
+    with (folder / "log.txt").open("wb") as output:
+        process = subprocess.Popen(command.argv, env=env, stdout=output, stderr=output)
     address = f"http://127.0.0.1:{job.port}"
     try:
-        asyncio.run(VLLMEngine(address).wait_until_ready(START_TIMEOUT_S))
+        asyncio.run(wait_until_ready(address))
         yield address
     finally:
         process.terminate()
@@ -58,8 +64,8 @@ def test_an_update_that_keeps_the_old_head_is_refused_and_the_canary_would_see_i
     url: str, start: SavedModel, trained: SavedModel
 ) -> None:
     async def load() -> None:
-        engine = VLLMEngine(url)
-        await engine.load_weights(trained.directory, "trained-1")
+        async with VLLMEngine(url) as engine:
+            await engine.load_weights(trained.directory, "trained-1")
 
     with pytest.raises(WeightSyncError, match=f"{url} serves a model whose output head is its embedding"):
         asyncio.run(load())
@@ -70,12 +76,12 @@ def test_an_update_that_keeps_the_old_head_is_refused_and_the_canary_would_see_i
         assert client.post("/reset_prefix_cache").status_code == 200
 
     async def look() -> tuple[float, str]:
-        engine = VLLMEngine(url)
-        [completion] = await engine.generate([ask()])
-        gap = worst_gap(trained, ask(), completion)
-        with pytest.raises(WeightSyncError) as caught:
-            await prove(engine.name, engine.complete, checkpoint_canary(trained.directory))
-        return gap, str(caught.value)
+        async with VLLMEngine(url) as engine:
+            [completion] = await engine.generate([ask()])
+            gap = worst_gap(trained, ask(), completion)
+            with pytest.raises(WeightSyncError) as caught:
+                await prove(engine.name, engine.complete, checkpoint_canary(trained.directory))
+            return gap, str(caught.value)
 
     gap, complaint = asyncio.run(look())
     assert "nats per token away from those of the published weights" in complaint

@@ -40,6 +40,10 @@ class ScriptedEngine:
             version_spans=((f"run-{len(self.requests)}", 0, len(kept)),),
         )
 
+    async def shares_memory(self) -> bool:
+        """A script has no weights."""
+        return False
+
     async def load_weights(self, checkpoint_path: Path, version: str) -> None:
         """A script has no weights."""
 

@@ -119,6 +119,16 @@ def make_full_config(directory: Path) -> Config:
         ("rollout.reward_fn", 5, r"rollout\.reward_fn: .*found 5$"),
         ("deployment", {"trainer_gpu_ranks": [0, 1], "trainer_processes": 3}, r"deployment: trainer_processes 3 needs"),
         ("deployment.engine_port", 70000, r"deployment\.engine_port: .*found 70000"),
+        (
+            "deployment",
+            {"engine_port": 65535, "num_engines": 2},
+            r"deployment: engine_port 65535 with num_engines 2 .* port 65536, .*: give 65534 or less",
+        ),
+        (
+            "rollout.engine",
+            {"kind": "vllm", "context_length": 24},
+            r"rollout\.engine: engine\.context_length 24 is too short .* vllm proves its weights: give 25 or more",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence_with_file_and_key(key: str, value: object, sentence: str) -> None:

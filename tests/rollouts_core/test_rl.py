@@ -172,8 +172,9 @@ def test_every_sample_of_a_step_comes_from_the_weights_of_the_step_before(
 
 
 def test_only_the_last_published_versions_stay_on_disk(
-    base_model: ModelConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    base_model: ModelConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("rollouts_core.engines.sglang.memory_scope", lambda: "another machine")
     train(base_model, tokenizer, tmp_path, num_steps=4)
     assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["test-3", "test-4"]
 

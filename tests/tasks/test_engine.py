@@ -9,9 +9,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
-from infra.jobs import JobState, cancel_job, job_status
+from infra.errors import TransientInfraError
+from infra.jobs import JobState, cancel_job, job_status, start_or_attach
 from infra.node import LocalNode, Node
 from infra.providers import provision_node
 from infra.session import LocalSession
@@ -19,6 +21,7 @@ from tasks import engine
 from tasks.plan import base_model, plan_rl
 from tasks.records import RunScope, Stage
 from tests.flows.conftest import processes_of, wait_until
+from tests.infra.shell_jobs import shell_spec
 from tests.small_pipeline import write_small_pipeline
 
 pytestmark = pytest.mark.slow
@@ -61,6 +64,35 @@ def test_an_engine_survives_its_loading_and_ends_by_itself_when_nobody_renews_it
         assert processes_of(Path(scope.store)) == []
     finally:
         cancel_job(session, record.run_dir, 1.0)
+
+
+def pause(url: str) -> None:
+    assert httpx.post(f"{url}/pause_generation", json={"mode": "in_place"}).status_code == 200
+
+
+def is_paused(url: str) -> bool:
+    return bool(httpx.get(f"{url}/server_info").json()["internal_states"][0]["is_paused"])
+
+
+def test_a_pause_that_a_killed_trainer_left_behind_is_ended_and_that_of_a_living_one_is_not(
+    rl: Stage, scope: RunScope, node: Node
+) -> None:
+    session = LocalSession(sys.executable)
+    first = engine.launch_engine.fn(rl, 0, scope, node)
+    try:
+        pause(first.url)
+        assert engine.launch_engine.fn(rl, 0, scope, node) == first
+        assert not is_paused(first.url)
+
+        job = {**rl.job, "rollout": {**rl.job["rollout"], "engine": {"start_timeout_s": 1.0}}}
+        start_or_attach(session, shell_spec(Path(rl.run_dir), "sleep 60"))
+        pause(first.url)
+        with pytest.raises(TransientInfraError, match="did not generate within 1 s"):
+            engine.launch_engine.fn(rl.model_copy(update={"job": job}), 0, scope, node)
+        assert is_paused(first.url)
+    finally:
+        cancel_job(session, rl.run_dir, 1.0)
+        cancel_job(session, first.run_dir, 1.0)
 
 
 def test_an_engine_is_shared_by_the_runs_that_want_it_and_ends_with_the_last(

@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from infra.node import LocalNode, Node
 from infra.providers import provision_node
 from rollouts_core.checkpoint import load_manifest, new_checkpoint
-from rollouts_core.config import Config, DataConfig, ModelConfig
+from rollouts_core.config import MIN_ENGINE_CONTEXT, Config, DataConfig, ModelConfig
+from rollouts_core.engines.canary import canary_requests
 from rollouts_core.errors import CheckpointError
 from rollouts_core.job import InputModel
 from tasks.plan import (
@@ -154,6 +155,18 @@ def test_several_engines_of_an_rl_share_its_gpus_and_have_directories_of_their_o
     assert len({engine.run_dir for engine in engines}) == 2
     with pytest.raises(ValidationError, match="names 3 GPUs for num_engines 2"):
         config_at(tmp_path / "inputs", deployment={"num_engines": 2, "engine_gpu_ranks": [0, 1, 2]})
+
+
+@pytest.mark.parametrize(("kind", "context"), [("embedded", 8), ("sglang", 25), ("vllm", 25)])
+def test_an_engine_has_room_for_what_it_is_asked_to_prove_itself(
+    tmp_path: Path, scope: RunScope, node: Node, kind: str, context: int
+) -> None:
+    rollout = {"engine": {"kind": kind}, "max_prompt_tokens": 4, "sampling": {"max_new_tokens": 3}}
+    config = config_at(tmp_path / "inputs", rollout=rollout)
+    engine = plan_engine(plan_rl(base_model(config), config, scope, node), 0, node)
+    assert engine.job["context_length"] == context
+    longest = max(len(request.prompt_tokens) + request.sampling.max_new_tokens for request in canary_requests(1.0))
+    assert longest < MIN_ENGINE_CONTEXT == 25
 
 
 def test_the_engine_that_samples_is_part_of_the_identity_of_rl_and_where_it_is_installed_is_not(

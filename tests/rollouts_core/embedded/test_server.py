@@ -74,9 +74,15 @@ async def until_running(scheduler: Scheduler, count: int) -> None:
         await asyncio.sleep(0.002)
 
 
+OWN_ENDPOINTS = ("/update_weights_from_shared_memory",)
+"""What SGLang has no like of."""
+
+
 def test_every_endpoint_exists_in_sglang(scheduler: Scheduler) -> None:
     paths = load_spec()["paths"]
     for route in build_app(scheduler).routes:
+        if route.path in OWN_ENDPOINTS:  # type: ignore[attr-defined]
+            continue
         methods = {method.lower() for method in route.methods} - {"head"}  # type: ignore[attr-defined]
         assert methods <= set(paths[route.path]), route.path  # type: ignore[attr-defined]
 

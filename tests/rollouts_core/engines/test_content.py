@@ -20,7 +20,6 @@ from rollouts_core.engines.content import (
     HeldTensors,
     check_same_model,
     find_unproven,
-    untied,
     write_untied,
 )
 from rollouts_core.errors import CheckpointError, WeightSyncError
@@ -91,13 +90,13 @@ def test_an_untied_copy_computes_the_same_and_leaves_the_original(
     original = tmp_path / "original"
     model.save_pretrained(original, max_shard_size=shard_size)
     before = {path.name: path.read_bytes() for path in original.iterdir()}
-    with untied(original) as copy:
-        loaded = AutoModelForCausalLM.from_pretrained(copy)
-        tokens = torch.tensor([[3, 4, 5]])
-        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
-        assert json.loads((copy / "config.json").read_text())["tie_word_embeddings"] is False
-        assert torch.equal(read_tensors(copy)[HEAD], model.get_input_embeddings().weight)
-    assert not copy.exists()
+    copy = tmp_path / "copy"
+    write_untied(original, copy)
+    loaded = AutoModelForCausalLM.from_pretrained(copy)
+    tokens = torch.tensor([[3, 4, 5]])
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    assert json.loads((copy / "config.json").read_text())["tie_word_embeddings"] is False
+    assert torch.equal(read_tensors(copy)[HEAD], model.get_input_embeddings().weight)
     assert {path.name: path.read_bytes() for path in original.iterdir()} == before
 
 
@@ -105,6 +104,28 @@ def test_an_untied_copy_can_be_made_again_where_one_lies(tied_dir: Path, tmp_pat
     for _ in range(2):
         write_untied(tied_dir, tmp_path / "copy")
     assert read_tensors(tmp_path / "copy").keys() == {*read_tensors(tied_dir), HEAD}
+
+
+def test_an_untied_copy_can_be_made_again_where_one_of_a_model_that_moved_lies(tied_dir: Path, tmp_path: Path) -> None:
+    write_untied(tied_dir, tmp_path / "copy")
+    moved = tied_dir.rename(tmp_path / "moved")
+    write_untied(moved, tmp_path / "copy")
+    assert read_tensors(tmp_path / "copy").keys() == {*read_tensors(moved), HEAD}
+
+
+def test_a_link_that_leads_nowhere_is_named_with_where_it_leads(tied_dir: Path, tmp_path: Path) -> None:
+    (tied_dir / "model.safetensors").unlink()
+    (tied_dir / "model.safetensors").symlink_to(tmp_path / "cache" / "blob")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is a link to .*/cache/blob, where nothing is"):
+        write_untied(tied_dir, tmp_path / "copy")
+
+
+def test_a_shard_that_the_index_names_and_that_is_not_there_is_named(model: PreTrainedModel, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="10KB")
+    [first, *_] = sorted((tmp_path / "sharded").glob("*.safetensors"))
+    first.unlink()
+    with pytest.raises(CheckpointError, match=f"index.json names {first.name}, which is not there"):
+        write_untied(tmp_path / "sharded", tmp_path / "copy")
 
 
 def test_models_of_other_shapes_are_told_apart_and_unreadable_ones_are_left(tied_dir: Path, tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import anyio
@@ -18,7 +20,10 @@ import pytest
 
 from rollouts_core.config import SamplingConfig
 from rollouts_core.engines import Completion, Endpoint, GenerationRequest, SGLangEngine, VLLMEngine, create_engine, http
+from rollouts_core.engines.canary import checkpoint_canary
 from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
+from rollouts_core.types import Sample, Status
+from tests.rollouts_core.served_engine import served_engine
 
 EngineType = type[SGLangEngine] | type[VLLMEngine]
 Answer = Callable[[httpx.Request], httpx.Response]
@@ -42,6 +47,17 @@ def completion_json(engine_type: EngineType, tokens: list[int], logprobs: list[A
     return [{"output_ids": tokens, "meta_info": meta}]
 
 
+def canary_sample() -> Sample:
+    """A prompt of two tokens and a completion of two."""
+    return Sample(
+        prompt="",
+        tokens=[4, 8, 5, 6],
+        loss_mask=[0.0, 0.0, 1.0, 1.0],
+        rollout_log_probs=[0.0] * 4,
+        status=Status.COMPLETED,
+    )
+
+
 def client_of(engine_type: EngineType, answer: Answer | httpx.Response, **options: Any) -> SGLangEngine | VLLMEngine:
     """A client of a server that answers completions like this, and says that its weights are the default."""
 
@@ -55,7 +71,11 @@ def client_of(engine_type: EngineType, answer: Answer | httpx.Response, **option
 
 
 def ask(engine: SGLangEngine | VLLMEngine) -> list[Completion]:
-    return asyncio.run(engine.generate([REQUEST]))
+    async def generate() -> list[Completion]:
+        async with engine:
+            return await engine.generate([REQUEST])
+
+    return asyncio.run(generate())
 
 
 @BOTH
@@ -177,6 +197,110 @@ def test_nobody_listening_is_told_with_the_address(engine_type: EngineType) -> N
     engine = engine_type("http://127.0.0.1:9", restart_timeout_s=0.2)
     with pytest.raises(EngineUnavailableError, match=r"http://127\.0\.0\.1:9 did not answer within 0\.2 s"):
         ask(engine)
+
+
+@BOTH
+def test_calls_that_wait_for_a_dead_server_are_given_up_together(engine_type: EngineType) -> None:
+    """One after the other they would take the restart timeout once for each."""
+
+    async def ask_it() -> float:
+        async with engine_type("http://127.0.0.1:9", restart_timeout_s=0.3) as engine:
+            began = perf_counter()
+            outcomes = await asyncio.gather(*(engine.generate([REQUEST]) for _ in range(8)), return_exceptions=True)
+            took_s = perf_counter() - began
+        assert [str(outcome).partition(" ")[0] for outcome in outcomes] == ["http://127.0.0.1:9"] * 8
+        assert {type(outcome) for outcome in outcomes} == {EngineUnavailableError}
+        return took_s
+
+    assert 0.3 <= asyncio.run(ask_it()) < 0.9
+
+
+@BOTH
+def test_a_call_after_a_failed_recovery_looks_for_the_server_again(engine_type: EngineType) -> None:
+    answers: list[httpx.Response] = []
+    content = completion_json(engine_type, [5, 6], [-1.0, -2.0], "length")
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if not answers:
+            return httpx.Response(503)
+        if request.url.path in ("/model_info", "/weight_info"):
+            return httpx.Response(200, json={"weight_version": "default", "model_path": ""})
+        return answers[0]
+
+    async def ask_twice() -> list[Completion]:
+        engine = engine_type("http://engine", transport=httpx.MockTransport(answer), restart_timeout_s=0.1)
+        with pytest.raises(EngineUnavailableError):
+            await engine.generate([REQUEST])
+        answers.append(httpx.Response(200, json=content))
+        return await engine.generate([REQUEST])
+
+    assert asyncio.run(ask_twice())[0].tokens == [5, 6]
+
+
+@BOTH
+def test_after_the_last_attempt_nothing_is_waited_for(engine_type: EngineType) -> None:
+    """The last answer of the server is the end; a look whether it is up would add the restart timeout to it."""
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        if request.url.path in ("/model_info", "/weight_info"):
+            return httpx.Response(200, json={"weight_version": "default", "model_path": ""})
+        return httpx.Response(503)
+
+    engine = engine_type("http://engine", transport=httpx.MockTransport(answer), restart_timeout_s=0.5)
+    with pytest.raises(EngineUnavailableError):
+        ask(engine)
+    assert asked[-1] in ("/generate", "/v1/completions")
+
+
+@BOTH
+def test_an_update_may_take_long_but_not_to_connect(engine_type: EngineType, quickstart_dir: Path) -> None:
+    connect_s: dict[str, float] = {}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        connect_s[request.url.path] = request.extensions["timeout"]["connect"]
+        model_config = {"logprobs_mode": "processed_logprobs", "model": ""}
+        body = {"success": True, "weight_version": "v1", "vllm_config": {"model_config": model_config}}
+        return httpx.Response(200, json={**body, "checksums": {"tp0:lm_head.weight": "0" * 64}})
+
+    async def load() -> None:
+        engine = engine_type("http://engine", transport=httpx.MockTransport(answer))
+        with contextlib.suppress(EngineError):  # these checksums prove nothing
+            await engine.load_weights(quickstart_dir / "base_model", "v1")
+
+    asyncio.run(load())
+    assert connect_s.keys() & {"/update_weights_from_disk", "/collective_rpc"}
+    assert set(connect_s.values()) == {http.CONNECT_TIMEOUT_S}
+
+
+def test_the_event_loop_goes_on_while_weights_are_compared_and_a_canary_is_computed(
+    quickstart_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocked, it answers no request and renews no deadline; with a large model that is minutes."""
+    model_dir = quickstart_dir / "base_model"
+    threads: set[str] = set()
+
+    def compare(*_: object) -> list[str]:
+        threads.add(threading.current_thread().name)
+        return []
+
+    monkeypatch.setattr(http, "find_unproven", compare)
+    with served_engine(model_dir) as (engine, _):
+        asyncio.run(engine.load_weights(model_dir, "v1"))
+
+    async def tick_while_scoring() -> int:
+        scoring = asyncio.ensure_future(checkpoint_canary(model_dir).score([canary_sample()]))
+        num_ticks = 0
+        while not scoring.done():
+            await asyncio.sleep(0.002)
+            num_ticks += 1
+        assert len((await scoring)[0]) > 0
+        return num_ticks
+
+    assert asyncio.run(tick_while_scoring()) > 1
+    assert threads.isdisjoint({"MainThread"})
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("short")]
 
 
 def vllm_of(*, versions: list[str], mode: str = "processed_logprobs", has_development: bool = True) -> VLLMEngine:

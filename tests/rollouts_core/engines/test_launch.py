@@ -6,6 +6,13 @@ Without it a setting of the form would not reach the server, or vLLM would give 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +20,7 @@ import pytest
 from pydantic import ValidationError
 
 from rollouts_core.config import DeploymentConfig, EngineConfig, ModelConfig
-from rollouts_core.engines.launch import exec_engine, render_launch
+from rollouts_core.engines.launch import MAX_SOCKET_PATH, exec_engine, render_launch
 from rollouts_core.errors import ConfigError
 from rollouts_core.job import InputModel, ServeJob
 
@@ -84,6 +91,52 @@ def test_an_interpreter_that_cannot_be_run_is_named_with_the_setting(quickstart_
     model = job.model.model_copy(update={"model": ModelConfig(path=str(quickstart_dir / "base_model"))})
     with pytest.raises(ConfigError, match=r"rollout\.engine\.python: /nowhere/python cannot be run"):
         exec_engine(job.model_copy(update={"model": model}), tmp_path)
+
+
+FAKE_ENGINE = """#!/bin/sh
+touch "$TMPDIR/socket"
+(echo "$TMPDIR" > "$FOLDER/scratch"; exec sleep 60) &
+exec sleep 60
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_temporary_folder_long", [False, True])
+def test_a_killed_engine_leaves_no_sockets_behind(
+    quickstart_dir: Path, tmp_path: Path, is_temporary_folder_long: bool
+) -> None:
+    """Those of vLLM and SGLang have other names at each start: in the end they would fill the folder of the system."""
+    python, base = tmp_path / "python", tmp_path / ("long" * 20 if is_temporary_folder_long else "t")
+    python.write_text(FAKE_ENGINE)
+    python.chmod(0o755)
+    base.mkdir()
+    job = job_of({"kind": "vllm", "python": str(python)})
+    model = job.model.model_copy(update={"model": ModelConfig(path=str(quickstart_dir / "base_model"))})
+    (tmp_path / "job.json").write_text(job.model_copy(update={"model": model}).model_dump_json())
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rollouts_core", "serve", str(tmp_path / "job.json")],
+        env={**os.environ, "TMPDIR": str(base), "FOLDER": str(tmp_path)},
+        start_new_session=True,
+    )
+    try:
+        wait_until(lambda: (tmp_path / "scratch").exists() and (tmp_path / "scratch").read_text() != "")
+        scratch = Path((tmp_path / "scratch").read_text().strip())
+        assert len(f"{scratch}/") + len(str(uuid.uuid4())) <= MAX_SOCKET_PATH
+        assert (scratch / "socket").exists()
+        assert scratch.stat().st_mode & 0o777 == 0o700
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert (scratch / "socket").exists(), "another of its processes still uses it"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+    wait_until(lambda: not scratch.exists())
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("setting", [{"python": "/x"}, {"extra_args": ["-x"]}, {"dtype": "bfloat16"}])

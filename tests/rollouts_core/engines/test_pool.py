@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from time import perf_counter
 
 import pytest
 
 from rollouts_core.config import SamplingConfig
-from rollouts_core.engines import EnginePool, SGLangEngine
+from rollouts_core.engines import EnginePool, SGLangEngine, sync_weights_to_engines
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.protocol import Completion, GenerationRequest
-from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
-from rollouts_core.types import Status
+from rollouts_core.errors import CheckpointError, EngineError, EngineUnavailableError, WeightSyncError
+from rollouts_core.types import Sample, Status
 from tests.rollouts_core.served_engine import served_engine
 
 REQUEST = GenerationRequest(prompt_tokens=[4, 8], sampling=SamplingConfig(max_new_tokens=2), stop_token_ids=(), seed=0)
@@ -29,8 +30,9 @@ class FakeEngine:
         self.name = name
         self.version = "start"
         self.num_calls = 0
-        self.failure: EngineError | None = None
+        self.failure: Exception | None = None
         self.load_s = 0.0
+        self.canaries: list[Canary | None] = []
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
@@ -48,7 +50,11 @@ class FakeEngine:
         )
         return [completion for _ in requests]
 
+    async def shares_memory(self) -> bool:
+        return False
+
     async def load_weights(self, checkpoint_path: Path, version: str, canary: Canary | None = None) -> None:
+        self.canaries.append(canary)
         await asyncio.sleep(self.load_s)
         if self.failure:
             raise self.failure
@@ -142,6 +148,68 @@ def test_a_new_version_is_never_followed_by_the_load_of_an_older_one() -> None:
         return engines[0].version, engines[1].version
 
     assert asyncio.run(publish_twice()) == ("v2", "v2")
+
+
+def test_a_publish_does_not_wait_for_an_engine_in_quarantine_which_comes_back_with_the_newest_version() -> None:
+    async def publish_twice() -> tuple[float, str]:
+        engines = [FakeEngine("a"), FakeEngine("b")]
+        engines[0].failure = lost("a")
+        async with EnginePool(engines, retry_s=0.01) as pool:
+            await pool.load_weights(Path("v1"), "v1")
+            engines[0].failure, engines[0].load_s = None, 0.2
+            await asyncio.sleep(0.05)  # a is being brought to v1
+            began = perf_counter()
+            await pool.load_weights(Path("v2"), "v2")
+            publish_s = perf_counter() - began
+            assert pool.quarantined.keys() == {"a"}
+            await asyncio.sleep(0.25)
+            assert pool.quarantined.keys() == {"a"}, "it had v1 when v2 was published"
+            await asyncio.sleep(0.25)
+            assert pool.quarantined == {}
+        return publish_s, engines[0].version
+
+    publish_s, version = asyncio.run(publish_twice())
+    assert publish_s < 0.1
+    assert version == "v2"
+
+
+def test_an_engine_that_hangs_in_quarantine_keeps_no_other_there() -> None:
+    async def return_one() -> set[str]:
+        engines = [FakeEngine(name) for name in "abc"]
+        async with EnginePool(engines, retry_s=0.01) as pool:
+            engines[0].failure = engines[1].failure = lost("both")
+            await pool.load_weights(Path("v1"), "v1")
+            engines[0].failure, engines[0].load_s = None, 60.0
+            engines[1].failure = None
+            await asyncio.sleep(0.1)
+            return set(pool.quarantined)
+
+    assert asyncio.run(return_one()) == {"a"}
+
+
+def test_an_engine_that_comes_back_is_given_the_trainers_canary() -> None:
+    async def score(samples: list[Sample]) -> list[list[float]]:
+        return []
+
+    async def lose_and_return(canary: Canary) -> list[Canary | None]:
+        engines = [FakeEngine("a"), FakeEngine("b")]
+        async with EnginePool(engines, retry_s=0.01) as pool:
+            engines[0].failure = lost("a")
+            await pool.load_weights(Path("v1"), "v1", canary)
+            engines[0].failure = None
+            await asyncio.sleep(0.1)
+        return engines[0].canaries
+
+    canary = Canary(temperature=1.0, score=score)
+    assert set(asyncio.run(lose_and_return(canary))) == {canary}
+
+
+@pytest.mark.parametrize("failure", [CheckpointError("v1 is gone"), PermissionError("v1 is closed")])
+def test_an_engine_whose_files_cannot_be_read_is_named_and_the_others_are_updated(failure: Exception) -> None:
+    engines = [FakeEngine("a"), FakeEngine("b")]
+    engines[0].failure = failure
+    results = asyncio.run(sync_weights_to_engines(engines, "v1", version="v1"))
+    assert [(result.engine, result.error) for result in results] == [("a", str(failure)), ("b", "")]
 
 
 def test_without_any_engine_left_every_reason_is_told() -> None:

@@ -24,10 +24,10 @@ from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.engines import SGLangEngine, sync_weights_to_engines
-from rollouts_core.engines.canary import canary_requests
+from rollouts_core.engines.canary import Canary, canary_requests, checkpoint_canary
 from rollouts_core.engines.protocol import GenerationRequest
 from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
-from rollouts_core.types import Status
+from rollouts_core.types import Sample, Status
 from tests.rollouts_core.served_engine import served_engine
 
 REQUESTS = [
@@ -195,6 +195,40 @@ def test_where_checksums_say_nothing_a_server_that_came_back_is_proved_by_its_lo
     # Each load is followed by a canary; besides, the request was made on the old weights and on the right ones.
     assert transport.paths.count("/update_weights_from_disk") == 2
     assert transport.paths.count("/generate") == 4
+
+
+@pytest.mark.parametrize("trained_on", [False, True])
+def test_a_server_that_came_back_is_proved_by_the_trainer_as_long_as_it_has_those_weights(
+    watched: tuple[SGLangEngine, WatchedTransport, Scheduler], model_dir: Path, trained_dir: Path, trained_on: bool
+) -> None:
+    """A forward pass of its own on the CPU takes minutes with a large model."""
+    engine, transport, scheduler = watched
+    transport.checksums = {}
+    asked: list[int] = []
+    of_files = checkpoint_canary(trained_dir)
+
+    async def score(samples: list[Sample]) -> list[list[float]]:
+        asked.append(len(samples))
+        return await of_files.score(samples)
+
+    async def run() -> None:
+        canary = Canary(temperature=1.0, score=score, is_current=lambda: not (asked and trained_on))
+        await engine.load_weights(trained_dir, "abc-7", canary)
+        scheduler.update_weights(model_dir, weight_version="default").result(10)  # it came back
+        await engine.generate(REQUESTS)
+
+    asyncio.run(run())
+    assert transport.paths.count("/update_weights_from_disk") == 2
+    assert len(asked) == (1 if trained_on else 2)
+
+
+def test_weights_that_cannot_be_read_here_are_an_error_of_the_engine_that_was_given_them(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    with served_engine(model_dir) as (engine, _):
+        [result] = asyncio.run(sync_weights_to_engines([engine], tmp_path / "nowhere", version="abc-7"))
+    assert (result.engine, result.version) == ("http://engine", "abc-7")
+    assert "http://engine cannot be given abc-7" in result.error
 
 
 def test_a_lost_connection_without_words_is_named_by_its_kind() -> None:

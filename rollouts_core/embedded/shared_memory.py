@@ -1,0 +1,61 @@
+"""Weights that another process of this machine holds in memory: who may read them, and what is read of them.
+
+Not here: writing them (engines/shared_memory.py), where they go (decoder.py).
+
+    trainer, pid 12: memory of descriptor 9, in the form of a safetensors file
+    engine:          /proc/12/fd/9, mapped; whatever becomes of the trainer, the kernel keeps it as long as it is mapped
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rollouts_core.errors import CheckpointError
+
+BOOT_ID, PROCESS_NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentAddress:
+    """Where some tensors lie."""
+
+    id: str
+    """Names the content: a segment never changes, and no other has its id."""
+    path: str
+    """Where this machine's processes open it."""
+    names: tuple[str, ...]
+    """The tensors that are taken from it; it may hold others."""
+
+
+def memory_scope() -> str:
+    """Names those processes that can open each other's memory by its path in /proc; empty where there is no such thing.
+
+    The same kernel, the same numbers of processes, the same user.
+    """
+    try:
+        boot, namespace = BOOT_ID.read_text().strip(), PROCESS_NAMESPACE.readlink()
+    except OSError:
+        return ""
+    return f"{boot}/{namespace}/{os.getuid()}" if hasattr(os, "memfd_create") else ""
+
+
+def read_segment(segment: SegmentAddress, names: Collection[str]) -> dict[str, Tensor]:
+    """Some tensors of a segment, as they lie in the other process's memory: mapped, not copied.
+
+    Raises:
+        CheckpointError: the process that held it is gone, or it holds something else.
+    """
+    try:
+        with safe_open(segment.path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{segment.path} cannot be read as weights in shared memory ({error}): the process that published them has "
+            "ended, publish them again"
+        ) from error

@@ -1,0 +1,128 @@
+"""The client of one server, whichever it is: what RL calls, over the few calls in which servers differ.
+
+Not here: those calls (sglang.py, vllm.py), restarts and retries (http.py), several servers (pool.py).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import httpx
+
+from rollouts_core.engines.canary import Canary
+from rollouts_core.engines.content import HeldTensors
+from rollouts_core.engines.http import EngineConnection, WeightKeeper
+from rollouts_core.engines.protocol import Completion, GenerationRequest
+from rollouts_core.engines.shared_memory import SharedWeights
+from rollouts_core.errors import WeightSyncError
+
+if TYPE_CHECKING:
+    from rollouts_core.engines.protocol import Weights
+
+
+class EngineClient(ABC):
+    """The client of one server; owns its connections, and closes them at the end of `async with`.
+
+    Args:
+        request_timeout_s: how long a request may take.
+        restart_timeout_s: how long a server that vanished may take to answer again.
+        model_dir: the model that it must serve; token ids and shapes are checked by it.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        request_timeout_s: float = 600.0,
+        restart_timeout_s: float = 120.0,
+        model_dir: Path | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._connection = EngineConnection(url, request_timeout_s=request_timeout_s, transport=transport)
+        self._keeper = WeightKeeper(self, restart_timeout_s=restart_timeout_s, model_dir=model_dir)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    @property
+    def name(self) -> str:
+        """The server's URL."""
+        return self._connection.url
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Completions of the requests in their order, from the weights that were loaded last.
+
+        Raises:
+            EngineUnavailableError: the server stayed away.
+            EngineError: it refused the request, or answered something unusable.
+        """
+        return await self._keeper.generate(requests)
+
+    async def shares_memory(self) -> bool:
+        """True when the server can load `SharedWeights` of this process."""
+        return False
+
+    async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
+        """Serve published weights; returns when the server proved that it does.
+
+        Args:
+            weights: a directory, or what is in memory that the server shares.
+            canary: proves tensors that cannot be compared; by default a forward pass of the directory's model.
+
+        Raises:
+            WeightSyncError: it refused, or serves another version or other tensors.
+            EngineUnavailableError: it vanished and stayed away.
+        """
+        await self._keeper.load_weights(weights, version, canary)
+
+    async def wait_until_ready(self, timeout_s: float) -> None:
+        """Return when the server answers.
+
+        Raises:
+            EngineUnavailableError: it did not before the deadline.
+            WeightSyncError: it serves a model of other shapes than `model_dir`.
+        """
+        await self._keeper.wait_until_ready(timeout_s)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._connection.aclose()
+
+    # What a server's client adds: each is one attempt, whichever weights the server has.
+
+    @abstractmethod
+    async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Ask for completions once."""
+
+    @abstractmethod
+    async def weight_version(self) -> str:
+        """The version that the server reports."""
+
+    @abstractmethod
+    async def check_model(self, path: Path) -> None:
+        """Raise WeightSyncError where the server's model has other shapes than that of a directory."""
+
+    @abstractmethod
+    async def take_weights(self, path: Path, version: str) -> HeldTensors:
+        """Load weights once and set the version; running requests end before that, on the old weights.
+
+        Raises:
+            WeightSyncError: the server refused, serves a model of other shapes, or reports another version.
+        """
+
+    async def take_shared_weights(self, weights: SharedWeights, version: str) -> Mapping[str, str]:
+        """Load weights once from memory, set the version, and return the sha256 of every tensor that is served then.
+
+        Raises:
+            WeightSyncError: the server refused, or shares no memory with this process.
+        """
+        raise WeightSyncError(f"{self.name} takes no weights from memory: publish {version} as files")

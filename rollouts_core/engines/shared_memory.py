@@ -1,0 +1,173 @@
+"""Publish weights in memory that engines of this machine map, instead of writing them to a disk.
+
+Not here: reading them (embedded/shared_memory.py), proving that an engine took them (http.py).
+
+    version 1   segment A: every tensor
+    version 2   segment A: embedding      segment B: what changed      only B is written, and only B is loaded
+    version 3   segment A: embedding      segment C: what changed      B is freed
+
+A segment is memory without a name in any file system, in the form of a safetensors file. It never changes, so that an
+engine that comes back later finds what was published. The kernel frees it with the last process that holds it: nothing
+is left behind by a trainer that was killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import weakref
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rollouts_core.concurrency import in_short_thread, start_short_thread
+from rollouts_core.embedded.weights import digest_tensors, tensor_bytes
+
+MAX_STALE_SHARE = 0.5
+"""Tensors that were replaced lie in segments that others keep alive. When they take more memory than this share of the
+weights, those others are written anew, into a segment of their own."""
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.bool: "BOOL",
+}
+"""Those of the safetensors format."""
+
+
+class Segment:
+    """Tensors in memory that other processes can map as long as this object lives."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.id = uuid4().hex
+        self._descriptor = os.memfd_create("rollouts-weights")
+        weakref.finalize(self, os.close, self._descriptor)
+        with open(self._descriptor, "wb", closefd=False) as file:
+            for part in render_safetensors(tensors):
+                file.write(part)
+        self.tensors = load_file(self.path)
+        """What it holds, mapped."""
+
+    @property
+    def path(self) -> str:
+        """Where other processes open it."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTensor:
+    """One published tensor."""
+
+    segment: Segment
+    digests: Future[dict[str, str]]
+    """sha256 of this tensor and of those that were published with it; a thread is computing them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedWeights:
+    """One published version."""
+
+    version: str
+    model_dir: Path
+    """Directory with the model's config.json."""
+    placed: Mapping[str, PlacedTensor]
+    """Where each tensor lies."""
+
+    def addresses(self) -> list[dict[str, Any]]:  # Any: JSON
+        """Where each tensor lies, for an engine."""
+        segments = {tensor.segment.id: tensor.segment for tensor in self.placed.values()}
+        return [
+            {
+                "id": segment.id,
+                "path": segment.path,
+                "names": [name for name, tensor in self.placed.items() if tensor.segment is segment],
+            }
+            for segment in segments.values()
+        ]
+
+    async def digests(self) -> dict[str, str]:
+        """sha256 of every tensor."""
+        futures = {tensor.digests for tensor in self.placed.values()}
+        digests = {future: await asyncio.shield(asyncio.wrap_future(future)) for future in futures}
+        return {name: digests[tensor.digests][name] for name, tensor in self.placed.items()}
+
+
+class SharedMemory:
+    """Where one trainer publishes its versions; keeps the newest alive."""
+
+    def __init__(self) -> None:
+        self._newest: Mapping[str, PlacedTensor] = {}
+
+    async def publish(self, weights: Mapping[str, Tensor], *, version: str, model_dir: Path) -> SharedWeights:
+        """A new version: what differs from the newest one is written, the rest stays where it is.
+
+        Args:
+            weights: must not change before the version's digests are there.
+        """
+        on_host = {name: tensor.detach().contiguous().cpu() for name, tensor in weights.items()}
+        changed = await in_short_thread(partial(find_changed, on_host, self._newest))
+        same = {name: tensor for name, tensor in on_host.items() if name not in changed}
+        kept = {name: self._newest[name] for name in same}
+        written = [changed]
+        if count_stale_bytes(kept) > MAX_STALE_SHARE * count_bytes(on_host.values()):
+            kept, written = {}, [changed, same]
+        for tensors in filter(None, written):
+            digests = start_short_thread(partial(digest_tensors, tensors))
+            segment = await in_short_thread(partial(Segment, tensors))
+            kept |= dict.fromkeys(tensors, PlacedTensor(segment, digests))
+        self._newest = {name: kept[name] for name in on_host}
+        return SharedWeights(version=version, model_dir=model_dir, placed=self._newest)
+
+
+def find_changed(weights: Mapping[str, Tensor], placed: Mapping[str, PlacedTensor]) -> dict[str, Tensor]:
+    """Those weights whose bytes are not the placed ones."""
+    return {
+        name: tensor
+        for name, tensor in weights.items()
+        if name not in placed or not is_same(tensor, placed[name].segment.tensors[name])
+    }
+
+
+def is_same(first: Tensor, second: Tensor) -> bool:
+    """True when both have the same type, shape and bytes: NaN is NaN, and 0 is not -0."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    unit = torch.int64 if first.nbytes % 8 == 0 else torch.uint8
+    return torch.equal(first.reshape(-1).view(unit), second.reshape(-1).view(unit))
+
+
+def count_stale_bytes(kept: Mapping[str, PlacedTensor]) -> int:
+    """Bytes of other tensors in the segments of those that are kept."""
+    segments = {placed.segment for placed in kept.values()}
+    held = sum(count_bytes(segment.tensors.values()) for segment in segments)
+    return held - count_bytes(placed.segment.tensors[name] for name, placed in kept.items())
+
+
+def count_bytes(tensors: Iterable[Tensor]) -> int:
+    """What tensors take."""
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def render_safetensors(tensors: Mapping[str, Tensor]) -> list[memoryview | bytes]:
+    """The parts of a safetensors file: its header, and the memory of each tensor, not copied."""
+    by_alignment = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    header: dict[str, Any] = {}  # Any: JSON
+    end = 0
+    for name, tensor in by_alignment:
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little"), text, *(tensor_bytes(tensor) for _, tensor in by_alignment)]

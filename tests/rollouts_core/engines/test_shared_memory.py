@@ -1,0 +1,328 @@
+"""Pins that weights published in memory are served, whole and proved, and that nothing of them outlives its holders.
+
+Without it an engine could serve a mixture of two versions after a delta, or every trainer that is killed would leave
+the size of its model in the machine's memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load, load_file
+from torch import Tensor
+
+from rollouts_core import create_pytorch_backend
+from rollouts_core.algorithms.loss import create_policy_loss
+from rollouts_core.backends.pytorch import PyTorchTrainingBackend
+from rollouts_core.config import LoRAConfig, LossConfig, ModelConfig, PolicyConfig, RLOptimConfig
+from rollouts_core.embedded import decoder as decoder_module
+from rollouts_core.embedded.scheduler import Scheduler
+from rollouts_core.embedded.shared_memory import SegmentAddress, memory_scope, read_segment
+from rollouts_core.embedded.weights import tensor_digest
+from rollouts_core.engines import EnginePool, PublishTarget, SGLangEngine, publish_weights, sglang
+from rollouts_core.engines.shared_memory import (
+    Segment,
+    SharedMemory,
+    SharedWeights,
+    count_bytes,
+    is_same,
+    render_safetensors,
+)
+from rollouts_core.errors import CheckpointError, WeightSyncError
+from tests.rollouts_core.served_engine import served_engine
+
+pytestmark = pytest.mark.skipif(not memory_scope(), reason="no memory can be shared by its path in /proc here")
+
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.fixture
+def model_dir(quickstart_dir: Path) -> Path:
+    return quickstart_dir / "base_model"
+
+
+@pytest.fixture
+def weights(model_dir: Path) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in load_file(model_dir / "model.safetensors").items()}
+
+
+@pytest.fixture
+def target(model_dir: Path, tmp_path: Path) -> PublishTarget:
+    return PublishTarget(weights_dir=tmp_path / "weights", model_config=model_dir / "config.json", prefix="run")
+
+
+@pytest.fixture
+def loaded_names(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
+    """The tensors that engines take out of segments, a set for each segment that they open."""
+    seen: list[set[str]] = []
+
+    def watch(segment: SegmentAddress, names: list[str]) -> dict[str, Tensor]:
+        seen.append(set(names))
+        return read_segment(segment, names)
+
+    monkeypatch.setattr(decoder_module, "read_segment", watch)
+    return seen
+
+
+def served(model_dir: Path, use: Callable[[SGLangEngine, Scheduler], Awaitable[object]]) -> object:
+    """What `use` returns of an engine on the model."""
+    with served_engine(model_dir) as (engine, scheduler):
+        return asyncio.run(use(engine, scheduler))  # type: ignore[arg-type]
+
+
+def make_backend(model_dir: Path, *, lora_rank: int = 0) -> PyTorchTrainingBackend:
+    return create_pytorch_backend(
+        ModelConfig(path=str(model_dir)),
+        RLOptimConfig(),
+        create_policy_loss(LossConfig()),
+        num_steps=10,
+        policy=PolicyConfig(lora=LoRAConfig(rank=lora_rank)),
+        device="cpu",
+    )
+
+
+def step(backend: PyTorchTrainingBackend) -> None:
+    """An update of whatever is trained, with the gradient of its squared norm after a push away from 0."""
+    for parameter in backend.policy.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.ones_like(parameter)
+    asyncio.run(backend.optim_step().result())
+
+
+def digests_of(tensors: dict[str, Tensor]) -> dict[str, str]:
+    return {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64])
+def test_what_is_written_is_a_safetensors_file(dtype: torch.dtype) -> None:
+    tensors = {
+        "matrix": torch.arange(6).reshape(2, 3).to(dtype),
+        "transposed": torch.arange(6).reshape(2, 3).to(dtype).T,
+        "number": torch.tensor(3).to(dtype),
+        "none": torch.empty(0, 4, dtype=dtype),
+        "bits": torch.tensor([True, False, True]),
+    }
+    read = load(b"".join(render_safetensors(tensors)))
+    assert read.keys() == tensors.keys()
+    assert all(is_same(read[name], tensor.contiguous()) for name, tensor in tensors.items())
+
+
+def test_bytes_decide_what_changed() -> None:
+    assert is_same(torch.tensor([torch.nan, 1.0]), torch.tensor([torch.nan, 1.0]))
+    assert not is_same(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]))
+    assert not is_same(torch.zeros(4), torch.zeros(2, 2))
+    assert not is_same(torch.zeros(4), torch.zeros(4, dtype=torch.int32))
+
+
+def test_a_publish_in_memory_is_served_and_proved_and_writes_no_weights(model_dir: Path, target: PublishTarget) -> None:
+    backend = make_backend(model_dir)
+    step(backend)
+
+    async def publish(engine: SGLangEngine, scheduler: Scheduler) -> tuple[str, dict[str, str], str]:
+        await publish_weights(backend, [engine], target)
+        return await engine.weight_version(), scheduler.weight_digests().result(), str(scheduler.model_dir)
+
+    version, digests, served_dir = served(model_dir, publish)  # type: ignore[misc]
+    assert version == "run-1"
+    assert digests == digests_of(asyncio.run(backend.get_weights().result()))
+    assert served_dir == str(target.weights_dir), "a later run recognises the engine by a folder of its store"
+    assert [path.name for path in target.weights_dir.iterdir()] == ["config.json"]
+
+
+def test_an_engine_on_another_machine_is_given_files(
+    model_dir: Path, target: PublishTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang, "memory_scope", lambda: "another machine")
+
+    async def publish(engine: SGLangEngine, scheduler: Scheduler) -> None:
+        await publish_weights(make_backend(model_dir), [engine], target)
+        assert await engine.weight_version() == "run-0"
+
+    served(model_dir, publish)
+    assert (target.weights_dir / "run-0" / "model.safetensors").exists()
+
+
+def test_a_pool_shares_memory_when_all_its_engines_do(model_dir: Path) -> None:
+    async def ask(engine: SGLangEngine, scheduler: Scheduler) -> tuple[bool, bool]:
+        gone = SGLangEngine("http://127.0.0.1:9", restart_timeout_s=0.1)
+        async with EnginePool([engine]) as alone, EnginePool([engine, gone]) as mixed:
+            return await alone.shares_memory(), await mixed.shares_memory()
+
+    assert served(model_dir, ask) == (True, False)
+
+
+def test_a_frozen_embedding_is_written_and_loaded_once(
+    model_dir: Path, target: PublishTarget, loaded_names: list[set[str]]
+) -> None:
+    backend = make_backend(model_dir)
+    backend.model.get_input_embeddings().weight.requires_grad_(False)
+    names = set(asyncio.run(backend.get_weights().result()))
+
+    async def publish_three(engine: SGLangEngine, scheduler: Scheduler) -> dict[str, str]:
+        for _ in range(3):
+            await publish_weights(backend, [engine], target)
+            await asyncio.to_thread(step, backend)
+        return scheduler.weight_digests().result()
+
+    digests = served(model_dir, publish_three)
+    trained = names - {EMBEDDING}
+    # With the second version, which replaces nearly all of the first, the embedding moves, and the first can go.
+    assert [each for each in loaded_names if each] == [names, {EMBEDDING}, trained, trained]
+    assert digests == digests_of_newest(target)
+
+
+def digests_of_newest(target: PublishTarget) -> dict[str, str]:
+    """Those of what was published last."""
+    return digests_of({name: placed.segment.tensors[name] for name, placed in target.memory._newest.items()})
+
+
+def test_with_adapters_only_the_layers_that_they_change_are_sent(
+    model_dir: Path, target: PublishTarget, loaded_names: list[set[str]]
+) -> None:
+    backend = make_backend(model_dir, lora_rank=2)
+    adapted = {
+        f"{name.removesuffix('.base_layer.weight')}.weight"
+        for name, _ in backend.model.named_parameters()
+        if name.endswith(".base_layer.weight")
+    }
+
+    async def publish_three(engine: SGLangEngine, scheduler: Scheduler) -> dict[str, str]:
+        for _ in range(2):
+            await publish_weights(backend, [engine], target)
+            await asyncio.to_thread(step, backend)
+        loaded_names.clear()
+        await publish_weights(backend, [engine], target)
+        return scheduler.weight_digests().result()
+
+    digests = served(model_dir, publish_three)
+    merged = asyncio.run(backend.get_weights().result())
+    assert 0 < len(adapted) < len(merged)
+    assert [each for each in loaded_names if each] == [adapted]
+    assert digests == digests_of(merged)
+
+
+def test_an_engine_that_came_back_takes_everything_as_it_was_published(
+    model_dir: Path, tmp_path: Path, weights: dict[str, Tensor], loaded_names: list[set[str]]
+) -> None:
+    memory = SharedMemory()
+
+    async def lose_and_return(engine: SGLangEngine, scheduler: Scheduler) -> dict[str, str]:
+        await engine.load_weights(await memory.publish(weights, version="v1", model_dir=model_dir), "v1")
+        weights[HEAD] += 1
+        published = await memory.publish(weights, version="v2", model_dir=model_dir)
+        await engine.load_weights(published, "v2")
+        expected = digests_of(weights)
+        await asyncio.wrap_future(scheduler.update_weights(model_dir, weight_version="default"))  # it came back
+        loaded_names.clear()
+        weights[EMBEDDING] += 1  # the trainer has gone on
+        await memory.publish(weights, version="v3", model_dir=model_dir)
+        await engine._keeper._recover()
+        assert await engine.weight_version() == "v2"
+        assert scheduler.weight_digests().result() == expected
+        return expected
+
+    served(model_dir, lose_and_return)
+    assert sorted(map(len, loaded_names)) == [1, len(weights) - 1]
+
+
+@pytest.mark.parametrize("name", [HEAD, EMBEDDING])
+def test_the_proof_covers_tensors_that_were_not_sent(model_dir: Path, weights: dict[str, Tensor], name: str) -> None:
+    memory = SharedMemory()
+
+    async def spoil_one(engine: SGLangEngine, scheduler: Scheduler) -> None:
+        await engine.load_weights(await memory.publish(weights, version="v1", model_dir=model_dir), "v1")
+        scheduler.decoder._weights.by_name[name][0, 0] += 1
+        weights["model.norm.weight"] += 1
+        published = await memory.publish(weights, version="v2", model_dir=model_dir)
+        with pytest.raises(WeightSyncError, match=rf"v2, but 1 of {len(weights)} tensors differ, {name} first"):
+            await engine.load_weights(published, "v2")
+
+    served(model_dir, spoil_one)
+
+
+@pytest.mark.parametrize(("value", "words"), [(torch.nan, "not finite"), (torch.inf, "not finite")])
+def test_weights_that_are_no_numbers_are_refused_and_the_old_ones_stay(
+    model_dir: Path, weights: dict[str, Tensor], value: float, words: str
+) -> None:
+    memory = SharedMemory()
+
+    async def publish_nan(engine: SGLangEngine, scheduler: Scheduler) -> None:
+        before = scheduler.weight_digests().result()
+        weights["model.norm.weight"][0] = value
+        published = await memory.publish(weights, version="v1", model_dir=model_dir)
+        with pytest.raises(WeightSyncError, match=rf"refused v1: .*shared memory: model\.norm\.weight.*{words}"):
+            await engine.load_weights(published, "v1")
+        assert scheduler.weight_digests().result() == before
+
+    served(model_dir, publish_nan)
+
+
+HOLDER = """
+import sys, torch
+from rollouts_core.engines.shared_memory import Segment
+segment = Segment({"weight": torch.ones(1_000_000)})
+print(segment.path, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_trainer_leaves_no_memory_behind() -> None:
+    before = set(Path("/dev/shm").iterdir())
+    process = subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdin is not None
+    with process.stdout, process.stdin:
+        address = SegmentAddress(id="a", path=process.stdout.readline().strip(), names=("weight",))
+        mapped = read_segment(address, ["weight"])["weight"]
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert float(mapped.sum()) == 1_000_000, "who had mapped it keeps it"
+    with pytest.raises(CheckpointError, match="the process that published them has ended, publish them again"):
+        read_segment(address, ["weight"])
+    assert set(Path("/dev/shm").iterdir()) <= before
+
+
+def test_segments_end_with_the_last_version_that_needs_them() -> None:
+    async def publish_many() -> list[int]:
+        memory, weights = SharedMemory(), {name: torch.zeros(1000) for name in "abcd"}
+        held = []
+        for number in range(12):
+            weights["abcd"[number % 4]] += 1  # each time another one: what was replaced lies between what is kept
+            published = await memory.publish(weights, version=str(number), model_dir=Path())
+            assert published.addresses()
+            held.append(sum(segment_bytes(published)))
+        return held
+
+    def segment_bytes(published: SharedWeights) -> list[int]:
+        segments = {tensor.segment for tensor in published.placed.values()}
+        return [count_bytes(segment.tensors.values()) for segment in segments]
+
+    descriptors = num_memory_descriptors()
+    assert max(asyncio.run(publish_many())) <= 1.5 * 4 * 4000
+    assert num_memory_descriptors() == descriptors
+
+
+def num_memory_descriptors() -> int:
+    """How many of this process's open files are published weights."""
+    links = []
+    for path in Path("/proc/self/fd").iterdir():
+        try:
+            links.append(str(path.readlink()))
+        except OSError:  # that of the listing itself
+            continue
+    return sum("rollouts-weights" in link for link in links)
+
+
+def test_a_segment_does_not_change_with_the_tensors_it_was_made_of() -> None:
+    tensor = torch.zeros(3)
+    segment = Segment({"a": tensor})
+    tensor += 1
+    assert segment.tensors["a"].tolist() == [0.0, 0.0, 0.0]
