@@ -61,11 +61,11 @@ def test_changed_weights_count_once_the_packed_ones_are_forgotten() -> None:
 def test_a_step_with_any_number_of_rows_gives_each_row_the_same_logits(name: str, tmp_path: Path) -> None:
     decoder = Decoder(save_model(make_model(**MODELS[name]), tmp_path), num_slots=MAX_ROWS)
     lengths = [1 + 7 * row % 60 for row in range(MAX_ROWS)]
-    decoder.prefill([random_prompt(length, seed=length) for length in lengths], range(MAX_ROWS))
+    decoder.prefill([random_prompt(length, seed=length) for length in lengths])
     tokens_B, positions_B = torch.arange(MAX_ROWS) % 50, torch.tensor(lengths)
 
     def step(count: int) -> torch.Tensor:
-        return decoder.step(tokens_B[:count], positions_B[:count], num_cached=max(lengths[:count]) + 1)
+        return decoder.step(tokens_B[:count], positions_B[:count])
 
     whole_BV = step(MAX_ROWS)
     falling = range(MAX_ROWS - 1, 0, -1)  # a step may write into the slots behind its rows
