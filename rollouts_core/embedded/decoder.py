@@ -1,24 +1,26 @@
 """Own the weights and the KV cache of one model, and turn token ids into next-token logits.
 
-Not here: choosing tokens (sampling.py), which request sits in which slot (running.py), gradients.
+Not here: matrix products (projection.py), choosing tokens (sampling.py), which request sits in which slot
+(running.py), gradients.
 
-    slot   KV cache (live prefix)      prefill: prompts -> some slots       step: one token for slots 0..B-1
+    slot   KV cache (live prefix)      step: one token each for slots 0..B-1, and prompts for the slots behind
      0     [k v k v k v . . . .]
-     1     [k v k v k v k v k .]       A row's result does not depend on the other rows, bit for bit: matrix
-     2     [k v . . . . . . . .]       products have a multiple of `row_step` rows and lengths are rounded up to
-     3     (free)                      LENGTH_STEP, so that a row meets the same arithmetic in every batch.
+     1     [k v k v k v k v k .]       A token's result does not depend on what else runs, bit for bit: matrix
+     2     [k v . . . . . . . .]       products have a multiple of `row_step` rows, a prompt attends by itself, and
+     3     (free)                      cached lengths are rounded up to LENGTH_STEP, so that every token meets the same
+                                       arithmetic in every batch.
 
-Letters: B rows, U different prompts, T positions, S cached positions, H query heads, K key-value heads,
-D head width, V vocabulary.
+    cache: [layer, slot, position, key heads and value heads, D]
+
+Letters: B decoding slots, P prompts, F tokens of a pass, N new entries of the cache, R rows with logits, T positions,
+H query heads, K key-value heads, D head width, V vocabulary.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -32,20 +34,15 @@ from rollouts_core.embedded.architecture import (
     load_architecture,
     tensor_shapes,
 )
+from rollouts_core.embedded.projection import Projection, find_row_step
 from rollouts_core.embedded.shared_memory import SegmentAddress, read_segment
 from rollouts_core.embedded.weights import check_tensors, digest_tensors, read_tensors
 from rollouts_core.errors import CheckpointError
 
-logger = logging.getLogger(__name__)
-
-ROW_STEPS = (4, 8, 16, 32)
-"""BLAS computes rows in blocks, and left-over rows with another kernel, which rounds differently. How many rows a block
-has depends on the processor and on the width of the product; fewer are faster where few requests run."""
-TRIAL_ROWS, TRIAL_COLUMNS = 128, 256
 LENGTH_STEP = 32
 """Attention over a multiple of 32 positions has no odd-sized tail, which would round differently."""
-MAX_PREFILL_TOKENS = 8192
-"""Padded positions per prefill pass; bounds the memory of activations."""
+MAX_PASS_TOKENS = 8192
+"""Tokens of prompts in one pass through the model; bounds the memory of activations."""
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -55,17 +52,18 @@ class LayerWeights:
     """The tensors of one block as decoding uses them: projections of one input are one matrix."""
 
     attention_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: Tensor
-    output_bias: Tensor | None
+    qkv: Projection
+    qk_norm: Tensor | None
+    """The norm of every query head and, below, of every key head: rows that are equal but for query or key."""
+    output: Projection
     mlp_norm: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    gate_up: Projection
+    down: Projection
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """All matrices of the block."""
+        return self.qkv, self.output, self.gate_up, self.down
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +73,39 @@ class ModelWeights:
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    head: Tensor
+    head: Projection
     by_name: dict[str, Tensor]
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """All matrices of the model but the embedding."""
+        return (*(projection for layer in self.layers for projection in layer.projections), self.head)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """The tokens that go through the model together: one of each decoding slot, then whole prompts."""
+
+    num_decoding: int
+    """Slots 0..B-1 that get one token each; theirs are the first B of the F tokens."""
+    spans: list[tuple[int, int]]
+    """Where each different prompt lies among the F tokens."""
+    ids_F: Tensor
+    """Token ids."""
+    places_F: Tensor
+    """Position of each token in its sequence."""
+    slots_N: Tensor
+    """Slot of each new entry of the cache; N counts a prompt as often as it occurs."""
+    slot_places_N: Tensor
+    """Position of each new entry in its slot."""
+    sources_N: Tensor | None
+    """Which of the F tokens it is computed from; None where they are the same."""
+    last_R: Tensor
+    """Which of the F tokens have logits: those of the decoding slots, and the last of each prompt."""
+    num_slots: int
+    """Slots that the cache needs."""
+    num_cached: int
+    """Positions per slot that the cache needs."""
 
 
 class Decoder:
@@ -109,7 +138,8 @@ class Decoder:
         self._cos_TD, self._sin_TD = _rotary_tables(
             self.architecture, _round_up(self.context_length, LENGTH_STEP), dtype
         )
-        self.row_step = find_row_step(self.architecture, dtype)
+        self.row_step = find_row_step((projection.shape_NK for projection in self._weights.projections), dtype)
+        self._norm_eps = torch.tensor(self.architecture.norm_eps, dtype=dtype)
         self._kv = self._new_cache(self.row_step, LENGTH_STEP)
         self.load_weights(model_dir)
 
@@ -154,119 +184,124 @@ class Decoder:
         check_tensors(tensors, shapes, source=source)
         for name in views.keys() & tensors.keys():
             views[name].copy_(tensors[name])
+        self._weights_changed()
         kept_dtypes = {name: dtype for name, dtype in self._file_dtypes.items() if name in kept}
         self._file_dtypes = kept_dtypes | {name: tensor.dtype for name, tensor in tensors.items()}
 
     def weight_digests(self) -> dict[str, str]:
         """sha256 per tensor of the weights in use, under the names and in the number format of their file."""
-        views = {**self._weights.by_name, HEAD: self._weights.head}
+        views = {**self._weights.by_name, HEAD: self._weights.head.weight_NK}
         return digest_tensors({name: views[name].to(dtype) for name, dtype in self._file_dtypes.items()})
 
-    @torch.inference_mode()
-    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
-        """Fill `slots` with the KV of `prompts` and return the logits after each prompt's last token.
-
-        Equal prompts are computed once.
-
-        Returns:
-            logits_BV in the order of `prompts`.
-        """
-        assert len(prompts) == len(slots), f"{len(prompts)} prompts for {len(slots)} slots"
-        assert all(0 < len(prompt) <= self.context_length for prompt in prompts), "prompt of an unusable length"
-        logits_BV = torch.empty(len(prompts), self.architecture.vocab_size, dtype=self.dtype)
-        for rows in _prefill_passes(prompts):
-            different = list(dict.fromkeys(tuple(prompts[row]) for row in rows))
-            place = {prompt: index for index, prompt in enumerate(different)}
-            sources_B = torch.tensor([place[tuple(prompts[row])] for row in rows])
-            slots_B = torch.tensor([slots[row] for row in rows])
-            logits_BV[rows] = self._prefill_pass(different, sources_B, slots_B)[sources_B]
-        return logits_BV
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Fill the slots from 0 on with the KV of `prompts` and return logits_BV after their last tokens."""
+        nothing = torch.empty(0, dtype=torch.int64)
+        return self.step(nothing, nothing, prompts)
 
     @torch.inference_mode()
-    def step(self, token_ids_B: Tensor, positions_B: Tensor, *, num_cached: int) -> Tensor:
-        """Append one token to each of the slots 0..B-1 and return the logits after it.
+    def step(self, token_ids_B: Tensor, positions_B: Tensor, prompts: Sequence[Sequence[int]] = ()) -> Tensor:
+        """Append one token to each of the slots 0..B-1, fill the slots behind them, and return the logits of all.
 
         Args:
             token_ids_B: the token of each slot.
             positions_B: where it goes: the number of tokens that the slot already holds.
-            num_cached: at least the largest position plus one.
+            prompts: whose KV goes into the slots from B on; equal ones are computed once.
 
         Returns:
-            logits_BV.
+            Next-token logits of slots 0..B-1 and of the prompts, [B + P, V].
         """
-        num_rows = len(token_ids_B)
-        num_padded, length = _round_up(num_rows, self.row_step), _round_up(num_cached, LENGTH_STEP)
-        self._reserve(num_padded, length)
-        ids_B, places_B = (F.pad(values, (0, num_padded - num_rows)) for values in (token_ids_B, positions_B))
-        hidden = F.embedding(ids_B, self._weights.embedding)
-        cos, sin = self._cos_TD[places_B][:, None], self._sin_TD[places_B][:, None]
-        rows_B = torch.arange(num_padded)
-        bias = torch.zeros(num_padded, 1, 1, length, dtype=self.dtype)
-        bias.masked_fill_((torch.arange(length) > places_B[:, None])[:, None, None], -math.inf)
-        for layer, weights in enumerate(self._weights.layers):
-            q_BHD, kv_BKD = self._project(hidden, weights, cos, sin)
-            self._kv[layer][rows_B, :, places_B] = kv_BKD
-            keys, values = self._kv[layer, :num_padded, :, :length].chunk(2, 1)
-            queries = q_BHD.reshape(num_padded, keys.shape[1], -1, q_BHD.shape[-1])
-            attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias)
-            hidden = self._finish_block(hidden, attended.reshape(num_padded, -1), weights)
-        return self._logits(hidden)[:num_rows]
+        assert all(0 < len(prompt) <= self.context_length for prompt in prompts), "prompt of an unusable length"
+        num_decoding, nothing = len(token_ids_B), token_ids_B[:0]
+        first, *others = _split_prompts(prompts)
+        logits = [self._run(_lay_out(token_ids_B, positions_B, first, first_slot=num_decoding))]
+        slot = num_decoding + len(first)
+        for more in others:
+            logits.append(self._run(_lay_out(nothing, nothing, more, first_slot=slot)))
+            slot += len(more)
+        return torch.cat(logits) if others else logits[0]
 
     @torch.inference_mode()
     def move_slot(self, source: int, target: int, *, length: int) -> None:
         """Copy the first `length` cached positions of one slot over another."""
-        self._kv[:, target, :, :length] = self._kv[:, source, :, :length]
+        self._kv[:, target, :length] = self._kv[:, source, :length]
 
-    def _prefill_pass(self, prompts: list[tuple[int, ...]], sources_B: Tensor, slots_B: Tensor) -> Tensor:
-        """Logits after each of the different `prompts`; slot slots_B[i] gets the KV of prompt sources_B[i]."""
-        length = _round_up(max(map(len, prompts)), LENGTH_STEP)
-        ids_UT = torch.tensor([prompt + (0,) * (length - len(prompt)) for prompt in prompts])
-        self._reserve(int(slots_B.max()) + 1, length)
-        cos, sin = self._cos_TD[:length, None], self._sin_TD[:length, None]
-        hidden = F.embedding(ids_UT, self._weights.embedding)
+    def _run(self, work: Pass) -> Tensor:
+        """Logits of a pass's rows, [B + P, V]."""
+        self._reserve(work.num_slots, work.num_cached)
+        num_tokens, num_rows = len(work.ids_F), len(work.last_R)
+        ids_F, places_F = (_pad(values, self.row_step) for values in (work.ids_F, work.places_F))
+        last_R = _pad(work.last_R, self.row_step)
+        cells_N = work.slots_N * self._kv.shape[2] + work.slot_places_N
+        hidden = F.embedding(ids_F, self._weights.embedding)
+        cos, sin = self._cos_TD[places_F][:, None], self._sin_TD[places_F][:, None]
+        bias = self._hide_later(places_F[: work.num_decoding])
         for layer, weights in enumerate(self._weights.layers):
-            q_UTHD, kv_UTKD = self._project(hidden, weights, cos, sin)
-            kv_UKTD = kv_UTKD.transpose(1, 2)
-            self._kv[layer][slots_B, :, :length] = kv_UKTD[sources_B]
-            keys, values = kv_UKTD.chunk(2, 1)
-            attended = F.scaled_dot_product_attention(
-                q_UTHD.transpose(1, 2), keys, values, is_causal=True, enable_gqa=True
-            )
-            hidden = self._finish_block(hidden, attended.transpose(1, 2).flatten(2), weights)
-        last_U = torch.tensor([len(prompt) - 1 for prompt in prompts])
-        last_hidden = hidden[torch.arange(len(prompts)), last_U]
-        padded = F.pad(last_hidden, (0, 0, 0, _round_up(len(prompts), self.row_step) - len(prompts)))
-        return self._logits(padded)[: len(prompts)]
+            q_FHD, kv_FKD = self._project(hidden, weights, cos, sin)
+            new_NKD = kv_FKD[:num_tokens] if work.sources_N is None else kv_FKD[work.sources_N]
+            self._kv[layer].flatten(0, 1).index_copy_(0, cells_N, new_NKD)
+            parts = [self._attend_cached(q_FHD[: work.num_decoding], layer, bias)] if work.num_decoding else []
+            parts += [_attend_prompt(q_FHD[start:end], kv_FKD[start:end]) for start, end in work.spans]
+            if len(hidden) > num_tokens:
+                parts.append(hidden.new_zeros(len(hidden) - num_tokens, parts[0].shape[1]))
+            attended = torch.cat(parts) if len(parts) > 1 else parts[0]
+            if work.spans and weights is self._weights.layers[-1]:  # of a prompt only the last token is still needed
+                hidden, attended = hidden[last_R], attended[last_R]
+            hidden = self._finish_block(hidden, attended, weights)
+        return self._logits(hidden)[:num_rows]
+
+    def _hide_later(self, places_B: Tensor) -> Tensor:
+        """What is added to attention scores: minus infinity behind each row's own position."""
+        length = _round_up(int(places_B.max()) + 1, LENGTH_STEP) if len(places_B) else 0
+        bias = torch.zeros(len(places_B), 1, 1, length, dtype=self.dtype)
+        return bias.masked_fill_((torch.arange(length) > places_B[:, None])[:, None, None], -math.inf)
+
+    def _attend_cached(self, q_BHD: Tensor, layer: int, bias: Tensor) -> Tensor:
+        """Attention of one token per slot over what the slots hold, [B, H * D]."""
+        num_rows, length = len(q_BHD), bias.shape[-1]
+        keys, values = self._kv[layer, :num_rows, :length].transpose(1, 2).chunk(2, 1)
+        queries = q_BHD.view(num_rows, keys.shape[1], -1, q_BHD.shape[-1])
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias).reshape(num_rows, -1)
 
     def _project(self, hidden: Tensor, weights: LayerWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated queries [..., H, D] and, joined, rotated keys and values [..., 2K, D]."""
         a = self.architecture
         num_rotated = a.num_heads + a.num_kv_heads
-        normed = F.rms_norm(hidden, (a.hidden_size,), weights.attention_norm, a.norm_eps)
-        qkv = F.linear(normed, weights.qkv, weights.qkv_bias).view(*hidden.shape[:-1], -1, a.head_dim)
+        normed = self._rms_norm(hidden, weights.attention_norm)
+        qkv = weights.qkv(normed).view(*hidden.shape[:-1], -1, a.head_dim)
         qk = qkv[..., :num_rotated, :]
-        if weights.q_norm is not None and weights.k_norm is not None:
-            q = F.rms_norm(qk[..., : a.num_heads, :], (a.head_dim,), weights.q_norm, a.norm_eps)
-            k = F.rms_norm(qk[..., a.num_heads :, :], (a.head_dim,), weights.k_norm, a.norm_eps)
-            qk = torch.cat((q, k), -2)
-        rotated = torch.addcmul(qk * cos, qk.roll(a.head_dim // 2, -1), sin)
-        qkv[..., :num_rotated, :] = rotated
+        normed_qk = qk if weights.qk_norm is None else self._rms_norm(qk, weights.qk_norm)
+        torch.addcmul(normed_qk * cos, normed_qk.roll(a.head_dim // 2, -1), sin, out=qk)
         return qkv[..., : a.num_heads, :], qkv[..., a.num_heads :, :]
 
     def _finish_block(self, hidden: Tensor, attended: Tensor, weights: LayerWeights) -> Tensor:
-        a = self.architecture
-        middle = hidden + F.linear(attended, weights.output, weights.output_bias)
-        normed = F.rms_norm(middle, (a.hidden_size,), weights.mlp_norm, a.norm_eps)
-        gate, up = F.linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, -1)
-        return middle + F.linear(F.silu(gate) * up, weights.down, weights.down_bias)
+        middle = weights.output(attended).add_(hidden)
+        gate, up = weights.gate_up(self._rms_norm(middle, weights.mlp_norm)).chunk(2, -1)
+        return weights.down(F.silu(gate).mul_(up)).add_(middle)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        a = self.architecture
-        return F.linear(F.rms_norm(hidden, (a.hidden_size,), self._weights.norm, a.norm_eps), self._weights.head)
+        return self._weights.head(self._rms_norm(hidden, self._weights.norm))
+
+    def _rms_norm(self, values: Tensor, weight: Tensor) -> Tensor:
+        """F.rms_norm over the last dimension in half of its operations."""
+        if values.dtype != torch.float32:
+            return F.rms_norm(values, values.shape[-1:], None, self.architecture.norm_eps) * weight
+        length = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
+        mean_square = torch.addcmul(self._norm_eps, length, length, value=1 / values.shape[-1])
+        return mean_square.rsqrt_().mul(values).mul_(weight)
+
+    def _weights_changed(self) -> None:
+        """Derive again what is computed from weights."""
+        for projection in self._weights.projections:
+            projection.forget_packed()
+        num_heads = self.architecture.num_heads
+        for layer in self._weights.layers:
+            if layer.qk_norm is not None:
+                layer.qk_norm[1:num_heads] = layer.qk_norm[0]
+                layer.qk_norm[num_heads + 1 :] = layer.qk_norm[num_heads]
 
     def _reserve(self, num_slots: int, length: int) -> None:
         """Grow the cache by doubling until it has this many slots and positions."""
-        old_slots, old_length = self._kv.shape[1], self._kv.shape[3]
+        old_slots, old_length = self._kv.shape[1:3]
         if num_slots <= old_slots and length <= old_length:
             return
         grown_slots = old_slots if num_slots <= old_slots else max(num_slots, 2 * old_slots)
@@ -275,51 +310,66 @@ class Decoder:
             min(grown_slots, _round_up(self.num_slots, self.row_step)),
             min(grown_length, _round_up(self.context_length, LENGTH_STEP)),
         )
-        grown[:, :old_slots, :, :old_length] = self._kv
+        grown[:, :old_slots, :old_length] = self._kv
         self._kv = grown
 
     def _new_cache(self, num_slots: int, length: int) -> Tensor:
         a = self.architecture
-        return torch.zeros(a.num_layers, num_slots, 2 * a.num_kv_heads, length, a.head_dim, dtype=self.dtype)
+        return torch.zeros(a.num_layers, num_slots, length, 2 * a.num_kv_heads, a.head_dim, dtype=self.dtype)
 
 
-def find_row_step(architecture: Architecture, dtype: torch.dtype) -> int:
-    """The smallest of `ROW_STEPS` whose multiples meet the same arithmetic in all products of the model."""
-    a = architecture
-    widths = {a.hidden_size, a.num_heads * a.head_dim, a.intermediate_size}
-    return max(_exact_row_step(width, dtype, torch.get_num_threads()) for width in widths)
-
-
-@lru_cache
-@torch.inference_mode()
-def _exact_row_step(width: int, dtype: torch.dtype, num_threads: int) -> int:
-    """The same for products with an inner dimension of `width`, by trial."""
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(TRIAL_ROWS, width, generator=generator).to(dtype)
-    weights = torch.randn(TRIAL_COLUMNS, width, generator=generator).to(dtype)
-    whole = F.linear(rows, weights)
-    for step in ROW_STEPS:
-        counts = range(step, TRIAL_ROWS, step)
-        if all(torch.equal(F.linear(rows[:count], weights), whole[:count]) for count in counts):
-            return step
-    logger.warning(
-        "with %d threads, products of width %d are rounded differently with more rows: completions may differ in their "
-        "last digits with what else runs; use one thread where they must not",
-        num_threads,
-        width,
+def _lay_out(ids_B: Tensor, places_B: Tensor, prompts: Sequence[Sequence[int]], *, first_slot: int) -> Pass:
+    """One token each of the slots 0..B-1, then the different prompts, without padding in between."""
+    num_decoding = len(ids_B)
+    starts: dict[tuple[int, ...], int] = {}
+    end = num_decoding
+    for prompt in map(tuple, prompts):
+        if prompt not in starts:
+            starts[prompt] = end
+            end += len(prompt)
+    spans = [(start, start + len(prompt)) for prompt, start in starts.items()]
+    sizes = [len(prompt) for prompt in prompts]
+    sources = [torch.arange(starts[tuple(prompt)], starts[tuple(prompt)] + len(prompt)) for prompt in prompts]
+    slots = torch.arange(first_slot, first_slot + len(prompts)).repeat_interleave(
+        torch.tensor(sizes, dtype=torch.int64)
     )
-    return ROW_STEPS[-1]
+    return Pass(
+        num_decoding=num_decoding,
+        spans=spans,
+        ids_F=torch.cat((ids_B, torch.tensor([token for prompt in starts for token in prompt], dtype=torch.int64))),
+        places_F=torch.cat((places_B, *(torch.arange(end - start) for start, end in spans))),
+        slots_N=torch.cat((torch.arange(num_decoding), slots)),
+        slot_places_N=torch.cat((places_B, *map(torch.arange, sizes))),
+        sources_N=torch.cat((torch.arange(num_decoding), *sources)) if len(spans) < len(prompts) else None,
+        last_R=torch.tensor([*range(num_decoding), *(starts[tuple(p)] + len(p) - 1 for p in prompts)]),
+        num_slots=first_slot + len(prompts),
+        num_cached=max(sizes + ([int(places_B.max()) + 1] if num_decoding else [])),
+    )
 
 
-def _prefill_passes(prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Row numbers grouped by rounded length, so that a prompt's padding depends on nothing but itself."""
-    by_length: dict[int, list[int]] = {}
-    for row, prompt in enumerate(prompts):
-        by_length.setdefault(_round_up(len(prompt), LENGTH_STEP), []).append(row)
-    for length, rows in by_length.items():
-        num_rows = max(MAX_PREFILL_TOKENS // length, 1)
-        for start in range(0, len(rows), num_rows):
-            yield rows[start : start + num_rows]
+def _attend_prompt(q_THD: Tensor, kv_TKD: Tensor) -> Tensor:
+    """Causal attention of one prompt, [T, H * D]: by itself, so that its arithmetic depends on nothing else."""
+    queries, (keys, values) = q_THD.transpose(0, 1)[None], kv_TKD.transpose(0, 1)[None].chunk(2, 1)
+    attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+    return attended[0].transpose(0, 1).flatten(1)
+
+
+def _split_prompts(prompts: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
+    """The prompts in order, in one list or more of at most MAX_PASS_TOKENS, where one prompt is not longer."""
+    parts: list[list[Sequence[int]]] = [[]]
+    num_tokens = 0
+    for prompt in prompts:
+        if parts[-1] and num_tokens + len(prompt) > MAX_PASS_TOKENS:
+            parts.append([])
+            num_tokens = 0
+        parts[-1].append(prompt)
+        num_tokens += len(prompt)
+    return parts
+
+
+def _pad(values: Tensor, step: int) -> Tensor:
+    missing = -len(values) % step
+    return F.pad(values, (0, missing)) if missing else values
 
 
 def _round_up(count: int, step: int) -> int:
@@ -356,29 +406,33 @@ def _allocate_weights(architecture: Architecture, dtype: torch.dtype) -> ModelWe
         by_name.update(zip(names, torch.split(joined, sizes), strict=True))
         return joined
 
-    def allocate_optional(*names: str) -> Tensor | None:
-        return allocate(*names) if names[0] in shapes else None
+    def allocate_projection(*names: str) -> Projection:
+        biases = [f"{name}.bias" for name in names]
+        bias = allocate(*biases) if biases[0] in shapes else None
+        return Projection(allocate(*(f"{name}.weight" for name in names)), bias)
+
+    def allocate_qk_norm(prefix: str) -> Tensor | None:
+        """A row per head; those of the first query head and of the first key head have the checkpoint's names."""
+        if not architecture.has_qk_norm:
+            return None
+        a = architecture
+        rows = torch.zeros(a.num_heads + a.num_kv_heads, a.head_dim, dtype=dtype)
+        by_name.update({f"{prefix}q_norm.weight": rows[0], f"{prefix}k_norm.weight": rows[a.num_heads]})
+        return rows
 
     def allocate_layer(prefix: str) -> LayerWeights:
-        qkv = [f"{prefix}self_attn.{part}_proj" for part in "qkv"]
-        gate_up = [f"{prefix}mlp.{part}_proj" for part in ("gate", "up")]
         return LayerWeights(
             attention_norm=allocate(prefix + "input_layernorm.weight"),
-            qkv=allocate(*(f"{name}.weight" for name in qkv)),
-            qkv_bias=allocate_optional(*(f"{name}.bias" for name in qkv)),
-            q_norm=allocate_optional(prefix + "self_attn.q_norm.weight"),
-            k_norm=allocate_optional(prefix + "self_attn.k_norm.weight"),
-            output=allocate(prefix + "self_attn.o_proj.weight"),
-            output_bias=allocate_optional(prefix + "self_attn.o_proj.bias"),
+            qkv=allocate_projection(*(f"{prefix}self_attn.{part}_proj" for part in "qkv")),
+            qk_norm=allocate_qk_norm(prefix + "self_attn."),
+            output=allocate_projection(prefix + "self_attn.o_proj"),
             mlp_norm=allocate(prefix + "post_attention_layernorm.weight"),
-            gate_up=allocate(*(f"{name}.weight" for name in gate_up)),
-            gate_up_bias=allocate_optional(*(f"{name}.bias" for name in gate_up)),
-            down=allocate(prefix + "mlp.down_proj.weight"),
-            down_bias=allocate_optional(prefix + "mlp.down_proj.bias"),
+            gate_up=allocate_projection(*(f"{prefix}mlp.{part}_proj" for part in ("gate", "up"))),
+            down=allocate_projection(prefix + "mlp.down_proj"),
         )
 
     embedding = allocate(EMBEDDING)
     layers = tuple(allocate_layer(f"model.layers.{layer}.") for layer in range(architecture.num_layers))
     norm = allocate("model.norm.weight")
-    head = embedding if architecture.ties_embeddings else allocate(HEAD)
+    head = Projection(embedding if architecture.ties_embeddings else allocate(HEAD))
     return ModelWeights(embedding=embedding, layers=layers, norm=norm, head=head, by_name=by_name)

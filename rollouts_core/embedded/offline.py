@@ -42,7 +42,7 @@ def generate_tokens(
     completions: dict[str, Completion] = {}
     while waiting or batch.num_rows:
         admitted = [waiting.popleft() for _ in range(min(batch.num_free, len(waiting)))]
-        for partial, reason in (*batch.admit(admitted), *batch.step()):
+        for partial, reason in batch.step(admitted):
             request_id = partial.request.request_id
             completions[request_id] = complete(partial, reason, weight_version=weight_version)
     return [completions[str(index)] for index in range(len(prompts))]

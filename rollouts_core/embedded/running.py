@@ -2,7 +2,7 @@
 
 Not here: threads, waiting, weight versions' names (scheduler.py), HTTP.
 
-    GenerationRequest -> Partial --admit--> row 0..B-1 --step--> (Partial, FinishReason)
+    GenerationRequest -> Partial --step--> row 0..B-1 --step--> (Partial, FinishReason)
                            ^                    |
                            +------ remove ------+      aborted or retracted: with the tokens it has
 
@@ -163,41 +163,26 @@ class RunningBatch:
         """Requests that could be admitted now."""
         return self._decoder.num_slots - self.num_rows
 
-    def admit(self, partials: Sequence[Partial]) -> list[tuple[Partial, FinishReason]]:
-        """Take in requests, compute their KV, sample their next token; return those that ended with it."""
-        assert len(partials) <= self.num_free, f"{len(partials)} requests for {self.num_free} free rows"
+    def step(self, admitted: Sequence[Partial] = ()) -> list[tuple[Partial, FinishReason]]:
+        """Take in requests and sample one more token for every row; return the requests that ended."""
+        assert len(admitted) <= self.num_free, f"{len(admitted)} requests for {self.num_free} free rows"
         ended: list[tuple[Partial, FinishReason]] = []
-        start = self.num_rows
-        for partial in partials:
+        num_decoding = self.num_rows
+        for partial in admitted:
             if self._output_limit(partial) > 0:
                 self._add_row(partial)
             else:
                 ended.append((partial, FinishReason("length")))
-        if self.num_rows == start:
+        if self.num_rows == 0:
             return ended
-        added = self._partials[start:]
-        logits_BV = self._decoder.prefill(
-            [partial.request.input_ids + partial.output_ids for partial in added],
-            range(start, self.num_rows),
-        )
-        self._append_tokens(logits_BV, _stack(added), start)
-        return ended + self._take_finished()
-
-    def step(self) -> list[tuple[Partial, FinishReason]]:
-        """Sample one more token for every row; return the requests that ended with it."""
-        count = self.num_rows
-        if count == 0:
-            return []
-        if self._sampling_rows is None:
-            self._sampling_rows = _stack(self._partials)
         logits_BV = self._decoder.step(
-            torch.from_numpy(self._last_token[:count]),
-            torch.from_numpy(self._num_cached[:count]),
-            num_cached=int(self._num_cached[:count].max()) + 1,
+            torch.from_numpy(self._last_token[:num_decoding]),
+            torch.from_numpy(self._num_cached[:num_decoding]),
+            [added.request.input_ids + added.output_ids for added in self._partials[num_decoding:]],
         )
-        self._num_cached[:count] += 1
-        self._append_tokens(logits_BV, self._sampling_rows, 0)
-        return self._take_finished()
+        self._num_cached[:num_decoding] += 1
+        self._append_tokens(logits_BV)
+        return ended + self._take_finished()
 
     def remove(self, is_chosen: Callable[[str], bool]) -> list[Partial]:
         """Take out the rows whose request id is chosen, with the tokens they have, in row order."""
@@ -249,15 +234,17 @@ class RunningBatch:
         self._stop_ids[row] = NO_TOKEN
         self._stop_ids[row, : len(stop_ids)] = stop_ids
 
-    def _append_tokens(self, logits_BV: Tensor, sampling_rows: SamplingRows, start: int) -> None:
-        """Sample for the rows from `start` on; `_num_cached` is the position of the sampled token."""
-        rows = slice(start, self.num_rows)
-        tokens_B, logprobs_B = sample_tokens(logits_BV, sampling_rows, self._num_cached[rows])
-        row_numbers, places = np.arange(start, self.num_rows), self._num_output[rows]
-        self._last_token[rows] = tokens_B.numpy()
-        self._output_ids[row_numbers, places] = self._last_token[rows]
+    def _append_tokens(self, logits_BV: Tensor) -> None:
+        """Sample for all rows; `_num_cached` is the position of the sampled token."""
+        count = self.num_rows
+        if self._sampling_rows is None:
+            self._sampling_rows = _stack(self._partials)
+        tokens_B, logprobs_B = sample_tokens(logits_BV, self._sampling_rows, self._num_cached[:count])
+        row_numbers, places = np.arange(count), self._num_output[:count]
+        self._last_token[:count] = tokens_B.numpy()
+        self._output_ids[row_numbers, places] = self._last_token[:count]
         self._output_logprobs[row_numbers, places] = logprobs_B.numpy()
-        self._num_output[rows] += 1
+        self._num_output[:count] += 1
 
     def _take_finished(self) -> list[tuple[Partial, FinishReason]]:
         """Remove and return the rows whose last token ended them."""

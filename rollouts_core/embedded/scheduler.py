@@ -4,9 +4,9 @@ Not here: which row holds what (running.py), HTTP (server.py).
 
     any thread                              generation thread, one turn after the other
     submit()  -> incoming --+
-    abort()   -+            +-> [commands] -> [updates, if paused or nothing runs] -> [admit] -> [step] -+
-    pause()    +-> commands +        ^                                                                   |
-    update_weights() ...-+           +-------------------------------------------------------------------+
+    abort()   -+            +-> [commands] -> [updates, if paused or nothing runs] -> [admit and step] -+
+    pause()    +-> commands +        ^                                                                  |
+    update_weights() ...-+           +------------------------------------------------------------------+
                                         finished completions resolve the futures that submit() returned
 
 An update without a pause lets the running requests end first and admits no others meanwhile. When the thread fails,
@@ -275,10 +275,8 @@ class Scheduler:
             self._load_weights(self._updates.popleft())
         if self.is_paused:
             return
-        if not self._updates:
-            count = min(self._batch.num_free, len(self._waiting))
-            self._finish(self._batch.admit([self._waiting.popleft() for _ in range(count)]))
-        self._finish(self._batch.step())
+        count = 0 if self._updates else min(self._batch.num_free, len(self._waiting))
+        self._finish(self._batch.step([self._waiting.popleft() for _ in range(count)]))
         self._report_progress()
 
     def _take_incoming(self) -> None:

@@ -39,12 +39,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def decode_greedily(decoder: Decoder, prompts: list[list[int]], num_steps: int) -> list[tuple[list[int], torch.Tensor]]:
     """Tokens and logits_TV of each prompt's completion, all rows in step."""
-    logits_BV = decoder.prefill(prompts, range(len(prompts)))
+    logits_BV = decoder.prefill(prompts)
     lengths_B = torch.tensor([len(prompt) for prompt in prompts])
     tokens, logits = [logits_BV.argmax(-1)], [logits_BV]
     for step in range(num_steps):
         positions_B = lengths_B + step
-        logits.append(decoder.step(tokens[-1], positions_B, num_cached=int(positions_B.max()) + 1))
+        logits.append(decoder.step(tokens[-1], positions_B))
         tokens.append(logits[-1].argmax(-1))
     columns = torch.stack(tokens, 1).tolist()
     return [(columns[row], torch.stack(logits, 1)[row]) for row in range(len(prompts))]
@@ -69,24 +69,24 @@ def test_logits_of_ragged_prompts_and_their_continuations_equal_transformers(var
 
 def test_equal_prompts_share_one_prefill_and_get_equal_logits(decoder: Decoder, model: PreTrainedModel) -> None:
     prompt, other = random_prompt(9, seed=1), random_prompt(9, seed=2)
-    logits_BV = decoder.prefill([prompt, other, prompt], [0, 1, 2])
+    logits_BV = decoder.prefill([prompt, other, prompt])
     assert torch.equal(logits_BV[0], logits_BV[2])
-    step_BV = decoder.step(torch.tensor([5, 5, 5]), torch.tensor([9, 9, 9]), num_cached=10)
+    step_BV = decoder.step(torch.tensor([5, 5, 5]), torch.tensor([9, 9, 9]))
     torch.testing.assert_close(step_BV[2], expected_logits(model, [*prompt, 5])[-1], atol=TOLERANCE, rtol=0)
 
 
 def test_a_moved_slot_continues_as_before(decoder: Decoder, model: PreTrainedModel) -> None:
     prompts = [random_prompt(5, seed=1), random_prompt(12, seed=2)]
-    decoder.prefill(prompts, [0, 1])
+    decoder.prefill(prompts)
     decoder.move_slot(1, 0, length=12)
-    logits_V = decoder.step(torch.tensor([7]), torch.tensor([12]), num_cached=13)[0]
+    logits_V = decoder.step(torch.tensor([7]), torch.tensor([12]))[0]
     torch.testing.assert_close(logits_V, expected_logits(model, [*prompts[1], 7])[-1], atol=TOLERANCE, rtol=0)
 
 
 def test_bfloat16_stays_near_float32(model_dir: Path, model: PreTrainedModel) -> None:
     decoder = Decoder(model_dir, num_slots=1, dtype=torch.bfloat16)
     prompt = random_prompt(20, seed=3)
-    logits_V = decoder.prefill([prompt], [0])[0].float()
+    logits_V = decoder.prefill([prompt])[0].float()
     assert (logits_V.softmax(-1) - expected_logits(model, prompt)[-1].softmax(-1)).abs().max() < 0.1
 
 
@@ -94,7 +94,7 @@ def test_sharded_weights_load_like_one_file(model: PreTrainedModel, tmp_path: Pa
     save_model(model, tmp_path, max_shard_size="20KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     prompt = random_prompt(10, seed=0)
-    logits_V = Decoder(tmp_path, num_slots=1).prefill([prompt], [0])[0]
+    logits_V = Decoder(tmp_path, num_slots=1).prefill([prompt])[0]
     torch.testing.assert_close(logits_V, expected_logits(model, prompt)[-1], atol=TOLERANCE, rtol=0)
 
 
@@ -113,7 +113,7 @@ def test_digests_of_a_bfloat16_file_are_those_of_the_file(tmp_path: Path) -> Non
 
 def test_a_tensor_that_was_not_taken_over_changes_its_digest(decoder: Decoder) -> None:
     before = decoder.weight_digests()
-    decoder._weights.layers[1].qkv[-1, -1] += 1e-3  # the last value row of the fused matrix
+    decoder._weights.layers[1].qkv.weight_NK[-1, -1] += 1e-3  # the last value row of the fused matrix
     after = decoder.weight_digests()
     assert [name for name in before if before[name] != after[name]] == ["model.layers.1.self_attn.v_proj.weight"]
 
@@ -121,19 +121,21 @@ def test_a_tensor_that_was_not_taken_over_changes_its_digest(decoder: Decoder) -
 def test_logits_after_a_weight_update_equal_the_new_model(
     decoder: Decoder, other_dir: Path, other_model: PreTrainedModel
 ) -> None:
-    decoder.load_weights(other_dir)
     prompt = random_prompt(8, seed=4)
+    decoder.prefill([prompt])  # now the old weights are packed
+    decoder.load_weights(other_dir)
     expected_V = expected_logits(other_model, prompt)[-1]
-    torch.testing.assert_close(decoder.prefill([prompt], [0])[0], expected_V, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(decoder.prefill([prompt])[0], expected_V, atol=TOLERANCE, rtol=0)
 
 
 def test_a_tied_model_takes_over_its_output_projection(tmp_path: Path) -> None:
     first, second = (make_model(seed=seed, tie_word_embeddings=True) for seed in (0, 1))
     decoder = Decoder(save_model(first, tmp_path / "first"), num_slots=1)
-    decoder.load_weights(save_model(second, tmp_path / "second"))
     prompt = random_prompt(8, seed=4)
+    decoder.prefill([prompt])
+    decoder.load_weights(save_model(second, tmp_path / "second"))
     expected_V = expected_logits(second, prompt)[-1]
-    torch.testing.assert_close(decoder.prefill([prompt], [0])[0], expected_V, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(decoder.prefill([prompt])[0], expected_V, atol=TOLERANCE, rtol=0)
 
 
 def test_a_tied_model_accepts_an_equal_explicit_head_and_refuses_another(tmp_path: Path) -> None:

@@ -270,10 +270,10 @@ def test_health_follows_the_generation_thread(scheduler: Scheduler) -> None:
     assert ask(scheduler, "GET", "/health").status_code == 200
     assert ask(scheduler, "GET", "/health_generate").status_code == 200
 
-    def broken_prefill(*_: object) -> torch.Tensor:
+    def broken_step(*_: object) -> torch.Tensor:
         raise RuntimeError("out of luck")
 
-    scheduler.decoder.prefill = broken_prefill  # type: ignore[method-assign]
+    scheduler.decoder.step = broken_step  # type: ignore[method-assign]
     failed = ask(scheduler, "POST", "/generate", {"input_ids": [3]})
     assert (failed.status_code, "out of luck" in failed.json()["error"]["message"]) == (503, True)
     assert ask(scheduler, "GET", "/health").status_code == 503
