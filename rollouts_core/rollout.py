@@ -1,6 +1,7 @@
 """Sample, grade and filter completions until a batch of groups is full.
 
-Not here: what an engine is (engines/), advantages and tensors (rl.py), the order of prompts (data/data_buffer.py).
+Not here: how a group is generated (generate.py), what settings name (resolve.py), advantages and tensors (rl.py), the
+order of prompts (data/data_buffer.py).
 
     DataBuffer -> pending groups -> generate_fn -> reward_fn -> filter_fn --keep--> batch, ordered by group
                        ^                                           |
@@ -15,28 +16,18 @@ them in it again, however they finish this time, and so makes the same batch.
 from __future__ import annotations
 
 import inspect
-import itertools
 import logging
-import math
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from rollouts_core.agent import Trajectory, agent_integration, place_version_spans
-from rollouts_core.concurrency import gather
-from rollouts_core.config import RewardConfig, RolloutConfig, SamplingConfig, name_of_function
-from rollouts_core.conversation import hold_conversation
-from rollouts_core.data.chat import tokenize_prompt, tokenize_prompts
+from rollouts_core.config import RolloutConfig, name_of_function
 from rollouts_core.data.data_buffer import DataBuffer
-from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
-from rollouts_core.environments import ENVIRONMENTS
-from rollouts_core.environments.protocol import Environment, MultiTurnEnvironment, describe_tools, is_multi_turn
 from rollouts_core.errors import (
     ConfigError,
     DataError,
@@ -45,16 +36,12 @@ from rollouts_core.errors import (
     RewardError,
     RolloutsError,
 )
-from rollouts_core.filters import FILTERS, FilterDecision, FilterFn
-from rollouts_core.functions import resolve_function
-from rollouts_core.messages import first_line
-from rollouts_core.reward_services import REWARD_SERVICES
-from rollouts_core.rewards import REWARDS, RewardFn, WeightedRewards, grade_group, grade_sample
-from rollouts_core.seeds import derive_seed
-from rollouts_core.types import Prompt, RolloutBatch, Sample, Status, sample_from_json
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from rollouts_core.filters import FilterDecision
+from rollouts_core.generate import Group, build_pending_group
+from rollouts_core.resolve import GenerateFn, resolve_filter_fn, resolve_generate_fn, resolve_reward_fn
+from rollouts_core.rewards import RewardFn, WeightedRewards, grade_group, grade_sample
+from rollouts_core.rollout_batch import apply_sample_transforms, convert_to_batch
+from rollouts_core.types import RolloutBatch, Sample, sample_from_json
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +49,6 @@ FAILURE_WINDOW = 50
 """Over so many groups the share is taken that was dropped because something was not available."""
 UNAVAILABLE = "environment_unavailable"
 """The reason under which those are counted."""
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
-
-GenerateFn = Callable[..., Sequence[Sample] | Awaitable[Sequence[Sample]]]
-"""Takes the pending samples of a group (and the caller's keywords) and returns them finished, in order.
-
-A trajectory may come back as several samples, one per turn (`Sample.turn`)."""
-
-Group = list[Sample]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,218 +277,6 @@ def generate_rollout_batches(
             apply_sample_transforms(generated, [lambda sample: _grade_now(sample, reward_fn)]),
             metadata={"epoch_id": data_buffer.epoch_id},
         )
-
-
-def create_engine_generate_fn(
-    engines: Sequence[InferenceEngine], tokenizer: PreTrainedTokenizerBase, config: RolloutConfig
-) -> GenerateFn:
-    """A `generate_fn` that asks `engines`: one request per group, or per turn where the environment answers."""
-    environment = resolve_environment(config)
-    if is_multi_turn(environment):
-        return create_conversation_generate_fn(engines, tokenizer, config, environment)
-    tools = describe_tools(environment)
-
-    async def generate_with_engine(group: Sequence[Sample]) -> list[Sample]:
-        prompt_tokens = tokenize_prompt(tokenizer, group[0].messages, tools)
-        requests = [
-            GenerationRequest(
-                prompt_tokens=prompt_tokens,
-                sampling=config.sampling,
-                stop_token_ids=(int(tokenizer.eos_token_id),),
-                seed=sampling_seed(config.seed, sample.group_index, sample.index),
-            )
-            for sample in group
-        ]
-        engine = engines[group[0].group_index % len(engines)]
-        completions = await engine.generate(requests)
-        return [
-            complete_sample(sample, prompt_tokens, completion, tokenizer)
-            for sample, completion in zip(group, completions, strict=True)
-        ]
-
-    return generate_with_engine
-
-
-def create_conversation_generate_fn(
-    engines: Sequence[InferenceEngine],
-    tokenizer: PreTrainedTokenizerBase,
-    config: RolloutConfig,
-    environment: MultiTurnEnvironment,
-) -> Callable[[Sequence[Sample]], Awaitable[list[Sample]]]:
-    """A `generate_fn` that holds a conversation for each sample of a group, all at the same time."""
-
-    async def converse(pending: Sample) -> list[Sample]:
-        async def sample_turn(tokens: list[int], sampling: SamplingConfig, turn: int) -> Completion:
-            request = GenerationRequest(
-                prompt_tokens=tokens,
-                sampling=sampling,
-                stop_token_ids=(int(tokenizer.eos_token_id),),
-                seed=sampling_seed(config.seed, pending.group_index, pending.index, turn),
-            )
-            # The engine of a group has the beginning of its conversations in its cache.
-            [completion] = await engines[pending.group_index % len(engines)].generate([request])
-            return completion
-
-        trajectory = await _hold_with_retries(
-            lambda: hold_conversation(pending, environment, sample_turn, tokenizer, config), config
-        )
-        return agent_integration(trajectory, pending, form=config.multi_turn.form)
-
-    async def generate_conversations(group: Sequence[Sample]) -> list[Sample]:
-        return list(itertools.chain(*await gather([partial(converse, pending) for pending in group])))
-
-    return generate_conversations
-
-
-async def _hold_with_retries(hold: Callable[[], Awaitable[Trajectory]], config: RolloutConfig) -> Trajectory:
-    """The trajectory, from the beginning again as often as the machinery of the environment may fail."""
-    for attempt in itertools.count(1):
-        try:
-            return await hold()
-        except EnvironmentUnavailableError as error:
-            if attempt > config.max_environment_retries:
-                raise
-            logger.warning("began a conversation again (attempt %d failed: %s)", attempt, error)
-            await anyio.sleep(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (attempt - 1)))
-    raise AssertionError("the loop only ends by returning or raising")
-
-
-def complete_sample(
-    pending: Sample, prompt_tokens: list[int], completion: Completion, tokenizer: PreTrainedTokenizerBase
-) -> Sample:
-    """The sample with what an engine sampled for it; its text leaves special tokens out."""
-    start = len(prompt_tokens)
-    return replace(
-        pending,
-        response=tokenizer.decode(completion.tokens, skip_special_tokens=True),
-        tokens=[*prompt_tokens, *completion.tokens],
-        loss_mask=[0.0] * start + [1.0] * len(completion.tokens),
-        rollout_log_probs=[0.0] * start + completion.logprobs,
-        status=completion.status,
-        finish_reason=completion.finish_reason,
-        policy_versions=tuple(place_version_spans(completion, start)),
-    )
-
-
-def build_pending_group(prompt: Prompt, *, group_index: int, size: int) -> Group:
-    """The samples of one prompt, not generated yet."""
-    metadata = {**prompt.metadata, "prompt_id": prompt.id, "answer": prompt.answer}
-    return [Sample(prompt=prompt.messages, group_index=group_index, index=i, metadata=metadata) for i in range(size)]
-
-
-def check_prompt_lengths(
-    prompts: Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_tokens: int,
-    source: str,
-    tools: Sequence[dict[str, Any]] = (),  # Any: JSON schemas
-) -> None:
-    """Raise DataError for the first prompt of more than `max_tokens` tokens, the description of `tools` included."""
-    lengths = map(len, tokenize_prompts(tokenizer, [prompt.messages for prompt in prompts], tools))
-    for number, (prompt, num_tokens) in enumerate(zip(prompts, lengths, strict=True), start=1):
-        if num_tokens > max_tokens:
-            raise DataError(
-                f"{source}, row {number}: the prompt {prompt.id!r} has {num_tokens} tokens, the limit is {max_tokens}: "
-                "shorten it or raise rollout.max_prompt_tokens"
-            )
-
-
-def sampling_seed(seed: int, group_index: int, index: int, turn: int = 0) -> int:
-    """A seed for one turn of one sample that depends on nothing but these, below 2**31."""
-    return derive_seed(seed, group_index, index, turn) if turn else derive_seed(seed, group_index, index)
-
-
-def apply_sample_transforms(
-    samples: Sequence[Sample], transforms: Sequence[Callable[[Sample], Sample]]
-) -> list[Sample]:
-    """Each sample after all transforms, in order."""
-    transformed = list(samples)
-    for transform in transforms:
-        transformed = [transform(sample) for sample in transformed]
-    return transformed
-
-
-def convert_to_batch(samples: Sequence[Sample], *, metadata: Mapping[str, Any] | None = None) -> RolloutBatch:
-    """Graded samples as a batch. `metadata` (of any JSON values) joins the batch's own counters."""
-    columns = extract_sample_fields(samples)
-    return RolloutBatch(
-        tokens=columns["tokens"],
-        loss_masks=columns["loss_mask"],
-        rewards=[math.nan if reward is None else reward for reward in columns["reward"]],
-        response_lengths=compute_response_lengths(samples),
-        metadata={**build_batch_metadata(samples), **(metadata or {})},
-        samples=tuple(samples),
-    )
-
-
-def extract_sample_fields(samples: Sequence[Sample]) -> dict[str, list[Any]]:  # Any: one type per column
-    """The columns `tokens`, `loss_mask` and `reward` of some samples."""
-    names = ("tokens", "loss_mask", "reward")
-    return {name: [getattr(sample, name) for sample in samples] for name in names}
-
-
-def compute_response_lengths(samples: Sequence[Sample]) -> list[int]:
-    """Per sample the number of tokens that the policy sampled."""
-    return [sum(1 for weight in sample.loss_mask if weight) for sample in samples]
-
-
-def build_batch_metadata(samples: Sequence[Sample]) -> dict[str, int]:
-    """Counts of samples by how they ended."""
-    counts = Counter(sample.status for sample in samples)
-    return {f"num_{status.value}": counts[status] for status in Status if counts[status]}
-
-
-def resolve_generate_fn(config: RolloutConfig) -> GenerateFn:
-    """The function that `rollout.generate_fn` names."""
-    if config.generate_fn == "":
-        raise ConfigError("rollout.generate_fn is empty: give a function, or make one with create_engine_generate_fn")
-    return resolve_function(config.generate_fn, {}, setting="rollout.generate_fn")
-
-
-def resolve_environment(config: RolloutConfig) -> Environment:
-    """The environment that `rollout.environment` names, made anew.
-
-    Raises:
-        ConfigError: no such name, or something else than an environment.
-    """
-    make = resolve_function(config.environment, ENVIRONMENTS, setting="rollout.environment")
-    problem = "it has no method grade"
-    try:
-        environment = make()
-        if hasattr(environment, "grade"):
-            return environment
-    except TypeError as error:
-        problem = first_line(error)
-    raise ConfigError(
-        f"rollout.environment: {config.environment} is no environment ({problem}): "
-        "expected a class that is made without arguments and has the method grade(sample)"
-    )
-
-
-def resolve_reward_fn(config: RolloutConfig) -> RewardFn:
-    """The function that `rollout.reward_fn` names, the sum of `rollout.rewards`, or the environment's grade."""
-    if config.rewards:
-        pairs = zip(config.reward_names, config.rewards, strict=True)
-        return WeightedRewards([(name, reward.weight, _resolve_reward(reward, config)) for name, reward in pairs])
-    if config.reward_fn != "":
-        return resolve_function(config.reward_fn, REWARDS, setting="rollout.reward_fn")
-    return resolve_environment(config).grade
-
-
-def _resolve_reward(reward: RewardConfig, config: RolloutConfig) -> RewardFn:
-    if reward.kind != "function":
-        return REWARD_SERVICES[reward.kind](reward)
-    if reward.name == "":
-        return resolve_environment(config).grade
-    return resolve_function(reward.name, REWARDS, setting="rollout.rewards")
-
-
-def resolve_filter_fn(config: RolloutConfig) -> FilterFn | None:
-    """The function that `rollout.filter_fn` names, if any."""
-    if config.filter_fn == "":
-        return None
-    return resolve_function(config.filter_fn, FILTERS, setting="rollout.filter_fn")
 
 
 def _grade_now(sample: Sample, reward_fn: RewardFn) -> Sample:

@@ -55,6 +55,7 @@ from rollouts_core.evaluate import (
 )
 from rollouts_core.files import write_atomically
 from rollouts_core.fingerprint import digest_checkpoint, digest_datasets, digest_model
+from rollouts_core.generate import check_prompt_lengths, create_engine_generate_fn
 from rollouts_core.job import (
     EngineAddress,
     EvalJob,
@@ -69,16 +70,10 @@ from rollouts_core.job import (
 )
 from rollouts_core.metrics import EventLog, JSONLLogger
 from rollouts_core.model.loading import load_tokenizer, pad_token_id, silence_progress_bars
+from rollouts_core.resolve import resolve_environment, resolve_generate_fn, resolve_reward_fn
 from rollouts_core.rewards import grade_group
 from rollouts_core.rl import run_rl_training
-from rollouts_core.rollout import (
-    AsyncRolloutManager,
-    check_prompt_lengths,
-    create_engine_generate_fn,
-    resolve_environment,
-    resolve_generate_fn,
-    resolve_reward_fn,
-)
+from rollouts_core.rollout import AsyncRolloutManager
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.sft import run_sft_training
 from rollouts_core.types import RolloutBatch, Sample

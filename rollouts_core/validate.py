@@ -29,17 +29,11 @@ from rollouts_core.embedded.architecture import load_architecture
 from rollouts_core.environments.protocol import describe_tools
 from rollouts_core.errors import CheckpointError, ConfigError, DataError, EnvironmentUnavailableError, RewardError
 from rollouts_core.filters import FilterDecision, FilterFn
+from rollouts_core.generate import build_pending_group, check_prompt_lengths
 from rollouts_core.messages import first_line
 from rollouts_core.model.loading import load_tokenizer
+from rollouts_core.resolve import resolve_environment, resolve_filter_fn, resolve_generate_fn, resolve_reward_fn
 from rollouts_core.rewards import REWARDS, grade_sample
-from rollouts_core.rollout import (
-    build_pending_group,
-    check_prompt_lengths,
-    resolve_environment,
-    resolve_filter_fn,
-    resolve_generate_fn,
-    resolve_reward_fn,
-)
 from rollouts_core.types import Prompt, Sample, Status
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rollouts_core.config import RolloutConfig
+from rollouts_core.generate import build_pending_group, create_conversation_generate_fn
 from rollouts_core.quickstart import build_character_tokenizer
 from rollouts_core.rewards import grade_group
-from rollouts_core.rollout import build_pending_group, create_conversation_generate_fn
 from rollouts_core.types import Message, Prompt, Sample
 from tests.rollouts_core.scripted import ScriptedEngine
 

@@ -1,6 +1,6 @@
 """Hand out prompts over epochs in a seeded order, with a cursor that survives restarts.
 
-Not here: reading them from a file (dataset.py), sampling completions (rollout.py).
+Not here: reading them from a file (dataset.py), sampling completions (generate.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Inference engines seen from training: ask for completions, give them new weights, never sample from old ones.
 
-Not here: the embedded server itself (embedded/), which completions are asked for (rollout.py).
+Not here: the embedded server itself (embedded/), which completions are asked for (generate.py).
 """
 
 from __future__ import annotations

@@ -19,8 +19,9 @@ from rollouts_core.config import RewardConfig, RolloutConfig
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.errors import ConfigError, DataError, RewardError
 from rollouts_core.filters import FilterDecision
+from rollouts_core.generate import sampling_seed
 from rollouts_core.rl import describe_rollouts
-from rollouts_core.rollout import AsyncRolloutManager, generate_rollout_batches, sampling_seed
+from rollouts_core.rollout import AsyncRolloutManager, generate_rollout_batches
 from rollouts_core.types import RolloutBatch, Sample, Status
 from tests.rollouts_core.make import make_prompts
 
