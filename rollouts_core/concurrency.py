@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 
@@ -38,6 +39,14 @@ async def gather(calls: Sequence[Callable[[], Awaitable[ResultT]]], *, max_concu
     if failure is not None:
         raise failure
     return [results[number] for number in range(len(calls))]
+
+
+async def run_in_thread(work: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
+    """What a coroutine that computes returns, run in a thread with an event loop of its own: this one stays free.
+
+    Who is cancelled meanwhile waits for the thread.
+    """
+    return await anyio.to_thread.run_sync(lambda: asyncio.run(work()))
 
 
 @contextmanager

@@ -22,10 +22,10 @@ from rollouts_core.conversation import hold_conversation
 from rollouts_core.data.chat import tokenize_prompt, tokenize_prompts
 from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
 from rollouts_core.environments.protocol import MultiTurnEnvironment, describe_tools, is_multi_turn
-from rollouts_core.errors import DataError, EnvironmentUnavailableError
+from rollouts_core.errors import DataError, EngineError, EnvironmentUnavailableError
 from rollouts_core.resolve import GenerateFn, resolve_environment
 from rollouts_core.seeds import derive_seed
-from rollouts_core.types import Prompt, Sample
+from rollouts_core.types import Prompt, Sample, Status
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,12 +36,19 @@ FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
 
 Group = list[Sample]
 """The samples of one prompt."""
+UNFINISHED = (Status.PENDING, Status.ABORTED)
+"""How samples stand that have no completion yet, or a part of one."""
+MAX_INTERRUPTIONS = 1000
+"""How often a completion is continued that was broken off."""
 
 
 def create_engine_generate_fn(
     engines: Sequence[InferenceEngine], tokenizer: PreTrainedTokenizerBase, config: RolloutConfig
 ) -> GenerateFn:
-    """A `generate_fn` that asks `engines`: one request per group, or per turn where the environment answers."""
+    """A `generate_fn` that asks `engines`: one request per group, or per turn where the environment answers.
+
+    Samples that have tokens already are continued from them.
+    """
     environment = resolve_environment(config)
     if is_multi_turn(environment):
         return create_conversation_generate_fn(engines, tokenizer, config, environment)
@@ -49,21 +56,26 @@ def create_engine_generate_fn(
 
     async def generate_with_engine(group: Sequence[Sample]) -> list[Sample]:
         prompt_tokens = tokenize_prompt(tokenizer, group[0].messages, tools)
+        unfinished = [sample for sample in group if sample.status in UNFINISHED]
         requests = [
-            GenerationRequest(
-                prompt_tokens=prompt_tokens,
-                sampling=config.sampling,
-                stop_token_ids=(int(tokenizer.eos_token_id),),
-                seed=sampling_seed(config.seed, sample.group_index, sample.index),
+            continue_request(
+                GenerationRequest(
+                    prompt_tokens=prompt_tokens,
+                    sampling=config.sampling,
+                    stop_token_ids=(int(tokenizer.eos_token_id),),
+                    seed=sampling_seed(config.seed, sample.group_index, sample.index),
+                ),
+                sample.tokens[len(prompt_tokens) :],
             )
-            for sample in group
+            for sample in unfinished
         ]
         engine = engines[group[0].group_index % len(engines)]
         completions = await engine.generate(requests)
-        return [
-            complete_sample(sample, prompt_tokens, completion, tokenizer)
-            for sample, completion in zip(group, completions, strict=True)
-        ]
+        finished = {
+            sample.index: complete_sample(sample, prompt_tokens, completion, tokenizer)
+            for sample, completion in zip(unfinished, completions, strict=True)
+        }
+        return [finished.get(sample.index, sample) for sample in group]
 
     return generate_with_engine
 
@@ -85,8 +97,7 @@ def create_conversation_generate_fn(
                 seed=sampling_seed(config.seed, pending.group_index, pending.index, turn),
             )
             # The engine of a group has the beginning of its conversations in its cache.
-            [completion] = await engines[pending.group_index % len(engines)].generate([request])
-            return completion
+            return await complete_request(engines[pending.group_index % len(engines)], request)
 
         trajectory = await _hold_with_retries(
             lambda: hold_conversation(pending, environment, sample_turn, tokenizer, config), config
@@ -112,20 +123,58 @@ async def _hold_with_retries(hold: Callable[[], Awaitable[Trajectory]], config: 
     raise AssertionError("the loop only ends by returning or raising")
 
 
+async def complete_request(engine: InferenceEngine, request: GenerationRequest) -> Completion:
+    """The whole completion of a request, continued from its tokens each time that it is broken off.
+
+    Raises:
+        EngineError: it was broken off again and again.
+    """
+    [completion] = await engine.generate([request])
+    for _ in range(MAX_INTERRUPTIONS):
+        if completion.status is not Status.ABORTED:
+            return completion
+        [rest] = await engine.generate([continue_request(request, completion.tokens)])
+        completion = join_completions(completion, rest)
+    raise EngineError(f"{engine.name} broke a completion off {MAX_INTERRUPTIONS} times: look at its log")
+
+
+def continue_request(request: GenerationRequest, tokens: Sequence[int]) -> GenerationRequest:
+    """The request for the rest of a completion of which these tokens exist."""
+    num_left = request.sampling.max_new_tokens - len(tokens)
+    sampling = request.sampling.model_copy(update={"max_new_tokens": num_left})
+    return replace(request, prompt_tokens=[*request.prompt_tokens, *tokens], sampling=sampling)
+
+
+def join_completions(first: Completion, rest: Completion) -> Completion:
+    """A completion that was broken off, with what continued it."""
+    start = len(first.tokens)
+    return replace(
+        rest,
+        tokens=[*first.tokens, *rest.tokens],
+        logprobs=[*first.logprobs, *rest.logprobs],
+        version_spans=(
+            *first.version_spans,
+            *((version, start + begin, start + end) for version, begin, end in rest.version_spans),
+        ),
+    )
+
+
 def complete_sample(
     pending: Sample, prompt_tokens: list[int], completion: Completion, tokenizer: PreTrainedTokenizerBase
 ) -> Sample:
-    """The sample with what an engine sampled for it; its text leaves special tokens out."""
-    start = len(prompt_tokens)
+    """The sample with what an engine sampled for it, after the tokens it has; its text leaves special tokens out."""
+    before = pending.tokens or prompt_tokens
+    start = len(before)
+    tokens = [*before, *completion.tokens]
     return replace(
         pending,
-        response=tokenizer.decode(completion.tokens, skip_special_tokens=True),
-        tokens=[*prompt_tokens, *completion.tokens],
-        loss_mask=[0.0] * start + [1.0] * len(completion.tokens),
-        rollout_log_probs=[0.0] * start + completion.logprobs,
+        response=tokenizer.decode(tokens[len(prompt_tokens) :], skip_special_tokens=True),
+        tokens=tokens,
+        loss_mask=[*(pending.loss_mask or [0.0] * start), *[1.0] * len(completion.tokens)],
+        rollout_log_probs=[*(pending.rollout_log_probs or [0.0] * start), *completion.logprobs],
         status=completion.status,
         finish_reason=completion.finish_reason,
-        policy_versions=tuple(place_version_spans(completion, start)),
+        policy_versions=(*pending.policy_versions, *place_version_spans(completion, start)),
     )
 
 

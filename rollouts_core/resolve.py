@@ -22,7 +22,8 @@ from rollouts_core.types import Sample
 GenerateFn = Callable[..., Sequence[Sample] | Awaitable[Sequence[Sample]]]
 """Takes the pending samples of a group (and the caller's keywords) and returns them finished, in order.
 
-A trajectory may come back as several samples, one per turn (`Sample.turn`)."""
+A trajectory may come back as several samples, one per turn (`Sample.turn`). A group of which some samples come back as
+`Status.ABORTED` is handed in again, to be continued from the tokens that they have."""
 
 
 def resolve_generate_fn(config: RolloutConfig) -> GenerateFn:

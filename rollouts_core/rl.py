@@ -1,12 +1,14 @@
 """Reinforcement learning: the loop, and how graded samples become its batches.
 
-Not here: sampling (rollout.py), engines (engines/), the loss (algorithms/loss.py), the model (backends/pytorch.py).
+Not here: sampling, also ahead of the trainer (rollout.py), engines (engines/), the loss (algorithms/loss.py), the model
+(backends/pytorch.py).
 
     engines --completions--> rollout_manager --groups--> advantages -> micro-batches -> forward_backward -> optim_step
        ^                                                                                                      |
        +---------------------------- weights, by version, verified <------------------------------------------+
 
-The loop is synchronous: the engines wait while the weights change, so every sample of a step comes from one version.
+With `rollout.max_staleness` 0 engines and trainer take turns, so every sample of a step comes from one version. Above 0
+the trainer computes in a thread of its own while the engines are asked for the next batches.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import itertools
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -24,11 +27,13 @@ from torch import Tensor
 from rollouts_core.algorithms.loss import Metrics
 from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.batch import build_batch, place_samples, split_by_sample
+from rollouts_core.concurrency import run_in_thread
 from rollouts_core.config import RLTrainingConfig
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.engines import InferenceEngine, PublishTarget, publish_weights
 from rollouts_core.environments.protocol import Outcome
 from rollouts_core.errors import RewardError
+from rollouts_core.group_order import Schedule
 from rollouts_core.metrics import EventLog, MetricsLogger, average_metrics, read_json_lines
 from rollouts_core.rl_batch import (
     RolloutScores,
@@ -89,15 +94,18 @@ async def run_rl_training(
             rollout_manager.replay(read_schedules(events.path, after_step=state["step"] if state else 0))
         await publish_weights(backend, inference_engines, target)
         num_published = backend.weight_version
+        rollout_manager.weights_published(num_published)
         for step in range((state["step"] if state else 0) + 1, config.num_steps + 1):
             began = perf_counter()
             batch = await rollout_manager.generate_batch()
             if events and "completed" in batch.metadata:
-                events.write("rollouts_scheduled", step=step, completed=batch.metadata["completed"])
+                decided = {name: batch.metadata[name] for name in Schedule._fields}
+                events.write("rollouts_scheduled", step=step, **decided)
             if on_batch:
                 on_batch(step, batch)
             generated = perf_counter()
-            metrics = await train_on_rollouts(backend, batch, config, pad_id=pad_id)
+            training = partial(train_on_rollouts, backend, batch, config, pad_id=pad_id)
+            metrics = await (run_in_thread(training) if rollout_manager.config.max_staleness else training())
             skips.after_step(step, metrics)
             trained = perf_counter()
             # At a checkpoint too: a run that goes on from there publishes these weights before anything else.
@@ -105,11 +113,12 @@ async def run_rl_training(
             if is_publish_due and backend.weight_version != num_published:
                 version = await publish_weights(backend, inference_engines, target)
                 num_published = backend.weight_version
+                rollout_manager.weights_published(num_published)
                 if events:
                     events.write("weights_published", step=step, version=version)
             metrics |= describe_rollouts(batch)
             metrics |= {"generate_s": generated - began, "train_s": trained - generated}
-            metrics["publish_s"] = perf_counter() - trained
+            metrics |= {"publish_s": perf_counter() - trained, "idle_s": rollout_manager.take_idle_s()}
             history.append(metrics)
             if metrics_logger and (step % config.log_every == 0 or step in (1, config.num_steps)):
                 metrics_logger.log(metrics, step)
@@ -128,14 +137,15 @@ def read_cursors(
     }
 
 
-def read_schedules(events: Path, *, after_step: int) -> list[list[int]]:
-    """The logged order of finished groups of the steps after one, as far as an earlier attempt came."""
-    lines = read_json_lines(events)
-    by_step = {line["step"]: line["completed"] for line in lines if line["event"] == "rollouts_scheduled"}
-    schedules: list[list[int]] = []
-    while (order := by_step.get(after_step + len(schedules) + 1)) is not None:
-        schedules.append(order)
-    return schedules
+def read_schedules(events: Path, *, after_step: int) -> list[Schedule]:
+    """The logged schedules of the steps after one, up to the last step that an earlier attempt came to."""
+    by_step = {
+        line["step"]: Schedule(line["completed"], line.get("unavailable", ()))
+        for line in read_json_lines(events)
+        if line["event"] == "rollouts_scheduled"
+    }
+    later = [step for step in by_step if step > after_step]
+    return [by_step.get(step, Schedule(())) for step in range(after_step + 1, max(later, default=after_step) + 1)]
 
 
 async def train_on_rollouts(
@@ -230,6 +240,7 @@ def describe_rollouts(batch: RolloutBatch) -> Metrics:
         "num_dropped_groups": float(batch.metadata.get("num_dropped_groups", 0)),
         **describe_conversations(lasts),
         **batch.metadata.get("reward_metrics", {}),
+        **batch.metadata.get("staleness", {}),
     }
 
 

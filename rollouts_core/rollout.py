@@ -1,16 +1,22 @@
-"""Sample, grade and filter completions until a batch of groups is full.
+"""Sample, grade and filter completions until a batch of groups is full, and ahead of the trainer where it may.
 
-Not here: how a group is generated (generate.py), what settings name (resolve.py), advantages and tensors (rl.py), the
-order of prompts (data/data_buffer.py).
+Not here: how a group is generated (generate.py), what settings name (resolve.py), the order of a logged schedule
+(group_order.py), advantages and tensors (rl.py), the order of prompts (data/data_buffer.py).
 
-    DataBuffer -> pending groups -> generate_fn -> reward_fn -> filter_fn --keep--> batch, ordered by group
+    DataBuffer -> pending groups -> generate_fn -> reward_fn -> filter_fn --keep--> ready -> batch, ordered by group
                        ^                                           |
                        +------------ ask for more <------drop------+
 
-Groups are kept in the order in which they finish and never chosen by reward: choosing would bias the gradient.
-Groups still under way when the batch is full begin the next one. Where that, or a filter, lets timing decide which
-groups a batch gets, the order in which groups finished is in its metadata; a manager that is told that order takes
-them in it again, however they finish this time, and so makes the same batch.
+Groups are never chosen by reward, which would bias the gradient. How many are alive, under way or ready, is all the
+back-pressure there is:
+
+    max_staleness 0    One batch while the trainer waits for it, none while it trains. A batch is made of the groups
+                       that finish first; the others are given up and begin the next one. Where that, or a filter,
+                       lets timing decide which groups a batch gets, the order is in its metadata; a manager that is
+                       told that order makes the same batch again, however the groups finish this time.
+    max_staleness S    S batches while the trainer trains, one more while it waits. A batch is made of the oldest
+                       groups that are alive, so timing decides nothing unless a filter drops some, and each group is
+                       at most S publications old when it is trained on.
 """
 
 from __future__ import annotations
@@ -19,29 +25,35 @@ import inspect
 import logging
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
 
 import anyio
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+import anyio.lowlevel
+from anyio.abc import TaskGroup
 
 from rollouts_core.config import RolloutConfig, name_of_function
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.errors import (
     ConfigError,
     DataError,
+    EngineError,
     EnvironmentOutageError,
     EnvironmentUnavailableError,
     RewardError,
     RolloutsError,
 )
 from rollouts_core.filters import FilterDecision
-from rollouts_core.generate import Group, build_pending_group
+from rollouts_core.generate import MAX_INTERRUPTIONS, UNFINISHED, Group, build_pending_group
+from rollouts_core.group_order import FinishedGroup, LoggedOrder, Schedule
 from rollouts_core.resolve import GenerateFn, resolve_filter_fn, resolve_generate_fn, resolve_reward_fn
 from rollouts_core.rewards import RewardFn, WeightedRewards, grade_group, grade_sample
 from rollouts_core.rollout_batch import apply_sample_transforms, convert_to_batch
-from rollouts_core.types import RolloutBatch, Sample, sample_from_json
+from rollouts_core.staleness import PublishedVersions
+from rollouts_core.types import RolloutBatch, Sample, Status, VersionSpan, group_samples, sample_from_json
 
 logger = logging.getLogger(__name__)
 
@@ -49,23 +61,29 @@ FAILURE_WINDOW = 50
 """Over so many groups the share is taken that was dropped because something was not available."""
 UNAVAILABLE = "environment_unavailable"
 """The reason under which those are counted."""
+STALE = "stale"
+"""The reason under which groups are counted that were generated again because they had become too old."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Finished:
-    """What the task of one group sends back: the finished group and its fate, or what went wrong."""
+@dataclass(slots=True)
+class _Tally:
+    """What happened since the last batch was taken."""
 
-    group: Group
-    decision: FilterDecision
-    error: RolloutsError | None = None
-    unavailable: str = ""
-    """What failed, where the group was dropped because an environment or a reward was not available."""
+    num_asked: int = 0
+    """Groups that were started."""
+    drops: Counter[str] = field(default_factory=Counter)
+    """Groups that were not kept, by reason."""
+    completed: list[int] = field(default_factory=list)
+    """Groups that were looked at, in order."""
+    unavailable: list[int] = field(default_factory=list)
+    """Those of them that an outage dropped."""
 
 
 class AsyncRolloutManager:
-    """Generates batches from a `DataBuffer` with groups in parallel; owns the groups that are under way.
+    """Generates batches from a `DataBuffer` with groups in parallel; owns the groups that are alive.
 
-    Used with `async with`. `generate_fn` defaults to the function that `config` names.
+    Used with `async with`, at whose end the groups under way are given up; they are in `partial_samples` then.
+    `generate_fn` defaults to the function that `config` names.
 
     Raises:
         ConfigError: a function name in the configuration that does not exist.
@@ -85,115 +103,225 @@ class AsyncRolloutManager:
         self.reward_fn = reward_fn or resolve_reward_fn(config)
         self.filter_fn = resolve_filter_fn(config)
         self.partial_samples: list[Sample] = []
-        """Groups that were asked for but not used: the next batch begins with them."""
+        """Groups that were asked for and given up, with the tokens that they have: they are asked for first."""
+        self.published = PublishedVersions(config.max_staleness + 2)
+        """The versions of the weights, as far as `weights_published` told of them."""
+        self._under_way: dict[int, Group] = {}
+        self._ready: dict[int, Group] = {}
+        self._running = AsyncExitStack()
+        self._tasks: TaskGroup | None = None
+        self._changed = anyio.Event()
+        self._num_wanted = 0
+        self._tally = _Tally()
+        self._failure: RolloutsError | None = None
         self._failures: deque[bool] = deque(maxlen=FAILURE_WINDOW)
-        self._orders: deque[Sequence[int]] = deque()
-        self._timing_decides = self.filter_fn is not None or _num_asked_groups(config) > config.batch_size
+        self._schedules: deque[Schedule] = deque()
+        self._order = LoggedOrder()
+        self._timing_decides = not config.max_staleness and (
+            self.filter_fn is not None or _round_size(config) > config.batch_size
+        )
+        self._grade = self.reward_fn
+        self._idle_s = 0.0
+        self._idle_since: float | None = None
 
     async def __aenter__(self) -> Self:
+        if self.config.max_staleness:
+            await self._start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        return None
+        await self._stop()
 
     async def generate_batch(self, reward_fn: RewardFn | None = None) -> RolloutBatch:
         """The next `config.batch_size` groups that the filter keeps, ordered by group.
+
+        Calling it says that the batch before has been trained on and, where that was due, its weights published.
 
         Raises:
             RewardError, EngineError: what a group's generation or grading raised; the others are stopped.
             DataError: the filter dropped so much that `max_refills` was reached.
         """
-        grade = reward_fn or self.reward_fn
-        kept: list[Group] = []
-        under_way: dict[int, Group] = {}
-        drops: Counter[str] = Counter()
-        num_asked = 0
-        failure: RolloutsError | None = None
-        order = _LoggedOrder(self._orders.popleft() if self._orders else ())
-        completed: list[int] = []
-        send, receive = anyio.create_memory_object_stream[_Finished](float("inf"))
-        async with send, receive, anyio.create_task_group() as tasks:
-            while len(kept) < self.config.batch_size and failure is None:
-                if len(kept) + len(under_way) < self.config.batch_size:
-                    if num_asked > self.config.max_refills:
-                        failure = _too_few_groups(len(kept), drops, self.config)
-                        break
-                    num_asked += 1
-                    for group in self._next_groups():
-                        under_way[group[0].group_index] = group
-                        tasks.start_soon(self._finish_group, group, grade, send)
-                finished = await order.next_finished(receive, under_way)
-                completed.append(finished.group[0].group_index)
-                del under_way[completed[-1]]
-                failure = finished.error or self._outage(finished)
-                if finished.decision.keep:
-                    kept.append(finished.group)
-                elif failure is None:
-                    drops[finished.decision.reason] += 1
-            tasks.cancel_scope.cancel()
-        if order.was_left:
-            self._orders.clear()
-        self.partial_samples.extend(sample for group in under_way.values() for sample in group)
-        if failure is not None:
-            raise failure
-        kept.sort(key=lambda group: group[0].group_index)
-        counters = {"epoch_id": self.data_buffer.epoch_id, "num_dropped_groups": drops.total(), "drops": dict(drops)}
-        schedule = {"completed": completed} if self._timing_decides else {}
-        of_rewards = {"reward_metrics": grade.take_metrics()} if isinstance(grade, WeightedRewards) else {}
-        metadata = {**counters, **schedule, **of_rewards}
-        return convert_to_batch([sample for group in kept for sample in group], metadata=metadata)
+        self._grade = reward_fn or self.reward_fn
+        if self.config.max_staleness:
+            assert self._tasks, "with max_staleness groups are generated between the calls: use `async with manager`"
+            return await self._wait_for_batch()
+        await self._start()
+        try:
+            return await self._wait_for_batch()
+        finally:
+            await self._stop()
 
     async def generate_batches(self, reward_fn: RewardFn | None = None) -> AsyncIterator[RolloutBatch]:
         """Batches without end."""
         while True:
             yield await self.generate_batch(reward_fn)
 
+    def weights_published(self, version: int) -> None:
+        """Take note that the engines serve other weights from now on."""
+        self.published.add(version)
+
+    def take_idle_s(self) -> float:
+        """For how long no group was under way since the last call: generation waited for the trainer, seconds."""
+        now = perf_counter()
+        idle_s = self._idle_s + (now - self._idle_since if self._idle_since is not None else 0.0)
+        self._idle_s = 0.0
+        self._idle_since = now if self._idle_since is not None else None
+        return idle_s
+
     def state_dict(self) -> dict[str, Any]:  # Any: JSON
-        """The groups under way, as JSON values."""
-        return {"partial_samples": [sample.to_json() for sample in self.partial_samples]}
+        """The groups that are alive, as JSON values: those to ask for again, with their tokens, and those ready."""
+        unfinished = [*self.partial_samples, *(sample for group in self._under_way.values() for sample in group)]
+        return {
+            "partial_samples": [sample.to_json() for sample in unfinished],
+            "ready_samples": [sample.to_json() for group in self._ready.values() for sample in group],
+            "published": list(self.published.versions),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: JSON
         """Go on with the groups of `state_dict`."""
         self.partial_samples = [sample_from_json(record) for record in state["partial_samples"]]
+        ready = [sample_from_json(record) for record in state.get("ready_samples", ())]
+        self._ready = {group[0].group_index: group for group in group_samples(ready)}
+        self.published = PublishedVersions(self.published.num_kept, state.get("published", ()))
 
-    def replay(self, orders: Sequence[Sequence[int]]) -> None:
-        """Make the next batches like those whose metadata had these `completed` groups, in order."""
-        self._orders = deque(orders)
+    def replay(self, schedules: Sequence[Schedule]) -> None:
+        """Make the next batches like those whose metadata said `completed` and `unavailable` so, in order."""
+        self._schedules = deque(schedules)
 
-    def _next_groups(self) -> list[Group]:
-        """The groups to ask for: those carried over first, then new prompts."""
-        carried: dict[int, Group] = {}
-        for sample in self.partial_samples:
-            carried.setdefault(sample.group_index, []).append(sample)
+    async def _start(self) -> None:
+        self._tasks = await self._running.enter_async_context(anyio.create_task_group())
+
+    async def _stop(self) -> None:
+        """Give up the groups under way; the next batch begins with them."""
+        if self._tasks is None:
+            return
+        self._num_wanted = 0  # what finishes while it is being stopped is given up, too
+        self._tasks.cancel_scope.cancel()
+        await self._running.aclose()
+        self._tasks = None
+        for index, group in self._under_way.items():
+            # Without a staleness to spare, the next weights generate it anew.
+            self.partial_samples.extend(group if self.config.max_staleness else self._pending_group(index))
+        self._under_way = {}
+        self._idle_since = perf_counter()
+
+    async def _wait_for_batch(self) -> RolloutBatch:
+        ahead = self.config.batch_size * self.config.max_staleness
+        self._num_wanted = ahead + self.config.batch_size
+        self._order = LoggedOrder(self._schedules.popleft() if self._schedules else None)
+        self._ask_for_groups()
+        await anyio.lowlevel.checkpoint()  # the groups begin before the trainer does, also where a batch is ready
+        while (indices := self._next_batch()) is None or self._ask_again_for_stale(indices):
+            if self._failure is not None:
+                failure, self._failure, self._tally = self._failure, None, _Tally()
+                raise failure
+            self._changed = anyio.Event()
+            await self._changed.wait()
+        self._num_wanted = ahead
+        return self._take_batch(indices)
+
+    def _next_batch(self) -> list[int] | None:
+        """The groups of the next batch, None while they are not all ready."""
+        alive = sorted({*self._ready, *self._under_way}) if self.config.max_staleness else list(self._ready)
+        chosen = alive[: self.config.batch_size]
+        is_full = len(chosen) == self.config.batch_size and all(index in self._ready for index in chosen)
+        return chosen if is_full and self._failure is None else None
+
+    def _ask_again_for_stale(self, indices: Sequence[int]) -> bool:
+        """Start those of some ready groups again that are too old to be trained on; False where there are none."""
+        stale = [i for i in indices if self.published.oldest(self._ready[i]) > self.config.max_staleness]
+        for index in stale:
+            del self._ready[index]
+            self._tally.drops[STALE] += 1
+            self.partial_samples.extend(self._pending_group(index))
+        if stale:
+            self._ask_for_groups()
+        return bool(stale)
+
+    def _take_batch(self, indices: Sequence[int]) -> RolloutBatch:
+        groups = [self._ready.pop(index) for index in sorted(indices)]
+        samples = [sample for group in groups for sample in group]
+        tally, self._tally = self._tally, _Tally()
+        schedule = {"completed": tally.completed, "unavailable": tally.unavailable}
+        is_scheduled = self._timing_decides or (tally.unavailable and not self.config.max_staleness)
+        metadata: dict[str, Any] = {  # Any: JSON
+            "epoch_id": self.data_buffer.epoch_id,
+            "num_dropped_groups": tally.drops.total(),
+            "drops": dict(tally.drops),
+            **(schedule if is_scheduled else {}),
+            **({"reward_metrics": self._grade.take_metrics()} if isinstance(self._grade, WeightedRewards) else {}),
+            **({"staleness": self.published.describe(samples)} if self.published.versions else {}),
+        }
+        if self._order.was_left:
+            self._schedules.clear()
+        return convert_to_batch(samples, metadata=metadata)
+
+    def _ask_for_groups(self) -> None:
+        """Start groups until as many are alive as are wanted."""
+        limit = self.config.max_refills * _round_size(self.config) + self._num_wanted
+        while (num_missing := self._num_wanted - len(self._ready) - len(self._under_way)) > 0 and not self._failure:
+            num_groups = num_missing if self.config.max_staleness else _round_size(self.config)
+            if self._tally.num_asked >= limit:
+                self._failure = _too_few_groups(len(self._ready), self._tally.drops, self.config)
+                return
+            self._tally.num_asked += num_groups
+            for group in self._next_groups(num_groups):
+                self._start_group(group)
+
+    def _next_groups(self, num_groups: int) -> list[Group]:
+        """The groups to ask for: those given up first, then new prompts."""
+        given_up = group_samples(self.partial_samples)
         self.partial_samples = []
-        num_groups = _num_asked_groups(self.config)
         first_index = self.data_buffer.num_drawn
-        prompts = self.data_buffer.get_prompts(max(0, num_groups - len(carried)))
-        fresh = [
-            build_pending_group(prompt, group_index=first_index + i, size=self.config.n_samples_per_prompt)
-            for i, prompt in enumerate(prompts)
-        ]
-        return [*carried.values(), *fresh]
+        num_drawn = len(self.data_buffer.get_prompts(max(0, num_groups - len(given_up))))
+        return [*given_up, *(self._pending_group(first_index + i) for i in range(num_drawn))]
 
-    async def _finish_group(self, group: Group, grade: RewardFn, send: MemoryObjectSendStream[_Finished]) -> None:
+    def _pending_group(self, index: int) -> Group:
+        size = self.config.n_samples_per_prompt
+        return build_pending_group(self.data_buffer.prompt_of(index), group_index=index, size=size)
+
+    def _start_group(self, group: Group) -> None:
+        assert self._tasks, "groups are started while the manager is open"
+        if self._idle_since is not None:
+            self._idle_s += perf_counter() - self._idle_since
+            self._idle_since = None
+        self._under_way[group[0].group_index] = group
+        self._tasks.start_soon(self._finish_group, group, self._grade)
+
+    async def _finish_group(self, group: Group, grade: RewardFn) -> None:
         # Errors travel as values: raised in a task they would reach the caller wrapped in an ExceptionGroup.
         try:
-            timeout_s = self.config.reward_timeout_s
-            graded = await grade_group(await self._generate(group), grade, timeout_s=timeout_s)
-            decision = self._decide(graded)
+            generated = await self._generate(group)
+            graded = await grade_group(generated, grade, timeout_s=self.config.reward_timeout_s)
+            finished = FinishedGroup(group=graded, decision=self._decide(graded))
         except EnvironmentUnavailableError as error:
             logger.warning("dropped group %d: %s", group[0].group_index, error)
             dropped = FilterDecision(False, UNAVAILABLE)
-            send.send_nowait(_Finished(group=group, decision=dropped, unavailable=str(error)))
-            return
+            finished = FinishedGroup(group=group, decision=dropped, unavailable=str(error))
         except RolloutsError as error:
-            send.send_nowait(_Finished(group=group, decision=FilterDecision(False), error=error))
-            return
-        send.send_nowait(_Finished(group=graded, decision=decision))
+            finished = FinishedGroup(group=group, decision=FilterDecision(False), error=error)
+        self._order.add(finished)
+        self._look_at_finished()
 
-    async def _generate(self, group: Group) -> Sequence[Sample]:
+    async def _generate(self, group: Group) -> Group:
+        """The group with all its completions; asked for again from the tokens it has where it was broken off."""
+        index = group[0].group_index
+        if index in self._order.unavailable:
+            raise EnvironmentUnavailableError("it was dropped so in the schedule that is followed")
+        if all(sample.status not in UNFINISHED for sample in group):
+            return group  # it was given up while it was graded
+        version = self.published.versions[-1] if self.published.versions else None
+        generated = group
+        for _ in range(MAX_INTERRUPTIONS):
+            generated = [_claim_version(sample, version) for sample in await self._call_generate_fn(generated)]
+            self._under_way[index] = generated
+            if all(sample.status is not Status.ABORTED for sample in generated):
+                return generated
+        raise EngineError(f"group {index} was broken off {MAX_INTERRUPTIONS} times: look at the engine's log")
+
+    async def _call_generate_fn(self, group: Group) -> Sequence[Sample]:
         try:
             outcome = self.generate_fn(group)
             return await outcome if inspect.isawaitable(outcome) else outcome
@@ -202,7 +330,27 @@ class AsyncRolloutManager:
         except Exception as error:
             raise _user_function_error("generation", self.generate_fn, group, error) from error
 
-    def _outage(self, finished: _Finished) -> EnvironmentOutageError | None:
+    def _look_at_finished(self) -> None:
+        """Keep or drop what has finished, in its order, as long as no batch is full that awaits to be taken."""
+        while self._num_wanted and (self.config.max_staleness or self._next_batch() is None):
+            finished = self._order.next_finished(self._under_way)
+            if finished is None or self._failure is not None:
+                break
+            del self._under_way[finished.index]
+            self._tally.completed.append(finished.index)
+            if finished.unavailable:
+                self._tally.unavailable.append(finished.index)
+            self._failure = finished.error or self._outage(finished)
+            if finished.decision.keep:
+                self._ready[finished.index] = finished.group
+            elif self._failure is None:
+                self._tally.drops[finished.decision.reason] += 1
+            self._ask_for_groups()
+        if not self._under_way:
+            self._idle_since = perf_counter()
+        self._changed.set()
+
+    def _outage(self, finished: FinishedGroup) -> EnvironmentOutageError | None:
         """An error, when more groups were dropped for what was not available than the settings allow."""
         self._failures.append(bool(finished.unavailable))
         num_failed, share = sum(self._failures), self.config.max_environment_failure_share
@@ -222,35 +370,6 @@ class AsyncRolloutManager:
         except Exception as error:
             raise _user_function_error("filter", self.filter_fn, group, error) from error
         return outcome if isinstance(outcome, FilterDecision) else FilterDecision(bool(outcome), "filtered")
-
-
-class _LoggedOrder:
-    """Hands out finished groups in the order of a log; without a log, or behind its end, as they come."""
-
-    def __init__(self, order: Sequence[int]) -> None:
-        self._expected = deque(order)
-        self.was_left = False
-        """The log could not be followed."""
-        self._early: dict[int, _Finished] = {}
-
-    async def next_finished(
-        self, receive: MemoryObjectReceiveStream[_Finished], under_way: Mapping[int, Group]
-    ) -> _Finished:
-        """The next group to look at, after waiting for it."""
-        if self._expected and self._expected[0] not in under_way:
-            logger.warning(
-                "the logged schedule has group %d next, which was not asked for: from here on timing decides again",
-                self._expected[0],
-            )
-            self._expected.clear()
-            self.was_left = True
-        if not self._expected:
-            return self._early.pop(next(iter(self._early))) if self._early else await receive.receive()
-        group_index = self._expected.popleft()
-        while group_index not in self._early:
-            finished = await receive.receive()
-            self._early[finished.group[0].group_index] = finished
-        return self._early.pop(group_index)
 
 
 def generate_rollout_batches(
@@ -283,9 +402,16 @@ def _grade_now(sample: Sample, reward_fn: RewardFn) -> Sample:
     return anyio.run(grade_sample, sample, reward_fn)
 
 
-def _num_asked_groups(config: RolloutConfig) -> int:
-    """Groups that a batch asks for at a time."""
+def _round_size(config: RolloutConfig) -> int:
+    """Groups that are asked for at a time where nothing is generated ahead."""
     return max(config.batch_size, int(config.batch_size * config.over_sampling_factor))
+
+
+def _claim_version(sample: Sample, version: int | None) -> Sample:
+    """The sample as one of `version`, the oldest it can be of, where its generation did not say which it is of."""
+    if version is None or sample.policy_versions or not sample.tokens:
+        return sample
+    return replace(sample, policy_versions=(VersionSpan(version, 0, len(sample.tokens)),))
 
 
 def _user_function_error(kind: str, function: Callable[..., Any], group: Group, error: Exception) -> RewardError:

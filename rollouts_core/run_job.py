@@ -43,7 +43,8 @@ from rollouts_core.data.dataset import (
 )
 from rollouts_core.data.rows import RowTable, digest_path
 from rollouts_core.embedded.server import serve
-from rollouts_core.engines import Endpoint, EnginePool, InferenceEngine, PublishTarget, create_engine
+from rollouts_core.engines import Endpoint, EnginePool, InFlightEngine, PublishTarget, create_engine
+from rollouts_core.engines.in_flight import InterruptibleEngine
 from rollouts_core.engines.launch import exec_engine
 from rollouts_core.environments.protocol import describe_tools
 from rollouts_core.errors import CheckpointError, DataError
@@ -396,8 +397,8 @@ def write_samples(directory: RunDirectory, name: str, samples: Sequence[Sample])
 
 
 @asynccontextmanager
-async def open_engines(job: RLJob) -> AsyncIterator[list[InferenceEngine]]:
-    """The client of the job's engine, or the pool of its engines, ready to be asked."""
+async def open_engines(job: RLJob) -> AsyncIterator[list[InFlightEngine]]:
+    """The client of the job's engine, or the pool of its engines, ready to be asked, also while weights change."""
     is_alone = len(job.engines) == 1
     clients = [
         create_engine(
@@ -407,7 +408,8 @@ async def open_engines(job: RLJob) -> AsyncIterator[list[InferenceEngine]]:
         )
         for address in job.engines
     ]
-    engines: list[InferenceEngine] = [*clients] if is_alone or not clients else [EnginePool(clients)]
+    together: Sequence[InterruptibleEngine] = clients if is_alone or not clients else [EnginePool(clients)]
+    engines = [InFlightEngine(engine, job.rollout.in_flight) for engine in together]
     try:
         for engine in engines:
             await engine.wait_until_ready(job.rollout.engine.start_timeout_s)

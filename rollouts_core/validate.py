@@ -80,7 +80,18 @@ def validate_config(config: Config) -> list[str]:
     for name, rows in loaded.items():
         check_answers(rows, config, source=prompts[name])
     check_functions(config, loaded["heldout"][0])
-    return findings + [f"{prompts[name]}: {len(rows)} prompts" for name, rows in loaded.items()]
+    findings += [f"{prompts[name]}: {len(rows)} prompts" for name, rows in loaded.items()]
+    return findings + (warn_of_uncorrected_age(config) if config.mode != "sft" else [])
+
+
+def warn_of_uncorrected_age(config: Config) -> list[str]:
+    """A sentence where completions of older weights are trained on as if the current ones had sampled them."""
+    if not config.rollout.max_staleness or config.training.rl.corrects_for_age:
+        return []
+    return [
+        f"rollout.max_staleness {config.rollout.max_staleness} trains on completions of older weights, and nothing in "
+        'training.rl.loss corrects for that: set ratio_base = "rollout", or mismatch.weight with its limits'
+    ]
 
 
 def check_demonstrations(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -59,6 +59,12 @@ class DataBuffer:
         self.num_drawn += n
         return drawn
 
+    def prompt_of(self, draw: int) -> Prompt:
+        """The prompt that was, or will be, handed out as number `draw` since the start."""
+        epoch_id, place = divmod(draw, len(self.prompts))
+        order = self._order if epoch_id == self.epoch_id else self._shuffled(epoch_id)
+        return self.prompts[order[place]]
+
     def state_dict(self) -> DataBufferState:
         """The cursor, as JSON values."""
         return DataBufferState(

@@ -6,6 +6,7 @@ Not here: the embedded server itself (embedded/), which completions are asked fo
 from __future__ import annotations
 
 from rollouts_core.engines.endpoint import Endpoint, connect, create_engine
+from rollouts_core.engines.in_flight import InFlightEngine
 from rollouts_core.engines.pool import EnginePool
 from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
 from rollouts_core.engines.sglang import SGLangEngine
@@ -22,6 +23,7 @@ __all__ = [
     "Endpoint",
     "EnginePool",
     "GenerationRequest",
+    "InFlightEngine",
     "InferenceEngine",
     "PublishTarget",
     "SGLangEngine",

@@ -75,6 +75,20 @@ class SGLangEngine:
         """
         await self._keeper.wait_until_ready(timeout_s)
 
+    async def abort_running(self) -> None:
+        """End all requests with the tokens that they have."""
+        await self._connection.call("POST", "/abort_request", json={"abort_all": True}, is_answered=False)
+
+    async def pause(self) -> None:
+        """Stop generating; requests stay with their tokens, and their cache is computed anew after `resume`."""
+        await self._connection.call("POST", "/pause_generation", json={"mode": "retract"})
+        self._keeper.is_paused = True
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        self._keeper.is_paused = False
+        await self._connection.call("POST", "/continue_generation", json={})
+
     async def aclose(self) -> None:
         """Close the connections."""
         await self._connection.aclose()
