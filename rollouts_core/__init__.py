@@ -41,6 +41,7 @@ PUBLIC_NAMES = {
     "rewards": "REWARDS WeightedRewards compute_reward grade_group",
     "rl": "run_rl_training score_rollouts train_on_rollouts",
     "rl_batch": "RolloutScores prepare_grpo_batch prepare_updates",
+    "offline_rollouts": "OfflineRollouts",
     "rollout": "AsyncRolloutManager generate_rollout_batches",
     "rollout_batch": "apply_sample_transforms build_batch_metadata compute_response_lengths convert_to_batch "
     "extract_sample_fields",

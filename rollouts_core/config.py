@@ -161,6 +161,9 @@ class DataConfig(Record):
     """Demonstrations whose loss is taken while SFT trains on others; empty takes none."""
     prompts: str = ""
     """Prompts for RL: JSONL rows with `prompt` or `messages`, and `answer` where the reward needs one."""
+    rollouts: str = ""
+    """Rollouts for RL in place of prompts and engines: the folder `samples` of an earlier RL stage, whose steps are
+    trained on in their order. Each is a batch, whatever `rollout.batch_size` says."""
     selection: str = ""
     """Prompts (or demonstrations, for the metric `loss`) that choose between checkpoints."""
     heldout: str = ""
@@ -904,7 +907,10 @@ class Config(Record):
 
     @model_validator(mode="after")
     def _check_mode(self) -> Self:
-        needed = {"sft": ["sft"], "rl": ["prompts"], "sft+rl": ["sft", "prompts"]}[self.mode]
+        if self.data.prompts and self.data.rollouts:
+            raise ValueError("give data.prompts, to sample completions, or data.rollouts, to train on recorded ones")
+        source = "rollouts" if self.data.rollouts else "prompts"
+        needed = {"sft": ["sft"], "rl": [source], "sft+rl": ["sft", source]}[self.mode]
         for name in [*needed, "selection", "heldout"]:
             if not getattr(self.data, name):
                 raise ValueError(f'mode "{self.mode}" needs data.{name}')

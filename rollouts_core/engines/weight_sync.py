@@ -87,10 +87,14 @@ async def sync_weights_to_engines(
 async def publish_weights(backend: TrainingBackend, engines: Sequence[InferenceEngine], target: PublishTarget) -> str:
     """Write the backend's weights as a new version and load them into all engines; returns the version.
 
+    Without engines nothing is written.
+
     Raises:
         WeightSyncError: names every engine that does not serve the version.
     """
     version = f"{target.prefix}-{backend.weight_version}"
+    if not engines:
+        return version
     weights = await backend.get_weights().result()
     with new_directory(target.weights_dir / version) as directory:
         save_file({name: value.contiguous().cpu() for name, value in weights.items()}, directory / "model.safetensors")
