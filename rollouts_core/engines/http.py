@@ -179,7 +179,7 @@ class WeightKeeper:
             for completion in completions:
                 self._check_tokens(completion.tokens, "a completion")
             accepted = self._versions_since(served)
-            stale = [c for c in completions if accepted and not _is_of_versions(c, accepted)]
+            stale = [c for c in completions if self._served and not _is_of_versions(c, accepted)]
             # A server reports a version before its tensors are proved to be those of it.
             if not stale and self._is_proven:
                 return completions

@@ -19,7 +19,7 @@ from rollouts_core.config import InFlight, ModelConfig, SamplingConfig
 from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
-from rollouts_core.engines import EnginePool, InFlightEngine, SGLangEngine, VLLMEngine
+from rollouts_core.engines import EnginePool, InFlightEngine, SGLangEngine, VLLMEngine, http
 from rollouts_core.engines.protocol import Completion, GenerationRequest
 from rollouts_core.errors import EngineError, WeightSyncError
 from rollouts_core.generate import complete_request, continue_request, join_completions
@@ -134,6 +134,19 @@ def test_an_engine_that_breaks_off_everything_is_given_up(
 
     with pytest.raises(EngineError, match="http://engine broke a completion off 3 times"):
         asyncio.run(run())
+
+
+def test_a_completion_that_outlives_all_versions_that_are_remembered_is_asked_for_again(
+    versions: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "MAX_SPANNED_VERSIONS", 1)
+    monkeypatch.setattr(http, "RETRY_PAUSE_S", 0.01)
+
+    async def run() -> Completion:
+        with served_engine(versions["v-1"]) as (client, scheduler):
+            return await publish_amid(InFlightEngine(client, "continue"), scheduler, versions, ask())
+
+    assert asyncio.run(run()).version_spans == (("v-2", 0, NUM_TOKENS),)
 
 
 class WithoutChecksums(httpx.AsyncBaseTransport):
