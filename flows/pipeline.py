@@ -89,12 +89,13 @@ def sft_rl(config: Config, node: NodeSettings, run: RunOptions) -> PipelineResul
 
 
 def run_rl(start: InputModel, config: Config, scope: RunScope, machine: Node) -> StageRecord:
-    """RL with its engines beside it, unless an earlier run finished the same."""
+    """RL with its engines beside it, if it needs any, unless an earlier run finished the same."""
     stage = plan_rl(start, config, scope, machine)
     if is_finished(stage):
         return run_cached(train_rl, stage, scope, machine)
     engines: list[EngineRecord] = []
-    for index, port in enumerate(config.deployment.engine_ports):
+    ports = [] if config.data.rollouts else config.deployment.engine_ports
+    for index, port in enumerate(ports):
         engines.append(launch_engine(stage, port, scope, machine, index, engines))
     record = run_cached(train_rl, with_engines(stage, engines), scope, machine)
     for engine in engines:

@@ -49,7 +49,7 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
 def check_engine(pipeline: Pipeline, store: Path) -> None:
     """Raise ConfigError when RL asks for an engine that is not installed."""
     engine = pipeline.config.rollout.engine
-    if pipeline.config.mode == "sft" or engine.kind == "embedded":
+    if pipeline.config.mode == "sft" or pipeline.config.data.rollouts or engine.kind == "embedded":
         return
     with open_session(provision_node(pipeline.node, store)) as session:
         try:
@@ -71,7 +71,7 @@ def check_writable(store: Path) -> None:
 
 def check_files(data: DataConfig) -> None:
     """Raise ConfigError for a data file that does not exist; names of hub datasets are left to the loader."""
-    named = [(name, getattr(data, name)) for name in ("sft_eval", "prompts", "selection", "heldout")]
+    named = [(name, getattr(data, name)) for name in ("sft_eval", "prompts", "rollouts", "selection", "heldout")]
     demonstrations = [data.sft] if isinstance(data.sft, str) else [dataset.path for dataset in data.sft]
     for name, given in [*(("sft", path) for path in demonstrations), *named]:
         path = Path(given)

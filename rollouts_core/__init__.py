@@ -23,8 +23,9 @@ PUBLIC_NAMES = {
     "config": "Config algorithm_preset RLTrainingConfig RolloutConfig SFTTrainingConfig",
     "data.data_buffer": "DataBuffer",
     "data.dataset": "SFTDataset load_prompts_from_jsonl load_sft_dataset open_datasets",
-    "engines": "Endpoint EnginePool InferenceEngine PublishTarget SGLangEngine VLLMEngine connect create_engine "
-    "publish_weights sync_weights_to_engines",
+    "engines": "Endpoint EnginePool InFlightEngine InferenceEngine PublishTarget SGLangEngine VLLMEngine connect "
+    "create_engine publish_weights sync_weights_to_engines",
+    "generate": "create_conversation_generate_fn create_engine_generate_fn",
     "environments": "ENVIRONMENTS CalculatorEnvironment Conversation Environment MultiTurnEnvironment Outcome Reply "
     "Tool ToolError",
     "filters": "check_any_success check_min_reward check_quality_and_diversity check_reasonable_length "
@@ -40,9 +41,10 @@ PUBLIC_NAMES = {
     "rewards": "REWARDS WeightedRewards compute_reward grade_group",
     "rl": "run_rl_training score_rollouts train_on_rollouts",
     "rl_batch": "RolloutScores prepare_grpo_batch prepare_updates",
-    "rollout": "AsyncRolloutManager apply_sample_transforms build_batch_metadata compute_response_lengths "
-    "convert_to_batch create_conversation_generate_fn create_engine_generate_fn extract_sample_fields "
-    "generate_rollout_batches",
+    "offline_rollouts": "OfflineRollouts",
+    "rollout": "AsyncRolloutManager generate_rollout_batches",
+    "rollout_batch": "apply_sample_transforms build_batch_metadata compute_response_lengths convert_to_batch "
+    "extract_sample_fields",
     "sft": "collate_batch prepare_sft_batch run_sft_training",
     "types": "Message Prompt RolloutBatch Sample Status",
 }

@@ -130,6 +130,7 @@ def place_version_spans(completion: Completion, start: int) -> list[VersionSpan]
     return [
         VersionSpan(_version_number(version), start + begin, start + end)
         for version, begin, end in completion.version_spans
+        if begin < end
     ]
 
 

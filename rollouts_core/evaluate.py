@@ -31,15 +31,10 @@ from rollouts_core.engines.protocol import STATUS_OF_FINISH, Completion
 from rollouts_core.engines.sglang import SGLangEngine
 from rollouts_core.environments.protocol import describe_tools, is_multi_turn
 from rollouts_core.errors import RewardError
+from rollouts_core.generate import build_pending_group, complete_sample, create_conversation_generate_fn, sampling_seed
 from rollouts_core.model.loading import check_attention, load_hf_model, load_tokenizer, pad_token_id
 from rollouts_core.model.policy import compute_logprobs
-from rollouts_core.rollout import (
-    build_pending_group,
-    complete_sample,
-    create_conversation_generate_fn,
-    resolve_environment,
-    sampling_seed,
-)
+from rollouts_core.resolve import resolve_environment
 from rollouts_core.types import Prompt, Sample, group_samples
 
 if TYPE_CHECKING:

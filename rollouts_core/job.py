@@ -8,9 +8,9 @@ Inputs are named by path and digest; the digest is part of the job's identity, t
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rollouts_core.config import (
     PLACEMENT,
@@ -92,13 +92,15 @@ class SFTJob(Record):
 
 
 class RLJob(Record):
-    """Improve a model by reinforcement learning against engines."""
+    """Improve a model by reinforcement learning: against engines, or from recorded rollouts."""
 
     kind: Literal["rl"] = "rl"
     model: InputModel
     """The model to start from."""
-    prompts: InputFile
+    prompts: InputFile | None = None
     """What completions are sampled for."""
+    rollouts: InputFile | None = None
+    """The folder of recorded rollouts, where nothing is sampled."""
     training: RLTrainingConfig
     """The settings of RL."""
     resume_digest: str = ""
@@ -111,6 +113,12 @@ class RLJob(Record):
     """The engines that sample."""
     deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
     """Threads and devices."""
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        if (self.prompts is None) == (self.rollouts is None):
+            raise ValueError("an RL job has either prompts or rollouts")
+        return self
 
     @property
     def replicated_rollout(self) -> RolloutConfig:

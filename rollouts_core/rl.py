@@ -1,12 +1,14 @@
 """Reinforcement learning: the loop, and how graded samples become its batches.
 
-Not here: sampling (rollout.py), engines (engines/), the loss (algorithms/loss.py), the model (backends/pytorch.py).
+Not here: sampling, also ahead of the trainer (rollout.py), engines (engines/), the loss (algorithms/loss.py), the model
+(backends/pytorch.py).
 
     engines --completions--> rollout_manager --groups--> advantages -> micro-batches -> forward_backward -> optim_step
        ^                                                                                                      |
        +---------------------------- weights, by version, verified <------------------------------------------+
 
-The loop is synchronous: the engines wait while the weights change, so every sample of a step comes from one version.
+With `rollout.max_staleness` 0 engines and trainer take turns, so every sample of a step comes from one version. Above 0
+the trainer computes in a thread of its own while the engines are asked for the next batches.
 """
 
 from __future__ import annotations
@@ -14,22 +16,27 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rollouts_core.algorithms.loss import Metrics
 from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.batch import build_batch, place_samples, split_by_sample
+from rollouts_core.concurrency import run_in_thread
 from rollouts_core.config import RLTrainingConfig
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.engines import InferenceEngine, PublishTarget, publish_weights
 from rollouts_core.environments.protocol import Outcome
 from rollouts_core.errors import RewardError
+from rollouts_core.group_order import Schedule
 from rollouts_core.metrics import EventLog, MetricsLogger, average_metrics, read_json_lines
+from rollouts_core.offline_rollouts import OfflineRollouts
 from rollouts_core.rl_batch import (
     RolloutScores,
     places_to_score,
@@ -48,8 +55,8 @@ OnBatch = Callable[[int, RolloutBatch], None]
 
 async def run_rl_training(
     backend: TrainingBackend,
-    data_buffer: DataBuffer,
-    rollout_manager: AsyncRolloutManager,
+    data_buffer: DataBuffer | None,
+    rollout_manager: AsyncRolloutManager | OfflineRollouts,
     inference_engines: Sequence[InferenceEngine],
     config: RLTrainingConfig,
     metrics_logger: MetricsLogger | None = None,
@@ -68,6 +75,7 @@ async def run_rl_training(
     trains on, `events` gets the decision before the step, and a run that goes on takes the same ones again.
 
     Args:
+        rollout_manager: gives the batches: sampled for the prompts of `data_buffer`, or recorded, without prompts.
         target: where weights are published for the engines.
         inputs: digests of what the training was made from, by name; a checkpoint of others is refused.
 
@@ -82,34 +90,34 @@ async def run_rl_training(
     async with RunCheckpoints(backend, checkpoint_dir, config, settings=settings, events=events) as checkpoints:
         state = await checkpoints.resume()
         if state:
-            data_buffer.load_state_dict(state["data_buffer"])
-            rollout_manager.load_state_dict(state["rollout"])
+            set_cursors(data_buffer, rollout_manager, state)
         skips = SkipCounter(config.max_skipped_updates, state.get("num_skipped", 0) if state else 0)
         if events and checkpoint_dir:
             rollout_manager.replay(read_schedules(events.path, after_step=state["step"] if state else 0))
         await publish_weights(backend, inference_engines, target)
-        num_published = backend.weight_version
+        rollout_manager.weights_published(num_published := backend.weight_version)
         for step in range((state["step"] if state else 0) + 1, config.num_steps + 1):
             began = perf_counter()
             batch = await rollout_manager.generate_batch()
             if events and "completed" in batch.metadata:
-                events.write("rollouts_scheduled", step=step, completed=batch.metadata["completed"])
+                events.write("rollouts_scheduled", step=step, **schedule_of(batch)._asdict())
             if on_batch:
                 on_batch(step, batch)
             generated = perf_counter()
-            metrics = await train_on_rollouts(backend, batch, config, pad_id=pad_id)
+            training = partial(train_on_rollouts, backend, batch, config, pad_id=pad_id)
+            metrics = await (train_in_thread(training) if rollout_manager.config.max_staleness else training())
             skips.after_step(step, metrics)
             trained = perf_counter()
             # At a checkpoint too: a run that goes on from there publishes these weights before anything else.
             is_publish_due = step % config.sync_every == 0 or checkpoints.is_due(step)
             if is_publish_due and backend.weight_version != num_published:
                 version = await publish_weights(backend, inference_engines, target)
-                num_published = backend.weight_version
+                rollout_manager.weights_published(num_published := backend.weight_version)
                 if events:
                     events.write("weights_published", step=step, version=version)
             metrics |= describe_rollouts(batch)
-            metrics |= {"generate_s": generated - began, "train_s": trained - generated}
-            metrics["publish_s"] = perf_counter() - trained
+            seconds = {"generate_s": generated - began, "train_s": trained - generated}
+            metrics |= {**seconds, "publish_s": perf_counter() - trained, "idle_s": rollout_manager.take_idle_s()}
             history.append(metrics)
             if metrics_logger and (step % config.log_every == 0 or step in (1, config.num_steps)):
                 metrics_logger.log(metrics, step)
@@ -118,24 +126,51 @@ async def run_rl_training(
 
 
 def read_cursors(
-    data_buffer: DataBuffer, rollout_manager: AsyncRolloutManager, skips: SkipCounter
+    data_buffer: DataBuffer | None, rollout_manager: AsyncRolloutManager | OfflineRollouts, skips: SkipCounter
 ) -> dict[str, Any]:  # Any: JSON
     """What the loop needs to go on: the place in the prompts, the groups carried over, the updates just skipped."""
     return {
-        "data_buffer": data_buffer.state_dict(),
+        "data_buffer": data_buffer.state_dict() if data_buffer else None,
         "rollout": rollout_manager.state_dict(),
         "num_skipped": skips.num_in_a_row,
     }
 
 
-def read_schedules(events: Path, *, after_step: int) -> list[list[int]]:
-    """The logged order of finished groups of the steps after one, as far as an earlier attempt came."""
-    lines = read_json_lines(events)
-    by_step = {line["step"]: line["completed"] for line in lines if line["event"] == "rollouts_scheduled"}
-    schedules: list[list[int]] = []
-    while (order := by_step.get(after_step + len(schedules) + 1)) is not None:
-        schedules.append(order)
-    return schedules
+def set_cursors(
+    data_buffer: DataBuffer | None, rollout_manager: AsyncRolloutManager | OfflineRollouts, state: Mapping[str, Any]
+) -> None:  # Any: JSON
+    """Go on from what `read_cursors` gave."""
+    if data_buffer:
+        data_buffer.load_state_dict(state["data_buffer"])
+    rollout_manager.load_state_dict(state["rollout"])
+
+
+def schedule_of(batch: RolloutBatch) -> Schedule:
+    """What timing and outages decided about a batch."""
+    return Schedule(batch.metadata["completed"], batch.metadata["unavailable"])
+
+
+async def train_in_thread(train: Callable[[], Coroutine[Any, Any, Metrics]]) -> Metrics:
+    """Train in a thread of its own, on the GPU of this one: a new thread would take the first."""
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    async def train_on_device() -> Metrics:
+        if device is not None:
+            torch.cuda.set_device(device)
+        return await train()
+
+    return await run_in_thread(train_on_device)
+
+
+def read_schedules(events: Path, *, after_step: int) -> list[Schedule]:
+    """The logged schedules of the steps after one, up to the last step that an earlier attempt came to."""
+    by_step = {
+        line["step"]: Schedule(line["completed"], line.get("unavailable", ()))
+        for line in read_json_lines(events)
+        if line["event"] == "rollouts_scheduled"
+    }
+    later = [step for step in by_step if step > after_step]
+    return [by_step.get(step, Schedule(())) for step in range(after_step + 1, max(later, default=after_step) + 1)]
 
 
 async def train_on_rollouts(
@@ -230,6 +265,7 @@ def describe_rollouts(batch: RolloutBatch) -> Metrics:
         "num_dropped_groups": float(batch.metadata.get("num_dropped_groups", 0)),
         **describe_conversations(lasts),
         **batch.metadata.get("reward_metrics", {}),
+        **batch.metadata.get("staleness", {}),
     }
 
 

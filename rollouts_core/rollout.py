@@ -1,42 +1,43 @@
-"""Sample, grade and filter completions until a batch of groups is full.
+"""Sample, grade and filter completions until a batch of groups is full, and ahead of the trainer where it may.
 
-Not here: what an engine is (engines/), advantages and tensors (rl.py), the order of prompts (data/data_buffer.py).
+Not here: how a group is generated (generate.py), what settings name (resolve.py), the order of a logged schedule
+(group_order.py), advantages and tensors (rl.py), the order of prompts (data/data_buffer.py).
 
-    DataBuffer -> pending groups -> generate_fn -> reward_fn -> filter_fn --keep--> batch, ordered by group
+    DataBuffer -> pending groups -> generate_fn -> reward_fn -> filter_fn --keep--> ready -> batch, ordered by group
                        ^                                           |
                        +------------ ask for more <------drop------+
 
-Groups are kept in the order in which they finish and never chosen by reward: choosing would bias the gradient.
-Groups still under way when the batch is full begin the next one. Where that, or a filter, lets timing decide which
-groups a batch gets, the order in which groups finished is in its metadata; a manager that is told that order takes
-them in it again, however they finish this time, and so makes the same batch.
+Groups are never chosen by reward, which would bias the gradient. How many are alive, under way or ready, is all the
+back-pressure there is:
+
+    max_staleness 0    One batch while the trainer waits for it, none while it trains. A batch is made of the groups
+                       that finish first; the others are given up and begin the next one. Where that, or a filter,
+                       lets timing decide which groups a batch gets, the order is in its metadata; a manager that is
+                       told that order makes the same batch again, however the groups finish this time.
+    max_staleness S    S batches while the trainer trains, one more while it waits. A batch is made of the oldest
+                       groups that are alive, so timing decides nothing unless a filter drops some, and each group is
+                       at most S publications old when it is trained on.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
 import logging
-import math
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
+from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import anyio
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+import anyio.lowlevel
+from anyio.abc import TaskGroup
 
-from rollouts_core.agent import Trajectory, agent_integration, place_version_spans
-from rollouts_core.concurrency import gather
-from rollouts_core.config import RewardConfig, RolloutConfig, SamplingConfig, name_of_function
-from rollouts_core.conversation import hold_conversation
-from rollouts_core.data.chat import tokenize_prompt, tokenize_prompts
+from rollouts_core.config import RolloutConfig, name_of_function
 from rollouts_core.data.data_buffer import DataBuffer
-from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
-from rollouts_core.environments import ENVIRONMENTS
-from rollouts_core.environments.protocol import Environment, MultiTurnEnvironment, describe_tools, is_multi_turn
 from rollouts_core.errors import (
     ConfigError,
     DataError,
@@ -46,17 +47,15 @@ from rollouts_core.errors import (
     RewardError,
     RolloutsError,
 )
-from rollouts_core.filters import FILTERS, FilterDecision, FilterFn
-from rollouts_core.functions import resolve_function
-from rollouts_core.messages import first_line
-from rollouts_core.reward_services import REWARD_SERVICES
-from rollouts_core.rewards import REWARDS, RewardFn, WeightedRewards, grade_group, grade_sample
-from rollouts_core.seeds import derive_seed
+from rollouts_core.filters import FilterDecision
+from rollouts_core.generate import MAX_INTERRUPTIONS, UNFINISHED, Group, build_pending_group
+from rollouts_core.group_order import FinishedGroup, LoggedOrder, Schedule
+from rollouts_core.resolve import GenerateFn, resolve_filter_fn, resolve_generate_fn, resolve_reward_fn
+from rollouts_core.rewards import RewardFn, WeightedRewards, grade_group, grade_sample
+from rollouts_core.rollout_batch import apply_sample_transforms, convert_to_batch
+from rollouts_core.staleness import PublishedVersions
 from rollouts_core.time_limits import interrupt_after
-from rollouts_core.types import Prompt, RolloutBatch, Sample, Status, sample_from_json
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from rollouts_core.types import RolloutBatch, Sample, Status, VersionSpan, group_samples, sample_from_json
 
 logger = logging.getLogger(__name__)
 
@@ -64,31 +63,29 @@ FAILURE_WINDOW = 50
 """Over so many groups the share is taken that was dropped because something was not available."""
 UNAVAILABLE = "environment_unavailable"
 """The reason under which those are counted."""
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
-
-GenerateFn = Callable[..., Sequence[Sample] | Awaitable[Sequence[Sample]]]
-"""Takes the pending samples of a group (and the caller's keywords) and returns them finished, in order.
-
-A trajectory may come back as several samples, one per turn (`Sample.turn`)."""
-
-Group = list[Sample]
+STALE = "stale"
+"""The reason under which groups are counted that were generated again because they had become too old."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Finished:
-    """What the task of one group sends back: the finished group and its fate, or what went wrong."""
+@dataclass(slots=True)
+class _Tally:
+    """What happened since the last batch was taken."""
 
-    group: Group
-    decision: FilterDecision
-    error: RolloutsError | None = None
-    unavailable: str = ""
-    """What failed, where the group was dropped because an environment or a reward was not available."""
+    num_asked: int = 0
+    """Groups that were started."""
+    drops: Counter[str] = field(default_factory=Counter)
+    """Groups that were not kept, by reason."""
+    completed: list[int] = field(default_factory=list)
+    """Groups that were looked at, in order."""
+    unavailable: list[int] = field(default_factory=list)
+    """Those of them that an outage dropped."""
 
 
 class AsyncRolloutManager:
-    """Generates batches from a `DataBuffer` with groups in parallel; owns the groups that are under way.
+    """Generates batches from a `DataBuffer` with groups in parallel; owns the groups that are alive.
 
-    Used with `async with`. `generate_fn` defaults to the function that `config` names.
+    Used with `async with`, at whose end the groups under way are given up; they are in `partial_samples` then.
+    `generate_fn` defaults to the function that `config` names.
 
     Raises:
         ConfigError: a function name in the configuration that does not exist.
@@ -108,115 +105,225 @@ class AsyncRolloutManager:
         self.reward_fn = reward_fn or resolve_reward_fn(config)
         self.filter_fn = resolve_filter_fn(config)
         self.partial_samples: list[Sample] = []
-        """Groups that were asked for but not used: the next batch begins with them."""
+        """Groups that were asked for and given up, with the tokens that they have: they are asked for first."""
+        self.published = PublishedVersions(config.max_staleness + 2)
+        """The versions of the weights, as far as `weights_published` told of them."""
+        self._under_way: dict[int, Group] = {}
+        self._ready: dict[int, Group] = {}
+        self._running = AsyncExitStack()
+        self._tasks: TaskGroup | None = None
+        self._changed = anyio.Event()
+        self._num_wanted = 0
+        self._tally = _Tally()
+        self._failure: RolloutsError | None = None
         self._failures: deque[bool] = deque(maxlen=FAILURE_WINDOW)
-        self._orders: deque[Sequence[int]] = deque()
-        self._timing_decides = self.filter_fn is not None or _num_asked_groups(config) > config.batch_size
+        self._schedules: deque[Schedule] = deque()
+        self._order = LoggedOrder()
+        self._timing_decides = not config.max_staleness and (
+            self.filter_fn is not None or _round_size(config) > config.batch_size
+        )
+        self._grade = self.reward_fn
+        self._idle_s = 0.0
+        self._idle_since: float | None = None
 
     async def __aenter__(self) -> Self:
+        if self.config.max_staleness:
+            await self._start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        return None
+        await self._stop()
 
     async def generate_batch(self, reward_fn: RewardFn | None = None) -> RolloutBatch:
         """The next `config.batch_size` groups that the filter keeps, ordered by group.
+
+        Calling it says that the batch before has been trained on and, where that was due, its weights published.
 
         Raises:
             RewardError, EngineError: what a group's generation or grading raised; the others are stopped.
             DataError: the filter dropped so much that `max_refills` was reached.
         """
-        grade = reward_fn or self.reward_fn
-        kept: list[Group] = []
-        under_way: dict[int, Group] = {}
-        drops: Counter[str] = Counter()
-        num_asked = 0
-        failure: RolloutsError | None = None
-        order = _LoggedOrder(self._orders.popleft() if self._orders else ())
-        completed: list[int] = []
-        send, receive = anyio.create_memory_object_stream[_Finished](float("inf"))
-        async with send, receive, anyio.create_task_group() as tasks:
-            while len(kept) < self.config.batch_size and failure is None:
-                if len(kept) + len(under_way) < self.config.batch_size:
-                    if num_asked > self.config.max_refills:
-                        failure = _too_few_groups(len(kept), drops, self.config)
-                        break
-                    num_asked += 1
-                    for group in self._next_groups():
-                        under_way[group[0].group_index] = group
-                        tasks.start_soon(self._finish_group, group, grade, send)
-                finished = await order.next_finished(receive, under_way)
-                completed.append(finished.group[0].group_index)
-                del under_way[completed[-1]]
-                failure = finished.error or self._outage(finished)
-                if finished.decision.keep:
-                    kept.append(finished.group)
-                elif failure is None:
-                    drops[finished.decision.reason] += 1
-            tasks.cancel_scope.cancel()
-        if order.was_left:
-            self._orders.clear()
-        self.partial_samples.extend(sample for group in under_way.values() for sample in group)
-        if failure is not None:
-            raise failure
-        kept.sort(key=lambda group: group[0].group_index)
-        counters = {"epoch_id": self.data_buffer.epoch_id, "num_dropped_groups": drops.total(), "drops": dict(drops)}
-        schedule = {"completed": completed} if self._timing_decides else {}
-        of_rewards = {"reward_metrics": grade.take_metrics()} if isinstance(grade, WeightedRewards) else {}
-        metadata = {**counters, **schedule, **of_rewards}
-        return convert_to_batch([sample for group in kept for sample in group], metadata=metadata)
+        self._grade = reward_fn or self.reward_fn
+        if self.config.max_staleness:
+            assert self._tasks, "with max_staleness groups are generated between the calls: use `async with manager`"
+            return await self._wait_for_batch()
+        await self._start()
+        try:
+            return await self._wait_for_batch()
+        finally:
+            await self._stop()
 
     async def generate_batches(self, reward_fn: RewardFn | None = None) -> AsyncIterator[RolloutBatch]:
         """Batches without end."""
         while True:
             yield await self.generate_batch(reward_fn)
 
+    def weights_published(self, version: int) -> None:
+        """Take note that the engines serve other weights from now on."""
+        self.published.add(version)
+
+    def take_idle_s(self) -> float:
+        """For how long no group was under way since the last call: generation waited for the trainer, seconds."""
+        now = perf_counter()
+        idle_s = self._idle_s + (now - self._idle_since if self._idle_since is not None else 0.0)
+        self._idle_s = 0.0
+        self._idle_since = now if self._idle_since is not None else None
+        return idle_s
+
     def state_dict(self) -> dict[str, Any]:  # Any: JSON
-        """The groups under way, as JSON values."""
-        return {"partial_samples": [sample.to_json() for sample in self.partial_samples]}
+        """The groups that are alive, as JSON values: those to ask for again, with their tokens, and those ready."""
+        unfinished = [*self.partial_samples, *(sample for group in self._under_way.values() for sample in group)]
+        return {
+            "partial_samples": [sample.to_json() for sample in unfinished],
+            "ready_samples": [sample.to_json() for group in self._ready.values() for sample in group],
+            "published": list(self.published.versions),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: JSON
         """Go on with the groups of `state_dict`."""
         self.partial_samples = [sample_from_json(record) for record in state["partial_samples"]]
+        ready = [sample_from_json(record) for record in state.get("ready_samples", ())]
+        self._ready = {group[0].group_index: group for group in group_samples(ready)}
+        self.published = PublishedVersions(self.published.num_kept, state.get("published", ()))
 
-    def replay(self, orders: Sequence[Sequence[int]]) -> None:
-        """Make the next batches like those whose metadata had these `completed` groups, in order."""
-        self._orders = deque(orders)
+    def replay(self, schedules: Sequence[Schedule]) -> None:
+        """Make the next batches like those whose metadata said `completed` and `unavailable` so, in order."""
+        self._schedules = deque(schedules)
 
-    def _next_groups(self) -> list[Group]:
-        """The groups to ask for: those carried over first, then new prompts."""
-        carried: dict[int, Group] = {}
-        for sample in self.partial_samples:
-            carried.setdefault(sample.group_index, []).append(sample)
+    async def _start(self) -> None:
+        self._tasks = await self._running.enter_async_context(anyio.create_task_group())
+
+    async def _stop(self) -> None:
+        """Give up the groups under way; the next batch begins with them."""
+        if self._tasks is None:
+            return
+        self._num_wanted = 0  # what finishes while it is being stopped is given up, too
+        self._tasks.cancel_scope.cancel()
+        await self._running.aclose()
+        self._tasks = None
+        for index, group in self._under_way.items():
+            # Without a staleness to spare, the next weights generate it anew.
+            self.partial_samples.extend(group if self.config.max_staleness else self._pending_group(index))
+        self._under_way = {}
+        self._idle_since = perf_counter()
+
+    async def _wait_for_batch(self) -> RolloutBatch:
+        ahead = self.config.batch_size * self.config.max_staleness
+        self._num_wanted = ahead + self.config.batch_size
+        self._order = LoggedOrder(self._schedules.popleft() if self._schedules else None)
+        self._ask_for_groups()
+        await anyio.lowlevel.checkpoint()  # the groups begin before the trainer does, also where a batch is ready
+        while (indices := self._next_batch()) is None or self._ask_again_for_stale(indices):
+            if self._failure is not None:
+                failure, self._failure, self._tally = self._failure, None, _Tally()
+                raise failure
+            self._changed = anyio.Event()
+            await self._changed.wait()
+        self._num_wanted = ahead
+        return self._take_batch(indices)
+
+    def _next_batch(self) -> list[int] | None:
+        """The groups of the next batch, None while they are not all ready."""
+        alive = sorted({*self._ready, *self._under_way}) if self.config.max_staleness else list(self._ready)
+        chosen = alive[: self.config.batch_size]
+        is_full = len(chosen) == self.config.batch_size and all(index in self._ready for index in chosen)
+        return chosen if is_full and self._failure is None else None
+
+    def _ask_again_for_stale(self, indices: Sequence[int]) -> bool:
+        """Start those of some ready groups again that are too old to be trained on; False where there are none."""
+        stale = [i for i in indices if self.published.oldest(self._ready[i]) > self.config.max_staleness]
+        for index in stale:
+            del self._ready[index]
+            self._tally.drops[STALE] += 1
+            self.partial_samples.extend(self._pending_group(index))
+        if stale:
+            self._ask_for_groups()
+        return bool(stale)
+
+    def _take_batch(self, indices: Sequence[int]) -> RolloutBatch:
+        groups = [self._ready.pop(index) for index in sorted(indices)]
+        samples = [sample for group in groups for sample in group]
+        tally, self._tally = self._tally, _Tally()
+        schedule = {"completed": tally.completed, "unavailable": tally.unavailable}
+        is_scheduled = self._timing_decides or (tally.unavailable and not self.config.max_staleness)
+        metadata: dict[str, Any] = {  # Any: JSON
+            "epoch_id": self.data_buffer.epoch_id,
+            "num_dropped_groups": tally.drops.total(),
+            "drops": dict(tally.drops),
+            **(schedule if is_scheduled else {}),
+            **({"reward_metrics": self._grade.take_metrics()} if isinstance(self._grade, WeightedRewards) else {}),
+            **({"staleness": self.published.describe(samples)} if self.published.versions else {}),
+        }
+        if self._order.was_left:
+            self._schedules.clear()
+        return convert_to_batch(samples, metadata=metadata)
+
+    def _ask_for_groups(self) -> None:
+        """Start groups until as many are alive as are wanted."""
+        limit = self.config.max_refills * _round_size(self.config) + self._num_wanted
+        while (num_missing := self._num_wanted - len(self._ready) - len(self._under_way)) > 0 and not self._failure:
+            num_groups = num_missing if self.config.max_staleness else _round_size(self.config)
+            if self._tally.num_asked >= limit:
+                self._failure = _too_few_groups(len(self._ready), self._tally.drops, self.config)
+                return
+            self._tally.num_asked += num_groups
+            for group in self._next_groups(num_groups):
+                self._start_group(group)
+
+    def _next_groups(self, num_groups: int) -> list[Group]:
+        """The groups to ask for: those given up first, then new prompts."""
+        given_up = group_samples(self.partial_samples)
         self.partial_samples = []
-        num_groups = _num_asked_groups(self.config)
         first_index = self.data_buffer.num_drawn
-        prompts = self.data_buffer.get_prompts(max(0, num_groups - len(carried)))
-        fresh = [
-            build_pending_group(prompt, group_index=first_index + i, size=self.config.n_samples_per_prompt)
-            for i, prompt in enumerate(prompts)
-        ]
-        return [*carried.values(), *fresh]
+        num_drawn = len(self.data_buffer.get_prompts(max(0, num_groups - len(given_up))))
+        return [*given_up, *(self._pending_group(first_index + i) for i in range(num_drawn))]
 
-    async def _finish_group(self, group: Group, grade: RewardFn, send: MemoryObjectSendStream[_Finished]) -> None:
+    def _pending_group(self, index: int) -> Group:
+        size = self.config.n_samples_per_prompt
+        return build_pending_group(self.data_buffer.prompt_of(index), group_index=index, size=size)
+
+    def _start_group(self, group: Group) -> None:
+        assert self._tasks, "groups are started while the manager is open"
+        if self._idle_since is not None:
+            self._idle_s += perf_counter() - self._idle_since
+            self._idle_since = None
+        self._under_way[group[0].group_index] = group
+        self._tasks.start_soon(self._finish_group, group, self._grade)
+
+    async def _finish_group(self, group: Group, grade: RewardFn) -> None:
         # Errors travel as values: raised in a task they would reach the caller wrapped in an ExceptionGroup.
         try:
-            timeout_s = self.config.reward_timeout_s
-            graded = await grade_group(await self._generate(group), grade, timeout_s=timeout_s)
-            decision = self._decide(graded)
+            generated = await self._generate(group)
+            graded = await grade_group(generated, grade, timeout_s=self.config.reward_timeout_s)
+            finished = FinishedGroup(group=graded, decision=self._decide(graded))
         except EnvironmentUnavailableError as error:
             logger.warning("dropped group %d: %s", group[0].group_index, error)
             dropped = FilterDecision(False, UNAVAILABLE)
-            send.send_nowait(_Finished(group=group, decision=dropped, unavailable=str(error)))
-            return
+            finished = FinishedGroup(group=group, decision=dropped, unavailable=str(error))
         except RolloutsError as error:
-            send.send_nowait(_Finished(group=group, decision=FilterDecision(False), error=error))
-            return
-        send.send_nowait(_Finished(group=graded, decision=decision))
+            finished = FinishedGroup(group=group, decision=FilterDecision(False), error=error)
+        self._order.add(finished)
+        self._look_at_finished()
 
-    async def _generate(self, group: Group) -> Sequence[Sample]:
+    async def _generate(self, group: Group) -> Group:
+        """The group with all its completions; asked for again from the tokens it has where it was broken off."""
+        index = group[0].group_index
+        if index in self._order.unavailable:
+            raise EnvironmentUnavailableError("it was dropped so in the schedule that is followed")
+        if all(sample.status not in UNFINISHED for sample in group):
+            return group  # it was given up while it was graded
+        version = self.published.versions[-1] if self.published.versions else None
+        generated = group
+        for _ in range(MAX_INTERRUPTIONS):
+            generated = [_claim_version(sample, version) for sample in await self._call_generate_fn(generated)]
+            self._under_way[index] = generated
+            if all(sample.status is not Status.ABORTED for sample in generated):
+                return generated
+        raise EngineError(f"group {index} was broken off {MAX_INTERRUPTIONS} times: look at the engine's log")
+
+    async def _call_generate_fn(self, group: Group) -> Sequence[Sample]:
         try:
             outcome = self.generate_fn(group)
             return await outcome if inspect.isawaitable(outcome) else outcome
@@ -227,7 +334,27 @@ class AsyncRolloutManager:
         except Exception as error:
             raise _user_function_error("generation", self.generate_fn, group, error) from error
 
-    def _outage(self, finished: _Finished) -> EnvironmentOutageError | None:
+    def _look_at_finished(self) -> None:
+        """Keep or drop what has finished, in its order, as long as no batch is full that awaits to be taken."""
+        while self._num_wanted and (self.config.max_staleness or self._next_batch() is None):
+            finished = self._order.next_finished(self._under_way)
+            if finished is None or self._failure is not None:
+                break
+            del self._under_way[finished.index]
+            self._tally.completed.append(finished.index)
+            if finished.unavailable:
+                self._tally.unavailable.append(finished.index)
+            self._failure = finished.error or self._outage(finished)
+            if finished.decision.keep:
+                self._ready[finished.index] = finished.group
+            elif self._failure is None:
+                self._tally.drops[finished.decision.reason] += 1
+            self._ask_for_groups()
+        if not self._under_way:
+            self._idle_since = perf_counter()
+        self._changed.set()
+
+    def _outage(self, finished: FinishedGroup) -> EnvironmentOutageError | None:
         """An error, when more groups were dropped for what was not available than the settings allow."""
         self._failures.append(bool(finished.unavailable))
         num_failed, share = sum(self._failures), self.config.max_environment_failure_share
@@ -248,35 +375,6 @@ class AsyncRolloutManager:
         except Exception as error:
             raise _user_function_error("filter", self.filter_fn, group, error) from error
         return outcome if isinstance(outcome, FilterDecision) else FilterDecision(bool(outcome), "filtered")
-
-
-class _LoggedOrder:
-    """Hands out finished groups in the order of a log; without a log, or behind its end, as they come."""
-
-    def __init__(self, order: Sequence[int]) -> None:
-        self._expected = deque(order)
-        self.was_left = False
-        """The log could not be followed."""
-        self._early: dict[int, _Finished] = {}
-
-    async def next_finished(
-        self, receive: MemoryObjectReceiveStream[_Finished], under_way: Mapping[int, Group]
-    ) -> _Finished:
-        """The next group to look at, after waiting for it."""
-        if self._expected and self._expected[0] not in under_way:
-            logger.warning(
-                "the logged schedule has group %d next, which was not asked for: from here on timing decides again",
-                self._expected[0],
-            )
-            self._expected.clear()
-            self.was_left = True
-        if not self._expected:
-            return self._early.pop(next(iter(self._early))) if self._early else await receive.receive()
-        group_index = self._expected.popleft()
-        while group_index not in self._early:
-            finished = await receive.receive()
-            self._early[finished.group[0].group_index] = finished
-        return self._early.pop(group_index)
 
 
 def generate_rollout_batches(
@@ -306,225 +404,21 @@ def generate_rollout_batches(
         )
 
 
-def create_engine_generate_fn(
-    engines: Sequence[InferenceEngine], tokenizer: PreTrainedTokenizerBase, config: RolloutConfig
-) -> GenerateFn:
-    """A `generate_fn` that asks `engines`: one request per group, or per turn where the environment answers."""
-    environment = resolve_environment(config)
-    if is_multi_turn(environment):
-        return create_conversation_generate_fn(engines, tokenizer, config, environment)
-    tools = describe_tools(environment)
-
-    async def generate_with_engine(group: Sequence[Sample]) -> list[Sample]:
-        prompt_tokens = tokenize_prompt(tokenizer, group[0].messages, tools)
-        requests = [
-            GenerationRequest(
-                prompt_tokens=prompt_tokens,
-                sampling=config.sampling,
-                stop_token_ids=(int(tokenizer.eos_token_id),),
-                seed=sampling_seed(config.seed, sample.group_index, sample.index),
-            )
-            for sample in group
-        ]
-        engine = engines[group[0].group_index % len(engines)]
-        completions = await engine.generate(requests)
-        return [
-            complete_sample(sample, prompt_tokens, completion, tokenizer)
-            for sample, completion in zip(group, completions, strict=True)
-        ]
-
-    return generate_with_engine
-
-
-def create_conversation_generate_fn(
-    engines: Sequence[InferenceEngine],
-    tokenizer: PreTrainedTokenizerBase,
-    config: RolloutConfig,
-    environment: MultiTurnEnvironment,
-) -> Callable[[Sequence[Sample]], Awaitable[list[Sample]]]:
-    """A `generate_fn` that holds a conversation for each sample of a group, all at the same time."""
-
-    async def converse(pending: Sample) -> list[Sample]:
-        async def sample_turn(tokens: list[int], sampling: SamplingConfig, turn: int) -> Completion:
-            request = GenerationRequest(
-                prompt_tokens=tokens,
-                sampling=sampling,
-                stop_token_ids=(int(tokenizer.eos_token_id),),
-                seed=sampling_seed(config.seed, pending.group_index, pending.index, turn),
-            )
-            # The engine of a group has the beginning of its conversations in its cache.
-            [completion] = await engines[pending.group_index % len(engines)].generate([request])
-            return completion
-
-        trajectory = await _hold_with_retries(
-            lambda: hold_conversation(pending, environment, sample_turn, tokenizer, config), config
-        )
-        return agent_integration(trajectory, pending, form=config.multi_turn.form)
-
-    async def generate_conversations(group: Sequence[Sample]) -> list[Sample]:
-        return list(itertools.chain(*await gather([partial(converse, pending) for pending in group])))
-
-    return generate_conversations
-
-
-async def _hold_with_retries(hold: Callable[[], Awaitable[Trajectory]], config: RolloutConfig) -> Trajectory:
-    """The trajectory, from the beginning again as often as the machinery of the environment may fail."""
-    for attempt in itertools.count(1):
-        try:
-            return await hold()
-        except EnvironmentUnavailableError as error:
-            if attempt > config.max_environment_retries:
-                raise
-            logger.warning("began a conversation again (attempt %d failed: %s)", attempt, error)
-            await anyio.sleep(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (attempt - 1)))
-    raise AssertionError("the loop only ends by returning or raising")
-
-
-def complete_sample(
-    pending: Sample, prompt_tokens: list[int], completion: Completion, tokenizer: PreTrainedTokenizerBase
-) -> Sample:
-    """The sample with what an engine sampled for it; its text leaves special tokens out."""
-    start = len(prompt_tokens)
-    return replace(
-        pending,
-        response=tokenizer.decode(completion.tokens, skip_special_tokens=True),
-        tokens=[*prompt_tokens, *completion.tokens],
-        loss_mask=[0.0] * start + [1.0] * len(completion.tokens),
-        rollout_log_probs=[0.0] * start + completion.logprobs,
-        status=completion.status,
-        finish_reason=completion.finish_reason,
-        policy_versions=tuple(place_version_spans(completion, start)),
-    )
-
-
-def build_pending_group(prompt: Prompt, *, group_index: int, size: int) -> Group:
-    """The samples of one prompt, not generated yet."""
-    metadata = {**prompt.metadata, "prompt_id": prompt.id, "answer": prompt.answer}
-    return [Sample(prompt=prompt.messages, group_index=group_index, index=i, metadata=metadata) for i in range(size)]
-
-
-def check_prompt_lengths(
-    prompts: Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_tokens: int,
-    source: str,
-    tools: Sequence[dict[str, Any]] = (),  # Any: JSON schemas
-) -> None:
-    """Raise DataError for the first prompt of more than `max_tokens` tokens, the description of `tools` included."""
-    lengths = map(len, tokenize_prompts(tokenizer, [prompt.messages for prompt in prompts], tools))
-    for prompt, num_tokens in zip(prompts, lengths, strict=True):
-        if num_tokens > max_tokens:
-            raise DataError(
-                f"{source}, row {prompt.row}: the prompt {prompt.id!r} has {num_tokens} tokens, the limit is "
-                f"{max_tokens}: shorten it or raise rollout.max_prompt_tokens"
-            )
-
-
-def sampling_seed(seed: int, group_index: int, index: int, turn: int = 0) -> int:
-    """A seed for one turn of one sample that depends on nothing but these, below 2**31."""
-    return derive_seed(seed, group_index, index, turn) if turn else derive_seed(seed, group_index, index)
-
-
-def apply_sample_transforms(
-    samples: Sequence[Sample], transforms: Sequence[Callable[[Sample], Sample]]
-) -> list[Sample]:
-    """Each sample after all transforms, in order."""
-    transformed = list(samples)
-    for transform in transforms:
-        transformed = [transform(sample) for sample in transformed]
-    return transformed
-
-
-def convert_to_batch(samples: Sequence[Sample], *, metadata: Mapping[str, Any] | None = None) -> RolloutBatch:
-    """Graded samples as a batch. `metadata` (of any JSON values) joins the batch's own counters."""
-    columns = extract_sample_fields(samples)
-    return RolloutBatch(
-        tokens=columns["tokens"],
-        loss_masks=columns["loss_mask"],
-        rewards=[math.nan if reward is None else reward for reward in columns["reward"]],
-        response_lengths=compute_response_lengths(samples),
-        metadata={**build_batch_metadata(samples), **(metadata or {})},
-        samples=tuple(samples),
-    )
-
-
-def extract_sample_fields(samples: Sequence[Sample]) -> dict[str, list[Any]]:  # Any: one type per column
-    """The columns `tokens`, `loss_mask` and `reward` of some samples."""
-    names = ("tokens", "loss_mask", "reward")
-    return {name: [getattr(sample, name) for sample in samples] for name in names}
-
-
-def compute_response_lengths(samples: Sequence[Sample]) -> list[int]:
-    """Per sample the number of tokens that the policy sampled."""
-    return [sum(1 for weight in sample.loss_mask if weight) for sample in samples]
-
-
-def build_batch_metadata(samples: Sequence[Sample]) -> dict[str, int]:
-    """Counts of samples by how they ended."""
-    counts = Counter(sample.status for sample in samples)
-    return {f"num_{status.value}": counts[status] for status in Status if counts[status]}
-
-
-def resolve_generate_fn(config: RolloutConfig) -> GenerateFn:
-    """The function that `rollout.generate_fn` names."""
-    if config.generate_fn == "":
-        raise ConfigError("rollout.generate_fn is empty: give a function, or make one with create_engine_generate_fn")
-    return resolve_function(config.generate_fn, {}, setting="rollout.generate_fn")
-
-
-def resolve_environment(config: RolloutConfig) -> Environment:
-    """The environment that `rollout.environment` names, made anew.
-
-    Raises:
-        ConfigError: no such name, or something else than an environment.
-    """
-    make = resolve_function(config.environment, ENVIRONMENTS, setting="rollout.environment")
-    problem = "it has no method grade"
-    try:
-        environment = make()
-        if hasattr(environment, "grade"):
-            return environment
-    except TypeError as error:
-        problem = first_line(error)
-    raise ConfigError(
-        f"rollout.environment: {config.environment} is no environment ({problem}): "
-        "expected a class that is made without arguments and has the method grade(sample)"
-    )
-
-
-def resolve_reward_fn(config: RolloutConfig) -> RewardFn:
-    """The function that `rollout.reward_fn` names, the sum of `rollout.rewards`, or the environment's grade."""
-    if config.rewards:
-        pairs = zip(config.reward_names, config.rewards, strict=True)
-        return WeightedRewards([(name, reward.weight, _resolve_reward(reward, config)) for name, reward in pairs])
-    if config.reward_fn != "":
-        return resolve_function(config.reward_fn, REWARDS, setting="rollout.reward_fn")
-    return resolve_environment(config).grade
-
-
-def _resolve_reward(reward: RewardConfig, config: RolloutConfig) -> RewardFn:
-    if reward.kind != "function":
-        return REWARD_SERVICES[reward.kind](reward)
-    if reward.name == "":
-        return resolve_environment(config).grade
-    return resolve_function(reward.name, REWARDS, setting="rollout.rewards")
-
-
-def resolve_filter_fn(config: RolloutConfig) -> FilterFn | None:
-    """The function that `rollout.filter_fn` names, if any."""
-    if config.filter_fn == "":
-        return None
-    return resolve_function(config.filter_fn, FILTERS, setting="rollout.filter_fn")
-
-
 def _grade_now(sample: Sample, reward_fn: RewardFn, timeout_s: float) -> Sample:
-    return anyio.run(partial(grade_sample, sample, reward_fn, timeout_s=timeout_s))
+    graded: Sample = anyio.run(partial(grade_sample, sample, reward_fn, timeout_s=timeout_s))
+    return graded
 
 
-def _num_asked_groups(config: RolloutConfig) -> int:
-    """Groups that a batch asks for at a time."""
+def _round_size(config: RolloutConfig) -> int:
+    """Groups that are asked for at a time where nothing is generated ahead."""
     return max(config.batch_size, int(config.batch_size * config.over_sampling_factor))
+
+
+def _claim_version(sample: Sample, version: int | None) -> Sample:
+    """The sample as one of `version`, the oldest it can be of, where its generation did not say which it is of."""
+    if version is None or sample.policy_versions or not sample.tokens:
+        return sample
+    return replace(sample, policy_versions=(VersionSpan(version, 0, len(sample.tokens)),))
 
 
 def _user_function_error(kind: str, function: Callable[..., Any], group: Group, error: Exception) -> RewardError:

@@ -43,7 +43,8 @@ from rollouts_core.data.dataset import (
 )
 from rollouts_core.data.rows import RowTable, digest_path
 from rollouts_core.embedded.server import serve
-from rollouts_core.engines import Endpoint, EnginePool, InferenceEngine, PublishTarget, create_engine
+from rollouts_core.engines import Endpoint, EnginePool, InferenceEngine, InFlightEngine, PublishTarget, create_engine
+from rollouts_core.engines.in_flight import InterruptibleEngine
 from rollouts_core.engines.launch import exec_engine
 from rollouts_core.environments.protocol import describe_tools
 from rollouts_core.errors import CheckpointError, DataError
@@ -55,6 +56,7 @@ from rollouts_core.evaluate import (
 )
 from rollouts_core.files import write_atomically
 from rollouts_core.fingerprint import digest_checkpoint, digest_datasets, digest_model
+from rollouts_core.generate import check_prompt_lengths, create_engine_generate_fn
 from rollouts_core.job import (
     EngineAddress,
     EvalJob,
@@ -69,16 +71,11 @@ from rollouts_core.job import (
 )
 from rollouts_core.metrics import EventLog, JSONLLogger
 from rollouts_core.model.loading import load_tokenizer, pad_token_id, silence_progress_bars
+from rollouts_core.offline_rollouts import OfflineRollouts
+from rollouts_core.resolve import resolve_environment, resolve_generate_fn, resolve_reward_fn
 from rollouts_core.rewards import grade_group
 from rollouts_core.rl import run_rl_training
-from rollouts_core.rollout import (
-    AsyncRolloutManager,
-    check_prompt_lengths,
-    create_engine_generate_fn,
-    resolve_environment,
-    resolve_generate_fn,
-    resolve_reward_fn,
-)
+from rollouts_core.rollout import AsyncRolloutManager
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.sft import run_sft_training
 from rollouts_core.types import RolloutBatch, Sample
@@ -245,52 +242,83 @@ def load_eval_samples(job: SFTJob, tokenizer: PreTrainedTokenizerBase) -> list[S
 
 
 async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None) -> None:
-    """Improve a model against engines; the record lists the checkpoints."""
+    """Improve a model; the record lists the checkpoints, and how much there was to train on."""
     with keep_leases(job.engines):
         check_model(job.model)
-        with checked_file(job.prompts):
-            prompts = load_prompts_from_jsonl(job.prompts.path)
+        train = train_on_recorded if job.rollouts else train_on_prompts
+        counts = await train(job, directory, events, ranks)
+    directory.write_result({"checkpoints": describe_checkpoints(directory), **counts})
+
+
+async def train_on_recorded(
+    job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None
+) -> dict[str, int]:
+    """Train on the rollouts of an earlier run; returns how many steps of it there are."""
+    assert job.rollouts is not None, "the job has prompts"
+    with checked_file(job.rollouts):
+        source = OfflineRollouts(Path(job.rollouts.path), job.rollout)
         check_resume(job, directory)
-        backend = create_job_backend(job, ranks)
-        tokenizer = load_tokenizer(job.model.model)
-        max_tokens = job.rollout.max_prompt_tokens
-        tools = describe_tools(resolve_environment(job.rollout))
-        check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=job.prompts.path, tools=tools)
-        await train_against_engines(
-            job, directory, events, backend, DataBuffer(prompts, seed=job.replicated_rollout.seed)
-        )
-    directory.write_result({"checkpoints": describe_checkpoints(directory), "num_prompts": len(prompts)})
+        await run_rl_loop(job, directory, events, create_job_backend(job, ranks), source, [])
+    return {"num_steps": len(source.files)}
+
+
+async def train_on_prompts(
+    job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None
+) -> dict[str, int]:
+    """Train on what engines sample for prompts; returns how many prompts there are."""
+    assert job.prompts is not None, "the job has recorded rollouts"
+    with checked_file(job.prompts):
+        prompts = load_prompts_from_jsonl(job.prompts.path)
+    check_resume(job, directory)
+    backend = create_job_backend(job, ranks)
+    tokenizer = load_tokenizer(job.model.model)
+    max_tokens = job.rollout.max_prompt_tokens
+    tools = describe_tools(resolve_environment(job.rollout))
+    check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=job.prompts.path, tools=tools)
+    data_buffer = DataBuffer(prompts, seed=job.replicated_rollout.seed)
+    await train_against_engines(job, directory, events, backend, data_buffer)
+    return {"num_prompts": len(prompts)}
 
 
 async def train_against_engines(
     job: RLJob, directory: RunDirectory, events: EventLog, backend: TrainingBackend, data_buffer: DataBuffer
 ) -> None:
-    """Open everything that the RL loop needs, and run it."""
+    """Open everything that sampling needs, and train on what is sampled."""
     tokenizer, rollout = load_tokenizer(job.model.model), job.replicated_rollout
-    metrics_logger = JSONLLogger(directory.metrics, attempt=events.attempt)
     async with open_engines(job) as engines:
         generate_fn = (
             resolve_generate_fn(rollout)
             if rollout.generate_fn
             else create_engine_generate_fn(engines, tokenizer, rollout)
         )
-        manager = AsyncRolloutManager(data_buffer, rollout, generate_fn=generate_fn)
-        with metrics_logger:
-            async with manager:
-                await run_rl_training(
-                    backend,
-                    data_buffer,
-                    manager,
-                    engines,
-                    job.training,
-                    metrics_logger,
-                    target=publish_target(job, directory),
-                    pad_id=pad_token_id(tokenizer),
-                    checkpoint_dir=directory.checkpoints,
-                    inputs={"model": job.model.digest, "plugins": job.plugin_digest},
-                    events=events,
-                    on_batch=lambda step, batch: write_rollouts(directory, step, batch),
-                )
+        async with AsyncRolloutManager(data_buffer, rollout, generate_fn=generate_fn) as manager:
+            await run_rl_loop(job, directory, events, backend, manager, engines)
+
+
+async def run_rl_loop(
+    job: RLJob,
+    directory: RunDirectory,
+    events: EventLog,
+    backend: TrainingBackend,
+    source: AsyncRolloutManager | OfflineRollouts,
+    engines: Sequence[InferenceEngine],
+) -> None:
+    """Run the loop in the job's directory."""
+    with JSONLLogger(directory.metrics, attempt=events.attempt) as metrics_logger:
+        await run_rl_training(
+            backend,
+            source.data_buffer if isinstance(source, AsyncRolloutManager) else None,
+            source,
+            engines,
+            job.training,
+            metrics_logger,
+            target=publish_target(job, directory),
+            pad_id=pad_token_id(load_tokenizer(job.model.model)),
+            checkpoint_dir=directory.checkpoints,
+            inputs={"model": job.model.digest, "plugins": job.plugin_digest},
+            events=events,
+            on_batch=lambda step, batch: write_rollouts(directory, step, batch),
+        )
 
 
 async def run_eval_job(job: EvalJob, directory: RunDirectory) -> None:
@@ -401,8 +429,8 @@ def write_samples(directory: RunDirectory, name: str, samples: Sequence[Sample])
 
 
 @asynccontextmanager
-async def open_engines(job: RLJob) -> AsyncIterator[list[InferenceEngine]]:
-    """The client of the job's engine, or the pool of its engines, ready to be asked."""
+async def open_engines(job: RLJob) -> AsyncIterator[list[InFlightEngine]]:
+    """The client of the job's engine, or the pool of its engines, ready to be asked, also while weights change."""
     is_alone = len(job.engines) == 1
     clients = [
         create_engine(
@@ -412,7 +440,8 @@ async def open_engines(job: RLJob) -> AsyncIterator[list[InferenceEngine]]:
         )
         for address in job.engines
     ]
-    engines: list[InferenceEngine] = [*clients] if is_alone or not clients else [EnginePool(clients)]
+    together: Sequence[InterruptibleEngine] = clients if is_alone or not clients else [EnginePool(clients)]
+    engines = [InFlightEngine(engine, job.rollout.in_flight) for engine in together]
     try:
         for engine in engines:
             await engine.wait_until_ready(job.rollout.engine.start_timeout_s)

@@ -30,17 +30,12 @@ from rollouts_core.embedded.architecture import load_architecture
 from rollouts_core.environments.protocol import describe_tools
 from rollouts_core.errors import CheckpointError, ConfigError, DataError, EnvironmentUnavailableError, RewardError
 from rollouts_core.filters import FilterDecision, FilterFn
+from rollouts_core.generate import build_pending_group, check_prompt_lengths
 from rollouts_core.messages import first_line
 from rollouts_core.model.loading import load_tokenizer
+from rollouts_core.offline_rollouts import check_rollouts
+from rollouts_core.resolve import resolve_environment, resolve_filter_fn, resolve_generate_fn, resolve_reward_fn
 from rollouts_core.rewards import REWARDS, check_reward_row, grade_sample
-from rollouts_core.rollout import (
-    build_pending_group,
-    check_prompt_lengths,
-    resolve_environment,
-    resolve_filter_fn,
-    resolve_generate_fn,
-    resolve_reward_fn,
-)
 from rollouts_core.time_limits import interrupt_after
 from rollouts_core.types import Prompt, Sample, Status
 
@@ -81,14 +76,30 @@ def validate_config(config: Config) -> list[str]:
         check_other_rows(config.data.selection, config.data.heldout)
         return findings
     prompts = {"selection": config.data.selection, "heldout": config.data.heldout}
-    if config.mode != "sft":
+    if config.mode != "sft" and config.data.rollouts:
+        folder, vocab_size = Path(config.data.rollouts), num_embedded_tokens(config.model) or len(tokenizer)
+        findings.append(check_rollouts(folder, vocab_size=vocab_size, config=config.rollout))
+    elif config.mode != "sft":
         prompts["prompts"] = config.data.prompts
     loaded = {name: _load_checked_prompts(path, config, tokenizer) for name, path in prompts.items()}
     check_disjoint(loaded["selection"], loaded["heldout"], names=("data.selection", "data.heldout"))
     for name, rows in loaded.items():
         check_answers(rows, config, source=prompts[name])
     check_functions(config, loaded["heldout"][0])
-    return findings + [f"{prompts[name]}: {len(rows)} prompts" for name, rows in loaded.items()]
+    findings += [f"{prompts[name]}: {len(rows)} prompts" for name, rows in loaded.items()]
+    return findings + (warn_of_uncorrected_age(config) if config.mode != "sft" else [])
+
+
+def warn_of_uncorrected_age(config: Config) -> list[str]:
+    """A sentence where completions of other weights are trained on as if the current ones had sampled them."""
+    source = "data.rollouts" if config.data.rollouts else f"rollout.max_staleness {config.rollout.max_staleness}"
+    is_current = not config.data.rollouts and not config.rollout.max_staleness
+    if is_current or config.training.rl.corrects_for_age:
+        return []
+    return [
+        f"{source} trains on completions of other weights than the current ones, and nothing in "
+        'training.rl.loss corrects for that: set ratio_base = "rollout", or mismatch.weight with its limits'
+    ]
 
 
 def check_demonstrations(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -150,15 +161,19 @@ def check_model_files(config: Config) -> None:
 
 def check_model_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise DataError when a local model embeds fewer tokens than its tokenizer has."""
-    config_file = Path(model.path) / "config.json"
-    if not config_file.is_file():  # a hub model: known only when it is loaded
-        return
-    vocab_size = json.loads(config_file.read_text()).get("vocab_size")
-    if isinstance(vocab_size, int) and vocab_size < len(tokenizer):
+    vocab_size = num_embedded_tokens(model)
+    if vocab_size is not None and vocab_size < len(tokenizer):
         raise DataError(
             f"the tokenizer at {model.path} has {len(tokenizer)} tokens but the model embeds {vocab_size}: "
             "they do not belong together"
         )
+
+
+def num_embedded_tokens(model: ModelConfig) -> int | None:
+    """The size of a local model's vocabulary, None where it does not say; that of a hub model it says when loaded."""
+    config_file = Path(model.path) / "config.json"
+    vocab_size = json.loads(config_file.read_text()).get("vocab_size") if config_file.is_file() else None
+    return vocab_size if isinstance(vocab_size, int) else None
 
 
 def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str) -> None:

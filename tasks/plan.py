@@ -49,10 +49,14 @@ def plan_selection(training: StageRecord, config: Config, scope: RunScope, node:
 
 
 def plan_rl(start: InputModel, config: Config, scope: RunScope, node: Node) -> Stage:
-    """Improve the start model against engines, which `with_engines` adds: they are no part of its identity."""
+    """Improve the start model from recorded rollouts, or against engines, which `with_engines` adds.
+
+    Engines are no part of its identity.
+    """
     job = RLJob(
         model=start,
-        prompts=input_file(config.data.prompts),
+        prompts=input_file(config.data.prompts) if config.data.prompts else None,
+        rollouts=input_file(config.data.rollouts) if config.data.rollouts else None,
         training=config.training.rl,
         resume_digest=digest_checkpoint(config.training.rl.resume_from),
         rollout=config.rollout,

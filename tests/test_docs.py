@@ -12,10 +12,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rollouts_core.config import RolloutConfig
+from rollouts_core.algorithms.presets import ALGORITHMS
+from rollouts_core.config import RolloutConfig, algorithm_preset
+from rollouts_core.generate import build_pending_group, create_conversation_generate_fn
 from rollouts_core.quickstart import build_character_tokenizer
 from rollouts_core.rewards import grade_group
-from rollouts_core.rollout import build_pending_group, create_conversation_generate_fn
 from rollouts_core.types import Message, Prompt, Sample
 from tests.rollouts_core.scripted import ScriptedEngine
 
@@ -46,3 +47,10 @@ def test_the_environment_of_the_docs_plays_its_game() -> None:
     assert said == ["?", "3", "higher", "9", "lower", "?", "a number, please", "7"]
     assert (sample.reward, sample.metadata["outcomes"]) == (1.0, ["ok", "ok", "parse_failure", "ok"])
     assert play(environment, ["3"], build_character_tokenizer()).reward == 0.0
+
+
+def test_the_docs_name_the_algorithms_that_correct_for_old_completions() -> None:
+    text = (DOCS / "async_rl.md").read_text()
+    sentence = text[text.index("Of the named algorithms") : text.index("correct as they are")]
+    named = set(re.findall(r"`([^`]+)`", sentence))
+    assert named == {name for name in ALGORITHMS if name and algorithm_preset(name).corrects_for_age}

@@ -38,10 +38,11 @@ from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.engines import PublishTarget, SGLangEngine
+from rollouts_core.generate import create_engine_generate_fn
 from rollouts_core.model.loading import pad_token_id
 from rollouts_core.quickstart import QuickstartSize, write_quickstart_files
 from rollouts_core.rl import run_rl_training
-from rollouts_core.rollout import AsyncRolloutManager, create_engine_generate_fn
+from rollouts_core.rollout import AsyncRolloutManager
 from rollouts_core.sft import run_sft_training
 from rollouts_core.validate import validate_config
 

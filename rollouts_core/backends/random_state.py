@@ -1,6 +1,6 @@
 """Seed, read and restore the random state of every library that training uses.
 
-Not here: seeds of samples (rollout.py), the order of data (data/data_buffer.py, sft.py); they do not depend on this
+Not here: seeds of samples (generate.py), the order of data (data/data_buffer.py, sft.py); they do not depend on this
 state.
 
     torch on the CPU and on every GPU -> tensors      Python's random, numpy -> JSON values

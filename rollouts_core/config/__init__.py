@@ -36,7 +36,7 @@ from rollouts_core.config.policy import PLAIN_POLICY, LoRAConfig, PolicyConfig
 from rollouts_core.config.record import PLACEMENT, SELECTION, FunctionName, Record, name_of_function
 from rollouts_core.config.reward import RewardConfig
 from rollouts_core.config.rl import RLTrainingConfig, algorithm_preset
-from rollouts_core.config.rollout import MultiTurnConfig, RolloutConfig, SamplingConfig
+from rollouts_core.config.rollout import InFlight, MultiTurnConfig, RolloutConfig, SamplingConfig
 from rollouts_core.config.sft import SFTTrainingConfig
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "EngineKind",
     "EvaluationConfig",
     "FunctionName",
+    "InFlight",
     "LoRAConfig",
     "LossConfig",
     "MismatchConfig",

@@ -41,6 +41,9 @@ class DataConfig(Record):
     """Demonstrations whose loss is taken while SFT trains on others; empty takes none."""
     prompts: str = ""
     """Prompts for RL: JSONL rows with `prompt` or `messages`, and `answer` where the reward needs one."""
+    rollouts: str = ""
+    """Rollouts for RL in place of prompts and engines: the folder `samples` of an earlier RL stage, whose steps are
+    trained on in their order. Each is a batch, whatever `rollout.batch_size` says."""
     selection: str = ""
     """Prompts (or demonstrations, for the metric `loss`) that choose between checkpoints."""
     heldout: str = ""

@@ -58,7 +58,10 @@ class Config(Record):
 
     @model_validator(mode="after")
     def _check_mode(self) -> Self:
-        needed = {"sft": ["sft"], "rl": ["prompts"], "sft+rl": ["sft", "prompts"]}[self.mode]
+        if self.data.prompts and self.data.rollouts:
+            raise ValueError("give data.prompts, to sample completions, or data.rollouts, to train on recorded ones")
+        source = "rollouts" if self.data.rollouts else "prompts"
+        needed = {"sft": ["sft"], "rl": [source], "sft+rl": ["sft", source]}[self.mode]
         for name in [*needed, "selection", "heldout"]:
             if not getattr(self.data, name):
                 raise ValueError(f'mode "{self.mode}" needs data.{name}')

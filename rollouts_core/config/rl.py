@@ -97,6 +97,12 @@ class RLTrainingConfig(Record):
         return self.loss.kl_coef > 0 or self.reward_shaping.kl_coef > 0
 
     @property
+    def corrects_for_age(self) -> bool:
+        """Whether the loss weighs a token by how much likelier it is now than when it was sampled."""
+        has_ratio_to_rollout = self.loss.objective != "reinforce" and self.loss.ratio_base == "rollout"
+        return has_ratio_to_rollout or self.loss.mismatch.weight != "none"
+
+    @property
     def needs_old_scores(self) -> bool:
         """Whether the trainer must score a batch before its first update, which costs a forward pass."""
         loss, num_updates = self.loss, self.num_minibatches * self.num_epochs

@@ -40,6 +40,9 @@ class MultiTurnConfig(Record):
     """Whether a conversation is trained on as one sample, or as one per turn, which share its reward."""
 
 
+InFlight = Literal["finish", "abort", "continue"]
+
+
 class RolloutConfig(Record):
     """How RL gets its data: sample, grade, filter."""
 
@@ -77,6 +80,13 @@ class RolloutConfig(Record):
     """A reward or a filter that takes longer ends the run with a sentence, also where it never waits for anything."""
     filter_fn: FunctionName = ""
     """Which groups are trained on: a name of `rollouts_core.filters.FILTERS` or `package.module:function`."""
+    max_staleness: int = Field(0, ge=0)
+    """How many publications of weights the oldest token of a completion may be behind the weights it trains. Above 0,
+    so many batches are generated ahead while the trainer trains; 0 generates and trains in turns."""
+    in_flight: InFlight = "finish"
+    """What becomes of completions under way when weights are published. finish: the publication waits for them. abort:
+    they are broken off, and the new weights go on from their tokens. continue: the engine pauses, takes the weights,
+    reads their tokens again with them and goes on; not with vLLM."""
     seed: int = Field(0, ge=0)
     """Order of the prompts and the randomness of sampling."""
     request_timeout_s: Annotated[Finite, Field(gt=0)] = Field(600.0, json_schema_extra=PLACEMENT)
@@ -86,6 +96,20 @@ class RolloutConfig(Record):
     def _check_rewards(self) -> Self:
         if self.rewards and self.reward_fn != "":
             raise ValueError("give reward_fn or rewards, not both: reward_fn may be one of the rewards")
+        return self
+
+    @model_validator(mode="after")
+    def _check_ahead(self) -> Self:
+        if self.max_staleness and self.over_sampling_factor > 1:
+            raise ValueError(
+                f"over_sampling_factor {self.over_sampling_factor:g} is for max_staleness 0: with max_staleness "
+                f"{self.max_staleness} other groups are under way anyway, leave it out"
+            )
+        if self.in_flight == "continue" and self.engine.kind == "vllm":
+            raise ValueError(
+                'in_flight "continue" needs an engine that says of each token which weights sampled it, and vLLM does '
+                'not: set in_flight = "finish" or "abort"'
+            )
         return self
 
     @property

@@ -1,6 +1,6 @@
 """Hand out prompts over epochs in a seeded order, with a cursor that survives restarts.
 
-Not here: reading them from a file (dataset.py), sampling completions (rollout.py).
+Not here: reading them from a file (dataset.py), sampling completions (generate.py).
 """
 
 from __future__ import annotations
@@ -58,6 +58,12 @@ class DataBuffer:
             self.sample_offset += 1
         self.num_drawn += n
         return drawn
+
+    def prompt_of(self, draw: int) -> Prompt:
+        """The prompt that was, or will be, handed out as number `draw` since the start."""
+        epoch_id, place = divmod(draw, len(self.prompts))
+        order = self._order if epoch_id == self.epoch_id else self._shuffled(epoch_id)
+        return self.prompts[order[place]]
 
     def state_dict(self) -> DataBufferState:
         """The cursor, as JSON values."""

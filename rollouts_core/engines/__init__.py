@@ -1,11 +1,12 @@
 """Inference engines seen from training: ask for completions, give them new weights, never sample from old ones.
 
-Not here: the embedded server itself (embedded/), which completions are asked for (rollout.py).
+Not here: the embedded server itself (embedded/), which completions are asked for (generate.py).
 """
 
 from __future__ import annotations
 
 from rollouts_core.engines.endpoint import Endpoint, connect, create_engine
+from rollouts_core.engines.in_flight import InFlightEngine
 from rollouts_core.engines.pool import EnginePool
 from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
 from rollouts_core.engines.sglang import SGLangEngine
@@ -22,6 +23,7 @@ __all__ = [
     "Endpoint",
     "EnginePool",
     "GenerationRequest",
+    "InFlightEngine",
     "InferenceEngine",
     "PublishTarget",
     "SGLangEngine",

@@ -51,7 +51,7 @@ class Endpoint(Record):
 
 def create_engine(
     endpoint: Endpoint, *, request_timeout_s: float = 600.0, restart_timeout_s: float = 120.0
-) -> InferenceEngine:
+) -> SGLangEngine | VLLMEngine:
     """The client of an endpoint; whoever asks for it closes it."""
     return CLIENTS[endpoint.provider](
         endpoint.url,

@@ -15,8 +15,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -47,6 +49,8 @@ PROBE_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 10.0
 UPDATE_TIMEOUT = httpx.Timeout(600.0, connect=CONNECT_TIMEOUT_S)
 """Loading weights takes long; that a server takes the connection does not."""
+MAX_SPANNED_VERSIONS = 64
+"""Tokens of so many versions may be in one completion; one that takes longer is asked for again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +108,10 @@ class EngineConnection:
             transport=transport or create_transport(),
         )
 
-    async def call(self, method: str, path: str, **arguments: Any) -> Any:  # Any: JSON both ways
-        """The JSON answer to a request.
+    async def call(
+        self, method: str, path: str, *, is_answered: bool = True, **arguments: Any
+    ) -> Any:  # Any: JSON both ways
+        """The JSON answer to a request, None where it has none.
 
         Raises:
             EngineUnavailableError: no whole answer came, or one that says that the server is busy or broken.
@@ -121,6 +127,8 @@ class EngineConnection:
             raise EngineUnavailableError(f"{self.url}{path} answered {response.status_code}: {response.text[:200]}")
         if response.status_code != 200:
             raise EngineError(f"{self.url}{path} answered {response.status_code}: {response.text[:500]}")
+        if not is_answered:
+            return None
         try:
             return response.json()
         except ValueError as error:  # no JSON, or no UTF-8
@@ -158,12 +166,17 @@ class WeightKeeper:
         """False from the beginning of a load until the server proved it, also where it failed or was given up."""
         self._proven: tuple[str, Mapping[str, str]] | None = None
         """A version that a canary proved, and the checksums that the server gave for it."""
+        self._proven_versions: deque[str] = deque(maxlen=MAX_SPANNED_VERSIONS)
+        """What was served last, the current version at the end."""
+        self.is_paused = False
+        """The server answers no completion before it is told to go on."""
         self._recovering = asyncio.Lock()
         self._recovery_failure: EngineError | None = None
         """Why the last recovery that failed did."""
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Completions of the requests in their order, from the weights that were loaded last.
+        """Completions of the requests in their order, from the weights that were loaded last when they were asked for,
+        or from others that were loaded and proved since then.
 
         Raises:
             EngineUnavailableError: the server stayed away.
@@ -176,6 +189,7 @@ class WeightKeeper:
             if attempt:
                 await anyio.sleep(RETRY_PAUSE_S * 2 ** (attempt - 1))
                 await self._recover()
+            served = self._served
             try:
                 completions = await self.server.complete(requests)
             except EngineUnavailableError as error:
@@ -183,7 +197,8 @@ class WeightKeeper:
                 continue
             for completion in completions:
                 self._check_tokens(completion.tokens, "a completion")
-            stale = [c for c in completions if self._served and not _is_of_version(c, self._served.version)]
+            accepted = self._versions_since(served)
+            stale = [c for c in completions if self._served and not _is_of_versions(c, accepted)]
             # A server reports a version before its tensors are proved to be those of it.
             if not stale and self._is_proven:
                 return completions
@@ -262,6 +277,8 @@ class WeightKeeper:
                 continue
             self._served, self._vocab_size = weights, vocabulary_size(weights.model_dir)
             self._is_proven = True
+            if not self._proven_versions or self._proven_versions[-1] != weights.version:
+                self._proven_versions.append(weights.version)
             return
         raise EngineUnavailableError(
             f"{self.server.name} vanished in each of {MAX_ATTEMPTS} loads of {weights.version}: {problem}"
@@ -290,6 +307,11 @@ class WeightKeeper:
         is_identified = bool(held.digests) and EMPTY_DIGEST not in held.digests.values()
         if not unproven or (is_identified and self._proven == proof):
             return
+        if self.is_paused:
+            raise WeightSyncError(
+                f"{self.server.name} has no comparable checksum of {unproven[0]}, so it must sample to prove "
+                f'{served.version}, and it is paused: set rollout.in_flight = "finish" or "abort"'
+            )
         canary = served.canary
         if canary is None or not canary.is_current():  # the trainer has trained on
             canary = checkpoint_canary(path)
@@ -302,6 +324,10 @@ class WeightKeeper:
             gap,
         )
         self._proven = proof
+
+    def _versions_since(self, served: ServedWeights | None) -> list[str]:
+        """The proven versions from the served one on; all where nothing had been loaded."""
+        return list(dropwhile(lambda version: served and version != served.version, self._proven_versions))
 
     def _check_tokens(self, tokens: Sequence[int], what: str) -> None:
         """Raise for an id outside the vocabulary: as part of a prompt it would end SGLang's and vLLM's process."""
@@ -347,5 +373,5 @@ def read_completion(
     )
 
 
-def _is_of_version(completion: Completion, version: str) -> bool:
-    return all(served == version for served, _, _ in completion.version_spans)
+def _is_of_versions(completion: Completion, versions: Sequence[str]) -> bool:
+    return all(version in versions for version, _, _ in completion.version_spans)

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -25,7 +27,8 @@ import anyio
 
 from rollouts_core.concurrency import gather
 from rollouts_core.engines.canary import Canary
-from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
+from rollouts_core.engines.in_flight import InterruptibleEngine
+from rollouts_core.engines.protocol import Completion, GenerationRequest
 from rollouts_core.engines.weight_sync import SYNC_TIMEOUT_S, WeightSyncResult, sync_weights_to_engines
 from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
 
@@ -51,7 +54,7 @@ class Published:
 class Member:
     """One engine and how it stands."""
 
-    engine: InferenceEngine
+    engine: InterruptibleEngine
     num_running: int = 0
     """Requests under way."""
     quarantined: str = ""
@@ -69,7 +72,11 @@ class EnginePool:
     """
 
     def __init__(
-        self, engines: Sequence[InferenceEngine], *, sync_timeout_s: float = SYNC_TIMEOUT_S, retry_s: float = RETRY_S
+        self,
+        engines: Sequence[InterruptibleEngine],
+        *,
+        sync_timeout_s: float = SYNC_TIMEOUT_S,
+        retry_s: float = RETRY_S,
     ) -> None:
         assert engines, "a pool needs an engine"
         self.sync_timeout_s = sync_timeout_s
@@ -157,6 +164,18 @@ class EnginePool:
         if all(member.quarantined for member in self._members):
             raise EngineUnavailableError(f"no engine answers: {self._describe_quarantine()}")
 
+    async def abort_running(self) -> None:
+        """End all requests with the tokens that they have."""
+        await self._tell_all(lambda engine: engine.abort_running())
+
+    async def pause(self) -> None:
+        """Stop generating; requests stay with their tokens."""
+        await self._tell_all(lambda engine: engine.pause())
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        await self._tell_all(lambda engine: engine.resume())
+
     async def aclose(self) -> None:
         """Close the connections of all engines."""
         await self._stop_returning()
@@ -171,6 +190,15 @@ class EnginePool:
             canary=published.canary,
             timeout_s=self.sync_timeout_s,
         )
+
+    async def _tell_all(self, tell: Callable[[InterruptibleEngine], Awaitable[None]]) -> None:
+        """Tell every engine that can be reached."""
+
+        async def tell_one(member: Member) -> None:
+            with suppress(EngineUnavailableError):  # its requests fail, and then it is quarantined
+                await tell(member.engine)
+
+        await gather([partial(tell_one, member) for member in self._members if not member.quarantined])
 
     def _quarantine(self, member: Member, reason: str) -> None:
         logger.warning("engine %s was quarantined: %s", member.engine.name, reason)

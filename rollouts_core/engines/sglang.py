@@ -38,6 +38,20 @@ class SGLangEngine(EngineClient):
             self._shares_memory = bool(scope) and scope == memory_scope()
         return self._shares_memory
 
+    async def abort_running(self) -> None:
+        """End all requests with the tokens that they have."""
+        await self._connection.call("POST", "/abort_request", json={"abort_all": True}, is_answered=False)
+
+    async def pause(self) -> None:
+        """Stop generating; requests stay with their tokens, and their cache is computed anew after `resume`."""
+        await self._connection.call("POST", "/pause_generation", json={"mode": "retract"})
+        self._keeper.is_paused = True
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        self._keeper.is_paused = False
+        await self._connection.call("POST", "/continue_generation", json={})
+
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Ask once, whichever weights the server has."""
         answers = await self._connection.call("POST", "/generate", json=_render_requests(requests))

@@ -36,6 +36,24 @@ LOGPROBS_MODE = "processed_logprobs"
 class VLLMEngine(EngineClient):
     """The client of one vLLM server."""
 
+    async def abort_running(self) -> None:
+        """End all requests with the tokens that they have."""
+        await self._call_development("POST", "/pause", params={"mode": "abort"})
+        await self.resume()
+
+    async def pause(self) -> None:
+        """Refused: paused requests would go on with the cache of the old weights, and no token says whose it is.
+
+        Raises:
+            EngineError: always.
+        """
+        raise EngineError(f'{self.name} is vLLM, which cannot go on with new weights: set rollout.in_flight = "abort"')
+
+    async def resume(self) -> None:
+        """Generate again after a pause; what a paused server was asked waits for ever."""
+        with anyio.CancelScope(shield=True):
+            await self._call_development("POST", "/resume", timeout=RESUME_TIMEOUT)
+
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Ask once, whichever weights the server has.
 
@@ -89,8 +107,7 @@ class VLLMEngine(EngineClient):
             await self._call_development("POST", "/reset_prefix_cache")  # the old weights computed its entries
             await self._set_version(version)
         finally:
-            with anyio.CancelScope(shield=True):  # given up or not: a paused server answers nobody
-                await self._call_development("POST", "/resume", timeout=RESUME_TIMEOUT)
+            await self.resume()
         if (served := await self.weight_version()) != version:
             raise WeightSyncError(f"{self.name} serves {served} after it was given {version}")
         dtype = getattr(torch, str(model_config.get("dtype")).removeprefix("torch."), None)

@@ -95,10 +95,14 @@ async def sync_weights_to_engines(
 async def publish_weights(backend: TrainingBackend, engines: Sequence[InferenceEngine], target: PublishTarget) -> str:
     """Publish the backend's weights as a new version and load them into all engines; returns the version.
 
+    Without engines nothing is written.
+
     Raises:
         WeightSyncError: names every engine that does not serve the version.
     """
     version = f"{target.prefix}-{backend.weight_version}"
+    if not engines:
+        return version
     weights = await backend.get_weights().result()
     shares_memory = bool(engines) and all(await gather([engine.shares_memory for engine in engines]))
     write = _write_to_memory if shares_memory else _write_files

@@ -72,7 +72,7 @@ def _describe_rl(report: ReportInput, job: RLJob) -> Training:
         title="Reinforcement learning",
         facts=(
             ("Start", _describe_model(job.model)),
-            ("Prompts", _describe_data(job.prompts, report.rl_dir, "num_prompts", "prompts")),
+            _describe_source(job, report.rl_dir),
             ("Reward", reward),
             (
                 "Training",
@@ -83,6 +83,14 @@ def _describe_rl(report: ReportInput, job: RLJob) -> Training:
             ("Selected", report.selected.get("rl", "")),
         ),
     )
+
+
+def _describe_source(job: RLJob, directory: Path | None) -> tuple[str, str]:
+    """What RL gets its samples from."""
+    if job.prompts is not None:
+        return "Prompts", _describe_data(job.prompts, directory, "num_prompts", "prompts")
+    assert job.rollouts is not None, "an RL job has either prompts or rollouts"
+    return "Recorded rollouts", _describe_data(job.rollouts, directory, "num_steps", "steps")
 
 
 def _describe_evaluation(job: EvalJob) -> Training:

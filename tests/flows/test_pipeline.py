@@ -9,10 +9,11 @@ import json
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from rollouts_core.checkpoint import verify_checkpoint
 from tests.flows.conftest import Rollouts
-from tests.small_pipeline import write_small_pipeline
+from tests.small_pipeline import small_settings, write_small_pipeline
 
 pytestmark = pytest.mark.slow
 
@@ -59,6 +60,24 @@ def test_rl_alone_starts_from_the_given_model(rollouts: Rollouts, tmp_path: Path
     (run,) = (rollouts.store / "runs").iterdir()
     record = json.loads((run / "run.json").read_text())
     assert [stage["stage"] for stage in record["stages"]] == ["rl", "select-rl", "evaluate"]
+
+
+def test_rl_from_the_rollouts_of_an_earlier_run_trains_the_same_without_an_engine(
+    rollouts: Rollouts, tmp_path: Path
+) -> None:
+    config = write_small_pipeline(tmp_path / "small", mode="rl")
+    assert rollouts.run("run", str(config))[0] == 0
+    (online,) = (rollouts.store / "stages").glob("rl-*")
+    settings = small_settings(mode="rl", data__prompts="", data__rollouts=str(online / "samples"))
+    (tmp_path / "small/offline.toml").write_text(tomli_w.dumps(settings))
+    code, output = rollouts.run("run", str(tmp_path / "small/offline.toml"))
+    assert code == 0, output
+    (offline,) = set((rollouts.store / "stages").glob("rl-*")) - {online}
+    assert len(list((rollouts.store / "stages").glob("engine-*"))) == 1, "that of the first run"
+    weights = [(run / "checkpoints/step_000004/model.safetensors").read_bytes() for run in (online, offline)]
+    assert weights[0] == weights[1]
+    reports = [(run / "report.html").read_text() for run in (rollouts.store / "runs").iterdir()]
+    assert any("Recorded rollouts" in report for report in reports)
 
 
 def test_a_run_whose_rl_learns_nothing_fails_and_says_so(rollouts: Rollouts, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rollouts_core import conversation, rollout
+from rollouts_core import conversation
 from rollouts_core.agent import AgentTurn, Trajectory, agent_integration
 from rollouts_core.batch import build_batch
 from rollouts_core.config import ModelConfig, MultiTurnConfig, RolloutConfig, SamplingConfig
@@ -29,10 +29,12 @@ from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.engines.protocol import Completion
 from rollouts_core.environments import CalculatorEnvironment, Conversation, Outcome, Reply
 from rollouts_core.errors import DataError, EnvironmentOutageError, EnvironmentUnavailableError, RewardError
+from rollouts_core.generate import build_pending_group, create_conversation_generate_fn
 from rollouts_core.model.loading import load_hf_model
 from rollouts_core.model.policy import compute_logprobs
 from rollouts_core.rl import describe_rollouts
-from rollouts_core.rollout import AsyncRolloutManager, build_pending_group, create_conversation_generate_fn
+from rollouts_core.rollout import AsyncRolloutManager
+from rollouts_core.rollout_batch import convert_to_batch
 from rollouts_core.types import Message, Prompt, RolloutBatch, Sample, Status, VersionSpan
 from tests.rollouts_core.scripted import ScriptedEngine
 from tests.rollouts_core.served_engine import served_engine
@@ -245,7 +247,7 @@ def test_what_became_of_each_turn_is_kept_and_counted(tokenizer: PreTrainedToken
     )
     [sample], _ = converse(["3", "4", "5", ":"], tokenizer, environment)
     assert sample.metadata["outcomes"] == ["parse_failure", "tool_error", "timeout", "ok"]
-    batch = rollout.convert_to_batch([Sample(**{**sample.to_json(), "reward": 1.0})])
+    batch = convert_to_batch([Sample(**{**sample.to_json(), "reward": 1.0})])
     metrics = describe_rollouts(batch)
     shares = [metrics[f"{outcome}_share"] for outcome in outcomes]
     assert (metrics["num_turns"], shares) == (4, [0.25, 0.25, 0.25])
@@ -309,7 +311,7 @@ def test_a_mistake_in_an_environment_ends_the_run_and_names_the_prompt(
 
 @pytest.fixture
 def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout, "FIRST_BACKOFF_S", 0.0)
+    monkeypatch.setattr("rollouts_core.generate.FIRST_BACKOFF_S", 0.0)
 
 
 @pytest.mark.usefixtures("no_backoff")

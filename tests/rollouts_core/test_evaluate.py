@@ -15,8 +15,8 @@ from rollouts_core.config import ModelConfig, MultiTurnConfig, RolloutConfig, Sa
 from rollouts_core.environments import Conversation, Reply
 from rollouts_core.errors import RewardError
 from rollouts_core.evaluate import generate_samples, scores_by_prompt
+from rollouts_core.resolve import resolve_reward_fn
 from rollouts_core.rewards import grade_group
-from rollouts_core.rollout import resolve_reward_fn
 from rollouts_core.types import Message, Prompt, Sample
 from tests.rollouts_core.make import make_group
 

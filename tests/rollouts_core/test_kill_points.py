@@ -45,7 +45,7 @@ REPOSITORY = Path(__file__).parents[2]
 START_TIMEOUT_S = 60.0
 FINISH_TIMEOUT_S = 120.0
 POLL_S = 0.002
-TIMES = {"time", "attempt", "tokens_per_s", "generate_s", "train_s", "publish_s"}
+TIMES = {"time", "attempt", "tokens_per_s", "generate_s", "train_s", "publish_s", "idle_s"}
 ONE_THREAD = DeploymentConfig(trainer_threads=1)
 SFT_TRAINING = SFTTrainingConfig(
     num_steps=120,
@@ -233,6 +233,18 @@ def test_rl_killed_six_times_is_the_run_that_was_not(
     finish(straight)
     kill_often(killed, seed=2, num_kills=6, max_steps=5)
     assert_same_run(straight, killed)
+
+
+def test_rl_that_generates_ahead_killed_six_times_is_the_run_that_was_not(
+    base: InputModel, quickstart_dir: Path, engine: EngineAddress, tmp_path: Path
+) -> None:
+    """Publications wait for what is under way, so no token depends on how fast it was sampled."""
+    job = rl_job(base, quickstart_dir, engine, ROLLOUT.model_copy(update={"max_staleness": 2}))
+    straight, killed = (write_job_of_run(tmp_path / name, job) for name in ("straight", "killed"))
+    finish(straight)
+    kill_often(killed, seed=4, num_kills=6, max_steps=5)
+    assert_same_run(straight, killed)
+    assert {row["staleness_max"] for row in read_rows(straight)} == {0.0, 1.0, 2.0}
 
 
 def test_rl_with_over_sampling_follows_its_log_after_every_kill(

@@ -37,9 +37,11 @@ from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.engines import PublishTarget
 from rollouts_core.environments import Conversation, Reply
 from rollouts_core.errors import NonFiniteError, RewardError
+from rollouts_core.generate import create_engine_generate_fn
 from rollouts_core.rl import describe_rollouts, run_rl_training, score_rollouts, train_on_rollouts
 from rollouts_core.rl_batch import prepare_grpo_batch
-from rollouts_core.rollout import AsyncRolloutManager, convert_to_batch, create_engine_generate_fn
+from rollouts_core.rollout import AsyncRolloutManager
+from rollouts_core.rollout_batch import convert_to_batch
 from rollouts_core.types import RolloutBatch, Sample
 from tests.rollouts_core.make import make_random_samples
 from tests.rollouts_core.served_engine import served_engine

@@ -19,8 +19,10 @@ from rollouts_core.config import RewardConfig, RolloutConfig
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.errors import ConfigError, DataError, RewardError
 from rollouts_core.filters import FilterDecision
+from rollouts_core.generate import sampling_seed
+from rollouts_core.group_order import Schedule
 from rollouts_core.rl import describe_rollouts
-from rollouts_core.rollout import AsyncRolloutManager, generate_rollout_batches, sampling_seed
+from rollouts_core.rollout import AsyncRolloutManager, generate_rollout_batches
 from rollouts_core.types import RolloutBatch, Sample, Status
 from tests.rollouts_core.make import make_prompts
 
@@ -189,7 +191,7 @@ BY_TIMING = CONFIG.model_copy(
 )
 
 
-def generate_several(config: RolloutConfig, orders: Sequence[Sequence[int]]) -> tuple[list[RolloutBatch], object]:
+def generate_several(config: RolloutConfig, orders: Sequence[Schedule]) -> tuple[list[RolloutBatch], object]:
     """Four batches, the first of which follow `orders`; and where manager and prompts then are."""
     data_buffer = DataBuffer(make_prompts(8))
     manager = AsyncRolloutManager(data_buffer, config)
@@ -203,7 +205,7 @@ def generate_several(config: RolloutConfig, orders: Sequence[Sequence[int]]) -> 
 
 def test_a_logged_order_makes_the_same_batches_again_whoever_finishes_first() -> None:
     batches, end = generate_several(BY_TIMING, [])
-    orders = [batch.metadata["completed"] for batch in batches]
+    orders = [Schedule(batch.metadata["completed"]) for batch in batches]
     for _ in range(5):
         again, end_again = generate_several(BY_TIMING, orders)
         assert [batch.to_json() for batch in again] == [batch.to_json() for batch in batches]
@@ -211,14 +213,14 @@ def test_a_logged_order_makes_the_same_batches_again_whoever_finishes_first() ->
 
 
 def test_an_order_of_an_earlier_batch_leaves_the_later_ones_to_timing() -> None:
-    batches, _ = generate_several(BY_TIMING, [[5, 4, 2]])
+    batches, _ = generate_several(BY_TIMING, [Schedule([5, 4, 2])])
     assert batches[0].metadata["completed"] == [5, 4, 2]
     assert [group[0].group_index for group in batches[0].groups] == [2, 4, 5]
     assert all(len(batch.groups) == 3 for batch in batches)
 
 
 def test_an_order_that_cannot_be_followed_is_left_loudly(caplog: pytest.LogCaptureFixture) -> None:
-    batches, _ = generate_several(BY_TIMING, [[5, 99, 2], [7]])
+    batches, _ = generate_several(BY_TIMING, [Schedule([5, 99, 2]), Schedule([7])])
     assert batches[0].metadata["completed"][0] == 5
     assert [len(batch.groups) for batch in batches] == [3, 3, 3, 3]
     assert len([r for r in caplog.records if "group 99 next" in r.getMessage()]) == 1
@@ -238,7 +240,7 @@ def test_a_failure_of_a_group_that_the_log_has_not_reached_does_not_come_first()
 
     config = BY_TIMING.model_copy(update={"generate_fn": fail_first_group, "filter_fn": ""})
     manager = AsyncRolloutManager(DataBuffer(make_prompts(8)), config)
-    manager.replay([[3, 2, 1]])
+    manager.replay([Schedule([3, 2, 1])])
     batch = asyncio.run(manager.generate_batch())
     assert batch.metadata["completed"] == [3, 2, 1]
 

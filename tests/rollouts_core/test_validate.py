@@ -12,13 +12,13 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rollouts_core import validate
-from rollouts_core.config import Config, RewardConfig, RolloutConfig
+from rollouts_core.config import Config, RewardConfig, RLTrainingConfig, RolloutConfig
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.errors import ConfigError, DataError
-from rollouts_core.rollout import check_prompt_lengths
+from rollouts_core.generate import check_prompt_lengths
 from rollouts_core.types import Sample
-from rollouts_core.validate import check_answers, check_demonstrations, check_functions
+from rollouts_core.validate import check_answers, check_demonstrations, check_functions, warn_of_uncorrected_age
 from tests.rollouts_core.make import make_prompts
 
 SUM = {"prompt": "1+1=?", "completion": "2"}
@@ -200,3 +200,20 @@ def test_a_grader_that_is_not_available_is_found_before_the_run() -> None:
     service = RewardConfig(kind="http", url="http://127.0.0.1:9/score", max_retries=0)
     with pytest.raises(ConfigError, match=r"cannot be graded.* on prompt 'p0': http://127.0.0.1:9/score gave"):
         check_functions(with_rollout(rewards=(service,)), make_prompts(1)[0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_said"),
+    [
+        ({}, False),
+        ({"ratio_base": "old"}, True),
+        ({"objective": "reinforce"}, True),
+        ({"objective": "reinforce", "mismatch": {"weight": "token"}}, False),
+    ],
+)
+def test_training_on_old_completions_without_a_correction_is_said(loss: dict[str, Any], is_said: bool) -> None:
+    config = with_rollout(max_staleness=2)
+    training = config.training.model_copy(update={"rl": RLTrainingConfig.model_validate({"loss": loss})})
+    findings = warn_of_uncorrected_age(config.model_copy(update={"training": training}))
+    assert bool(findings) == is_said
+    assert not findings or 'nothing in training.rl.loss corrects for that: set ratio_base = "rollout"' in findings[0]

@@ -1,0 +1,134 @@
+"""Give new weights to an engine that is being asked for completions: what becomes of the requests under way.
+
+Not here: how one engine loads and proves its weights (http.py), who continues what was broken off (generate.py).
+
+                     requests under way            new requests    tokens of a completion are of
+    finish           end, and then                 wait            one version
+    abort            end with what they have       wait            one; what continues them, of a later one
+    continue         pause with their tokens       wait            several, each recorded
+
+In each case nothing is sampled between the begin of a load and its proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Protocol
+
+import anyio
+
+from rollouts_core.config import InFlight
+from rollouts_core.engines.canary import Canary
+from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
+from rollouts_core.errors import EngineUnavailableError
+
+if TYPE_CHECKING:
+    from rollouts_core.engines.protocol import Weights
+
+ABORT_INTERVAL_S = 0.2
+"""After this the engine is told again to end its requests: one that was on its way to it has arrived by then."""
+
+
+class InterruptibleEngine(InferenceEngine, Protocol):
+    """An engine whose requests can be ended or paused from outside."""
+
+    async def abort_running(self) -> None:
+        """End all requests with the tokens that they have, as `Status.ABORTED`."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop generating; requests stay, and what was computed for them under the old weights does not."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        ...
+
+
+class InFlightEngine:
+    """An engine that may be given weights at any time; owns the engine.
+
+    Args:
+        in_flight: what becomes of the requests that are under way then.
+    """
+
+    def __init__(self, engine: InterruptibleEngine, in_flight: InFlight = "finish") -> None:
+        self.engine = engine
+        self.in_flight = in_flight
+        self.num_running = 0
+        """Requests under way."""
+        self._idle = anyio.Event()
+        self._opened = anyio.Event()
+        self._opened.set()
+
+    @property
+    def name(self) -> str:
+        """The engine's name."""
+        return self.engine.name
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Completions of the requests in their order, once no weights are being loaded.
+
+        Raises:
+            EngineError: what the engine raised.
+        """
+        while not self._opened.is_set():
+            await self._opened.wait()
+        self.num_running += len(requests)
+        try:
+            return await self.engine.generate(requests)
+        finally:
+            self.num_running -= len(requests)
+            if not self.num_running:
+                self._idle.set()
+
+    async def shares_memory(self) -> bool:
+        """True when the engine can load `SharedWeights` of this process."""
+        return await self.engine.shares_memory()
+
+    async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
+        """Serve published weights, after the requests under way were dealt with.
+
+        Raises:
+            WeightSyncError, EngineUnavailableError: what the engine raised.
+        """
+        self._opened = anyio.Event()
+        try:
+            async with self._paused() if self.in_flight == "continue" else self._idling():
+                await self.engine.load_weights(weights, version, canary)
+        finally:
+            self._opened.set()
+
+    async def wait_until_ready(self, timeout_s: float) -> None:
+        """Return when the engine answers; raises EngineUnavailableError at the deadline."""
+        await self.engine.wait_until_ready(timeout_s)
+
+    async def aclose(self) -> None:
+        """Close the engine's connections."""
+        await self.engine.aclose()
+
+    @asynccontextmanager
+    async def _idling(self) -> AsyncIterator[None]:
+        """No request is under way inside."""
+        while self.num_running:
+            self._idle = anyio.Event()
+            if self.in_flight == "finish":
+                await self._idle.wait()
+                continue
+            with suppress(EngineUnavailableError):  # what cannot be reached generates nothing
+                await self.engine.abort_running()
+            with anyio.move_on_after(ABORT_INTERVAL_S):
+                await self._idle.wait()
+        yield
+
+    @asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """Requests under way wait inside."""
+        with suppress(EngineUnavailableError):
+            await self.engine.pause()
+        try:
+            yield
+        finally:
+            with anyio.CancelScope(shield=True), suppress(EngineUnavailableError):
+                await self.engine.resume()

@@ -1,0 +1,207 @@
+"""The functions that finish a group of pending samples: by one request to an engine, or by conversations.
+
+Not here: which groups are asked for and what becomes of them (rollout.py), what an engine is (engines/), how one
+conversation goes (conversation.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from rollouts_core.agent import Trajectory, agent_integration, place_version_spans
+from rollouts_core.concurrency import gather
+from rollouts_core.config import RolloutConfig, SamplingConfig
+from rollouts_core.conversation import hold_conversation
+from rollouts_core.data.chat import tokenize_prompt, tokenize_prompts
+from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
+from rollouts_core.environments.protocol import MultiTurnEnvironment, describe_tools, is_multi_turn
+from rollouts_core.errors import DataError, EngineError, EnvironmentUnavailableError
+from rollouts_core.resolve import GenerateFn, resolve_environment
+from rollouts_core.seeds import derive_seed
+from rollouts_core.types import Prompt, Sample, Status
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
+
+Group = list[Sample]
+"""The samples of one prompt."""
+UNFINISHED = (Status.PENDING, Status.ABORTED)
+"""How samples stand that have no completion yet, or a part of one."""
+MAX_INTERRUPTIONS = 1000
+"""How often a completion is continued that was broken off."""
+
+
+def create_engine_generate_fn(
+    engines: Sequence[InferenceEngine], tokenizer: PreTrainedTokenizerBase, config: RolloutConfig
+) -> GenerateFn:
+    """A `generate_fn` that asks `engines`: one request per group, or per turn where the environment answers.
+
+    Samples that have tokens already are continued from them.
+    """
+    environment = resolve_environment(config)
+    if is_multi_turn(environment):
+        return create_conversation_generate_fn(engines, tokenizer, config, environment)
+    tools = describe_tools(environment)
+
+    async def generate_with_engine(group: Sequence[Sample]) -> list[Sample]:
+        prompt_tokens = tokenize_prompt(tokenizer, group[0].messages, tools)
+        unfinished = [sample for sample in group if sample.status in UNFINISHED]
+        requests = [
+            continue_request(
+                GenerationRequest(
+                    prompt_tokens=prompt_tokens,
+                    sampling=config.sampling,
+                    stop_token_ids=(int(tokenizer.eos_token_id),),
+                    seed=sampling_seed(config.seed, sample.group_index, sample.index),
+                ),
+                sample.tokens[len(prompt_tokens) :],
+            )
+            for sample in unfinished
+        ]
+        engine = engines[group[0].group_index % len(engines)]
+        completions = await engine.generate(requests)
+        finished = {
+            sample.index: complete_sample(sample, prompt_tokens, completion, tokenizer)
+            for sample, completion in zip(unfinished, completions, strict=True)
+        }
+        return [finished.get(sample.index, sample) for sample in group]
+
+    return generate_with_engine
+
+
+def create_conversation_generate_fn(
+    engines: Sequence[InferenceEngine],
+    tokenizer: PreTrainedTokenizerBase,
+    config: RolloutConfig,
+    environment: MultiTurnEnvironment,
+) -> Callable[[Sequence[Sample]], Awaitable[list[Sample]]]:
+    """A `generate_fn` that holds a conversation for each sample of a group, all at the same time."""
+
+    async def converse(pending: Sample) -> list[Sample]:
+        async def sample_turn(tokens: list[int], sampling: SamplingConfig, turn: int) -> Completion:
+            request = GenerationRequest(
+                prompt_tokens=tokens,
+                sampling=sampling,
+                stop_token_ids=(int(tokenizer.eos_token_id),),
+                seed=sampling_seed(config.seed, pending.group_index, pending.index, turn),
+            )
+            # The engine of a group has the beginning of its conversations in its cache.
+            return await complete_request(engines[pending.group_index % len(engines)], request)
+
+        trajectory = await _hold_with_retries(
+            lambda: hold_conversation(pending, environment, sample_turn, tokenizer, config), config
+        )
+        return agent_integration(trajectory, pending, form=config.multi_turn.form)
+
+    async def generate_conversations(group: Sequence[Sample]) -> list[Sample]:
+        return list(itertools.chain(*await gather([partial(converse, pending) for pending in group])))
+
+    return generate_conversations
+
+
+async def _hold_with_retries(hold: Callable[[], Awaitable[Trajectory]], config: RolloutConfig) -> Trajectory:
+    """The trajectory, from the beginning again as often as the machinery of the environment may fail."""
+    for attempt in itertools.count(1):
+        try:
+            return await hold()
+        except EnvironmentUnavailableError as error:
+            if attempt > config.max_environment_retries:
+                raise
+            logger.warning("began a conversation again (attempt %d failed: %s)", attempt, error)
+            await anyio.sleep(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (attempt - 1)))
+    raise AssertionError("the loop only ends by returning or raising")
+
+
+async def complete_request(engine: InferenceEngine, request: GenerationRequest) -> Completion:
+    """The whole completion of a request, continued from its tokens each time that it is broken off.
+
+    Raises:
+        EngineError: it was broken off again and again.
+    """
+    [completion] = await engine.generate([request])
+    for _ in range(MAX_INTERRUPTIONS):
+        if completion.status is not Status.ABORTED:
+            return completion
+        [rest] = await engine.generate([continue_request(request, completion.tokens)])
+        completion = join_completions(completion, rest)
+    raise EngineError(f"{engine.name} broke a completion off {MAX_INTERRUPTIONS} times: look at its log")
+
+
+def continue_request(request: GenerationRequest, tokens: Sequence[int]) -> GenerationRequest:
+    """The request for the rest of a completion of which these tokens exist."""
+    num_left = request.sampling.max_new_tokens - len(tokens)
+    sampling = request.sampling.model_copy(update={"max_new_tokens": num_left})
+    return replace(request, prompt_tokens=[*request.prompt_tokens, *tokens], sampling=sampling)
+
+
+def join_completions(first: Completion, rest: Completion) -> Completion:
+    """A completion that was broken off, with what continued it."""
+    start = len(first.tokens)
+    return replace(
+        rest,
+        tokens=[*first.tokens, *rest.tokens],
+        logprobs=[*first.logprobs, *rest.logprobs],
+        version_spans=(
+            *first.version_spans,
+            *((version, start + begin, start + end) for version, begin, end in rest.version_spans),
+        ),
+    )
+
+
+def complete_sample(
+    pending: Sample, prompt_tokens: list[int], completion: Completion, tokenizer: PreTrainedTokenizerBase
+) -> Sample:
+    """The sample with what an engine sampled for it, after the tokens it has; its text leaves special tokens out."""
+    before = pending.tokens or prompt_tokens
+    start = len(before)
+    tokens = [*before, *completion.tokens]
+    return replace(
+        pending,
+        response=tokenizer.decode(tokens[len(prompt_tokens) :], skip_special_tokens=True),
+        tokens=tokens,
+        loss_mask=[*(pending.loss_mask or [0.0] * start), *[1.0] * len(completion.tokens)],
+        rollout_log_probs=[*(pending.rollout_log_probs or [0.0] * start), *completion.logprobs],
+        status=completion.status,
+        finish_reason=completion.finish_reason,
+        policy_versions=(*pending.policy_versions, *place_version_spans(completion, start)),
+    )
+
+
+def build_pending_group(prompt: Prompt, *, group_index: int, size: int) -> Group:
+    """The samples of one prompt, not generated yet."""
+    metadata = {**prompt.metadata, "prompt_id": prompt.id, "answer": prompt.answer}
+    return [Sample(prompt=prompt.messages, group_index=group_index, index=i, metadata=metadata) for i in range(size)]
+
+
+def check_prompt_lengths(
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_tokens: int,
+    source: str,
+    tools: Sequence[dict[str, Any]] = (),  # Any: JSON schemas
+) -> None:
+    """Raise DataError for the first prompt of more than `max_tokens` tokens, the description of `tools` included."""
+    lengths = map(len, tokenize_prompts(tokenizer, [prompt.messages for prompt in prompts], tools))
+    for prompt, num_tokens in zip(prompts, lengths, strict=True):
+        if num_tokens > max_tokens:
+            raise DataError(
+                f"{source}, row {prompt.row}: the prompt {prompt.id!r} has {num_tokens} tokens, the limit is "
+                f"{max_tokens}: shorten it or raise rollout.max_prompt_tokens"
+            )
+
+
+def sampling_seed(seed: int, group_index: int, index: int, turn: int = 0) -> int:
+    """A seed for one turn of one sample that depends on nothing but these, below 2**31."""
+    return derive_seed(seed, group_index, index, turn) if turn else derive_seed(seed, group_index, index)

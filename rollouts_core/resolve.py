@@ -1,0 +1,78 @@
+"""The functions, rewards and environment that the rollout settings name.
+
+Not here: how a name becomes a function (functions.py), what the shipped functions do (rewards.py, filters.py,
+environments/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from rollouts_core.config import RewardConfig, RolloutConfig
+from rollouts_core.environments import ENVIRONMENTS
+from rollouts_core.environments.protocol import Environment
+from rollouts_core.errors import ConfigError
+from rollouts_core.filters import FILTERS, FilterFn
+from rollouts_core.functions import resolve_function
+from rollouts_core.messages import first_line
+from rollouts_core.reward_services import REWARD_SERVICES
+from rollouts_core.rewards import REWARDS, RewardFn, WeightedRewards
+from rollouts_core.types import Sample
+
+GenerateFn = Callable[..., Sequence[Sample] | Awaitable[Sequence[Sample]]]
+"""Takes the pending samples of a group (and the caller's keywords) and returns them finished, in order.
+
+A trajectory may come back as several samples, one per turn (`Sample.turn`). A group of which some samples come back as
+`Status.ABORTED` is handed in again, to be continued from the tokens that they have."""
+
+
+def resolve_generate_fn(config: RolloutConfig) -> GenerateFn:
+    """The function that `rollout.generate_fn` names."""
+    if config.generate_fn == "":
+        raise ConfigError("rollout.generate_fn is empty: give a function, or make one with create_engine_generate_fn")
+    return resolve_function(config.generate_fn, {}, setting="rollout.generate_fn")
+
+
+def resolve_environment(config: RolloutConfig) -> Environment:
+    """The environment that `rollout.environment` names, made anew.
+
+    Raises:
+        ConfigError: no such name, or something else than an environment.
+    """
+    make = resolve_function(config.environment, ENVIRONMENTS, setting="rollout.environment")
+    problem = "it has no method grade"
+    try:
+        environment = make()
+        if hasattr(environment, "grade"):
+            return environment
+    except TypeError as error:
+        problem = first_line(error)
+    raise ConfigError(
+        f"rollout.environment: {config.environment} is no environment ({problem}): "
+        "expected a class that is made without arguments and has the method grade(sample)"
+    )
+
+
+def resolve_reward_fn(config: RolloutConfig) -> RewardFn:
+    """The function that `rollout.reward_fn` names, the sum of `rollout.rewards`, or the environment's grade."""
+    if config.rewards:
+        pairs = zip(config.reward_names, config.rewards, strict=True)
+        return WeightedRewards([(name, reward.weight, _resolve_reward(reward, config)) for name, reward in pairs])
+    if config.reward_fn != "":
+        return resolve_function(config.reward_fn, REWARDS, setting="rollout.reward_fn")
+    return resolve_environment(config).grade
+
+
+def _resolve_reward(reward: RewardConfig, config: RolloutConfig) -> RewardFn:
+    if reward.kind != "function":
+        return REWARD_SERVICES[reward.kind](reward)
+    if reward.name == "":
+        return resolve_environment(config).grade
+    return resolve_function(reward.name, REWARDS, setting="rollout.rewards")
+
+
+def resolve_filter_fn(config: RolloutConfig) -> FilterFn | None:
+    """The function that `rollout.filter_fn` names, if any."""
+    if config.filter_fn == "":
+        return None
+    return resolve_function(config.filter_fn, FILTERS, setting="rollout.filter_fn")

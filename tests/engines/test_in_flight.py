@@ -1,0 +1,70 @@
+"""Pins against every real server what becomes of completions amid which weights are published.
+
+Without it tokens of the old weights are trained on with log-probs of the new ones, or a completion that was broken off
+is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import anyio
+import pytest
+import torch
+
+from rollouts_core.concurrency import gather
+from rollouts_core.config import InFlight, SamplingConfig
+from rollouts_core.engines import Completion, GenerationRequest, InFlightEngine
+from rollouts_core.generate import complete_request
+from rollouts_core.types import Status
+from tests.engines.conftest import SavedModel
+from tests.engines.servers import Server
+from tests.engines.test_contract import LOGPROB_TOLERANCE, num_running
+from tests.rollouts_core.embedded.tiny_models import expected_logprobs
+
+pytestmark = pytest.mark.timeout(400)
+
+REQUESTS = [
+    GenerationRequest(
+        prompt_tokens=[4, 8, 9, 2, place],
+        sampling=SamplingConfig(temperature=1.0, max_new_tokens=500),
+        stop_token_ids=(),
+        seed=0,
+    )
+    for place in range(2, 26)
+]
+
+
+async def publish_amid(server: Server, in_flight: InFlight, start: SavedModel, trained: SavedModel) -> list[Completion]:
+    """Completions, more than the server has room for, during which other weights are published."""
+    client = server.client()
+    engine = InFlightEngine(client, in_flight)
+    try:
+        await engine.load_weights(start.directory, "start-1")
+        under_way = asyncio.ensure_future(gather([partial(complete_request, engine, r) for r in REQUESTS]))
+        with anyio.fail_after(60):
+            while await asyncio.to_thread(num_running, server) == 0:
+                assert not under_way.done(), "the completions were too short"
+        await engine.load_weights(trained.directory, "trained-1")
+        return await under_way
+    finally:
+        await client.aclose()
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "abort", "continue"])
+def test_every_token_is_of_the_version_that_its_span_names(
+    server: Server, start: SavedModel, trained: SavedModel, in_flight: InFlight
+) -> None:
+    if in_flight == "continue" and server.job.engine.kind == "vllm":
+        pytest.skip("vLLM refuses it: it does not say which token is of which version")
+    completions = asyncio.run(publish_amid(server, in_flight, start, trained))
+    models = {"start-1": start.model, "trained-1": trained.model}
+    for request, completion in zip(REQUESTS, completions, strict=True):
+        assert completion.status in (Status.TRUNCATED, Status.COMPLETED)
+        for version, begin, end in completion.version_spans:
+            expected = expected_logprobs(models[version], request.prompt_tokens, completion.tokens)
+            gaps = (expected - torch.tensor(completion.logprobs)).abs()[begin:end]
+            assert gaps.numel() == 0 or float(gaps.max()) < LOGPROB_TOLERANCE
+    num_spans = {len({version for version, begin, end in c.version_spans if begin < end}) for c in completions}
+    assert max(num_spans) == (1 if in_flight == "finish" else 2)

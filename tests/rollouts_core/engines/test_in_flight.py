@@ -1,0 +1,201 @@
+"""Pins what becomes of requests under way when weights are published, and that every token is told from which it came.
+
+Without it a publication hangs on a long completion, tokens that were paid for are thrown away, or training takes
+log-probs of one version for those of another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from rollouts_core.config import InFlight, ModelConfig, SamplingConfig
+from rollouts_core.embedded.app import build_app
+from rollouts_core.embedded.decoder import Decoder
+from rollouts_core.embedded.scheduler import Scheduler
+from rollouts_core.engines import EnginePool, InFlightEngine, SGLangEngine, VLLMEngine, http
+from rollouts_core.engines.protocol import Completion, GenerationRequest
+from rollouts_core.errors import EngineError, WeightSyncError
+from rollouts_core.generate import complete_request, continue_request, join_completions
+from rollouts_core.model.loading import load_hf_model
+from rollouts_core.types import Status
+from tests.rollouts_core.embedded.tiny_models import expected_logprobs, make_model, save_model
+from tests.rollouts_core.served_engine import served_engine
+
+PROMPT = [4, 8, 9, 10, 5]
+NUM_TOKENS = 400
+LOGPROB_TOLERANCE = 1e-4
+
+
+def ask(num_tokens: int = NUM_TOKENS, seed: int = 0) -> GenerationRequest:
+    sampling = SamplingConfig(max_new_tokens=num_tokens)
+    return GenerationRequest(prompt_tokens=PROMPT, sampling=sampling, stop_token_ids=(), seed=seed)
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two sets of weights of a model without an end of turn."""
+    return {
+        f"v-{seed}": save_model(make_model(seed=seed, eos_token_id=None), tmp_path_factory.mktemp("versions"))
+        for seed in (1, 2)
+    }
+
+
+async def publish_amid(
+    engine: InFlightEngine, scheduler: Scheduler, versions: dict[str, Path], request: GenerationRequest
+) -> Completion:
+    """What comes back for a request during which the second version is published."""
+    await engine.load_weights(versions["v-1"], "v-1")
+    task = asyncio.create_task(complete_request(engine, request))
+    while not scheduler.num_running:
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.02)
+    await engine.load_weights(versions["v-2"], "v-2")
+    return await task
+
+
+def check_logprobs(completion: Completion, versions: dict[str, Path]) -> None:
+    """Assert that each span's log-probs are those of its version's weights."""
+    for version, start, end in completion.version_spans:
+        model = load_hf_model(ModelConfig(path=str(versions[version]))).eval()
+        expected = expected_logprobs(model, PROMPT, completion.tokens)[start:end]
+        assert torch.allclose(expected, torch.tensor(completion.logprobs[start:end]), atol=LOGPROB_TOLERANCE)
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "abort", "continue"])
+@pytest.mark.parametrize("is_pooled", [False, True])
+def test_every_token_of_a_completion_is_of_the_version_that_its_span_names(
+    versions: dict[str, Path], in_flight: InFlight, is_pooled: bool
+) -> None:
+    async def run() -> Completion:
+        with served_engine(versions["v-1"]) as (client, scheduler):
+            engine = InFlightEngine(EnginePool([client]) if is_pooled else client, in_flight)
+            return await publish_amid(engine, scheduler, versions, ask())
+
+    completion = asyncio.run(run())
+    assert (len(completion.tokens), completion.status) == (NUM_TOKENS, Status.TRUNCATED)
+    spanned = [version for version, _, _ in completion.version_spans]
+    assert spanned == (["v-1"] if in_flight == "finish" else ["v-1", "v-2"])
+    check_logprobs(completion, versions)
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "abort", "continue"])
+def test_what_is_asked_while_weights_are_loaded_comes_from_the_new_ones(
+    versions: dict[str, Path], in_flight: InFlight
+) -> None:
+    async def run() -> Completion:
+        with served_engine(versions["v-1"]) as (client, _):
+            engine = InFlightEngine(client, in_flight)
+            await engine.load_weights(versions["v-1"], "v-1")
+            loading = asyncio.create_task(engine.load_weights(versions["v-2"], "v-2"))
+            await asyncio.sleep(0)
+            [completion] = await engine.generate([ask(8)])
+            await loading
+            return completion
+
+    assert asyncio.run(run()).version_spans == (("v-2", 0, 8),)
+
+
+def test_a_completion_that_was_broken_off_goes_on_as_if_it_had_not_been(versions: dict[str, Path]) -> None:
+    """With unchanged weights the seed and the tokens so far decide all that follows."""
+
+    async def run() -> tuple[Completion, Completion]:
+        with served_engine(versions["v-1"]) as (engine, _):
+            [whole] = await engine.generate([ask(60)])
+            [first] = await engine.generate([ask(25)])
+            [rest] = await engine.generate([continue_request(ask(60), first.tokens)])
+            return whole, join_completions(first, rest)
+
+    whole, joined = asyncio.run(run())
+    assert joined.tokens == whole.tokens
+    assert joined.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
+    assert joined.version_spans == (("default", 0, 25), ("default", 25, 60))
+
+
+def test_an_engine_that_breaks_off_everything_is_given_up(
+    versions: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollouts_core.generate.MAX_INTERRUPTIONS", 3)
+
+    async def run() -> None:
+        with served_engine(versions["v-1"]) as (engine, scheduler):
+            scheduler.pause("retract").result()
+            task = asyncio.create_task(complete_request(engine, ask()))
+            while not task.done():
+                await asyncio.sleep(0.005)
+                scheduler.abort_all().result()
+            await task
+
+    with pytest.raises(EngineError, match="http://engine broke a completion off 3 times"):
+        asyncio.run(run())
+
+
+def test_a_completion_that_outlives_all_versions_that_are_remembered_is_asked_for_again(
+    versions: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "MAX_SPANNED_VERSIONS", 1)
+    monkeypatch.setattr(http, "RETRY_PAUSE_S", 0.01)
+
+    async def run() -> Completion:
+        with served_engine(versions["v-1"]) as (client, scheduler):
+            return await publish_amid(InFlightEngine(client, "continue"), scheduler, versions, ask())
+
+    assert asyncio.run(run()).version_spans == (("v-2", 0, NUM_TOKENS),)
+
+
+class WithoutChecksums(httpx.AsyncBaseTransport):
+    """A server that gives no checksums, as SGLang on a GPU."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._inner = httpx.ASGITransport(app=build_app(scheduler))
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/weights_checker":
+            return httpx.Response(200, json={"ranks": []})
+        return await self._inner.handle_async_request(request)
+
+
+@contextmanager
+def served_without_checksums(model_dir: Path) -> Iterator[SGLangEngine]:
+    with Scheduler(Decoder(model_dir, num_slots=4), model_dir=model_dir) as scheduler:
+        yield SGLangEngine("http://engine", transport=WithoutChecksums(scheduler), restart_timeout_s=5.0)
+
+
+def test_weights_that_only_sampling_proves_are_refused_while_the_engine_is_paused(versions: dict[str, Path]) -> None:
+    """It would wait for an answer of an engine that waits for it."""
+
+    async def run() -> tuple[str, Completion]:
+        with served_without_checksums(versions["v-1"]) as client:
+            with pytest.raises(WeightSyncError) as refused:
+                await InFlightEngine(client, "continue").load_weights(versions["v-1"], "v-1")
+            engine = InFlightEngine(client, "abort")
+            await engine.load_weights(versions["v-2"], "v-2")
+            [completion] = await engine.generate([ask(4)])
+            return str(refused.value), completion
+
+    message, completion = asyncio.run(run())
+    assert 'it must sample to prove v-1, and it is paused: set rollout.in_flight = "finish" or "abort"' in message
+    assert completion.version_spans == (("v-2", 0, 4),)
+
+
+def test_vllm_refuses_to_go_on_with_new_weights() -> None:
+    engine = VLLMEngine("http://engine", transport=httpx.MockTransport(lambda request: httpx.Response(200, json={})))
+    with pytest.raises(EngineError, match=r"http://engine is vLLM, which cannot go on with new weights.*\"abort\""):
+        asyncio.run(engine.pause())
+
+
+def test_vllm_answers_again_after_its_requests_were_ended() -> None:
+    called: list[tuple[str, str]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        called.append((request.url.path, request.url.params.get("mode", "")))
+        return httpx.Response(200, json={})
+
+    asyncio.run(VLLMEngine("http://engine", transport=httpx.MockTransport(answer)).abort_running())
+    assert called == [("/pause", "abort"), ("/resume", "")]

@@ -1,0 +1,257 @@
+"""RL with generation ahead of the trainer, against the embedded engine: what it trains on, and what a stop leaves.
+
+Without these tests a run could train on tokens that are older than allowed, take log-probs of one version for those of
+another, or leave requests behind that nobody reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rollouts_core.algorithms.loss import Metrics, create_policy_loss
+from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorch_backend
+from rollouts_core.batch import build_batch, place_samples, split_by_sample
+from rollouts_core.config import InFlight, ModelConfig, RLOptimConfig, RLTrainingConfig, RolloutConfig, SamplingConfig
+from rollouts_core.data.data_buffer import DataBuffer
+from rollouts_core.data.dataset import load_prompts_from_jsonl
+from rollouts_core.embedded.scheduler import Scheduler
+from rollouts_core.engines import InferenceEngine, InFlightEngine, PublishTarget, SGLangEngine, publish_weights
+from rollouts_core.generate import build_pending_group, create_engine_generate_fn
+from rollouts_core.rewards import grade_group
+from rollouts_core.rl import run_rl_training, train_on_rollouts
+from rollouts_core.rollout import AsyncRolloutManager
+from rollouts_core.rollout_batch import convert_to_batch
+from rollouts_core.types import RolloutBatch, Sample
+from tests.rollouts_core.served_engine import engine_url, served_engine
+
+TRAINING = RLTrainingConfig(num_steps=5, checkpoint_every=2, optim=RLOptimConfig(lr=1e-3, schedule="constant"))
+LONG = SamplingConfig(max_new_tokens=300)
+
+
+def share_of_even_digits(sample: Sample) -> float:
+    return sum(character in "02468" for character in sample.response) / (1 + len(sample.response))
+
+
+ROLLOUT = RolloutConfig(
+    batch_size=3, n_samples_per_prompt=4, sampling=SamplingConfig(max_new_tokens=8), reward_fn=share_of_even_digits
+)
+
+
+@dataclass
+class Run:
+    """A run in a directory; tells what it trained on."""
+
+    base_model: ModelConfig
+    tokenizer: PreTrainedTokenizerBase
+    directory: Path
+    rollout: RolloutConfig = ROLLOUT
+    training: RLTrainingConfig = TRAINING
+    batches: list[RolloutBatch] = field(default_factory=list)
+    history: list[Metrics] = field(default_factory=list)
+    weights: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    """Copies of the weights that were published."""
+
+    def create_backend(self) -> PyTorchTrainingBackend:
+        loss_fn = create_policy_loss(self.training.loss)
+        return create_pytorch_backend(self.base_model, self.training.optim, loss_fn, num_steps=self.training.num_steps)
+
+    def create_manager(self, engines: Sequence[InferenceEngine]) -> AsyncRolloutManager:
+        prompts = load_prompts_from_jsonl(Path(self.base_model.path).parent / "prompts.jsonl")
+        generate_fn = create_engine_generate_fn(engines, self.tokenizer, self.rollout)
+        return AsyncRolloutManager(DataBuffer(prompts), self.rollout, generate_fn=generate_fn)
+
+    @property
+    def target(self) -> PublishTarget:
+        config = Path(self.base_model.path) / "config.json"
+        return PublishTarget(weights_dir=self.directory / "weights", model_config=config, prefix="test")
+
+    async def train(self, client: SGLangEngine, num_steps: int) -> PyTorchTrainingBackend:
+        """Train up to a step, going on from what lies in the directory."""
+        backend, engine = self.create_backend(), InFlightEngine(client, self.rollout.in_flight)
+        manager = self.create_manager([engine])
+        note_version = manager.weights_published
+
+        def published(version: int) -> None:
+            self.weights[version] = {name: value.clone() for name, value in backend.model.state_dict().items()}
+            note_version(version)
+
+        manager.weights_published = published  # type: ignore[method-assign]
+        async with manager:
+            self.history += await run_rl_training(
+                backend,
+                manager.data_buffer,
+                manager,
+                [engine],
+                self.training.model_copy(update={"num_steps": num_steps}),
+                target=self.target,
+                checkpoint_dir=self.directory / "checkpoints",
+                on_batch=lambda step, batch: self.batches.append(batch),
+            )
+        return backend
+
+    def train_alone(self, num_steps: int) -> PyTorchTrainingBackend:
+        """Train with an engine of its own."""
+        with served_engine(Path(self.base_model.path)) as (client, _):
+            return asyncio.run(self.train(client, num_steps))
+
+
+@pytest.fixture
+def run(base_model: ModelConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Run:
+    return Run(base_model, tokenizer, tmp_path / "run")
+
+
+def with_rollout(run: Run, name: str = "run", **settings: object) -> Run:
+    rollout = ROLLOUT.model_copy(update=settings)
+    return Run(run.base_model, run.tokenizer, run.directory.parent / name, rollout)
+
+
+def assert_equal_weights(first: PyTorchTrainingBackend, second: PyTorchTrainingBackend) -> None:
+    ours, theirs = first.model.state_dict(), second.model.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def versions_of(batch: RolloutBatch) -> set[int]:
+    return {span.version for sample in batch.samples for span in sample.policy_versions}
+
+
+def group_counts(batches: Sequence[RolloutBatch]) -> Counter[int]:
+    return Counter(group[0].group_index for batch in batches for group in batch.groups)
+
+
+async def train_in_turns(run: Run, client: SGLangEngine) -> tuple[PyTorchTrainingBackend, list[list[Sample]]]:
+    """The synchronous loop written out: ask, grade, train, publish."""
+    backend, manager = run.create_backend(), run.create_manager([client])
+    await publish_weights(backend, [client], run.target)
+    trained_on = []
+    for step in range(run.training.num_steps):
+        prompts = manager.data_buffer.get_prompts(ROLLOUT.batch_size)
+        samples = []
+        for place, prompt in enumerate(prompts):
+            index = step * ROLLOUT.batch_size + place
+            pending = build_pending_group(prompt, group_index=index, size=ROLLOUT.n_samples_per_prompt)
+            samples += await grade_group(await manager.generate_fn(pending), share_of_even_digits)
+        await train_on_rollouts(backend, convert_to_batch(samples), run.training, pad_id=0)
+        await publish_weights(backend, [client], run.target)
+        trained_on.append(samples)
+    return backend, trained_on
+
+
+def test_without_staleness_the_loop_equals_one_in_turns_bit_for_bit(run: Run) -> None:
+    with served_engine(Path(run.base_model.path)) as (client, _):
+        by_hand, trained_on = asyncio.run(train_in_turns(with_rollout(run, "by_hand"), client))
+    assert_equal_weights(run.train_alone(5), by_hand)
+    assert [list(batch.samples) for batch in run.batches] == trained_on
+    assert {metrics["staleness_max"] for metrics in run.history} == {0.0}
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_where_publications_wait_each_batch_is_as_old_as_allowed_and_the_run_repeats_bit_for_bit(
+    run: Run, max_staleness: int
+) -> None:
+    first, second = (with_rollout(run, name, max_staleness=max_staleness) for name in ("first", "second"))
+    assert_equal_weights(first.train_alone(5), second.train_alone(5))
+    assert [versions_of(batch) for batch in first.batches] == [{max(0, step - max_staleness)} for step in range(5)]
+    assert [b.to_json() for b in first.batches] == [b.to_json() for b in second.batches]
+    assert first.history[4]["staleness_mean"] == first.history[4]["staleness_max"] == max_staleness
+    assert group_counts(first.batches) == Counter(range(15))
+
+
+def test_where_publications_wait_a_run_that_was_stopped_equals_one_that_was_not(run: Run) -> None:
+    straight, stopped = (with_rollout(run, name, max_staleness=2) for name in ("straight", "stopped"))
+    expected = straight.train_alone(5)
+    stopped.train_alone(2)
+    assert_equal_weights(stopped.train_alone(5), expected)
+    assert [b.to_json() for b in stopped.batches] == [b.to_json() for b in straight.batches]
+
+
+@pytest.mark.parametrize("in_flight", ["abort", "continue"])
+def test_completions_that_span_publications_keep_the_bound_and_their_logprobs(run: Run, in_flight: InFlight) -> None:
+    mixed = with_rollout(run, max_staleness=2, in_flight=in_flight, sampling=LONG)
+    backend = mixed.train_alone(5)
+    for step, batch in enumerate(mixed.batches):
+        assert min(versions_of(batch)) >= step - 2
+    samples = [sample for batch in mixed.batches for sample in batch.samples]
+    spanning = [sample for sample in samples if len({span.version for span in sample.policy_versions}) > 1]
+    assert spanning, "no publication fell into a completion"
+    assert group_counts(mixed.batches) == Counter(range(15))
+    for sample in spanning[:20]:
+        for span in sample.policy_versions:
+            backend.model.load_state_dict(mixed.weights[span.version])
+            batch = build_batch([[sample]], pad_id=0)
+            scores = asyncio.run(backend.score(batch).result()).logprobs_BT
+            expected = split_by_sample(scores, [place_samples([sample])])[0][0][span.start - 1 : span.end - 1]
+            found = torch.tensor(sample.rollout_log_probs)[span.start : span.end]
+            assert torch.allclose(expected, found, atol=1e-4)
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "abort", "continue"])
+@pytest.mark.parametrize("stop_at", [1, 2, 3, 4])
+def test_a_run_that_is_cancelled_and_goes_on_trains_each_prompt_once(
+    run: Run, in_flight: InFlight, stop_at: int
+) -> None:
+    asynchronous = with_rollout(run, max_staleness=2, in_flight=in_flight, sampling=LONG)
+
+    async def train_until_cancelled(client: SGLangEngine) -> None:
+        task = asyncio.create_task(asynchronous.train(client, 5))
+        while len(asynchronous.batches) < stop_at:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.005)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with served_engine(Path(run.base_model.path)) as (client, scheduler):
+        asyncio.run(train_until_cancelled(client))
+        assert_idle(scheduler)
+    num_saved = max((int(path.name[5:]) for path in (run.directory / "checkpoints").glob("step_*")), default=0)
+    asynchronous.batches = asynchronous.batches[:num_saved]
+    asynchronous.train_alone(5)
+    assert group_counts(asynchronous.batches) == Counter(range(15))
+    assert len(asynchronous.batches) == 5
+
+
+def assert_idle(scheduler: Scheduler) -> None:
+    """Assert that the engine has no request left, after the step that it was in."""
+    scheduler.set_weight_version("idle?").result()
+    assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
+
+
+def test_an_error_in_training_leaves_no_request_behind(run: Run) -> None:
+    asynchronous = with_rollout(run, max_staleness=2, sampling=LONG)
+
+    async def train_until_error(url: str) -> None:
+        backend, engine = asynchronous.create_backend(), InFlightEngine(SGLangEngine(url))
+
+        def fail(step: int, batch: RolloutBatch) -> None:
+            raise ZeroDivisionError("no batch is good enough")
+
+        async with aclosing(engine), asynchronous.create_manager([engine]) as manager:
+            await run_rl_training(
+                backend, manager.data_buffer, manager, [engine], TRAINING, target=run.target, on_batch=fail
+            )
+
+    with engine_url(Path(run.base_model.path)) as url:
+        with pytest.raises(ZeroDivisionError, match="no batch is good enough"):
+            asyncio.run(train_until_error(url))
+        deadline = time.monotonic() + 5.0
+        while any(running := requests_of(url)):
+            assert time.monotonic() < deadline, f"{running} requests run and wait for nobody"
+
+
+def requests_of(url: str) -> tuple[int, int]:
+    """How many requests a server has running and waiting."""
+    [state] = httpx.get(f"{url}/server_info").json()["internal_states"]
+    return state["num_running_reqs"], state["num_waiting_reqs"]

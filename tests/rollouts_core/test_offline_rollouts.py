@@ -1,0 +1,198 @@
+"""Pins offline RL: training on the rollouts that an earlier run recorded gives, step for step, what that run trained.
+
+Without it what lies in `samples/` would not be enough to find out why a step went wrong, and nobody would notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerBase
+
+from rollouts_core.__main__ import main
+from rollouts_core.checkpoint import step_directory
+from rollouts_core.config import (
+    Config,
+    DataConfig,
+    DeploymentConfig,
+    ModelConfig,
+    RLOptimConfig,
+    RLTrainingConfig,
+    RolloutConfig,
+    SamplingConfig,
+)
+from rollouts_core.data.data_buffer import DataBuffer
+from rollouts_core.data.dataset import load_prompts_from_jsonl
+from rollouts_core.data.rows import digest_path
+from rollouts_core.engines import PublishTarget
+from rollouts_core.errors import DataError
+from rollouts_core.fingerprint import digest_model
+from rollouts_core.generate import create_engine_generate_fn
+from rollouts_core.job import InputFile, InputModel, RLJob
+from rollouts_core.metrics import read_metrics
+from rollouts_core.offline_rollouts import OfflineRollouts, check_rollouts, read_rollouts
+from rollouts_core.rl import run_rl_training
+from rollouts_core.rollout import AsyncRolloutManager
+from rollouts_core.run_directory import RunDirectory
+from rollouts_core.run_job import write_rollouts
+from rollouts_core.types import Sample
+from tests.rollouts_core.make import make_groups
+from tests.rollouts_core.served_engine import served_engine
+from tests.rollouts_core.test_rl import make_backend
+
+TRAINING = RLTrainingConfig(num_steps=3, checkpoint_every=1, optim=RLOptimConfig(lr=1e-3))
+
+
+def share_of_even_digits(sample: Sample) -> float:
+    return sum(character in "02468" for character in sample.response) / 8
+
+
+ROLLOUT = RolloutConfig(
+    batch_size=3, n_samples_per_prompt=4, sampling=SamplingConfig(max_new_tokens=8), reward_fn=share_of_even_digits
+)
+
+
+def target_of(base_model: ModelConfig, run: RunDirectory) -> PublishTarget:
+    return PublishTarget(weights_dir=run.weights, model_config=Path(base_model.path) / "config.json", prefix="test")
+
+
+@pytest.fixture(scope="module")
+def recorded(
+    base_model: ModelConfig, tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory
+) -> RunDirectory:
+    """The directory of a run of three steps against an engine, with its samples and checkpoints."""
+    run = RunDirectory(tmp_path_factory.mktemp("recorded"))
+    data_buffer = DataBuffer(load_prompts_from_jsonl(Path(base_model.path).parent / "prompts.jsonl"))
+    with served_engine(Path(base_model.path)) as (engine, _):
+        generate_fn = create_engine_generate_fn([engine], tokenizer, ROLLOUT)
+        manager = AsyncRolloutManager(data_buffer, ROLLOUT, generate_fn=generate_fn)
+        asyncio.run(
+            run_rl_training(
+                make_backend(base_model, TRAINING),
+                data_buffer,
+                manager,
+                [engine],
+                TRAINING,
+                target=target_of(base_model, run),
+                checkpoint_dir=run.checkpoints,
+                on_batch=lambda step, batch: write_rollouts(run, step, batch),
+            )
+        )
+    return run
+
+
+def assert_equal_checkpoints(first: RunDirectory, second: RunDirectory, step: int) -> None:
+    for name in ("model.safetensors", "trainer/tensors.safetensors"):
+        ours, theirs = (load_file(step_directory(run.checkpoints, step) / name) for run in (first, second))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def train_offline(base_model: ModelConfig, recorded: RunDirectory, run: RunDirectory, *, num_steps: int) -> None:
+    config = TRAINING.model_copy(update={"num_steps": num_steps})
+    source = OfflineRollouts(recorded.samples, ROLLOUT)
+    backend, target = make_backend(base_model, config), target_of(base_model, run)
+    asyncio.run(run_rl_training(backend, None, source, [], config, target=target, checkpoint_dir=run.checkpoints))
+
+
+def test_recorded_steps_train_the_same_weights_without_an_engine(
+    base_model: ModelConfig, recorded: RunDirectory, tmp_path: Path
+) -> None:
+    run = RunDirectory(tmp_path)
+    train_offline(base_model, recorded, run, num_steps=1)
+    assert_equal_checkpoints(recorded, run, 1)
+    train_offline(base_model, recorded, run, num_steps=3)  # goes on from the first
+    assert_equal_checkpoints(recorded, run, 3)
+    assert not run.weights.exists()
+
+
+def test_after_the_last_recorded_step_the_first_comes_again(recorded: RunDirectory) -> None:
+    source = OfflineRollouts(recorded.samples, ROLLOUT)
+
+    async def take(num: int) -> list[int]:
+        batches = [await source.generate_batch() for _ in range(num)]
+        return [batch.samples[0].group_index for batch in batches]
+
+    assert asyncio.run(take(5)) == [0, 3, 6, 0, 3]
+    assert asyncio.run(source.generate_batch()).metadata["epoch_id"] == 1
+
+
+def test_an_offline_job_leaves_checkpoints_and_metrics(
+    base_model: ModelConfig, recorded: RunDirectory, tmp_path: Path
+) -> None:
+    job = RLJob(
+        model=InputModel(name="base", model=base_model, digest=digest_model(base_model)),
+        rollouts=InputFile(path=str(recorded.samples), digest=digest_path(recorded.samples)),
+        training=TRAINING,
+        rollout=RolloutConfig(),
+        deployment=DeploymentConfig(trainer_threads=1),
+    )
+    (tmp_path / "job.json").write_text(job.model_dump_json())
+    assert main(["rl", str(tmp_path / "job.json")]) == 0
+    run = RunDirectory(tmp_path)
+    assert [entry["step"] for entry in json.loads(run.root.joinpath("result.json").read_text())["checkpoints"]] == [
+        1,
+        2,
+        3,
+    ]
+    assert [row["step"] for row in read_metrics(run.metrics)] == [1, 2, 3]
+    weights = [load_file(step_directory(each.checkpoints, 1) / "model.safetensors") for each in (recorded, run)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_folder_without_recorded_steps_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"has no step_\*.jsonl: give the folder `samples` of an RL stage"):
+        OfflineRollouts(tmp_path, ROLLOUT)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda line: '{"prompt": "1+1=?", "completion": "2"}\n', "holds no rollouts"),
+        (lambda line: line[: len(line) // 2] + "\n", "holds no rollouts"),
+        (lambda line: "[1]\n", "holds no rollouts"),
+        (lambda line: "", "holds no sampled token"),
+    ],
+)
+def test_a_file_that_holds_no_rollouts_is_named(tmp_path: Path, damage: Callable[[str], str], words: str) -> None:
+    path = tmp_path / "step_000001.jsonl"
+    path.write_text(damage(json.dumps(make_groups(1, 2)[0].to_json()) + "\n"))
+    with pytest.raises(DataError, match=f"{path} {words}"):
+        read_rollouts(path)
+
+
+def test_rollouts_of_another_tokenizer_are_refused_before_the_run(tmp_path: Path) -> None:
+    samples = make_groups(2, 2)
+    samples[3] = replace(samples[3], tokens=[*samples[3].tokens[:-1], 29])
+    (tmp_path / "step_000001.jsonl").write_text("".join(json.dumps(s.to_json()) + "\n" for s in samples))
+    assert check_rollouts(tmp_path, vocab_size=30, config=ROLLOUT).endswith("1 recorded steps, 2 groups, 4 samples")
+    with pytest.raises(DataError, match="has the token 29, the model embeds 29"):
+        check_rollouts(tmp_path, vocab_size=29, config=ROLLOUT)
+
+
+def offline_config(**data: str) -> Config:
+    return Config(
+        mode="rl", model=ModelConfig(path="m"), data=DataConfig(selection="s.jsonl", heldout="h.jsonl", **data)
+    )
+
+
+def test_a_configuration_has_prompts_or_recorded_rollouts() -> None:
+    assert offline_config(rollouts="samples").data.prompts == ""
+    with pytest.raises(ValidationError, match=r"give data.prompts, .* or data.rollouts"):
+        offline_config(prompts="p.jsonl", rollouts="samples")
+    with pytest.raises(ValidationError, match=r"needs data.prompts"):
+        offline_config()
+
+
+def test_a_job_has_prompts_or_recorded_rollouts(base_model: ModelConfig) -> None:
+    model = InputModel(name="base", model=base_model, digest="")
+    with pytest.raises(ValidationError, match="an RL job has either prompts or rollouts"):
+        RLJob(model=model, training=TRAINING, rollout=ROLLOUT)
