@@ -3,8 +3,8 @@
     python benchmarks/async_rl.py [--rounds 3] [--steps 40] [--grade-s 0] [--out async_rl.json]
 
 The quickstart's task (three-digit additions, 0.16M parameters): SFT once, then from its checkpoint GRPO with 16 prompts
-of 8 completions per step, once per contender and round; a round has a seed of its own. The engine is a process with one
-thread, the trainer has one thread, so in turns one of them always waits.
+of 8 completions per step, once per contender and round; a round has a seed of its own. Engine and trainer are two
+processes with half of the threads each, so in turns one half always waits.
 
     in turns      rollout.max_staleness 0
     ahead S       rollout.max_staleness S, publications wait for what is under way
@@ -24,7 +24,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -104,15 +105,15 @@ class Outcome:
 
 def main() -> None:
     options = read_options()
-    torch.set_num_threads(1)
+    torch.set_num_threads(max(1, options.threads // 2))
     disable_progress_bar()
-    machine = describe_machine(2)
+    machine = describe_machine(options.threads)
     outcomes: dict[str, list[Outcome]] = {name: [] for name in options.contenders.split(",")}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as engines:
         files = Path(folder) / "quickstart"
         write_quickstart_files(files, size=QuickstartSize())
         start = asyncio.run(imitate(files, Path(folder) / "sft"))
-        url = start_engine(start)
+        url = engines.enter_context(serving(start, num_threads=torch.get_num_threads()))
         start_score = asyncio.run(score_model(start, files))
         print(f"after SFT: {start_score:.3f}", file=sys.stderr, flush=True)
         for number in range(options.rounds):
@@ -142,7 +143,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40, help="steps of a training (default: 40)")
     parser.add_argument("--grade-s", type=float, default=0.0, help="what grading a completion takes (default: 0)")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="comma-separated")
-    parser.add_argument("--threads", type=int, default=2, help="ignored: one for the engine and one for the trainer")
+    parser.add_argument("--threads", type=int, default=2, help="half for the engine, half for the trainer (default: 2)")
     parser.add_argument("--out", type=Path, help="file for the figures")
     return parser.parse_args()
 
@@ -246,20 +247,25 @@ async def score_model(model: ModelConfig, files: Path) -> float:
     return statistics.fmean(scores_by_prompt(await grade_group(samples, resolve_reward_fn(rollout))))
 
 
-def start_engine(model: ModelConfig) -> str:
-    """The address of an engine in a process of its own, which ends with this one."""
+@contextmanager
+def serving(model: ModelConfig, *, num_threads: int) -> Iterator[str]:
+    """The address of an engine in a process of its own."""
     receiver, sender = get_context("spawn").Pipe(duplex=False)
-    get_context("spawn").Process(target=run_engine, args=(Path(model.path), sender), daemon=True).start()
-    url: str = receiver.recv()
-    return url
+    process = get_context("spawn").Process(target=run_engine, args=(Path(model.path), num_threads, sender), daemon=True)
+    process.start()
+    try:
+        yield receiver.recv()
+    finally:
+        process.terminate()
+        process.join()
 
 
-def run_engine(model_dir: Path, sender: Connection) -> None:
-    """Serve the model with one thread until the parent ends."""
+def run_engine(model_dir: Path, num_threads: int, sender: Connection) -> None:
+    """Serve the model until told to stop."""
     serve(
         model_dir,
         port=0,
-        num_threads=1,
+        num_threads=num_threads,
         max_running_requests=NUM_SLOTS,
         context_length=MAX_PROMPT_TOKENS + MAX_NEW_TOKENS + 1,
         on_ready=sender.send,

@@ -26,6 +26,8 @@ RUNS = (
     ("GRPO step, 1M parameters", "grpo_speed.py --size 1M --turn-s 3 --rounds 5"),
     ("GRPO step, 20M parameters", "grpo_speed.py --size 20M --turn-s 1 --rounds 3"),
     ("GRPO step, 20M parameters, bfloat16", "grpo_speed.py --size 20M --turn-s 1 --rounds 3 --dtype bf16"),
+    ("RL ahead of the trainer", "async_rl.py --rounds 3"),
+    ("RL ahead of the trainer, graded elsewhere", "async_rl.py --rounds 3 --steps 20 --grade-s 0.3"),
     ("Memory of the loss", "loss_memory.py"),
     ("Cost of a save", "save_cost.py --rounds 5"),
     ("Publishing weights, 1M parameters", "weight_sync.py --size 1M"),
