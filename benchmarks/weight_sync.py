@@ -1,13 +1,14 @@
-"""Publishing a version to the embedded engine in a process of its own: as files, and in memory that both share.
+"""Publishing a version to the embedded engine in a process of its own: as a directory, in files, and in memory.
 
     python benchmarks/weight_sync.py --size 20M [--rounds 15] [--out weight-sync.json]
 
 Each publish ends when the engine serves the version and all its tensors were proved to be the published ones. They
 alternate in one process, on the same weights:
 
-    files               every tensor changed, written to files and flushed to the disk, as an engine elsewhere needs it
-    memory              every tensor changed
-    memory, attention   the projections of attention changed, as with LoRA; the rest stays where it is
+    directory           a model directory, flushed to the disk, as SGLang and vLLM take it
+    files               segments in files, as for an embedded engine on another machine
+    memory              segments in memory
+    memory, attention   the projections of attention changed alone, as with LoRA
     memory, unchanged   nothing changed
 """
 
@@ -32,17 +33,26 @@ from torch import Tensor
 from rollouts_core.backends.protocol import ImmediateTrainFuture
 from rollouts_core.embedded.server import serve
 from rollouts_core.engines import PublishTarget, SGLangEngine, publish_weights
+from rollouts_core.engines.protocol import SegmentAccess
 
 STEP = 1e-4
 """What is added to the weights between two versions."""
 
 
-class FilesOnlyEngine(SGLangEngine):
-    """A client as of an engine on another machine."""
+class DirectoryEngine(SGLangEngine):
+    """A client as of an engine that takes model directories alone."""
 
-    async def shares_memory(self) -> bool:
-        """No."""
-        return False
+    async def segment_access(self) -> SegmentAccess:
+        """None."""
+        return SegmentAccess.NONE
+
+
+class FileEngine(SGLangEngine):
+    """A client as of an embedded engine on another machine."""
+
+    async def segment_access(self) -> SegmentAccess:
+        """Files."""
+        return SegmentAccess.FILES
 
 
 @dataclass
@@ -64,11 +74,20 @@ class Trainer:
         self.weight_version += 1
 
 
-CHANGES: dict[str, Callable[[str], bool]] = {
-    "files": lambda name: True,
-    "memory": lambda name: True,
-    "memory, attention": lambda name: "self_attn" in name and "_proj" in name,
-    "memory, unchanged": lambda name: False,
+@dataclass(frozen=True)
+class Contender:
+    """One way to publish."""
+
+    client: type[SGLangEngine]
+    is_changed: Callable[[str], bool]
+
+
+CONTENDERS = {
+    "directory": Contender(DirectoryEngine, lambda name: True),
+    "files": Contender(FileEngine, lambda name: True),
+    "memory": Contender(SGLangEngine, lambda name: True),
+    "memory, attention": Contender(SGLangEngine, lambda name: "self_attn" in name and "_proj" in name),
+    "memory, unchanged": Contender(SGLangEngine, lambda name: False),
 }
 
 
@@ -94,12 +113,12 @@ def main() -> None:
         [
             name,
             range_of(values).render(4),
-            range_of([files / own for files, own in zip(seconds["files"], values, strict=True)]).render(1),
+            range_of([first / own for first, own in zip(seconds["directory"], values, strict=True)]).render(1),
         ]
         for name, values in seconds.items()
     ]
     print(render_machine(machine) + "\n")
-    print(render_table([f"{num_bytes / 2**20:,.0f} MiB", "seconds", "files / this"], rows))
+    print(render_table([f"{num_bytes / 2**20:,.0f} MiB", "seconds", "directory / this"], rows))
 
 
 async def measure_publishes(model_dir: Path, weights_dir: Path, options: argparse.Namespace) -> dict[str, list[float]]:
@@ -109,20 +128,21 @@ async def measure_publishes(model_dir: Path, weights_dir: Path, options: argpars
     process.start()
     url = receiver.recv()
     trainer = Trainer(load_file(model_dir / "model.safetensors"))
-    target = PublishTarget(weights_dir=weights_dir, model_config=model_dir / "config.json", prefix="bench")
-    seconds: dict[str, list[float]] = {name: [] for name in CHANGES}
-    async with SGLangEngine(url) as sharing, FilesOnlyEngine(url) as reading:
-        for round_number in range(options.rounds + 1):
-            for name, is_changed in CHANGES.items():
-                engine = reading if name == "files" else sharing
-                if name == "memory, attention":  # the version in files came between
-                    trainer.step(lambda _: False)
-                    await publish_weights(trainer, [engine], target)
-                trainer.step(is_changed)
+    seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    targets = {
+        name: PublishTarget(weights_dir=weights_dir / name, model_config=model_dir / "config.json", prefix="bench")
+        for name in CONTENDERS
+    }
+    for round_number in range(options.rounds + 1):
+        for name, contender in CONTENDERS.items():
+            async with contender.client(url) as engine:
+                trainer.step(lambda _: False)
+                await publish_weights(trainer, [engine], targets[name])  # the engine has that of another contender
+                trainer.step(contender.is_changed)
                 began = time.perf_counter()
-                await publish_weights(trainer, [engine], target)
-                if round_number:  # the first one opens connections
-                    seconds[name].append(time.perf_counter() - began)
+                await publish_weights(trainer, [engine], targets[name])
+            if round_number:
+                seconds[name].append(time.perf_counter() - began)
     process.terminate()
     return seconds
 

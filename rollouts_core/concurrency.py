@@ -61,4 +61,6 @@ def start_short_thread(work: Callable[[], ResultT]) -> Future[ResultT]:
 
 async def in_short_thread(work: Callable[[], ResultT]) -> ResultT:
     """What `work` returns in a thread that ends with it; the thread goes on when nobody waits for it any more."""
-    return await asyncio.shield(asyncio.wrap_future(start_short_thread(work)))
+    results: list[ResultT] = []  # a future that was wrapped refers to itself, and would keep its result for a while
+    await asyncio.shield(asyncio.wrap_future(start_short_thread(lambda: results.append(work()))))
+    return results.pop()

@@ -39,7 +39,7 @@ from rollouts_core.embedded.protocol import (
 from rollouts_core.embedded.running import Completion, GenerationRequest, Partial
 from rollouts_core.embedded.sampling import SamplingParams
 from rollouts_core.embedded.scheduler import PauseMode, RequestError, Scheduler
-from rollouts_core.embedded.shared_memory import memory_scope
+from rollouts_core.embedded.segments import memory_scope
 from rollouts_core.errors import EngineError, EngineUnavailableError, InputError, RolloutsError
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def build_app(scheduler: Scheduler) -> Starlette:
         "/model_info": (_model_info, ["GET"]),
         "/server_info": (_server_info, ["GET"]),
         "/update_weights_from_disk": (_update_weights_from_disk, ["POST"]),
-        "/update_weights_from_shared_memory": (_update_weights_from_shared_memory, ["POST"]),
+        "/update_weights_from_segments": (_update_weights_from_segments, ["POST"]),
         "/update_weight_version": (_update_weight_version, ["POST"]),
         "/weights_checker": (_weights_checker, ["GET", "POST"]),
         "/pause_generation": (_pause_generation, ["POST"]),
@@ -195,8 +195,8 @@ async def _update_weights_from_disk(model: ServedModel, request: Request) -> Res
     return _json({"success": True, "message": message, "num_paused_requests": num_paused})
 
 
-async def _update_weights_from_shared_memory(model: ServedModel, request: Request) -> Response:
-    """Load weights that a process of this machine holds; the answer says what is served from then on, tensor by tensor.
+async def _update_weights_from_segments(model: ServedModel, request: Request) -> Response:
+    """Load what a trainer published in segments; the answer says what is served from then on, tensor by tensor.
 
     SGLang has no such endpoint: it takes a pickle, by which the caller would run code in the server.
     """

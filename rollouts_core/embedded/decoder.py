@@ -35,7 +35,7 @@ from rollouts_core.embedded.architecture import (
     tensor_shapes,
 )
 from rollouts_core.embedded.projection import Projection, find_row_step
-from rollouts_core.embedded.shared_memory import SegmentAddress, read_segment
+from rollouts_core.embedded.segments import SegmentAddress, read_segment
 from rollouts_core.embedded.weights import check_tensors, digest_tensors, read_tensors
 from rollouts_core.errors import CheckpointError
 
@@ -134,7 +134,7 @@ class Decoder:
         self._weights = _allocate_weights(self.architecture, dtype)
         self._file_dtypes: dict[str, torch.dtype] = {}
         self._segment_ids: dict[str, str] = {}
-        """Which segment of shared memory each tensor came from; empty where they came from files."""
+        """Which segment each tensor came from; empty where they came from a model directory."""
         self._cos_TD, self._sin_TD = _rotary_tables(
             self.architecture, _round_up(self.context_length, LENGTH_STEP), dtype
         )
@@ -155,7 +155,7 @@ class Decoder:
 
     @torch.inference_mode()
     def load_segments(self, segments: Sequence[SegmentAddress], *, model_dir: Path) -> None:
-        """Replace the weights by those in shared memory, or raise `CheckpointError` and keep all old ones.
+        """Replace the weights by those in segments, or raise `CheckpointError` and keep all old ones.
 
         Tensors that came from the same segment before are kept: a segment never changes.
 
@@ -170,7 +170,7 @@ class Decoder:
         tensors: dict[str, Tensor] = {}
         for segment in segments:
             tensors |= read_segment(segment, [name for name in segment.names if name not in kept])
-        self._replace_weights(tensors, kept=kept, source="shared memory")
+        self._replace_weights(tensors, kept=kept, source="the published segments")
         self._segment_ids = segment_ids
 
     def _replace_weights(self, tensors: Mapping[str, Tensor], *, source: str, kept: Collection[str] = ()) -> None:

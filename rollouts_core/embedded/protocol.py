@@ -19,7 +19,7 @@ from typing import Any
 from rollouts_core.embedded.running import Completion, FinishReason, GenerationRequest, Partial, WeightSpan, complete
 from rollouts_core.embedded.sampling import SamplingParams
 from rollouts_core.embedded.scheduler import RequestError
-from rollouts_core.embedded.shared_memory import SegmentAddress
+from rollouts_core.embedded.segments import SegmentAddress
 
 Json = Any
 
@@ -176,7 +176,7 @@ def checksums_to_json(digests: Mapping[str, str]) -> dict[str, Json]:
 
 
 def segments_from_json(value: Json) -> tuple[SegmentAddress, ...]:
-    """Where weights lie in shared memory; this engine's own addition to SGLang's API.
+    """Where weights lie; this engine's own addition to SGLang's API.
 
     Raises:
         ContractError: it is no list of {"id": ..., "path": ..., "names": [...]}.

@@ -36,7 +36,7 @@ from rollouts_core.embedded.running import (
     complete,
     note_version_change,
 )
-from rollouts_core.embedded.shared_memory import SegmentAddress
+from rollouts_core.embedded.segments import SegmentAddress
 from rollouts_core.errors import EngineError, EngineUnavailableError, RolloutsError
 
 logger = logging.getLogger(__name__)
@@ -60,9 +60,9 @@ class WeightUpdate:
     """Weights that wait to be loaded."""
 
     model_dir: Path
-    """Directory with the safetensors files, or, for weights in shared memory, with config.json alone."""
+    """Directory with the safetensors files, or, for weights in segments, with config.json alone."""
     segments: tuple[SegmentAddress, ...] = ()
-    """Where the weights lie in shared memory; empty where they lie in the directory."""
+    """Where the weights lie; empty where they lie in the directory."""
     weight_version: str | None
     """Name of the new weights; None keeps the old name."""
     done: Future[int]
@@ -189,7 +189,7 @@ class Scheduler:
         """Load other weights, at once if paused, else when the running requests have ended.
 
         Args:
-            segments: where they lie in shared memory; by default they are in the directory.
+            segments: where they lie; by default they are in the directory.
 
         The future resolves to the number of paused requests, or fails with `CheckpointError`: then all old weights
         are still in place.

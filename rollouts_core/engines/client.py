@@ -16,8 +16,8 @@ import httpx
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.content import HeldTensors
 from rollouts_core.engines.http import EngineConnection, WeightKeeper
-from rollouts_core.engines.protocol import Completion, GenerationRequest
-from rollouts_core.engines.shared_memory import SharedWeights
+from rollouts_core.engines.protocol import Completion, GenerationRequest, SegmentAccess
+from rollouts_core.engines.segments import SegmentedWeights
 from rollouts_core.errors import WeightSyncError
 
 if TYPE_CHECKING:
@@ -67,15 +67,15 @@ class EngineClient(ABC):
         """
         return await self._keeper.generate(requests)
 
-    async def shares_memory(self) -> bool:
-        """True when the server can load `SharedWeights` of this process."""
-        return False
+    async def segment_access(self) -> SegmentAccess:
+        """Which `SegmentedWeights` the server can load."""
+        return SegmentAccess.NONE
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
         """Serve published weights; returns when the server proved that it does.
 
         Args:
-            weights: a directory, or what is in memory that the server shares.
+            weights: a directory, or segments that the server has access to.
             canary: proves tensors that cannot be compared; by default a forward pass of the directory's model.
 
         Raises:
@@ -119,10 +119,10 @@ class EngineClient(ABC):
             WeightSyncError: the server refused, serves a model of other shapes, or reports another version.
         """
 
-    async def take_shared_weights(self, weights: SharedWeights, version: str) -> Mapping[str, str]:
-        """Load weights once from memory, set the version, and return the sha256 of every tensor that is served then.
+    async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]:
+        """Load segments once, set the version, and return the sha256 of every tensor that is served then.
 
         Raises:
-            WeightSyncError: the server refused, or shares no memory with this process.
+            WeightSyncError: the server refused, or takes no segments.
         """
-        raise WeightSyncError(f"{self.name} takes no weights from memory: publish {version} as files")
+        raise WeightSyncError(f"{self.name} takes no segments: publish {version} as a model directory")

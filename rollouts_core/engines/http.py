@@ -31,7 +31,7 @@ from rollouts_core.concurrency import in_short_thread
 from rollouts_core.engines.canary import Canary, checkpoint_canary, prove
 from rollouts_core.engines.content import EMPTY_DIGEST, HeldTensors, check_digests, find_unproven, vocabulary_size
 from rollouts_core.engines.protocol import STATUS_OF_FINISH, Completion, GenerationRequest
-from rollouts_core.engines.shared_memory import SharedWeights
+from rollouts_core.engines.segments import SegmentedWeights
 from rollouts_core.errors import CheckpointError, EngineError, EngineUnavailableError, WeightSyncError
 from rollouts_core.messages import first_line
 from rollouts_core.types import Status
@@ -65,7 +65,7 @@ class ServedWeights:
     @property
     def model_dir(self) -> Path:
         """Directory with the model's config.json."""
-        return self.weights.model_dir if isinstance(self.weights, SharedWeights) else self.weights
+        return self.weights.model_dir if isinstance(self.weights, SegmentedWeights) else self.weights
 
 
 class ServerCalls(Protocol):
@@ -92,8 +92,8 @@ class ServerCalls(Protocol):
         """Load the weights of a directory and check the version; raises WeightSyncError."""
         ...
 
-    async def take_shared_weights(self, weights: SharedWeights, version: str) -> Mapping[str, str]:
-        """Load weights from memory, check the version, return the digests of all tensors; raises WeightSyncError."""
+    async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]:
+        """Load segments, check the version, return the digests of all tensors; raises WeightSyncError."""
         ...
 
 
@@ -286,8 +286,8 @@ class WeightKeeper:
 
     async def _load_once(self, served: ServedWeights) -> None:
         try:
-            if isinstance(served.weights, SharedWeights):
-                digests = await self.server.take_shared_weights(served.weights, served.version)
+            if isinstance(served.weights, SegmentedWeights):
+                digests = await self.server.take_segments(served.weights, served.version)
                 check_digests(self.server.name, served.version, digests, await served.weights.digests())
             else:
                 held = await self.server.take_weights(served.weights, served.version)

@@ -24,7 +24,7 @@ from rollouts_core.engines.protocol import Completion, GenerationRequest, Infere
 from rollouts_core.errors import EngineUnavailableError
 
 if TYPE_CHECKING:
-    from rollouts_core.engines.protocol import Weights
+    from rollouts_core.engines.protocol import SegmentAccess, Weights
 
 ABORT_INTERVAL_S = 0.2
 """After this the engine is told again to end its requests: one that was on its way to it has arrived by then."""
@@ -83,9 +83,9 @@ class InFlightEngine:
             if not self.num_running:
                 self._idle.set()
 
-    async def shares_memory(self) -> bool:
-        """True when the engine can load `SharedWeights` of this process."""
-        return await self.engine.shares_memory()
+    async def segment_access(self) -> SegmentAccess:
+        """Which `SegmentedWeights` the engine can load."""
+        return await self.engine.segment_access()
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
         """Serve published weights, after the requests under way were dealt with.

@@ -28,8 +28,8 @@ import anyio
 from rollouts_core.concurrency import gather
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.in_flight import InterruptibleEngine
-from rollouts_core.engines.protocol import Completion, GenerationRequest
-from rollouts_core.engines.weight_sync import SYNC_TIMEOUT_S, WeightSyncResult, sync_weights_to_engines
+from rollouts_core.engines.protocol import Completion, GenerationRequest, SegmentAccess
+from rollouts_core.engines.weight_sync import SYNC_TIMEOUT_S, WeightSyncResult, common_access, sync_weights_to_engines
 from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
 
 if TYPE_CHECKING:
@@ -120,10 +120,10 @@ class EnginePool:
                 member.num_running -= len(requests)
         raise EngineUnavailableError(f"no engine is left: {self._describe_quarantine()}")
 
-    async def shares_memory(self) -> bool:
-        """True when all engines that are asked can load `SharedWeights` of this process."""
+    async def segment_access(self) -> SegmentAccess:
+        """What all engines that are asked have access to."""
         healthy = [member.engine for member in self._members if not member.quarantined]
-        return bool(healthy) and all(await gather([engine.shares_memory for engine in healthy]))
+        return await common_access(healthy)
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
         """Serve published weights by every engine that takes them; the others are quarantined.

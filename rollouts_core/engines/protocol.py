@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,12 +13,23 @@ from rollouts_core.types import Status
 
 if TYPE_CHECKING:
     from rollouts_core.engines.canary import Canary
-    from rollouts_core.engines.shared_memory import SharedWeights
+    from rollouts_core.engines.segments import SegmentedWeights
 
-    Weights = Path | SharedWeights
+    Weights = Path | SegmentedWeights
 
 STATUS_OF_FINISH = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 """What the finish reasons of all engines mean."""
+
+
+class SegmentAccess(IntEnum):
+    """Which segments of this process a server can open; those of several servers are what the least of them can."""
+
+    NONE = 0
+    """It takes model directories alone."""
+    FILES = 1
+    """Those that are files."""
+    MEMORY = 2
+    """Also those in memory: it runs on this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,15 +74,15 @@ class InferenceEngine(Protocol):
         """Completions of the requests in their order, sampled only from the weights that were loaded last."""
         ...
 
-    async def shares_memory(self) -> bool:
-        """True when it can load `SharedWeights` of this process."""
+    async def segment_access(self) -> SegmentAccess:
+        """Which `SegmentedWeights` it can load."""
         ...
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
         """Serve published weights, and verify that it does; raises WeightSyncError otherwise.
 
         Args:
-            weights: a directory, or what is in memory that the engine shares.
+            weights: a directory, or segments that it has access to.
             canary: proves tensors that cannot be compared; by default a forward pass of the directory's model.
         """
         ...

@@ -12,31 +12,35 @@ from typing import Any
 
 import torch
 
-from rollouts_core.embedded.shared_memory import memory_scope
+from rollouts_core.embedded.segments import memory_scope
 from rollouts_core.engines.client import EngineClient
 from rollouts_core.engines.content import HeldTensors, check_same_model
 from rollouts_core.engines.http import UPDATE_TIMEOUT, read_completion
-from rollouts_core.engines.protocol import Completion, GenerationRequest
-from rollouts_core.engines.shared_memory import SharedWeights
+from rollouts_core.engines.protocol import Completion, GenerationRequest, SegmentAccess
+from rollouts_core.engines.segments import SegmentedWeights
 from rollouts_core.errors import EngineError, WeightSyncError
 
 
 class SGLangEngine(EngineClient):
     """The client of one SGLang server, or of the embedded engine."""
 
-    _shares_memory: bool | None = None
-    """Whether it does; None before the first answer."""
+    _segment_access: SegmentAccess | None = None
+    """None before the first answer."""
 
-    async def shares_memory(self) -> bool:
-        """True when the server is an embedded engine on this machine; False also while it does not answer."""
-        if self._shares_memory is None:
+    async def segment_access(self) -> SegmentAccess:
+        """All for an embedded engine on this machine, none for SGLang, nor for a server that does not answer."""
+        if self._segment_access is None:
             try:
                 server = await self._connection.call("GET", "/server_info")
             except EngineError:
-                return False
+                return SegmentAccess.NONE
             scope = server.get("memory_scope") if isinstance(server, dict) else None
-            self._shares_memory = bool(scope) and scope == memory_scope()
-        return self._shares_memory
+            if scope is None:
+                self._segment_access = SegmentAccess.NONE
+            else:
+                is_here = scope != "" and scope == memory_scope()
+                self._segment_access = SegmentAccess.MEMORY if is_here else SegmentAccess.FILES
+        return self._segment_access
 
     async def abort_running(self) -> None:
         """End all requests with the tokens that they have."""
@@ -84,14 +88,14 @@ class SGLangEngine(EngineClient):
             raise WeightSyncError(f"{self.name} serves {served} after it was given {version}")
         return await self._held_tensors()
 
-    async def take_shared_weights(self, weights: SharedWeights, version: str) -> Mapping[str, str]:
-        """Load weights once from memory, set the version, and return the sha256 of every tensor that is served then.
+    async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]:
+        """Load segments once, set the version, and return the sha256 of every tensor that is served then.
 
         Raises:
             WeightSyncError: the server refused, or serves another version.
         """
         body = {"model_path": str(weights.model_dir), "weight_version": version, "segments": weights.addresses()}
-        path = "/update_weights_from_shared_memory"
+        path = "/update_weights_from_segments"
         answer = await self._connection.call("POST", path, json=body, timeout=UPDATE_TIMEOUT)
         if (served := answer.get("weight_version")) != version:
             raise WeightSyncError(f"{self.name} serves {served} after it was given {version}")

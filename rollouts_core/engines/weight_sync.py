@@ -2,8 +2,9 @@
 
 Not here: how one engine takes and proves its weights (sglang.py, vllm.py, http.py).
 
-    backend.get_weights -> memory, where all engines share it                        -> every engine in parallel
-                        -> <weights_dir>/<version>/{model.safetensors, config.json}  ->
+    backend.get_weights -> what changed, in memory, where all engines run on this machine    -> every engine in parallel
+                        -> what changed, in files, where all engines are embedded ones
+                        -> <weights_dir>/<version>/{model.safetensors, config.json}
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio
 from safetensors.torch import save_file
@@ -20,10 +22,13 @@ from torch import Tensor
 from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.concurrency import gather, in_short_thread
 from rollouts_core.engines.canary import Canary, backend_canary
-from rollouts_core.engines.protocol import InferenceEngine
-from rollouts_core.engines.shared_memory import SharedMemory, SharedWeights
+from rollouts_core.engines.protocol import InferenceEngine, SegmentAccess
+from rollouts_core.engines.segments import SegmentedWeights, SegmentStore
 from rollouts_core.errors import CheckpointError, EngineError, WeightSyncError
 from rollouts_core.files import new_directory, write_atomically
+
+if TYPE_CHECKING:
+    from rollouts_core.engines.protocol import Weights
 
 SYNC_TIMEOUT_S = 900.0
 KEPT_VERSIONS = 2
@@ -47,20 +52,20 @@ class PublishTarget:
     """Where and under which name the versions of one run are published."""
 
     weights_dir: Path
-    """Directory that holds one directory per version, or config.json alone; every engine can read it."""
+    """Directory that holds one directory per version, or segments and config.json; every engine can read it."""
     model_config: Path
     """The config.json that goes with the weights."""
     prefix: str
     """Versions are called `<prefix>-<number of optimizer steps>`."""
     temperature: float = 1.0
     """Of the rollouts, with which the backend was created."""
-    memory: SharedMemory = field(default_factory=SharedMemory, compare=False)
-    """Where versions are published instead, as long as every engine can read it."""
+    segments: SegmentStore = field(default_factory=SegmentStore, compare=False)
+    """What is published instead, where every engine has access to it."""
 
 
 async def sync_weights_to_engines(
     engines: Sequence[InferenceEngine],
-    checkpoint_path: str | Path | SharedWeights,
+    checkpoint_path: str | Path | SegmentedWeights,
     *,
     version: str,
     canary: Canary | None = None,
@@ -69,11 +74,11 @@ async def sync_weights_to_engines(
     """Load a checkpoint's weights into all engines in parallel; one verified result per engine, in their order.
 
     Args:
-        checkpoint_path: its directory, or weights in memory that all engines share.
+        checkpoint_path: its directory, or segments that all engines have access to.
         canary: proves tensors that cannot be compared; by default a forward pass of the checkpoint's model.
         timeout_s: an engine that takes longer has not taken the version; the others do not wait for it for longer.
     """
-    weights = checkpoint_path if isinstance(checkpoint_path, SharedWeights) else Path(checkpoint_path)
+    weights = checkpoint_path if isinstance(checkpoint_path, SegmentedWeights) else Path(checkpoint_path)
     results: dict[int, WeightSyncResult] = {}
 
     async def sync_one(place: int, engine: InferenceEngine) -> None:
@@ -104,9 +109,11 @@ async def publish_weights(backend: TrainingBackend, engines: Sequence[InferenceE
     if not engines:
         return version
     weights = await backend.get_weights().result()
-    shares_memory = bool(engines) and all(await gather([engine.shares_memory for engine in engines]))
-    write = _write_to_memory if shares_memory else _write_files
-    published = await write(weights, version, target)
+    access = await common_access(engines)
+    if access is SegmentAccess.NONE:
+        published: Weights = await _write_directory(weights, version, target)
+    else:
+        published = await _write_segments(weights, version, target, in_memory=access is SegmentAccess.MEMORY)
     canary = backend_canary(backend, temperature=target.temperature)
     results = await sync_weights_to_engines(engines, published, version=version, canary=canary)
     if failed := [result for result in results if result.error]:
@@ -115,15 +122,24 @@ async def publish_weights(backend: TrainingBackend, engines: Sequence[InferenceE
     return version
 
 
-async def _write_to_memory(weights: Mapping[str, Tensor], version: str, target: PublishTarget) -> SharedWeights:
-    model_config = target.weights_dir / "config.json"
-    if not model_config.exists():
-        target.weights_dir.mkdir(parents=True, exist_ok=True)
-        write_atomically(model_config, target.model_config.read_bytes())
-    return await target.memory.publish(weights, version=version, model_dir=target.weights_dir)
+async def common_access(engines: Sequence[InferenceEngine]) -> SegmentAccess:
+    """What all of some engines have access to; nothing where there are none."""
+    return min(await gather([engine.segment_access for engine in engines]), default=SegmentAccess.NONE)
 
 
-async def _write_files(weights: Mapping[str, Tensor], version: str, target: PublishTarget) -> Path:
+async def _write_segments(
+    weights: Mapping[str, Tensor], version: str, target: PublishTarget, *, in_memory: bool
+) -> SegmentedWeights:
+    folder = target.weights_dir
+    if not (folder / "config.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "config.json", target.model_config.read_bytes())
+    return await target.segments.publish(
+        weights, version=version, model_dir=folder, folder=None if in_memory else folder
+    )
+
+
+async def _write_directory(weights: Mapping[str, Tensor], version: str, target: PublishTarget) -> Path:
     def write() -> None:
         with new_directory(target.weights_dir / version) as directory:
             on_host = {name: value.contiguous().cpu() for name, value in weights.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -50,13 +51,13 @@ def url(start: SavedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     folder = tmp_path_factory.mktemp("by_hand")
     env = {**os.environ, **command.env, "TMPDIR": str(folder)}
     with (folder / "log.txt").open("wb") as output:
-        process = subprocess.Popen(command.argv, env=env, stdout=output, stderr=output)
+        process = subprocess.Popen(command.argv, env=env, stdout=output, stderr=output, start_new_session=True)
     address = f"http://127.0.0.1:{job.port}"
     try:
         asyncio.run(wait_until_ready(address))
         yield address
     finally:
-        process.terminate()
+        os.killpg(process.pid, signal.SIGKILL)  # while it starts it is deaf to SIGTERM
         process.wait()
 
 

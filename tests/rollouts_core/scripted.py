@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from rollouts_core.engines.protocol import Completion, GenerationRequest
+from rollouts_core.engines.protocol import Completion, GenerationRequest, SegmentAccess
 from rollouts_core.types import Status
 
 
@@ -40,9 +40,9 @@ class ScriptedEngine:
             version_spans=((f"run-{len(self.requests)}", 0, len(kept)),),
         )
 
-    async def shares_memory(self) -> bool:
+    async def segment_access(self) -> SegmentAccess:
         """A script has no weights."""
-        return False
+        return SegmentAccess.NONE
 
     async def load_weights(self, checkpoint_path: Path, version: str) -> None:
         """A script has no weights."""

@@ -34,7 +34,8 @@ from rollouts_core.config import (
 )
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.data.dataset import load_prompts_from_jsonl
-from rollouts_core.engines import PublishTarget
+from rollouts_core.engines import PublishTarget, SGLangEngine
+from rollouts_core.engines.client import EngineClient
 from rollouts_core.environments import Conversation, Reply
 from rollouts_core.errors import NonFiniteError, RewardError
 from rollouts_core.generate import create_engine_generate_fn
@@ -176,7 +177,7 @@ def test_every_sample_of_a_step_comes_from_the_weights_of_the_step_before(
 def test_only_the_last_published_versions_stay_on_disk(
     base_model: ModelConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollouts_core.engines.sglang.memory_scope", lambda: "another machine")
+    monkeypatch.setattr(SGLangEngine, "segment_access", EngineClient.segment_access)
     train(base_model, tokenizer, tmp_path, num_steps=4)
     assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["test-3", "test-4"]
 

@@ -74,7 +74,7 @@ async def until_running(scheduler: Scheduler, count: int) -> None:
         await asyncio.sleep(0.002)
 
 
-OWN_ENDPOINTS = ("/update_weights_from_shared_memory",)
+OWN_ENDPOINTS = ("/update_weights_from_segments",)
 """What SGLang has no like of."""
 
 

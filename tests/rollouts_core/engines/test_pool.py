@@ -15,7 +15,7 @@ import pytest
 from rollouts_core.config import SamplingConfig
 from rollouts_core.engines import EnginePool, SGLangEngine, sync_weights_to_engines
 from rollouts_core.engines.canary import Canary
-from rollouts_core.engines.protocol import Completion, GenerationRequest
+from rollouts_core.engines.protocol import Completion, GenerationRequest, SegmentAccess
 from rollouts_core.errors import CheckpointError, EngineError, EngineUnavailableError, WeightSyncError
 from rollouts_core.types import Sample, Status
 from tests.rollouts_core.served_engine import served_engine
@@ -50,8 +50,8 @@ class FakeEngine:
         )
         return [completion for _ in requests]
 
-    async def shares_memory(self) -> bool:
-        return False
+    async def segment_access(self) -> SegmentAccess:
+        return SegmentAccess.NONE
 
     async def load_weights(self, checkpoint_path: Path, version: str, canary: Canary | None = None) -> None:
         self.canaries.append(canary)

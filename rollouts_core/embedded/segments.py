@@ -1,6 +1,6 @@
-"""Weights that another process of this machine holds in memory: who may read them, and what is read of them.
+"""Segments: tensors that a trainer publishes once and never changes, in memory of its own or in a file.
 
-Not here: writing them (engines/shared_memory.py), where they go (decoder.py).
+Not here: writing them (engines/segments.py), where they go (decoder.py).
 
     trainer, pid 12: memory of descriptor 9, in the form of a safetensors file
     engine:          /proc/12/fd/9, mapped; whatever becomes of the trainer, the kernel keeps it as long as it is mapped
@@ -28,7 +28,7 @@ class SegmentAddress:
     id: str
     """Names the content: a segment never changes, and no other has its id."""
     path: str
-    """Where this machine's processes open it."""
+    """A file, or the memory of a process of this machine."""
     names: tuple[str, ...]
     """The tensors that are taken from it; it may hold others."""
 
@@ -46,16 +46,16 @@ def memory_scope() -> str:
 
 
 def read_segment(segment: SegmentAddress, names: Collection[str]) -> dict[str, Tensor]:
-    """Some tensors of a segment, as they lie in the other process's memory: mapped, not copied.
+    """Some tensors of a segment, mapped, not copied.
 
     Raises:
-        CheckpointError: the process that held it is gone, or it holds something else.
+        CheckpointError: it is gone, or holds something else.
     """
     try:
         with safe_open(segment.path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{segment.path} cannot be read as weights in shared memory ({error}): the process that published them has "
-            "ended, publish them again"
+            f"{segment.path} cannot be read as published weights ({error}): the trainer that published them has ended "
+            "or gone on, publish them again"
         ) from error

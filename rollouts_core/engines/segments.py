@@ -1,14 +1,14 @@
-"""Publish weights in memory that engines of this machine map, instead of writing them to a disk.
+"""Publish weights as segments, of which an engine loads those that it has not: in memory of this machine, or in files.
 
-Not here: reading them (embedded/shared_memory.py), proving that an engine took them (http.py).
+Not here: reading them (embedded/segments.py), proving that an engine took them (http.py).
 
     version 1   segment A: every tensor
     version 2   segment A: embedding      segment B: what changed      only B is written, and only B is loaded
-    version 3   segment A: embedding      segment C: what changed      B is freed
+    version 3   segment A: embedding      segment C: what changed      B is removed
 
-A segment is memory without a name in any file system, in the form of a safetensors file. It never changes, so that an
-engine that comes back later finds what was published. The kernel frees it with the last process that holds it: nothing
-is left behind by a trainer that was killed.
+A segment is in the form of a safetensors file. It never changes, so that an engine that comes back later finds what was
+published. Where it is memory, it has no name in any file system, and the kernel frees it with the last process that
+holds it: nothing is left behind by a trainer that was killed. Files that one left behind are removed by the next.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from rollouts_core.embedded.weights import digest_tensors, tensor_bytes
 MAX_STALE_SHARE = 0.5
 """Tensors that were replaced lie in segments that others keep alive. When they take more memory than this share of the
 weights, those others are written anew, into a segment of their own."""
+FILE_PREFIX = "segment-"
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -48,22 +49,29 @@ DTYPE_NAMES = {
 
 
 class Segment:
-    """Tensors in memory that other processes can map as long as this object lives."""
+    """Tensors that other processes can map as long as this object lives.
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    Args:
+        folder: where it is a file; None takes memory.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], folder: Path | None = None) -> None:
         self.id = uuid4().hex
-        self._descriptor = os.memfd_create("rollouts-weights")
-        weakref.finalize(self, os.close, self._descriptor)
-        with open(self._descriptor, "wb", closefd=False) as file:
+        self.path: str
+        """Where other processes open it."""
+        if folder is None:
+            descriptor = os.memfd_create("rollouts-weights")
+            weakref.finalize(self, os.close, descriptor)
+            self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        else:
+            file = folder / f"{FILE_PREFIX}{self.id}.safetensors"
+            weakref.finalize(self, file.unlink, missing_ok=True)
+            self.path = str(file)
+        with Path(self.path).open("wb") as opened:
             for part in render_safetensors(tensors):
-                file.write(part)
+                opened.write(part)
         self.tensors = load_file(self.path)
         """What it holds, mapped."""
-
-    @property
-    def path(self) -> str:
-        """Where other processes open it."""
-        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +84,7 @@ class PlacedTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedWeights:
+class SegmentedWeights:
     """One published version."""
 
     version: str
@@ -104,18 +112,26 @@ class SharedWeights:
         return {name: digests[tensor.digests][name] for name, tensor in self.placed.items()}
 
 
-class SharedMemory:
+class SegmentStore:
     """Where one trainer publishes its versions; keeps the newest alive."""
 
     def __init__(self) -> None:
         self._newest: Mapping[str, PlacedTensor] = {}
+        self._folder: Path | None = None
 
-    async def publish(self, weights: Mapping[str, Tensor], *, version: str, model_dir: Path) -> SharedWeights:
+    async def publish(
+        self, weights: Mapping[str, Tensor], *, version: str, model_dir: Path, folder: Path | None = None
+    ) -> SegmentedWeights:
         """A new version: what differs from the newest one is written, the rest stays where it is.
 
         Args:
             weights: must not change before the version's digests are there.
+            folder: where segments are files; None takes memory. Another one than before begins with everything.
         """
+        if folder != self._folder:
+            self._newest, self._folder = {}, folder
+            if folder is not None:
+                remove_segment_files(folder)
         on_host = {name: tensor.detach().contiguous().cpu() for name, tensor in weights.items()}
         changed = await in_short_thread(partial(find_changed, on_host, self._newest))
         same = {name: tensor for name, tensor in on_host.items() if name not in changed}
@@ -125,10 +141,16 @@ class SharedMemory:
             kept, written = {}, [changed, same]
         for tensors in filter(None, written):
             digests = start_short_thread(partial(digest_tensors, tensors))
-            segment = await in_short_thread(partial(Segment, tensors))
+            segment = await in_short_thread(partial(Segment, tensors, folder))
             kept |= dict.fromkeys(tensors, PlacedTensor(segment, digests))
         self._newest = {name: kept[name] for name in on_host}
-        return SharedWeights(version=version, model_dir=model_dir, placed=self._newest)
+        return SegmentedWeights(version=version, model_dir=model_dir, placed=self._newest)
+
+
+def remove_segment_files(folder: Path) -> None:
+    """Delete what a trainer that was killed left behind."""
+    for leftover in folder.glob(f"{FILE_PREFIX}*.safetensors"):
+        leftover.unlink(missing_ok=True)
 
 
 def find_changed(weights: Mapping[str, Tensor], placed: Mapping[str, PlacedTensor]) -> dict[str, Tensor]:
