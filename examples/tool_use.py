@@ -12,7 +12,8 @@ of 160 000 parameters cannot. After SFT it does both. Rewarded for right answers
 
 The environment is `rollouts_core/environments/calculator.py`. Everything runs in this process, on one thread.
 
-    python examples/tool_use.py --seed 0
+    python examples/tool_use.py --seed 0            one seed, about a minute
+    python examples/tool_use.py --seeds 3           seeds 0, 1 and 2, and a table of what each stage achieved
 """
 
 import argparse
@@ -22,6 +23,7 @@ import random
 import statistics
 import tempfile
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -163,34 +165,72 @@ def save(backend: PyTorchTrainingBackend, folder: Path) -> None:
     backend.tokenizer.save_pretrained(folder)
 
 
-async def score(model: Path, prompts: list[Prompt]) -> tuple[float, float]:
-    """Accuracy on held-out problems, greedy, and how many turns an answer takes."""
-    sampling = ROLLOUT.sampling.model_copy(update={"temperature": 0.0})
-    greedy = ROLLOUT.model_copy(update={"n_samples_per_prompt": 1, "sampling": sampling})
-    samples = await generate_samples(ModelConfig(path=str(model)), prompts, greedy, num_slots=128)
-    graded = await grade_group(samples, resolve_reward_fn(greedy))
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a model does with the held-out problems."""
+
+    greedy: float
+    """Share of right answers when it always takes the most likely token."""
+    sampled: float
+    """The same at temperature 1, as in training."""
+    num_turns: float
+    """Turns of a greedy answer."""
+
+
+async def score(model: Path, prompts: list[Prompt]) -> Score:
+    """The model's accuracy on held-out problems."""
+    greedy, num_turns = await measure(model, prompts, temperature=0.0, num_samples=1)
+    sampled, _ = await measure(model, prompts, temperature=1.0, num_samples=4)
+    return Score(greedy, sampled, num_turns)
+
+
+async def measure(model: Path, prompts: list[Prompt], *, temperature: float, num_samples: int) -> tuple[float, float]:
+    """Mean reward and mean number of turns."""
+    sampling = ROLLOUT.sampling.model_copy(update={"temperature": temperature})
+    settings = ROLLOUT.model_copy(update={"n_samples_per_prompt": num_samples, "sampling": sampling})
+    samples = await generate_samples(ModelConfig(path=str(model)), prompts, settings, num_slots=128)
+    graded = await grade_group(samples, resolve_reward_fn(settings))
     num_turns = statistics.fmean(len(sample.metadata["outcomes"]) for sample in graded)
     return statistics.fmean(sample.reward or 0.0 for sample in graded), num_turns
 
 
-async def main(seed: int, num_sft_steps: int, num_rl_steps: int, folder: Path) -> None:
-    """Make the data, train in two stages, and say what each achieved."""
+async def main(seed: int, num_sft_steps: int, num_rl_steps: int, folder: Path) -> dict[str, Score]:
+    """Make the data, train in two stages, and say what each achieved, the untrained model first."""
     write_files(folder, seed=seed)
     heldout = load_prompts_from_jsonl(folder / "heldout.jsonl")
     await fine_tune(folder, num_steps=num_sft_steps)
     await reinforce(folder, num_steps=num_rl_steps)
-    for stage in ("sft", "rl"):
-        accuracy, num_turns = await score(folder / stage, heldout)
-        print(f"{stage:3s}  held-out accuracy {accuracy:.3f}  turns {num_turns:.2f}", flush=True)
+    scores = {stage: await score(folder / stage, heldout) for stage in ("model", "sft", "rl")}
+    for stage, found in scores.items():
+        print(
+            f"{stage:5s}  held-out accuracy {found.greedy:.3f}  sampled {found.sampled:.3f}  "
+            f"turns {found.num_turns:.2f}",
+            flush=True,
+        )
+    return scores
+
+
+def render_table(scores_by_seed: dict[int, dict[str, Score]]) -> str:
+    """Held-out accuracy, greedy / sampled, before and after each stage, in Markdown."""
+    lines = ["| seed | untrained | after SFT | after RL | turns after RL |", "|---|---|---|---|---|"]
+    for seed, scores in scores_by_seed.items():
+        cells = [f"{scores[stage].greedy:.3f} / {scores[stage].sampled:.3f}" for stage in ("model", "sft", "rl")]
+        lines.append(f"| {seed} | {' | '.join(cells)} | {scores['rl'].num_turns:.2f} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Tool use: SFT, then RL in several turns.")
     parser.add_argument("--seed", type=int, default=0, help="of the data and the start weights")
+    parser.add_argument("--seeds", type=int, default=1, help="how many seeds, from --seed on")
     parser.add_argument("--sft-steps", type=int, default=1000)
     parser.add_argument("--rl-steps", type=int, default=40)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     disable_progress_bar()
-    with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(main(arguments.seed, arguments.sft_steps, arguments.rl_steps, Path(folder)))
+    scores_by_seed = {}
+    for seed in range(arguments.seed, arguments.seed + arguments.seeds):
+        with tempfile.TemporaryDirectory() as folder:
+            scores_by_seed[seed] = asyncio.run(main(seed, arguments.sft_steps, arguments.rl_steps, Path(folder)))
+    if arguments.seeds > 1:
+        print(render_table(scores_by_seed))

@@ -21,10 +21,12 @@ from typing import Any
 
 import anyio
 
-from rollouts_core.config import RewardConfig
+from rollouts_core.config import ModelConfig, RewardConfig
+from rollouts_core.data.chat import tokenize_prompt
 from rollouts_core.errors import CheckpointError, ConfigError, RewardError
 from rollouts_core.http_service import HTTPService
 from rollouts_core.messages import first_line
+from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.types import Message, Sample
 
 MAX_CACHED = 100_000
@@ -33,6 +35,11 @@ COLLECT_S = 0.005
 SCORE = re.compile(r"score\s*[:=]\s*\**\s*(\d+(?:\.\d+)?)", re.IGNORECASE)
 MAX_SCORE = 10.0
 
+NATIVE_PATH = "/generate"
+MAX_JUDGE_TOKENS = 256
+"""What a judge may write at SGLang's own endpoint; at others they decide themselves."""
+
+AskJudge = Callable[[Message], Awaitable[float]]
 ScoreFn = Callable[[Sequence[Sample]], Awaitable[Sequence[float | None]]]
 
 
@@ -133,19 +140,42 @@ def create_http_reward(config: RewardConfig) -> BatchedReward:
 
 
 def create_judge_reward(config: RewardConfig) -> BatchedReward:
-    """A reward between 0 and 1 by a language model behind an OpenAI-style endpoint, greedy."""
-    service = HTTPService(f"{config.url.rstrip('/')}/chat/completions", config)
+    """A reward between 0 and 1 by a language model, greedy: behind an OpenAI-style endpoint, or SGLang's own."""
+    is_native = config.url.rstrip("/").endswith(NATIVE_PATH)
+    ask_judge = _create_native_judge(config) if is_native else _create_chat_judge(config)
 
     async def score(samples: Sequence[Sample]) -> list[float | None]:
         [sample] = samples
-        body = {
-            "model": config.model,
-            "temperature": 0,
-            "messages": [{"role": "user", "content": render_judge_prompt(config.judge_prompt, sample)}],
-        }
-        return [await service.ask(body, _read_score)]
+        return [await ask_judge(Message(role="user", content=render_judge_prompt(config.judge_prompt, sample)))]
 
     return BatchedReward(score, batch_size=1)
+
+
+def _create_chat_judge(config: RewardConfig) -> AskJudge:
+    service = HTTPService(f"{config.url.rstrip('/')}/chat/completions", config)
+
+    async def ask_judge(question: Message) -> float:
+        body = {"model": config.model, "temperature": 0, "messages": [question]}
+        score: float = await service.ask(body, lambda answer: read_score(answer["choices"][0]["message"]["content"]))
+        return score
+
+    return ask_judge
+
+
+def _create_native_judge(config: RewardConfig) -> AskJudge:
+    """Asks in token ids, which the embedded engine takes, and an SGLang that runs without a tokenizer."""
+    service = HTTPService(config.url, config)
+    tokenizer = load_tokenizer(ModelConfig(path=config.model))
+    sampling = {"temperature": 0.0, "max_new_tokens": MAX_JUDGE_TOKENS, "stop_token_ids": [tokenizer.eos_token_id]}
+
+    async def ask_judge(question: Message) -> float:
+        body = {"input_ids": tokenize_prompt(tokenizer, [question]), "sampling_params": sampling}
+        score: float = await service.ask(
+            body, lambda answer: read_score(tokenizer.decode(answer["output_ids"], skip_special_tokens=True))
+        )
+        return score
+
+    return ask_judge
 
 
 def render_judge_prompt(template: str, sample: Sample) -> str:
@@ -236,8 +266,12 @@ def _as_reward(value: Any) -> float | None:  # Any: JSON
     raise ValueError(f"{value!r} is no reward")
 
 
-def _read_score(answer: Any) -> float:  # Any: JSON
-    text = answer["choices"][0]["message"]["content"]
+def read_score(text: str) -> float:
+    """The last score in what a judge wrote, between 0 and 1.
+
+    Raises:
+        ValueError: it has none, or one out of range.
+    """
     found = SCORE.findall(text)
     if not found or not 0 <= float(found[-1]) <= MAX_SCORE:
         raise ValueError(f"no score from 0 to {MAX_SCORE:g} in {text[:100]!r}")

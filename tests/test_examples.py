@@ -88,15 +88,18 @@ def test_rl_by_hand_runs_on_the_model_of_sft_by_hand(sft_model: tuple[Path, dict
     assert all(0 <= reward <= 1 for reward in rewards.values())
 
 
-HELDOUT_LINE = re.compile(r"^(sft|rl) +held-out accuracy ([\d.]+)  turns ([\d.]+)", re.MULTILINE)
+HELDOUT_LINE = re.compile(
+    r"^(model|sft|rl) +held-out accuracy ([\d.]+)  sampled ([\d.]+)  turns ([\d.]+)", re.MULTILINE
+)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_tool_use_learns_to_call_the_calculator_in_several_turns() -> None:
-    ended = start_example("tool_use.py", "--seed", "0", timeout_s=800)
-    found = {stage: (float(accuracy), float(turns)) for stage, accuracy, turns in HELDOUT_LINE.findall(ended)}
-    # Five seeds of the recipe: 0.00 to 0.05 after SFT, 0.85 to 1.00 after RL.
-    assert found["sft"][0] < 0.4
-    assert found["rl"][0] > 0.8
-    assert found["rl"][1] > 2.0, "two or three numbers take two or three turns"
+    """Half of the RL steps of docs/environments.md, where three seeds end at 0.91 to 0.96 sampled."""
+    ended = start_example("tool_use.py", "--seed", "0", "--rl-steps", "20", timeout_s=800)
+    sampled = {stage: float(accuracy) for stage, _, accuracy, _ in HELDOUT_LINE.findall(ended)}
+    turns = {stage: float(number) for stage, _, _, number in HELDOUT_LINE.findall(ended)}
+    assert sampled["model"] < 0.05 < 0.2 < sampled["sft"] < 0.5
+    assert sampled["rl"] > sampled["sft"] + 0.2
+    assert turns["sft"] < 1.5 < 2.0 < turns["rl"], "two or three numbers take two or three turns"

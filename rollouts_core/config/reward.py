@@ -32,16 +32,18 @@ class RewardConfig(Record):
 
     kind: Literal["function", "http", "classifier", "judge"] = "function"
     """function: `name`. http: a service at `url` that is sent batches of samples. classifier: a Hugging Face sequence
-    classifier with one label in the folder `model`. judge: a language model behind the OpenAI-style endpoint `url`."""
+    classifier with one label in the folder `model`. judge: a language model behind the OpenAI-style endpoint `url`, or
+    behind the `/generate` of SGLang or the embedded engine."""
     name: FunctionName = ""
     """For the kind function, a name of `rollouts_core.rewards.REWARDS` or `package.module:function`; empty takes the
     environment's grade. For the others, what metrics call it; empty takes the kind."""
     weight: Finite = 1.0
     """Its factor in the sum."""
     url: str = ""
-    """Where the service or the judge is; of a judge, the address before `/chat/completions`."""
+    """Where the service or the judge is; of a judge, the address before `/chat/completions`, or one that ends in
+    `/generate`."""
     model: str = ""
-    """Folder of the classifier, or the judge's name at its endpoint."""
+    """Folder of the classifier, or the judge's name at its endpoint; for `/generate` the folder of its tokenizer."""
     judge_prompt: str = JUDGE_PROMPT
     """What the judge reads, with {prompt}, {response} and {answer}. Its last "Score: N" from 0 to 10 counts as N/10."""
     api_key_variable: str = Field("", json_schema_extra=PLACEMENT)

@@ -36,6 +36,7 @@ from rollouts_core.reward_services import (
 from rollouts_core.rewards import grade_group
 from rollouts_core.types import Message, Sample
 from tests.rollouts_core.scripted_service import Answer, Service
+from tests.rollouts_core.served_engine import engine_url
 
 
 @pytest.fixture(autouse=True)
@@ -169,6 +170,31 @@ def test_a_judge_reads_the_answer_and_its_last_score_counts(serve: Any, monkeypa
     [body] = service.bodies
     assert (body["model"], body["temperature"], service.keys) == ("big", 0, ["Bearer s3cret"])
     assert "blue" in body["messages"][0]["content"]
+
+
+def test_a_judge_behind_sglangs_own_endpoint_is_asked_in_tokens(
+    serve: Any, byte_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    byte_tokenizer.chat_template = "<|im_start|>{{ messages[0]['content'] }}<|im_end|><|im_start|>"
+    byte_tokenizer.save_pretrained(tmp_path)
+    said = byte_tokenizer("Fine. Score: 8<|im_end|>")["input_ids"]
+    service = serve(lambda body: (200, {"output_ids": said, "meta_info": {}}))
+    config = RewardConfig(kind="judge", url=f"{service.url}/generate", model=str(tmp_path), judge_prompt="{response}?")
+    assert grade(make_samples("blue"), create_judge_reward(config)) == [0.8]
+    [body] = service.bodies
+    assert byte_tokenizer.decode(body["input_ids"]) == "<|im_start|>blue?<|im_end|><|im_start|>"
+    assert body["sampling_params"]["stop_token_ids"] == [byte_tokenizer.eos_token_id]
+
+
+def test_the_embedded_engine_answers_as_a_judge(quickstart_dir: Path, tmp_path: Path) -> None:
+    """What an untrained model writes is no score, and is read as text all the same."""
+    model = quickstart_dir / "base_model"
+    with engine_url(model) as url:
+        config = RewardConfig(
+            kind="judge", url=f"{url}/generate", model=str(model), judge_prompt="{response}", max_retries=0
+        )
+        with pytest.raises(EnvironmentUnavailableError, match=r"no score from 0 to 10 in '[0-9+=?:,]*'"):
+            grade(make_samples("1+1=?"), create_judge_reward(config))
 
 
 def test_a_judge_is_asked_a_bounded_number_of_times_at_once_and_equal_answers_once(serve: Any) -> None:
