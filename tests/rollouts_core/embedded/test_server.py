@@ -134,14 +134,39 @@ def test_a_stream_sends_what_exists_then_the_answer_then_done(scheduler: Schedul
     assert answers[-1]["output_ids"] == whole["output_ids"]
 
 
-def test_text_is_understood_and_answered_where_a_tokenizer_is_found(model: PreTrainedModel, tmp_path: Path) -> None:
+@pytest.fixture
+def texts(model: PreTrainedModel, tmp_path: Path) -> Iterator[Scheduler]:
+    """A scheduler of a model with a tokenizer: token i is the character 33 + i, and text has spaces in between."""
     directory = save_model(model, tmp_path)
     tokenizer = Tokenizer(models.WordLevel({chr(33 + index): index for index in range(61)}, unk_token="!"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.save(str(directory / "tokenizer.json"))
     with Scheduler(Decoder(directory, num_slots=2), model_dir=directory) as scheduler:
-        body = {"text": "%", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
-        answer = ask(scheduler, "POST", "/generate", body).json()
+        yield scheduler
+
+
+@pytest.mark.parametrize("keeps_stop", [False, True])
+def test_a_stop_string_ends_a_completion_and_is_cut_off_the_text(texts: Scheduler, keeps_stop: bool) -> None:
+    params = {"max_new_tokens": 12, "ignore_eos": True, "sampling_seed": 3}
+    whole = ask(texts, "POST", "/generate", {"text": "%", "sampling_params": params}).json()
+    words = whole["text"].split(" ")
+    stop = " ".join(words[4:7])
+    params |= {"stop": ["nowhere", stop], "no_stop_trim": keeps_stop}
+    stopped = ask(texts, "POST", "/generate", {"text": "%", "sampling_params": params}).json()
+    assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert stopped["output_ids"] == whole["output_ids"][:7]
+    assert stopped["text"].strip() == " ".join(words[: 7 if keeps_stop else 4])
+
+
+def test_a_stop_string_without_a_tokenizer_is_refused(scheduler: Scheduler) -> None:
+    refused = ask(scheduler, "POST", "/generate", {"input_ids": [3], "sampling_params": {"stop": "x"}})
+    assert refused.status_code == 400
+    assert "need a tokenizer.json in the model directory" in refused.json()["error"]["message"]
+
+
+def test_text_is_understood_and_answered_where_a_tokenizer_is_found(texts: Scheduler) -> None:
+    body = {"text": "%", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+    answer = ask(texts, "POST", "/generate", body).json()
     assert answer["meta_info"]["prompt_tokens"] == 1
     assert answer["text"].replace(" ", "") == "".join(chr(33 + token) for token in answer["output_ids"])
 
