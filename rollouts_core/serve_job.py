@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rollouts_core.embedded.server import serve
+from rollouts_core.embedded.server import API_KEY_VARIABLE, is_loopback, serve
 from rollouts_core.job import ServeJob
 from rollouts_core.metrics import EventLog
 from rollouts_core.run_directory import RunDirectory, attempt_number
@@ -30,4 +30,5 @@ def run_serve_job(job: ServeJob, directory: RunDirectory) -> None:
             num_threads=job.deployment.engine_threads,
             max_running_requests=job.deployment.max_running_requests,
             context_length=job.context_length,
+            api_key="" if is_loopback(job.host) else os.environ.get(API_KEY_VARIABLE, ""),
         )

@@ -27,7 +27,6 @@ CALLS: list[tuple[str, str, dict[str, Any] | None]] = [  # Any: JSON
         ("POST", "/generate", {"input_ids": [4, 8, 9], "sampling_params": {**GREEDY, "max_new_tokens": 24, **penalty}})
         for penalty in ({"presence_penalty": 1.5}, {"frequency_penalty": 0.7}, {"repetition_penalty": 1.8})
     ),
-    ("POST", "/generate", {"input_ids": [4], "sampling_params": {**GREEDY, "stop": ["x"]}}),
     ("GET", "/model_info", None),
     ("POST", "/weights_checker", {"action": "checksum"}),
     ("POST", "/update_weight_version", {"new_version": "v7"}),

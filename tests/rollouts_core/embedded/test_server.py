@@ -30,9 +30,9 @@ from transformers import PreTrainedModel
 from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
-from rollouts_core.embedded.server import PortInUseError, bind_port, serve
+from rollouts_core.embedded.server import PortInUseError, bind_port, is_loopback, require_key, serve
 from rollouts_core.embedded.weights import tensor_digest
-from rollouts_core.errors import EngineError
+from rollouts_core.errors import EngineError, InputError
 from tests.rollouts_core.embedded.test_protocol import check_schema, load_spec
 from tests.rollouts_core.embedded.tiny_models import expected_logprobs, make_model, save_model
 
@@ -303,6 +303,31 @@ def test_server_info_names_the_limits(scheduler: Scheduler) -> None:
     info = ask(scheduler, "GET", "/server_info").json()
     assert (info["context_length"], info["max_running_requests"], info["dtype"]) == (2048, 8, "float32")
     assert info["internal_states"][0]["num_running_reqs"] == 0
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("127.1.2.3", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False)],
+)
+def test_loopback_addresses_are_told_from_others(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+def test_an_address_beyond_this_machine_needs_a_key(model_dir: Path) -> None:
+    with pytest.raises(InputError, match="needs an API key: set ROLLOUTS_API_KEY, or listen on"):
+        serve(model_dir, port=0, host="0.0.0.0")
+
+
+@pytest.mark.parametrize("given", ["", "Bearer", "Bearer sesam", "Bearer sesame2", "sesame", "bearer sesame"])
+def test_a_request_without_the_key_gets_nothing(scheduler: Scheduler, given: str) -> None:
+    transport = httpx.ASGITransport(require_key(build_app(scheduler), "sesame"))
+
+    async def ask_with(authorization: str) -> int:
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+            return (await client.get("/model_info", headers={"Authorization": authorization})).status_code
+
+    assert asyncio.run(ask_with(given)) == 401
+    assert asyncio.run(ask_with("Bearer sesame")) == 200
 
 
 def test_a_taken_port_is_refused_in_one_sentence() -> None:
