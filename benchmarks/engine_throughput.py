@@ -24,10 +24,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import aiohttp
 import torch
@@ -63,6 +63,8 @@ WARMUP_STEPS = 1
 NAMES = ("ours", "vllm", "sglang", "hf-batching", "hf-generate")
 ENGINES = {"ours": "embedded", "vllm": "vllm", "sglang": "sglang"}
 HF_CACHE_BLOCKS, HF_BATCH_TOKENS = 256, 4096
+SESSION_FIELD, USER_FIELD = 3, 11
+"""Places in /proc/PID/stat behind the name: the session, and the user time, which the system time follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +77,17 @@ class Wanted:
     """Length of the completion."""
 
 
-Load = Callable[[Sequence[Wanted], int], None]
-"""Fulfils all requests, so many at a time."""
+class Engine(Protocol):
+    """What takes turns."""
+
+    def load(self, requests: Sequence[Wanted], concurrency: int) -> None:
+        """Fulfil all requests, so many at a time."""
+
+    def pause(self) -> None:
+        """Take no processor time until the next load."""
+
+    def cpu_seconds(self) -> float:
+        """What its processes have computed so far."""
 
 
 def main() -> None:
@@ -103,6 +114,10 @@ def main() -> None:
         "machine": machine,
         "tokens_per_s": {
             name: {number: [speed(turn, number) for turn in taken] for number in CONCURRENCIES}
+            for name, taken in turns.items()
+        },
+        "cpu_s_per_token": {
+            name: {number: [cpu_cost(turn, number) for turn in taken] for number in CONCURRENCIES}
             for name, taken in turns.items()
         },
         "ready_after_s": {name: turn.parts["ready_after_s"] for name, turn in warmups.items()},
@@ -144,23 +159,37 @@ def speed(turn: Turn, concurrency: int) -> float:
     return turn.parts[f"tokens_{concurrency}"] / turn.parts[f"seconds_{concurrency}"]
 
 
-def render(results: Mapping[str, Any]) -> str:
-    """The table: tokens/s at each concurrency, and how many times faster ours is."""
+def cpu_cost(turn: Turn, concurrency: int) -> float:
+    """Processor seconds of the engine's processes per token."""
+    return turn.parts[f"cpu_{concurrency}"] / turn.parts[f"tokens_{concurrency}"]
+
+
+def render(results: Mapping[str, Any]) -> str:  # Any: JSON
+    """Two tables: tokens/s at each concurrency, and how many times faster, and cheaper in processor time, ours is."""
     speeds: Mapping[str, Mapping[int, list[float]]] = results["tokens_per_s"]
-    rows = []
-    for name, by_concurrency in speeds.items():
-        figures = [range_of(values).render(0) for values in by_concurrency.values()]
-        is_compared = name != "ours" and "ours" in speeds
-        ratios = [ratio_of(speeds["ours"][n], by_concurrency[n]).render() if is_compared else "" for n in CONCURRENCIES]
-        rows.append([name, f"{results['ready_after_s'][name]:.1f}", *figures, *ratios])
-    header = ["contender", "ready after, s"]
-    header += [f"tokens/s at {number}" for number in CONCURRENCIES]
-    return render_table([*header, *(f"ours is faster by, at {number}" for number in CONCURRENCIES)], rows)
+    costs: Mapping[str, Mapping[int, list[float]]] = results["cpu_s_per_token"]
+    figures = [
+        [name, f"{results['ready_after_s'][name]:.1f}", *(range_of(values).render(0) for values in by_number.values())]
+        for name, by_number in speeds.items()
+    ]
+    others = [name for name in speeds if name != "ours" and "ours" in speeds]
+    ratios = [
+        [
+            name,
+            *(ratios_of(speeds["ours"][number], speeds[name][number]).render() for number in CONCURRENCIES),
+            *(ratios_of(costs[name][number], costs["ours"][number]).render() for number in CONCURRENCIES),
+        ]
+        for name in others
+    ]
+    header = ["contender", "ready after, s", *(f"tokens/s at {number}" for number in CONCURRENCIES)]
+    compared = [f"faster at {number}" for number in CONCURRENCIES]
+    compared += [f"by CPU time at {number}" for number in CONCURRENCIES]
+    return render_table(header, figures) + "\n\n" + render_table(["ours is, against", *compared], ratios)
 
 
-def ratio_of(ours: Sequence[float], theirs: Sequence[float]) -> Range:
-    """How many times faster the first is, round by round."""
-    return range_of([mine / other for mine, other in zip(ours, theirs, strict=True)])
+def ratios_of(dividends: Sequence[float], divisors: Sequence[float]) -> Range:
+    """Their ratios, round by round."""
+    return range_of([dividend / divisor for dividend, divisor in zip(dividends, divisors, strict=True)])
 
 
 # --- workers
@@ -177,34 +206,26 @@ def run_worker(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         if options.worker in ENGINES:
             with Server(options.worker, options.model_dir, Path(folder)) as server:
-                server.load(make_load(numbers, vocab_size, 1), 1)
-                ready_after_s = time.perf_counter() - began
-                take_turns(gate, server.load, numbers, vocab_size, ready_after_s, pause=server.pause)
+                server.load([Wanted(prompt=[2, 3], num_tokens=1)], 1)
+                take_turns(gate, server, numbers, vocab_size, time.perf_counter() - began)
         else:
-            load = start_batching(options.model_dir) if options.worker == "hf-batching" else start_generate(options)
-            load(make_load(numbers, vocab_size, 1), 1)
-            take_turns(gate, load, numbers, vocab_size, time.perf_counter() - began, pause=lambda: None)
+            engine = Batching(options.model_dir) if options.worker == "hf-batching" else Generate(options.model_dir)
+            engine.load([Wanted(prompt=[2, 3], num_tokens=1)], 1)
+            take_turns(gate, engine, numbers, vocab_size, time.perf_counter() - began)
 
 
-def take_turns(
-    gate: Gate,
-    load: Load,
-    numbers: random.Random,
-    vocab_size: int,
-    ready_after_s: float,
-    *,
-    pause: Callable[[], None],
-) -> None:
-    """Put the load of every concurrency on an engine, again and again; `pause` is called after each turn."""
+def take_turns(gate: Gate, engine: Engine, numbers: random.Random, vocab_size: int, ready_after_s: float) -> None:
+    """Put the load of every concurrency on an engine, again and again."""
     while True:
         parts: dict[str, float] = {"ready_after_s": ready_after_s}
         for concurrency in CONCURRENCIES:
             requests = make_load(numbers, vocab_size, concurrency * REQUESTS_PER_CLIENT[concurrency])
-            began = time.perf_counter()
-            load(requests, concurrency)
+            began, cpu_began = time.perf_counter(), engine.cpu_seconds()
+            engine.load(requests, concurrency)
             parts[f"seconds_{concurrency}"] = time.perf_counter() - began
+            parts[f"cpu_{concurrency}"] = engine.cpu_seconds() - cpu_began
             parts[f"tokens_{concurrency}"] = sum(request.num_tokens for request in requests)
-        pause()
+        engine.pause()
         gate.step_done(units=sum(parts[f"tokens_{number}"] for number in CONCURRENCIES), **parts)
 
 
@@ -261,6 +282,18 @@ class Server:
     def pause(self) -> None:
         """Take no processor time until the next load."""
         self._signal(signal.SIGSTOP)
+
+    def cpu_seconds(self) -> float:
+        """What all processes of the server have computed so far."""
+        ticks = 0
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = path.read_text().rpartition(")")[2].split()
+            except OSError:  # it has just ended
+                continue
+            if int(fields[SESSION_FIELD]) == self._process.pid:
+                ticks += int(fields[USER_FIELD]) + int(fields[USER_FIELD + 1])
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     async def _load(self, requests: Sequence[Wanted], concurrency: int) -> None:
         waiting = iter(requests)
@@ -322,50 +355,64 @@ class Server:
         os.killpg(self._process.pid, number)
 
 
-def start_batching(model_dir: Path) -> Load:
+class InProcess:
+    """A contender without a server: it computes in this process and waits at the gate."""
+
+    def __init__(self, model_dir: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+
+    def pause(self) -> None:
+        """Nothing runs between two loads."""
+
+    def cpu_seconds(self) -> float:
+        """Of this process, with the little that the load costs."""
+        return time.process_time()
+
+
+class Batching(InProcess):
     """transformers' continuous batching."""
-    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = -1
-    batcher = model.init_continuous_batching(
-        generation_config=GenerationConfig(do_sample=True, eos_token_id=-1, pad_token_id=PAD_ID, max_new_tokens=16),
-        continuous_batching_config=ContinuousBatchingConfig(
-            num_blocks=HF_CACHE_BLOCKS, max_batch_tokens=HF_BATCH_TOKENS, return_logprobs=True
-        ),
-    )
-    batcher.start()
+    def __init__(self, model_dir: Path) -> None:
+        from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    def load(requests: Sequence[Wanted], concurrency: int) -> None:
+        super().__init__(model_dir)
+        self._batcher = self._model.init_continuous_batching(
+            generation_config=GenerationConfig(do_sample=True, eos_token_id=-1, pad_token_id=PAD_ID, max_new_tokens=16),
+            continuous_batching_config=ContinuousBatchingConfig(
+                num_blocks=HF_CACHE_BLOCKS, max_batch_tokens=HF_BATCH_TOKENS, return_logprobs=True
+            ),
+        )
+        self._batcher.start()
+
+    def load(self, requests: Sequence[Wanted], concurrency: int) -> None:
+        """Fulfil all requests, so many at a time."""
         waiting, num_running = list(requests), 0
         while waiting or num_running:
             while waiting and num_running < concurrency:
                 request = waiting.pop()
-                batcher.add_request(request.prompt, max_new_tokens=request.num_tokens, eos_token_id=-1)
+                self._batcher.add_request(request.prompt, max_new_tokens=request.num_tokens, eos_token_id=-1)
                 num_running += 1
-            outcome = batcher.get_result(timeout=1.0)
-            assert batcher.is_running(), "the batching thread ended"
+            outcome = self._batcher.get_result(timeout=1.0)
+            assert self._batcher.is_running(), "the batching thread ended"
             if outcome is not None and outcome.is_finished():
                 num_running -= 1
 
-    return load
 
-
-def start_generate(options: argparse.Namespace) -> Load:
+class Generate(InProcess):
     """transformers' generate, on full batches with padding to the left."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(options.model_dir, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
 
     @torch.inference_mode()
-    def load(requests: Sequence[Wanted], concurrency: int) -> None:
+    def load(self, requests: Sequence[Wanted], concurrency: int) -> None:
+        """Fulfil all requests, so many at a time."""
+        self._model.generation_config.eos_token_id = None
         for start in range(0, len(requests), concurrency):
             batch = requests[start : start + concurrency]
             width = max(len(request.prompt) for request in batch)
             padding = [width - len(request.prompt) for request in batch]
             rows = [[PAD_ID] * missing + request.prompt for missing, request in zip(padding, batch, strict=True)]
-            model.generate(
+            self._model.generate(
                 torch.tensor(rows),
                 attention_mask=torch.tensor([[0] * missing + [1] * (width - missing) for missing in padding]),
                 max_new_tokens=max(request.num_tokens for request in batch),
@@ -373,8 +420,6 @@ def start_generate(options: argparse.Namespace) -> Load:
                 top_k=0,
                 pad_token_id=PAD_ID,
             )
-
-    return load
 
 
 if __name__ == "__main__":

@@ -146,17 +146,48 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes any free one.")] = 30000,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    max_running_requests: Annotated[int, typer.Option(min=1, help="Completions generated together.")] = 64,
+    api_key: Annotated[
+        str,
+        typer.Option(
+            envvar="ROLLOUTS_API_KEY",
+            help="Key that every request must carry; needed where --host is beyond this machine.",
+            show_default=False,
+        ),
+    ] = "",
 ) -> None:
     """Serve a checkpoint by the embedded engine, which speaks SGLang's HTTP API."""
+    check_model_folder(model_dir)
     from rollouts_core.embedded.server import serve as serve_model  # torch loads here
+
+    def announce(url: str) -> None:
+        console.print(f"serving {model_dir} at {url} (Ctrl-C ends it)", markup=False)
+        console.print(f"try: {render_curl(url, model_dir, has_key=bool(api_key))}", markup=False)
 
     serve_model(
         model_dir,
         host=host,
         port=port,
         num_threads=threads,
-        on_ready=lambda url: console.print(f"serving {model_dir} at {url} (Ctrl-C ends it)"),
+        max_running_requests=max_running_requests,
+        api_key=api_key,
+        on_ready=announce,
     )
+
+
+def check_model_folder(model_dir: Path) -> None:
+    """Raise InputError where no model can be, before anything large is loaded."""
+    if not model_dir.is_dir():
+        raise InputError(f"{model_dir} is not a folder: give the folder of a Hugging Face checkpoint")
+
+
+def render_curl(url: str, model_dir: Path, *, has_key: bool) -> str:
+    """A command that asks the server for a completion; the key is named, not shown."""
+    has_tokenizer = (model_dir / "tokenizer.json").exists()
+    prompt = '"text": "Hello"' if has_tokenizer else '"input_ids": [1, 2, 3]'
+    key = ' -H "Authorization: Bearer $ROLLOUTS_API_KEY"' if has_key else ""
+    body = f'{{{prompt}, "sampling_params": {{"max_new_tokens": 16}}}}'
+    return f"curl {url}/generate{key} -H 'Content-Type: application/json' -d '{body}'"
 
 
 def run_pipeline(pipeline: Pipeline, *, port: int) -> None:

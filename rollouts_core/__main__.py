@@ -11,15 +11,17 @@ import errno
 import logging
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from rollouts_core.backends.launch import die_with_parent, is_follower, is_launched, launch, num_processes, run_worker
 from rollouts_core.errors import InputError
-from rollouts_core.job import load_job
+from rollouts_core.job import Job, ServeJob, load_job
 from rollouts_core.metrics import EventLog
-from rollouts_core.run_directory import RunDirectory
+from rollouts_core.run_directory import RunDirectory, attempt_number
 
 USER_ERROR_CODE = 2
 JOB_KINDS = {
@@ -46,15 +48,14 @@ def main(argv: list[str] | None = None) -> int:
             die_with_parent()
         elif (number := num_processes(job)) > 1:
             return launch("rollouts_core", [job.kind, str(arguments.job.resolve())], num_processes=number)
-        # torch and transformers load here, after everything that can fail without them.
-        from rollouts_core.run_job import attempt_number, run_job
+        run = _load_runner(job)
     except InputError as error:
         if not arguments.job.is_file():  # then its folder is no run directory to write events into
             sys.stderr.write(f"rollouts: {error}\n")
             return USER_ERROR_CODE
         return _fail(directory, 1, str(error))
     try:
-        run_job(job, directory)
+        run(directory)
     except InputError as error:
         return _fail(directory, attempt_number(), str(error))
     except (OSError, SafetensorError) as error:
@@ -62,6 +63,17 @@ def main(argv: list[str] | None = None) -> int:
             raise
         return _fail(directory, attempt_number(), f"the disk is full ({error}): free some space, then start again")
     return 0
+
+
+def _load_runner(job: Job) -> Callable[[RunDirectory], None]:
+    """What does the job: torch loads here, after everything that can fail without it; for a server nothing more."""
+    if isinstance(job, ServeJob):
+        from rollouts_core.serve_job import run_serve_job
+
+        return partial(run_serve_job, job)
+    from rollouts_core.run_job import run_job
+
+    return partial(run_job, job)
 
 
 def is_disk_full(error: OSError | SafetensorError) -> bool:

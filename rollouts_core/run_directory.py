@@ -6,6 +6,7 @@ Not here: writing them (metrics.py, checkpoint.py, run_job.py).
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,15 @@ from rollouts_core.files import write_json
 
 FORMAT = 1
 """Version of the directory's layout; a reader of another version must refuse it."""
+
+
+ATTEMPT_VARIABLE = "ROLLOUTS_ATTEMPT"
+"""Environment variable in which the supervisor says which attempt a process is."""
+
+
+def attempt_number() -> int:
+    """Which attempt at this job this process is."""
+    return int(os.environ.get(ATTEMPT_VARIABLE, "1"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,10 +42,8 @@ from rollouts_core.data.dataset import (
     sample_rules,
 )
 from rollouts_core.data.rows import RowTable, digest_path
-from rollouts_core.embedded.server import serve
 from rollouts_core.engines import Endpoint, EnginePool, InferenceEngine, InFlightEngine, PublishTarget, create_engine
 from rollouts_core.engines.in_flight import InterruptibleEngine
-from rollouts_core.engines.launch import exec_engine
 from rollouts_core.environments.protocol import describe_tools
 from rollouts_core.errors import CheckpointError, DataError
 from rollouts_core.evaluate import (
@@ -64,9 +62,7 @@ from rollouts_core.job import (
     InputDataset,
     InputFile,
     InputModel,
-    Job,
     RLJob,
-    ServeJob,
     SFTJob,
 )
 from rollouts_core.metrics import EventLog, JSONLLogger
@@ -76,7 +72,7 @@ from rollouts_core.resolve import resolve_environment, resolve_generate_fn, reso
 from rollouts_core.rewards import grade_group
 from rollouts_core.rl import run_rl_training
 from rollouts_core.rollout import AsyncRolloutManager
-from rollouts_core.run_directory import RunDirectory
+from rollouts_core.run_directory import RunDirectory, attempt_number
 from rollouts_core.sft import run_sft_training
 from rollouts_core.types import RolloutBatch, Sample
 
@@ -85,14 +81,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ATTEMPT_VARIABLE = "ROLLOUTS_ATTEMPT"
 LEASE_RENEWAL_S = 5.0
 POOLED_RESTART_TIMEOUT_S = 5.0
 """With other engines at hand, the completions of one that vanished are asked of them, while it restarts."""
 
 
-def run_job(job: Job, directory: RunDirectory) -> None:
-    """Do the job; its result.json exists when this returns (a server returns when it was told to stop)."""
+def run_job(job: SFTJob | RLJob | EvalJob | GenerateJob, directory: RunDirectory) -> None:
+    """Do a job that ends; its result.json exists when this returns."""
     silence_progress_bars()
     torch.set_num_threads(_num_threads(job))
     if isinstance(job, SFTJob | RLJob):
@@ -102,10 +97,8 @@ def run_job(job: Job, directory: RunDirectory) -> None:
         events.write("started", kind=job.kind, pid=os.getpid())
         if isinstance(job, EvalJob):
             asyncio.run(run_eval_job(job, directory))
-        elif isinstance(job, GenerateJob):
-            asyncio.run(run_generate_job(job, directory))
         else:
-            run_serve_job(job, directory)
+            asyncio.run(run_generate_job(job, directory))
 
 
 def run_training_job(job: SFTJob | RLJob, directory: RunDirectory) -> None:
@@ -177,11 +170,6 @@ async def until_sigterm(work: Coroutine[Any, Any, None]) -> None:
         raise
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-def attempt_number() -> int:
-    """Which attempt at this job this process is; the supervisor says it."""
-    return int(os.environ.get(ATTEMPT_VARIABLE, "1"))
 
 
 async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None) -> None:
@@ -347,20 +335,6 @@ async def run_generate_job(job: GenerateJob, directory: RunDirectory) -> None:
     directory.write_result({"num_samples": len(graded), **asdict(estimate_mean(scores_by_prompt(graded)))})
 
 
-def run_serve_job(job: ServeJob, directory: RunDirectory) -> None:
-    """Serve until told to stop; SGLang and vLLM take this process over."""
-    if job.engine.kind != "embedded":
-        exec_engine(job, directory.root)
-    serve(
-        Path(job.model.model.path),
-        host=job.host,
-        port=job.port,
-        num_threads=job.deployment.engine_threads,
-        max_running_requests=job.deployment.max_running_requests,
-        context_length=job.context_length,
-    )
-
-
 @contextmanager
 def checked_file(file: InputFile) -> Iterator[None]:
     """Read a data file in the block: DataError when it is not the one that the job was made for, before or after."""
@@ -492,8 +466,6 @@ async def _score_checkpoint(checkpoint: InputModel, job: EvalJob, directory: Run
     return scores_by_prompt(graded)
 
 
-def _num_threads(job: Job) -> int:
-    if isinstance(job, ServeJob):
-        return job.deployment.engine_threads
+def _num_threads(job: SFTJob | RLJob | EvalJob | GenerateJob) -> int:
     num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's word for those of this machine
     return job.deployment.trainer_threads or max(1, (os.cpu_count() or 1) // num_processes)

@@ -70,13 +70,24 @@ class ServedModel:
             return ""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=params.skip_special_tokens)
 
+    def text_of_completion(self, completion: Completion, params: SamplingParams) -> str:
+        """The text of a completion up to what ended it, which `no_stop_trim` keeps; as in SGLang."""
+        reason = completion.finish_reason
+        ends_in_token = reason.kind == "stop" and not reason.string
+        if params.no_stop_trim or not ends_in_token:
+            text = self.text_of(completion.output_ids, params)
+        else:
+            text = self.text_of(completion.output_ids[:-1], params)
+        before, found, _ = text.partition(reason.string) if reason.string else (text, "", "")
+        return before + found if params.no_stop_trim else before
+
 
 Endpoint = Callable[[ServedModel, Request], Awaitable[Response]]
 
 
 def build_app(scheduler: Scheduler) -> Starlette:
     """The endpoints over `scheduler`; whoever started the scheduler closes it."""
-    model = ServedModel(scheduler=scheduler, tokenizer=_load_tokenizer(scheduler.model_dir))
+    model = ServedModel(scheduler=scheduler, tokenizer=scheduler.tokenizer)
     endpoints: dict[str, tuple[Endpoint, list[str]]] = {
         "/generate": (_generate, ["POST", "PUT"]),
         "/health": (_health, ["GET"]),
@@ -110,7 +121,7 @@ async def _generate(model: ServedModel, request: Request) -> Response:
         completion_to_json(
             completion,
             wants_logprobs=call.wants_logprobs,
-            text=model.text_of(_visible_ids(completion), asked.params),
+            text=model.text_of_completion(completion, asked.params),
         )
         for completion, asked in zip(completions, call.requests, strict=True)
     ]
@@ -330,7 +341,7 @@ def _stream_answer(
     params = call.requests[index].params
     if isinstance(event, Future):
         completion = event.result()
-        text = model.text_of(_visible_ids(completion), params)
+        text = model.text_of_completion(completion, params)
         return completion_to_json(completion, wants_logprobs=call.wants_logprobs, text=text, index=place)
     return progress_to_json(
         event,
@@ -349,12 +360,6 @@ def _abort_unfinished(
     for asked, future in zip(requests, futures, strict=False):
         if not future.done():
             scheduler.abort(asked.request_id)
-
-
-def _visible_ids(completion: Completion) -> tuple[int, ...]:
-    """The tokens of the text: without the stop token, as in SGLang."""
-    is_stopped = completion.finish_reason.kind == "stop"
-    return completion.output_ids[:-1] if is_stopped else completion.output_ids
 
 
 async def _read_body(request: Request) -> Json:
@@ -400,8 +405,3 @@ def _status_of(error: Exception) -> int:
     if isinstance(error, EngineUnavailableError):
         return 503
     return 400 if isinstance(error, RequestError | InputError) else 500
-
-
-def _load_tokenizer(model_dir: Path) -> Tokenizer | None:
-    path = model_dir / "tokenizer.json"
-    return Tokenizer.from_file(str(path)) if path.exists() else None

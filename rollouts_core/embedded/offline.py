@@ -48,7 +48,7 @@ def generate_tokens(
     return [completions[str(index)] for index in range(len(prompts))]
 
 
-def check_request(request: GenerationRequest, decoder: Decoder) -> None:
+def check_request(request: GenerationRequest, decoder: Decoder, *, has_text: bool = False) -> None:
     """Raise ValueError, in SGLang's words, where the decoder cannot take this request."""
     num_input, limit = len(request.input_ids), decoder.context_length
     if num_input == 0:
@@ -59,6 +59,8 @@ def check_request(request: GenerationRequest, decoder: Decoder) -> None:
         raise ValueError(f"The input_ids contain token id {outside}, valid range is [0, {vocab_size}).")
     if num_input >= limit:
         raise ValueError(f"The input ({num_input} tokens) is longer than the model's context length ({limit} tokens).")
+    if request.params.stop and not has_text:
+        raise ValueError("stop strings need a tokenizer.json in the model directory: use stop_token_ids instead.")
     num_new = request.params.max_new_tokens
     if num_new is not None and num_input + num_new > limit:
         raise ValueError(

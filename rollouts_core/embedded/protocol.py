@@ -33,11 +33,11 @@ SAMPLING_FIELDS = (
 """Every sampling parameter that SGLang knows, in the order of its error text."""
 
 NEUTRAL_VALUES: Mapping[str, tuple[Json, ...]] = {
-    **dict.fromkeys(("stop", "stop_regex", "logit_bias", "choice"), ([], {}, "")),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_new_tokens"), (0,)),
-    **dict.fromkeys(("repetition_penalty", "n", "beam_width"), (1,)),
+    **dict.fromkeys(("stop_regex", "logit_bias", "choice"), ([], {}, "")),
+    "min_new_tokens": (0,),
+    **dict.fromkeys(("n", "beam_width"), (1,)),
     **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), ("",)),
-    **dict.fromkeys(("spaces_between_special_tokens", "no_stop_trim"), (True, False)),
+    "spaces_between_special_tokens": (True, False),
     **dict.fromkeys(("stream_interval", "custom_params", "watermark"), ()),
 }
 """Sampling parameters that this engine does not have, with the values (besides null) that change nothing."""
@@ -121,6 +121,9 @@ def sampling_params_from_json(value: Json) -> SamplingParams:
         _check_sampling_type(name, setting)
     if "stop_token_ids" in own:
         own["stop_token_ids"] = tuple(own["stop_token_ids"])
+    if "stop" in own:
+        stop = own["stop"]
+        own["stop"] = tuple(string for string in ([stop] if isinstance(stop, str) else stop) if string)
     if own.get("top_k", 0) >= 2**30:
         own["top_k"] = -1
     if value.get("max_new_tokens", 0) is None:
@@ -205,7 +208,7 @@ def finish_reason_to_json(reason: FinishReason, num_tokens: int) -> dict[str, Js
     """SGLang's finish_reason object."""
     match reason.kind:
         case "stop":
-            return {"type": "stop", "matched": reason.token_id}
+            return {"type": "stop", "matched": reason.string or reason.token_id}
         case "length":
             return {"type": "length", "length": num_tokens}
         case "abort":
@@ -276,9 +279,12 @@ def _check_sampling_type(name: str, value: Json) -> None:
     match name:
         case "stop_token_ids":
             is_fine, expected = isinstance(value, list) and all(map(_is_integer, value)), "a list of i64"
-        case "ignore_eos" | "skip_special_tokens":
+        case "stop":
+            strings = value if isinstance(value, list) else [value]
+            is_fine, expected = all(isinstance(each, str) for each in strings), "a string or a list of strings"
+        case "ignore_eos" | "skip_special_tokens" | "no_stop_trim":
             is_fine, expected = isinstance(value, bool), "a boolean"
-        case "temperature" | "top_p" | "min_p":
+        case "temperature" | "top_p" | "min_p" | "frequency_penalty" | "presence_penalty" | "repetition_penalty":
             is_fine, expected = _is_integer(value) or isinstance(value, float), "f64"
         case _:
             is_fine, expected = _is_integer(value), "i64"

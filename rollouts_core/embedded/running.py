@@ -20,10 +20,17 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from rollouts_core.embedded.decoder import Decoder
-from rollouts_core.embedded.sampling import SamplingParams, SamplingRows, sample_tokens, stack_sampling_rows
+from rollouts_core.embedded.sampling import (
+    SamplingParams,
+    SamplingRows,
+    penalize,
+    sample_tokens,
+    stack_sampling_rows,
+)
 
 NO_TOKEN = -1
 
@@ -32,11 +39,13 @@ class FinishReason(NamedTuple):
     """Why a completion ended."""
 
     kind: Literal["stop", "length", "abort"]
-    """A stop token, the limit, or from outside."""
+    """A stop token or string, the limit, or from outside."""
     token_id: int = NO_TOKEN
     """The stop token, for "stop"."""
     message: str = ""
     """Who ended it, for "abort"."""
+    string: str = ""
+    """The stop string, for "stop" without a stop token."""
 
 
 class WeightSpan(NamedTuple):
@@ -84,7 +93,7 @@ class Completion:
     request_id: str
     """The request's."""
     output_ids: tuple[int, ...]
-    """Sampled tokens; a stop token is the last of them."""
+    """Sampled tokens; a stop token, or the end of a stop string, is the last of them."""
     output_logprobs: tuple[float, ...]
     """Log-probability of each, under the distribution that was sampled from."""
     finish_reason: FinishReason
@@ -138,11 +147,17 @@ def note_version_change(partial: Partial, old_version: str) -> Partial:
 
 
 class RunningBatch:
-    """The rows in the decoder's slots and what they have produced; not thread-safe."""
+    """The rows in the decoder's slots and what they have produced; not thread-safe.
 
-    def __init__(self, decoder: Decoder) -> None:
+    Args:
+        decoder: no other batch may be using it.
+        tokenizer: finds stop strings; without it requests cannot have any.
+    """
+
+    def __init__(self, decoder: Decoder, tokenizer: Tokenizer | None = None) -> None:
         slots, length = decoder.num_slots, decoder.context_length
         self._decoder = decoder
+        self._tokenizer = tokenizer
         self._partials: list[Partial] = []
         self._sampling_rows: SamplingRows | None = None
         self._last_token = np.zeros(slots, dtype=np.int64)
@@ -239,6 +254,9 @@ class RunningBatch:
         count = self.num_rows
         if self._sampling_rows is None:
             self._sampling_rows = _stack(self._partials)
+        for row, partial in enumerate(self._partials):
+            if partial.request.params.is_penalized:
+                penalize(logits_BV[row], self._output_ids[row, : self._num_output[row]], partial.request.params)
         tokens_B, logprobs_B = sample_tokens(logits_BV, self._sampling_rows, self._num_cached[:count])
         row_numbers, places = np.arange(count), self._num_output[:count]
         self._last_token[:count] = tokens_B.numpy()
@@ -252,14 +270,30 @@ class RunningBatch:
         last_token = self._last_token[:count]
         is_stopped = (last_token[:, None] == self._stop_ids[:count]).any(1)
         is_full: NDArray[np.bool_] = self._num_output[:count] >= self._max_output[:count]
-        rows = np.flatnonzero(is_stopped | is_full).tolist()
+        strings = {row: string for row in range(count) if (string := self._stop_string(row))}
+        rows = sorted({*np.flatnonzero(is_stopped | is_full).tolist(), *strings})
         reasons = [
-            FinishReason("stop", token_id=int(last_token[row])) if is_stopped[row] else FinishReason("length")
+            FinishReason("stop", string=strings[row])
+            if row in strings
+            else FinishReason("stop", token_id=int(last_token[row]))
+            if is_stopped[row]
+            else FinishReason("length")
             for row in rows
         ]
         finished = [(self.partial(row), reason) for row, reason in zip(rows, reasons, strict=True)]
         self._drop_rows(rows)
         return finished
+
+    def _stop_string(self, row: int) -> str:
+        """The stop string that a row's text ends in, or nearly: its last token may go on behind it."""
+        if not (wanted := self._partials[row].request.params.stop):
+            return ""
+        assert self._tokenizer is not None, "the scheduler refuses stop strings where there is no tokenizer"
+        num_tail = max(len(string.encode()) for string in wanted) + 1  # no token has less than a byte
+        count = self._num_output[row]
+        tail_ids = self._output_ids[row, max(0, count - num_tail) : count].tolist()
+        tail = self._tokenizer.decode(tail_ids, skip_special_tokens=False)
+        return next((string for string in wanted if string in tail), "")
 
     def _drop_rows(self, rows: list[int]) -> None:
         """Close the gaps with the last rows; `rows` are in rising order."""

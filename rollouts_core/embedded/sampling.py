@@ -2,7 +2,8 @@
 
 Not here: stop conditions (running.py), reading JSON (protocol.py).
 
-    logits_BV / temperature -> log_softmax -> logprobs            what is reported
+    logits_BV - penalties                                         for tokens that the completion already has
+        / temperature -> log_softmax -> logprobs                  what is reported
                                    |
                      top_k, top_p, min_p restrict                 what can be chosen
                                    |
@@ -27,6 +28,7 @@ from torch import Tensor
 MIN_TEMPERATURE = 1e-6
 """Below this a request is greedy, as in SGLang."""
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
+MAX_STOP_STRINGS = 32
 
 _UNIFORM_BITS = 52
 
@@ -43,6 +45,8 @@ class SamplingParams:
     """Tokens at most; None stands for what the context has room for."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the completion, besides the model's own; the token is part of the completion."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the completion as soon as its text has one of them; its tokens are part of the completion."""
     ignore_eos: bool = False
     """Neither the model's ends of turn nor `stop_token_ids` end the completion."""
     temperature: float = 1.0
@@ -53,10 +57,18 @@ class SamplingParams:
     """Only this many most probable tokens can be chosen; -1 stands for all."""
     min_p: float = 0.0
     """Only tokens at least this probable, relative to the most probable one, can be chosen."""
+    frequency_penalty: float = 0.0
+    """What a token's logit loses for every time that the completion already has it."""
+    presence_penalty: float = 0.0
+    """What a token's logit loses if the completion already has it."""
+    repetition_penalty: float = 1.0
+    """What divides a token's logit, or multiplies a negative one, if the completion already has it."""
     sampling_seed: int | None = None
     """Same seed, prompt and weights give the same completion; None draws a seed."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text; the token ids have them either way."""
+    no_stop_trim: bool = False
+    """Keep what ended the completion in the text; the token ids have it either way."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.temperature) or self.temperature < 0.0:
@@ -67,6 +79,13 @@ class SamplingParams:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}.")
         if self.top_k < 1 and self.top_k != -1:
             raise ValueError(f"top_k must be -1 (disable) or at least 1, got {self.top_k}.")
+        for name in ("frequency_penalty", "presence_penalty"):
+            if not -2.0 <= getattr(self, name) <= 2.0:
+                raise ValueError(f"{name} must be in [-2, 2], got {getattr(self, name)}.")
+        if not 0.0 < self.repetition_penalty <= 2.0:
+            raise ValueError(f"repetition_penalty must be in (0, 2] (1.0 = no penalty), got {self.repetition_penalty}.")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise ValueError(f"at most {MAX_STOP_STRINGS} stop strings are allowed, got {len(self.stop)}")
         if self.max_new_tokens is not None and self.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens must be at least 0, got {self.max_new_tokens}.")
         if self.sampling_seed is not None and not MIN_SEED <= self.sampling_seed <= MAX_SEED:
@@ -76,6 +95,11 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """The most probable token is taken."""
         return self.temperature < MIN_TEMPERATURE or self.top_k == 1
+
+    @property
+    def is_penalized(self) -> bool:
+        """Tokens that the completion already has are more, or less, probable."""
+        return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
     @property
     def is_restricted(self) -> bool:
@@ -142,6 +166,16 @@ def sample_tokens(logits_BV: Tensor, rows: SamplingRows, positions_B: NDArray[np
     if rows.has_greedy:
         tokens_B = torch.where(rows.is_greedy_B, logprobs_BV.argmax(-1), tokens_B)
     return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]
+
+
+@torch.inference_mode()
+def penalize(logits_V: Tensor, output_ids: NDArray[np.int64], params: SamplingParams) -> None:
+    """Change the logits of the tokens that a completion already has, in place and in SGLang's order."""
+    found, counts = np.unique(output_ids, return_counts=True)
+    tokens, times = torch.from_numpy(found), torch.from_numpy(counts)
+    logits = logits_V[tokens] - (times * params.frequency_penalty + params.presence_penalty)
+    scaled = torch.where(logits < 0, logits * params.repetition_penalty, logits / params.repetition_penalty)
+    logits_V[tokens] = scaled.to(logits_V.dtype)
 
 
 def uniform_numbers(seeds_B: NDArray[np.int64], positions_B: NDArray[np.int64]) -> NDArray[np.float64]:

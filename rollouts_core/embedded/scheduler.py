@@ -25,6 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TypeVar
 
+from tokenizers import Tokenizer
+
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.offline import check_request, choose_seed
 from rollouts_core.embedded.running import (
@@ -91,7 +93,9 @@ class Scheduler:
         self.weight_version = weight_version
         self.is_paused = False
         self.failure: str | None = None
-        self._batch = RunningBatch(decoder)
+        self.tokenizer = _load_tokenizer(model_dir)
+        """Turns text into token ids and back; None where the model directory has no tokenizer.json."""
+        self._batch = RunningBatch(decoder, self.tokenizer)
         self._waiting: deque[Partial] = deque()
         self._updates: deque[WeightUpdate] = deque()
         # The lock guards what other threads touch: what follows, and failure.
@@ -139,7 +143,7 @@ class Scheduler:
             EngineUnavailableError: the engine is closing, failed or full.
         """
         try:
-            check_request(request, self.decoder)
+            check_request(request, self.decoder, has_text=self.tokenizer is not None)
         except ValueError as error:
             raise RequestError(str(error)) from error
         done: Future[Completion] = Future()
@@ -360,6 +364,11 @@ class Scheduler:
             request_done.set_exception(EngineUnavailableError(reason))
         while self._updates:
             self._updates.popleft().done.set_exception(EngineUnavailableError(reason))
+
+
+def _load_tokenizer(model_dir: Path) -> Tokenizer | None:
+    path = model_dir / "tokenizer.json"
+    return Tokenizer.from_file(str(path)) if path.exists() else None
 
 
 def _pass_on_error(source: Future[None], target: Future[int]) -> None:

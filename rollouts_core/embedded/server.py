@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hmac
 import logging
 import signal
 import socket
@@ -18,10 +19,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 
 import torch
 import uvicorn
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
@@ -30,6 +35,8 @@ from rollouts_core.errors import EngineError, InputError
 
 logger = logging.getLogger(__name__)
 
+API_KEY_VARIABLE = "ROLLOUTS_API_KEY"
+"""Environment variable with the key of a server that is reached from other machines."""
 KEEP_ALIVE_S = 300
 SHUTDOWN_GRACE_S = 1
 LISTEN_BACKLOG = 2048
@@ -47,6 +54,7 @@ def serve(
     num_threads: int = 1,
     max_running_requests: int = 64,
     context_length: int | None = None,
+    api_key: str = "",
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve the model in this process until SIGTERM or SIGINT; call it from the main thread.
@@ -58,20 +66,28 @@ def serve(
         num_threads: CPU threads of the whole process.
         max_running_requests: completions that are generated together.
         context_length: prompt and completion together; the model's own limit where None.
+        api_key: what every request must carry as `Authorization: Bearer KEY`; none where empty, which only a loopback
+            address allows.
         on_ready: called with the server's URL when it accepts requests.
 
     Raises:
+        InputError: an address beyond this machine without a key.
         PortInUseError: another process listens on the port.
         CheckpointError: the model cannot be loaded.
         EngineError: generation failed; requests that were under way got the same error.
     """
+    if not api_key and not is_loopback(host):
+        raise InputError(
+            f"{host} is an address beyond this machine, where a server needs an API key: set {API_KEY_VARIABLE}, or "
+            "listen on 127.0.0.1"
+        )
     with bind_port(host, port) as listener:
         torch.set_num_threads(num_threads)
         decoder = _load_decoder(model_dir, num_slots=max_running_requests, context_length=context_length)
-        url = f"http://{host}:{listener.getsockname()[1]}"
+        url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         with Scheduler(decoder, model_dir=model_dir) as scheduler:
             config = uvicorn.Config(
-                build_app(scheduler),
+                require_key(build_app(scheduler), api_key) if api_key else build_app(scheduler),
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -96,6 +112,28 @@ def _load_decoder(model_dir: Path, *, num_slots: int, context_length: int | None
     """
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loading") as loading:
         return loading.submit(Decoder, model_dir, num_slots=num_slots, context_length=context_length).result()
+
+
+def require_key(app: ASGIApp, api_key: str) -> ASGIApp:
+    """`app`, with SGLang's 401 for requests that do not carry the key."""
+    expected = f"Bearer {api_key}".encode()
+
+    async def checked_app(scope: Scope, receive: Receive, send: Send) -> None:
+        given = Headers(scope=scope).get("authorization", "").encode()
+        if hmac.compare_digest(given, expected):
+            await app(scope, receive, send)
+        else:
+            await JSONResponse({"error": "Unauthorized"}, status_code=401)(scope, receive, send)
+
+    return checked_app
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens on this address."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def bind_port(host: str, port: int) -> socket.socket:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from flows.cli import app
+from flows.cli import app, render_curl
 from flows.form import Pipeline, load_pipeline
 from tests.flows.conftest import clean_environment, processes_of, wait_until
 from tests.small_pipeline import small_settings, write_small_pipeline
@@ -33,7 +34,7 @@ SURFACE = {
     "quickstart": ["--store", "--seed", "--port"],
     "validate": ["CONFIG", "--store"],
     "ui": ["--store", "--port"],
-    "serve": ["MODEL_DIR", "--host", "--port", "--threads"],
+    "serve": ["MODEL_DIR", "--host", "--port", "--threads", "--max-running-requests", "--api-key"],
 }
 """Every command with its arguments and options: other scripts depend on them, so they change only on purpose."""
 
@@ -214,6 +215,50 @@ def test_serve_answers_until_it_is_interrupted(folder: Path) -> None:
     assert answer["meta_info"]["completion_tokens"] == 4
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
+
+
+@pytest.mark.slow
+def test_a_key_is_asked_for_on_every_request(folder: Path) -> None:
+    with running("serve", str(folder / "base_model"), "--port", "0", "--api-key", "sesame") as url:
+        assert httpx.get(f"{url}/model_info", timeout=30).status_code == 401
+        assert httpx.get(f"{url}/health", headers={"Authorization": "Bearer other"}, timeout=30).status_code == 401
+        assert httpx.get(f"{url}/health", headers={"Authorization": "Bearer sesame"}, timeout=30).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere"], r"nowhere is not a folder: give the folder of a Hugging Face checkpoint"),
+        (["empty"], r"empty.config\.json cannot be read as JSON"),
+        (["gpt2"], r"does not support architecture GPT2LMHeadModel; it supports LlamaForCausalLM"),
+        (["gpt2", "--port", "TAKEN"], r"port \d+ on 127\.0\.0\.1 is in use by another process"),
+        (["gpt2", "--host", "0.0.0.0"], r"needs an API key: set ROLLOUTS_API_KEY, or listen on 127\.0\.0\.1"),
+        (["gpt2", "--host", "no.such.host.invalid", "--api-key", "k"], r"cannot listen on no\.such\.host\.invalid"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_sentence(
+    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("gpt2").mkdir()
+    Path("gpt2/config.json").write_text('{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}')
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken = str(listener.getsockname()[1])
+        given = [taken if word == "TAKEN" else word for word in arguments]
+        given += [] if "--port" in given else ["--port", "0"]
+        outcome = CliRunner().invoke(app, ["serve", *given])
+    assert outcome.exit_code == 2, outcome.output
+    assert re.search(words, outcome.stderr)
+    assert len(outcome.stderr.splitlines()) == 1
+
+
+def test_the_example_of_a_request_fits_the_model_and_keeps_the_key_to_itself(tmp_path: Path) -> None:
+    assert '"input_ids": [1, 2, 3]' in render_curl("http://h:1", tmp_path, has_key=False)
+    (tmp_path / "tokenizer.json").touch()
+    shown = render_curl("http://h:1", tmp_path, has_key=True)
+    assert '"text": "Hello"' in shown
+    assert "Bearer $ROLLOUTS_API_KEY" in shown
 
 
 @pytest.mark.slow

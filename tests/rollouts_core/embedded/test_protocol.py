@@ -74,6 +74,11 @@ def test_null_means_the_default_and_no_limit_for_max_new_tokens() -> None:
     assert params == SamplingParams(max_new_tokens=None)
 
 
+@pytest.mark.parametrize("stop", ["ab", ["ab"], ["ab", ""]])
+def test_stop_strings_come_alone_or_in_a_list(stop: Any) -> None:
+    assert sampling_params_from_json({"stop": stop}) == SamplingParams(stop=("ab",))
+
+
 def test_sglangs_number_for_all_tokens_is_understood() -> None:
     assert sampling_params_from_json({"top_k": 1 << 30}).top_k == -1
 
@@ -104,6 +109,7 @@ def test_text_goes_through_the_tokenizer() -> None:
         ({"input_ids": [1], "sampling_params": {"temperature": "hot"}}, "str `hot` for `temperature`, expected f64"),
         ({"input_ids": [1], "sampling_params": {"max_new_tokens": 1.5}}, "expected i64"),
         ({"input_ids": [1], "sampling_params": {"stop_token_ids": 3}}, "expected a list of i64"),
+        ({"input_ids": [1], "sampling_params": {"stop": [3]}}, "for `stop`, expected a string or a list of strings"),
         ({"input_ids": [1], "rid": 3}, "expected a string"),
     ],
 )
@@ -121,8 +127,11 @@ def test_requests_of_the_wrong_form_break_the_contract(body: Any, words: str) ->
         ({"text": "a", "input_ids": None}, "needs a tokenizer.json"),
         ({"sampling_params": [{}, {}]}, r"length of sampling_params \(2\)"),
         ({"sampling_params": {"temperature": -1}}, "temperature must be"),
-        ({"sampling_params": {"frequency_penalty": 0.5}}, "`frequency_penalty` is not supported"),
-        ({"sampling_params": {"stop": ["x"]}}, "`stop` is not supported"),
+        ({"sampling_params": {"min_new_tokens": 2}}, "`min_new_tokens` is not supported"),
+        ({"sampling_params": {"stop_regex": ["x"]}}, "`stop_regex` is not supported"),
+        ({"sampling_params": {"frequency_penalty": 2.5}}, r"frequency_penalty must be in \[-2, 2\]"),
+        ({"sampling_params": {"repetition_penalty": 0}}, r"repetition_penalty must be in \(0, 2\]"),
+        ({"sampling_params": {"stop": ["x"] * 33}}, "at most 32 stop strings"),
         ({"sampling_params": {"n": 2}}, "`n` is not supported"),
         ({"sampling_params": {"logit_bias": {"3": 1.0}}}, "`logit_bias` is not supported"),
         ({"top_logprobs_num": 3}, "`top_logprobs_num` is not supported"),
@@ -149,6 +158,7 @@ def test_parameters_that_change_nothing_are_accepted(neutral: dict[str, Any]) ->
     ("reason", "rendered"),
     [
         (FinishReason("stop", token_id=9), {"type": "stop", "matched": 9}),
+        (FinishReason("stop", string="ab"), {"type": "stop", "matched": "ab"}),
         (FinishReason("length"), {"type": "length", "length": 2}),
         (FinishReason("abort", message="Aborted"), {"type": "abort", "message": "Aborted"}),
     ],

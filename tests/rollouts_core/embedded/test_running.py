@@ -6,6 +6,7 @@ Without it rollouts would depend on timing, and a run could not be repeated or r
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,17 @@ def test_completions_are_bit_for_bit_the_same_alone_and_in_company(
         alone = generate_tokens(decoder, [prompts[index]], [params[index]])[0]
         assert alone.output_ids == together[index].output_ids
         assert alone.output_logprobs == together[index].output_logprobs
+
+
+def test_penalties_make_a_greedy_completion_vary_and_leave_its_neighbours_alone(decoder: Decoder) -> None:
+    prompt = random_prompt(6, seed=0)
+    plain = SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True)
+    varied = replace(plain, presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=2.0)
+    [alone] = generate_tokens(decoder, [prompt], [plain])
+    beside, penalized = generate_tokens(decoder, [prompt, prompt], [plain, varied])
+    assert beside.output_ids == alone.output_ids
+    assert len(set(penalized.output_ids)) > len(set(alone.output_ids))
+    assert penalized.output_ids[0] == alone.output_ids[0]  # the prompt is not penalized
 
 
 @pytest.mark.parametrize("width", [96, 256])

@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollouts_core.embedded.sampling import SamplingParams, sample_tokens, stack_sampling_rows, uniform_numbers
+from rollouts_core.embedded.sampling import (
+    SamplingParams,
+    penalize,
+    sample_tokens,
+    stack_sampling_rows,
+    uniform_numbers,
+)
 
 PROBS = torch.tensor([0.5, 0.25, 0.15, 0.06, 0.04])
 
@@ -57,6 +63,29 @@ def test_restrictions_exclude_exactly_the_improbable_tokens(restriction: dict[st
     tokens, logprobs = draw(SamplingParams(**restriction), 2000)
     assert set(tokens.tolist()) == allowed
     torch.testing.assert_close(logprobs, PROBS.log()[tokens], atol=1e-6, rtol=0)  # not renormalised
+
+
+@pytest.mark.parametrize(
+    ("penalties", "expected"),
+    [
+        ({"presence_penalty": 0.5}, [0.5, -2.5, 3.0]),
+        ({"frequency_penalty": 0.5}, [0.0, -2.5, 3.0]),
+        ({"repetition_penalty": 2.0}, [0.5, -4.0, 3.0]),
+        ({"presence_penalty": 0.5, "repetition_penalty": 2.0}, [0.25, -5.0, 3.0]),
+    ],
+)
+def test_penalties_change_the_logits_of_what_the_completion_has(
+    penalties: dict[str, float], expected: list[float]
+) -> None:
+    logits_V = torch.tensor([1.0, -2.0, 3.0])
+    penalize(logits_V, np.array([0, 1, 0]), SamplingParams(**penalties))  # type: ignore[arg-type]
+    assert logits_V.tolist() == expected
+
+
+def test_without_output_penalties_change_nothing() -> None:
+    logits_V = torch.tensor([1.0, -2.0])
+    penalize(logits_V, np.array([], dtype=np.int64), SamplingParams(repetition_penalty=2.0))
+    assert logits_V.tolist() == [1.0, -2.0]
 
 
 def test_rows_with_different_parameters_do_not_influence_each_other() -> None:

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollouts_core.embedded.decoder import Decoder
-from rollouts_core.embedded.running import Completion, GenerationRequest, Partial
+from rollouts_core.embedded.running import Completion, FinishReason, GenerationRequest, Partial
 from rollouts_core.embedded.sampling import SamplingParams
 from rollouts_core.embedded.scheduler import RequestError, Scheduler
 from rollouts_core.errors import CheckpointError, EngineUnavailableError
@@ -76,7 +76,7 @@ def test_an_aborted_request_keeps_what_it_has_and_others_go_on(scheduler: Schedu
     aborted = start(scheduler, request_of("mine"))
     scheduler.abort("mine")
     completion = aborted.result(TIMEOUT_S)
-    assert completion.finish_reason == ("abort", -1, "Aborted")
+    assert completion.finish_reason == FinishReason("abort", message="Aborted")
     assert 20 <= len(completion.output_ids) == len(completion.output_logprobs) < 1500
     assert len(other.result(TIMEOUT_S).output_ids) == 60
 
@@ -199,7 +199,7 @@ def test_closing_ends_requests_with_what_they_have_and_refuses_later_ones(schedu
     running = start(scheduler, request_of("r"))
     scheduler.close()
     assert len(running.result(TIMEOUT_S).output_ids) >= 20
-    assert running.result().finish_reason == ("abort", -1, "The engine is shutting down")
+    assert running.result().finish_reason == FinishReason("abort", message="The engine is shutting down")
     with pytest.raises(EngineUnavailableError, match="shutting down"):
         scheduler.submit(request_of("late"))
 

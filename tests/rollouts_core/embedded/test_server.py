@@ -30,9 +30,9 @@ from transformers import PreTrainedModel
 from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
-from rollouts_core.embedded.server import PortInUseError, bind_port, serve
+from rollouts_core.embedded.server import PortInUseError, bind_port, is_loopback, require_key, serve
 from rollouts_core.embedded.weights import tensor_digest
-from rollouts_core.errors import EngineError
+from rollouts_core.errors import EngineError, InputError
 from tests.rollouts_core.embedded.test_protocol import check_schema, load_spec
 from tests.rollouts_core.embedded.tiny_models import expected_logprobs, make_model, save_model
 
@@ -140,14 +140,39 @@ def test_a_stream_sends_what_exists_then_the_answer_then_done(scheduler: Schedul
     assert answers[-1]["output_ids"] == whole["output_ids"]
 
 
-def test_text_is_understood_and_answered_where_a_tokenizer_is_found(model: PreTrainedModel, tmp_path: Path) -> None:
+@pytest.fixture
+def texts(model: PreTrainedModel, tmp_path: Path) -> Iterator[Scheduler]:
+    """A scheduler of a model with a tokenizer: token i is the character 33 + i, and text has spaces in between."""
     directory = save_model(model, tmp_path)
     tokenizer = Tokenizer(models.WordLevel({chr(33 + index): index for index in range(61)}, unk_token="!"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.save(str(directory / "tokenizer.json"))
     with Scheduler(Decoder(directory, num_slots=2), model_dir=directory) as scheduler:
-        body = {"text": "%", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
-        answer = ask(scheduler, "POST", "/generate", body).json()
+        yield scheduler
+
+
+@pytest.mark.parametrize("keeps_stop", [False, True])
+def test_a_stop_string_ends_a_completion_and_is_cut_off_the_text(texts: Scheduler, keeps_stop: bool) -> None:
+    params = {"max_new_tokens": 12, "ignore_eos": True, "sampling_seed": 3}
+    whole = ask(texts, "POST", "/generate", {"text": "%", "sampling_params": params}).json()
+    words = whole["text"].split(" ")
+    stop = " ".join(words[4:7])
+    params |= {"stop": ["nowhere", stop], "no_stop_trim": keeps_stop}
+    stopped = ask(texts, "POST", "/generate", {"text": "%", "sampling_params": params}).json()
+    assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert stopped["output_ids"] == whole["output_ids"][:7]
+    assert stopped["text"].strip() == " ".join(words[: 7 if keeps_stop else 4])
+
+
+def test_a_stop_string_without_a_tokenizer_is_refused(scheduler: Scheduler) -> None:
+    refused = ask(scheduler, "POST", "/generate", {"input_ids": [3], "sampling_params": {"stop": "x"}})
+    assert refused.status_code == 400
+    assert "need a tokenizer.json in the model directory" in refused.json()["error"]["message"]
+
+
+def test_text_is_understood_and_answered_where_a_tokenizer_is_found(texts: Scheduler) -> None:
+    body = {"text": "%", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+    answer = ask(texts, "POST", "/generate", body).json()
     assert answer["meta_info"]["prompt_tokens"] == 1
     assert answer["text"].replace(" ", "") == "".join(chr(33 + token) for token in answer["output_ids"])
 
@@ -284,6 +309,31 @@ def test_server_info_names_the_limits(scheduler: Scheduler) -> None:
     info = ask(scheduler, "GET", "/server_info").json()
     assert (info["context_length"], info["max_running_requests"], info["dtype"]) == (2048, 8, "float32")
     assert info["internal_states"][0]["num_running_reqs"] == 0
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("127.1.2.3", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False)],
+)
+def test_loopback_addresses_are_told_from_others(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+def test_an_address_beyond_this_machine_needs_a_key(model_dir: Path) -> None:
+    with pytest.raises(InputError, match="needs an API key: set ROLLOUTS_API_KEY, or listen on"):
+        serve(model_dir, port=0, host="0.0.0.0")
+
+
+@pytest.mark.parametrize("given", ["", "Bearer", "Bearer sesam", "Bearer sesame2", "sesame", "bearer sesame"])
+def test_a_request_without_the_key_gets_nothing(scheduler: Scheduler, given: str) -> None:
+    transport = httpx.ASGITransport(require_key(build_app(scheduler), "sesame"))
+
+    async def ask_with(authorization: str) -> int:
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+            return (await client.get("/model_info", headers={"Authorization": authorization})).status_code
+
+    assert asyncio.run(ask_with(given)) == 401
+    assert asyncio.run(ask_with("Bearer sesame")) == 200
 
 
 def test_a_taken_port_is_refused_in_one_sentence() -> None:

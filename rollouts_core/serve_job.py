@@ -1,0 +1,34 @@
+"""Do a job of kind serve: be the inference server that it describes until told to stop.
+
+Not here: the server itself (embedded/server.py), command lines of SGLang and vLLM (engines/launch.py), other jobs
+(run_job.py). Apart from that file because a server that is to answer within seconds cannot load transformers.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rollouts_core.embedded.server import API_KEY_VARIABLE, is_loopback, serve
+from rollouts_core.job import ServeJob
+from rollouts_core.metrics import EventLog
+from rollouts_core.run_directory import RunDirectory, attempt_number
+
+
+def run_serve_job(job: ServeJob, directory: RunDirectory) -> None:
+    """Serve until told to stop; SGLang and vLLM take this process over."""
+    with EventLog(directory.events, attempt=attempt_number()) as events:
+        events.write("started", kind=job.kind, pid=os.getpid())
+        if job.engine.kind != "embedded":
+            from rollouts_core.engines.launch import exec_engine  # its clients take a second to load
+
+            exec_engine(job, directory.root)
+        serve(
+            Path(job.model.model.path),
+            host=job.host,
+            port=job.port,
+            num_threads=job.deployment.engine_threads,
+            max_running_requests=job.deployment.max_running_requests,
+            context_length=job.context_length,
+            api_key="" if is_loopback(job.host) else os.environ.get(API_KEY_VARIABLE, ""),
+        )
