@@ -27,6 +27,8 @@ def reward_by_place(sample: Sample) -> float:
     return float(sample.index)
 
 
+TRAINING_S = 0.1
+"""Long enough for all groups under way to finish, also on a crowded machine."""
 CONFIG = RolloutConfig(batch_size=3, n_samples_per_prompt=2, reward_fn=reward_by_place, max_staleness=2)
 
 
@@ -87,7 +89,7 @@ def test_so_many_batches_are_alive_while_the_trainer_trains_and_one_more_while_i
             for _ in range(4):
                 await manager.generate_batch()
                 asked.append(len(policy.asked))
-                await asyncio.sleep(0.02)  # training
+                await asyncio.sleep(TRAINING_S)
                 assert len(policy.asked) == asked[-1], "a group was started while the trainer trains"
         return asked
 
@@ -122,7 +124,7 @@ def test_groups_that_became_too_old_are_generated_again_and_counted() -> None:
         async with manager_of(policy, max_staleness=1) as manager:
             manager.weights_published(0)
             await manager.generate_batch()
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(TRAINING_S)
             for version in (1, 2):  # two publications in one step: more than the gate reckons with
                 policy.version = version
                 manager.weights_published(version)
@@ -171,7 +173,7 @@ def test_a_dropped_group_is_replaced_while_the_trainer_trains() -> None:
         policy = SlowPolicy()
         async with manager_of(policy, max_staleness=1, filter_fn=drop_fifth) as manager:
             first = await manager.generate_batch()
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(TRAINING_S)
             assert 6 in policy.asked
             second = await manager.generate_batch()
             return [indices_of(first), indices_of(second)], first.metadata["drops"] | second.metadata["drops"]
@@ -207,7 +209,7 @@ def test_what_was_ready_is_not_generated_again() -> None:
         policy = SlowPolicy()
         async with manager_of(policy) as stopped:
             await stopped.generate_batch()
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(TRAINING_S)
             state, cursor = stopped.state_dict(), stopped.data_buffer.state_dict()
         policy.asked.clear()
         resumed = manager_of(policy)
@@ -287,8 +289,8 @@ def test_the_time_that_generation_waits_for_the_trainer_is_measured() -> None:
         return trained, waited
 
     trained, waited = asyncio.run(run())
-    assert 0.15 < trained < 0.3
-    assert waited < 0.05
+    assert trained > 0.15
+    assert waited < 0.1
 
 
 def test_generating_ahead_needs_an_open_manager() -> None:
