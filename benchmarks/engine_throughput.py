@@ -132,7 +132,6 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="1M", help="model (default: 1M)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of every contender (default: 3)")
-    parser.add_argument("--threads", type=int, choices=[1], default=1, help="one: what the figures are for")
     parser.add_argument("--contenders", default=",".join(NAMES), help="comma-separated (default: all)")
     parser.add_argument("--out", type=Path, help="file for the figures")
     parser.add_argument("--log-dir", type=Path, help="folder for what the servers print")
