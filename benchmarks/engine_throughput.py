@@ -49,6 +49,7 @@ from side_by_side import (
 
 from infra.ports import find_free_port
 from infra.session import LocalSession
+from rollouts_core.backends.allocator import KEPT_MEMORY
 from rollouts_core.config import DeploymentConfig, EngineConfig, ModelConfig
 from rollouts_core.job import InputModel, ServeJob
 
@@ -60,6 +61,7 @@ CONTEXT_LENGTH = 256
 START_TIMEOUT_S, REQUEST_TIMEOUT_S = 300.0, 300.0
 POLL_S = 0.02
 WARMUP_STEPS = 1
+TERMINATED_CODE = 143
 NAMES = ("ours", "vllm", "sglang", "hf-batching", "hf-generate")
 ENGINES = {"ours": "embedded", "vllm": "vllm", "sglang": "sglang"}
 HF_CACHE_BLOCKS, HF_BATCH_TOKENS = 256, 4096
@@ -130,7 +132,6 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="1M", help="model (default: 1M)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of every contender (default: 3)")
-    parser.add_argument("--threads", type=int, choices=[1], default=1, help="one: what the figures are for")
     parser.add_argument("--contenders", default=",".join(NAMES), help="comma-separated (default: all)")
     parser.add_argument("--out", type=Path, help="file for the figures")
     parser.add_argument("--log-dir", type=Path, help="folder for what the servers print")
@@ -197,6 +198,7 @@ def ratios_of(dividends: Sequence[float], divisors: Sequence[float]) -> Range:
 
 def run_worker(options: argparse.Namespace) -> None:
     """Take turns as one contender: the first starts its engine, the others generate."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED_CODE))  # otherwise its server would outlive it
     torch.set_num_threads(1)
     numbers = random.Random(0)
     vocab_size = SIZES[options.size].vocab_size
@@ -258,7 +260,7 @@ class Server:
         (folder / "job.json").write_text(job.model_dump_json())
         self._process = subprocess.Popen(
             [sys.executable, "-m", "rollouts_core", "serve", str(folder / "job.json")],
-            env=worker_environment(1),
+            env=worker_environment(1) | (KEPT_MEMORY if name == "ours" else {}),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )

@@ -86,10 +86,11 @@ def job_spec(stage: Stage, session: Session, *, max_restarts: int = 0, lease_s: 
 
 
 def job_environment(stage: Stage) -> dict[str, str]:
-    """The variables of the stage's process: its GPUs, where the settings name some, and how a trainer gets memory."""
+    """The variables of the stage's process: its GPUs, where the settings name some, and how it gets memory."""
     ranks = stage.job["deployment"]["engine_gpu_ranks" if stage.kind == "serve" else "trainer_gpu_ranks"]
     gpus = {"CUDA_VISIBLE_DEVICES": ",".join(str(rank) for rank in ranks)} if ranks else {}
-    return gpus | (KEPT_MEMORY if stage.kind in ("sft", "rl") else {})
+    is_own_engine = stage.kind == "serve" and stage.job["engine"]["kind"] == "embedded"
+    return gpus | (KEPT_MEMORY if stage.kind in ("sft", "rl") or is_own_engine else {})
 
 
 def how_it_began(status: JobStatus) -> How:

@@ -1,9 +1,10 @@
-"""How a trainer's process should get memory; set by whoever starts it, because glibc reads it only then.
+"""How a trainer or the embedded engine should get memory; set by whoever starts it: glibc reads it only then.
 
-Not here: starting trainers (tasks/stage.py, launch.py).
+Not here: starting them (tasks/stage.py, launch.py).
 
 A training step on a CPU frees its activations and asks for as much again. By default glibc gives large pieces back to
-the system at once, which then hands out zeroed pages one by one: up to a fifth of a small model's step.
+the system at once, which then hands out zeroed pages one by one: up to a fifth of a small model's step. An engine gains
+a tenth of a decoding step at 20M parameters from huge pages.
 """
 
 from __future__ import annotations

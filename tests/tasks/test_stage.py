@@ -1,4 +1,4 @@
-"""Pins with which variables a stage's process starts: its GPUs, and the allocator that trainers need.
+"""Pins with which variables a stage's process starts: its GPUs, and the allocator that they need.
 
 Without it a stage would compute on another's GPU, or train a fifth slower without anybody noticing.
 """
@@ -17,13 +17,13 @@ from tasks.records import Stage
 from tasks.stage import job_environment
 
 
-def stage(kind: str, **deployment: tuple[int, ...]) -> Stage:
+def stage(kind: str, *, engine: str = "embedded", **deployment: tuple[int, ...]) -> Stage:
     ranks = {"trainer_gpu_ranks": (), "engine_gpu_ranks": (), **deployment}
     return Stage(
         name=kind,
         fingerprint="f",
         run_dir="/nowhere",
-        job={"kind": kind, "deployment": ranks},
+        job={"kind": kind, "deployment": ranks, "engine": {"kind": engine}},
         num_steps=1,
         timeout_s=1,
     )
@@ -38,9 +38,13 @@ def test_a_stage_sees_its_own_gpus(kind: str, gpus: str) -> None:
     assert "CUDA_VISIBLE_DEVICES" not in job_environment(stage(kind))
 
 
-@pytest.mark.parametrize(("kind", "is_trainer"), [("sft", True), ("rl", True), ("evaluate", False), ("serve", False)])
-def test_trainers_keep_freed_memory(kind: str, is_trainer: bool) -> None:
-    assert (job_environment(stage(kind)).items() >= KEPT_MEMORY.items()) is is_trainer
+@pytest.mark.parametrize(("kind", "expected"), [("sft", True), ("rl", True), ("evaluate", False), ("serve", True)])
+def test_trainers_and_the_embedded_engine_keep_freed_memory(kind: str, expected: bool) -> None:
+    assert (job_environment(stage(kind)).items() >= KEPT_MEMORY.items()) is expected
+
+
+def test_an_engine_of_others_gets_memory_as_it_is_used_to() -> None:
+    assert not job_environment(stage("serve", engine="vllm"))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists() or os.confstr("CS_GNU_LIBC_VERSION") is None, reason="glibc")
