@@ -349,6 +349,8 @@ def find_python_for_others() -> tuple[str, str]:
     """An interpreter of this version that another user may run, or the reason why there is none."""
     if os.getuid() != 0:
         return "", "the other tests of this file ran as a user without rights"
+    if not shutil.which("setpriv"):
+        return "", "becoming another user needs setpriv (util-linux)"
     candidates = [sys.executable, shutil.which(f"python3.{sys.version_info.minor}", path="/usr/bin:/usr/local/bin")]
     for python in filter(None, candidates):
         if subprocess.run([*AS_SOMEBODY, python, "-c", ""], capture_output=True, check=False).returncode == 0:
