@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import anyio
@@ -21,7 +22,8 @@ async def gather(calls: Sequence[Callable[[], Awaitable[ResultT]]], *, max_concu
     When one raises, the others are cancelled, and its own error is raised: not a group of errors.
     """
     results: dict[int, ResultT] = {}
-    limiter = anyio.CapacityLimiter(max_concurrent)
+    # A limiter makes every call wait one turn of the event loop, also where it lets all of them in.
+    limiter = anyio.CapacityLimiter(max_concurrent) if len(calls) > max_concurrent else nullcontext()
 
     async def run(number: int) -> None:
         async with limiter:

@@ -105,7 +105,8 @@ async def grade_group(
     )
     graded = list(samples)
     for places, last in zip(trajectories, lasts, strict=True):
-        for place in places:
+        graded[places[-1]] = last
+        for place in places[:-1]:
             graded[place] = replace(samples[place], reward=last.reward, metadata=last.metadata)
     return graded
 

@@ -9,7 +9,6 @@ Errors have SGLang's two forms: {"error": "unknown field ..."} where a request b
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import get_args
 
+import orjson
 import torch
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -293,15 +293,22 @@ async def _wait_or_abort(
     futures: list[Future[Completion]],
 ) -> list[Completion]:
     """The completions; when the client goes away they end early. How long to wait is the client's decision."""
-    everything = asyncio.gather(*map(asyncio.wrap_future, futures))
     disconnected = asyncio.ensure_future(_until_disconnected(request))
-    everything.add_done_callback(lambda _: disconnected.cancel())
+    loop, unfinished = asyncio.get_running_loop(), [*futures]
+
+    def note_end(_: Future[Completion]) -> None:
+        unfinished.pop()  # in the generation thread: the loop is woken once, not for each of them
+        if not unfinished:
+            loop.call_soon_threadsafe(disconnected.cancel)
+
+    for future in futures:
+        future.add_done_callback(note_end)
     try:
         await asyncio.wait([disconnected])
     finally:
         _abort_unfinished(scheduler, requests, futures)
         disconnected.cancel()
-    return await everything
+    return await asyncio.gather(*map(asyncio.wrap_future, futures))
 
 
 async def _until_disconnected(request: Request) -> None:
@@ -367,7 +374,7 @@ async def _read_body(request: Request) -> Json:
     if num_bytes > MAX_BODY_BYTES:
         raise RequestError(f"The request has {num_bytes} bytes, at most {MAX_BODY_BYTES} are taken: send less at once.")
     try:
-        return json.loads(await request.body())
+        return orjson.loads(await request.body())
     except ValueError as error:
         raise ContractError(f"invalid JSON: {error}") from error
 
@@ -389,11 +396,11 @@ def _string(body: dict[str, Json], name: str) -> str:
 
 
 def _json(content: Json, *, status: int = 200) -> Response:
-    return Response(json.dumps(content), status_code=status, media_type="application/json")
+    return Response(orjson.dumps(content), status_code=status, media_type="application/json")
 
 
 def _event(content: Json) -> bytes:
-    return b"data: " + json.dumps(content).encode() + b"\n\n"
+    return b"data: " + orjson.dumps(content) + b"\n\n"
 
 
 async def _error_response(_: Request, error: Exception) -> Response:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import aiohttp
 import anyio
 import httpx
+import orjson
 from httpx_aiohttp import AiohttpTransport
 
 from rollouts_core.concurrency import in_short_thread
@@ -130,7 +131,7 @@ class EngineConnection:
         if not is_answered:
             return None
         try:
-            return response.json()
+            return orjson.loads(response.content)
         except ValueError as error:  # no JSON, or no UTF-8
             raise EngineError(f"{self.url}{path} answered no JSON: {response.text[:200]!r}") from error
 

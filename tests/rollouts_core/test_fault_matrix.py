@@ -42,7 +42,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from rollouts_core import rollout
+from rollouts_core import generate
 from rollouts_core.config import MultiTurnConfig, RolloutConfig, SamplingConfig
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.engines import SGLangEngine, VLLMEngine, http
@@ -54,7 +54,8 @@ from rollouts_core.errors import (
     RewardError,
     WeightSyncError,
 )
-from rollouts_core.rollout import AsyncRolloutManager, create_engine_generate_fn
+from rollouts_core.generate import create_engine_generate_fn
+from rollouts_core.rollout import AsyncRolloutManager
 from rollouts_core.types import Message, Prompt, RolloutBatch, Sample
 from tests.rollouts_core.misbehaving import Api, Connection, Fault, behave, misbehaving
 
@@ -65,7 +66,7 @@ CLIENTS: dict[Api, type[SGLangEngine] | type[VLLMEngine]] = {"sglang": SGLangEng
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "RETRY_PAUSE_S", 0.01)
-    monkeypatch.setattr(rollout, "FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(generate, "FIRST_BACKOFF_S", 0.001)
 
 
 def hang(connection: Connection) -> None:
