@@ -13,6 +13,7 @@ returned:
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 from collections import deque
@@ -131,7 +132,7 @@ class EngineConnection:
         if not is_answered:
             return None
         try:
-            return orjson.loads(response.content)
+            return _parse_json(response.content)
         except ValueError as error:  # no JSON, or no UTF-8
             raise EngineError(f"{self.url}{path} answered no JSON: {response.text[:200]!r}") from error
 
@@ -340,6 +341,18 @@ class WeightKeeper:
                     f"{self.server.name}: {what} has the token id {token}, the served model has {self._vocab_size} "
                     "tokens: serve the model that belongs to the tokenizer"
                 )
+
+
+def _parse_json(content: bytes) -> Any:  # Any: JSON
+    try:
+        return orjson.loads(content)
+    except orjson.JSONDecodeError:
+        return json.loads(content)  # some servers write NaN, which JSON does not have
+
+
+def read_logprob(value: float | None) -> float:
+    """A log-prob as a number; null stands for NaN, which JSON does not have."""
+    return math.nan if value is None else float(value)
 
 
 def read_completion(

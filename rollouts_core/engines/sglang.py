@@ -15,7 +15,7 @@ import torch
 from rollouts_core.embedded.segments import memory_scope
 from rollouts_core.engines.client import EngineClient
 from rollouts_core.engines.content import HeldTensors, check_same_model
-from rollouts_core.engines.http import UPDATE_TIMEOUT, read_completion
+from rollouts_core.engines.http import UPDATE_TIMEOUT, read_completion, read_logprob
 from rollouts_core.engines.protocol import Completion, GenerationRequest, SegmentAccess
 from rollouts_core.engines.segments import SegmentedWeights
 from rollouts_core.errors import EngineError, WeightSyncError
@@ -141,7 +141,7 @@ def _parse_completion(answer: Mapping[str, Any], request: GenerationRequest, nam
     try:
         meta = answer["meta_info"]
         tokens = [int(token) for token in answer["output_ids"]]
-        logprobs = [float(entry[0]) for entry in meta["output_token_logprobs"]]
+        logprobs = [read_logprob(entry[0]) for entry in meta["output_token_logprobs"]]
         finish_reason = str(meta["finish_reason"]["type"])
         spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
         version_spans = tuple((str(s["version"]), int(s["start"]), int(s["end"])) for s in spans)

@@ -24,7 +24,7 @@ import torch
 from rollouts_core.concurrency import gather, in_short_thread
 from rollouts_core.engines.client import EngineClient
 from rollouts_core.engines.content import HEAD, HeldTensors, check_same_model, is_tied, write_untied
-from rollouts_core.engines.http import CONNECT_TIMEOUT_S, UPDATE_TIMEOUT, read_completion
+from rollouts_core.engines.http import CONNECT_TIMEOUT_S, UPDATE_TIMEOUT, read_completion, read_logprob
 from rollouts_core.engines.protocol import Completion, GenerationRequest
 from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
 
@@ -180,7 +180,7 @@ def _parse_completion(
     try:
         choice = answer["choices"][0]
         tokens = [int(token) for token in choice["token_ids"]]
-        logprobs = [float(logprob) for logprob in choice["logprobs"]["token_logprobs"]]
+        logprobs = [read_logprob(logprob) for logprob in choice["logprobs"]["token_logprobs"]]
         finish_reason = str(choice["finish_reason"])
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise EngineError(f"{name} answered a completion without {error}: {str(answer)[:300]}") from error
