@@ -84,7 +84,7 @@ def ask(engine: SGLangEngine | VLLMEngine) -> list[Completion]:
     [
         ([5, 6], None, "length", "without"),
         ([5, 6], [-1.0], "length", "2 tokens with 1 logprobs"),
-        ([5, 6], [-1.0, None], "length", "without"),
+        ([5, 6], [-1.0, None], "length", "not finite numbers"),
         ([5, 6], [-1.0, float("-inf")], "length", "not finite numbers"),
         ([5], [-1.0], "length", "after 1 of 2 tokens: its context is too short"),
     ],
