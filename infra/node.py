@@ -29,6 +29,28 @@ NodeSettings = LocalNode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SSHAccess:
+    """How a machine is reached over SSH; names of files, never what is in them."""
+
+    host: str
+    port: int
+    user: str
+    key_file: str = ""
+    """The private key; empty takes those of the agent and of ~/.ssh."""
+    host_key: str = ""
+    """The fingerprint that the host's key must have, SHA256:...; empty asks `known_hosts`."""
+    known_hosts: tuple[str, ...] = ("~/.ssh/known_hosts",)
+    """Files in OpenSSH's format in which the host's key is looked up."""
+    first_use_file: str = ""
+    """Where the key of a host is written that nobody knows and that is believed once; empty refuses such hosts."""
+
+    @property
+    def address(self) -> str:
+        """For messages: user@host:port."""
+        return f"{self.user}@{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     """A machine that we may use; plain values only, so that it can be kept as JSON."""
 
