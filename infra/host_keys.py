@@ -19,8 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from infra.errors import HostKeyError, PermanentInfraError
-
-SSH_PORT = 22
+from infra.node import SSH_PORT
 
 
 class HostKeyEvidence(StrEnum):

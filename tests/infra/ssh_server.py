@@ -116,9 +116,11 @@ def running_server(folder: Path, *, more_config: str = "") -> Iterator[SSHServer
     try:
         yield server
     finally:
-        if server.is_running:
-            server.signal_sessions(signal.SIGKILL)
-        server.stop()
+        try:
+            if server.is_running:
+                server.signal_sessions(signal.SIGKILL)
+        finally:
+            server.stop()
 
 
 def make_key(path: Path, *, passphrase: str = "", key_type: str = "ed25519") -> None:

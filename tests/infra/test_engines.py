@@ -46,8 +46,7 @@ def test_an_engine_is_ready_when_it_has_generated(session: Session, run_dir: Pat
     run_dir.mkdir()
     (run_dir / "engine.py").write_text(SERVER)
     start_or_attach(session, shell_spec(run_dir, f"sleep 0.5; exec {sys.executable} -I engine.py {port}"))
-    url = f"http://127.0.0.1:{port}"
-    wait_until_engine_ready(session, kind=kind, url=url, run_dir=str(run_dir), timeout_s=20)
+    wait_until_engine_ready(session, kind=kind, port=port, run_dir=str(run_dir), timeout_s=20)
     asked = [json.loads(line) for line in (run_dir / "asked.jsonl").read_text().splitlines()]
     assert asked == [list(PROBES[kind])]
 
@@ -58,7 +57,7 @@ def test_an_engine_that_answers_without_generating_is_not_ready(session: Session
     transport = httpx.MockTransport(lambda request: httpx.Response(503, json={"detail": "loading"}))
     with pytest.raises(TransientInfraError, match=r"did not generate within 0\.7 s.*'loading shard 3'"):
         wait_until_engine_ready(
-            session, kind="sglang", url="http://e", run_dir=str(run_dir), timeout_s=0.7, transport=transport
+            session, kind="sglang", port=1, run_dir=str(run_dir), timeout_s=0.7, transport=transport
         )
 
 
@@ -67,9 +66,7 @@ def test_an_engine_that_ends_first_is_explained_from_its_log(session: Session, r
     wait_for_end(session, run_dir)
     transport = httpx.MockTransport(lambda request: httpx.Response(502))
     with pytest.raises(JobFailedError, match=r"its port is in use(.|\n)*Errno 98"):
-        wait_until_engine_ready(
-            session, kind="sglang", url="http://e", run_dir=str(run_dir), timeout_s=10, transport=transport
-        )
+        wait_until_engine_ready(session, kind="sglang", port=1, run_dir=str(run_dir), timeout_s=10, transport=transport)
 
 
 @pytest.mark.parametrize("python", ["", sys.executable, "/nowhere/python"])

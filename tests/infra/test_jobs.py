@@ -29,7 +29,7 @@ from infra.jobs import (
     require_finished,
     start_or_attach,
 )
-from infra.session import Session
+from infra.session import LocalSession, Session
 from infra.supervisor import read_json
 from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end, wait_until
 
@@ -263,7 +263,8 @@ def test_a_secret_reaches_the_program_and_no_command_line_or_file(session: Sessi
     assert secret not in repr(spec)
 
 
-def test_the_programs_environment_is_minimal(session: Session, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_programs_environment_is_minimal(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = LocalSession(sys.executable)  # over SSH a program inherits nothing of ours at all
     monkeypatch.setenv("PREFECT_API_KEY", "not for programs")
     monkeypatch.setenv("HF_HOME", "/models")
     start_or_attach(session, shell_spec(run_dir, "env; pwd"))
