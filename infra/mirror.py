@@ -24,7 +24,7 @@ from typing import Any
 from infra import receiver, sender
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.session import Session
-from infra.supervisor import locked
+from infra.supervisor import locked, parse_object
 
 LIST_TIMEOUT_S = 60.0
 PULL_INTERVAL_S = 10.0
@@ -67,7 +67,10 @@ def pull_run(session: Session, source: str, target: Path) -> int:
 
 @contextmanager
 def mirrored(session: Session, source: str, target: Path, *, interval_s: float = PULL_INTERVAL_S) -> Iterator[None]:
-    """Mirror again and again, beside whatever the block does; failures are logged, and tried again."""
+    """Mirror again and again, beside whatever the block does; failures are logged, and tried again.
+
+    Leaving the block waits for the transfer under way; an exception, an interrupt above all, does not.
+    """
     is_over = threading.Event()
 
     def pull_until_over() -> None:
@@ -77,13 +80,13 @@ def mirrored(session: Session, source: str, target: Path, *, interval_s: float =
             except InfraError as error:
                 logger.warning("%s was not mirrored: %s", source, error)
 
-    thread = threading.Thread(target=pull_until_over, name=f"mirror of {source}")
+    thread = threading.Thread(target=pull_until_over, name=f"mirror of {source}", daemon=True)
     thread.start()
     try:
         yield
     finally:
         is_over.set()
-        thread.join()
+    thread.join()
 
 
 def _list(session: Session, source: str) -> dict[str, list[int]] | None:
@@ -144,8 +147,9 @@ def _fetch(session: Session, source: str, target: Path, names: Sequence[str]) ->
     with session.pipe([session.python, "-I", program, "send", source], stdin=request) as chunks:
         stream = _ByteStream(chunks)
         for name in names:
-            head = json.loads(stream.read_line(MAX_HEAD_BYTES))
-            assert head["name"] == name, f"{head['name']} came instead of {name}"
+            head = parse_object(stream.read_line(MAX_HEAD_BYTES))
+            if head is None or head.get("name") != name:
+                raise TransientInfraError(f"{head} came from the node instead of {name}")
             if head["size"] is not None and not _receive(stream, head, parts[name], target / name):
                 damaged.append(name)
     return damaged
@@ -190,7 +194,8 @@ class _ByteStream:
 
     def read_line(self, max_bytes: int) -> bytes:
         while b"\n" not in self._pending:
-            assert len(self._pending) < max_bytes, "the node sends something else than lines"
+            if len(self._pending) > max_bytes:
+                raise TransientInfraError("the node sends something else than lines")
             self._pending += self._next()
         line, _, self._pending = self._pending.partition(b"\n")
         return line

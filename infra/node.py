@@ -128,6 +128,8 @@ class Node:
     """Absolute directory on this machine that holds the same as `root`; empty where `root` is on this machine."""
     access: SSHAccess | None = None
     """How it is reached; None for this machine."""
+    believed_by: str = ""
+    """Why its host key was believed: pinned, known_hosts or first_use; empty for this machine."""
 
     @property
     def is_remote(self) -> bool:

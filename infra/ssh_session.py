@@ -63,6 +63,7 @@ class SSHSession:
         self._programs_dir = programs_dir
         self._connections: dict[Purpose, SSHConnection] = {}
         self._placed: set[str] = set()
+        self._is_closed = False
         self._lock = threading.Lock()
 
     @property
@@ -130,8 +131,7 @@ class SSHSession:
 
     @contextlib.contextmanager
     def forward(self, port: int) -> Iterator[int]:
-        connection = self._connection("control")
-        with forwarded_port(lambda: connection.open_tunnel(port)) as local_port:
+        with forwarded_port(lambda: self._connection("control").open_tunnel(port)) as local_port:
             yield local_port
 
     def __enter__(self) -> Self:
@@ -141,6 +141,7 @@ class SSHSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._lock:
+            self._is_closed = True  # a thread that still uses it must not connect again
             for connection in self._connections.values():
                 connection.close()
             self._connections.clear()
@@ -161,6 +162,8 @@ class SSHSession:
 
     def _connection(self, purpose: Purpose) -> SSHConnection:
         with self._lock:
+            if self._is_closed:
+                raise PermanentInfraError(f"the session on {self._access.address} is closed")
             connection = self._connections.get(purpose)
             if connection is None or not connection.is_alive:
                 if connection is not None:

@@ -11,7 +11,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
-from infra.errors import NodeUnreachableError, TransientInfraError
+from infra.errors import InfraError, NodeUnreachableError
 from infra.ssh import SSHChannel
 
 LOOPBACK = "127.0.0.1"
@@ -45,7 +45,7 @@ def _pass_on(client: socket.socket, open_channel: Callable[[], SSHChannel]) -> N
     with client:
         try:
             channel = open_channel()
-        except TransientInfraError as error:
+        except InfraError as error:
             logger.debug("a connection was not passed on: %s", error)
             return
         threading.Thread(target=_send, args=(client, channel), daemon=True).start()

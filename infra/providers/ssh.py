@@ -10,7 +10,6 @@ from pathlib import Path
 from infra.errors import PermanentInfraError
 from infra.node import HOST, SSH_PORT, Node, SSHAccess, SSHNode
 from infra.session import Session
-from infra.ssh_session import SSHSession
 
 FIRST_USE_FILE = "known_hosts"
 PROGRAMS_DIR = "programs"
@@ -28,10 +27,12 @@ def provision_ssh(settings: SSHNode, store: Path) -> Node:
         NodeUnreachableError, HostKeyError, LoginError: one sentence about the connection.
         PermanentInfraError: its interpreter cannot be run, or `root` is not a usable path.
     """
+    from infra.ssh_session import SSHSession  # paramiko loads here
+
     access = read_access(settings, store)
     with SSHSession(access, python=settings.python, programs_dir="") as session:
         completed = session.run([settings.python, "-I", "-c", _EXPAND, settings.root], timeout_s=CALL_TIMEOUT_S)
-        logger.info("the host key of %s was believed because: %s", access.address, session.host_key_evidence)
+        believed_by = session.host_key_evidence.value
     root = json.loads(completed.stdout)
     if root == "/":
         raise PermanentInfraError("node.root is / : name a directory of its own")
@@ -42,6 +43,7 @@ def provision_ssh(settings: SSHNode, store: Path) -> Node:
         python=settings.python,
         mirror=str(store.expanduser().absolute()),
         access=access,
+        believed_by=believed_by,
     )
 
 
@@ -68,5 +70,7 @@ def release_ssh(node: Node) -> None:
 
 def open_ssh_session(node: Node) -> Session:
     """A session on the machine."""
+    from infra.ssh_session import SSHSession  # paramiko loads here
+
     assert node.access is not None, f"{node.name} has no address"
     return SSHSession(node.access, python=node.python, programs_dir=f"{node.root}/{PROGRAMS_DIR}")

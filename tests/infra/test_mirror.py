@@ -6,6 +6,8 @@ Without it a report reads half a result, or the only copy of a checkpoint is del
 import json
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -153,3 +155,19 @@ def test_files_arrive_while_the_job_runs(there: Path, here: Path) -> None:
         wait_until(lambda: (here / "result.json").is_file())
         write_checkpoint(there, "step_000002")
         wait_until(lambda: (here / "checkpoints" / "step_000002" / "manifest.json").is_file())
+
+
+def test_an_interrupt_does_not_wait_for_the_mirror(there: Path, here: Path) -> None:
+    class EndlessSession(LocalSession):
+        @contextmanager
+        def pipe(self, argv: Sequence[str], *, stdin: bytes = b"") -> Iterator[Iterator[bytes]]:
+            is_asked.set()
+            threading.Event().wait(60)
+            yield iter(())
+
+    is_asked = threading.Event()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), mirrored(EndlessSession(sys.executable), str(there), here, interval_s=0.01):
+        assert is_asked.wait(20)
+        raise KeyboardInterrupt
+    assert time.monotonic() - started < 30

@@ -93,7 +93,7 @@ def test_a_machine_becomes_a_node_that_is_plain_json(
     )
     node = provision_node(settings, tmp_path / "store")
     assert node.root == str(Path.home() / "some runs" / "$(x)") and node.mirror == str(tmp_path / "store")
-    assert not Path(node.root).exists()
+    assert node.believed_by == "pinned" and not Path(node.root).exists()
     record = json.loads(json.dumps(dataclasses.asdict(node)))
     assert TypeAdapter(Node).validate_python(record) == node
     with open_session(node) as session:

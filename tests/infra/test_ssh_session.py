@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import NodeUnreachableError
+from infra.errors import NodeUnreachableError, PermanentInfraError
 from infra.jobs import JobState, cancel_job, follow_job, job_status, start_or_attach
 from infra.ssh_session import SSHSession
 from infra.sync import publish_directory
@@ -112,6 +112,13 @@ def test_a_port_of_the_node_is_reached_here(ssh_session: SSHSession) -> None:
 def test_a_port_where_nobody_listens_closes_the_connection(ssh_session: SSHSession) -> None:
     with ssh_session.forward(1) as local_port, socket.create_connection(("127.0.0.1", local_port), 10) as client:
         assert client.recv(1) == b""
+
+
+def test_a_session_that_was_left_does_not_connect_again(ssh_server: SSHServer, tmp_path: Path) -> None:
+    with SSHSession(ssh_server.access, python=sys.executable, programs_dir=str(tmp_path)) as session:
+        session.run(["true"], timeout_s=30)
+    with pytest.raises(PermanentInfraError, match="is closed"):
+        session.run(["true"], timeout_s=30)
 
 
 # ── broken connections ──
