@@ -20,7 +20,7 @@ from tests.flows.conftest import Rollouts, processes_of
 from tests.infra.ssh_server import SSHServer, running_server
 from tests.small_pipeline import write_small_pipeline
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 SHORTER = {
