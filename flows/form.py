@@ -5,7 +5,7 @@ Not here: what the settings mean (rollouts_core/config/, infra/node.py).
 A file is the core's `Config` at its top level, with two tables more:
 
     mode = "sft+rl"        [model] [data] [training.sft] [rollout] ...     -> Config
-    [node] provider = "local"                                             -> NodeSettings
+    [node] provider = "local" | "ssh"                                     -> NodeSettings
     [run]  name = "quickstart"                                            -> RunOptions
 """
 
@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from infra.node import LocalNode, NodeSettings
+from infra.node import NODE_TYPES, LocalNode, NodeSettings
 from rollouts_core.config import (
     Config,
     DataConfig,
@@ -86,15 +86,20 @@ def parse_pipeline(settings: dict[str, Any], path: Path) -> Pipeline:  # Any: un
     for key in sections:
         if key not in known:
             raise ConfigError(f"{path}: unknown key {key}{closest_name(key, known)}")
-    for section, name, model in ((node, "node", LocalNode), (run, "run", RunOptions)):
+    for section, name in ((node, "node"), (run, "run")):
         if not isinstance(section, dict):
             raise ConfigError(f"{path}: {name}: expected a table of settings, found {section!r}")
+    provider = node.get("provider", "local")
+    if not isinstance(provider, str) or provider not in NODE_TYPES:
+        raise ConfigError(f"{path}: node.provider is {provider!r}: expected one of {', '.join(NODE_TYPES)}")
+    node_type = NODE_TYPES[provider]
+    for section, name, model in ((node, "node", node_type), (run, "run", RunOptions)):
         for key in section:
             if key not in model.model_fields:
                 raise ConfigError(f"{path}: unknown key {name}.{key}{closest_name(key, list(model.model_fields))}")
     return Pipeline(
         config=parse_config(Config, resolve_paths(sections, path.parent), source=str(path)),
-        node=parse_config(LocalNode, node, source=f"{path}, table node"),
+        node=parse_config(node_type, node, source=f"{path}, table node"),
         run=parse_config(RunOptions, {"name": _name_of(path), **run}, source=f"{path}, table run"),
     )
 

@@ -81,7 +81,7 @@ def sft_rl(config: Config, node: NodeSettings, run: RunOptions) -> PipelineResul
             records += [rl, selection]
         evaluation = run_cached(evaluate_models, plan_evaluation(models, config, scope, machine), scope, machine)
         final = models.get("rl") or models["sft"]
-        checkpoint = sync_results(final, scope, machine)
+        checkpoint = sync_results(final, scope)
         report, verdict = write_report([*records, evaluation], config, node, checkpoint, scope)
     if verdict is not None and not verdict.is_improvement:
         raise NoImprovementError(f"{verdict.sentence}; the report is {report}")

@@ -14,9 +14,11 @@ import httpx
 from flows.form import Pipeline
 from infra.engines import check_engine_installed
 from infra.errors import PermanentInfraError
+from infra.node import Node
 from infra.ports import LOOPBACK, check_port
 from infra.providers import open_session, provision_node
-from rollouts_core.config import DataConfig
+from infra.session import Session
+from rollouts_core.config import DataConfig, EngineConfig
 from rollouts_core.errors import ConfigError
 
 ENGINE_ANSWER_TIMEOUT_S = 2.0
@@ -32,30 +34,35 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
     """
     check_writable(store)
     check_files(pipeline.config.data)
-    for port in pipeline.config.deployment.engine_ports:
-        if is_own_engine(port, store):
-            continue
-        with open_session(provision_node(pipeline.node, store)) as session:
-            try:
-                check_port(session, port)
-            except PermanentInfraError as error:
-                raise ConfigError(f"deployment.engine_port: {error}") from error
-    check_engine(pipeline, store)
+    node = provision_node(pipeline.node, store)
+    with open_session(node) as session:
+        if pipeline.config.mode != "sft" and not pipeline.config.data.rollouts:
+            for port in pipeline.config.deployment.engine_ports:
+                check_engine_port(session, port, node)
+            check_engine(session, pipeline.config.rollout.engine)
     from rollouts_core.validate import validate_config  # torch and transformers load here
 
     return validate_config(pipeline.config)
 
 
-def check_engine(pipeline: Pipeline, store: Path) -> None:
-    """Raise ConfigError when RL asks for an engine that is not installed."""
-    engine = pipeline.config.rollout.engine
-    if pipeline.config.mode == "sft" or pipeline.config.data.rollouts or engine.kind == "embedded":
+def check_engine_port(session: Session, port: int, node: Node) -> None:
+    """Raise ConfigError when something else than an engine of ours listens on the port of the node."""
+    if is_own_engine(session, port, node):
         return
-    with open_session(provision_node(pipeline.node, store)) as session:
-        try:
-            check_engine_installed(session, engine.kind, python=engine.python)
-        except PermanentInfraError as error:
-            raise ConfigError(str(error)) from error
+    try:
+        check_port(session, port)
+    except PermanentInfraError as error:
+        raise ConfigError(f"deployment.engine_port: {error}") from error
+
+
+def check_engine(session: Session, engine: EngineConfig) -> None:
+    """Raise ConfigError when the engine is not installed."""
+    if engine.kind == "embedded":
+        return
+    try:
+        check_engine_installed(session, engine.kind, python=engine.python)
+    except PermanentInfraError as error:
+        raise ConfigError(str(error)) from error
 
 
 def check_writable(store: Path) -> None:
@@ -79,12 +86,13 @@ def check_files(data: DataConfig) -> None:
             raise ConfigError(f"data.{name}: {path} does not exist")
 
 
-def is_own_engine(port: int, store: Path) -> bool:
-    """True when the engine of an earlier run of this store answers on the port: a run may attach to it."""
+def is_own_engine(session: Session, port: int, node: Node) -> bool:
+    """True when the engine of an earlier run answers on the port of the node: a run may attach to it."""
     if port == 0:
         return False
-    served = served_model(f"http://{LOOPBACK}:{port}")
-    return served is not None and served.is_relative_to(store.resolve())
+    with session.forward(port) as local_port:
+        served = served_model(f"http://{LOOPBACK}:{local_port}")
+    return served is not None and served.is_relative_to(node.root)
 
 
 def served_model(url: str) -> Path | None:

@@ -14,6 +14,7 @@ from infra.supervisor import parse_object
 
 MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 6)
+_IMPORT = "import sys; sys.path.insert(0, sys.argv[1]); import rollouts_core.run_job"
 PROBE_TIMEOUT_S = 180.0
 """Importing torch from a cold network disk takes a minute or two."""
 
@@ -72,6 +73,21 @@ def probe_node(session: Session, node: Node) -> NodeReport:
         raise CommandFailedError(completed)
     gpus = tuple(GpuReport(**gpu) for gpu in document["gpus"])
     return NodeReport(**{**document, "gpus": gpus, "python": node.python, "root": node.root})
+
+
+def check_imports(session: Session, code_dir: str) -> None:
+    """Return if the node's interpreter can import the training from the folder where its code lies.
+
+    Raises:
+        PermanentInfraError: a package is missing there.
+    """
+    completed = session.run([session.python, "-c", _IMPORT, code_dir], timeout_s=PROBE_TIMEOUT_S, check=False)
+    if completed.exit_code != 0:
+        problem = completed.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise PermanentInfraError(
+            f"{session.python} on the node cannot import the training ({problem}): "
+            "install the project's dependencies there, or name another interpreter in the node's settings"
+        )
 
 
 def check_node(report: NodeReport, *, min_free_gb: float, required_gpus: int) -> None:

@@ -18,6 +18,7 @@ import httpx
 
 from infra.errors import JobFailedError, JobLostError, PermanentInfraError, TransientInfraError
 from infra.jobs import JobState, JobStatus, describe_exit, read_log_tail, renew_lease
+from infra.ports import LOOPBACK
 from infra.session import Session
 
 POLL_S = 0.5
@@ -83,17 +84,18 @@ def wait_until_engine_ready(
     session: Session,
     *,
     kind: str,
-    url: str,
+    port: int,
     run_dir: str,
     timeout_s: float,
     also_renew: Sequence[str] = (),
     is_idle: bool = False,
     transport: httpx.BaseTransport | None = None,
 ) -> None:
-    """Return once the engine at `url` has generated a token; its health endpoints promise less than that.
+    """Return once the engine has generated a token; its health endpoints promise less than that.
 
     Args:
         kind: a key of `PROBES`.
+        port: where it listens on the node's loopback.
         also_renew: run directories of engines that are ready and wait for this one: their leases go on.
         is_idle: no trainer uses the engine, so a pause was left behind by one that was killed, and is ended.
 
@@ -104,13 +106,15 @@ def wait_until_engine_ready(
     """
     started = time.monotonic()
     deadline = started + timeout_s
-    with httpx.Client(transport=transport, trust_env=False) as client:  # no proxy leads to loopback
+    # No proxy leads to loopback.
+    with session.forward(port) as local_port, httpx.Client(transport=transport, trust_env=False) as client:
+        url = f"http://{LOOPBACK}:{local_port}"
         while time.monotonic() < deadline:
             if is_idle:
                 resume_generation(client, kind, url)
             remaining_s = deadline - time.monotonic()
             if has_generated(client, kind, url, timeout_s=min(COMPLETION_TIMEOUT_S, remaining_s)):
-                logger.info("engine %s was ready after %.1f s", url, time.monotonic() - started)
+                logger.info("engine %s was ready after %.1f s", run_dir, time.monotonic() - started)
                 return
             status = renew_lease(session, run_dir)  # it may load for longer than its lease lasts
             if status.state != JobState.RUNNING:
@@ -120,7 +124,7 @@ def wait_until_engine_ready(
             time.sleep(POLL_S)
     last_line = read_log_tail(session, run_dir).strip().rpartition("\n")[2]
     raise TransientInfraError(
-        f"the engine at {url} did not generate within {timeout_s:g} s; the last line of its log is {last_line!r}"
+        f"the engine at port {port} did not generate within {timeout_s:g} s; the last line of its log is {last_line!r}"
     )
 
 

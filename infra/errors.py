@@ -3,11 +3,14 @@
     InfraError
     ├── TransientInfraError       the same call may succeed later
     │   ├── CommandTimeoutError   a command on a node did not end in time
+    │   ├── NodeUnreachableError  a node does not answer; whatever runs there may well run on
     │   └── JobLostError          a job's supervisor is gone (reboot, kill -9); starting again is the next attempt
     └── PermanentInfraError       somebody has to change something first
         ├── CommandFailedError    a command on a node ended with another code than 0
         ├── FileMissingError      a file on a node does not exist
         ├── DiskFullError         a node's disk has no room
+        ├── HostKeyError          a host shows another key than it should
+        ├── LoginError            a node does not let us in, or our key cannot be used
         └── JobFailedError        a job ended without its result.json
 
 Every exception keeps all its arguments in `args`, so it survives pickling.
@@ -52,6 +55,18 @@ class CommandTimeoutError(TransientInfraError):
 
     def __str__(self) -> str:
         return f"`{shlex.join(self.argv)}` did not end within {self.timeout_s:g} s and was killed"
+
+
+class NodeUnreachableError(TransientInfraError):
+    """A node does not answer, or the connection to it broke; never taken for the end of what runs there."""
+
+    def __init__(self, address: str, reason: str) -> None:
+        super().__init__(address, reason)
+        self.address = address
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.address} does not answer ({self.reason}): check its address and the network, then try again"
 
 
 class JobLostError(TransientInfraError):
@@ -101,6 +116,31 @@ class DiskFullError(PermanentInfraError):
 
     def __str__(self) -> str:
         return f"the disk of {self.path} is full: {self.needed_bytes} bytes are needed there, free some space"
+
+
+class HostKeyError(PermanentInfraError):
+    """A host shows a key that is not the right one, or that nobody has confirmed; nothing was sent to it."""
+
+    def __init__(self, address: str, fingerprint: str, problem: str) -> None:
+        super().__init__(address, fingerprint, problem)
+        self.address = address
+        self.fingerprint = fingerprint
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.address} shows the host key {self.fingerprint}, but {self.problem}"
+
+
+class LoginError(PermanentInfraError):
+    """A node does not let us in, or our key cannot be used."""
+
+    def __init__(self, address: str, problem: str) -> None:
+        super().__init__(address, problem)
+        self.address = address
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"no login at {self.address}: {self.problem}"
 
 
 class JobFailedError(PermanentInfraError):

@@ -26,6 +26,7 @@ from infra.errors import (
     FileMissingError,
     JobFailedError,
     JobLostError,
+    NodeUnreachableError,
     PermanentInfraError,
     TransientInfraError,
 )
@@ -280,7 +281,11 @@ def _call(
 ) -> JsonObject:
     """One verb of the supervisor; its answer is the last line that it prints."""
     argv = _supervisor_command(session, verb, run_dir, *arguments)
-    completed = session.run(argv, stdin=stdin, timeout_s=timeout_s, check=False)
+    try:
+        completed = session.run(argv, stdin=stdin, timeout_s=timeout_s, check=False)
+    except NodeUnreachableError as error:
+        logger.warning("%s of %s is asked for again: %s", verb, run_dir, error)
+        completed = session.run(argv, stdin=stdin, timeout_s=timeout_s, check=False)
     lines = completed.stdout.splitlines()
     answer = supervisor.parse_object(lines[-1]) if lines else None
     if answer is None:

@@ -72,16 +72,25 @@ class Ledger:
     def drop_lease(self, run_dir: str, run_id: str) -> int:
         """Give up a run's claim and return how many claims on the job are left; harmless when there is none.
 
-        Claims of runs that died are given up with it. Of several runs that drop theirs at once, exactly one that had
-        a claim sees 0.
+        Claims on other nodes are other jobs. Claims of runs that died are given up with it. Of several runs that drop
+        theirs at once, exactly one that had a claim sees 0.
         """
         drop = "DELETE FROM job_leases WHERE run_dir = ? AND run_id = ?"
         with self._transaction():  # one at a time: to look whether a run has died is to take its lock for a moment
+            own = "SELECT node FROM job_leases WHERE run_dir = ? AND run_id = ?"
+            node = self._database.execute(own, (run_dir, run_id)).fetchone()
             self._database.execute(drop, (run_dir, run_id))
-            others = self._database.execute("SELECT run_id FROM job_leases WHERE run_dir = ?", (run_dir,)).fetchall()
+            claims = self._database.execute("SELECT run_id, node FROM job_leases WHERE run_dir = ?", (run_dir,))
+            others = [(other,) for other, place in claims.fetchall() if node is None or place == node[0]]
             dead = [other for (other,) in others if self._has_died(other)]
             self._database.executemany(drop, [(run_dir, other) for other in dead])
         return len(others) - len(dead)
+
+    def nodes_at_work(self, directory_name: str) -> set[str]:
+        """The nodes on which living runs want the job whose run directory has this name."""
+        claims = self._database.execute("SELECT run_dir, run_id, node FROM job_leases").fetchall()
+        wanted = [claim for claim in claims if claim[0].rpartition("/")[2] == directory_name]
+        return {node for _, run_id, node in wanted if not self._has_died(run_id)}
 
     def leases_of(self, run_id: str) -> list[Lease]:
         """All claims of a run, oldest first."""

@@ -3,10 +3,26 @@
 Not here: how one is had (providers/), what it can do (bootstrap.py), how it is talked to (session.py).
 """
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import PurePosixPath
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+HOST = re.compile(
+    r"""(?P<user>[A-Za-z0-9_][\w.-]*) @
+        (?: \[(?P<ipv6>[0-9a-fA-F:.]+)\] | (?P<host>[A-Za-z0-9][\w.-]*) )
+        (?: :(?P<port>\d+) )?""",
+    re.ASCII | re.VERBOSE,
+)
+"""user@host:port without anything that a shell, or a program that takes a host, could misread."""
+FINGERPRINT = re.compile(r"(SHA256:[A-Za-z0-9+/]{43})?")
+ROOT = re.compile(r"(/|~/)[^\x00-\x1f]+")
+INTERPRETER = re.compile(r"/[\w./+ -]+")
+"""An absolute path of characters that every login shell leaves alone inside quotes."""
+SSH_PORT = 22
 
 
 class LocalNode(BaseModel):
@@ -24,8 +40,77 @@ class LocalNode(BaseModel):
     """Refuse to start when the disk has less free space than this, in GB (10^9 bytes)."""
 
 
-NodeSettings = LocalNode
-"""Any provider's settings; becomes a union discriminated by `provider` with the second provider."""
+class SSHNode(BaseModel):
+    """A machine of yours that is reached over SSH: nothing is rented and nothing is released."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True, title="A machine over SSH")
+
+    provider: Literal["ssh"] = "ssh"
+    """Where the stages run: on a machine that is reached over SSH."""
+    host: str
+    """The machine, as user@host or user@host:port; an IPv6 address in brackets."""
+    key_file: str = ""
+    """Private key to log in with. Leave it empty to use those of the SSH agent and of ~/.ssh."""
+    host_key: str = ""
+    """Fingerprint of the machine's key, as `ssh-keygen -l` prints it. Leave it empty to look it up in known_hosts."""
+    known_hosts: str = "~/.ssh/known_hosts"
+    """File in OpenSSH's format in which the machine's key is looked up."""
+    trust_first_use: bool = False
+    """Believe the key of a machine that nobody knows, remember it in the store, and refuse another one later."""
+    root: str = "~/rollouts"
+    """Directory on the machine for run directories, inputs and code; begins with / or ~/."""
+    python: str
+    """Python interpreter on the machine that has the packages of this project installed, torch among them."""
+    min_free_gb: float = Field(default=10.0, ge=0, allow_inf_nan=False)
+    """Refuse to start when the disk of `root` has less free space than this, in GB (10^9 bytes)."""
+
+    @field_validator("host", "host_key", "root", "python")
+    @classmethod
+    def _check_form(cls, value: str, info: ValidationInfo) -> str:
+        assert info.field_name is not None
+        pattern, expected = _FORMS[info.field_name]
+        match = pattern.fullmatch(value)
+        is_port = match is None or int(match.groupdict().get("port") or SSH_PORT) in range(1, 65536)
+        if match is None or not is_port:
+            raise ValueError(f"expected {expected}, found {value!r}")
+        return value
+
+
+_FORMS = {
+    "host": (HOST, "user@host or user@host:port"),
+    "host_key": (FINGERPRINT, "a fingerprint as `ssh-keygen -l` prints it, SHA256:..."),
+    "root": (ROOT, "a path on the machine that begins with / or ~/"),
+    "python": (INTERPRETER, "the absolute path of a Python interpreter on the machine"),
+}
+
+
+NodeSettings = Annotated[LocalNode | SSHNode, Field(discriminator="provider")]
+"""Any provider's settings."""
+
+NODE_TYPES: Mapping[str, type[LocalNode] | type[SSHNode]] = {"local": LocalNode, "ssh": SSHNode}
+"""The settings of each provider, by its name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SSHAccess:
+    """How a machine is reached over SSH; names of files, never what is in them."""
+
+    host: str
+    port: int
+    user: str
+    key_file: str = ""
+    """The private key; empty takes those of the agent and of ~/.ssh."""
+    host_key: str = ""
+    """The fingerprint that the host's key must have, SHA256:...; empty asks `known_hosts`."""
+    known_hosts: tuple[str, ...] = ("~/.ssh/known_hosts",)
+    """Files in OpenSSH's format in which the host's key is looked up."""
+    first_use_file: str = ""
+    """Where the key of a host is written that nobody knows and that is believed once; empty refuses such hosts."""
+
+    @property
+    def address(self) -> str:
+        """For messages: user@host:port."""
+        return f"{self.user}@{self.host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +121,31 @@ class Node:
     """Unique among the nodes of a run; the ledger knows the node by it."""
     provider: str
     root: str
-    """Absolute directory in which the run directories lie."""
+    """Absolute directory on the node in which the run directories lie."""
     python: str
     """The interpreter that runs our programs and the training."""
+    mirror: str = ""
+    """Absolute directory on this machine that holds the same as `root`; empty where `root` is on this machine."""
+    access: SSHAccess | None = None
+    """How it is reached; None for this machine."""
+    believed_by: str = ""
+    """Why its host key was believed: pinned, known_hosts or first_use; empty for this machine."""
+
+    @property
+    def is_remote(self) -> bool:
+        """True when its files are not ours: inputs have to be brought there, and results fetched."""
+        return self.mirror != ""
+
+    @property
+    def local_root(self) -> str:
+        """Where this machine keeps what lies below `root` on the node."""
+        return self.mirror or self.root
+
+    def path_on_node(self, path: str) -> str:
+        """Where a path below `local_root` lies on the node.
+
+        Raises:
+            ValueError: it lies elsewhere.
+        """
+        relative = PurePosixPath(path).relative_to(self.local_root)
+        return str(PurePosixPath(self.root) / relative)

@@ -5,11 +5,13 @@ is sent to nodes by content. Each verb prints one JSON object; `{"error": senten
 
     describe DESTINATION                    what lies there now: {"files": {name: [size, sha256]}}, or null
     prepare DESTINATION INCOMING BYTES      make the empty directory INCOMING beside it, if the disk has room
+    accept INCOMING                         (files on stdin) write small files, many with one call
     commit DESTINATION INCOMING             (manifest on stdin) compare what has arrived, then swap it in
     discard INCOMING                        remove what has arrived
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -20,7 +22,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 INCOMING_MARK = ".incoming-"
 STALE_AFTER_S = 86400.0
@@ -48,6 +50,8 @@ def main(argv: list[str]) -> int:
             answer = {"files": describe_directory(Path(parameters[0]))}
         elif verb == "prepare":
             prepare_directory(Path(parameters[0]), Path(parameters[1]), int(parameters[2]))
+        elif verb == "accept":
+            accept_files(Path(parameters[0]), sys.stdin.buffer)
         elif verb == "commit":
             manifest = json.loads(sys.stdin.buffer.read())
             commit_directory(Path(parameters[0]), Path(parameters[1]), manifest)
@@ -97,6 +101,27 @@ def prepare_directory(destination: Path, incoming: Path, needed_bytes: int) -> N
     if free_bytes < needed_bytes + min(_SPARE_BYTES, needed_bytes // 8):
         raise CopyError(f"{destination} needs {needed_bytes} bytes, {free_bytes} are free", kind="disk_full")
     incoming.mkdir()
+
+
+def accept_files(incoming: Path, stream: BinaryIO) -> None:
+    """Write the files of a batch: for each a line of JSON, [name, size], and then its content."""
+    while head := stream.readline():
+        name, size = json.loads(head)
+        check_name(name)
+        content = stream.read(size)
+        if len(content) < size:
+            raise CopyError(f"the batch ends within {name!r}: copy again", kind="damaged")
+        path = incoming / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with path.open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise CopyError(f"{path}: {error.strerror}", kind="disk_full") from error
+            raise
 
 
 def commit_directory(destination: Path, incoming: Path, manifest: dict[str, list[Any]]) -> None:

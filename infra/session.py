@@ -1,7 +1,8 @@
 """Act on one node: run commands, read and write files.
 
 `Session` is the only door to a node; everything in this package that touches one takes a session. `LocalSession` is
-the door to this machine. Not here: which node (node.py), long-running programs that must outlive us (jobs.py).
+the door to this machine. Not here: other machines (ssh_session.py), which node (node.py), long-running programs that
+must outlive us (jobs.py).
 
     with open_session(node) as session:
         session.run(["nvidia-smi"], timeout_s=30)        one command, one record
@@ -10,6 +11,7 @@ the door to this machine. Not here: which node (node.py), long-running programs 
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import signal
@@ -21,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
+from infra import node_agent
 from infra.errors import (
     CommandFailedError,
     CommandTimeoutError,
@@ -32,6 +35,8 @@ from infra.errors import (
 
 MAX_READ_BYTES = 64 << 20
 """The largest file that `read_file` returns; what is larger is read by offset or copied."""
+
+_READ_BYTES = 256 << 10
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +65,12 @@ class Session(Protocol):
         Raises:
             CommandFailedError: from the iterator, when the command itself ended with another code than 0.
         """
+
+    def pipe(self, argv: Sequence[str], *, stdin: bytes = b"") -> AbstractContextManager[Iterator[bytes]]:
+        """`stream` for bytes that are no lines, and for many of them: yields pieces of any size."""
+
+    def forward(self, port: int) -> AbstractContextManager[int]:
+        """A port on this machine's loopback that leads to the port on the node's, while the block runs."""
 
     def write_file(self, path: str, content: bytes) -> None:
         """Write a file atomically; its missing parent directories are made."""
@@ -114,54 +125,54 @@ class LocalSession:
 
     @contextlib.contextmanager
     def stream(self, argv: Sequence[str], *, stdin: bytes = b"") -> Iterator[Iterator[bytes]]:
+        with self.pipe(argv, stdin=stdin) as chunks:
+            yield split_lines(chunks)
+
+    @contextlib.contextmanager
+    def pipe(self, argv: Sequence[str], *, stdin: bytes = b"") -> Iterator[Iterator[bytes]]:
         with tempfile.TemporaryFile() as stderr, _start_process(argv, stderr=stderr.fileno()) as process:
-            assert process.stdin is not None and process.stdout is not None
+            assert process.stdin is not None
             try:
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.write(stdin)
                     process.stdin.flush()
-                yield self._lines(process, argv, stderr.fileno())
+                yield self._output_of(process, argv, stderr.fileno())
             finally:
                 _kill_group(process)
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.close()
 
-    def _lines(self, process: subprocess.Popen[bytes], argv: Sequence[str], stderr_fd: int) -> Iterator[bytes]:
+    def _output_of(self, process: subprocess.Popen[bytes], argv: Sequence[str], stderr_fd: int) -> Iterator[bytes]:
         assert process.stdout is not None
-        yield from process.stdout
+        yield from iter(functools.partial(os.read, process.stdout.fileno(), _READ_BYTES), b"")
         if process.wait() != 0:
             stderr = os.pread(stderr_fd, 65536, 0)
             raise CommandFailedError(
                 CompletedCommand(argv=tuple(argv), exit_code=process.returncode, stdout=b"", stderr=stderr)
             )
 
+    @contextlib.contextmanager
+    def forward(self, port: int) -> Iterator[int]:
+        yield port
+
     def write_file(self, path: str, content: bytes) -> None:
         self.write_chunks(path, [content])
 
     def write_chunks(self, path: str, chunks: Iterable[bytes]) -> None:
-        target = Path(path)
         written_bytes = 0
-        part: Path | None = None
+
+        def count() -> Iterator[bytes]:
+            nonlocal written_bytes
+            for chunk in chunks:
+                written_bytes += len(chunk)
+                yield chunk
+
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            file_descriptor, part_name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:100]}.")
-            part = Path(part_name)
-            with os.fdopen(file_descriptor, "wb") as file:
-                os.fchmod(file_descriptor, 0o644)
-                for chunk in chunks:
-                    written_bytes += len(chunk)
-                    file.write(chunk)
-                file.flush()
-                os.fsync(file_descriptor)
-            part.rename(target)
+            node_agent.write_atomically(Path(path), count())
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise DiskFullError(path, written_bytes) from error
             raise PermanentInfraError(f"{path} cannot be written: {error.strerror}") from error
-        finally:
-            if part is not None:
-                part.unlink(missing_ok=True)
-        _flush_directory(target.parent)
 
     def read_file(self, path: str) -> bytes:
         try:
@@ -206,10 +217,12 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _flush_directory(path: Path) -> None:
-    """Make a rename in this directory survive a power cut."""
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a stream, each with its newline; what is left when it ends comes last, without one."""
+    pending = b""
+    for chunk in chunks:
+        *lines, pending = (pending + chunk).split(b"\n")
+        for line in lines:
+            yield line + b"\n"
+    if pending:
+        yield pending

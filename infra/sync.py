@@ -1,4 +1,4 @@
-"""Copy a directory to a node so that its destination holds either all of it, verified, or what it held before.
+"""Copy files to a node so that their destination holds either all of them, verified, or what it held before.
 
     source files ── read once, hashed while read ──> .<name>.incoming-<random> on the node
                     hashed again by the node, compared ──> old one aside, new one in its place, old one removed
@@ -24,6 +24,9 @@ from infra.supervisor import parse_object
 
 CALL_TIMEOUT_S = 3600.0
 """The node hashes the whole directory within one call: about 1 GB/s."""
+SMALL_FILE_BYTES = 256 << 10
+BATCH_BYTES = 8 << 20
+"""Files up to the first size travel together, about as many bytes as the second at a time."""
 _READ_BYTES = 4 << 20
 
 logger = logging.getLogger(__name__)
@@ -53,22 +56,37 @@ def publish_directory(session: Session, source: Path, destination: str) -> Publi
     root = source.resolve()
     sizes = list_files(root)
     _check_nesting(root, destination)
-    num_bytes = sum(sizes.values())
-    if same := _digests_if_identical(session, root, destination, sizes):
-        logger.info("%s holds %s already", destination, source)
-        return PublishReport(files=same, num_bytes=num_bytes, was_identical=True)
+    return _publish(session, {name: root / name for name in sizes}, sizes, destination)
+
+
+def publish_files(session: Session, files: Mapping[str, Path], destination: str) -> PublishReport:
+    """`publish_directory` for files from different places, by the names that they get below `destination`."""
+    for name, path in files.items():
+        _check_file(path, name)
+    return _publish(session, files, {name: path.stat().st_size for name, path in sorted(files.items())}, destination)
+
+
+def _publish(session: Session, files: Mapping[str, Path], sizes: Mapping[str, int], destination: str) -> PublishReport:
     place = PurePosixPath(destination)
+    if not place.is_absolute() or ".." in place.parts:
+        raise PermanentInfraError(f"the destination {destination} is not an absolute path without `..`")
+    num_bytes = sum(sizes.values())
+    if same := _digests_if_identical(session, files, destination, sizes):
+        logger.info("%s is there already", destination)
+        return PublishReport(files=same, num_bytes=num_bytes, was_identical=True)
     incoming = str(place.with_name(f".{place.name}{receiver.INCOMING_MARK}{secrets.token_hex(8)}"))
     try:
         _call(session, ["prepare", destination, incoming, str(num_bytes)])
-        digests = {name: _copy_file(session, root / name, size, f"{incoming}/{name}") for name, size in sizes.items()}
+        digests = _copy_small_files(session, files, sizes, incoming)
+        for name in sizes.keys() - digests.keys():
+            digests[name] = _copy_file(session, files[name], sizes[name], f"{incoming}/{name}")
         manifest = {name: [sizes[name], digest] for name, digest in digests.items()}
         _call(session, ["commit", destination, incoming], stdin=json.dumps(manifest).encode())
     except DiskFullError as error:
         raise DiskFullError(destination, num_bytes) from error
     finally:
         _discard(session, incoming)
-    logger.info("published %s as %s, %d bytes in %d files", source, destination, num_bytes, len(sizes))
+    logger.info("published %s, %d bytes in %d files", destination, num_bytes, len(sizes))
     return PublishReport(files=digests, num_bytes=num_bytes, was_identical=False)
 
 
@@ -85,15 +103,8 @@ def list_files(root: Path) -> dict[str, int]:
             status = path.lstat()
             if stat.S_ISDIR(status.st_mode):
                 continue
-            if not stat.S_ISREG(status.st_mode):
-                raise PermanentInfraError(
-                    f"{path} is a symbolic link or a device, which is not copied: put the file itself there"
-                )
             relative = path.relative_to(root).as_posix()
-            try:
-                receiver.check_name(relative)
-            except receiver.CopyError as error:
-                raise PermanentInfraError(f"{root}: {error.message}") from error
+            _check_file(path, relative)
             sizes[relative] = status.st_size
     if not sizes:
         raise PermanentInfraError(f"{root} holds no files: there is nothing to copy")
@@ -104,53 +115,88 @@ def _raise_unreadable(error: OSError) -> None:
     raise PermanentInfraError(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
+def _check_file(path: Path, name: str) -> None:
+    """Return if it is a plain file that may be copied under this name."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise PermanentInfraError(
+            f"{path} is a symbolic link or a device, which is not copied: put the file itself there"
+        )
+    try:
+        receiver.check_name(name)
+    except receiver.CopyError as error:
+        raise PermanentInfraError(f"{path}: {error.message}") from error
+
+
 def _check_nesting(root: Path, destination: str) -> None:
-    place = PurePosixPath(destination)
-    if not place.is_absolute() or ".." in place.parts:
-        raise PermanentInfraError(f"the destination {destination} is not an absolute path without `..`")
-    if root in Path(place).parents or Path(place) in root.parents:
+    place = Path(destination)
+    if root in place.parents or place in root.parents:
         raise PermanentInfraError(f"{root} and {destination} lie in one another: choose another destination")
 
 
 def _digests_if_identical(
-    session: Session, root: Path, destination: str, sizes: Mapping[str, int]
+    session: Session, files: Mapping[str, Path], destination: str, sizes: Mapping[str, int]
 ) -> dict[str, str] | None:
     """The digests of the source when the destination has the same; reads the source only if all sizes agree."""
     there = _call(session, ["describe", destination])["files"]
     if there is None or {name: size for name, (size, _) in there.items()} != sizes:
         return None
-    digests = {name: receiver.hash_file(root / name) for name in sizes}
+    digests = {name: receiver.hash_file(files[name]) for name in sizes}
     return digests if all(there[name][1] == digest for name, digest in digests.items()) else None
 
 
+def _copy_small_files(
+    session: Session, files: Mapping[str, Path], sizes: Mapping[str, int], incoming: str
+) -> dict[str, str]:
+    """Send the small files, many with one call, and return the digest of each: a call takes some round trips."""
+    digests: dict[str, str] = {}
+    batch = bytearray()
+    for name, size in sizes.items():
+        if size > SMALL_FILE_BYTES:
+            continue
+        content = b"".join(_read_unchanged(files[name], size))
+        digests[name] = hashlib.sha256(content).hexdigest()
+        batch += json.dumps([name, size]).encode() + b"\n" + content
+        if len(batch) > BATCH_BYTES:
+            _call(session, ["accept", incoming], stdin=bytes(batch))
+            batch.clear()
+    if batch:
+        _call(session, ["accept", incoming], stdin=bytes(batch))
+    return digests
+
+
 def _copy_file(session: Session, source: Path, size: int, destination: str) -> str:
-    """Send one file and return the digest of what was read.
+    """Send one file and return the digest of what was read."""
+    digest = hashlib.sha256()
+
+    def hashed_chunks() -> Iterator[bytes]:
+        for chunk in _read_unchanged(source, size):
+            digest.update(chunk)
+            yield chunk
+
+    session.write_chunks(destination, hashed_chunks())
+    return digest.hexdigest()
+
+
+def _read_unchanged(source: Path, size: int) -> Iterator[bytes]:
+    """The content of a file of this size.
 
     Raises:
         TransientInfraError: the file changed since it was listed.
     """
-    digest = hashlib.sha256()
     num_bytes = 0
-
-    def read_chunks() -> Iterator[bytes]:
-        nonlocal num_bytes
-        try:
-            # O_NOFOLLOW: a link that took the file's place since it was listed is not followed.
-            descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW)
-            with os.fdopen(descriptor, "rb") as file:
-                before = os.fstat(descriptor)
-                while chunk := file.read(_READ_BYTES):
-                    digest.update(chunk)
-                    num_bytes += len(chunk)
-                    yield chunk
-                has_changed = os.fstat(descriptor).st_mtime_ns != before.st_mtime_ns
-        except OSError as error:
-            raise TransientInfraError(f"{source} cannot be read any more: {error.strerror}") from error
-        if has_changed or num_bytes != size:
-            raise TransientInfraError(f"{source} changed while it was copied: copy it once it is complete")
-
-    session.write_chunks(destination, read_chunks())
-    return digest.hexdigest()
+    try:
+        # O_NOFOLLOW: a link that took the file's place since it was listed is not followed.
+        descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW)
+        with os.fdopen(descriptor, "rb") as file:
+            before = os.fstat(descriptor)
+            while chunk := file.read(_READ_BYTES):
+                num_bytes += len(chunk)
+                yield chunk
+            has_changed = os.fstat(descriptor).st_mtime_ns != before.st_mtime_ns
+    except OSError as error:
+        raise TransientInfraError(f"{source} cannot be read any more: {error.strerror}") from error
+    if has_changed or num_bytes != size:
+        raise TransientInfraError(f"{source} changed while it was copied: copy it once it is complete")
 
 
 def _discard(session: Session, incoming: str) -> None:

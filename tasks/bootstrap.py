@@ -7,11 +7,12 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from infra.bootstrap import check_node, probe_node
+from infra.bootstrap import check_imports, check_node, probe_node
 from infra.node import Node
 from infra.providers import open_session
 from rollouts_core.checkpoint import estimate_checkpoint_bytes
 from rollouts_core.config import Config
+from tasks.placement import place_code
 from tasks.progress import StageProgress, stage_console
 
 
@@ -23,6 +24,8 @@ def bootstrap(node: Node, config: Config, min_free_gb: float) -> None:
     with StageProgress("bootstrap", num_steps=0, console=stage_console()) as progress, open_session(node) as session:
         report = probe_node(session, node)
         check_node(report, min_free_gb=needed_gb, required_gpus=num_gpus)
+        if node.is_remote:
+            check_imports(session, place_code(session, node, config.rollout))
         progress.say(
             f"Python {report.python_version}, torch {report.torch_version}, {report.device_summary}, "
             f"{report.free_disk_gb:.0f} GB free"

@@ -15,6 +15,7 @@ from infra.ports import LOOPBACK, check_port, find_free_port
 from infra.providers import open_session
 from infra.session import Session
 from rollouts_core.job import ServeJob
+from tasks.placement import place_stage
 from tasks.plan import plan_engine
 from tasks.progress import StageProgress, stage_console
 from tasks.records import EngineRecord, RunScope, Stage
@@ -39,21 +40,24 @@ def launch_engine(
         Ledger(scope.ledger_path) as ledger,
         open_session(node) as session,
     ):
-        stage = plan_engine(rl, wanted_port, node, index)
+        placement = place_stage(session, plan_engine(rl, wanted_port, node, index), node)
+        stage = placement.stage
         engine = ServeJob.model_validate(stage.job).engine
         if engine.kind != "embedded":
             check_engine_installed(session, engine.kind, python=engine.python)
         ledger.add_lease(stage.run_dir, scope.run_id, node.name)
         running = running_job(session, stage.run_dir)
         port = running["port"] if running else choose_port(session, wanted_port)
+        at_port = stage.model_copy(update={"job": {**stage.job, "port": port}})
         start_or_attach(
-            session, job_spec(plan_engine(rl, port, node, index), session, max_restarts=MAX_RESTARTS, lease_s=LEASE_S)
+            session,
+            job_spec(at_port, session, code_dir=placement.code_dir, max_restarts=MAX_RESTARTS, lease_s=LEASE_S),
         )
         url = f"http://{LOOPBACK}:{port}"
         wait_until_engine_ready(
             session,
             kind=engine.kind,
-            url=url,
+            port=port,
             run_dir=stage.run_dir,
             timeout_s=engine.start_timeout_s,
             also_renew=[each.run_dir for each in ready],

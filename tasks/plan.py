@@ -89,7 +89,7 @@ def plan_engine(rl: Stage, port: int, node: Node, index: int = 0) -> Stage:
     return Stage(
         name="engine",
         fingerprint=rl.fingerprint,
-        run_dir=f"{node.root}/stages/engine-{rl.fingerprint}-{index}",
+        run_dir=f"{node.local_root}/stages/engine-{rl.fingerprint}-{index}",
         job=job.model_dump(mode="json"),
         num_steps=0,
         timeout_s=rl.timeout_s,
@@ -187,7 +187,7 @@ def build_stage(name: str, job: Job, scope: RunScope, node: Node, *, num_steps: 
     return Stage(
         name=name,
         fingerprint=fingerprint,
-        run_dir=str(Path(node.root) / "stages" / f"{name}-{fingerprint}"),
+        run_dir=str(Path(node.local_root) / "stages" / f"{name}-{fingerprint}"),
         job=job.model_dump(mode="json"),
         num_steps=num_steps,
         timeout_s=job.deployment.stage_timeout_minutes * 60.0,

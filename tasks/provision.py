@@ -19,7 +19,8 @@ def provision(settings: NodeSettings, scope: RunScope) -> Node:
     """The node that the settings ask for."""
     node = provision_node(settings, Path(scope.store))
     with StageProgress("provision", num_steps=0, console=stage_console()) as progress:
-        progress.say(f"{node.provider} node {node.name}, run directories below {node.root}/stages")
+        key = f" (its key: {node.believed_by})" if node.believed_by else ""
+        progress.say(f"{node.provider} node {node.name}{key}, run directories below {node.root}/stages")
     return node
 
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
+from infra.errors import PermanentInfraError
 from infra.jobs import (
     JobSpec,
     JobState,
@@ -19,17 +22,19 @@ from infra.jobs import (
     cancel_job,
     follow_job,
     job_status,
-    read_result,
     require_finished,
     start_or_attach,
 )
 from infra.ledger import Ledger
+from infra.mirror import mirrored, pull_run
 from infra.node import Node
 from infra.providers import open_session
 from infra.session import Session
 from rollouts_core.backends.allocator import KEPT_MEMORY
 from rollouts_core.errors import InputError
-from tasks.artifacts import set_damage_aside
+from rollouts_core.run_directory import RunDirectory
+from tasks.artifacts import find_damage, is_finished, set_damage_aside
+from tasks.placement import place_stage
 from tasks.progress import StageProgress, stage_console
 from tasks.records import How, RunScope, Stage, StageRecord
 
@@ -49,15 +54,8 @@ def run_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
     with StageProgress(stage.name, num_steps=stage.num_steps, console=stage_console()) as progress:
         if damage := set_damage_aside(stage):
             progress.say(f"done again, because what an earlier run left is damaged: {damage}")
-        with Ledger(scope.ledger_path) as ledger, open_session(node) as session:
-            ledger.add_lease(stage.run_dir, scope.run_id, node.name)
-            status = start_or_attach(session, job_spec(stage, session))
-            how = how_it_began(status)
-            if how != "reused":
-                progress.say(f"{'started' if how == 'ran' else 'attached to the running job'} in {stage.run_dir}")
-                follow_until_finished(session, status, progress)
-            ledger.drop_lease(stage.run_dir, scope.run_id)
-            result = read_result(session, stage.run_dir)
+        how: How = "reused" if is_finished(stage) else run_on_node(stage, scope, node, progress)
+        result = RunDirectory(Path(stage.run_dir)).read_result()
         assert result is not None, f"{stage.run_dir} is finished without a result.json"
         seconds = time.monotonic() - began
         progress.say(f"reused from {stage.run_dir}" if how == "reused" else f"finished in {seconds:.1f} s")
@@ -71,13 +69,43 @@ def run_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
     )
 
 
-def job_spec(stage: Stage, session: Session, *, max_restarts: int = 0, lease_s: float = 0.0) -> JobSpec:
-    """The stage as a job for a node's supervisor."""
+def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgress) -> How:
+    """Start the job or attach to it, and return when its record, with all that it names, is in `stage.run_dir`."""
+    with Ledger(scope.ledger_path) as ledger, open_session(node) as session:
+        if elsewhere := ledger.nodes_at_work(Path(stage.run_dir).name) - {node.name}:
+            raise PermanentInfraError(
+                f"{stage.name} is being done on {' and '.join(elsewhere)} for another run: wait for it, or end that run"
+            )
+        placement = place_stage(session, stage, node)
+        run_dir = placement.stage.run_dir
+        ledger.add_lease(run_dir, scope.run_id, node.name)
+        status = start_or_attach(session, job_spec(placement.stage, session, code_dir=placement.code_dir))
+        how = how_it_began(status)
+        with mirrored(session, run_dir, Path(stage.run_dir)) if node.is_remote else nullcontext():
+            if how != "reused":
+                progress.say(f"{'started' if how == 'ran' else 'attached to the running job'} in {run_dir}")
+                follow_until_finished(session, status, progress)
+        ledger.drop_lease(run_dir, scope.run_id)
+        if node.is_remote:
+            pull_run(session, run_dir, Path(stage.run_dir))
+            if damage := find_damage(stage):
+                raise PermanentInfraError(f"what {node.name} has is damaged ({damage}): delete {run_dir} there")
+    return how
+
+
+def job_spec(
+    stage: Stage, session: Session, *, code_dir: str = "", max_restarts: int = 0, lease_s: float = 0.0
+) -> JobSpec:
+    """The stage as a job for a node's supervisor.
+
+    Args:
+        code_dir: where the job imports from; empty where it finds everything by itself.
+    """
     return JobSpec(
         run_dir=stage.run_dir,
         argv=(session.python, "-m", "rollouts_core", stage.kind, f"{stage.run_dir}/job.json"),
         job=stage.job,
-        env=job_environment(stage),
+        env=job_environment(stage) | ({"PYTHONPATH": code_dir} if code_dir else {}),
         timeout_s=stage.timeout_s,
         grace_s=GRACE_S,
         max_restarts=max_restarts,

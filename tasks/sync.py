@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from infra.node import Node
-from infra.providers import open_session
+from infra.session import LocalSession
 from infra.sync import publish_directory
 from rollouts_core.job import InputModel
 from tasks.progress import StageProgress, stage_console
@@ -16,11 +16,12 @@ from tasks.records import RunScope
 
 
 @task(name="sync", cache_policy=NO_CACHE)
-def sync_results(model: InputModel, scope: RunScope, node: Node) -> str:
+def sync_results(model: InputModel, scope: RunScope) -> str:
     """Copy the final checkpoint to `checkpoint/` of the run's output; returns its path."""
     destination = scope.output_dir / "checkpoint"
-    with StageProgress("sync", num_steps=0, console=stage_console()) as progress, open_session(node) as session:
+    with StageProgress("sync", num_steps=0, console=stage_console()) as progress:
         destination.parent.mkdir(parents=True, exist_ok=True)
+        session = LocalSession(sys.executable)  # the store has everything that a node made
         report = publish_directory(session, Path(model.model.path), str(destination))
         progress.say(f"{model.name}, {report.num_bytes / 1e6:.1f} MB in {len(report.files)} verified files")
     return str(destination)

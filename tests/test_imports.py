@@ -66,7 +66,7 @@ def test_heavy_libraries_stay_in_their_rooms() -> None:
     ],
 )
 def test_the_orchestrator_stays_light(module: str) -> None:
-    code = f"import sys, {module}; sys.exit(bool({{'torch', 'transformers'}} & set(sys.modules)))"
+    code = f"import sys, {module}; sys.exit(bool({{'torch', 'transformers', 'paramiko'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 

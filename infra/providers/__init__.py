@@ -3,12 +3,14 @@
 settings --provision_node--> Node --open_session--> Session ... Node --release_node--> gone
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from infra.node import Node, NodeSettings
 from infra.providers.local import open_local_session, provision_local, release_local
+from infra.providers.ssh import open_ssh_session, provision_ssh, release_ssh
 from infra.session import Session
 
 
@@ -16,13 +18,14 @@ from infra.session import Session
 class Provider:
     """What every provider can do."""
 
-    provision: Callable[[NodeSettings, Path], Node]
+    provision: Callable[[Any, Path], Node]  # Any: each has settings of a type of its own
     release: Callable[[Node], None]
     open_session: Callable[[Node], Session]
 
 
-PROVIDERS = {
+PROVIDERS: Mapping[str, Provider] = {
     "local": Provider(provision=provision_local, release=release_local, open_session=open_local_session),
+    "ssh": Provider(provision=provision_ssh, release=release_ssh, open_session=open_ssh_session),
 }
 
 

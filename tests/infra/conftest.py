@@ -1,4 +1,7 @@
-"""A session on this machine, run directories whose jobs are gone when the test is over, and a disk of 2 MB."""
+"""Sessions, run directories whose jobs are gone when the test is over, and a disk of 2 MB.
+
+`session` is every kind of session in turn: what holds for one holds for all. Over SSH it is marked slow.
+"""
 
 import os
 import subprocess
@@ -9,17 +12,35 @@ from pathlib import Path
 import pytest
 
 from infra.jobs import cancel_job
-from infra.session import LocalSession
+from infra.session import LocalSession, Session
+from infra.ssh_session import SSHSession
 from infra.supervisor import find_processes
+from tests.infra.ssh_server import SSHServer, running_server
+
+
+@pytest.fixture(scope="session")
+def ssh_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SSHServer]:
+    with running_server(tmp_path_factory.mktemp("sshd")) as server:
+        yield server
 
 
 @pytest.fixture
-def session() -> LocalSession:
-    return LocalSession(sys.executable)
+def ssh_session(ssh_server: SSHServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SSHSession]:
+    programs_dir = str(tmp_path_factory.mktemp("programs"))
+    with SSHSession(ssh_server.access, python=sys.executable, programs_dir=programs_dir) as session:
+        yield session
+
+
+@pytest.fixture(params=["local", pytest.param("ssh", marks=pytest.mark.slow)])
+def session(request: pytest.FixtureRequest) -> Session:
+    if request.param == "local":
+        return LocalSession(sys.executable)
+    session: SSHSession = request.getfixturevalue("ssh_session")
+    return session
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, session: LocalSession) -> Iterator[Path]:
+def run_dir(tmp_path: Path, session: Session) -> Iterator[Path]:
     path = tmp_path / "sft-0123"
     yield path
     cancel_job(session, str(path), grace_s=0.2)

@@ -15,7 +15,7 @@ from infra.engines import PROBES, check_engine_installed, explain_engine_log, wa
 from infra.errors import JobFailedError, PermanentInfraError, TransientInfraError
 from infra.jobs import start_or_attach
 from infra.ports import find_free_port, is_port_free
-from infra.session import LocalSession
+from infra.session import Session
 from tests.infra.shell_jobs import shell_spec, wait_for_end
 
 SERVER = """
@@ -32,7 +32,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Engine).serve_forever()
 """
 
 
-def test_a_free_port_is_free_until_somebody_listens(session: LocalSession) -> None:
+def test_a_free_port_is_free_until_somebody_listens(session: Session) -> None:
     port = find_free_port(session)
     assert is_port_free(session, "127.0.0.1", port)
     with socket.create_server(("127.0.0.1", port)):
@@ -41,39 +41,36 @@ def test_a_free_port_is_free_until_somebody_listens(session: LocalSession) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["embedded", "vllm"])
-def test_an_engine_is_ready_when_it_has_generated(session: LocalSession, run_dir: Path, kind: str) -> None:
+def test_an_engine_is_ready_when_it_has_generated(session: Session, run_dir: Path, kind: str) -> None:
     port = find_free_port(session)
     run_dir.mkdir()
     (run_dir / "engine.py").write_text(SERVER)
     start_or_attach(session, shell_spec(run_dir, f"sleep 0.5; exec {sys.executable} -I engine.py {port}"))
-    url = f"http://127.0.0.1:{port}"
-    wait_until_engine_ready(session, kind=kind, url=url, run_dir=str(run_dir), timeout_s=20)
+    wait_until_engine_ready(session, kind=kind, port=port, run_dir=str(run_dir), timeout_s=20)
     asked = [json.loads(line) for line in (run_dir / "asked.jsonl").read_text().splitlines()]
     assert asked == [list(PROBES[kind])]
 
 
 @pytest.mark.slow
-def test_an_engine_that_answers_without_generating_is_not_ready(session: LocalSession, run_dir: Path) -> None:
+def test_an_engine_that_answers_without_generating_is_not_ready(session: Session, run_dir: Path) -> None:
     start_or_attach(session, shell_spec(run_dir, "echo loading shard 3; sleep 60"))
     transport = httpx.MockTransport(lambda request: httpx.Response(503, json={"detail": "loading"}))
     with pytest.raises(TransientInfraError, match=r"did not generate within 0\.7 s.*'loading shard 3'"):
         wait_until_engine_ready(
-            session, kind="sglang", url="http://e", run_dir=str(run_dir), timeout_s=0.7, transport=transport
+            session, kind="sglang", port=1, run_dir=str(run_dir), timeout_s=0.7, transport=transport
         )
 
 
-def test_an_engine_that_ends_first_is_explained_from_its_log(session: LocalSession, run_dir: Path) -> None:
+def test_an_engine_that_ends_first_is_explained_from_its_log(session: Session, run_dir: Path) -> None:
     start_or_attach(session, shell_spec(run_dir, "echo 'OSError: [Errno 98] Address already in use'; exit 1"))
     wait_for_end(session, run_dir)
     transport = httpx.MockTransport(lambda request: httpx.Response(502))
     with pytest.raises(JobFailedError, match=r"its port is in use(.|\n)*Errno 98"):
-        wait_until_engine_ready(
-            session, kind="sglang", url="http://e", run_dir=str(run_dir), timeout_s=10, transport=transport
-        )
+        wait_until_engine_ready(session, kind="sglang", port=1, run_dir=str(run_dir), timeout_s=10, transport=transport)
 
 
 @pytest.mark.parametrize("python", ["", sys.executable, "/nowhere/python"])
-def test_an_engine_that_is_not_installed_is_told_in_one_sentence(session: LocalSession, python: str) -> None:
+def test_an_engine_that_is_not_installed_is_told_in_one_sentence(session: Session, python: str) -> None:
     with pytest.raises(PermanentInfraError, match=r"has no no_such_engine: install it.* as rollout\.engine\.python$"):
         check_engine_installed(session, "no_such_engine", python=python)
     check_engine_installed(session, "json", python="")

@@ -13,9 +13,12 @@ from infra.errors import (
     CompletedCommand,
     DiskFullError,
     FileMissingError,
+    HostKeyError,
     InfraError,
     JobFailedError,
     JobLostError,
+    LoginError,
+    NodeUnreachableError,
     PermanentInfraError,
     TransientInfraError,
 )
@@ -30,6 +33,9 @@ ERRORS = [
     DiskFullError("/a", 5),
     JobFailedError("/runs/sft", 2, 1, "it failed"),
     JobLostError("/runs/sft", 2, "the node was rebooted"),
+    NodeUnreachableError("a@h:22", "timed out"),
+    HostKeyError("h", "SHA256:x", "nobody has confirmed it"),
+    LoginError("a@h:22", "no key"),
 ]
 
 

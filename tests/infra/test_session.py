@@ -18,59 +18,59 @@ from infra.errors import (
     FileMissingError,
     PermanentInfraError,
 )
-from infra.session import LocalSession
+from infra.session import Session
 from tests.infra.shell_jobs import is_alive, read_pid, wait_until
 
 
-def test_a_command_becomes_a_record(session: LocalSession) -> None:
+def test_a_command_becomes_a_record(session: Session) -> None:
     completed = session.run(["sh", "-c", "cat; echo e >&2"], stdin=b"in", timeout_s=10)
     assert completed == CompletedCommand(argv=("sh", "-c", "cat; echo e >&2"), exit_code=0, stdout=b"in", stderr=b"e\n")
 
 
-def test_a_failure_raises_the_same_record_or_returns_it(session: LocalSession) -> None:
+def test_a_failure_raises_the_same_record_or_returns_it(session: Session) -> None:
     with pytest.raises(CommandFailedError) as caught:
         session.run(["sh", "-c", "exit 4"], timeout_s=10)
     assert caught.value.completed == session.run(["sh", "-c", "exit 4"], timeout_s=10, check=False)
 
 
-def test_arguments_are_never_interpreted(session: LocalSession, tmp_path: Path) -> None:
+def test_arguments_are_never_interpreted(session: Session, tmp_path: Path) -> None:
     hostile = f"$(touch {tmp_path}/x); `id`\n'\""
     assert session.run(["printf", "%s", hostile], timeout_s=10).stdout == hostile.encode()
     assert not (tmp_path / "x").exists()
 
 
-def test_a_command_that_hangs_is_killed_with_its_children(session: LocalSession, tmp_path: Path) -> None:
+def test_a_command_that_hangs_is_killed_with_its_children(session: Session, tmp_path: Path) -> None:
     script = f"sleep 60 & echo $! > {tmp_path}/child; wait"
     with pytest.raises(CommandTimeoutError, match=r"0\.5 s"):
         session.run(["sh", "-c", script], timeout_s=0.5)
     wait_until(lambda: not is_alive(read_pid(tmp_path / "child")))
 
 
-def test_a_missing_program_is_named(session: LocalSession) -> None:
+def test_a_missing_program_is_named(session: Session) -> None:
     with pytest.raises(PermanentInfraError, match="/nowhere/tool cannot be run"):
         session.run(["/nowhere/tool"], timeout_s=1)
 
 
-def test_much_output_on_both_channels_does_not_block(session: LocalSession) -> None:
+def test_much_output_on_both_channels_does_not_block(session: Session) -> None:
     script = "head -c 3000000 /dev/zero; head -c 3000000 /dev/zero >&2"
     completed = session.run(["sh", "-c", script], timeout_s=20)
     assert (len(completed.stdout), len(completed.stderr)) == (3_000_000, 3_000_000)
 
 
-def test_leaving_a_stream_kills_its_command(session: LocalSession, tmp_path: Path) -> None:
+def test_leaving_a_stream_kills_its_command(session: Session, tmp_path: Path) -> None:
     with session.stream(["sh", "-c", f"echo $$ > {tmp_path}/pid; echo one; sleep 60"]) as lines:
         assert next(lines) == b"one\n"
     assert not is_alive(read_pid(tmp_path / "pid"))
 
 
-def test_a_stream_delivers_input_and_keeps_it_open(session: LocalSession) -> None:
+def test_a_stream_delivers_input_and_keeps_it_open(session: Session) -> None:
     with session.stream(["sh", "-c", "read x; echo got $x; cat; echo end"], stdin=b"a\n") as lines:
         started = time.monotonic()
         assert next(lines) == b"got a\n"
         assert time.monotonic() - started < 5
 
 
-def test_a_stream_whose_command_fails_raises_at_its_end(session: LocalSession) -> None:
+def test_a_stream_whose_command_fails_raises_at_its_end(session: Session) -> None:
     with (
         session.stream(["sh", "-c", "echo a; echo why >&2; exit 3"]) as lines,
         pytest.raises(CommandFailedError, match="why"),
@@ -78,7 +78,7 @@ def test_a_stream_whose_command_fails_raises_at_its_end(session: LocalSession) -
         list(lines)
 
 
-def test_a_written_file_is_read_back_and_nothing_else_appears(session: LocalSession, tmp_path: Path) -> None:
+def test_a_written_file_is_read_back_and_nothing_else_appears(session: Session, tmp_path: Path) -> None:
     path = tmp_path / "a" / "job.json"
     session.write_file(str(path), b"old")
     session.write_file(str(path), b"\x00new")
@@ -86,12 +86,12 @@ def test_a_written_file_is_read_back_and_nothing_else_appears(session: LocalSess
     assert [entry.name for entry in path.parent.iterdir()] == ["job.json"]
 
 
-def test_a_missing_file_has_its_own_error(session: LocalSession, tmp_path: Path) -> None:
+def test_a_missing_file_has_its_own_error(session: Session, tmp_path: Path) -> None:
     with pytest.raises(FileMissingError):
         session.read_file(str(tmp_path / "none"))
 
 
-def test_a_write_that_is_cut_off_leaves_the_old_file(session: LocalSession, tmp_path: Path) -> None:
+def test_a_write_that_is_cut_off_leaves_the_old_file(session: Session, tmp_path: Path) -> None:
     path = tmp_path / "f"
     session.write_file(str(path), b"old")
     with pytest.raises(ZeroDivisionError):
@@ -100,12 +100,12 @@ def test_a_write_that_is_cut_off_leaves_the_old_file(session: LocalSession, tmp_
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_named_and_nothing_is_left(session: LocalSession, tiny_disk: Path) -> None:
+def test_a_full_disk_is_named_and_nothing_is_left(session: Session, tiny_disk: Path) -> None:
     with pytest.raises(DiskFullError):
         session.write_chunks(str(tiny_disk / "big"), (bytes(1 << 20) for _ in range(4)))
     assert list(tiny_disk.iterdir()) == []
 
 
-def test_commands_are_out_of_reach_of_an_interrupt_at_our_terminal(session: LocalSession) -> None:
+def test_commands_are_out_of_reach_of_an_interrupt_at_our_terminal(session: Session) -> None:
     own = session.run([sys.executable, "-c", "import os; print(os.getsid(0))"], timeout_s=20).stdout
     assert int(own) != os.getsid(0)

@@ -63,3 +63,12 @@ def test_a_run_that_gave_up_all_its_claims_leaves_no_file(tmp_path: Path) -> Non
             ledger.add_lease("/job", "own", "local")
             ledger.drop_lease("/job", "own")
         assert list((tmp_path / "ledger.runs").iterdir()) == []
+
+
+def test_claims_on_another_node_are_another_job(tmp_path: Path) -> None:
+    with Ledger(tmp_path / "ledger.db") as ledger:
+        ledger.add_lease("/runs/sft-1", "own", "a@one:22")
+        ledger.add_lease("/runs/sft-1", "other", "a@two:22")
+        assert ledger.nodes_at_work("sft-1") == {"a@one:22", "a@two:22"}
+        assert ledger.drop_lease("/runs/sft-1", "own") == 0
+        assert ledger.nodes_at_work("sft-1") == {"a@two:22"}

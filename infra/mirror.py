@@ -1,0 +1,215 @@
+"""Keep a directory of ours equal to a run directory on a node, while the job there runs and after it.
+
+Not here: the node's side (sender.py), copies in the other direction (sync.py).
+
+    logs, metrics, events     what is new is appended; a reader here sees them grow
+    everything else           into .incoming/, at the offset where the last try broke off; its digest compared, renamed
+    order                     a checkpoint's manifest after its other files, result.json after everything
+    checkpoints               only those with a manifest; those that the job has deleted are deleted here too
+
+So whatever a reader finds here is whole, at any moment. A file counts as unchanged when size and time agree.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from infra import receiver, sender
+from infra.errors import InfraError, PermanentInfraError, TransientInfraError
+from infra.session import Session
+from infra.supervisor import locked, parse_object
+
+LIST_TIMEOUT_S = 60.0
+PULL_INTERVAL_S = 10.0
+APPENDED = ("log.txt", "metrics.jsonl", "events.jsonl")
+MANIFEST, RESULT = "manifest.json", "result.json"
+INCOMING = ".incoming"
+LOCK = ".mirror.lock"
+MAX_HEAD_BYTES = 64 << 10
+
+logger = logging.getLogger(__name__)
+
+
+def pull_run(session: Session, source: str, target: Path) -> int:
+    """Fetch what is new in the run directory `source` on the node; returns how many files that was.
+
+    Of several processes that mirror into the same directory, one works at a time. Nothing there is touched when the
+    node has no such directory.
+
+    Raises:
+        TransientInfraError: the connection broke, or a file arrived damaged; the next call goes on from there.
+        PermanentInfraError: a file name that is refused, or no room here.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    with locked(target / LOCK):
+        there = _list(session, source)
+        if there is None:
+            return 0
+        _remove_deleted_checkpoints(there, target)
+        wanted = [name for name in _in_order(there) if _is_new(target / name, *there[name])]
+        try:
+            damaged = _fetch(session, source, target, wanted)
+            damaged = _fetch(session, source, target, damaged)  # what was there before may have been of another file
+        except OSError as error:
+            raise PermanentInfraError(f"{target} cannot be written: {error.strerror}") from error
+        if damaged:
+            raise TransientInfraError(f"{len(damaged)} files of {source} arrived damaged, the first is {damaged[0]!r}")
+        shutil.rmtree(target / INCOMING, ignore_errors=True)
+    return len(wanted)
+
+
+@contextmanager
+def mirrored(session: Session, source: str, target: Path, *, interval_s: float = PULL_INTERVAL_S) -> Iterator[None]:
+    """Mirror again and again, beside whatever the block does; failures are logged, and tried again.
+
+    Leaving the block waits for the transfer under way; an exception, an interrupt above all, does not.
+    """
+    is_over = threading.Event()
+
+    def pull_until_over() -> None:
+        while not is_over.wait(interval_s):
+            try:
+                pull_run(session, source, target)
+            except InfraError as error:
+                logger.warning("%s was not mirrored: %s", source, error)
+
+    thread = threading.Thread(target=pull_until_over, name=f"mirror of {source}", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+    thread.join()
+
+
+def _list(session: Session, source: str) -> dict[str, list[int]] | None:
+    """Size and time of change of the node's files; of checkpoints only the whole ones."""
+    program = session.place_program(Path(sender.__file__))
+    command = [session.python, "-I", program, "list", source]
+    answer = session.run(command, timeout_s=LIST_TIMEOUT_S).stdout
+    files: dict[str, list[int]] | None = json.loads(answer.splitlines()[-1])
+    if files is None:
+        return None
+    for name in files:
+        try:
+            receiver.check_name(name)
+        except receiver.CopyError as error:
+            raise PermanentInfraError(f"{source} on the node: {error.message}") from error
+    whole = {str(PurePosixPath(name).parent) for name in files if PurePosixPath(name).name == MANIFEST}
+    return {name: found for name, found in files.items() if _checkpoint_of(name) in (None, *whole)}
+
+
+def _checkpoint_of(name: str) -> str | None:
+    """The checkpoint that a file belongs to, as checkpoints/<name>."""
+    parts = PurePosixPath(name).parts
+    return "/".join(parts[:2]) if parts[0] == "checkpoints" and len(parts) > 2 else None
+
+
+def _in_order(names: Mapping[str, object]) -> list[str]:
+    """So that what says that something is whole comes after it."""
+    return sorted(names, key=lambda name: (name == RESULT, PurePosixPath(name).name == MANIFEST, name))
+
+
+def _is_new(path: Path, size: int, modified_ns: int) -> bool:
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return True
+    return (status.st_size, status.st_mtime_ns) != (size, modified_ns)
+
+
+def _remove_deleted_checkpoints(there: Mapping[str, object], target: Path) -> None:
+    kept = {checkpoint for name in there if (checkpoint := _checkpoint_of(name))}
+    if not kept:  # a job that has not written any yet: ours are the only ones
+        return
+    for path in (target / "checkpoints").glob("[!.]*"):
+        if f"checkpoints/{path.name}" not in kept:
+            # The manifest first: what is left of a checkpoint never looks whole.
+            (path / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _fetch(session: Session, source: str, target: Path, names: Sequence[str]) -> list[str]:
+    """Fetch the files with one call; returns those that arrived damaged."""
+    if not names:
+        return []
+    parts = {name: _part_of(target, name) for name in names}
+    request = json.dumps([[name, _size_of(parts[name])] for name in names]).encode() + b"\n"
+    program = session.place_program(Path(sender.__file__))
+    damaged: list[str] = []
+    with session.pipe([session.python, "-I", program, "send", source], stdin=request) as chunks:
+        stream = _ByteStream(chunks)
+        for name in names:
+            head = parse_object(stream.read_line(MAX_HEAD_BYTES))
+            if head is None or head.get("name") != name:
+                raise TransientInfraError(f"{head} came from the node instead of {name}")
+            if head["size"] is not None and not _receive(stream, head, parts[name], target / name):
+                damaged.append(name)
+    return damaged
+
+
+def _part_of(target: Path, name: str) -> Path:
+    """Where a file grows: in its place, or beside it until it is whole."""
+    if name in APPENDED:
+        return target / name
+    return target / INCOMING / hashlib.sha256(name.encode()).hexdigest()
+
+
+def _size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _receive(stream: "_ByteStream", head: Mapping[str, Any], part: Path, path: Path) -> bool:  # Any: JSON
+    """Take one file; false, and nothing left of it, when it is not what the node says that it is."""
+    part.parent.mkdir(parents=True, exist_ok=True)
+    with part.open("ab") as file:
+        for chunk in stream.read(head["size"] - file.tell()):
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    if receiver.hash_file(part) != head["sha256"]:  # also when what was there before is of another file
+        part.unlink()
+        return False
+    os.utime(part, ns=(head["modified_ns"], head["modified_ns"]))
+    if part != path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.rename(path)
+        receiver.flush_directory(path.parent)
+    return True
+
+
+class _ByteStream:
+    """Lines and counted bytes from pieces of any size."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
+        self._pending = b""
+
+    def read_line(self, max_bytes: int) -> bytes:
+        while b"\n" not in self._pending:
+            if len(self._pending) > max_bytes:
+                raise TransientInfraError("the node sends something else than lines")
+            self._pending += self._next()
+        line, _, self._pending = self._pending.partition(b"\n")
+        return line
+
+    def read(self, num_bytes: int) -> Iterator[bytes]:
+        """The next bytes; none for a negative number."""
+        while num_bytes > 0:
+            piece = self._pending or self._next()
+            self._pending = piece[num_bytes:]
+            yield piece[:num_bytes]
+            num_bytes -= min(num_bytes, len(piece))
+
+    def _next(self) -> bytes:
+        try:
+            return next(self._chunks)
+        except StopIteration as error:
+            raise TransientInfraError("the node sent less than it said") from error

@@ -1,0 +1,76 @@
+"""A machine of the user's own, reached over SSH: nothing to rent, nothing to release.
+
+Not here: the session itself (ssh_session.py), what the machine must have (bootstrap.py).
+"""
+
+import json
+import logging
+from pathlib import Path
+
+from infra.errors import PermanentInfraError
+from infra.node import HOST, SSH_PORT, Node, SSHAccess, SSHNode
+from infra.session import Session
+
+FIRST_USE_FILE = "known_hosts"
+PROGRAMS_DIR = "programs"
+CALL_TIMEOUT_S = 60.0
+
+_EXPAND = "import json, os, sys; sys.stdout.write(json.dumps(os.path.abspath(os.path.expanduser(sys.argv[1]))))"
+
+logger = logging.getLogger(__name__)
+
+
+def provision_ssh(settings: SSHNode, store: Path) -> Node:
+    """The node record of the machine; logs in once, so that whatever is wrong with that is said now.
+
+    Raises:
+        NodeUnreachableError, HostKeyError, LoginError: one sentence about the connection.
+        PermanentInfraError: its interpreter cannot be run, or `root` is not a usable path.
+    """
+    from infra.ssh_session import SSHSession  # paramiko loads here
+
+    access = read_access(settings, store)
+    with SSHSession(access, python=settings.python, programs_dir="") as session:
+        completed = session.run([settings.python, "-I", "-c", _EXPAND, settings.root], timeout_s=CALL_TIMEOUT_S)
+        believed_by = session.host_key_evidence.value
+    root = json.loads(completed.stdout)
+    if root == "/":
+        raise PermanentInfraError("node.root is / : name a directory of its own")
+    return Node(
+        name=access.address,
+        provider="ssh",
+        root=root,
+        python=settings.python,
+        mirror=str(store.expanduser().absolute()),
+        access=access,
+        believed_by=believed_by,
+    )
+
+
+def read_access(settings: SSHNode, store: Path) -> SSHAccess:
+    """How the settings say that the machine is reached."""
+    parts = HOST.fullmatch(settings.host)
+    assert parts is not None, settings.host
+    first_use_file = str(store.expanduser().absolute() / FIRST_USE_FILE)
+    return SSHAccess(
+        host=parts["host"] or parts["ipv6"],
+        port=int(parts["port"] or SSH_PORT),
+        user=parts["user"],
+        key_file=settings.key_file,
+        host_key=settings.host_key,
+        known_hosts=(settings.known_hosts, first_use_file),
+        first_use_file=first_use_file if settings.trust_first_use else "",
+    )
+
+
+def release_ssh(node: Node) -> None:
+    """Leave the machine as it is."""
+    logger.info("kept %s: %s is nobody's to give back", node.root, node.name)
+
+
+def open_ssh_session(node: Node) -> Session:
+    """A session on the machine."""
+    from infra.ssh_session import SSHSession  # paramiko loads here
+
+    assert node.access is not None, f"{node.name} has no address"
+    return SSHSession(node.access, python=node.python, programs_dir=f"{node.root}/{PROGRAMS_DIR}")

@@ -1,0 +1,370 @@
+"""Open one authenticated SSH connection to a node, notice when its peer is dead, and open channels on it.
+
+Not here: what is said on a channel (ssh_session.py), which host key is right (host_keys.py). Only this file knows
+paramiko, whose defaults are not for us; each departure is explained where it is made.
+
+    connect ── TCP ── key exchange ── host key checked ── login ── SSHConnection ── open_command / open_tunnel
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import paramiko
+
+from infra.errors import LoginError, NodeUnreachableError, PermanentInfraError, TransientInfraError
+from infra.host_keys import HostKey, HostKeyEvidence, HostKeyPolicy
+from infra.node import SSHAccess
+
+CONNECT_TIMEOUT_S = 15.0
+CHANNEL_TIMEOUT_S = 30.0
+EXIT_CODE_TIMEOUT_S = 10.0
+HEARTBEAT_INTERVAL_S = 15.0
+HEARTBEAT_LIMIT_S = 30.0
+"""A peer that does not answer a heartbeat for this long is dead; with the interval, found within 45 s."""
+
+_CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes256-ctr")
+"""GCM first: half as fast again as paramiko's first choice."""
+_KEY_TYPES = ("ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521", "ssh-rsa")
+_SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
+"""How a host proves to have a key, where that is not called like the key."""
+_REKEY_BYTES = 1 << 35
+"""paramiko asks for new keys every 512 MiB, and then often waits for ever; OpenSSH does it every 64 GiB with AES."""
+_NEAR_S = 0.005
+_NEAR_WINDOW_BYTES, _FAR_WINDOW_BYTES = 2 << 20, 16 << 20
+"""Over a long way the window limits the speed; over a short one a large window costs two fifths of it."""
+_DEFAULT_KEY_FILES = ("id_ed25519", "id_ecdsa", "id_rsa")
+_DROPPED = (paramiko.SSHException, OSError, EOFError)
+
+logger = logging.getLogger(__name__)
+# It reports every dropped connection as an error with a traceback; ours are one sentence and reach the caller.
+_paramiko_logger = logging.getLogger(f"{__name__}.paramiko")
+_paramiko_logger.addHandler(logging.NullHandler())
+_paramiko_logger.propagate = False
+
+
+class SSHChannel:
+    """Bytes to and from one command, or one port, of a node; its errors are ours, not paramiko's."""
+
+    def __init__(self, channel: Any, address: str) -> None:  # Any: paramiko has no types
+        self._channel = channel
+        self._address = address
+
+    def send(self, content: bytes) -> None:
+        """Send everything, waiting until the other side has room.
+
+        Raises:
+            NodeUnreachableError: nobody takes it any more.
+        """
+        try:
+            self._channel.settimeout(None)
+            self._channel.sendall(content)
+        except _DROPPED as error:
+            raise NodeUnreachableError(self._address, describe(error)) from error
+
+    def receive(self, max_bytes: int, *, timeout_s: float | None = None) -> bytes:
+        """What has arrived; empty when the channel has ended, or the connection broke, which look alike.
+
+        Raises:
+            TimeoutError: nothing came in time.
+        """
+        try:
+            self._channel.settimeout(timeout_s)
+            return bytes(self._channel.recv(max_bytes))
+        except TimeoutError:
+            raise
+        except _DROPPED:
+            return b""
+
+    def receive_stderr(self) -> bytes:
+        """What has arrived on the other channel, up to 64 KiB; waits for nothing."""
+        if not self._channel.recv_stderr_ready():
+            return b""
+        return bytes(self._channel.recv_stderr(64 << 10))
+
+    def exit_code(self) -> int | None:
+        """How the command ended; None when the server does not say."""
+        self._channel.status_event.wait(EXIT_CODE_TIMEOUT_S)  # it comes a moment after the end of the output
+        exit_code = int(self._channel.exit_status)
+        return None if exit_code == -1 else exit_code
+
+    def end_input(self) -> None:
+        """Say that nothing more will be sent."""
+        with contextlib.suppress(*_DROPPED):
+            self._channel.shutdown_write()
+
+    def close(self) -> None:
+        """Give the channel up."""
+        with contextlib.suppress(*_DROPPED):
+            self._channel.close()
+
+
+class SSHConnection:
+    """An authenticated connection; ends by `close`, or by itself when the peer does not answer any more."""
+
+    # Any: paramiko has no types.
+    def __init__(self, transport: Any, address: str, evidence: HostKeyEvidence) -> None:
+        self._transport = transport
+        self.address = address
+        self._closed = threading.Event()
+        self.host_key_evidence = evidence
+        threading.Thread(target=self._watch_peer, name=f"heartbeat of {address}", daemon=True).start()
+
+    @property
+    def is_alive(self) -> bool:
+        """False once it has broken, which may be noticed late."""
+        return bool(self._transport.is_active())
+
+    def open_command(self, command: str) -> SSHChannel:
+        """A channel on which the node's shell runs a command.
+
+        Raises:
+            NodeUnreachableError: the connection has broken.
+            TransientInfraError: the server allows no more channels now; the connection lives.
+        """
+        channel = self._open("session")
+        try:
+            channel.exec_command(command)
+        except _DROPPED as error:
+            channel.close()
+            raise NodeUnreachableError(self.address, describe(error)) from error
+        return SSHChannel(channel, self.address)
+
+    def open_tunnel(self, port: int) -> SSHChannel:
+        """A channel to a port on the node's own loopback.
+
+        Raises:
+            NodeUnreachableError: the connection has broken.
+            TransientInfraError: nobody listens there.
+        """
+        loopback = "127.0.0.1"
+        return SSHChannel(self._open("direct-tcpip", (loopback, port), (loopback, 0)), self.address)
+
+    def close(self) -> None:
+        """Drop the connection with everything on it."""
+        self._closed.set()
+        self._transport.close()
+
+    def _open(self, kind: str, *addresses: tuple[str, int]) -> Any:  # Any: paramiko has no types
+        try:
+            return self._transport.open_channel(kind, *addresses, timeout=CHANNEL_TIMEOUT_S)
+        except paramiko.ChannelException as error:
+            raise TransientInfraError(f"{self.address} opens no more channels now ({error}): try again") from error
+        except _DROPPED as error:
+            raise NodeUnreachableError(self.address, describe(error)) from error
+
+    def _watch_peer(self) -> None:
+        """Ask for a sign of life now and then; TCP alone does not notice a server that hangs."""
+        while not self._closed.wait(HEARTBEAT_INTERVAL_S) and self._transport.is_active():
+            alarm = threading.Timer(HEARTBEAT_LIMIT_S, self._transport.close)
+            alarm.daemon = True
+            alarm.start()
+            try:
+                self._transport.global_request("keepalive@openssh.com", wait=True)
+            except _DROPPED:
+                return
+            finally:
+                alarm.cancel()
+
+
+def connect(access: SSHAccess) -> SSHConnection:
+    """Log in on a node.
+
+    Raises:
+        NodeUnreachableError: nobody answers there, or the connection breaks.
+        HostKeyError: somebody answers with the wrong key; no key of ours was used.
+        LoginError: the node does not let us in, or our key cannot be used.
+        PermanentInfraError: its name is unknown.
+    """
+    keys = list(load_keys(access))
+    policy = HostKeyPolicy(
+        host=access.host,
+        port=access.port,
+        pinned=access.host_key,
+        known_hosts=tuple(Path(path).expanduser() for path in access.known_hosts),
+        first_use_file=Path(access.first_use_file) if access.first_use_file else None,
+    )
+    transport, evidence = _open_verified(access, policy)
+    try:
+        _log_in(transport, access, keys)
+    except BaseException:
+        transport.close()
+        raise
+    logger.info("connected to %s, host key by %s", access.address, evidence)
+    return SSHConnection(transport, access.address, evidence)
+
+
+def _open_verified(access: SSHAccess, policy: HostKeyPolicy) -> tuple[Any, HostKeyEvidence]:
+    """A transport whose host key is right.
+
+    A host has keys of several types and shows the first that we ask for. So it is asked for the types that are known;
+    a fingerprint does not tell its type, so then for one after the other.
+    """
+    key: HostKey | None = None
+    for types in _types_to_ask_for(policy):
+        try:
+            transport, key = _open_transport(access, types)
+        except paramiko.IncompatiblePeer:  # it has none of these types
+            continue
+        try:
+            if not policy.pinned or policy.pinned == key.fingerprint:
+                return transport, policy.check(key)
+        except BaseException:
+            transport.close()
+            raise
+        transport.close()
+    if key is None:
+        raise PermanentInfraError(f"{access.address} speaks no protocol that is safe: its SSH server is too old")
+    raise AssertionError(policy.check(key))  # it is not the pinned one: raises
+
+
+def _types_to_ask_for(policy: HostKeyPolicy) -> list[tuple[str, ...]]:
+    if policy.pinned:
+        return [(key_type,) for key_type in _KEY_TYPES]
+    known = tuple(key.type for key in policy.known_keys() if key.type in _KEY_TYPES)
+    return [known, _KEY_TYPES] if known else [_KEY_TYPES]
+
+
+def _open_transport(access: SSHAccess, key_types: Sequence[str]) -> tuple[Any, HostKey]:
+    """A connection with nothing sent over it yet, and the key that the host has proved to have.
+
+    Raises:
+        NodeUnreachableError: nobody answers, or the answer breaks off.
+        paramiko.IncompatiblePeer: the host has no key of these types.
+    """
+    tcp, round_trip_s = _open_socket(access)
+    window = _NEAR_WINDOW_BYTES if round_trip_s < _NEAR_S else _FAR_WINDOW_BYTES
+    transport = paramiko.Transport(tcp, default_window_size=window)
+    transport.set_log_channel(_paramiko_logger.name)
+    transport.packetizer.REKEY_BYTES = _REKEY_BYTES
+    transport.banner_timeout = transport.auth_timeout = CONNECT_TIMEOUT_S
+    options = transport.get_security_options()
+    options.ciphers = _CIPHERS
+    options.key_types = tuple(signature for t in key_types for signature in _SIGNATURES.get(t, (t,)))
+    try:
+        transport.start_client(timeout=CONNECT_TIMEOUT_S)
+        remote = transport.get_remote_server_key()  # fails after a timeout, which the line above keeps to itself
+    except paramiko.IncompatiblePeer:
+        transport.close()
+        raise
+    except _DROPPED as error:
+        transport.close()
+        raise NodeUnreachableError(access.address, describe(error)) from error
+    return transport, HostKey(remote.get_name(), remote.asbytes())
+
+
+def _open_socket(access: SSHAccess) -> tuple[socket.socket, float]:
+    """A socket that sends at once and notices a dead link, and how long connecting took: one round trip."""
+    started = time.monotonic()
+    try:
+        tcp = socket.create_connection((access.host, access.port), CONNECT_TIMEOUT_S)
+    except socket.gaierror as error:
+        if error.errno == socket.EAI_NONAME:
+            raise PermanentInfraError(f"there is no host called {access.host}: check node.host") from error
+        raise NodeUnreachableError(access.address, error.strerror or str(error)) from error
+    except OSError as error:
+        raise NodeUnreachableError(access.address, error.strerror or str(error)) from error
+    round_trip_s = time.monotonic() - started
+    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # paramiko leaves it off: 14 times slower
+    tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        for option, value in (
+            (socket.TCP_KEEPIDLE, 15),
+            (socket.TCP_KEEPINTVL, 5),
+            (socket.TCP_KEEPCNT, 4),
+            (socket.TCP_USER_TIMEOUT, 40_000),
+        ):
+            tcp.setsockopt(socket.IPPROTO_TCP, option, value)
+    return tcp, round_trip_s
+
+
+# ── login ──
+
+
+def load_keys(access: SSHAccess) -> Iterator[Any]:  # Any: paramiko has no types
+    """The keys to log in with: the one of the settings, or those of the agent and of ~/.ssh.
+
+    Raises:
+        LoginError: the key of the settings cannot be used, or there is none at all.
+    """
+    agent_keys = list(paramiko.Agent().get_keys())
+    if access.key_file:
+        yield _load_key(Path(access.key_file).expanduser(), access.address, agent_keys)
+        return
+    yield from agent_keys
+    num_files = 0
+    for name in _DEFAULT_KEY_FILES:
+        path = Path.home() / ".ssh" / name
+        if path.is_file():
+            num_files += 1
+            yield _load_key(path, access.address, agent_keys)
+    if not agent_keys and not num_files:
+        raise LoginError(access.address, "there is no key in the agent or in ~/.ssh: name one as node.key_file")
+
+
+def _load_key(path: Path, address: str, agent_keys: list[Any]) -> Any:  # Any: paramiko has no types
+    """The private key in a file; the agent's copy of it when the file is encrypted."""
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if mode & 0o077:
+            raise LoginError(address, f"others may read the key {path} (mode {mode:04o}): chmod 600 it")
+        return paramiko.PKey.from_path(path)
+    except (TypeError, paramiko.PasswordRequiredException) as error:  # encrypted
+        for key in agent_keys:
+            if _is_public_part(key, path):
+                return key
+        raise LoginError(address, f"the key {path} is encrypted: give it to the agent by `ssh-add {path}`") from error
+    except OSError as error:
+        raise LoginError(address, f"the key {path} cannot be read: {error.strerror}") from error
+    except (ValueError, paramiko.SSHException) as error:
+        raise LoginError(address, f"{path} is no private key that can be used: {describe(error)}") from error
+
+
+def _is_public_part(key: Any, path: Path) -> bool:  # Any: paramiko has no types
+    public = Path(f"{path}.pub")
+    try:
+        return key.get_base64() in public.read_text().split()
+    except OSError:
+        return False
+
+
+def _log_in(transport: Any, access: SSHAccess, keys: list[Any]) -> None:
+    """Offer the keys in turn.
+
+    Raises:
+        LoginError: the node takes none of them.
+        NodeUnreachableError: the connection broke.
+    """
+    for key in keys:
+        try:
+            transport.auth_publickey(access.user, key)
+        except paramiko.BadAuthenticationType as error:
+            ways = ", ".join(error.allowed_types)
+            raise LoginError(access.address, f"it wants {ways}, and we have keys: allow public keys there") from error
+        except paramiko.AuthenticationException as error:
+            if not transport.is_active():  # so it also calls a connection that breaks just now
+                raise NodeUnreachableError(access.address, describe(error)) from error
+        except _DROPPED as error:
+            raise NodeUnreachableError(access.address, describe(error)) from error
+        if transport.is_authenticated():
+            return
+    names = ", ".join(sorted({HostKey(key.get_name(), key.asbytes()).fingerprint for key in keys}))
+    raise LoginError(
+        access.address,
+        f"user {access.user} is not let in with {names}: put the public key into ~/.ssh/authorized_keys there",
+    )
+
+
+def describe(error: BaseException) -> str:
+    """The reason in words, for errors that sometimes have none."""
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
+    return str(error).strip() or type(error).__name__

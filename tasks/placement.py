@@ -1,0 +1,202 @@
+"""Bring to a node what a stage needs there, and say where it lies there; on this machine everything lies already.
+
+Not here: what a stage is (plan.py), running it (stage.py), bringing its results back (infra/mirror.py).
+
+    this machine                                            the node
+    <store>/stages/<stage>/          job's own files  ──>   <root>/stages/<stage>/       if another node began it
+    data files, models, checkpoints  by content       ──>   <root>/inputs/<digest>/      unless they are there
+    rollouts_core, the user's code   by content       ──>   <root>/code/<digest>/
+
+What is named by its content is sent once. Names of datasets and models of a hub stay: the node fetches those itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import site
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import rollouts_core
+from infra.jobs import JobState, job_status
+from infra.mirror import LOCK
+from infra.node import Node
+from infra.session import Session
+from infra.sync import publish_files
+from rollouts_core.checkpoint import find_checkpoint, list_checkpoints
+from rollouts_core.config import RLTrainingConfig, RolloutConfig, SFTTrainingConfig, name_of_function
+from rollouts_core.job import (
+    JOB_TYPES,
+    EvalJob,
+    InputDataset,
+    InputFile,
+    InputModel,
+    Job,
+    RLJob,
+    ServeJob,
+    SFTJob,
+)
+from tasks.records import Stage
+
+TrainingT = TypeVar("TrainingT", SFTTrainingConfig, RLTrainingConfig)
+
+CALL_TIMEOUT_S = 60.0
+_DIGEST_CHARS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A stage as its node sees it."""
+
+    stage: Stage
+    """With paths of the node."""
+    code_dir: str
+    """The folder on the node from which the job imports; empty where it imports what we do."""
+
+
+def place_stage(session: Session, stage: Stage, node: Node) -> Placement:
+    """Bring what the stage needs to the node.
+
+    Raises:
+        InfraError: it cannot be brought there; one sentence.
+    """
+    if not node.is_remote:
+        return Placement(stage, "")
+    inputs = NodeInputs(session, node)
+    job = place_job(JOB_TYPES[stage.kind].model_validate(stage.job), inputs)
+    placed = stage.model_copy(update={"job": job.model_dump(mode="json"), "run_dir": node.path_on_node(stage.run_dir)})
+    bring_earlier_work(session, Path(stage.run_dir), placed.run_dir)
+    return Placement(placed, place_code(session, node, getattr(job, "rollout", None)))
+
+
+def place_job(job: Job, inputs: NodeInputs) -> Job:
+    """The job with its inputs at their places on the node, where they are when this returns."""
+    match job:
+        case SFTJob():
+            placed = {
+                "model": inputs.place_model(job.model),
+                "data": tuple(inputs.place_dataset(dataset) for dataset in job.data),
+                "eval_data": job.eval_data and inputs.place_file(job.eval_data),
+                "training": inputs.place_resumed(job.training, job.resume_digest),
+            }
+        case RLJob():
+            placed = {
+                "model": inputs.place_model(job.model),
+                "prompts": job.prompts and inputs.place_file(job.prompts),
+                "rollouts": job.rollouts and inputs.place_file(job.rollouts),
+                "training": inputs.place_resumed(job.training, job.resume_digest),
+            }
+        case EvalJob():
+            placed = {
+                "checkpoints": tuple(inputs.place_model(model) for model in job.checkpoints),
+                "data": inputs.place_file(job.data),
+            }
+        case ServeJob():
+            placed = {"model": inputs.place_model(job.model)}
+        case _:
+            raise AssertionError(f"no stage is of the kind {job.kind}")
+    return job.model_copy(update=placed)
+
+
+class NodeInputs:
+    """The inputs on a node, by their content."""
+
+    def __init__(self, session: Session, node: Node) -> None:
+        self._session = session
+        self._node = node
+
+    def place_file(self, file: InputFile) -> InputFile:
+        """A data file."""
+        return file.model_copy(update={"path": self._place(file.path, file.digest)})
+
+    def place_dataset(self, dataset: InputDataset) -> InputDataset:
+        """A dataset; one of a hub stays where it is."""
+        return dataset.model_copy(update={"path": self._place(dataset.path, dataset.digest)})
+
+    def place_model(self, model: InputModel) -> InputModel:
+        """A model or checkpoint; one of a hub stays where it is."""
+        path = self._place(model.model.path, model.digest)
+        return model.model_copy(update={"model": model.model.model_copy(update={"path": path})})
+
+    def place_resumed(self, training: TrainingT, digest: str) -> TrainingT:
+        """The settings of a training with the checkpoint that it continues."""
+        if not digest:
+            return training
+        path = self._place(str(find_checkpoint(Path(training.resume_from))), digest)
+        return training.model_copy(update={"resume_from": path})
+
+    def _place(self, given: str, digest: str) -> str:
+        """Where the input lies on the node: where its job left it there, or among the inputs, sent if need be."""
+        path = Path(given)
+        if not path.exists():  # of a hub
+            return given
+        if path.is_relative_to(self._node.local_root):
+            own = self._node.path_on_node(given)
+            if exists_on_node(self._session, own):
+                return own
+        key = hashlib.sha256(f"{digest} {path.name}".encode()).hexdigest()[:_DIGEST_CHARS]
+        folder = f"{self._node.root}/inputs/{key}"
+        if not exists_on_node(self._session, folder):
+            publish_files(self._session, files_below(path, path.name), folder)
+        return f"{folder}/{path.name}"
+
+
+def bring_earlier_work(session: Session, mirror: Path, run_dir: str) -> None:
+    """Let a node that knows nothing of a job go on from the checkpoints that another one left."""
+    if not list_checkpoints(mirror / "checkpoints") or job_status(session, run_dir).state is not JobState.ABSENT:
+        return
+    files = {
+        name: path
+        for name, path in files_below(mirror, "").items()
+        if not name.startswith((".", "damaged-", "exit-")) and name not in (LOCK, "log.txt")
+    }
+    publish_files(session, files, run_dir)
+
+
+def place_code(session: Session, node: Node, rollout: RolloutConfig | None) -> str:
+    """The folder on the node with `rollouts_core` as it is here, and the user's own packages beside it."""
+    files = {f"rollouts_core/{name}": path for name, path in source_files(Path(rollouts_core.__file__).parent).items()}
+    for origin in plugin_origins(rollout) if rollout else ():
+        if origin.name == "__init__.py":
+            package = origin.parent
+            files |= {f"{package.name}/{name}": path for name, path in source_files(package).items()}
+        else:
+            files[origin.name] = origin
+    digest = hashlib.sha256()
+    for name, path in sorted(files.items()):
+        digest.update(f"{name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    folder = f"{node.root}/code/{digest.hexdigest()[:_DIGEST_CHARS]}"
+    if not exists_on_node(session, folder):
+        publish_files(session, files, folder)
+    return folder
+
+
+def plugin_origins(rollout: RolloutConfig) -> list[Path]:
+    """The files of the user's own packages that the settings name; what is installed has to be so on the node too."""
+    functions = [rollout.environment, rollout.generate_fn, rollout.reward_fn, rollout.filter_fn]
+    names = [name_of_function(each) for each in [*functions, *(reward.name for reward in rollout.rewards)] if each]
+    packages = {name.partition(".")[0].partition(":")[0] for name in names if ":" in name}
+    specs = [importlib.util.find_spec(package) for package in sorted(packages - {"rollouts_core"})]
+    origins = [Path(spec.origin) for spec in specs if spec and spec.origin]
+    return [origin for origin in origins if not any(origin.is_relative_to(each) for each in site.getsitepackages())]
+
+
+def source_files(package: Path) -> dict[str, Path]:
+    """The files of a package but what Python compiles."""
+    return {name: path for name, path in files_below(package, "").items() if "__pycache__" not in Path(name).parts}
+
+
+def files_below(path: Path, name: str) -> Mapping[str, Path]:
+    """A file, or the files below a folder, by the names that they get; links of a cache become what they point to."""
+    if path.is_file():
+        return {name: path.resolve()}
+    below = sorted(each for each in path.rglob("*") if each.is_file())
+    return {str(Path(name) / each.relative_to(path)): each.resolve() for each in below}
+
+
+def exists_on_node(session: Session, path: str) -> bool:
+    """True if there is a file or folder."""
+    return session.run(["test", "-e", path], timeout_s=CALL_TIMEOUT_S, check=False).exit_code == 0

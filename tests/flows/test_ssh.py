@@ -1,0 +1,104 @@
+"""Pins that a run on a node over SSH ends as a run on this machine does, and leaves nothing behind there.
+
+Without it a setting, an input or a result could quietly come from the wrong machine. The node is this machine, under
+another folder: its jobs must name no path of ours.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollouts_core.checkpoint import verify_checkpoint
+from tests.flows.conftest import Rollouts, processes_of
+from tests.infra.ssh_server import SSHServer, running_server
+from tests.small_pipeline import write_small_pipeline
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+SHORTER = {
+    "training__sft__num_steps": 20,
+    "training__sft__checkpoint_every": 10,
+    "training__rl__num_steps": 2,
+    "training__rl__checkpoint_every": 1,
+}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[SSHServer]:
+    with running_server(tmp_path / "sshd") as server:
+        yield server
+
+
+@pytest.fixture
+def node_root(tmp_path: Path) -> Path:
+    return tmp_path / "node"
+
+
+def node_settings(server: SSHServer, root: Path) -> dict[str, Any]:
+    access = server.access
+    return {
+        "provider": "ssh",
+        "host": f"{access.user}@127.0.0.1:{access.port}",
+        "key_file": access.key_file,
+        "host_key": access.host_key,
+        "root": str(root),
+        "python": sys.executable,
+        "min_free_gb": 0.1,
+    }
+
+
+def stages_of(store: Path) -> dict[str, Path]:
+    return {path.name.rpartition("-")[0]: path for path in (store / "stages").iterdir()}
+
+
+def test_the_pipeline_over_ssh_ends_as_on_this_machine(
+    rollouts: Rollouts, server: SSHServer, node_root: Path, tmp_path: Path
+) -> None:
+    config = write_small_pipeline(tmp_path / "small", node=node_settings(server, node_root), **SHORTER)
+    code, output = rollouts.run("run", str(config))
+    assert code == 0, output
+    (run,) = (rollouts.store / "runs").iterdir()
+    assert (run / "report.html").is_file()
+    over_ssh = verify_checkpoint(run / "checkpoint")
+    assert [stage["how"] for stage in json.loads((run / "run.json").read_text())["stages"]] == ["ran"] * 5
+    for job in node_root.glob("stages/*/job.json"):
+        assert str(rollouts.store) not in job.read_text() and str(config.parent) not in job.read_text()
+    for name, mirror in stages_of(rollouts.store).items():
+        there = stages_of(node_root)[name]
+        for file in ("result.json", "metrics.jsonl", "events.jsonl"):
+            assert (mirror / file).read_bytes() == (there / file).read_bytes()
+    assert processes_of(node_root) == []
+
+    # Here everything is finished already: neither the node nor its server is needed for the results.
+    local = write_small_pipeline(tmp_path / "small", **SHORTER)
+    code, output = rollouts.run("run", str(local))
+    assert code == 0 and "reused" in output, output
+
+    local_only = Rollouts(store=tmp_path / "other-store", output=tmp_path / "other-output")
+    local_only.store.mkdir()
+    code, output = local_only.run("run", str(local))
+    assert code == 0, output
+    (run,) = (local_only.store / "runs").iterdir()
+    assert verify_checkpoint(run / "checkpoint").digest == over_ssh.digest
+
+
+def test_a_run_survives_cuts_of_its_connections(
+    rollouts: Rollouts, server: SSHServer, node_root: Path, tmp_path: Path
+) -> None:
+    config = write_small_pipeline(tmp_path / "small", mode="sft", node=node_settings(server, node_root), **SHORTER)
+    process = rollouts.start("run", str(config))
+    for sentence in ("sft            started", "select-sft     started"):
+        rollouts.wait_until_said(sentence, process)
+        assert server.signal_sessions(signal.SIGKILL) > 0
+    assert process.wait(240) == 0, rollouts.said()
+    (run,) = (rollouts.store / "runs").iterdir()
+    verify_checkpoint(run / "checkpoint")
+    assert len(list(node_root.glob("stages/sft-*/exit-*.json"))) == 1

@@ -1,0 +1,168 @@
+"""A real OpenSSH server on a loopback port, with keys and a configuration of its own, for one user: whoever tests."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.node import SSHAccess
+
+_PRIVILEGE_SEPARATION_DIR = Path("/run/sshd")
+"""Where sshd locks itself up when root starts it."""
+
+
+class SSHServer:
+    """Starts, stops and disturbs one sshd; everything it needs lies in its folder."""
+
+    def __init__(self, folder: Path, *, more_config: str = "") -> None:
+        program = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin:/sbin")
+        if program is None:
+            pytest.skip("there is no sshd on this machine: install openssh-server")
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.port = _free_port()
+        self.host_key_file = folder / "host_key"
+        self.client_key_file = folder / "client_key"
+        for path in (self.host_key_file, self.client_key_file):
+            make_key(path)
+        (folder / "authorized_keys").write_bytes(Path(f"{self.client_key_file}.pub").read_bytes())
+        self._command = [program, "-D", "-e", "-f", str(folder / "sshd_config")]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._write_config(more_config)
+
+    @property
+    def access(self) -> SSHAccess:
+        """How to log in, with the host's key pinned."""
+        return SSHAccess(
+            host="127.0.0.1",
+            port=self.port,
+            user=getpass.getuser(),
+            key_file=str(self.client_key_file),
+            host_key=fingerprint_of(self.host_key_file),
+            known_hosts=(),
+        )
+
+    @property
+    def is_running(self) -> bool:
+        """True between `start` and `stop`."""
+        return self._process is not None
+
+    def start(self) -> None:
+        """Return when it accepts connections."""
+        if os.geteuid() == 0:
+            _PRIVILEGE_SEPARATION_DIR.mkdir(mode=0o755, exist_ok=True)
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1).close()
+                return
+            except OSError:
+                assert self._process.poll() is None, (self.folder / "log").read_text()
+                assert time.monotonic() < deadline, "sshd does not listen"
+                time.sleep(0.05)
+
+    def stop(self) -> None:
+        """Kill the listener; sessions go on."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def signal_sessions(self, number: signal.Signals) -> int:
+        """Send a signal to the processes that hold connections; returns how many there were."""
+        assert self._process is not None
+        sessions = _descendants_named_sshd(self._process.pid)
+        for pid in sessions:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return len(sessions)
+
+    def _write_config(self, more: str) -> None:
+        lines = f"""
+            Port {self.port}
+            ListenAddress 127.0.0.1
+            HostKey {self.host_key_file}
+            AuthorizedKeysFile {self.folder}/authorized_keys
+            PidFile none
+            StrictModes no
+            UsePAM no
+            PermitRootLogin prohibit-password
+            PasswordAuthentication no
+            KbdInteractiveAuthentication no
+            MaxStartups 100
+            {more}
+        """
+        (self.folder / "sshd_config").write_text(lines)
+
+
+@contextmanager
+def running_server(folder: Path, *, more_config: str = "") -> Iterator[SSHServer]:
+    """A server that listens, and is gone with its connections afterwards."""
+    server = SSHServer(folder, more_config=more_config)
+    server.start()
+    try:
+        yield server
+    finally:
+        try:
+            if server.is_running:
+                server.signal_sessions(signal.SIGKILL)
+        finally:
+            server.stop()
+
+
+def make_key(path: Path, *, passphrase: str = "", key_type: str = "ed25519") -> None:
+    """A new key pair."""
+    subprocess.run(["ssh-keygen", "-q", "-t", key_type, "-N", passphrase, "-f", str(path)], check=True)
+
+
+def fingerprint_of(path: Path) -> str:
+    """What ssh-keygen prints for a key: an independent opinion."""
+    return subprocess.run(
+        ["ssh-keygen", "-lf", f"{path}.pub"], capture_output=True, text=True, check=True
+    ).stdout.split()[1]
+
+
+def known_hosts_line(server: SSHServer, *, key_file: Path | None = None) -> str:
+    """The server as a known_hosts file names it."""
+    key = Path(f"{key_file or server.host_key_file}.pub").read_text().split()
+    return f"[127.0.0.1]:{server.port} {key[0]} {key[1]}\n"
+
+
+def unpinned(access: SSHAccess, *known_hosts: Path, first_use_file: Path | None = None) -> SSHAccess:
+    """The same login, with the host's key looked up in files instead."""
+    files = tuple(str(path) for path in known_hosts)
+    return replace(access, host_key="", known_hosts=files, first_use_file=str(first_use_file or ""))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _descendants_named_sshd(ancestor: int) -> list[int]:
+    table = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,comm="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in table.splitlines()]
+    children: dict[int, list[tuple[int, str]]] = {}
+    for pid, parent, name in rows:
+        children.setdefault(int(parent), []).append((int(pid), name))
+    found, queue = [], [ancestor]
+    while queue:
+        for pid, name in children.get(queue.pop(), []):
+            if name.startswith("sshd"):
+                found.append(pid)
+                queue.append(pid)
+    return found

@@ -1,0 +1,227 @@
+"""Pins what a session over SSH adds to the contract of sessions: nothing in between changes, loses or repeats anything.
+
+Without it a shell interprets what somebody wrote into a setting, a broken connection counts as the end of a job, or a
+log has holes.
+"""
+
+import hashlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from infra.errors import NodeUnreachableError, PermanentInfraError
+from infra.jobs import JobState, cancel_job, follow_job, job_status, start_or_attach
+from infra.ssh_session import SSHSession
+from infra.sync import publish_directory
+from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_until
+from tests.infra.ssh_server import SSHServer, running_server
+
+pytestmark = pytest.mark.slow
+
+HOSTILE = [
+    'it\'s "quoted"',
+    "two\nlines\r\n",
+    "$(touch x) `id` ${HOME} $$",
+    "; rm -rf x && true | cat > y # no comment",
+    "-rf",
+    "--",
+    "",
+    " \t leading and trailing ",
+    "ü 漢字 \U0001f600",
+    "\\ \\\\ \\n \x01\x7f",
+    "* ? [a-z] ~ {a,b} !x",
+    "\udcff is no UTF-8",
+]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[SSHServer]:
+    """One that a test may disturb."""
+    with running_server(tmp_path / "own-sshd") as server:
+        yield server
+
+
+@pytest.fixture
+def fragile(server: SSHServer, tmp_path: Path) -> Iterator[SSHSession]:
+    """A session on that server."""
+    with SSHSession(server.access, python=sys.executable, programs_dir=str(tmp_path / "programs")) as session:
+        yield session
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_every_argument_arrives_as_it_is(ssh_session: SSHSession, text: str) -> None:
+    show = "import os, sys; sys.stdout.buffer.write(b'|'.join(map(os.fsencode, sys.argv[1:])))"
+    completed = ssh_session.run([sys.executable, "-c", show, text, "end"], timeout_s=30)
+    assert completed.stdout == os.fsencode(text) + b"|end"
+
+
+@pytest.mark.parametrize("name", ["a b", "it's", "$(touch x)", "-rf", "ü\nx"])
+def test_every_path_is_written_as_it_is(ssh_session: SSHSession, tmp_path: Path, name: str) -> None:
+    ssh_session.write_file(str(tmp_path / name / name), b"content")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert ssh_session.read_file(str(tmp_path / name / name)) == b"content"
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+def test_a_shell_that_prints_a_greeting_does_not_spoil_answers(tmp_path: Path, shell: str) -> None:
+    force = f"""ForceCommand {shell} -c 'echo "Welcome!"; printf "\\\\0\\\\377"; eval "$SSH_ORIGINAL_COMMAND"'"""
+    with (
+        running_server(tmp_path / "sshd", more_config=force) as server,
+        SSHSession(server.access, python=sys.executable, programs_dir=str(tmp_path)) as session,
+    ):
+        assert session.run(["cat"], stdin=b"answer", timeout_s=30).stdout == b"answer"
+
+
+def test_a_secret_on_standard_input_is_in_no_command_line(ssh_session: SSHSession) -> None:
+    secret = b"canary-" + os.urandom(8).hex().encode()
+    listing = ssh_session.run(["sh", "-c", "cat > /dev/null; ps -A -ww -o args="], stdin=secret, timeout_s=30).stdout
+    assert b"ps -A" in listing and secret not in listing
+
+
+def test_much_input_and_output_at_once_do_not_wait_for_each_other(ssh_session: SSHSession) -> None:
+    content = os.urandom(12 << 20)
+    assert ssh_session.run(["cat"], stdin=content, timeout_s=60).stdout == content
+
+
+def test_a_port_of_the_node_is_reached_here(ssh_session: SSHSession) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def answer() -> None:
+            client, _ = listener.accept()
+            with client:
+                client.sendall(client.recv(100).upper())
+
+        threading.Thread(target=answer, daemon=True).start()
+        with ssh_session.forward(port) as local_port:
+            assert local_port != port
+            with socket.create_connection(("127.0.0.1", local_port), 10) as client:
+                client.sendall(b"hello")
+                assert client.recv(100) == b"HELLO" and client.recv(100) == b""
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", local_port), 10)
+
+
+def test_a_port_where_nobody_listens_closes_the_connection(ssh_session: SSHSession) -> None:
+    with ssh_session.forward(1) as local_port, socket.create_connection(("127.0.0.1", local_port), 10) as client:
+        assert client.recv(1) == b""
+
+
+def test_a_session_that_was_left_does_not_connect_again(ssh_server: SSHServer, tmp_path: Path) -> None:
+    with SSHSession(ssh_server.access, python=sys.executable, programs_dir=str(tmp_path)) as session:
+        session.run(["true"], timeout_s=30)
+    with pytest.raises(PermanentInfraError, match="is closed"):
+        session.run(["true"], timeout_s=30)
+
+
+# ── broken connections ──
+
+
+def test_a_command_whose_connection_breaks_is_unknown_and_killed_and_the_next_one_works(
+    fragile: SSHSession, server: SSHServer, tmp_path: Path
+) -> None:
+    cut = threading.Thread(
+        target=lambda: (read_pid(tmp_path / "pid"), server.signal_sessions(signal.SIGKILL)), daemon=True
+    )
+    cut.start()
+    with pytest.raises(NodeUnreachableError, match="the connection broke"):
+        fragile.run(["sh", "-c", f"echo $$ > {tmp_path}/pid; sleep 60"], timeout_s=60)
+    wait_until(lambda: not is_alive(read_pid(tmp_path / "pid")))
+    assert fragile.run(["echo", "again"], timeout_s=30).stdout == b"again\n"
+
+
+def test_a_file_whose_connection_breaks_is_not_there_and_nothing_of_it(
+    fragile: SSHSession, server: SSHServer, tmp_path: Path
+) -> None:
+    folder = tmp_path / "files"
+
+    def chunks() -> Iterator[bytes]:
+        yield bytes(1 << 20)
+        wait_until(lambda: folder.is_dir() and any(folder.iterdir()))
+        server.signal_sessions(signal.SIGKILL)
+        yield bytes(1 << 20)
+
+    with pytest.raises(NodeUnreachableError):
+        fragile.write_chunks(str(folder / "model"), chunks())
+    wait_until(lambda: list(folder.iterdir()) == [])
+
+
+def test_a_copy_that_was_cut_off_can_be_made_again(fragile: SSHSession, server: SSHServer, tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "out" / "best"
+    source.mkdir()
+    for name in ("a", "b", "c"):
+        (source / name).write_bytes(os.urandom(3 << 20))
+
+    def cut() -> None:
+        wait_until(lambda: any(tmp_path.glob("out/.best.incoming-*/b")))
+        server.signal_sessions(signal.SIGKILL)
+
+    threading.Thread(target=cut, daemon=True).start()
+    with pytest.raises(NodeUnreachableError):
+        for _ in range(50):  # the copy may be faster than the cut
+            publish_directory(fragile, source, str(target))
+            (source / "a").write_bytes(os.urandom(3 << 20))
+    publish_directory(fragile, source, str(target))
+    assert {p.name: p.read_bytes() for p in target.iterdir()} == {p.name: p.read_bytes() for p in source.iterdir()}
+    assert [path.name for path in target.parent.iterdir()] == ["best"]
+
+
+def test_a_log_is_whole_although_its_connection_is_cut_again_and_again(
+    fragile: SSHSession, server: SSHServer, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "sft-0123"
+    line = "x" * 200
+    start_or_attach(fragile, shell_spec(run_dir, f"for i in $(seq 300); do echo $i {line}; sleep 0.01; done; exit 5"))
+    log = b""
+    num_cuts = 0
+    ignored: list[object] = []
+
+    def cut_now_and_then(piece: bytes) -> None:
+        nonlocal log, num_cuts
+        log += piece
+        if len(log) > (num_cuts + 1) * 10_000 and num_cuts < 4:
+            num_cuts += 1
+            server.signal_sessions(signal.SIGKILL)
+
+    status = follow_job(
+        fragile, str(run_dir), on_metrics=ignored.append, on_event=ignored.append, on_log=cut_now_and_then
+    )
+    assert num_cuts == 4
+    assert log.decode() == "".join(f"{i} {line}\n" for i in range(1, 301))
+    assert (status.state, status.attempt) == (JobState.EXITED, 1) and status.exit is not None and status.exit.code == 5
+
+
+def test_a_node_that_does_not_answer_is_not_the_end_of_its_job(
+    fragile: SSHSession, server: SSHServer, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "sft-0123"
+    started = start_or_attach(fragile, shell_spec(run_dir, "echo up; sleep 60"))
+    server.signal_sessions(signal.SIGKILL)
+    server.stop()
+    with pytest.raises(NodeUnreachableError, match="Connection refused"):
+        job_status(fragile, str(run_dir))
+    server.start()
+    again = start_or_attach(fragile, shell_spec(run_dir, "echo up; sleep 60"))
+    assert (again.state, again.attached, again.pid) == (JobState.RUNNING, True, started.pid)
+    assert cancel_job(fragile, str(run_dir), grace_s=0.2).state is JobState.EXITED
+
+
+def test_new_keys_in_the_middle_of_a_transfer_lose_nothing(tmp_path: Path) -> None:
+    content = os.urandom(40 << 20)
+    with (
+        running_server(tmp_path / "sshd", more_config="RekeyLimit 8M") as server,
+        SSHSession(server.access, python=sys.executable, programs_dir=str(tmp_path)) as session,
+    ):
+        started = time.monotonic()
+        session.write_chunks(str(tmp_path / "pushed"), [content])
+        with session.pipe(["cat", str(tmp_path / "pushed")]) as chunks:
+            pulled = b"".join(chunks)
+        assert time.monotonic() - started < 60
+    assert hashlib.sha256(pulled).digest() == hashlib.sha256(content).digest()

@@ -1,0 +1,168 @@
+"""Pins what a stage finds on a node: every input at a path of the node, sent once, and the code that we have here.
+
+Without it a job reads a path that only exists here, trains on code of last week, or begins anew what another node had
+half done. The node is another folder of this machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from infra.node import Node
+from infra.session import LocalSession
+from rollouts_core.checkpoint import load_manifest
+from rollouts_core.config import Config, ModelConfig
+from rollouts_core.job import InputModel
+from tasks.placement import Placement, place_stage
+from tasks.plan import base_model, plan_engine, plan_rl, plan_selection, plan_sft
+from tasks.records import RunScope, Stage
+from tests.tasks.test_plan import checkpoint, config_at, finished
+
+
+class CountingSession(LocalSession):
+    """Counts what is published."""
+
+    num_published = 0
+
+    def run(self, argv, **options):  # type: ignore[no-untyped-def]
+        self.num_published += "commit" in argv
+        return super().run(argv, **options)
+
+
+@pytest.fixture
+def session() -> CountingSession:
+    return CountingSession(sys.executable)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(
+        name="a@b:22",
+        provider="ssh",
+        root=str(tmp_path / "node"),
+        python=sys.executable,
+        mirror=str(tmp_path / "store"),
+    )
+
+
+@pytest.fixture
+def scope(tmp_path: Path) -> RunScope:
+    return RunScope(run_id="run-a", run_name="small", store=str(tmp_path / "store"))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return config_at(tmp_path / "inputs")
+
+
+def paths_in(value: object) -> list[str]:
+    """Every text in a JSON value that is an absolute path."""
+    if isinstance(value, dict):
+        return [path for each in value.values() for path in paths_in(each)]
+    if isinstance(value, list):
+        return [path for each in value for path in paths_in(each)]
+    return [value] if isinstance(value, str) and value.startswith("/") else []
+
+
+def assert_on_node(placement: Placement, node: Node) -> None:
+    paths = [*paths_in(placement.stage.job), placement.stage.run_dir, placement.code_dir]
+    assert paths and all(Path(path).is_relative_to(node.root) for path in paths)
+    assert all(Path(path).exists() for path in paths if path != placement.stage.run_dir)
+
+
+def test_every_kind_of_stage_names_only_paths_of_the_node(
+    session: CountingSession, config: Config, scope: RunScope, node: Node, tmp_path: Path
+) -> None:
+    sft = plan_sft(config, scope, node)
+    trained = checkpoint(Path(sft.run_dir) / "checkpoints" / "step_000020", b"weights")
+    entry = {"name": trained.name, "digest": trained.digest, "step": 20}
+    record = finished("sft", {"checkpoints": [entry]}).model_copy(update={"run_dir": sft.run_dir})
+    rl = plan_rl(trained, config, scope, node)
+    for stage in (sft, plan_selection(record, config, scope, node), rl, plan_engine(rl, 30000, node)):
+        assert Path(stage.run_dir).is_relative_to(node.mirror)
+        placement = place_stage(session, stage, node)
+        assert_on_node(placement, node)
+        assert (placement.stage.fingerprint, placement.stage.name) == (stage.fingerprint, stage.name)
+
+
+def test_what_the_node_has_is_not_sent_again(
+    session: CountingSession, config: Config, scope: RunScope, node: Node
+) -> None:
+    stage = plan_sft(config, scope, node)
+    first = place_stage(session, stage, node)
+    assert session.num_published == 3  # the model, the data, the code
+    assert place_stage(session, stage, node) == first and session.num_published == 3
+
+
+def test_content_arrives_as_it_is_here(session: CountingSession, config: Config, scope: RunScope, node: Node) -> None:
+    placed = place_stage(session, plan_sft(config, scope, node), node)
+    (data,) = placed.stage.job["data"]
+    assert Path(data["path"]).read_bytes() == Path(str(config.data.sft)).read_bytes()
+    assert (Path(placed.code_dir) / "rollouts_core" / "sft.py").is_file()
+    assert not list(Path(placed.code_dir).rglob("__pycache__"))
+
+
+def test_a_checkpoint_that_its_job_left_on_the_node_is_used_where_it_lies(
+    session: CountingSession, config: Config, scope: RunScope, node: Node
+) -> None:
+    sft = plan_sft(config, scope, node)
+    trained = checkpoint(Path(sft.run_dir) / "checkpoints" / "step_000020", b"weights")
+    there = Path(node.path_on_node(trained.model.path))
+    checkpoint(there, b"weights")
+    placed = place_stage(session, plan_rl(trained, config, scope, node), node)
+    assert placed.stage.job["model"]["model"]["path"] == str(there)
+
+
+def test_names_of_a_hub_stay(session: CountingSession, config: Config, scope: RunScope, node: Node) -> None:
+    of_hub = InputModel(name="base", model=ModelConfig(path="org/model"), digest="0")
+    placed = place_stage(session, plan_rl(of_hub, config, scope, node), node)
+    assert placed.stage.job["model"]["model"]["path"] == "org/model"
+
+
+def test_the_checkpoint_to_continue_is_brought(
+    session: CountingSession, config: Config, scope: RunScope, node: Node, tmp_path: Path
+) -> None:
+    earlier = checkpoint(tmp_path / "earlier" / "checkpoints" / "step_000020", b"weights")
+    continued = config_at(tmp_path / "inputs", training={"sft": {"resume_from": str(tmp_path / "earlier")}})
+    placed = place_stage(session, plan_sft(continued, scope, node), node)
+    path = Path(placed.stage.job["training"]["resume_from"])
+    assert path.is_relative_to(node.root)
+    assert load_manifest(path).digest == earlier.digest
+
+
+def test_another_node_goes_on_from_the_checkpoints_in_the_store(
+    session: CountingSession, config: Config, scope: RunScope, node: Node
+) -> None:
+    stage = plan_sft(config, scope, node)
+    checkpoint(Path(stage.run_dir) / "checkpoints" / "step_000020", b"weights")
+    (Path(stage.run_dir) / "metrics.jsonl").write_text('{"step": 20}\n')
+    (Path(stage.run_dir) / "exit-1.json").write_text("{}")
+    there = Path(place_stage(session, stage, node).stage.run_dir)
+    assert load_manifest(there / "checkpoints" / "step_000020").step == 20
+    assert sorted(path.name for path in there.iterdir()) == ["checkpoints", "metrics.jsonl"]
+
+
+def test_the_users_own_package_comes_along_and_an_edit_makes_new_code(
+    session: CountingSession, scope: RunScope, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "own" / "my_rewards"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("def score(*_): return 1.0\n")
+    monkeypatch.syspath_prepend(str(package.parent))
+    config = config_at(tmp_path / "inputs", rollout={"reward_fn": "my_rewards:score"})
+    stage: Stage = plan_rl(base_model(config), config, scope, node)
+    first = place_stage(session, stage, node).code_dir
+    assert (Path(first) / "my_rewards" / "__init__.py").read_text() == "def score(*_): return 1.0\n"
+    (package / "__init__.py").write_text("def score(*_): return 2.0\n")
+    assert place_stage(session, stage, node).code_dir != first
+
+
+def test_on_this_machine_nothing_is_copied(
+    session: CountingSession, config: Config, scope: RunScope, tmp_path: Path
+) -> None:
+    node = Node(name="local", provider="local", root=str(tmp_path / "store"), python=sys.executable)
+    stage = plan_sft(config, scope, node)
+    assert place_stage(session, stage, node) == Placement(stage, "") and session.num_published == 0
