@@ -18,13 +18,13 @@ from rollouts_core.checkpoint import list_checkpoints, load_manifest
 from rollouts_core.metrics import read_json_lines, read_metrics
 from rollouts_core.quickstart import write_quickstart_files
 from tests.flows.conftest import Rollouts
+from tests.rollouts_core.histories import without_times
 from tests.rollouts_core.make import TINY_SIZE
 from tests.small_pipeline import small_settings
 
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = {"sft": 20, "rl": 3}
-TIMES = {"time", "attempt", "tokens_per_s", "generate_s", "train_s", "publish_s"}
 
 
 def write_config(folder: Path, name: str, stage: str, num_steps: int, **training: Any) -> Path:  # Any: settings
@@ -53,8 +53,7 @@ def run_stage(rollouts: Rollouts, config: Path, stage: str) -> Path:
 
 
 def metrics_of(directory: Path) -> list[dict[str, float]]:
-    lines = read_metrics(directory / "metrics.jsonl")
-    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
+    return without_times(read_metrics(directory / "metrics.jsonl"))
 
 
 @pytest.mark.parametrize("stage", ["sft", "rl"])

@@ -37,6 +37,7 @@ from rollouts_core.data.rows import digest_path
 from rollouts_core.fingerprint import digest_model
 from rollouts_core.job import EngineAddress, InputDataset, InputFile, InputModel, RLJob, ServeJob, SFTJob
 from rollouts_core.metrics import read_json_lines, read_metrics
+from tests.rollouts_core.histories import without_times
 from tests.rollouts_core.kill_rewards import grade_even_digits, grade_even_digits_late
 
 pytestmark = pytest.mark.slow
@@ -45,7 +46,6 @@ REPOSITORY = Path(__file__).parents[2]
 START_TIMEOUT_S = 60.0
 FINISH_TIMEOUT_S = 120.0
 POLL_S = 0.002
-TIMES = {"time", "attempt", "tokens_per_s", "generate_s", "train_s", "publish_s", "idle_s"}
 ONE_THREAD = DeploymentConfig(trainer_threads=1)
 SFT_TRAINING = SFTTrainingConfig(
     num_steps=120,
@@ -165,7 +165,7 @@ def kill_often(directory: Path, *, seed: int, num_kills: int, max_steps: int) ->
 
 def assert_same_run(first: Path, second: Path) -> None:
     """Two run directories that nothing but times and attempts tells apart."""
-    metrics = [[{k: v for k, v in row.items() if k not in TIMES} for row in read_rows(run)] for run in (first, second)]
+    metrics = [without_times(read_rows(run)) for run in (first, second)]
     assert metrics[0] == metrics[1]
     names = [[path.name for path in list_checkpoints(run / "checkpoints")] for run in (first, second)]
     assert names[0] == names[1]

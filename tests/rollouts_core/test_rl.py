@@ -44,6 +44,7 @@ from rollouts_core.rl_batch import prepare_grpo_batch
 from rollouts_core.rollout import AsyncRolloutManager
 from rollouts_core.rollout_batch import convert_to_batch
 from rollouts_core.types import RolloutBatch, Sample
+from tests.rollouts_core.histories import without_times
 from tests.rollouts_core.make import make_random_samples
 from tests.rollouts_core.served_engine import served_engine
 
@@ -107,10 +108,6 @@ def make_backend(base_model: ModelConfig, config: RLTrainingConfig) -> PyTorchTr
         with_values=config.with_values,
         with_reference=config.with_reference,
     )
-
-
-def without_times(history: list[Metrics]) -> list[Metrics]:
-    return [{name: value for name, value in metrics.items() if not name.endswith("_s")} for metrics in history]
 
 
 def test_a_run_that_was_stopped_equals_one_that_was_not_bit_for_bit(

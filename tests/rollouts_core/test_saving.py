@@ -30,6 +30,7 @@ from rollouts_core.metrics import EventLog, read_json_lines
 from rollouts_core.saving import RunCheckpoints, check_same_settings, describe_settings, score_steps
 from rollouts_core.sft import run_sft_training
 from rollouts_core.types import Sample
+from tests.rollouts_core.histories import without_times
 from tests.rollouts_core.make import make_random_samples
 
 CONFIG = SFTTrainingConfig(num_steps=8, checkpoint_every=2, keep_checkpoints=1)
@@ -231,10 +232,6 @@ def train(
                 backend, samples, config, checkpoint_dir=directory / "checkpoints", inputs=inputs, events=events
             )
         )
-
-
-def without_times(history: list[Metrics]) -> list[Metrics]:
-    return [{name: value for name, value in metrics.items() if name != "tokens_per_s"} for metrics in history]
 
 
 def events_of(directory: Path, kind: str) -> list[dict[str, Any]]:

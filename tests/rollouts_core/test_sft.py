@@ -21,10 +21,10 @@ from rollouts_core.errors import DataError, NonFiniteError
 from rollouts_core.metrics import EventLog, JSONLLogger, read_json_lines, read_metrics
 from rollouts_core.sft import prepare_sft_batch, run_sft_training
 from rollouts_core.types import Sample
+from tests.rollouts_core.histories import without_times
 from tests.rollouts_core.make import make_random_samples
 
 NUM_STEPS = 6
-TIMES = {"tokens_per_s"}
 CONFIG = SFTTrainingConfig(
     num_steps=NUM_STEPS,
     batch_size=4,
@@ -51,11 +51,6 @@ def train(
     )
     config = CONFIG.model_copy(update=changes)
     return backend, asyncio.run(run_sft_training(backend, samples, config, checkpoint_dir=checkpoint_dir))
-
-
-def without_times(history: list[Metrics]) -> list[Metrics]:
-    """Metrics that must be equal between runs."""
-    return [{name: value for name, value in metrics.items() if name not in TIMES} for metrics in history]
 
 
 def assert_same_files(first: Path, second: Path) -> None:

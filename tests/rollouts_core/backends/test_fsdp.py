@@ -31,6 +31,7 @@ from rollouts_core.errors import CheckpointError, NonFiniteError
 from rollouts_core.metrics import sum_metrics
 from rollouts_core.quickstart import build_character_tokenizer, build_untrained_model
 from rollouts_core.sft import run_sft_training
+from tests.rollouts_core.histories import without_times
 from tests.rollouts_core.make import TINY_SIZE, make_random_samples
 from tests.rollouts_core.model.test_logit_transforms import make_model
 from tests.rollouts_core.two_processes import TwoProcesses, two_processes
@@ -168,7 +169,7 @@ def run_sft(backend: TrainingBackend, *, packing: bool) -> tuple[list[Metrics], 
     )
     samples = make_random_samples(40)
     history = asyncio.run(run_sft_training(backend, samples, config, eval_samples=samples[:7]))
-    return [{k: v for k, v in metrics.items() if not k.endswith("_s")} for metrics in history], get_weights(backend)
+    return without_times(history), get_weights(backend)
 
 
 @pytest.mark.parametrize("packing", [True, False])
