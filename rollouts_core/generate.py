@@ -140,6 +140,8 @@ async def complete_request(engine: InferenceEngine, request: GenerationRequest) 
 
 def continue_request(request: GenerationRequest, tokens: Sequence[int]) -> GenerationRequest:
     """The request for the rest of a completion of which these tokens exist."""
+    if not tokens:
+        return request
     num_left = request.sampling.max_new_tokens - len(tokens)
     sampling = request.sampling.model_copy(update={"max_new_tokens": num_left})
     return replace(request, prompt_tokens=[*request.prompt_tokens, *tokens], sampling=sampling)

@@ -59,8 +59,8 @@ class RolloutScores:
 class Credit:
     """How strongly each sample of a batch is reinforced."""
 
-    advantages: list[Tensor]
-    """Per sample: one number for each of its positions, or a scalar for all of them."""
+    advantages: list[Tensor | float]
+    """Per sample: a tensor with a number for each of its positions, or one number for all of them."""
     returns: Mapping[int, Tensor] = field(default_factory=dict)
     """What the value head should predict; empty without one."""
 
@@ -148,10 +148,12 @@ def assign_credit(
         if shaping.kl_coef
     }
     is_left_out = [math.isnan(reward) and config.advantage.unscored == "exclude" for reward in rewards]
-    masks = [
-        torch.tensor(sample.loss_mask[1:]) * (not left_out)
-        for sample, left_out in zip(samples, is_left_out, strict=True)
-    ]
+    masks: list[Tensor] = []
+    if config.with_values or shaping.kl_coef or config.advantage.whiten:  # else they would take most of the time here
+        masks = [
+            torch.tensor(sample.loss_mask[1:]) * (not left_out)
+            for sample, left_out in zip(samples, is_left_out, strict=True)
+        ]
     if config.with_values:
         return _credit_tokens(masks, shaped, kl_penalties, scores.values, config.advantage)
     if shaping.kl_credit == "completion":
@@ -163,7 +165,7 @@ def assign_credit(
             )
             for place in trajectory:
                 shaped[place] -= penalty
-    advantages = [torch.tensor(0.0)] * len(samples)
+    advantages: list[Tensor | float] = [0.0] * len(samples)
     groups: dict[int, list[list[int]]] = {}
     for trajectory in trajectories:
         groups.setdefault(samples[trajectory[0]].group_index, []).append(trajectory)
@@ -173,7 +175,7 @@ def assign_credit(
     for group, values in zip(groups.values(), estimates, strict=True):
         for trajectory, value in zip(group, values, strict=True):
             for place in trajectory:
-                advantages[place] = torch.tensor(value)
+                advantages[place] = value
     if shaping.kl_credit == "token":
         for place, penalty_T in kl_penalties.items():
             on_T = penalty_T * (masks[place] != 0)
@@ -181,15 +183,18 @@ def assign_credit(
     return Credit(advantages=whiten_tokens(advantages, masks, config.advantage))
 
 
-def whiten_tokens(advantages: Sequence[Tensor], masks: Sequence[Tensor], config: AdvantageConfig) -> list[Tensor]:
+def whiten_tokens(
+    advantages: Sequence[Tensor | float], masks: Sequence[Tensor], config: AdvantageConfig
+) -> list[Tensor | float]:
     """The advantages, shifted and scaled over all trained tokens where the settings ask for it; 0 where none is."""
     if not config.whiten:
         return list(advantages)
-    if all(advantage.ndim == 0 for advantage in advantages):
-        values, weights = [float(a) for a in advantages], [float(mask_T.sum()) for mask_T in masks]
-        whitened = [torch.tensor(value) for value in whiten(values, weights, config.std)]
+    numbers = [advantage for advantage in advantages if not isinstance(advantage, Tensor)]
+    whitened: Sequence[Tensor | float]
+    if len(numbers) == len(advantages):
+        whitened = whiten(numbers, [float(mask_T.sum()) for mask_T in masks], config.std)
     else:
-        by_token = [advantage.expand(len(mask_T)) for advantage, mask_T in zip(advantages, masks, strict=True)]
+        by_token = [torch.as_tensor(a).expand(len(mask_T)) for a, mask_T in zip(advantages, masks, strict=True)]
         joined = torch.tensor(whiten(torch.cat(by_token).tolist(), torch.cat(list(masks)).tolist(), config.std))
         whitened = list(torch.split(joined, [len(mask_T) for mask_T in masks]))
     return [advantage * bool(mask_T.any()) for advantage, mask_T in zip(whitened, masks, strict=True)]
@@ -236,11 +241,12 @@ def split_groups(samples: Sequence[Sample], num_parts: int) -> list[list[int]]:
     return [[place for group in groups[start:end] for place in group] for start, end in itertools.pairwise(bounds)]
 
 
-def has_gradient(sample: Sample, advantage: Tensor, config: RLTrainingConfig) -> bool:
+def has_gradient(sample: Sample, advantage: Tensor | float, config: RLTrainingConfig) -> bool:
     """Whether a sample changes the weights: something of it is trained, by its advantage or by another term."""
     loss = config.loss
     others = loss.kl_coef > 0 or loss.entropy_coef > 0 or config.with_values
-    return any(sample.loss_mask[1:]) and (others or bool(advantage.any()))
+    is_reinforced = bool(advantage.any()) if isinstance(advantage, Tensor) else advantage != 0.0
+    return any(sample.loss_mask[1:]) and (others or is_reinforced)
 
 
 def places_to_score(samples: Sequence[Sample], rewards: Sequence[float], config: RLTrainingConfig) -> list[int]:

@@ -321,6 +321,20 @@ class Decoder:
 def _lay_out(ids_B: Tensor, places_B: Tensor, prompts: Sequence[Sequence[int]], *, first_slot: int) -> Pass:
     """One token each of the slots 0..B-1, then the different prompts, without padding in between."""
     num_decoding = len(ids_B)
+    slots_B = torch.arange(num_decoding)
+    if not prompts:  # most passes: whatever they do by the way is done for every token
+        return Pass(
+            num_decoding=num_decoding,
+            spans=[],
+            ids_F=ids_B,
+            places_F=places_B,
+            slots_N=slots_B,
+            slot_places_N=places_B,
+            sources_N=None,
+            last_R=slots_B,
+            num_slots=num_decoding,
+            num_cached=int(places_B.max()) + 1,
+        )
     starts: dict[tuple[int, ...], int] = {}
     end = num_decoding
     for prompt in map(tuple, prompts):
@@ -338,9 +352,9 @@ def _lay_out(ids_B: Tensor, places_B: Tensor, prompts: Sequence[Sequence[int]], 
         spans=spans,
         ids_F=torch.cat((ids_B, torch.tensor([token for prompt in starts for token in prompt], dtype=torch.int64))),
         places_F=torch.cat((places_B, *(torch.arange(end - start) for start, end in spans))),
-        slots_N=torch.cat((torch.arange(num_decoding), slots)),
+        slots_N=torch.cat((slots_B, slots)),
         slot_places_N=torch.cat((places_B, *map(torch.arange, sizes))),
-        sources_N=torch.cat((torch.arange(num_decoding), *sources)) if len(spans) < len(prompts) else None,
+        sources_N=torch.cat((slots_B, *sources)) if len(spans) < len(prompts) else None,
         last_R=torch.tensor([*range(num_decoding), *(starts[tuple(p)] + len(p) - 1 for p in prompts)]),
         num_slots=first_slot + len(prompts),
         num_cached=max(sizes + ([int(places_B.max()) + 1] if num_decoding else [])),

@@ -29,7 +29,6 @@ from rollouts_core.embedded.sampling import (
     SamplingRows,
     penalize,
     sample_tokens,
-    stack_sampling_rows,
 )
 
 NO_TOKEN = -1
@@ -159,7 +158,7 @@ class RunningBatch:
         self._decoder = decoder
         self._tokenizer = tokenizer
         self._partials: list[Partial] = []
-        self._sampling_rows: SamplingRows | None = None
+        self._sampling = SamplingRows(slots)
         self._last_token = np.zeros(slots, dtype=np.int64)
         self._num_cached = np.zeros(slots, dtype=np.int64)
         self._num_output = np.zeros(slots, dtype=np.int64)
@@ -239,8 +238,8 @@ class RunningBatch:
         self._max_output[row] = self._output_limit(partial)
         self._output_ids[row, :count] = partial.output_ids
         self._output_logprobs[row, :count] = partial.output_logprobs
+        self._sampling.set(row, params, partial.seed)
         self._partials.append(partial)
-        self._sampling_rows = None
 
     def _set_stop_ids(self, row: int, stop_ids: list[int]) -> None:
         missing = len(stop_ids) - self._stop_ids.shape[1]
@@ -252,12 +251,11 @@ class RunningBatch:
     def _append_tokens(self, logits_BV: Tensor) -> None:
         """Sample for all rows; `_num_cached` is the position of the sampled token."""
         count = self.num_rows
-        if self._sampling_rows is None:
-            self._sampling_rows = _stack(self._partials)
-        for row, partial in enumerate(self._partials):
-            if partial.request.params.is_penalized:
-                penalize(logits_BV[row], self._output_ids[row, : self._num_output[row]], partial.request.params)
-        tokens_B, logprobs_B = sample_tokens(logits_BV, self._sampling_rows, self._num_cached[:count])
+        sampling = self._sampling.first(count)
+        for row in np.flatnonzero(sampling.is_penalized_B):
+            params = self._partials[row].request.params
+            penalize(logits_BV[row], self._output_ids[row, : self._num_output[row]], params)
+        tokens_B, logprobs_B = sample_tokens(logits_BV, sampling, self._num_cached[:count])
         row_numbers, places = np.arange(count), self._num_output[:count]
         self._last_token[:count] = tokens_B.numpy()
         self._output_ids[row_numbers, places] = self._last_token[:count]
@@ -270,7 +268,8 @@ class RunningBatch:
         last_token = self._last_token[:count]
         is_stopped = (last_token[:, None] == self._stop_ids[:count]).any(1)
         is_full: NDArray[np.bool_] = self._num_output[:count] >= self._max_output[:count]
-        strings = {row: string for row in range(count) if (string := self._stop_string(row))}
+        with_stop = np.flatnonzero(self._sampling.has_stop_B[:count]).tolist()
+        strings = {row: string for row in with_stop if (string := self._stop_string(row))}
         rows = sorted({*np.flatnonzero(is_stopped | is_full).tolist(), *strings})
         reasons = [
             FinishReason("stop", string=strings[row])
@@ -286,8 +285,7 @@ class RunningBatch:
 
     def _stop_string(self, row: int) -> str:
         """The stop string that a row's text ends in, or nearly: its last token may go on behind it."""
-        if not (wanted := self._partials[row].request.params.stop):
-            return ""
+        wanted = self._partials[row].request.params.stop
         assert self._tokenizer is not None, "the scheduler refuses stop strings where there is no tokenizer"
         num_tail = max(len(string.encode()) for string in wanted) + 1  # no token has less than a byte
         count = self._num_output[row]
@@ -302,7 +300,6 @@ class RunningBatch:
             if row != last:
                 self._move_row(last, row)
             self._partials.pop()
-            self._sampling_rows = None
 
     def _move_row(self, source: int, target: int) -> None:
         self._decoder.move_slot(source, target, length=int(self._num_cached[source]))
@@ -312,8 +309,5 @@ class RunningBatch:
         count = self._num_output[source]
         self._output_ids[target, :count] = self._output_ids[source, :count]
         self._output_logprobs[target, :count] = self._output_logprobs[source, :count]
+        self._sampling.move(source, target)
         self._partials[target] = self._partials[source]
-
-
-def _stack(partials: list[Partial]) -> SamplingRows:
-    return stack_sampling_rows([p.request.params for p in partials], [p.seed for p in partials])

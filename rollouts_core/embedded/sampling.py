@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ MIN_TEMPERATURE = 1e-6
 """Below this a request is greedy, as in SGLang."""
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 MAX_STOP_STRINGS = 32
+ALL_TOKENS = 2**31 - 1
 
 _UNIFORM_BITS = 52
 
@@ -107,41 +109,55 @@ class SamplingParams:
         return self.top_p < 1.0 or self.top_k > 1 or self.min_p > 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRows:
-    """The sampling parameters of B rows, column by column, and which of the rarer paths they need."""
+    """The sampling parameters of B rows, column by column: building them anew whenever a row leaves takes longer.
 
-    temperature_B1: Tensor
-    """1 for greedy rows of temperature 0."""
-    top_p_B1: Tensor
-    """Share of the probability that can be chosen."""
-    top_k_B1: Tensor
-    """Number of tokens that can be chosen; the vocabulary's size stands for all."""
-    min_p_B1: Tensor
-    """Least probability relative to the most probable token."""
-    is_greedy_B: Tensor
-    """Rows that take the most probable token."""
-    seed_B: NDArray[np.int64]
-    """The request's seed."""
-    has_greedy: bool
-    """Any row is greedy."""
-    has_restricted: bool
-    """Any row restricts the choice."""
+    Args:
+        num_rows: B; what the rows hold is undefined until they are set.
+    """
 
+    def __init__(self, num_rows: int) -> None:
+        self.temperature_B = np.ones(num_rows, dtype=np.float32)
+        """1 for greedy rows of temperature 0."""
+        self.top_p_B = np.ones(num_rows, dtype=np.float32)
+        """Share of the probability that can be chosen."""
+        self.top_k_B = np.zeros(num_rows, dtype=np.int64)
+        """Number of tokens that can be chosen; more than any vocabulary has stands for all."""
+        self.min_p_B = np.zeros(num_rows, dtype=np.float32)
+        """Least probability relative to the most probable token."""
+        self.seed_B = np.zeros(num_rows, dtype=np.int64)
+        """The request's seed, or the one that stands in for it."""
+        self.is_greedy_B = np.zeros(num_rows, dtype=np.bool_)
+        """Rows that take the most probable token."""
+        self.is_restricted_B = np.zeros(num_rows, dtype=np.bool_)
+        """Rows of which some tokens may be excluded."""
+        self.is_penalized_B = np.zeros(num_rows, dtype=np.bool_)
+        """Rows whose tokens so far are more, or less, probable."""
+        self.has_stop_B = np.zeros(num_rows, dtype=np.bool_)
+        """Rows that a string may end."""
 
-def stack_sampling_rows(params: list[SamplingParams], seeds: list[int]) -> SamplingRows:
-    """The columns of these requests; `seeds` stand in for the requests' own, which may be None."""
-    temperatures = [1.0 if p.temperature < MIN_TEMPERATURE else p.temperature for p in params]
-    return SamplingRows(
-        temperature_B1=torch.tensor(temperatures)[:, None],
-        top_p_B1=torch.tensor([p.top_p for p in params])[:, None],
-        top_k_B1=torch.tensor([p.top_k if p.top_k > 0 else 2**31 - 1 for p in params])[:, None],
-        min_p_B1=torch.tensor([p.min_p for p in params])[:, None],
-        is_greedy_B=torch.tensor([p.is_greedy for p in params], dtype=torch.bool),
-        seed_B=np.array(seeds, dtype=np.int64),
-        has_greedy=any(p.is_greedy for p in params),
-        has_restricted=any(p.is_restricted for p in params),
-    )
+    def set(self, row: int, params: SamplingParams, seed: int) -> None:
+        """What a row was asked for."""
+        self.temperature_B[row] = 1.0 if params.temperature < MIN_TEMPERATURE else params.temperature
+        self.top_p_B[row] = params.top_p
+        self.top_k_B[row] = params.top_k if params.top_k > 0 else ALL_TOKENS
+        self.min_p_B[row] = params.min_p
+        self.seed_B[row] = seed
+        self.is_greedy_B[row] = params.is_greedy
+        self.is_restricted_B[row] = params.is_restricted
+        self.is_penalized_B[row] = params.is_penalized
+        self.has_stop_B[row] = bool(params.stop)
+
+    def move(self, source: int, target: int) -> None:
+        """Put a row in the place of another."""
+        for column in vars(self).values():
+            column[target] = column[source]
+
+    def first(self, num_rows: int) -> SamplingRows:
+        """The first rows; they stay the same memory."""
+        rows = SamplingRows(0)
+        vars(rows).update({name: column[:num_rows] for name, column in vars(self).items()})
+        return rows
 
 
 @torch.inference_mode()
@@ -156,15 +172,15 @@ def sample_tokens(logits_BV: Tensor, rows: SamplingRows, positions_B: NDArray[np
     Returns:
         tokens_B (int64) and logprobs_B (float32, nats). Restrictions do not renormalise the logprobs.
     """
-    logprobs_BV = torch.log_softmax(logits_BV.float() / rows.temperature_B1, -1)
+    logprobs_BV = torch.log_softmax(logits_BV.float() / _as_column(rows.temperature_B), -1)
     probs_BV = logprobs_BV.exp()
-    allowed_BV = _restrict(probs_BV, rows) if rows.has_restricted else probs_BV
+    allowed_BV = _restrict(probs_BV, rows) if rows.is_restricted_B.any() else probs_BV
     cumulative_BV = allowed_BV.cumsum(-1, dtype=torch.float64)
     uniform_B = torch.from_numpy(uniform_numbers(rows.seed_B, positions_B))
     thresholds_B1 = uniform_B[:, None] * cumulative_BV[:, -1:]
     tokens_B = torch.searchsorted(cumulative_BV, thresholds_B1, right=True)[:, 0]
-    if rows.has_greedy:
-        tokens_B = torch.where(rows.is_greedy_B, logprobs_BV.argmax(-1), tokens_B)
+    if rows.is_greedy_B.any():
+        tokens_B = torch.where(torch.from_numpy(rows.is_greedy_B), logprobs_BV.argmax(-1), tokens_B)
     return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]
 
 
@@ -197,7 +213,11 @@ def _restrict(probs_BV: Tensor, rows: SamplingRows) -> Tensor:
     sorted_BV, order_BV = probs_BV.sort(stable=True, dim=-1, descending=True)
     rank_V = torch.arange(probs_BV.shape[-1])
     before_BV = sorted_BV.cumsum(-1, dtype=torch.float64) - sorted_BV
-    excluded_BV = (rank_V >= rows.top_k_B1) | (before_BV > rows.top_p_B1)
-    excluded_BV |= sorted_BV < sorted_BV[:, :1] * rows.min_p_B1
+    excluded_BV = (rank_V >= _as_column(rows.top_k_B)) | (before_BV > _as_column(rows.top_p_B))
+    excluded_BV |= sorted_BV < sorted_BV[:, :1] * _as_column(rows.min_p_B)
     excluded_BV[:, 0] = False
     return torch.zeros_like(probs_BV).scatter_(-1, order_BV, sorted_BV.masked_fill(excluded_BV, 0.0))
+
+
+def _as_column(values_B: NDArray[Any]) -> Tensor:  # Any: of whatever number format
+    return torch.from_numpy(values_B)[:, None]

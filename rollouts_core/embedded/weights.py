@@ -23,6 +23,8 @@ from rollouts_core.errors import CheckpointError
 MAX_NAMES_SHOWN = 3
 MAX_DIGEST_THREADS = 4
 """They compute no torch, and all else waits for them: what a process does besides is not slowed by them for long."""
+MIN_BYTES_PER_THREAD = 16 * 2**20
+"""A thread for less costs more than it saves: 2.4 ms instead of 0.5 ms for 0.6 MB on two cores."""
 
 
 def read_tensors(model_dir: Path) -> dict[str, Tensor]:
@@ -76,8 +78,12 @@ def tensor_digest(tensor: Tensor) -> str:
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """`tensor_digest` of each tensor, by some threads at a time, which end with it."""
-    with ThreadPoolExecutor(max_workers=min(MAX_DIGEST_THREADS, os.cpu_count() or 1)) as executor:
+    """`tensor_digest` of each tensor, where they are many bytes by some threads at a time, which end with it."""
+    num_useful = sum(tensor.nbytes for tensor in tensors.values()) // MIN_BYTES_PER_THREAD
+    num_threads = min(MAX_DIGEST_THREADS, os.cpu_count() or 1, num_useful)
+    if num_threads <= 1:
+        return {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+    with ThreadPoolExecutor(max_workers=num_threads) as executor:
         digests = executor.map(tensor_digest, tensors.values())
         return dict(zip(tensors, digests, strict=True))
 

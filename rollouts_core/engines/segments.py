@@ -133,18 +133,22 @@ class SegmentStore:
             if folder is not None:
                 remove_segment_files(folder)
         on_host = {name: tensor.detach().contiguous().cpu() for name, tensor in weights.items()}
-        changed = await in_short_thread(partial(find_changed, on_host, self._newest))
+        self._newest = await in_short_thread(partial(self._place, on_host))
+        return SegmentedWeights(version=version, model_dir=model_dir, placed=self._newest)
+
+    def _place(self, on_host: Mapping[str, Tensor]) -> dict[str, PlacedTensor]:
+        """Where each tensor lies, after what changed was written."""
+        changed = find_changed(on_host, self._newest)
         same = {name: tensor for name, tensor in on_host.items() if name not in changed}
         kept = {name: self._newest[name] for name in same}
         written = [changed]
         if count_stale_bytes(kept) > MAX_STALE_SHARE * count_bytes(on_host.values()):
             kept, written = {}, [changed, same]
         for tensors in filter(None, written):
-            digests = start_short_thread(partial(digest_tensors, tensors))
-            segment = await in_short_thread(partial(Segment, tensors, folder))
+            segment = Segment(tensors, self._folder)
+            digests = start_short_thread(partial(digest_tensors, tensors))  # while the engines load
             kept |= dict.fromkeys(tensors, PlacedTensor(segment, digests))
-        self._newest = {name: kept[name] for name in on_host}
-        return SegmentedWeights(version=version, model_dir=model_dir, placed=self._newest)
+        return {name: kept[name] for name in on_host}
 
 
 def remove_segment_files(folder: Path) -> None:

@@ -10,6 +10,7 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from rollouts_core.algorithms.advantages import batch_advantages, gae_advantages, whiten
@@ -143,7 +144,7 @@ def test_the_credit_of_every_token_is_that_of_the_system(name: str) -> None:
     for place, b in enumerate(rows):
         length = INPUTS["lengths_B"][b]
         is_trained_T = tensor("loss_mask_BT")[b, :length] > 0
-        found_T = credit.advantages[place].expand(length)[is_trained_T]
+        found_T = torch.as_tensor(credit.advantages[place]).expand(length)[is_trained_T]
         assert close(found_T, tensor_of(case, "advantages_BT")[place, :length][is_trained_T])
         if credit.returns:
             found_T = credit.returns[place][is_trained_T]

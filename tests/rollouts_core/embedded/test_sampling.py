@@ -12,19 +12,26 @@ from torch import Tensor
 
 from rollouts_core.embedded.sampling import (
     SamplingParams,
+    SamplingRows,
     penalize,
     sample_tokens,
-    stack_sampling_rows,
     uniform_numbers,
 )
 
 PROBS = torch.tensor([0.5, 0.25, 0.15, 0.06, 0.04])
 
 
+def rows_of(params: list[SamplingParams], seeds: list[int]) -> SamplingRows:
+    rows = SamplingRows(len(params))
+    for row, (asked, seed) in enumerate(zip(params, seeds, strict=True)):
+        rows.set(row, asked, seed)
+    return rows
+
+
 def draw(params: SamplingParams, count: int, logits_V: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`count` independent draws from one distribution, by default PROBS."""
     logits = PROBS.log() if logits_V is None else logits_V
-    rows = stack_sampling_rows([params] * count, [7] * count)
+    rows = rows_of([params] * count, [7] * count)
     return sample_tokens(logits.expand(count, -1), rows, np.arange(count))
 
 
@@ -92,9 +99,9 @@ def test_rows_with_different_parameters_do_not_influence_each_other() -> None:
     logits_BV = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     params = [SamplingParams(temperature=0.0), SamplingParams(top_k=3, temperature=2.0), SamplingParams()]
     seeds, positions = [1, 2, 3], np.array([10, 20, 30])
-    tokens, logprobs = sample_tokens(logits_BV, stack_sampling_rows(params, seeds), positions)
+    tokens, logprobs = sample_tokens(logits_BV, rows_of(params, seeds), positions)
     for row in range(3):
-        alone = stack_sampling_rows([params[row]], [seeds[row]])
+        alone = rows_of([params[row]], [seeds[row]])
         token, logprob = sample_tokens(logits_BV[row : row + 1], alone, positions[row : row + 1])
         assert (token[0], logprob[0]) == (tokens[row], logprobs[row])
 
