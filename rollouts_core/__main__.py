@@ -47,7 +47,12 @@ def main(argv: list[str] | None = None) -> int:
         if is_launched():
             die_with_parent()
         elif (number := num_processes(job)) > 1:
-            return launch("rollouts_core", [job.kind, str(arguments.job.resolve())], num_processes=number)
+            return launch(
+                "rollouts_core",
+                [job.kind, str(arguments.job.resolve())],
+                num_processes=number,
+                log_dir=directory.root / "torchrun",
+            )
         run = _load_runner(job)
     except InputError as error:
         if not arguments.job.is_file():  # then its folder is no run directory to write events into

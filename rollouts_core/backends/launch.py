@@ -14,12 +14,14 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import shutil
 import signal
 import sys
-import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 from rollouts_core.job import Job, RLJob, SFTJob
@@ -42,11 +44,14 @@ def is_follower() -> bool:
     return is_launched() and os.environ["RANK"] != "0"
 
 
-def launch(module: str, arguments: Sequence[str], *, num_processes: int) -> int:
+def launch(module: str, arguments: Sequence[str], *, num_processes: int, log_dir: Path) -> int:
     """Run `python -m module arguments` as several processes of this machine; returns the exit code.
 
-    It is that of a process that failed. Where a signal killed one, this process dies of the same signal, so that who
-    started it learns of it, for instance that memory ran out.
+    Args:
+        log_dir: folder of torchrun's own files while they run; what a launcher left there that was killed is removed.
+
+    The exit code is that of a process that failed. Where a signal killed one, this process dies of the same signal, so
+    that who started it learns of it, for instance that memory ran out.
     """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -55,13 +60,22 @@ def launch(module: str, arguments: Sequence[str], *, num_processes: int) -> int:
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # it would talk after the job's last line
     local = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_processes)]
     try:
-        with tempfile.TemporaryDirectory(prefix="torchrun-") as logs:  # torchrun leaves the one that it makes itself
-            run.run(run.parse_args([*local, "--log-dir", logs, "-m", module, *arguments]))  # type: ignore[no-untyped-call]
+        with _removed_before_and_after(log_dir):
+            run.run(run.parse_args([*local, "--log-dir", str(log_dir), "-m", module, *arguments]))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         return _end_like({rank: failure.exitcode for rank, failure in error.failures.items()})
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
+
+
+@contextmanager
+def _removed_before_and_after(folder: Path) -> Iterator[None]:
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def choose_exit_code(exit_codes: Mapping[int, int]) -> int:

@@ -6,6 +6,7 @@ Not here: fixtures (conftest.py).
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from rollouts_core.quickstart import QuickstartSize
 from rollouts_core.types import Prompt, Sample, Status
@@ -19,6 +20,17 @@ TINY_SIZE = QuickstartSize(
     hidden_size=16,
     num_layers=2,
 )
+
+TINY_MODEL: dict[str, Any] = {  # Any: settings
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+"""Settings of a transformers model of any family."""
 
 
 def make_sample(

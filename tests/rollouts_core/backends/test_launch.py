@@ -140,6 +140,7 @@ def test_two_processes_leave_what_one_leaves(base: InputModel, tmp_path: Path) -
     two = write_job(tmp_path / "two", sft_job(base, SFT))
     assert finish(one) == finish(two) == 0
     assert find_processes(two) == []
+    assert not (two / "torchrun").exists()
     losses = [[line["loss"] for line in read_metrics(run / "metrics.jsonl")] for run in (one, two)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     events = [[line["event"] for line in read_json_lines(run / "events.jsonl")] for run in (one, two)]
@@ -172,6 +173,7 @@ def test_a_worker_that_is_killed_ends_the_job_with_its_signal(base: InputModel, 
         assert process.wait(40) == -signal.SIGKILL
         wait_until(lambda: not find_processes(run), timeout_s=5)
     assert f"rank {rank} was killed by signal 9" in (run / "log.txt").read_text()
+    assert not (run / "torchrun").exists()
 
 
 @pytest.mark.slow

@@ -23,16 +23,10 @@ from rollouts_core.evaluate import score_demonstrations
 from rollouts_core.model.loading import load_hf_model
 from rollouts_core.model.policy import Policy, create_policy
 from rollouts_core.types import Sample
-from tests.rollouts_core.make import make_random_samples
+from tests.rollouts_core.make import TINY_MODEL, make_random_samples
 
 TINY = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
+    **TINY_MODEL,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,

@@ -10,16 +10,7 @@ from transformers import GemmaConfig, GemmaForCausalLM, Qwen3Config, Qwen3ForCau
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from rollouts_core.model.rms_norm import RMSNorm, use_fast_rms_norms
-
-TINY = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-}
+from tests.rollouts_core.make import TINY_MODEL
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 64), (2, 5, 4, 32), (0, 64)], ids=["hidden", "heads", "empty"])
@@ -51,7 +42,7 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
 
 
 def test_a_model_keeps_its_parameters_and_its_outputs() -> None:
-    model = Qwen3ForCausalLM(Qwen3Config(**TINY))
+    model = Qwen3ForCausalLM(Qwen3Config(**TINY_MODEL))
     parameters = dict(model.named_parameters())
     tokens = torch.arange(8)[None]
     before = model(tokens).logits
@@ -62,7 +53,7 @@ def test_a_model_keeps_its_parameters_and_its_outputs() -> None:
 
 
 def test_norms_of_another_formula_stay() -> None:
-    model = GemmaForCausalLM(GemmaConfig(**TINY))
+    model = GemmaForCausalLM(GemmaConfig(**TINY_MODEL))
     use_fast_rms_norms(model)
     assert not any(isinstance(module, RMSNorm) for module in model.modules())
 
