@@ -9,6 +9,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
 READY := .venv/.ready
+# A file of tests stays in one process: its fixtures train models once for all of them.
+PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
 
 .PHONY: quickstart test test-fast test-engines engines check bench install clean
 
@@ -16,10 +18,10 @@ quickstart: $(READY)
 	$(BIN)/rollouts quickstart
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not engine"
+	$(PYTEST) -m "not engine"
 
 test-fast: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not engine"
+	$(PYTEST) -m "not slow and not engine"
 
 test-engines: $(READY) engines
 	$(BIN)/python -m pytest -m engine tests/engines

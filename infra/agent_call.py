@@ -23,8 +23,9 @@ from infra.ssh import SSHChannel, SSHConnection
 MAX_GREETING_BYTES = 64 << 10
 """Shells may print so much ahead of the agent's first word."""
 CLOSE_TIMEOUT_S = 10.0
+MAX_FRAME_BYTES = 256 << 10
+"""Input is sent in frames of at most this size."""
 _LOADER = "import sys; exec(sys.stdin.buffer.read(int(sys.argv[1])))"
-_SEND_BYTES = 256 << 10
 _RECEIVE_BYTES = 1 << 20
 
 # Any: requests and answers are JSON objects.
@@ -70,8 +71,8 @@ class AgentCall:
             threading.Thread(target=self.send_input, args=(chunks,), daemon=True).start()
             return
         for chunk in chunks:
-            for start in range(0, len(chunk), _SEND_BYTES):
-                piece = chunk[start : start + _SEND_BYTES]
+            for start in range(0, len(chunk), MAX_FRAME_BYTES):
+                piece = chunk[start : start + MAX_FRAME_BYTES]
                 if not self._send(_frame(DATA, piece)):
                     return
                 self.num_sent_bytes += len(piece)

@@ -30,6 +30,8 @@ FRAME_HEAD = struct.Struct(">cI")
 REQUEST, DATA, END_OF_INPUT = b"R", b"D", b"E"
 STDOUT, STDERR, DONE = b"o", b"e", b"x"
 READ_BYTES = 256 << 10
+OFFSET_BYTES = 8
+"""Each piece of a file that comes in pieces begins with where it goes."""
 
 if TYPE_CHECKING:  # old interpreters do not know this notation
     JsonObject = dict[str, Any]  # Any: JSON
@@ -50,6 +52,9 @@ def main(nonce: str) -> None:
         verbs: dict[str, Callable[[JsonObject, FrameWriter], JsonObject]] = {
             "run": run_command,
             "write": write_file,
+            "write_pieces": write_pieces,
+            "move": move_file,
+            "remove": remove_file,
             "read": read_file,
         }
         answer = verbs[request["verb"]](request, frames)
@@ -173,6 +178,45 @@ def write_file(request: JsonObject, frames: FrameWriter) -> JsonObject:
     return {}
 
 
+def write_pieces(request: JsonObject, frames: FrameWriter) -> JsonObject:
+    """Write pieces of a file that others write to at the same time; durable when answered."""
+    path = Path(request["path"])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            for piece in incoming_chunks(sys.stdin.buffer):
+                place, rest = int.from_bytes(piece[:OFFSET_BYTES], "big"), memoryview(piece)[OFFSET_BYTES:]
+                while rest:
+                    num_written = os.pwrite(descriptor, rest, place)
+                    place, rest = place + num_written, rest[num_written:]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return {"errno": error.errno, "problem": error.strerror}
+    except ValueError as error:  # a zero byte in the path
+        return {"errno": None, "problem": str(error)}
+    return {}
+
+
+def move_file(request: JsonObject, frames: FrameWriter) -> JsonObject:
+    """Put a file in its place."""
+    try:
+        Path(request["path"]).rename(request["to"])
+        flush_directory(Path(request["to"]).parent)
+    except OSError as error:
+        return {"errno": error.errno, "problem": error.strerror}
+    return {}
+
+
+def remove_file(request: JsonObject, frames: FrameWriter) -> JsonObject:
+    """Remove a file, if it is there."""
+    with contextlib.suppress(OSError, ValueError):
+        Path(request["path"]).unlink()
+    return {}
+
+
 def incoming_chunks(stream: BinaryIO) -> Iterator[bytes]:
     """The content of the data frames up to the end of input.
 
@@ -202,9 +246,14 @@ def write_atomically(target: Path, chunks: Iterable[bytes]) -> None:
     finally:
         with contextlib.suppress(FileNotFoundError):
             part.unlink()
-    directory = os.open(str(target.parent), os.O_RDONLY)
+    flush_directory(target.parent)
+
+
+def flush_directory(path: Path) -> None:
+    """Make renames in a directory survive a power cut."""
+    directory = os.open(str(path), os.O_RDONLY)
     try:
-        os.fsync(directory)  # the rename survives a power cut
+        os.fsync(directory)
     finally:
         os.close(directory)
 

@@ -40,7 +40,8 @@ _REKEY_BYTES = 1 << 35
 """paramiko asks for new keys every 512 MiB, and then often waits for ever; OpenSSH does it every 64 GiB with AES."""
 _NEAR_S = 0.005
 _NEAR_WINDOW_BYTES, _FAR_WINDOW_BYTES = 2 << 20, 16 << 20
-"""Over a long way the window limits the speed; over a short one a large window costs two fifths of it."""
+"""Over a long way the window limits the speed; over a short one a large window costs two fifths of it. This is the
+window of what we receive; the server decides on the other."""
 _DEFAULT_KEY_FILES = ("id_ed25519", "id_ecdsa", "id_rsa")
 _DROPPED = (paramiko.SSHException, OSError, EOFError)
 
@@ -111,9 +112,11 @@ class SSHConnection:
     """An authenticated connection; ends by `close`, or by itself when the peer does not answer any more."""
 
     # Any: paramiko has no types.
-    def __init__(self, transport: Any, address: str, evidence: HostKeyEvidence) -> None:
+    def __init__(self, transport: Any, address: str, evidence: HostKeyEvidence, round_trip_s: float) -> None:
         self._transport = transport
         self.address = address
+        self.is_far = round_trip_s >= _NEAR_S
+        """Whether a connection's windows limit its speed."""
         self._closed = threading.Event()
         self.host_key_evidence = evidence
         threading.Thread(target=self._watch_peer, name=f"heartbeat of {address}", daemon=True).start()
@@ -154,8 +157,9 @@ class SSHConnection:
         self._transport.close()
 
     def _open(self, kind: str, *addresses: tuple[str, int]) -> Any:  # Any: paramiko has no types
+        window = _FAR_WINDOW_BYTES if self.is_far else _NEAR_WINDOW_BYTES
         try:
-            return self._transport.open_channel(kind, *addresses, timeout=CHANNEL_TIMEOUT_S)
+            return self._transport.open_channel(kind, *addresses, window_size=window, timeout=CHANNEL_TIMEOUT_S)
         except paramiko.ChannelException as error:
             raise TransientInfraError(f"{self.address} opens no more channels now ({error}): try again") from error
         except _DROPPED as error:
@@ -195,11 +199,24 @@ def connect(access: SSHAccess) -> SSHConnection:
     transport, evidence = _open_verified(access, policy)
     try:
         _log_in(transport, access, keys)
+        round_trip_s = _measure_round_trip(transport)
     except BaseException:
         transport.close()
         raise
     logger.info("connected to %s, host key by %s", access.address, evidence)
-    return SSHConnection(transport, access.address, evidence)
+    return SSHConnection(transport, access.address, evidence, round_trip_s)
+
+
+def _measure_round_trip(transport: Any) -> float:  # Any: paramiko has no types
+    """Seconds to the server and back; not those of the TCP connection, which a proxy may end nearby."""
+    round_trip_s = float("inf")
+    for _ in range(2):  # the first may have waited for a processor
+        started = time.monotonic()
+        transport.global_request("keepalive@openssh.com", wait=True)
+        round_trip_s = min(round_trip_s, time.monotonic() - started)
+        if round_trip_s < _NEAR_S:
+            break
+    return round_trip_s
 
 
 def _open_verified(access: SSHAccess, policy: HostKeyPolicy) -> tuple[Any, HostKeyEvidence]:
@@ -240,9 +257,7 @@ def _open_transport(access: SSHAccess, key_types: Sequence[str]) -> tuple[Any, H
         NodeUnreachableError: nobody answers, or the answer breaks off.
         paramiko.IncompatiblePeer: the host has no key of these types.
     """
-    tcp, round_trip_s = _open_socket(access)
-    window = _NEAR_WINDOW_BYTES if round_trip_s < _NEAR_S else _FAR_WINDOW_BYTES
-    transport = paramiko.Transport(tcp, default_window_size=window)
+    transport = paramiko.Transport(_open_socket(access))
     transport.set_log_channel(_paramiko_logger.name)
     transport.packetizer.REKEY_BYTES = _REKEY_BYTES
     transport.banner_timeout = transport.auth_timeout = CONNECT_TIMEOUT_S
@@ -261,9 +276,8 @@ def _open_transport(access: SSHAccess, key_types: Sequence[str]) -> tuple[Any, H
     return transport, HostKey(remote.get_name(), remote.asbytes())
 
 
-def _open_socket(access: SSHAccess) -> tuple[socket.socket, float]:
-    """A socket that sends at once and notices a dead link, and how long connecting took: one round trip."""
-    started = time.monotonic()
+def _open_socket(access: SSHAccess) -> socket.socket:
+    """A socket that sends at once and notices a dead link."""
     try:
         tcp = socket.create_connection((access.host, access.port), CONNECT_TIMEOUT_S)
     except socket.gaierror as error:
@@ -272,7 +286,6 @@ def _open_socket(access: SSHAccess) -> tuple[socket.socket, float]:
         raise NodeUnreachableError(access.address, error.strerror or str(error)) from error
     except OSError as error:
         raise NodeUnreachableError(access.address, error.strerror or str(error)) from error
-    round_trip_s = time.monotonic() - started
     tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # paramiko leaves it off: 14 times slower
     tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
@@ -283,7 +296,7 @@ def _open_socket(access: SSHAccess) -> tuple[socket.socket, float]:
             (socket.TCP_USER_TIMEOUT, 40_000),
         ):
             tcp.setsockopt(socket.IPPROTO_TCP, option, value)
-    return tcp, round_trip_s
+    return tcp
 
 
 # ── login ──

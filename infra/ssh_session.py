@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from infra.agent_call import AgentCall, JsonObject
 from infra.errors import (
@@ -32,11 +32,15 @@ from infra.errors import (
 from infra.host_keys import HostKeyEvidence
 from infra.node import SSHAccess
 from infra.node_agent import STDERR, STDOUT
+from infra.parallel_write import ParallelWrite
 from infra.session import MAX_READ_BYTES, split_lines
 from infra.ssh import SSHConnection, connect
 from infra.tunnel import forwarded_port
 
-Purpose = Literal["control", "bulk"]
+Purpose = Literal["control", "bulk", "bulk 1", "bulk 2", "bulk 3"]
+PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
+BULK: tuple[Purpose, ...] = ("bulk", "bulk 1", "bulk 2", "bulk 3")
+"""Those after the first are for large files to a distant node."""
 
 OPEN_ATTEMPTS = 4
 """So often a request is begun; what was sent of it is never sent again."""
@@ -65,6 +69,7 @@ class SSHSession:
         self._placed: set[str] = set()
         self._is_closed = False
         self._lock = threading.Lock()
+        self._connecting = {purpose: threading.Lock() for purpose in PURPOSES}
 
     @property
     def python(self) -> str:
@@ -108,7 +113,11 @@ class SSHSession:
         self._write(path, [content], "control")
 
     def write_chunks(self, path: str, chunks: Iterable[bytes]) -> None:
-        self._write(path, chunks, "bulk")
+        if not self._connection("bulk").is_far:
+            self._write(path, chunks, "bulk")
+            return
+        writing = ParallelWrite(lambda number, request: self._ask(BULK[number], request), path)
+        _raise_if_refused(writing.run(chunks), path, writing.num_sent_bytes)
 
     def read_file(self, path: str) -> bytes:
         with self._ask("control", {"verb": "read", "path": path, "max_bytes": MAX_READ_BYTES + 1}) as call:
@@ -161,15 +170,25 @@ class SSHSession:
         raise AssertionError("the last attempt returns or raises")
 
     def _connection(self, purpose: Purpose) -> SSHConnection:
-        with self._lock:
-            if self._is_closed:
-                raise PermanentInfraError(f"the session on {self._access.address} is closed")
-            connection = self._connections.get(purpose)
-            if connection is None or not connection.is_alive:
-                if connection is not None:
+        with self._connecting[purpose]:
+            with self._lock:
+                self._check_open()
+                connection = self._connections.get(purpose)
+            if connection is not None and connection.is_alive:
+                return connection
+            if connection is not None:
+                connection.close()
+            connection = connect(self._access)
+            with self._lock:
+                self._connections[purpose] = connection
+                if self._is_closed:
                     connection.close()
-                self._connections[purpose] = connection = connect(self._access)
+                self._check_open()
             return connection
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise PermanentInfraError(f"the session on {self._access.address} is closed")
 
     @contextlib.contextmanager
     def _output_of(self, argv: Sequence[str], stdin: bytes, purpose: Purpose) -> Iterator[Iterator[bytes]]:
@@ -196,10 +215,15 @@ class SSHSession:
         with self._ask(purpose, {"verb": "write", "path": path}) as call:
             call.send_input(chunks)
             list(call.frames())
-        if "problem" in call.answer:
-            if call.answer["errno"] in (errno.ENOSPC, errno.EDQUOT):
-                raise DiskFullError(path, call.num_sent_bytes)
-            raise PermanentInfraError(f"{path} cannot be written: {call.answer['problem']}")
+        _raise_if_refused(call.answer, path, call.num_sent_bytes)
+
+
+def _raise_if_refused(answer: JsonObject, path: str, num_sent_bytes: int) -> None:
+    if "problem" not in answer:
+        return
+    if answer["errno"] in (errno.ENOSPC, errno.EDQUOT):
+        raise DiskFullError(path, num_sent_bytes)
+    raise PermanentInfraError(f"{path} cannot be written: {answer['problem']}")
 
 
 def _run_request(argv: Sequence[str], *, timeout_s: float | None, keep_open: bool) -> JsonObject:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from infra.jobs import cancel_job
 from infra.session import LocalSession, Session
 from infra.ssh_session import SSHSession
 from infra.supervisor import find_processes
+from tests.infra.delay_proxy import delayed_port
 from tests.infra.ssh_server import SSHServer, running_server
 
 
@@ -31,11 +33,21 @@ def ssh_session(ssh_server: SSHServer, tmp_path_factory: pytest.TempPathFactory)
         yield session
 
 
-@pytest.fixture(params=["local", pytest.param("ssh", marks=pytest.mark.slow)])
+@pytest.fixture
+def far_session(ssh_server: SSHServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SSHSession]:
+    """The same machine, 20 ms away."""
+    programs_dir = str(tmp_path_factory.mktemp("programs"))
+    with delayed_port(ssh_server.port, one_way_ms=10) as port:
+        access = replace(ssh_server.access, port=port)
+        with SSHSession(access, python=sys.executable, programs_dir=programs_dir) as session:
+            yield session
+
+
+@pytest.fixture(params=["local", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ssh", "far"))])
 def session(request: pytest.FixtureRequest) -> Session:
     if request.param == "local":
         return LocalSession(sys.executable)
-    session: SSHSession = request.getfixturevalue("ssh_session")
+    session: SSHSession = request.getfixturevalue(f"{request.param}_session")
     return session
 
 
