@@ -66,7 +66,7 @@ def sft_rl(config: Config, node: NodeSettings, run: RunOptions) -> PipelineResul
     scope = open_scope(run)
     machine = provision(node, scope)
     with Ledger(scope.ledger_path) as ledger, ledger.living_run(scope.run_id), released_at_the_end(machine, scope):
-        bootstrap(machine, config, node.min_free_gb)
+        machine = bootstrap(machine, config, node)
         models = {"base": base_model(config)}
         records: list[StageRecord] = []
         if config.mode != "rl":

@@ -22,6 +22,7 @@ FINGERPRINT = re.compile(r"(SHA256:[A-Za-z0-9+/]{43})?")
 ROOT = re.compile(r"(/|~/)[^\x00-\x1f]+")
 INTERPRETER = re.compile(r"/[\w./+ -]+")
 """An absolute path of characters that every login shell leaves alone inside quotes."""
+INDEX = re.compile(r"(https?://[^\s@]+)?")
 SSH_PORT = 22
 
 
@@ -60,11 +61,17 @@ class SSHNode(BaseModel):
     root: str = "~/rollouts"
     """Directory on the machine for run directories, inputs and code; begins with / or ~/."""
     python: str
-    """Python interpreter on the machine that has the packages of this project installed, torch among them."""
+    """Python interpreter on the machine, with the packages of this project or, where `install` says so, without."""
+    install: Literal["nothing", "pip", "uv"] = "nothing"
+    """Install the packages of this project on the machine, into an environment of their own below `root`, once."""
+    requirements: str = ""
+    """File with the exact versions to install. Leave it empty to install those that are installed here."""
+    package_index: str = ""
+    """URL of the index to install from. Leave it empty for what the machine's own pip or uv is set to."""
     min_free_gb: float = Field(default=10.0, ge=0, allow_inf_nan=False)
     """Refuse to start when the disk of `root` has less free space than this, in GB (10^9 bytes)."""
 
-    @field_validator("host", "host_key", "root", "python")
+    @field_validator("host", "host_key", "root", "python", "package_index")
     @classmethod
     def _check_form(cls, value: str, info: ValidationInfo) -> str:
         assert info.field_name is not None
@@ -81,6 +88,7 @@ _FORMS = {
     "host_key": (FINGERPRINT, "a fingerprint as `ssh-keygen -l` prints it, SHA256:..."),
     "root": (ROOT, "a path on the machine that begins with / or ~/"),
     "python": (INTERPRETER, "the absolute path of a Python interpreter on the machine"),
+    "package_index": (INDEX, "an http(s) URL without user and password: those belong into the machine's own settings"),
 }
 
 

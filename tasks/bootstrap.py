@@ -1,14 +1,16 @@
-"""Check that the node can do the work: Python, torch, devices, disk."""
+"""Check that the node can do the work: Python, torch, devices, disk; install what it lacks where that is asked for."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.bootstrap import check_imports, check_node, probe_node
-from infra.node import Node
+from infra.environment import ensure_environment, installed_requirements, read_requirements
+from infra.node import LocalNode, Node, NodeSettings
 from infra.providers import open_session
 from rollouts_core.checkpoint import estimate_checkpoint_bytes
 from rollouts_core.config import Config
@@ -17,19 +19,33 @@ from tasks.progress import StageProgress, stage_console
 
 
 @task(name="bootstrap", cache_policy=NO_CACHE)
-def bootstrap(node: Node, config: Config, min_free_gb: float) -> None:
-    """Return when the node is good enough for the pipeline."""
+def bootstrap(node: Node, config: Config, settings: NodeSettings) -> Node:
+    """The node when it is good enough for the pipeline, with the interpreter that its stages run by."""
     num_gpus = len({*config.deployment.trainer_gpu_ranks, *config.deployment.engine_gpu_ranks})
-    needed_gb = max(min_free_gb, estimate_disk_bytes(config) / 1e9)
-    with StageProgress("bootstrap", num_steps=0, console=stage_console()) as progress, open_session(node) as session:
-        report = probe_node(session, node)
-        check_node(report, min_free_gb=needed_gb, required_gpus=num_gpus)
-        if node.is_remote:
-            check_imports(session, place_code(session, node, config.rollout))
+    needed_gb = max(settings.min_free_gb, estimate_disk_bytes(config) / 1e9)
+    with StageProgress("bootstrap", num_steps=0, console=stage_console()) as progress:
+        node = install_packages(node, settings, progress)
+        with open_session(node) as session:
+            report = probe_node(session, node)
+            check_node(report, min_free_gb=needed_gb, required_gpus=num_gpus)
+            if node.is_remote:
+                check_imports(session, place_code(session, node, config.rollout))
         progress.say(
             f"Python {report.python_version}, torch {report.torch_version}, {report.device_summary}, "
             f"{report.free_disk_gb:.0f} GB free"
         )
+    return node
+
+
+def install_packages(node: Node, settings: NodeSettings, progress: StageProgress) -> Node:
+    """The node with the interpreter of an environment that has the packages, where the settings ask for one."""
+    if isinstance(settings, LocalNode) or settings.install == "nothing":
+        return node
+    wanted = read_requirements(Path(settings.requirements)) if settings.requirements else installed_requirements()
+    progress.say(f"{len(wanted)} packages by {settings.install}, unless they are there already")
+    with open_session(node) as session:
+        python = ensure_environment(session, node, wanted, installer=settings.install, index=settings.package_index)
+    return replace(node, python=python)
 
 
 def estimate_disk_bytes(config: Config) -> int:

@@ -1,0 +1,147 @@
+"""Give a node the packages that the training needs, in the versions of this machine, once.
+
+    installed here ──> name==version, ... ──> <root>/environments/<digest>/ on the node: env/, log.txt, result.json
+
+A supervised job builds it, so that several runs that need the same build it once, and a connection that breaks ends
+nothing. Not here: the node's side (environment_builder.py), the code of the project itself (tasks/placement.py).
+"""
+
+import hashlib
+import json
+import logging
+from collections import deque
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from infra import environment_builder
+from infra.errors import JobFailedError, PermanentInfraError
+from infra.jobs import JobSpec, follow_job, read_result, require_finished, start_or_attach
+from infra.node import Node
+from infra.session import Session
+
+Installer = Literal["pip", "uv"]
+
+PROJECT = "rollouts"
+PIPELINE_ONLY = frozenset({"prefect", "fastapi", "typer", "rich", "paramiko"})
+"""What this machine needs and a node does not."""
+NODE_EXTRAS = ("lora", "math", "verifiers")
+"""Optional packages of the core: a node gets those that are installed here."""
+BUILD_TIMEOUT_S = 3600.0
+_DIGEST_CHARS = 16
+
+logger = logging.getLogger(__name__)
+
+
+def installed_requirements(project: str = PROJECT) -> list[str]:
+    """`name==version` of everything that the core needs and what that needs, as it is installed here, sorted.
+
+    A local version (torch 2.9.0+cpu) loses what tells the build: a node with GPUs needs another one.
+
+    Raises:
+        PermanentInfraError: the project, or a package of it, is not installed here.
+    """
+    try:
+        texts = metadata.requires(project) or []
+    except metadata.PackageNotFoundError as error:
+        raise PermanentInfraError(
+            f"{project} is not installed here, so its versions are unknown: install it, or name a file as "
+            "node.requirements"
+        ) from error
+    required = [requirement for requirement in map(Requirement, texts) if requirement.name not in PIPELINE_ONLY]
+    needed = [requirement for requirement in required if _applies(requirement, ("", *NODE_EXTRAS))]
+    versions: dict[str, str] = {}
+    pending = deque(needed)
+    seen: set[tuple[str, str]] = set()
+    while pending:
+        requirement = pending.popleft()
+        name = canonicalize_name(requirement.name)
+        try:
+            found = metadata.distribution(name)
+        except metadata.PackageNotFoundError as error:
+            if requirement in needed and _applies(requirement, ("",)):
+                raise PermanentInfraError(f"{name} is not installed here: install {project} anew") from error
+            continue  # an optional package that nobody wanted here
+        versions[name] = Version(found.version).public
+        for extra in ("", *sorted(requirement.extras)):
+            if (name, extra) not in seen:
+                seen.add((name, extra))
+                pending.extend(r for text in found.requires or [] if _applies(r := Requirement(text), (extra,)))
+    return [f"{name}=={version}" for name, version in sorted(versions.items())]
+
+
+def _applies(requirement: Requirement, extras: Sequence[str]) -> bool:
+    return requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in extras)
+
+
+def read_requirements(path: Path) -> list[str]:
+    """The requirements of a file of exact versions, without its comments and hashes.
+
+    Raises:
+        PermanentInfraError: there is no such file, or a line of it is no exact version.
+    """
+    try:
+        text = path.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PermanentInfraError(f"the requirements {path} cannot be read: {error}") from error
+    lines = [line.split(" #")[0].strip() for line in text.replace("\\\n", " ").splitlines()]
+    return [_check_exact(line.split(" --hash")[0].strip(), path) for line in lines if line and not line.startswith("#")]
+
+
+def _check_exact(line: str, path: Path) -> str:
+    try:
+        requirement = Requirement(line)
+    except InvalidRequirement as error:
+        raise PermanentInfraError(
+            f"{path}: expected lines like name==1.2.3, found {line!r}: write one with `uv pip compile` or `pip freeze`"
+        ) from error
+    if not requirement.url and not any(each.operator in ("==", "===") for each in requirement.specifier):
+        raise PermanentInfraError(
+            f"{path}: {line!r} is no exact version: write name==1.2.3, so that runs can be repeated"
+        )
+    return line
+
+
+def ensure_environment(
+    session: Session, node: Node, requirements: Sequence[str], *, installer: Installer, index: str = ""
+) -> str:
+    """The path on the node of an interpreter with these packages, after installing them if nobody has yet.
+
+    Args:
+        index: URL of the package index; empty for the node's own settings.
+
+    Raises:
+        PermanentInfraError: they cannot be installed; with the last lines of the installer.
+        InfraError: the node cannot be reached.
+    """
+    program = session.place_program(Path(environment_builder.__file__))
+    job = {"installer": installer, "index": index, "requirements": list(requirements)}
+    content = json.dumps([job, session.python], sort_keys=True)
+    digest = hashlib.sha256(content.encode()).hexdigest()[:_DIGEST_CHARS]
+    spec = JobSpec(
+        run_dir=f"{node.root}/environments/{digest}",
+        argv=(session.python, "-I", program),
+        job=job,
+        timeout_s=BUILD_TIMEOUT_S,
+    )
+    start_or_attach(session, spec)
+    ended = follow_job(session, spec.run_dir, on_metrics=_ignore, on_event=_ignore, on_log=_ignore)
+    try:
+        require_finished(session, ended)
+    except JobFailedError as error:
+        raise PermanentInfraError(
+            f"{installer} could not install the packages on {node.name}. {error}\nSee {spec.run_dir}/log.txt there."
+        ) from error
+    result = read_result(session, spec.run_dir)
+    assert result is not None, f"{spec.run_dir} is finished without a result.json"
+    logger.info("the environment of %s is %s", node.name, result["python"])
+    return str(result["python"])
+
+
+def _ignore(_: object) -> None:
+    """The job's log stays on the node."""

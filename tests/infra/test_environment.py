@@ -1,0 +1,161 @@
+"""Pins that a node gets exactly the versions of this machine, once, and that what went wrong there is told here.
+
+Without it a rented machine would train with other versions than the ones that were tried, or be filled anew each time.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from infra.bootstrap import check_imports
+from infra.environment import PROJECT, ensure_environment, installed_requirements, read_requirements
+from infra.errors import JobLostError, PermanentInfraError
+from infra.node import Node, SSHNode
+from infra.session import LocalSession, Session
+from tests.infra.shell_jobs import wait_until
+
+ROOT = Path(__file__).parents[2]
+SMALL = [f"orjson=={metadata.version('orjson')}"]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(name="box", provider="ssh", root=str(tmp_path / "root"), python=sys.executable)
+
+
+def write_distribution(folder: Path, name: str, version: str, requires: Sequence[str] = ()) -> None:
+    """Let Python believe that a package is installed."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {each}" for each in requires)]
+    (info / "METADATA").write_text("\n".join(["Metadata-Version: 2.1", *lines]) + "\n")
+
+
+def versions_seen(python: str, module: str) -> str:
+    command = [python, "-c", f"import {module}, sys; print({module}.__version__, sys.prefix)"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+# ── which versions ──
+
+
+def test_the_versions_are_those_of_everything_that_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_distribution(
+        tmp_path,
+        "toy-project",
+        "1.0",
+        [
+            "toy-math>=1",
+            "prefect",
+            'toy-lora; extra == "lora"',
+            'toy-tests; extra == "dev"',
+            'toy-absent; extra == "math"',
+        ],
+    )
+    write_distribution(tmp_path, "toy_math", "2.9.0+cpu", ["toy-deep[fast]", 'toy-old; python_version < "3"'])
+    write_distribution(tmp_path, "toy-deep", "0.3", ['toy-fast; extra == "fast"', 'toy-slow; extra == "slow"'])
+    for name in ("toy-lora", "toy-tests", "toy-fast", "toy-slow", "toy-old"):
+        write_distribution(tmp_path, name, "7")
+    monkeypatch.syspath_prepend(tmp_path)
+    expected = ["toy-deep==0.3", "toy-fast==7", "toy-lora==7", "toy-math==2.9.0"]
+    assert installed_requirements("toy-project") == expected
+
+
+def test_a_package_that_is_missing_here_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_distribution(tmp_path, "toy-broken", "1.0", ["toy-nowhere"])
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(PermanentInfraError, match="toy-nowhere is not installed here"):
+        installed_requirements("toy-broken")
+    with pytest.raises(PermanentInfraError, match=r"toy-unknown is not installed here.*node\.requirements"):
+        installed_requirements("toy-unknown")
+
+
+def test_a_file_of_versions_is_read_without_its_comments_and_hashes(tmp_path: Path) -> None:
+    path = tmp_path / "lock.txt"
+    hashes = " \\\n    --hash=sha256:ab \\\n    --hash=sha256:cd"
+    path.write_text(f"# made by hand\n\norjson==3.11.0{hashes}\nanyio==4.9.0 # via httpx\n")
+    assert read_requirements(path) == ["orjson==3.11.0", "anyio==4.9.0"]
+
+
+@pytest.mark.parametrize("line", ["orjson>=3", "orjson", "-r other.txt", "orjson==3 ==4 ;;", "--index-url https://a"])
+def test_a_line_that_is_no_exact_version_is_refused(tmp_path: Path, line: str) -> None:
+    (tmp_path / "lock.txt").write_text(line + "\n")
+    with pytest.raises(PermanentInfraError, match=r"lock\.txt"):
+        read_requirements(tmp_path / "lock.txt")
+
+
+@pytest.mark.parametrize("index", ["https://me:secret@example.org/simple", "ftp://example.org", "example.org/ simple"])
+def test_an_index_with_a_password_is_no_setting(index: str) -> None:
+    with pytest.raises(ValueError, match="without user and password"):
+        SSHNode(host="me@box", python="/usr/bin/python3", package_index=index)
+
+
+# ── installing ──
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("installer", ["pip", "uv"])
+def test_an_environment_has_the_versions_and_is_made_once(session: Session, node: Node, installer: str) -> None:
+    python = ensure_environment(session, node, SMALL, installer=installer)  # type: ignore[arg-type]
+    assert Path(python).is_relative_to(node.root)
+    version, prefix = versions_seen(python, "orjson").split()
+    assert (f"orjson=={version}", prefix) == (SMALL[0], str(Path(python).parents[1]))
+    made_at = Path(python).lstat().st_mtime_ns
+    assert ensure_environment(session, node, SMALL, installer=installer) == python  # type: ignore[arg-type]
+    assert Path(python).lstat().st_mtime_ns == made_at
+
+
+@pytest.mark.slow
+def test_other_versions_get_another_environment(node: Node) -> None:
+    session = LocalSession(sys.executable)
+    without, with_one = (ensure_environment(session, node, wanted, installer="pip") for wanted in ([], SMALL))
+    assert without != with_one
+    with pytest.raises(subprocess.CalledProcessError):
+        versions_seen(without, "orjson")
+
+
+@pytest.mark.slow
+def test_what_the_installer_said_last_is_told(session: Session, node: Node) -> None:
+    with pytest.raises(
+        PermanentInfraError, match=r"pip could not install the packages on box(.|\n)*no-such-package"
+    ) as told:
+        ensure_environment(session, node, ["rollouts-no-such-package==9.9"], installer="pip")
+    assert "log.txt" in str(told.value)
+
+
+@pytest.mark.slow
+def test_an_installation_that_is_killed_is_made_anew(node: Node) -> None:
+    session = LocalSession(sys.executable)
+
+    def kill() -> None:
+        wait_until(lambda: any(Path(node.root).glob("environments/*/env")))
+        for meta in Path(node.root).glob("environments/*/.job/meta-1.json"):
+            os.kill(json.loads(meta.read_text())["supervisor_pid"], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    with pytest.raises(JobLostError):
+        ensure_environment(session, node, SMALL, installer="pip")
+    killer.join()
+    python = ensure_environment(session, node, SMALL, installer="pip")
+    assert versions_seen(python, "orjson").split()[0] in SMALL[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_training_can_be_imported_in_an_environment_with_the_versions_of_this_machine(node: Node) -> None:
+    try:
+        metadata.version(PROJECT)
+    except metadata.PackageNotFoundError:
+        pytest.skip(f"{PROJECT} is not installed, so what it needs is unknown")
+    session = LocalSession(sys.executable)
+    python = ensure_environment(session, node, installed_requirements(), installer="pip")
+    check_imports(LocalSession(python), str(ROOT))
