@@ -174,10 +174,12 @@ class AsyncRolloutManager:
 
     def state_dict(self) -> dict[str, Any]:  # Any: JSON
         """The groups that are alive, as JSON values: those to ask for again, with their tokens, and those ready."""
-        unfinished = [*self.partial_samples, *(sample for group in self._under_way.values() for sample in group)]
+        # Generated ahead, they are taken in the order of their numbers: who finished first is no part of the run.
+        order = sorted if self.config.max_staleness else list
+        under_way = [sample for index in order(self._under_way) for sample in self._under_way[index]]
         return {
-            "partial_samples": [sample.to_json() for sample in unfinished],
-            "ready_samples": [sample.to_json() for group in self._ready.values() for sample in group],
+            "partial_samples": [sample.to_json() for sample in (*self.partial_samples, *under_way)],
+            "ready_samples": [sample.to_json() for index in order(self._ready) for sample in self._ready[index]],
             "published": list(self.published.versions),
         }
 

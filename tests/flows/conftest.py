@@ -20,7 +20,7 @@ from flows.server import local_server
 from tests.small_pipeline import write_small_pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
-RUN_TIMEOUT_S = 240.0
+RUN_TIMEOUT_S = 480.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,17 @@ def test_a_batch_gets_the_oldest_groups_whoever_finishes_first() -> None:
     assert asyncio.run(run()) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
 
 
+def test_the_state_does_not_tell_who_finished_first() -> None:
+    async def run() -> list[int]:
+        policy = SlowPolicy()
+        async with manager_of(policy) as manager:
+            await manager.generate_batch()
+            await asyncio.sleep(TRAINING_S)
+            return [sample["group_index"] for sample in manager.state_dict()["ready_samples"]]
+
+    assert asyncio.run(run()) == [3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8]
+
+
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
 def test_no_batch_is_older_than_the_bound(max_staleness: int) -> None:
     async def run() -> list[dict[str, float]]:
