@@ -314,10 +314,7 @@ class WeightKeeper:
                 f"{self.server.name} has no comparable checksum of {unproven[0]}, so it must sample to prove "
                 f'{served.version}, and it is paused: set rollout.in_flight = "finish" or "abort"'
             )
-        canary = served.canary
-        if canary is None or not canary.is_current():  # the trainer has trained on
-            canary = checkpoint_canary(path)
-        gap = await prove(self.server.name, self.server.complete, canary)
+        gap = await prove(self.server.name, self.server.complete, served.canary or checkpoint_canary(path))
         logger.info(
             "%s: %d tensors without a comparable checksum, %s first; its log-probs are %.2g nats off",
             self.server.name,
