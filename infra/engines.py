@@ -89,6 +89,7 @@ def wait_until_engine_ready(
     timeout_s: float,
     also_renew: Sequence[str] = (),
     is_idle: bool = False,
+    api_key: str = "",
     transport: httpx.BaseTransport | None = None,
 ) -> None:
     """Return once the engine has generated a token; its health endpoints promise less than that.
@@ -97,6 +98,7 @@ def wait_until_engine_ready(
         kind: a key of `PROBES`.
         port: where it listens on the node's loopback.
         also_renew: run directories of engines that are ready and wait for this one: their leases go on.
+        api_key: what it wants requests to carry; empty for an engine without.
         is_idle: no trainer uses the engine, so a pause was left behind by one that was killed, and is ended.
 
     Raises:
@@ -107,7 +109,11 @@ def wait_until_engine_ready(
     started = time.monotonic()
     deadline = started + timeout_s
     # No proxy leads to loopback.
-    with session.forward(port) as local_port, httpx.Client(transport=transport, trust_env=False) as client:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    with (
+        session.forward(port) as local_port,
+        httpx.Client(transport=transport, trust_env=False, headers=headers) as client,
+    ):
         url = f"http://{LOOPBACK}:{local_port}"
         while time.monotonic() < deadline:
             if is_idle:

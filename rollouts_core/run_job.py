@@ -419,7 +419,12 @@ async def open_engines(job: RLJob) -> AsyncIterator[list[InFlightEngine]]:
     is_alone = len(job.engines) == 1
     clients = [
         create_engine(
-            Endpoint(provider=address.provider, url=address.url, model=job.model.model.path),
+            Endpoint(
+                provider=address.provider,
+                url=address.url,
+                model=job.model.model.path,
+                api_key_variable=job.rollout.engine.api_key_variable,
+            ),
             request_timeout_s=job.rollout.request_timeout_s,
             restart_timeout_s=job.rollout.engine.start_timeout_s if is_alone else POOLED_RESTART_TIMEOUT_S,
         )

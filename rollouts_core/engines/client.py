@@ -31,6 +31,7 @@ class EngineClient(ABC):
         request_timeout_s: how long a request may take.
         restart_timeout_s: how long a server that vanished may take to answer again.
         model_dir: the model that it must serve; token ids and shapes are checked by it.
+        api_key: what every request carries as `Authorization: Bearer KEY`; empty sends none.
     """
 
     def __init__(
@@ -40,9 +41,12 @@ class EngineClient(ABC):
         request_timeout_s: float = 600.0,
         restart_timeout_s: float = 120.0,
         model_dir: Path | None = None,
+        api_key: str = "",
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._connection = EngineConnection(url, request_timeout_s=request_timeout_s, transport=transport)
+        self._connection = EngineConnection(
+            url, request_timeout_s=request_timeout_s, transport=transport, api_key=api_key
+        )
         self._keeper = WeightKeeper(self, restart_timeout_s=restart_timeout_s, model_dir=model_dir)
 
     async def __aenter__(self) -> Self:

@@ -35,6 +35,7 @@ from rollouts_core.engines.content import EMPTY_DIGEST, HeldTensors, check_diges
 from rollouts_core.engines.protocol import STATUS_OF_FINISH, Completion, GenerationRequest
 from rollouts_core.engines.segments import SegmentedWeights
 from rollouts_core.errors import CheckpointError, EngineError, EngineUnavailableError, WeightSyncError
+from rollouts_core.keys import key_header
 from rollouts_core.messages import first_line
 from rollouts_core.types import Status
 
@@ -102,12 +103,15 @@ class ServerCalls(Protocol):
 class EngineConnection:
     """The connections to one server."""
 
-    def __init__(self, url: str, *, request_timeout_s: float, transport: httpx.AsyncBaseTransport | None) -> None:
+    def __init__(
+        self, url: str, *, request_timeout_s: float, transport: httpx.AsyncBaseTransport | None, api_key: str = ""
+    ) -> None:
         self.url = url.rstrip("/")
         self._client = httpx.AsyncClient(
             base_url=self.url,
             timeout=httpx.Timeout(request_timeout_s, connect=CONNECT_TIMEOUT_S),
             transport=transport or create_transport(),
+            headers=key_header(api_key),
         )
 
     async def call(
@@ -127,6 +131,11 @@ class EngineConnection:
             raise EngineError(f"{self.url}{path} answered no HTTP, is it an engine? {first_line(error)}") from error
         if response.status_code == 429 or response.status_code >= 500:
             raise EngineUnavailableError(f"{self.url}{path} answered {response.status_code}: {response.text[:200]}")
+        if response.status_code == 401:
+            raise EngineError(
+                f"{self.url}{path} wants another key: name the environment variable that holds the engine's as "
+                "rollout.engine.api_key_variable"
+            )
         if response.status_code != 200:
             raise EngineError(f"{self.url}{path} answered {response.status_code}: {response.text[:500]}")
         if not is_answered:

@@ -8,6 +8,7 @@ Not here: supervising the process, or learning when it is ready (infra), the emb
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from typing import NoReturn
 
 import torch
 
+from rollouts_core.config import EngineKind
+from rollouts_core.embedded.server import API_KEY_VARIABLE, is_loopback
 from rollouts_core.engines.content import is_tied, read_config, write_untied
 from rollouts_core.engines.vllm import LOGPROBS_MODE
 from rollouts_core.errors import ConfigError
@@ -43,25 +46,65 @@ class LaunchCommand:
     """Variables besides those of the caller."""
 
 
-def exec_engine(job: ServeJob, run_dir: Path) -> NoReturn:
+def exec_engine(job: ServeJob, run_dir: Path, *, api_key: str = "") -> NoReturn:
     """Become the server that the job asks for: its process is this one, so whoever supervises this supervises it.
 
+    Args:
+        api_key: what requests must carry; none where empty, which only a loopback address allows.
+
     Raises:
-        ConfigError: the interpreter of the engine's environment does not exist.
+        ConfigError: the interpreter of the engine's environment does not exist, or the address is beyond this machine
+            and no key would protect it.
     """
+    check_host(job, api_key)
     model_dir = Path(job.model.model.path)
     if job.engine.kind == "vllm" and is_tied(model_dir):
         write_untied(model_dir, run_dir / "served_model")
         model_dir = run_dir / "served_model"
     command = render_launch(job, model_dir, on_gpu=torch.cuda.is_available())
     kept = {name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES}
+    scratch = _scratch_folder()
+    secret = render_key(job.engine.kind, api_key, Path(scratch["TMPDIR"]))
     try:
-        os.execve(command.argv[0], command.argv, {**kept, **command.env, **_scratch_folder()})
+        os.execve(command.argv[0], (*command.argv, *secret.argv), {**kept, **command.env, **scratch, **secret.env})
     except OSError as error:
         raise ConfigError(
             f"rollout.engine.python: {command.argv[0]} cannot be run ({error.strerror}): give the interpreter of the "
             f"environment in which {job.engine.kind} is installed"
         ) from error
+
+
+def check_host(job: ServeJob, api_key: str) -> None:
+    """Raise ConfigError for an address beyond this machine where a key is missing, or would not protect."""
+    if is_loopback(job.host):
+        return
+    if job.engine.kind == "vllm":
+        raise ConfigError(
+            f"{job.host} is an address beyond this machine, where vLLM's key protects its completions alone: whoever "
+            "reaches it could replace its weights and run code. Let it listen on 127.0.0.1, and reach it by a tunnel"
+        )
+    if not api_key:
+        raise ConfigError(
+            f"{job.host} is an address beyond this machine, where a server needs an API key: set {API_KEY_VARIABLE}, "
+            "or listen on 127.0.0.1"
+        )
+
+
+def render_key(kind: EngineKind, api_key: str, folder: Path) -> LaunchCommand:
+    """What is added to a command so that the server asks for the key, which no list of processes shows.
+
+    Args:
+        folder: where a file with the key may lie; nobody else can read it, and it ends with the server.
+    """
+    if not api_key:
+        return LaunchCommand(argv=(), env={})
+    if kind == "vllm":
+        return LaunchCommand(argv=(), env={"VLLM_API_KEY": api_key})
+    file = folder / "key.yaml"
+    file.touch(mode=0o600)
+    file.write_text(f"api-key: {json.dumps(api_key)}\n", encoding="utf-8")
+    # What SGLang logs as information begins with all of its settings, this one too.
+    return LaunchCommand(argv=("--config", str(file), "--log-level", "warning"), env={})
 
 
 def render_launch(job: ServeJob, model_dir: Path, *, on_gpu: bool) -> LaunchCommand:
