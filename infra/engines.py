@@ -32,12 +32,13 @@ PROBES: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "vllm": ("/v1/completions", {"prompt": [1], "max_tokens": 1, "temperature": 0}),
 }
 """Path and body of a request for one token, by the kind of engine."""
-RESUME_PATHS: Mapping[str, str] = {
-    "embedded": "/continue_generation",
-    "sglang": "/continue_generation",
-    "vllm": "/resume",
+RESUME_PATHS: Mapping[str, Sequence[str]] = {
+    "embedded": ["/continue_generation"],
+    "sglang": ["/continue_generation"],
+    "vllm": ["/wake_up", "/resume"],
 }
-"""Where each kind of engine is told to go on after a pause."""
+"""Where each kind of engine is told to go on after a pause, and to take its memory back. SGLang ends at a request
+without its memory, and is started anew."""
 RESUME_TIMEOUT_S = 10.0
 CHECK_TIMEOUT_S = 60.0
 
@@ -54,6 +55,15 @@ _LOG_SIGNS = (
     (
         r"unrecognized arguments?:|error: argument --",
         "it does not know one of its arguments: see rollout.engine.extra_args",
+    ),
+    (
+        r"torch-memory-saver is not installed|No module named 'torch_memory_saver'",
+        "it hands its memory over with the package torch-memory-saver, which its environment lacks: install it there, "
+        "or leave deployment.colocated out",
+    ),
+    (
+        r"Sleep mode is not supported|cumem allocator is not supported",
+        "it cannot hand its memory over on this device: leave deployment.colocated out",
     ),
     (r"No module named", "a package is missing in its environment: install the engine there anew"),
     (
@@ -168,7 +178,8 @@ def has_generated(client: httpx.Client, kind: str, url: str, *, timeout_s: float
 def resume_generation(client: httpx.Client, kind: str, url: str) -> None:
     """End a pause of the engine; one that is not paused, or does not answer, stays as it is."""
     with suppress(httpx.TransportError):
-        client.post(f"{url}{RESUME_PATHS[kind]}", json={}, timeout=RESUME_TIMEOUT_S)
+        for path in RESUME_PATHS[kind]:
+            client.post(f"{url}{path}", json={}, timeout=RESUME_TIMEOUT_S)
 
 
 def raise_engine_failure(session: Session, status: JobStatus) -> NoReturn:

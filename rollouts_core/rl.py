@@ -30,7 +30,7 @@ from rollouts_core.backends.threaded import beside_event_loop, run_with
 from rollouts_core.batch import build_batch, place_samples, split_by_sample
 from rollouts_core.config import RLTrainingConfig
 from rollouts_core.data.data_buffer import DataBuffer
-from rollouts_core.engines import InferenceEngine, PublishTarget, publish_weights
+from rollouts_core.engines import InferenceEngine, PublishTarget, memory_handed_over, publish_weights
 from rollouts_core.environments.protocol import Outcome
 from rollouts_core.errors import RewardError
 from rollouts_core.group_order import Schedule
@@ -66,6 +66,7 @@ async def run_rl_training(
     inputs: Mapping[str, str] | None = None,
     events: EventLog | None = None,
     on_batch: OnBatch | None = None,
+    is_colocated: bool = False,
 ) -> list[Metrics]:
     """Train for `config.num_steps` steps; returns the metrics of each step that was run.
 
@@ -76,6 +77,7 @@ async def run_rl_training(
     Args:
         rollout_manager: gives the batches: sampled for the prompts of `data_buffer`, or recorded, without prompts.
         target: where weights are published for the engines.
+        is_colocated: the engines hand their memory over while the trainer trains, and are published to after each step.
         inputs: digests of what the training was made from, by name; a checkpoint of others is refused.
 
     Raises:
@@ -90,7 +92,9 @@ async def run_rl_training(
         beside_event_loop(backend, is_needed=rollout_manager.config.max_staleness > 0) as trainer,
         RunCheckpoints(trainer, checkpoint_dir, config, settings=settings, events=events) as checkpoints,
     ):
-        state = await checkpoints.resume()
+        handed_over = partial(memory_handed_over, trainer, inference_engines, is_colocated=is_colocated)
+        async with handed_over():  # says before the first step where an engine cannot
+            state = await checkpoints.resume()
         if state:
             set_cursors(data_buffer, rollout_manager, state)
         skips = SkipCounter(config.max_skipped_updates, state.get("num_skipped", 0) if state else 0)
@@ -106,12 +110,13 @@ async def run_rl_training(
             if on_batch:
                 on_batch(step, batch)
             generated = perf_counter()
-            metrics = await run_with(trainer, partial(train_on_rollouts, batch=batch, config=config, pad_id=pad_id))
+            async with handed_over():
+                metrics = await run_with(trainer, partial(train_on_rollouts, batch=batch, config=config, pad_id=pad_id))
             skips.after_step(step, metrics)
             trained = perf_counter()
             # At a checkpoint too: a run that goes on from there publishes these weights before anything else.
             is_publish_due = step % config.sync_every == 0 or checkpoints.is_due(step)
-            if is_publish_due and backend.weight_version != num_published:
+            if is_colocated or (is_publish_due and backend.weight_version != num_published):
                 version = await publish_weights(trainer, inference_engines, target)
                 rollout_manager.weights_published(num_published := backend.weight_version)
                 if events:

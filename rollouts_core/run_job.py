@@ -317,6 +317,7 @@ async def run_rl_loop(
             inputs={"model": job.model.digest, "plugins": job.plugin_digest},
             events=events,
             on_batch=lambda step, batch: write_rollouts(directory, step, batch),
+            is_colocated=job.deployment.colocated,
         )
 
 

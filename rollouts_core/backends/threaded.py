@@ -111,6 +111,10 @@ class ThreadedBackend:
         """Replace the weights; the optimizer keeps its state."""
         return self._relay(lambda: self._backend.load_weights(weights))
 
+    def release_cache(self) -> TrainFuture[None]:
+        """Give memory of the device back that holds nothing."""
+        return self._relay(self._backend.release_cache)
+
     def save_checkpoint(self, path: Path, state: TrainingState) -> TrainFuture[None]:
         """Write a checkpoint of what was trained so far; training may go on meanwhile."""
         as_it_is = dict(state)

@@ -88,6 +88,23 @@ class EngineClient(ABC):
         """
         await self._keeper.load_weights(weights, version, canary)
 
+    async def release_memory(self) -> None:
+        """Hand the GPU's memory over, weights too; until `resume_memory` and a load after it, nothing may be asked.
+
+        Raises:
+            EngineError: the server cannot, as it was started.
+            EngineUnavailableError: it vanished.
+        """
+        await self._keeper.release_memory()
+
+    async def resume_memory(self) -> None:
+        """Take the memory back, unless the server was started anew meanwhile; its weights are to be loaded.
+
+        Raises:
+            EngineUnavailableError: it vanished and stayed away.
+        """
+        await self._keeper.resume_memory()
+
     async def wait_until_ready(self, timeout_s: float) -> None:
         """Return when the server answers.
 
@@ -122,6 +139,14 @@ class EngineClient(ABC):
         Raises:
             WeightSyncError: the server refused, serves a model of other shapes, or reports another version.
         """
+
+    @abstractmethod
+    async def hand_over(self) -> None:
+        """Free weights and cache once, when nothing is under way any more; EngineError where that frees nothing."""
+
+    @abstractmethod
+    async def take_back(self) -> None:
+        """Allocate weights and cache once, after `hand_over`."""
 
     async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]:
         """Load segments once, set the version, and return the sha256 of every tensor that is served then.

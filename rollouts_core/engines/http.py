@@ -95,6 +95,14 @@ class ServerCalls(Protocol):
         """Load the weights of a directory and check the version; raises WeightSyncError."""
         ...
 
+    async def hand_over(self) -> None:
+        """Free weights and cache."""
+        ...
+
+    async def take_back(self) -> None:
+        """Allocate weights and cache after `hand_over`."""
+        ...
+
     async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]:
         """Load segments, check the version, return the digests of all tensors; raises WeightSyncError."""
         ...
@@ -181,6 +189,8 @@ class WeightKeeper:
         """What was served last, the current version at the end."""
         self.is_paused = False
         """The server answers no completion before it is told to go on."""
+        self._handed_over: str | None = None
+        """The version that was served when memory was handed over; None while the server has its own."""
         self._recovering = asyncio.Lock()
         self._recovery_failure: EngineError | None = None
         """Why the last recovery that failed did."""
@@ -228,6 +238,34 @@ class WeightKeeper:
         """
         async with self._recovering:
             await self._load(ServedWeights(weights, version, canary))
+
+    async def release_memory(self) -> None:
+        """Have the server hand its memory over; its weights count as unproved until the next load.
+
+        Raises:
+            EngineError: it cannot, or vanished.
+        """
+        async with self._recovering:
+            version = await self.server.weight_version()
+            try:
+                await self.server.hand_over()
+            except EngineUnavailableError:  # it may have begun
+                self._is_proven = False
+                raise
+            self._is_proven = False
+            self._handed_over = version
+
+    async def resume_memory(self) -> None:
+        """Have the server take its memory back; one that came back meanwhile, with its start weights, has it.
+
+        Raises:
+            EngineUnavailableError: it vanished and stayed away.
+        """
+        async with self._recovering:
+            version, self._handed_over = self._handed_over, None
+            await self.wait_until_ready(self.restart_timeout_s)
+            if version is not None and await self.server.weight_version() == version:
+                await self.server.take_back()
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         """Return when the server answers.

@@ -108,7 +108,16 @@ def render_key(kind: EngineKind, api_key: str, folder: Path) -> LaunchCommand:
 
 
 def render_launch(job: ServeJob, model_dir: Path, *, on_gpu: bool) -> LaunchCommand:
-    """The command that serves `model_dir` as the job says."""
+    """The command that serves `model_dir` as the job says.
+
+    Raises:
+        ConfigError: it is to hand over memory that it does not have.
+    """
+    if job.deployment.colocated and not on_gpu:
+        raise ConfigError(
+            f"deployment.colocated: no GPU is here, and without one {job.engine.kind} keeps its memory while the "
+            "trainer trains: leave it out"
+        )
     python = job.engine.python or sys.executable
     render = {"sglang": _render_sglang, "vllm": _render_vllm}[job.engine.kind]
     arguments, env = render(job, str(model_dir), on_gpu)
@@ -165,6 +174,7 @@ def _render_sglang(job: ServeJob, model_dir: str, on_gpu: bool) -> tuple[list[st
         *("--dtype", weights_dtype(job, Path(model_dir)), "--context-length", str(job.context_length)),
         *("--max-running-requests", str(num_running), "--tp-size", _num_gpus(job)),
         "--skip-tokenizer-init",  # token ids in, token ids out
+        *(["--enable-memory-saver"] if job.deployment.colocated else []),
     ]
     if on_gpu:
         return arguments, {}
@@ -182,6 +192,7 @@ def _render_vllm(job: ServeJob, model_dir: str, on_gpu: bool) -> tuple[list[str]
         *("--port", str(job.port), "--dtype", weights_dtype(job, Path(model_dir))),
         *("--max-model-len", str(job.context_length), "--max-num-seqs", str(job.deployment.max_running_requests)),
         *("--tensor-parallel-size", _num_gpus(job), "--logprobs-mode", LOGPROBS_MODE),
+        *(["--enable-sleep-mode"] if job.deployment.colocated else []),
     ]
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if on_gpu:

@@ -118,6 +118,15 @@ def test_beyond_this_machine_no_engine_runs_without_protection(kind: str, api_ke
     check_host(job_of({"kind": kind}), "")
 
 
+@pytest.mark.parametrize(("kind", "flag"), [("sglang", "--enable-memory-saver"), ("vllm", "--enable-sleep-mode")])
+def test_an_engine_on_the_trainers_gpus_is_started_so_that_it_can_hand_memory_over(kind: str, flag: str) -> None:
+    engine = {"kind": kind, "dtype": "bfloat16"}
+    assert flag in render_launch(job_of(engine, colocated=True), Path("/models/m"), on_gpu=True).argv
+    assert flag not in render_launch(job_of(engine), Path("/models/m"), on_gpu=True).argv
+    with pytest.raises(ConfigError, match=r"deployment\.colocated: no GPU is here"):
+        render_launch(job_of(engine, colocated=True), Path("/models/m"), on_gpu=False)
+
+
 def test_a_key_among_the_arguments_is_refused() -> None:
     for extra_args in (["--api-key", "k"], ["--api-key=k"]):
         with pytest.raises(ValidationError, match=r"name the variable that holds it as engine\.api_key_variable"):
