@@ -20,6 +20,7 @@ from infra.providers import open_session, provision_node
 from infra.session import Session
 from rollouts_core.config import DataConfig, EngineConfig
 from rollouts_core.errors import ConfigError
+from rollouts_core.keys import key_header, read_key
 
 ENGINE_ANSWER_TIMEOUT_S = 2.0
 PROBE_BYTES = 1 << 20
@@ -37,17 +38,18 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
     node = provision_node(pipeline.node, store)
     with open_session(node) as session:
         if pipeline.config.mode != "sft" and not pipeline.config.data.rollouts:
+            key = read_key(pipeline.config.rollout.engine.api_key_variable, "rollout.engine")
             for port in pipeline.config.deployment.engine_ports:
-                check_engine_port(session, port, node)
+                check_engine_port(session, port, node, api_key=key)
             check_engine(session, pipeline.config.rollout.engine)
     from rollouts_core.validate import validate_config  # torch and transformers load here
 
     return validate_config(pipeline.config)
 
 
-def check_engine_port(session: Session, port: int, node: Node) -> None:
+def check_engine_port(session: Session, port: int, node: Node, *, api_key: str = "") -> None:
     """Raise ConfigError when something else than an engine of ours listens on the port of the node."""
-    if is_own_engine(session, port, node):
+    if is_own_engine(session, port, node, api_key=api_key):
         return
     try:
         check_port(session, port)
@@ -86,23 +88,26 @@ def check_files(data: DataConfig) -> None:
             raise ConfigError(f"data.{name}: {path} does not exist")
 
 
-def is_own_engine(session: Session, port: int, node: Node) -> bool:
+def is_own_engine(session: Session, port: int, node: Node, *, api_key: str = "") -> bool:
     """True when the engine of an earlier run answers on the port of the node: a run may attach to it."""
     if port == 0:
         return False
     with session.forward(port) as local_port:
-        served = served_model(f"http://{LOOPBACK}:{local_port}")
+        served = served_model(f"http://{LOOPBACK}:{local_port}", api_key=api_key)
     return served is not None and served.is_relative_to(node.root)
 
 
-def served_model(url: str) -> Path | None:
+def served_model(url: str, *, api_key: str = "") -> Path | None:
     """The folder of the model that an engine of any kind serves; None when none answers."""
     for path, find in (
         ("/model_info", lambda answer: answer["model_path"]),  # the embedded engine and SGLang
         ("/v1/models", lambda answer: answer["data"][0]["root"]),  # vLLM
     ):
         try:
-            return Path(find(httpx.get(f"{url}{path}", timeout=ENGINE_ANSWER_TIMEOUT_S, trust_env=False).json()))
+            answer = httpx.get(
+                f"{url}{path}", timeout=ENGINE_ANSWER_TIMEOUT_S, trust_env=False, headers=key_header(api_key)
+            )
+            return Path(find(answer.json()))
         except (httpx.HTTPError, ValueError, KeyError, TypeError, IndexError):
             continue
     return None

@@ -32,12 +32,13 @@ PROBES: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "vllm": ("/v1/completions", {"prompt": [1], "max_tokens": 1, "temperature": 0}),
 }
 """Path and body of a request for one token, by the kind of engine."""
-RESUME_PATHS: Mapping[str, str] = {
-    "embedded": "/continue_generation",
-    "sglang": "/continue_generation",
-    "vllm": "/resume",
+RESUME_PATHS: Mapping[str, Sequence[str]] = {
+    "embedded": ["/continue_generation"],
+    "sglang": ["/continue_generation"],
+    "vllm": ["/wake_up", "/resume"],
 }
-"""Where each kind of engine is told to go on after a pause."""
+"""Where each kind of engine is told to go on after a pause, and to take its memory back. SGLang ends at a request
+without its memory, and is started anew."""
 RESUME_TIMEOUT_S = 10.0
 CHECK_TIMEOUT_S = 60.0
 
@@ -54,6 +55,15 @@ _LOG_SIGNS = (
     (
         r"unrecognized arguments?:|error: argument --",
         "it does not know one of its arguments: see rollout.engine.extra_args",
+    ),
+    (
+        r"torch-memory-saver is not installed|No module named 'torch_memory_saver'",
+        "it hands its memory over with the package torch-memory-saver, which its environment lacks: install it there, "
+        "or leave deployment.colocated out",
+    ),
+    (
+        r"Sleep mode is not supported|cumem allocator is not supported",
+        "it cannot hand its memory over on this device: leave deployment.colocated out",
     ),
     (r"No module named", "a package is missing in its environment: install the engine there anew"),
     (
@@ -89,6 +99,7 @@ def wait_until_engine_ready(
     timeout_s: float,
     also_renew: Sequence[str] = (),
     is_idle: bool = False,
+    api_key: str = "",
     transport: httpx.BaseTransport | None = None,
 ) -> None:
     """Return once the engine has generated a token; its health endpoints promise less than that.
@@ -97,6 +108,7 @@ def wait_until_engine_ready(
         kind: a key of `PROBES`.
         port: where it listens on the node's loopback.
         also_renew: run directories of engines that are ready and wait for this one: their leases go on.
+        api_key: what it wants requests to carry; empty for an engine without.
         is_idle: no trainer uses the engine, so a pause was left behind by one that was killed, and is ended.
 
     Raises:
@@ -107,7 +119,11 @@ def wait_until_engine_ready(
     started = time.monotonic()
     deadline = started + timeout_s
     # No proxy leads to loopback.
-    with session.forward(port) as local_port, httpx.Client(transport=transport, trust_env=False) as client:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    with (
+        session.forward(port) as local_port,
+        httpx.Client(transport=transport, trust_env=False, headers=headers) as client,
+    ):
         url = f"http://{LOOPBACK}:{local_port}"
         while time.monotonic() < deadline:
             if is_idle:
@@ -162,7 +178,8 @@ def has_generated(client: httpx.Client, kind: str, url: str, *, timeout_s: float
 def resume_generation(client: httpx.Client, kind: str, url: str) -> None:
     """End a pause of the engine; one that is not paused, or does not answer, stays as it is."""
     with suppress(httpx.TransportError):
-        client.post(f"{url}{RESUME_PATHS[kind]}", json={}, timeout=RESUME_TIMEOUT_S)
+        for path in RESUME_PATHS[kind]:
+            client.post(f"{url}{path}", json={}, timeout=RESUME_TIMEOUT_S)
 
 
 def raise_engine_failure(session: Session, status: JobStatus) -> NoReturn:

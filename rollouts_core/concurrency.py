@@ -6,10 +6,10 @@ Not here: how long one of them may take (time_limits.py).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import anyio
 
@@ -39,14 +39,6 @@ async def gather(calls: Sequence[Callable[[], Awaitable[ResultT]]], *, max_concu
     if failure is not None:
         raise failure
     return [results[number] for number in range(len(calls))]
-
-
-async def run_in_thread(work: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
-    """What a coroutine that computes returns, run in a thread with an event loop of its own: this one stays free.
-
-    Who is cancelled meanwhile waits for the thread.
-    """
-    return await anyio.to_thread.run_sync(lambda: asyncio.run(work()))
 
 
 def start_short_thread(work: Callable[[], ResultT]) -> Future[ResultT]:

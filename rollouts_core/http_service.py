@@ -11,7 +11,6 @@ A request keeps its slot while it pauses, so an overloaded service gets fewer re
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -25,7 +24,8 @@ import httpx
 
 from rollouts_core.config import RewardConfig
 from rollouts_core.engines.http import create_transport
-from rollouts_core.errors import ConfigError, EnvironmentUnavailableError, RewardError
+from rollouts_core.errors import EnvironmentUnavailableError, RewardError
+from rollouts_core.keys import key_header, read_key
 from rollouts_core.messages import first_line
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
@@ -108,7 +108,7 @@ class HTTPService:
     async def _connected(self) -> AsyncIterator[httpx.AsyncClient]:
         client = self._client
         if client is None or self._num_users == 0:
-            headers = read_key_header(self.config.api_key_variable)
+            headers = key_header(read_key(self.config.api_key_variable, "rollout.rewards"))
             client = self._client = httpx.AsyncClient(timeout=None, headers=headers, transport=create_transport())
         self._num_users += 1
         try:
@@ -118,19 +118,6 @@ class HTTPService:
             if self._num_users == 0:
                 with anyio.CancelScope(shield=True):
                     await client.aclose()
-
-
-def read_key_header(variable: str) -> dict[str, str]:
-    """The header with the key that an environment variable holds; none where no variable is named.
-
-    Raises:
-        ConfigError: the variable is not set.
-    """
-    if not variable:
-        return {}
-    if not (key := os.environ.get(variable)):
-        raise ConfigError(f"rollout.rewards: api_key_variable {variable} is not set: export it where the jobs run")
-    return {"Authorization": f"Bearer {key}"}
 
 
 def draw_backoff(attempt: int) -> float:

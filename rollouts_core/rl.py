@@ -16,22 +16,21 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rollouts_core.algorithms.loss import Metrics
 from rollouts_core.backends.protocol import TrainingBackend
+from rollouts_core.backends.threaded import beside_event_loop, run_with
 from rollouts_core.batch import build_batch, place_samples, split_by_sample
-from rollouts_core.concurrency import run_in_thread
 from rollouts_core.config import RLTrainingConfig
 from rollouts_core.data.data_buffer import DataBuffer
-from rollouts_core.engines import InferenceEngine, PublishTarget, publish_weights
+from rollouts_core.engines import InferenceEngine, PublishTarget, memory_handed_over, publish_weights
 from rollouts_core.environments.protocol import Outcome
 from rollouts_core.errors import RewardError
 from rollouts_core.group_order import Schedule
@@ -67,6 +66,7 @@ async def run_rl_training(
     inputs: Mapping[str, str] | None = None,
     events: EventLog | None = None,
     on_batch: OnBatch | None = None,
+    is_colocated: bool = False,
 ) -> list[Metrics]:
     """Train for `config.num_steps` steps; returns the metrics of each step that was run.
 
@@ -77,6 +77,7 @@ async def run_rl_training(
     Args:
         rollout_manager: gives the batches: sampled for the prompts of `data_buffer`, or recorded, without prompts.
         target: where weights are published for the engines.
+        is_colocated: the engines hand their memory over while the trainer trains, and are published to after each step.
         inputs: digests of what the training was made from, by name; a checkpoint of others is refused.
 
     Raises:
@@ -87,14 +88,19 @@ async def run_rl_training(
     """
     settings = describe_settings(config, inputs or {}, rollout=rollout_manager.config)
     history: list[Metrics] = []
-    async with RunCheckpoints(backend, checkpoint_dir, config, settings=settings, events=events) as checkpoints:
-        state = await checkpoints.resume()
+    async with (
+        beside_event_loop(backend, is_needed=rollout_manager.config.max_staleness > 0) as trainer,
+        RunCheckpoints(trainer, checkpoint_dir, config, settings=settings, events=events) as checkpoints,
+    ):
+        handed_over = partial(memory_handed_over, trainer, inference_engines, is_colocated=is_colocated)
+        async with handed_over():  # says before the first step where an engine cannot
+            state = await checkpoints.resume()
         if state:
             set_cursors(data_buffer, rollout_manager, state)
         skips = SkipCounter(config.max_skipped_updates, state.get("num_skipped", 0) if state else 0)
         if events and checkpoint_dir:
             rollout_manager.replay(read_schedules(events.path, after_step=state["step"] if state else 0))
-        await publish_weights(backend, inference_engines, target)
+        await publish_weights(trainer, inference_engines, target)
         rollout_manager.weights_published(num_published := backend.weight_version)
         for step in range((state["step"] if state else 0) + 1, config.num_steps + 1):
             began = perf_counter()
@@ -104,14 +110,14 @@ async def run_rl_training(
             if on_batch:
                 on_batch(step, batch)
             generated = perf_counter()
-            training = partial(train_on_rollouts, backend, batch, config, pad_id=pad_id)
-            metrics = await (train_in_thread(training) if rollout_manager.config.max_staleness else training())
+            async with handed_over():
+                metrics = await run_with(trainer, partial(train_on_rollouts, batch=batch, config=config, pad_id=pad_id))
             skips.after_step(step, metrics)
             trained = perf_counter()
             # At a checkpoint too: a run that goes on from there publishes these weights before anything else.
             is_publish_due = step % config.sync_every == 0 or checkpoints.is_due(step)
-            if is_publish_due and backend.weight_version != num_published:
-                version = await publish_weights(backend, inference_engines, target)
+            if is_colocated or (is_publish_due and backend.weight_version != num_published):
+                version = await publish_weights(trainer, inference_engines, target)
                 rollout_manager.weights_published(num_published := backend.weight_version)
                 if events:
                     events.write("weights_published", step=step, version=version)
@@ -148,18 +154,6 @@ def set_cursors(
 def schedule_of(batch: RolloutBatch) -> Schedule:
     """What timing and outages decided about a batch."""
     return Schedule(batch.metadata["completed"], batch.metadata["unavailable"])
-
-
-async def train_in_thread(train: Callable[[], Coroutine[Any, Any, Metrics]]) -> Metrics:
-    """Train in a thread of its own, on the GPU of this one: a new thread would take the first."""
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
-
-    async def train_on_device() -> Metrics:
-        if device is not None:
-            torch.cuda.set_device(device)
-        return await train()
-
-    return await run_in_thread(train_on_device)
 
 
 def read_schedules(events: Path, *, after_step: int) -> list[Schedule]:

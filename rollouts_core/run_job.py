@@ -19,6 +19,7 @@ import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.backends.ranks import Ranks, join_ranks
 from rollouts_core.checkpoint import MANIFEST, list_checkpoints, load_manifest, verify_checkpoint
 from rollouts_core.comparison import estimate_mean, select_best
+from rollouts_core.concurrency import in_short_thread
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.data.dataset import (
     SFTDataset,
@@ -246,7 +248,7 @@ async def train_on_recorded(
     with checked_file(job.rollouts):
         source = OfflineRollouts(Path(job.rollouts.path), job.rollout)
         check_resume(job, directory)
-        await run_rl_loop(job, directory, events, create_job_backend(job, ranks), source, [])
+        await run_rl_loop(job, directory, events, await create_rl_backend(job, ranks), source, [])
     return {"num_steps": len(source.files)}
 
 
@@ -258,7 +260,7 @@ async def train_on_prompts(
     with checked_file(job.prompts):
         prompts = load_prompts_from_jsonl(job.prompts.path)
     check_resume(job, directory)
-    backend = create_job_backend(job, ranks)
+    backend = await create_rl_backend(job, ranks)
     tokenizer = load_tokenizer(job.model.model)
     max_tokens = job.rollout.max_prompt_tokens
     tools = describe_tools(resolve_environment(job.rollout))
@@ -266,6 +268,15 @@ async def train_on_prompts(
     data_buffer = DataBuffer(prompts, seed=job.replicated_rollout.seed)
     await train_against_engines(job, directory, events, backend, data_buffer)
     return {"num_prompts": len(prompts)}
+
+
+async def create_rl_backend(job: RLJob, ranks: Ranks | None) -> TrainingBackend:
+    """The backend of an RL job. One that will compute in a thread of its own on the CPU is made in one that ends:
+    OpenMP workers of this thread beside those of that one would be more than there are cores.
+    """
+    if job.rollout.max_staleness and not torch.cuda.is_available():
+        return await in_short_thread(partial(create_job_backend, job, ranks))
+    return create_job_backend(job, ranks)
 
 
 async def train_against_engines(
@@ -306,6 +317,7 @@ async def run_rl_loop(
             inputs={"model": job.model.digest, "plugins": job.plugin_digest},
             events=events,
             on_batch=lambda step, batch: write_rollouts(directory, step, batch),
+            is_colocated=job.deployment.colocated,
         )
 
 
@@ -408,7 +420,12 @@ async def open_engines(job: RLJob) -> AsyncIterator[list[InFlightEngine]]:
     is_alone = len(job.engines) == 1
     clients = [
         create_engine(
-            Endpoint(provider=address.provider, url=address.url, model=job.model.model.path),
+            Endpoint(
+                provider=address.provider,
+                url=address.url,
+                model=job.model.model.path,
+                api_key_variable=job.rollout.engine.api_key_variable,
+            ),
             request_timeout_s=job.rollout.request_timeout_s,
             restart_timeout_s=job.rollout.engine.start_timeout_s if is_alone else POOLED_RESTART_TIMEOUT_S,
         )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rollouts_core.embedded.server import API_KEY_VARIABLE, is_loopback, serve
 from rollouts_core.job import ServeJob
+from rollouts_core.keys import read_key
 from rollouts_core.metrics import EventLog
 from rollouts_core.run_directory import RunDirectory, attempt_number
 
@@ -22,7 +23,7 @@ def run_serve_job(job: ServeJob, directory: RunDirectory) -> None:
         if job.engine.kind != "embedded":
             from rollouts_core.engines.launch import exec_engine  # its clients take a second to load
 
-            exec_engine(job, directory.root)
+            exec_engine(job, directory.root, api_key=engine_key(job))
         serve(
             Path(job.model.model.path),
             host=job.host,
@@ -30,5 +31,12 @@ def run_serve_job(job: ServeJob, directory: RunDirectory) -> None:
             num_threads=job.deployment.engine_threads,
             max_running_requests=job.deployment.max_running_requests,
             context_length=job.context_length,
-            api_key="" if is_loopback(job.host) else os.environ.get(API_KEY_VARIABLE, ""),
+            api_key=engine_key(job),
         )
+
+
+def engine_key(job: ServeJob) -> str:
+    """The key that the server must ask for: that of the settings, or, beyond this machine, the common one."""
+    if job.engine.api_key_variable or is_loopback(job.host):
+        return read_key(job.engine.api_key_variable, "engine")
+    return os.environ.get(API_KEY_VARIABLE, "")

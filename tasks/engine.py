@@ -15,6 +15,7 @@ from infra.ports import LOOPBACK, check_port, find_free_port
 from infra.providers import open_session
 from infra.session import Session
 from rollouts_core.job import ServeJob
+from rollouts_core.keys import read_key
 from tasks.placement import place_stage
 from tasks.plan import plan_engine
 from tasks.progress import StageProgress, stage_console
@@ -60,6 +61,7 @@ def launch_engine(
             port=port,
             run_dir=stage.run_dir,
             timeout_s=engine.start_timeout_s,
+            api_key=read_key(engine.api_key_variable, "rollout.engine"),
             also_renew=[each.run_dir for each in ready],
             # The RL job pauses its engine now and then, and ends that itself as long as it lives.
             is_idle=running is not None and job_status(session, rl.run_dir).state is not JobState.RUNNING,

@@ -32,6 +32,7 @@ from infra.providers import open_session
 from infra.session import Session
 from rollouts_core.backends.allocator import KEPT_MEMORY
 from rollouts_core.errors import InputError
+from rollouts_core.keys import read_named_keys
 from rollouts_core.run_directory import RunDirectory
 from tasks.artifacts import find_damage, is_finished, set_damage_aside
 from tasks.placement import place_stage
@@ -114,11 +115,15 @@ def job_spec(
 
 
 def job_environment(stage: Stage) -> dict[str, str]:
-    """The variables of the stage's process: its GPUs, where the settings name some, and how it gets memory."""
+    """The variables of the stage's process: GPUs and keys, where the settings name some, and how it gets memory.
+
+    Raises:
+        ConfigError: a variable that is to hold a key is not set here.
+    """
     ranks = stage.job["deployment"]["engine_gpu_ranks" if stage.kind == "serve" else "trainer_gpu_ranks"]
     gpus = {"CUDA_VISIBLE_DEVICES": ",".join(str(rank) for rank in ranks)} if ranks else {}
     is_own_engine = stage.kind == "serve" and stage.job["engine"]["kind"] == "embedded"
-    return gpus | (KEPT_MEMORY if stage.kind in ("sft", "rl") or is_own_engine else {})
+    return gpus | read_named_keys(stage.job) | (KEPT_MEMORY if stage.kind in ("sft", "rl") or is_own_engine else {})
 
 
 def how_it_began(status: JobStatus) -> How:

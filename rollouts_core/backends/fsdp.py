@@ -137,6 +137,7 @@ class FSDPTrainingBackend:
             "optim_step": self._optim_step,
             "gather_weights": self._gather_weights,
             "load_weights": self._load_weights,
+            "release_cache": lambda _: torch.cuda.empty_cache(),
             "gather_checkpoint": self._gather_checkpoint,
             "load_checkpoint": self._load_checkpoint,
         }
@@ -247,6 +248,10 @@ class FSDPTrainingBackend:
     def get_weights(self) -> TrainFuture[dict[str, Tensor]]:
         """The whole weights by their Hugging Face names, tied ones once, adapters merged in, in host memory."""
         return future_of(lambda: self._together("gather_weights"))
+
+    def release_cache(self) -> TrainFuture[None]:
+        """Give memory of every rank's GPU back that holds nothing."""
+        return future_of(lambda: self._together("release_cache"))
 
     def _gather_weights(self, _: None) -> dict[str, Tensor]:
         whole = self._gather(merged_weights(self.model))

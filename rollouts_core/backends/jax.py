@@ -204,6 +204,10 @@ class JAXTrainingBackend:
         """A copy of the weights by their Hugging Face names, tied ones once."""
         return ImmediateTrainFuture(_without_value_head(to_weights(self._params)))
 
+    def release_cache(self) -> ImmediateTrainFuture[None]:
+        """Nothing: JAX keeps what it has taken (XLA_PYTHON_CLIENT_PREALLOCATE and its kin set how much that is)."""
+        return ImmediateTrainFuture(None)
+
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
         """Replace the weights; the optimizer keeps its state.
 

@@ -131,6 +131,10 @@ class TrainingBackend(Protocol):
         """Replace the weights; the optimizer keeps its state."""
         ...
 
+    def release_cache(self) -> TrainFuture[None]:
+        """Give memory of the device back that holds nothing, for other processes to use."""
+        ...
+
     def save_checkpoint(self, path: Path, state: TrainingState) -> TrainFuture[None]:
         """Write weights, optimizer, schedule, random state and `state` as a checkpoint directory.
 

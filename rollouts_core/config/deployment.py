@@ -26,6 +26,9 @@ class DeploymentConfig(Record):
     """GPUs of the inference engines, shared evenly between them; those of one engine hold its model together."""
     num_engines: int = Field(1, ge=1, json_schema_extra=PLACEMENT)
     """Inference engines that sample for RL; when one fails, the others go on."""
+    colocated: bool = Field(False, json_schema_extra=PLACEMENT)
+    """Whether engines and trainer share GPUs: the engines hand their memory over while the trainer trains, and are
+    given the weights after each step. SGLang and vLLM can on GPUs alone; the embedded engine has no memory to give."""
     trainer_threads: int = Field(0, ge=0, json_schema_extra=PLACEMENT)
     """CPU threads of each trainer process; 0 shares all cores between them."""
     engine_threads: int = Field(1, ge=1, json_schema_extra=PLACEMENT)
@@ -64,6 +67,16 @@ class DeploymentConfig(Record):
             raise ValueError(
                 f"engine_port {self.engine_port} with num_engines {self.num_engines} would give the last engine port "
                 f"{last}, which does not exist: give {MAX_PORT + 1 - self.num_engines} or less, or 0 for free ports"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_colocated(self) -> Self:
+        trainer, engines = set(self.trainer_gpu_ranks), set(self.engine_gpu_ranks)
+        if self.colocated and trainer and engines and not trainer & engines:
+            raise ValueError(
+                f"colocated means GPUs in common, trainer_gpu_ranks {sorted(trainer)} and engine_gpu_ranks "
+                f"{sorted(engines)} have none: leave colocated out, or name the same GPUs"
             )
         return self
 

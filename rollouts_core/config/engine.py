@@ -29,6 +29,9 @@ class EngineConfig(Record):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the engine's weights; auto takes that of the model's configuration. The embedded engine always
     takes float32."""
+    api_key_variable: str = Field("", json_schema_extra=PLACEMENT)
+    """Environment variable that holds the key without which the engine answers nobody, exported where the run is
+    started; empty asks for none. The key itself is in no file that outlives the engine."""
     context_length: int = Field(0, ge=0)
     """Prompt and completion tokens of a request at most; 0 takes what rollout.max_prompt_tokens and
     rollout.sampling.max_new_tokens need."""
@@ -42,6 +45,11 @@ class EngineConfig(Record):
         given = {"python": self.python, "extra_args": self.extra_args, "dtype": self.dtype.removeprefix("auto")}
         if self.kind == "embedded" and (named := [name for name, value in given.items() if value]):
             raise ValueError(f'engine.{named[0]} is a setting of the kinds "sglang" and "vllm": leave it out')
+        if any(argument.partition("=")[0] == "--api-key" for argument in self.extra_args):
+            raise ValueError(
+                "engine.extra_args has a key, which every user of the machine could read in the list of processes: "
+                "name the variable that holds it as engine.api_key_variable"
+            )
         if self.kind != "embedded" and 0 < self.context_length < MIN_ENGINE_CONTEXT:
             raise ValueError(
                 f"engine.context_length {self.context_length} is too short for the completions by which {self.kind} "

@@ -78,6 +78,22 @@ class Config(Record):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_colocated(self) -> Self:
+        if not self.deployment.colocated or self.mode == "sft":
+            return self
+        if self.rollout.max_staleness:
+            raise ValueError(
+                "with deployment.colocated the engines rest while the trainer trains, with rollout.max_staleness "
+                f"{self.rollout.max_staleness} they sample meanwhile: set one of them to its default"
+            )
+        if self.training.rl.sync_every > 1:
+            raise ValueError(
+                "with deployment.colocated the engines lose their weights in each step: training.rl.sync_every must "
+                f"be 1, found {self.training.rl.sync_every}"
+            )
+        return self
+
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """The configuration in a TOML or JSON file; data and model paths become absolute.

@@ -101,6 +101,8 @@ def build_app(scheduler: Scheduler) -> Starlette:
         "/pause_generation": (_pause_generation, ["POST"]),
         "/continue_generation": (_continue_generation, ["POST"]),
         "/abort_request": (_abort_request, ["POST"]),
+        "/release_memory_occupation": (_keep_memory, ["GET", "POST"]),
+        "/resume_memory_occupation": (_keep_memory, ["GET", "POST"]),
         "/flush_cache": (_flush_cache, ["GET", "POST"]),
     }
     return Starlette(
@@ -260,6 +262,11 @@ async def _abort_request(model: ServedModel, request: Request) -> Response:
     else:
         model.scheduler.abort(_string(body, "rid"))
     return Response(status_code=200)
+
+
+async def _keep_memory(_: ServedModel, __: Request) -> Response:
+    """Nothing is handed over, since weights and cache lie in host memory; answered as by an SGLang that did."""
+    return _json(None)
 
 
 async def _flush_cache(model: ServedModel, _: Request) -> Response:

@@ -5,6 +5,7 @@ Not here: the embedded server itself (embedded/), which completions are asked fo
 
 from __future__ import annotations
 
+from rollouts_core.engines.colocated import memory_handed_over
 from rollouts_core.engines.endpoint import Endpoint, connect, create_engine
 from rollouts_core.engines.in_flight import InFlightEngine
 from rollouts_core.engines.pool import EnginePool
@@ -31,6 +32,7 @@ __all__ = [
     "WeightSyncResult",
     "connect",
     "create_engine",
+    "memory_handed_over",
     "publish_weights",
     "sync_weights_to_engines",
 ]

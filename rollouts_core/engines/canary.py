@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rollouts_core.backends.threaded import ThreadedBackend
 from rollouts_core.batch import build_batch, place_samples, split_by_sample
 from rollouts_core.concurrency import in_short_thread
 from rollouts_core.config import MIN_ENGINE_CONTEXT, ModelConfig, SamplingConfig
@@ -49,28 +50,33 @@ class Canary:
     temperature: float
     """Of the rollouts: an engine that applies none is caught, too."""
     score: ScoreFn
-    """The trainer's answer."""
-    is_current: Callable[[], bool] = lambda: True
-    """Whether the answer is still that of the published weights."""
+    """The right answer."""
 
 
-def backend_canary(backend: TrainingBackend, *, temperature: float) -> Canary:
-    """A canary that a backend answers with the weights it has now, current until its next step.
+def backend_canary(backend: TrainingBackend, directory: Path, *, temperature: float) -> Canary:
+    """A canary that a backend answers as long as it has the weights that it was created with, and is not training.
 
     Args:
+        directory: where these weights were published: answers afterwards.
         temperature: the one that the backend was created with.
     """
     published = backend.weight_version
+    of_files = checkpoint_canary(directory, temperature=temperature)
 
     async def score(samples: list[Sample]) -> list[list[float]]:
-        rows = [samples] * backend.num_ranks  # every rank takes part
-        scores = await backend.score(build_batch(rows, pad_id=0)).result()
-        return [row.tolist() for row in split_by_sample(scores.logprobs_BT, [place_samples(row) for row in rows])[0]]
+        is_busy = isinstance(backend, ThreadedBackend) and backend.is_busy
+        if not is_busy and backend.weight_version == published:
+            rows = [samples] * backend.num_ranks  # every rank takes part
+            scores = await backend.score(build_batch(rows, pad_id=0)).result()
+            if backend.weight_version == published:  # it may have begun to train before it came to this
+                layouts = [place_samples(row) for row in rows]
+                return [row.tolist() for row in split_by_sample(scores.logprobs_BT, layouts)[0]]
+        return await of_files.score(samples)
 
-    return Canary(temperature=temperature, score=score, is_current=lambda: backend.weight_version == published)
+    return Canary(temperature=temperature, score=score)
 
 
-def checkpoint_canary(directory: Path) -> Canary:
+def checkpoint_canary(directory: Path, *, temperature: float = 1.0) -> Canary:
     """A canary that a forward pass of the checkpoint answers, on the CPU: for small models and for trying out."""
 
     def compute(samples: list[Sample]) -> list[list[float]]:
@@ -79,13 +85,13 @@ def checkpoint_canary(directory: Path) -> Canary:
 
         model = load_hf_model(ModelConfig(path=str(directory))).eval()
         with torch.no_grad():
-            logprobs_BT = compute_logprobs(model, build_batch([samples], pad_id=0))
+            logprobs_BT = compute_logprobs(model, build_batch([samples], pad_id=0), temperature=temperature)
         return [row.tolist() for row in split_by_sample(logprobs_BT, [place_samples(samples)])[0]]
 
     async def score(samples: list[Sample]) -> list[list[float]]:
         return await in_short_thread(partial(compute, samples))
 
-    return Canary(temperature=1.0, score=score)
+    return Canary(temperature=temperature, score=score)
 
 
 def canary_requests(temperature: float) -> list[GenerationRequest]:

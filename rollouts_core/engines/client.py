@@ -31,6 +31,7 @@ class EngineClient(ABC):
         request_timeout_s: how long a request may take.
         restart_timeout_s: how long a server that vanished may take to answer again.
         model_dir: the model that it must serve; token ids and shapes are checked by it.
+        api_key: what every request carries as `Authorization: Bearer KEY`; empty sends none.
     """
 
     def __init__(
@@ -40,9 +41,12 @@ class EngineClient(ABC):
         request_timeout_s: float = 600.0,
         restart_timeout_s: float = 120.0,
         model_dir: Path | None = None,
+        api_key: str = "",
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._connection = EngineConnection(url, request_timeout_s=request_timeout_s, transport=transport)
+        self._connection = EngineConnection(
+            url, request_timeout_s=request_timeout_s, transport=transport, api_key=api_key
+        )
         self._keeper = WeightKeeper(self, restart_timeout_s=restart_timeout_s, model_dir=model_dir)
 
     async def __aenter__(self) -> Self:
@@ -84,6 +88,23 @@ class EngineClient(ABC):
         """
         await self._keeper.load_weights(weights, version, canary)
 
+    async def release_memory(self) -> None:
+        """Hand the GPU's memory over, weights too; until `resume_memory` and a load after it, nothing may be asked.
+
+        Raises:
+            EngineError: the server cannot, as it was started.
+            EngineUnavailableError: it vanished.
+        """
+        await self._keeper.release_memory()
+
+    async def resume_memory(self) -> None:
+        """Take the memory back, unless the server was started anew meanwhile; its weights are to be loaded.
+
+        Raises:
+            EngineUnavailableError: it vanished and stayed away.
+        """
+        await self._keeper.resume_memory()
+
     async def wait_until_ready(self, timeout_s: float) -> None:
         """Return when the server answers.
 
@@ -118,6 +139,14 @@ class EngineClient(ABC):
         Raises:
             WeightSyncError: the server refused, serves a model of other shapes, or reports another version.
         """
+
+    @abstractmethod
+    async def hand_over(self) -> None:
+        """Free weights and cache once, when nothing is under way any more; EngineError where that frees nothing."""
+
+    @abstractmethod
+    async def take_back(self) -> None:
+        """Allocate weights and cache once, after `hand_over`."""
 
     async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]:
         """Load segments once, set the version, and return the sha256 of every tensor that is served then.

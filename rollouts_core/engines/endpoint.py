@@ -18,6 +18,7 @@ from rollouts_core.config import EngineKind, Record, SamplingConfig
 from rollouts_core.engines.protocol import GenerationRequest, InferenceEngine
 from rollouts_core.engines.sglang import SGLangEngine
 from rollouts_core.engines.vllm import VLLMEngine
+from rollouts_core.keys import read_key
 
 CLIENTS: dict[EngineKind, type[SGLangEngine] | type[VLLMEngine]] = {
     "embedded": SGLangEngine,
@@ -36,6 +37,8 @@ class Endpoint(Record):
     """Its base URL."""
     model: str = ""
     """Folder of the model that it must serve, by which shapes and token ids are checked; empty checks nothing."""
+    api_key_variable: str = ""
+    """Environment variable that holds the key that it asks for; empty sends none."""
     sampling: SamplingConfig = SamplingConfig()
     """How a completion is sampled."""
 
@@ -52,12 +55,17 @@ class Endpoint(Record):
 def create_engine(
     endpoint: Endpoint, *, request_timeout_s: float = 600.0, restart_timeout_s: float = 120.0
 ) -> SGLangEngine | VLLMEngine:
-    """The client of an endpoint; whoever asks for it closes it."""
+    """The client of an endpoint; whoever asks for it closes it.
+
+    Raises:
+        ConfigError: the variable that holds its key is not set.
+    """
     return CLIENTS[endpoint.provider](
         endpoint.url,
         request_timeout_s=request_timeout_s,
         restart_timeout_s=restart_timeout_s,
         model_dir=Path(endpoint.model) if endpoint.model else None,
+        api_key=read_key(endpoint.api_key_variable, "endpoint"),
     )
 
 

@@ -35,6 +35,7 @@ from rollouts_core.engines.content import EMPTY_DIGEST, HeldTensors, check_diges
 from rollouts_core.engines.protocol import STATUS_OF_FINISH, Completion, GenerationRequest
 from rollouts_core.engines.segments import SegmentedWeights
 from rollouts_core.errors import CheckpointError, EngineError, EngineUnavailableError, WeightSyncError
+from rollouts_core.keys import key_header
 from rollouts_core.messages import first_line
 from rollouts_core.types import Status
 
@@ -94,6 +95,14 @@ class ServerCalls(Protocol):
         """Load the weights of a directory and check the version; raises WeightSyncError."""
         ...
 
+    async def hand_over(self) -> None:
+        """Free weights and cache."""
+        ...
+
+    async def take_back(self) -> None:
+        """Allocate weights and cache after `hand_over`."""
+        ...
+
     async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]:
         """Load segments, check the version, return the digests of all tensors; raises WeightSyncError."""
         ...
@@ -102,12 +111,15 @@ class ServerCalls(Protocol):
 class EngineConnection:
     """The connections to one server."""
 
-    def __init__(self, url: str, *, request_timeout_s: float, transport: httpx.AsyncBaseTransport | None) -> None:
+    def __init__(
+        self, url: str, *, request_timeout_s: float, transport: httpx.AsyncBaseTransport | None, api_key: str = ""
+    ) -> None:
         self.url = url.rstrip("/")
         self._client = httpx.AsyncClient(
             base_url=self.url,
             timeout=httpx.Timeout(request_timeout_s, connect=CONNECT_TIMEOUT_S),
             transport=transport or create_transport(),
+            headers=key_header(api_key),
         )
 
     async def call(
@@ -127,6 +139,11 @@ class EngineConnection:
             raise EngineError(f"{self.url}{path} answered no HTTP, is it an engine? {first_line(error)}") from error
         if response.status_code == 429 or response.status_code >= 500:
             raise EngineUnavailableError(f"{self.url}{path} answered {response.status_code}: {response.text[:200]}")
+        if response.status_code == 401:
+            raise EngineError(
+                f"{self.url}{path} wants another key: name the environment variable that holds the engine's as "
+                "rollout.engine.api_key_variable"
+            )
         if response.status_code != 200:
             raise EngineError(f"{self.url}{path} answered {response.status_code}: {response.text[:500]}")
         if not is_answered:
@@ -172,6 +189,8 @@ class WeightKeeper:
         """What was served last, the current version at the end."""
         self.is_paused = False
         """The server answers no completion before it is told to go on."""
+        self._handed_over: str | None = None
+        """The version that was served when memory was handed over; None while the server has its own."""
         self._recovering = asyncio.Lock()
         self._recovery_failure: EngineError | None = None
         """Why the last recovery that failed did."""
@@ -219,6 +238,34 @@ class WeightKeeper:
         """
         async with self._recovering:
             await self._load(ServedWeights(weights, version, canary))
+
+    async def release_memory(self) -> None:
+        """Have the server hand its memory over; its weights count as unproved until the next load.
+
+        Raises:
+            EngineError: it cannot, or vanished.
+        """
+        async with self._recovering:
+            version = await self.server.weight_version()
+            try:
+                await self.server.hand_over()
+            except EngineUnavailableError:  # it may have begun
+                self._is_proven = False
+                raise
+            self._is_proven = False
+            self._handed_over = version
+
+    async def resume_memory(self) -> None:
+        """Have the server take its memory back; one that came back meanwhile, with its start weights, has it.
+
+        Raises:
+            EngineUnavailableError: it vanished and stayed away.
+        """
+        async with self._recovering:
+            version, self._handed_over = self._handed_over, None
+            await self.wait_until_ready(self.restart_timeout_s)
+            if version is not None and await self.server.weight_version() == version:
+                await self.server.take_back()
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         """Return when the server answers.
@@ -314,10 +361,7 @@ class WeightKeeper:
                 f"{self.server.name} has no comparable checksum of {unproven[0]}, so it must sample to prove "
                 f'{served.version}, and it is paused: set rollout.in_flight = "finish" or "abort"'
             )
-        canary = served.canary
-        if canary is None or not canary.is_current():  # the trainer has trained on
-            canary = checkpoint_canary(path)
-        gap = await prove(self.server.name, self.server.complete, canary)
+        gap = await prove(self.server.name, self.server.complete, served.canary or checkpoint_canary(path))
         logger.info(
             "%s: %d tensors without a comparable checksum, %s first; its log-probs are %.2g nats off",
             self.server.name,

@@ -93,12 +93,29 @@ class InFlightEngine:
         Raises:
             WeightSyncError, EngineUnavailableError: what the engine raised.
         """
-        self._opened = anyio.Event()
+        if self._opened.is_set():  # else those that wait since memory was handed over would wait for ever
+            self._opened = anyio.Event()
         try:
             async with self._paused() if self.in_flight == "continue" else self._idling():
                 await self.engine.load_weights(weights, version, canary)
         finally:
             self._opened.set()
+
+    async def release_memory(self) -> None:
+        """Hand memory over, after the requests under way were dealt with; new ones wait for the next load.
+
+        Paused requests would need their cache: those of `continue` are broken off, as by `abort`.
+
+        Raises:
+            EngineError: what the engine raised.
+        """
+        self._opened = anyio.Event()
+        async with self._idling():
+            await self.engine.release_memory()
+
+    async def resume_memory(self) -> None:
+        """Take memory back; raises EngineUnavailableError for an engine that is away."""
+        await self.engine.resume_memory()
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         """Return when the engine answers; raises EngineUnavailableError at the deadline."""

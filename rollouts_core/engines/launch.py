@@ -8,6 +8,7 @@ Not here: supervising the process, or learning when it is ready (infra), the emb
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from typing import NoReturn
 
 import torch
 
+from rollouts_core.config import EngineKind
+from rollouts_core.embedded.server import API_KEY_VARIABLE, is_loopback
 from rollouts_core.engines.content import is_tied, read_config, write_untied
 from rollouts_core.engines.vllm import LOGPROBS_MODE
 from rollouts_core.errors import ConfigError
@@ -43,20 +46,27 @@ class LaunchCommand:
     """Variables besides those of the caller."""
 
 
-def exec_engine(job: ServeJob, run_dir: Path) -> NoReturn:
+def exec_engine(job: ServeJob, run_dir: Path, *, api_key: str = "") -> NoReturn:
     """Become the server that the job asks for: its process is this one, so whoever supervises this supervises it.
 
+    Args:
+        api_key: what requests must carry; none where empty, which only a loopback address allows.
+
     Raises:
-        ConfigError: the interpreter of the engine's environment does not exist.
+        ConfigError: the interpreter of the engine's environment does not exist, or the address is beyond this machine
+            and no key would protect it.
     """
+    check_host(job, api_key)
     model_dir = Path(job.model.model.path)
     if job.engine.kind == "vllm" and is_tied(model_dir):
         write_untied(model_dir, run_dir / "served_model")
         model_dir = run_dir / "served_model"
     command = render_launch(job, model_dir, on_gpu=torch.cuda.is_available())
     kept = {name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES}
+    scratch = _scratch_folder()
+    secret = render_key(job.engine.kind, api_key, Path(scratch["TMPDIR"]))
     try:
-        os.execve(command.argv[0], command.argv, {**kept, **command.env, **_scratch_folder()})
+        os.execve(command.argv[0], (*command.argv, *secret.argv), {**kept, **command.env, **scratch, **secret.env})
     except OSError as error:
         raise ConfigError(
             f"rollout.engine.python: {command.argv[0]} cannot be run ({error.strerror}): give the interpreter of the "
@@ -64,8 +74,50 @@ def exec_engine(job: ServeJob, run_dir: Path) -> NoReturn:
         ) from error
 
 
+def check_host(job: ServeJob, api_key: str) -> None:
+    """Raise ConfigError for an address beyond this machine where a key is missing, or would not protect."""
+    if is_loopback(job.host):
+        return
+    if job.engine.kind == "vllm":
+        raise ConfigError(
+            f"{job.host} is an address beyond this machine, where vLLM's key protects its completions alone: whoever "
+            "reaches it could replace its weights and run code. Let it listen on 127.0.0.1, and reach it by a tunnel"
+        )
+    if not api_key:
+        raise ConfigError(
+            f"{job.host} is an address beyond this machine, where a server needs an API key: set {API_KEY_VARIABLE}, "
+            "or listen on 127.0.0.1"
+        )
+
+
+def render_key(kind: EngineKind, api_key: str, folder: Path) -> LaunchCommand:
+    """What is added to a command so that the server asks for the key, which no list of processes shows.
+
+    Args:
+        folder: where a file with the key may lie; nobody else can read it, and it ends with the server.
+    """
+    if not api_key:
+        return LaunchCommand(argv=(), env={})
+    if kind == "vllm":
+        return LaunchCommand(argv=(), env={"VLLM_API_KEY": api_key})
+    file = folder / "key.yaml"
+    file.touch(mode=0o600)
+    file.write_text(f"api-key: {json.dumps(api_key)}\n", encoding="utf-8")
+    # What SGLang logs as information begins with all of its settings, this one too.
+    return LaunchCommand(argv=("--config", str(file), "--log-level", "warning"), env={})
+
+
 def render_launch(job: ServeJob, model_dir: Path, *, on_gpu: bool) -> LaunchCommand:
-    """The command that serves `model_dir` as the job says."""
+    """The command that serves `model_dir` as the job says.
+
+    Raises:
+        ConfigError: it is to hand over memory that it does not have.
+    """
+    if job.deployment.colocated and not on_gpu:
+        raise ConfigError(
+            f"deployment.colocated: no GPU is here, and without one {job.engine.kind} keeps its memory while the "
+            "trainer trains: leave it out"
+        )
     python = job.engine.python or sys.executable
     render = {"sglang": _render_sglang, "vllm": _render_vllm}[job.engine.kind]
     arguments, env = render(job, str(model_dir), on_gpu)
@@ -122,6 +174,7 @@ def _render_sglang(job: ServeJob, model_dir: str, on_gpu: bool) -> tuple[list[st
         *("--dtype", weights_dtype(job, Path(model_dir)), "--context-length", str(job.context_length)),
         *("--max-running-requests", str(num_running), "--tp-size", _num_gpus(job)),
         "--skip-tokenizer-init",  # token ids in, token ids out
+        *(["--enable-memory-saver"] if job.deployment.colocated else []),
     ]
     if on_gpu:
         return arguments, {}
@@ -139,6 +192,7 @@ def _render_vllm(job: ServeJob, model_dir: str, on_gpu: bool) -> tuple[list[str]
         *("--port", str(job.port), "--dtype", weights_dtype(job, Path(model_dir))),
         *("--max-model-len", str(job.context_length), "--max-num-seqs", str(job.deployment.max_running_requests)),
         *("--tensor-parallel-size", _num_gpus(job), "--logprobs-mode", LOGPROBS_MODE),
+        *(["--enable-sleep-mode"] if job.deployment.colocated else []),
     ]
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if on_gpu:

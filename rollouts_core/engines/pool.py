@@ -83,6 +83,8 @@ class EnginePool:
         self.retry_s = retry_s
         self._members = [Member(engine) for engine in engines]
         self._published: Published | None = None
+        self._is_released = False
+        """Whether the engines' memory is the trainer's."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -176,6 +178,24 @@ class EnginePool:
         """Go on after `pause`."""
         await self._tell_all(lambda engine: engine.resume())
 
+    async def release_memory(self) -> None:
+        """Hand the memory of every engine over; those that cannot be reached are quarantined until `resume_memory`.
+
+        Raises:
+            EngineError: an engine cannot, as it was started.
+        """
+        self._is_released = True
+        await self._stop_returning()  # an engine that is given weights now would take the trainer's memory
+        await self._move_memory(lambda engine: engine.release_memory())
+
+    async def resume_memory(self) -> None:
+        """Take the memory of every engine back; those that cannot be reached are quarantined."""
+        await self._move_memory(lambda engine: engine.resume_memory())
+        self._is_released = False
+        for member in self._members:
+            if member.quarantined:
+                self._start_returning(member)
+
     async def aclose(self) -> None:
         """Close the connections of all engines."""
         await self._stop_returning()
@@ -200,9 +220,22 @@ class EnginePool:
 
         await gather([partial(tell_one, member) for member in self._members if not member.quarantined])
 
+    async def _move_memory(self, move: Callable[[InterruptibleEngine], Awaitable[None]]) -> None:
+        async def move_one(member: Member) -> None:
+            try:
+                await move(member.engine)
+            except EngineUnavailableError as error:
+                self._quarantine(member, str(error))
+
+        await gather([partial(move_one, member) for member in self._members if not member.quarantined])
+
     def _quarantine(self, member: Member, reason: str) -> None:
         logger.warning("engine %s was quarantined: %s", member.engine.name, reason)
         member.quarantined = reason
+        if not self._is_released:
+            self._start_returning(member)
+
+    def _start_returning(self, member: Member) -> None:
         if member.returning is None or member.returning.done():
             member.returning = asyncio.create_task(self._bring_back(member))
 

@@ -87,6 +87,18 @@ class InferenceEngine(Protocol):
         """
         ...
 
+    async def release_memory(self) -> None:
+        """Hand the GPU's memory over; until `resume_memory` and a load after it, nothing is generated.
+
+        Raises:
+            EngineError: the server cannot, as it was started.
+        """
+        ...
+
+    async def resume_memory(self) -> None:
+        """Take the memory back; the weights in it are to be loaded."""
+        ...
+
     async def wait_until_ready(self, timeout_s: float) -> None:
         """Return when the engine answers; raises EngineUnavailableError at the deadline."""
         ...

@@ -10,15 +10,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 
 from rollouts_core.embedded.segments import memory_scope
 from rollouts_core.engines.client import EngineClient
 from rollouts_core.engines.content import HeldTensors, check_same_model
-from rollouts_core.engines.http import UPDATE_TIMEOUT, read_completion, read_logprob
+from rollouts_core.engines.http import CONNECT_TIMEOUT_S, UPDATE_TIMEOUT, read_completion, read_logprob
 from rollouts_core.engines.protocol import Completion, GenerationRequest, SegmentAccess
 from rollouts_core.engines.segments import SegmentedWeights
 from rollouts_core.errors import EngineError, WeightSyncError
+
+IDLE_TIMEOUT_S = 60.0
+MEMORY_TIMEOUT = httpx.Timeout(120.0, connect=CONNECT_TIMEOUT_S)
+MEMORY_TAGS = ["kv_cache", "weights", "cuda_graph"]
 
 
 class SGLangEngine(EngineClient):
@@ -55,6 +60,30 @@ class SGLangEngine(EngineClient):
         """Go on after `pause`."""
         self._keeper.is_paused = False
         await self._connection.call("POST", "/continue_generation", json={})
+
+    async def hand_over(self) -> None:
+        """Free weights, cache and CUDA graphs, when nothing is under way any more.
+
+        Raises:
+            EngineError: the server was started without --enable-memory-saver: it would answer 200 and keep everything.
+        """
+        server = await self._connection.call("GET", "/server_info")
+        if server.get("enable_memory_saver") is False:  # the embedded engine does not have it
+            raise EngineError(
+                f"{self.name} was started without --enable-memory-saver, so it keeps its GPU memory while the trainer "
+                "trains: start it with that, or set deployment.colocated = false"
+            )
+        # It ends at a release with requests that it has not quite forgotten yet, although all are answered.
+        idle = {"timeout": int(IDLE_TIMEOUT_S)}
+        await self._connection.call("POST", "/flush_cache", params=idle, timeout=MEMORY_TIMEOUT, is_answered=False)
+        await self._move_memory("/release_memory_occupation")
+
+    async def take_back(self) -> None:
+        """Allocate what was freed."""
+        await self._move_memory("/resume_memory_occupation")
+
+    async def _move_memory(self, path: str) -> None:
+        await self._connection.call("POST", path, json={"tags": MEMORY_TAGS}, timeout=MEMORY_TIMEOUT)
 
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Ask once, whichever weights the server has."""

@@ -29,6 +29,9 @@ from rollouts_core.engines.protocol import Completion, GenerationRequest
 from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
 
 RESUME_TIMEOUT = httpx.Timeout(30.0, connect=CONNECT_TIMEOUT_S)
+MEMORY_TIMEOUT = httpx.Timeout(120.0, connect=CONNECT_TIMEOUT_S)
+SLEEP_WITHOUT_COPY = 2
+"""The level at which vLLM keeps no copy of the weights in host memory: it is given new ones anyway."""
 LOGPROBS_MODE = "processed_logprobs"
 """Log-probs of the distribution that was sampled from; vLLM's default are those before the temperature."""
 
@@ -53,6 +56,25 @@ class VLLMEngine(EngineClient):
         """Generate again after a pause; what a paused server was asked waits for ever."""
         with anyio.CancelScope(shield=True):
             await self._call_development("POST", "/resume", timeout=RESUME_TIMEOUT)
+
+    async def hand_over(self) -> None:
+        """Free weights and cache, when nothing is under way any more.
+
+        Raises:
+            EngineError: the server was started without --enable-sleep-mode.
+        """
+        if not (await self._model_config()).get("enable_sleep_mode"):
+            raise EngineError(
+                f"{self.name} was started without --enable-sleep-mode, so it keeps its GPU memory while the trainer "
+                "trains: start it with that, or set deployment.colocated = false"
+            )
+        params = {"level": SLEEP_WITHOUT_COPY, "mode": "wait"}
+        await self._call_development("POST", "/sleep", params=params, timeout=MEMORY_TIMEOUT)
+
+    async def take_back(self) -> None:
+        """Allocate what was freed."""
+        params = {"tags": ["weights", "kv_cache"]}
+        await self._call_development("POST", "/wake_up", params=params, timeout=MEMORY_TIMEOUT)
 
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Ask once, whichever weights the server has.

@@ -110,11 +110,13 @@ async def publish_weights(backend: TrainingBackend, engines: Sequence[InferenceE
         return version
     weights = await backend.get_weights().result()
     access = await common_access(engines)
+    canary: Canary | None = None  # tensors of segments are always compared
+    published: Weights
     if access is SegmentAccess.NONE:
-        published: Weights = await _write_directory(weights, version, target)
+        published = directory = await _write_directory(weights, version, target)
+        canary = backend_canary(backend, directory, temperature=target.temperature)
     else:
         published = await _write_segments(weights, version, target, in_memory=access is SegmentAccess.MEMORY)
-    canary = backend_canary(backend, temperature=target.temperature)
     results = await sync_weights_to_engines(engines, published, version=version, canary=canary)
     if failed := [result for result in results if result.error]:
         raise WeightSyncError("; ".join(f"{result.engine}: {result.error}" for result in failed))

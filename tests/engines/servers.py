@@ -19,6 +19,7 @@ from infra.session import LocalSession
 from rollouts_core.config import DeploymentConfig, EngineConfig, EngineKind, ModelConfig
 from rollouts_core.engines import SGLangEngine, VLLMEngine
 from rollouts_core.job import InputModel, ServeJob
+from rollouts_core.keys import read_key
 
 ROOT = Path(__file__).parents[2]
 CONTEXT_LENGTH = 600
@@ -60,7 +61,8 @@ class Server:
     def client(self) -> SGLangEngine | VLLMEngine:
         """A new client of it."""
         client = VLLMEngine if self.job.engine.kind == "vllm" else SGLangEngine
-        return client(self.url, request_timeout_s=120.0, restart_timeout_s=START_TIMEOUT_S)
+        api_key = read_key(self.job.engine.api_key_variable, "engine")
+        return client(self.url, request_timeout_s=120.0, restart_timeout_s=START_TIMEOUT_S, api_key=api_key)
 
     def wait_until_ready(self) -> None:
         """Return when it answers; fail with the end of its log otherwise."""
@@ -85,14 +87,14 @@ def engine_python(kind: EngineKind) -> Path:
 
 
 @contextmanager
-def serving(kind: EngineKind, model_dir: Path, run_dir: Path) -> Iterator[Server]:
-    """A server of that kind for a model, ready."""
+def serving(kind: EngineKind, model_dir: Path, run_dir: Path, *, api_key_variable: str = "") -> Iterator[Server]:
+    """A server of that kind for a model, ready; with a variable's name it asks for the key that is in it."""
     python = "" if kind == "embedded" else str(engine_python(kind))
     job = ServeJob(
         model=InputModel(name="base", model=ModelConfig(path=str(model_dir)), digest=""),
         port=find_free_port(LocalSession(sys.executable)),
         context_length=CONTEXT_LENGTH,
-        engine=EngineConfig(kind=kind, python=python),
+        engine=EngineConfig(kind=kind, python=python, api_key_variable=api_key_variable),
         deployment=DeploymentConfig(max_running_requests=16),
     )
     run_dir.mkdir()

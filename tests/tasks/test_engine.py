@@ -7,6 +7,7 @@ loads slowly is ended before its first token.
 from __future__ import annotations
 
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import httpx
@@ -17,9 +18,11 @@ from infra.jobs import JobState, cancel_job, job_status, start_or_attach
 from infra.node import LocalNode, Node
 from infra.providers import provision_node
 from infra.session import LocalSession
+from rollouts_core.errors import ConfigError
 from tasks import engine
 from tasks.plan import base_model, plan_rl
 from tasks.records import RunScope, Stage
+from tasks.stage import job_environment
 from tests.flows.conftest import processes_of, wait_until
 from tests.infra.shell_jobs import shell_spec
 from tests.small_pipeline import write_small_pipeline
@@ -64,6 +67,30 @@ def test_an_engine_survives_its_loading_and_ends_by_itself_when_nobody_renews_it
         assert processes_of(Path(scope.store)) == []
     finally:
         cancel_job(session, record.run_dir, 1.0)
+
+
+def test_a_key_reaches_the_engine_and_those_who_ask_it_and_lies_in_no_file(
+    rl: Stage, scope: RunScope, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "4f2c-known-to-nobody"
+    with_key = rl.model_copy(update={"job": deepcopy(rl.job)})
+    with_key.job["rollout"]["engine"]["api_key_variable"] = "ENGINE_KEY"
+    with pytest.raises(ConfigError, match=r"rollout\.engine: api_key_variable ENGINE_KEY is not set"):
+        engine.launch_engine.fn(with_key, 0, scope, node)
+    monkeypatch.setenv("ENGINE_KEY", key)
+    record = engine.launch_engine.fn(with_key, 0, scope, node)
+    try:
+        assert httpx.get(f"{record.url}/model_info").status_code == 401
+        assert httpx.get(f"{record.url}/model_info", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+        assert engine.launch_engine.fn(with_key, 0, scope, node).url == record.url  # attaches
+        files = [path for path in Path(scope.store).rglob("*") if path.is_file()]
+        assert Path(record.run_dir) / "job.json" in files
+        assert not [path for path in files if key.encode() in path.read_bytes()]
+        commands = processes_of(Path(scope.store))
+        assert commands and not [command for command in commands if key in command]
+        assert "ENGINE_KEY" in job_environment(with_key)
+    finally:
+        cancel_job(LocalSession(sys.executable), record.run_dir, 1.0)
 
 
 def pause(url: str) -> None:

@@ -89,6 +89,7 @@ def take_steps(backend: TrainingBackend, seeds: Sequence[int]) -> list[Metrics]:
     for seed in seeds:
         results = [asyncio.run(backend.forward_backward(batch).result()) for batch in make_step(seed)]
         history.append({**sum_metrics(results), **asyncio.run(backend.optim_step().result())})
+        asyncio.run(backend.release_cache().result())
     return history
 
 

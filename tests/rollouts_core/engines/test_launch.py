@@ -8,19 +8,22 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
-from rollouts_core.config import DeploymentConfig, EngineConfig, ModelConfig
-from rollouts_core.engines.launch import MAX_SOCKET_PATH, exec_engine, render_launch
+from rollouts_core.config import DeploymentConfig, EngineConfig, EngineKind, ModelConfig
+from rollouts_core.engines.launch import MAX_SOCKET_PATH, check_host, exec_engine, render_key, render_launch
 from rollouts_core.errors import ConfigError
 from rollouts_core.job import InputModel, ServeJob
 
@@ -84,6 +87,50 @@ def test_an_automatic_dtype_is_spelled_out_from_the_models_configuration(
     (tmp_path / "config.json").write_text(json.dumps(config))
     argv = render_launch(job_of({"kind": "vllm"}), tmp_path, on_gpu=True).argv
     assert option(argv, "--dtype") == dtype
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_no_list_of_processes_shows_the_key(tmp_path: Path, kind: EngineKind) -> None:
+    key = 'it\'s \\ "secret"'
+    secret = render_key(kind, key, tmp_path)
+    assert not any("secret" in argument for argument in secret.argv)
+    if kind == "vllm":
+        assert secret.env == {"VLLM_API_KEY": key}
+        return
+    file = Path(option(secret.argv, "--config"))
+    assert yaml.safe_load(file.read_text()) == {"api-key": key}
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert render_key(kind, "", tmp_path).argv == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "api_key", "message"),
+    [
+        ("sglang", "", "0.0.0.0 is an address beyond this machine, where a server needs an API key"),
+        ("vllm", "k", "vLLM's key protects its completions alone"),
+        ("sglang", "k", ""),
+    ],
+)
+def test_beyond_this_machine_no_engine_runs_without_protection(kind: str, api_key: str, message: str) -> None:
+    job = job_of({"kind": kind}).model_copy(update={"host": "0.0.0.0"})
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        check_host(job, api_key)
+    check_host(job_of({"kind": kind}), "")
+
+
+@pytest.mark.parametrize(("kind", "flag"), [("sglang", "--enable-memory-saver"), ("vllm", "--enable-sleep-mode")])
+def test_an_engine_on_the_trainers_gpus_is_started_so_that_it_can_hand_memory_over(kind: str, flag: str) -> None:
+    engine = {"kind": kind, "dtype": "bfloat16"}
+    assert flag in render_launch(job_of(engine, colocated=True), Path("/models/m"), on_gpu=True).argv
+    assert flag not in render_launch(job_of(engine), Path("/models/m"), on_gpu=True).argv
+    with pytest.raises(ConfigError, match=r"deployment\.colocated: no GPU is here"):
+        render_launch(job_of(engine, colocated=True), Path("/models/m"), on_gpu=False)
+
+
+def test_a_key_among_the_arguments_is_refused() -> None:
+    for extra_args in (["--api-key", "k"], ["--api-key=k"]):
+        with pytest.raises(ValidationError, match=r"name the variable that holds it as engine\.api_key_variable"):
+            EngineConfig(kind="vllm", extra_args=tuple(extra_args))
 
 
 def test_an_interpreter_that_cannot_be_run_is_named_with_the_setting(quickstart_dir: Path, tmp_path: Path) -> None:

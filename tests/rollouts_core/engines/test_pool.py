@@ -32,6 +32,7 @@ class FakeEngine:
         self.num_calls = 0
         self.failure: Exception | None = None
         self.load_s = 0.0
+        self.is_released = False
         self.canaries: list[Canary | None] = []
         self.may_answer = asyncio.Event()
         self.may_answer.set()
@@ -59,6 +60,16 @@ class FakeEngine:
         if self.failure:
             raise self.failure
         self.version = version
+
+    async def release_memory(self) -> None:
+        if self.failure:
+            raise self.failure
+        self.is_released = True
+
+    async def resume_memory(self) -> None:
+        if self.failure:
+            raise self.failure
+        self.is_released = False
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         if self.failure:
@@ -210,6 +221,31 @@ def test_an_engine_whose_files_cannot_be_read_is_named_and_the_others_are_update
     engines[0].failure = failure
     results = asyncio.run(sync_weights_to_engines(engines, "v1", version="v1"))
     assert [(result.engine, result.error) for result in results] == [("a", str(failure)), ("b", "")]
+
+
+def test_while_memory_is_the_trainers_no_engine_is_brought_back() -> None:
+    async def hand_over() -> tuple[str, str, dict[str, str]]:
+        engines = [FakeEngine("a"), FakeEngine("b"), FakeEngine("c")]
+        async with EnginePool(engines, retry_s=0.01) as pool:
+            await pool.load_weights(Path("v1"), "v1")
+            engines[0].failure = lost("a")
+            await pool.generate([REQUEST])  # a is tried first, and from now on brought back
+            engines[1].failure = lost("b")
+            await pool.release_memory()
+            assert pool.quarantined.keys() == {"a", "b"}
+            assert engines[2].is_released
+            engines[0].failure = engines[1].failure = None
+            engines[0].version = engines[1].version = "start"
+            await asyncio.sleep(0.1)
+            while_released = engines[0].version
+            await pool.resume_memory()
+            assert not engines[2].is_released
+            await pool.load_weights(Path("v2"), "v2")
+            while pool.quarantined:
+                await asyncio.sleep(0.01)
+            return while_released, engines[0].version, pool.quarantined
+
+    assert asyncio.run(asyncio.wait_for(hand_over(), 60)) == ("start", "v2", {})
 
 
 def test_without_any_engine_left_every_reason_is_told() -> None:

@@ -1,0 +1,49 @@
+"""Engines on the trainer's GPUs: they hand their memory over while the trainer trains.
+
+Not here: the servers' own calls (sglang.py, vllm.py), how they are started for it (launch.py).
+
+    generate -> release_memory -> train -> release_cache -> resume_memory -> publish -> generate
+                (engines)                  (trainer)        (engines)
+
+An engine hands over its cache and its weights, and is given new weights before it generates again, also after a step
+that trained nothing. Nothing is copied: what it comes back with means nothing until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+
+import anyio
+
+from rollouts_core.backends.protocol import TrainingBackend
+from rollouts_core.concurrency import gather
+from rollouts_core.engines.protocol import InferenceEngine
+from rollouts_core.errors import EngineError
+
+
+@asynccontextmanager
+async def memory_handed_over(
+    backend: TrainingBackend, engines: Sequence[InferenceEngine], *, is_colocated: bool
+) -> AsyncIterator[None]:
+    """The engines hold no memory in the block, and must be given weights after it; nothing where they are apart.
+
+    Raises:
+        EngineError: an engine cannot hand memory over, or did not come back.
+    """
+    if not is_colocated:
+        yield
+        return
+    await gather([engine.release_memory for engine in engines])
+    try:
+        yield
+    except BaseException:
+        with anyio.CancelScope(shield=True), suppress(EngineError):  # whoever uses them next finds them at work
+            await _take_back(backend, engines)
+        raise
+    await _take_back(backend, engines)
+
+
+async def _take_back(backend: TrainingBackend, engines: Sequence[InferenceEngine]) -> None:
+    await backend.release_cache().result()
+    await gather([engine.resume_memory for engine in engines])

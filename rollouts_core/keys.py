@@ -1,0 +1,50 @@
+"""Keys of services and engines: settings name an environment variable, and only processes that need the key read it.
+
+Not here: sending them (engines/http.py, http_service.py), asking for them (embedded/server.py, engines/launch.py), how
+the variables reach a job (tasks/stage.py). Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from rollouts_core.errors import ConfigError
+
+
+def read_key(variable: str, setting: str) -> str:
+    """The key that an environment variable holds; empty where none is named.
+
+    Args:
+        setting: the section that names the variable, for the message.
+
+    Raises:
+        ConfigError: the variable is not set.
+    """
+    if not variable:
+        return ""
+    if not (key := os.environ.get(variable)):
+        raise ConfigError(f"{setting}: api_key_variable {variable} is not set: export it where the run is started")
+    return key
+
+
+def key_header(key: str) -> dict[str, str]:
+    """The header that carries a key; none for no key."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def read_named_keys(job: Mapping[str, Any]) -> dict[str, str]:  # Any: JSON
+    """The variables that a job's engine and rewards name, with their keys.
+
+    Args:
+        job: the content of its job.json.
+
+    Raises:
+        ConfigError: one of them is not set.
+    """
+    rollout = job.get("rollout", {})
+    engine = job.get("engine", rollout.get("engine", {}))
+    named = {engine.get("api_key_variable", ""): "rollout.engine"}
+    named |= dict.fromkeys((reward["api_key_variable"] for reward in rollout.get("rewards", ())), "rollout.rewards")
+    return {variable: read_key(variable, setting) for variable, setting in named.items() if variable}
