@@ -136,6 +136,8 @@ def ui(store: Store = Path(".rollouts"), port: Port = 0) -> None:
     check_writable(store)
     with local_server(store, port=port) as address:
         console.print(f"Prefect UI at {address.ui_url} (Ctrl-C ends it)")
+        if address.password:
+            console.print(f"log in with {address.password}", markup=False)
         while True:
             time.sleep(3600)
 
@@ -223,6 +225,8 @@ def run_flow(pipeline: Pipeline, address: ServerAddress) -> PipelineResult:
 
     def announce(flow: Flow[..., PipelineResult], flow_run: FlowRun, state: State[PipelineResult]) -> None:
         console.print(f"follow it at   {run_url(address, str(flow_run.id))}")
+        if address.password:
+            console.print(f"log in with    {address.password}", markup=False)
 
     return sft_rl.with_options(on_running=[announce])(pipeline.config, pipeline.node, pipeline.run)
 

@@ -13,6 +13,7 @@ Not here: what runs on the server (the other files of flows), which store is mea
     keeper.lock  held by the keeper as long as its process lives; looked at under start.lock only
     server.json  the address, written by the keeper; it counts only while keeper.lock is held
     server.log   what the server said since it started; prefect.db, results/, ui/ are Prefect's own
+    password     what the server asks for (password.py)
 
 This module never imports prefect in the user's process: the environment of `prefect_environment` must be
 set before the first import.
@@ -34,7 +35,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 HOST = "127.0.0.1"
@@ -93,6 +94,8 @@ class ServerAddress:
     """What a person opens, for example http://127.0.0.1:4200/v2, without a slash at the end."""
     is_local: bool = True
     """False for a server that the user named by PREFECT_API_URL."""
+    password: str = field(default="", repr=False)
+    """What it asks for, `user:token`; empty where the user's own settings say it."""
 
 
 def local_server(store: Path, *, port: int = 0) -> AbstractContextManager[ServerAddress]:
@@ -135,7 +138,8 @@ def prefect_environment(store: Path, address: ServerAddress) -> dict[str, str]:
     environment = {key: os.environ.get(key) or value for key, value in preferences.items()}
     environment |= {"PREFECT_API_URL": address.api_url, "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
     if address.is_local:
-        environment |= {OWN_API_URL: address.api_url} | _home_environment(_home(store)) | _without_proxy(os.environ)
+        environment |= {OWN_API_URL: address.api_url, "PREFECT_API_AUTH_STRING": address.password}
+        environment |= _home_environment(_home(store)) | _without_proxy(os.environ)
     return environment
 
 
@@ -146,6 +150,12 @@ def run_url(address: ServerAddress, flow_run_id: str) -> str:
 
 def _home(store: Path) -> Path:
     return store.resolve() / "prefect"
+
+
+def _password(home: Path) -> str:
+    from flows.password import own_password  # not at the top: the keeper is run by path and finds no package of ours
+
+    return own_password(home)
 
 
 def _home_environment(home: Path) -> dict[str, str]:
@@ -208,6 +218,7 @@ def _shared_server(home: Path, port: int) -> Iterator[ServerAddress]:
         try:
             # Blocks with secrets lie in the database, and the key to them too.
             home.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _password(home)
             users_lock = held.enter_context(_lock_file(home / "users.lock"))
             address = _join_or_start(home, users_lock, port=port)
         except OSError as error:
@@ -291,7 +302,8 @@ def _server_environment(home: Path, port: int) -> dict[str, str]:
         | {
             "PREFECT_SERVER_API_HOST": HOST,
             "PREFECT_SERVER_API_PORT": str(port),
-            "PREFECT_SERVER_UI_API_URL": _address_of(port).api_url,
+            "PREFECT_SERVER_API_AUTH_STRING": _password(home),
+            "PREFECT_SERVER_UI_API_URL": f"{_base_url(port)}/api",
             # Prefect unpacks the UI before it serves it, by default into site-packages, which may be
             # read-only and is shared by servers that start at the same time.
             "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "ui"),
@@ -364,23 +376,23 @@ def _log_tail(home: Path, *, max_lines: int = 15, max_bytes: int = 16_384) -> st
 # --- the address and the locks ----------------------------------------------------------------------------
 
 
-def _address_of(port: int) -> ServerAddress:
-    base_url = f"http://{HOST}:{port}"
-    return ServerAddress(api_url=f"{base_url}/api", ui_url=f"{base_url}/v2")
+def _base_url(port: int) -> str:
+    return f"http://{HOST}:{port}"
 
 
 def _read_address(home: Path) -> ServerAddress | None:
     try:
         recorded = json.loads((home / "server.json").read_text())
-        return ServerAddress(api_url=recorded["api_url"], ui_url=recorded["ui_url"])
+        return ServerAddress(api_url=recorded["api_url"], ui_url=recorded["ui_url"], password=_password(home))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _write_address(home: Path, address: ServerAddress) -> None:
+def _write_address(home: Path, port: int) -> None:
     partial = home / f"server.json.{os.getpid()}"
+    base_url = _base_url(port)
     with partial.open("w") as file:
-        json.dump(asdict(address) | {"pid": os.getpid()}, file)
+        json.dump({"api_url": f"{base_url}/api", "ui_url": f"{base_url}/v2", "pid": os.getpid()}, file)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(home / "server.json")
@@ -425,7 +437,7 @@ def _keep(home: Path, listener: socket.socket) -> None:
     """Serve Prefect until nobody is left or SIGTERM comes."""
     signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(0))
     threading.Thread(target=_stop_when_unused, args=(home,), daemon=True).start()
-    _write_address(home, _address_of(listener.getsockname()[1]))
+    _write_address(home, listener.getsockname()[1])
     try:
         _serve(listener)
     finally:
