@@ -70,7 +70,7 @@ def load_pipeline(path: Path) -> Pipeline:
     if isinstance(settings, dict):
         pipeline = parse_pipeline(settings, path)
     elif isinstance(settings, Config):
-        run = RunOptions(name=_name_of(path))
+        run = RunOptions(name=name_of(path))
         pipeline = Pipeline(config=_beside(settings, path.parent), node=LocalNode(), run=run)
     else:
         pipeline = replace(settings, config=_beside(settings.config, path.parent))
@@ -100,7 +100,7 @@ def parse_pipeline(settings: dict[str, Any], path: Path) -> Pipeline:  # Any: un
     return Pipeline(
         config=parse_config(Config, resolve_paths(sections, path.parent), source=str(path)),
         node=parse_config(node_type, node, source=f"{path}, table node"),
-        run=parse_config(RunOptions, {"name": _name_of(path), **run}, source=f"{path}, table run"),
+        run=parse_config(RunOptions, {"name": name_of(path), **run}, source=f"{path}, table run"),
     )
 
 
@@ -120,7 +120,7 @@ def _run_python_file(path: Path) -> Any:  # Any: whatever the user's file calls 
     return names["config"]
 
 
-def _name_of(path: Path) -> str:
+def name_of(path: Path) -> str:
     """The name of a run whose configuration gives none: that of its file, with dashes for what a name cannot have."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("._-")[:64] or "pipeline"
 
