@@ -22,6 +22,7 @@ from prefect.logging.loggers import flow_run_logger
 from prefect.states import State
 from pydantic import TypeAdapter
 
+from flows.form import FormNode
 from infra.errors import PermanentInfraError, TransientInfraError
 from infra.ledger import Ledger
 from infra.node import NodeSettings
@@ -29,7 +30,7 @@ from infra.providers import provision_node
 from tasks.provision import give_back
 from tasks.records import RunScope
 
-NODE_SETTINGS: TypeAdapter[NodeSettings] = TypeAdapter(NodeSettings)
+NODE_SETTINGS: TypeAdapter[NodeSettings] = TypeAdapter(FormNode)
 
 
 def is_cancelled(run_id: str) -> bool:

@@ -15,9 +15,9 @@ import re
 import runpy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from infra.node import NODE_TYPES, LocalNode, NodeSettings
 from rollouts_core.config import (
@@ -36,6 +36,28 @@ from rollouts_core.messages import closest_name, first_line
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 StageName = Literal["sft", "select-sft", "rl", "select-rl", "evaluate"]
+
+
+def without_stale(settings: Any) -> Any:  # Any: unchecked input
+    """What the form posts about a node, without what it kept of the other provider's tab.
+
+    Both providers have a `root` and a `python`: an empty one, or the other's default, was not meant for this one.
+    """
+    if not isinstance(settings, dict) or settings.get("provider") not in NODE_TYPES:
+        return settings
+    others = [node_type for name, node_type in NODE_TYPES.items() if name != settings["provider"]]
+    own = NODE_TYPES[settings["provider"]].model_fields
+    stale = {
+        key
+        for other in others
+        for key, field in other.model_fields.items()
+        if key != "provider" and key in own and settings.get(key) == field.default != own[key].default
+    }
+    return {key: value for key, value in settings.items() if key not in stale and key in own}
+
+
+FormNode = Annotated[NodeSettings, BeforeValidator(without_stale)]
+"""A node's settings as Prefect's form posts them; files are read strictly."""
 
 
 class RunOptions(Record):

@@ -23,7 +23,7 @@ from pydantic import BaseModel
 
 from flows.cancellation import is_cancelled, release_after_cancellation
 from flows.deployments import FLOW
-from flows.form import RunOptions
+from flows.form import FormNode, RunOptions
 from flows.server import held_server
 from infra.ledger import Ledger
 from infra.node import Node, NodeSettings
@@ -66,7 +66,7 @@ class PipelineResult(BaseModel):
     persist_result=False,
     on_cancellation=[release_after_cancellation],
 )
-def sft_rl(config: Config, node: NodeSettings, run: RunOptions) -> PipelineResult:
+def sft_rl(config: Config, node: FormNode, run: RunOptions) -> PipelineResult:
     """Turn a base model and data into a trained, evaluated checkpoint.
 
     Raises:

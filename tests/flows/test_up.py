@@ -262,38 +262,36 @@ def test_of_two_runs_that_want_a_job_the_cancelled_one_leaves_it_to_the_other(se
     assert exits_of(sft) == ["exit-1.json"]
 
 
-def test_a_run_whose_processes_were_killed_becomes_crashed_and_a_cancelled_one_cancelled(
+def test_a_run_whose_processes_were_killed_becomes_crashed_and_can_be_retried_or_cancelled(
     served: Rollouts, tmp_path: Path
 ) -> None:
-    config = write_small_pipeline(tmp_path / "small", mode="sft", **LONG)
-    up(served, str(config))
+    more = {"training__sft__num_steps": 50_000, "training__sft__checkpoint_every": 100}
+    up(served, str(write_small_pipeline(tmp_path / "small", **{**LONG, "mode": "sft", **more})))
     run_id = trigger(served, "small")
     sft = wait_for_checkpoint(served, "sft")
-    with paused(program_of(sft)):
-        serving = find_serving(served.store)
-        assert serving is not None
-        (flow,) = flows_of(serving.pid)
-        for pid in (serving.pid, flow):
-            os.kill(pid, signal.SIGKILL)
-        up(served)
-        assert state_of(served, run_id) == "RUNNING"
-        set_state(served, run_id, "CANCELLING")
-        wait_for_state(served, run_id, "CANCELLED")
+    kill_serving_and_flow(served)
+    assert_goes_on(sft)
+    up(served)
+    wait_for_state(served, run_id, "CRASHED")
+    set_state(served, run_id, "SCHEDULED", name="AwaitingRetry")
+    wait_until(
+        lambda: "sft            attached to the running job" in (served.store / "prefect/serving.log").read_text(),
+        what="the retry to attach",
+    )
+    kill_serving_and_flow(served)
+    up(served)
+    set_state(served, run_id, "CANCELLING")
+    wait_for_state(served, run_id, "CANCELLED")
     assert json.loads((sft / "exit-1.json").read_text())["cancelled"]
 
-    second = trigger(served, "small", "run.name=second")
-    wait_until(lambda: len(events_of(sft, "started")) == 2, what="the second attempt")
-    with paused(program_of(sft)):
-        serving = find_serving(served.store)
-        assert serving is not None
-        (flow,) = flows_of(serving.pid)
-        os.kill(serving.pid, signal.SIGKILL)
-        os.kill(flow, signal.SIGKILL)
-        up(served)
-        wait_for_state(served, second, "CRASHED")
-        set_state(served, second, "SCHEDULED", name="AwaitingRetry")
-        wait_until(lambda: state_of(served, second) == "RUNNING", what="the retry")
-    wait_for_state(served, second, "COMPLETED")
+
+def kill_serving_and_flow(rollouts: Rollouts) -> None:
+    """kill -9 of the process that serves, and of the only flow that it started."""
+    serving = find_serving(rollouts.store)
+    assert serving is not None
+    (flow,) = flows_of(serving.pid)
+    for pid in (serving.pid, flow):
+        os.kill(pid, signal.SIGKILL)
 
 
 def flows_of(pid: int) -> list[int]:
