@@ -35,6 +35,10 @@ def test_every_setting_has_a_help_text() -> None:
     assert [name for name, definition in definitions.items() if not definition.get("description")] == []
 
 
+def test_every_bound_has_the_name_that_a_form_understands() -> None:
+    assert [name for name, field in fields() if {"ge", "gt", "le", "lt"} & field.keys()] == []
+
+
 @pytest.mark.parametrize("name", ["SFTTrainingConfig.num_steps", "RLTrainingConfig.num_steps", "OptimConfig.lr"])
 def test_a_number_has_its_bounds(name: str) -> None:
     field = dict(fields())[name]
