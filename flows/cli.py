@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ParamSpec
 
 import typer
-from rich.console import Console
 
 from flows.form import Pipeline, RunOptions, load_pipeline
 from flows.preflight import check_pipeline, check_writable
+from flows.quickstart_files import CONFIG_NAME, quickstart_folder, write_quickstart
 from flows.server import ServerAddress, ServerError, local_server, prefect_environment, run_url
+from flows.terminal import STORE_VARIABLE, Port, Store, console
+from flows.trigger import trigger_run
+from flows.up import down, status, up
 from infra.errors import JobFailedError, PermanentInfraError, TransientInfraError
 from rollouts_core.config import parse_config
 from rollouts_core.errors import InputError, RolloutsError
@@ -32,21 +35,23 @@ if TYPE_CHECKING:
 
     from flows.pipeline import PipelineResult
 
-PRESETS = Path(__file__).resolve().parent.parent / "configs"
-STORE_VARIABLE = "ROLLOUTS_STORE"
 FAILED_CODE, USER_ERROR_CODE, INTERRUPTED_CODE = 1, 2, 130
 
 P = ParamSpec("P")
 
-Store = Annotated[
-    Path, typer.Option(envvar=STORE_VARIABLE, help="Folder that keeps stages, runs and Prefect's database.")
-]
 ConfiguredStore = Annotated[
     Path | None,
     typer.Option(envvar=STORE_VARIABLE, help="Folder that keeps everything; the configuration's own otherwise."),
 ]
+RunArguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="CONFIG",
+        help="TOML, JSON or Python file that describes the run. With --deployment instead: settings that differ from "
+        "the deployment's, as training.rl.num_steps=10, any number of them.",
+    ),
+]
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML, JSON or Python file that describes the run.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="Port of the Prefect server; 0 takes 4200 or any free one.")]
 
 app = typer.Typer(
     name="rollouts",
@@ -55,7 +60,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def command(function: Callable[P, None]) -> Callable[P, None]:
@@ -80,8 +84,9 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
 
 @command
 def run(
-    config: ConfigFile,
+    arguments: RunArguments = None,
     store: ConfiguredStore = None,
+    deployment: Annotated[str, typer.Option(help="Have this deployment of `rollouts up` run, in the background.")] = "",
     name: Annotated[str, typer.Option(help="Name of the run; the configuration's own otherwise.")] = "",
     fresh: Annotated[
         list[str] | None, typer.Option(help="Do this stage anew: sft, select-sft, rl, select-rl, evaluate. Repeatable.")
@@ -93,7 +98,13 @@ def run(
     Stages that an earlier run finished with the same settings and data are not done again; a stage that is
     under way is attached to; one that was stopped goes on from its last checkpoint.
     """
-    pipeline = load_pipeline(config)
+    if deployment:
+        link = trigger_run(store or Path(RunOptions().store), deployment, arguments or [])
+        console.print(f"follow it at   {link}", markup=False)
+        return
+    if arguments is None or len(arguments) != 1:
+        raise InputError(f"expected one configuration, found {len(arguments or [])}: rollouts run my.toml")
+    pipeline = load_pipeline(Path(arguments[0]))
     given = {"store": str(store) if store else "", "name": name, "fresh": fresh}
     settings = pipeline.run.model_dump() | {option: value for option, value in given.items() if value}
     options = parse_config(RunOptions, settings, source="command line")
@@ -108,15 +119,9 @@ def quickstart(
 ) -> None:
     """Make a small task, a tokenizer and a model, and run the whole pipeline on them: about two minutes on a CPU."""
     check_writable(store)
-    from rollouts_core.model.loading import silence_progress_bars  # torch loads here
-    from rollouts_core.quickstart import QuickstartSize, write_quickstart_files
-
-    silence_progress_bars()
-    folder = store / "quickstart" / f"seed-{seed}"
-    write_quickstart_files(folder, size=QuickstartSize(), seed=seed)
-    preset = (PRESETS / "quickstart.toml").read_text()
-    (folder / "quickstart.toml").write_text(preset)
-    pipeline = load_pipeline(folder / "quickstart.toml")
+    folder = quickstart_folder(store, seed=seed)
+    write_quickstart(folder, seed=seed)
+    pipeline = load_pipeline(folder / CONFIG_NAME)
     console.print(f"made {folder}: data, tokenizer, untrained model and quickstart.toml")
     options = pipeline.run.model_copy(update={"store": str(store)})
     run_pipeline(Pipeline(config=pipeline.config, node=pipeline.node, run=options), port=port)
@@ -136,6 +141,8 @@ def ui(store: Store = Path(".rollouts"), port: Port = 0) -> None:
     check_writable(store)
     with local_server(store, port=port) as address:
         console.print(f"Prefect UI at {address.ui_url} (Ctrl-C ends it)")
+        if address.password:
+            console.print(f"log in with {address.password}", markup=False)
         while True:
             time.sleep(3600)
 
@@ -223,8 +230,14 @@ def run_flow(pipeline: Pipeline, address: ServerAddress) -> PipelineResult:
 
     def announce(flow: Flow[..., PipelineResult], flow_run: FlowRun, state: State[PipelineResult]) -> None:
         console.print(f"follow it at   {run_url(address, str(flow_run.id))}")
+        if address.password:
+            console.print(f"log in with    {address.password}", markup=False)
 
     return sft_rl.with_options(on_running=[announce])(pipeline.config, pipeline.node, pipeline.run)
+
+
+for each in (up, down, status):
+    command(each)
 
 
 def main() -> None:

@@ -15,9 +15,9 @@ import re
 import runpy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from infra.node import NODE_TYPES, LocalNode, NodeSettings
 from rollouts_core.config import (
@@ -36,6 +36,28 @@ from rollouts_core.messages import closest_name, first_line
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 StageName = Literal["sft", "select-sft", "rl", "select-rl", "evaluate"]
+
+
+def without_stale(settings: Any) -> Any:  # Any: unchecked input
+    """What the form posts about a node, without what it kept of the other provider's tab.
+
+    Both providers have a `root` and a `python`: an empty one, or the other's default, was not meant for this one.
+    """
+    if not isinstance(settings, dict) or settings.get("provider") not in NODE_TYPES:
+        return settings
+    others = [node_type for name, node_type in NODE_TYPES.items() if name != settings["provider"]]
+    own = NODE_TYPES[settings["provider"]].model_fields
+    stale = {
+        key
+        for other in others
+        for key, field in other.model_fields.items()
+        if key != "provider" and key in own and settings.get(key) == field.default != own[key].default
+    }
+    return {key: value for key, value in settings.items() if key not in stale and key in own}
+
+
+FormNode = Annotated[NodeSettings, BeforeValidator(without_stale)]
+"""A node's settings as Prefect's form posts them; files are read strictly."""
 
 
 class RunOptions(Record):
@@ -70,7 +92,7 @@ def load_pipeline(path: Path) -> Pipeline:
     if isinstance(settings, dict):
         pipeline = parse_pipeline(settings, path)
     elif isinstance(settings, Config):
-        run = RunOptions(name=_name_of(path))
+        run = RunOptions(name=name_of(path))
         pipeline = Pipeline(config=_beside(settings, path.parent), node=LocalNode(), run=run)
     else:
         pipeline = replace(settings, config=_beside(settings.config, path.parent))
@@ -100,7 +122,7 @@ def parse_pipeline(settings: dict[str, Any], path: Path) -> Pipeline:  # Any: un
     return Pipeline(
         config=parse_config(Config, resolve_paths(sections, path.parent), source=str(path)),
         node=parse_config(node_type, node, source=f"{path}, table node"),
-        run=parse_config(RunOptions, {"name": _name_of(path), **run}, source=f"{path}, table run"),
+        run=parse_config(RunOptions, {"name": name_of(path), **run}, source=f"{path}, table run"),
     )
 
 
@@ -120,7 +142,7 @@ def _run_python_file(path: Path) -> Any:  # Any: whatever the user's file calls 
     return names["config"]
 
 
-def _name_of(path: Path) -> str:
+def name_of(path: Path) -> str:
     """The name of a run whose configuration gives none: that of its file, with dashes for what a name cannot have."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("._-")[:64] or "pipeline"
 

@@ -4,11 +4,11 @@ Not here: what a stage does (tasks), how a run is asked for (form.py, cli.py).
 
     provision -> bootstrap -> sft -> select -> launch-engine -> rl -> select -> evaluate -> sync -> report -> release
 
-Finished, failed, or interrupted by Ctrl-C: the run's jobs end and the node is given back. Killed, or ended by
-SIGTERM: everything is left as it is, and the next start attaches to it.
+Finished, failed, interrupted by Ctrl-C, or cancelled in Prefect: the run's jobs end and the node is given back
+(cancellation.py). Killed, or ended by SIGTERM: everything is left as it is, and the next start attaches to it.
 """
 
-from __future__ import annotations
+# No postponed annotations here: the process of a served run gets the flow by value, without the names of this module.
 
 import signal
 from collections.abc import Iterator
@@ -17,10 +17,14 @@ from pathlib import Path
 from uuid import uuid4
 
 from prefect import flow
+from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 from pydantic import BaseModel
 
-from flows.form import RunOptions
+from flows.cancellation import is_cancelled, release_after_cancellation
+from flows.deployments import FLOW
+from flows.form import FormNode, RunOptions
+from flows.server import held_server
 from infra.ledger import Ledger
 from infra.node import Node, NodeSettings
 from rollouts_core.config import Config
@@ -56,36 +60,47 @@ class PipelineResult(BaseModel):
     """Whether RL helped, in a sentence; empty without RL."""
 
 
-@flow(name="sft-rl", flow_run_name="{run.name}", persist_result=False)
-def sft_rl(config: Config, node: NodeSettings, run: RunOptions) -> PipelineResult:
+@flow(
+    name=FLOW,
+    flow_run_name="{run.name}",
+    persist_result=False,
+    on_cancellation=[release_after_cancellation],
+)
+def sft_rl(config: Config, node: FormNode, run: RunOptions) -> PipelineResult:
     """Turn a base model and data into a trained, evaluated checkpoint.
 
     Raises:
         NoImprovementError: RL did not improve on the model it started from beyond noise; the report is written.
     """
     scope = open_scope(run)
-    machine = provision(node, scope)
-    with Ledger(scope.ledger_path) as ledger, ledger.living_run(scope.run_id), released_at_the_end(machine, scope):
-        machine = bootstrap(machine, config, node)
-        models = {"base": base_model(config)}
-        records: list[StageRecord] = []
-        if config.mode != "rl":
-            sft = run_cached(train_sft, plan_sft(config, scope, machine), scope, machine)
-            selection = run_cached(select_checkpoint, plan_selection(sft, config, scope, machine), scope, machine)
-            models["sft"] = selected_model(sft, selection, config)
-            records += [sft, selection]
-        if config.mode != "sft":
-            rl = run_rl(models.get("sft", models["base"]), config, scope, machine)
-            selection = run_cached(select_checkpoint, plan_selection(rl, config, scope, machine), scope, machine)
-            models["rl"] = selected_model(rl, selection, config)
-            records += [rl, selection]
-        evaluation = run_cached(evaluate_models, plan_evaluation(models, config, scope, machine), scope, machine)
-        final = models.get("rl") or models["sft"]
-        checkpoint = sync_results(final, scope)
-        report, verdict = write_report([*records, evaluation], config, node, checkpoint, scope)
+    with held_server(), Ledger(scope.ledger_path) as ledger, ledger.living_run(scope.run_id):
+        machine = provision(node, scope)
+        with released_at_the_end(machine, scope):
+            checkpoint, records = run_stages(config, node, machine, scope)
+            report, verdict = write_report(records, config, node, checkpoint, scope)
     if verdict is not None and not verdict.is_improvement:
         raise NoImprovementError(f"{verdict.sentence}; the report is {report}")
     return PipelineResult(report=report, checkpoint=checkpoint, verdict=verdict.sentence if verdict else "")
+
+
+def run_stages(config: Config, node: NodeSettings, machine: Node, scope: RunScope) -> tuple[str, list[StageRecord]]:
+    """Every stage of the mode, in order; returns the folder of the final checkpoint and the stages' records."""
+    machine = bootstrap(machine, config, node)
+    models = {"base": base_model(config)}
+    records: list[StageRecord] = []
+    if config.mode != "rl":
+        sft = run_cached(train_sft, plan_sft(config, scope, machine), scope, machine)
+        selection = run_cached(select_checkpoint, plan_selection(sft, config, scope, machine), scope, machine)
+        models["sft"] = selected_model(sft, selection, config)
+        records += [sft, selection]
+    if config.mode != "sft":
+        rl = run_rl(models.get("sft", models["base"]), config, scope, machine)
+        selection = run_cached(select_checkpoint, plan_selection(rl, config, scope, machine), scope, machine)
+        models["rl"] = selected_model(rl, selection, config)
+        records += [rl, selection]
+    evaluation = run_cached(evaluate_models, plan_evaluation(models, config, scope, machine), scope, machine)
+    checkpoint = sync_results(models.get("rl") or models["sft"], scope)
+    return checkpoint, [*records, evaluation]
 
 
 def run_rl(start: InputModel, config: Config, scope: RunScope, machine: Node) -> StageRecord:
@@ -111,12 +126,19 @@ def open_scope(run: RunOptions) -> RunScope:
 
 @contextmanager
 def released_at_the_end(machine: Node, scope: RunScope) -> Iterator[None]:
-    """Give everything back when the block ends, fails or is interrupted, but not when the process is terminated."""
+    """Give everything back when the block ends, fails, or is interrupted or cancelled.
+
+    Not when the process is terminated for another reason: then the next start attaches to what goes on.
+    """
     try:
         yield
     except KeyboardInterrupt:
         with uninterrupted():
             release_now(machine, scope)  # the flow run is ending: no further task can be run in it
+        raise
+    except TerminationSignal:
+        if is_cancelled(scope.run_id):
+            release_now(machine, scope)
         raise
     except Exception:
         release(machine, scope)

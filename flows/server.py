@@ -6,50 +6,49 @@ Not here: what runs on the server (the other files of flows), which store is mea
     user B ---- shared flock ---- <store>/prefect/users.lock     the kernel frees it, on kill -9 too
                                        ^
                                        |  twice a second: is it free?  then stop the server and exit
-    keeper = the server's process, in a session of its own, reached by no Ctrl-C of a terminal
+    keeper = the server's process (keeper.py), in a session of its own, reached by no Ctrl-C of a terminal
 
     start.lock   held by a user while it looks for or starts the keeper, and by the keeper from its decision
                  to stop until its process is gone: nobody is ever handed a server that is going down
     keeper.lock  held by the keeper as long as its process lives; looked at under start.lock only
     server.json  the address, written by the keeper; it counts only while keeper.lock is held
     server.log   what the server said since it started; prefect.db, results/, ui/ are Prefect's own
+    password     what the server asks for (password.py)
 
 This module never imports prefect in the user's process: the environment of `prefect_environment` must be
 set before the first import.
 """
 
 import fcntl
-import gc
 import http.client
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-HOST = "127.0.0.1"
+from flows.keeper import HOST, base_url
+from flows.locks import lock_file, open_lock, try_lock
+from flows.password import own_password
+
 DEFAULT_PORT = 4200
 """The port that Prefect's documentation and people's bookmarks speak of; taken where it is free."""
 
 START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 8.0
-"""After this long a server that was told to stop is killed."""
 JOIN_TIMEOUT_S = 30.0
 """How long start.lock may be held by others: a stop, or a few starts that fail one after another."""
-POLL_S = 0.5
-UNUSED_S = 1.5
-"""How long nobody may be there before the server stops; the last logs and events of a user still arrive."""
-MAX_LOG_BYTES = 8 * 1024 * 1024
+
+ROOT = Path(__file__).resolve().parent.parent
+KEEPER_PROGRAM = "import sys; sys.path.append(sys.argv.pop(1)); from flows.keeper import main; main()"
+"""This package need not be installed; where it lies comes last, and with -P, so that it shadows no module."""
 
 OWN_LOGGERS = ("flows", "tasks", "infra", "rollouts_core")
 """Their INFO lines, said inside a flow or a task, are stored with the run like those of Prefect's loggers."""
@@ -93,6 +92,8 @@ class ServerAddress:
     """What a person opens, for example http://127.0.0.1:4200/v2, without a slash at the end."""
     is_local: bool = True
     """False for a server that the user named by PREFECT_API_URL."""
+    password: str = field(default="", repr=False)
+    """What it asks for, `user:token`; empty where the user's own settings say it."""
 
 
 def local_server(store: Path, *, port: int = 0) -> AbstractContextManager[ServerAddress]:
@@ -112,6 +113,30 @@ def local_server(store: Path, *, port: int = 0) -> AbstractContextManager[Server
     if named_url and named_url != os.environ.get(OWN_API_URL):
         return _named_server(named_url)
     return _shared_server(_home(store), port)
+
+
+def running_server(store: Path) -> ServerAddress | None:
+    """Return the address of the store's server where one answers now; None otherwise. Nothing is started."""
+    home = _home(store)
+    address = _read_address(home) if home.is_dir() else None
+    is_there = address is not None and _is_healthy(address) and _is_kept(home, address)
+    return address if is_there else None
+
+
+@contextmanager
+def held_server() -> Iterator[None]:
+    """Keep the server that this process was told to use from stopping, if it is one of a store.
+
+    For processes that outlive the one that started them.
+    """
+    if OWN_API_URL not in os.environ:
+        yield
+        return
+    home = Path(os.environ["PREFECT_HOME"])
+    with lock_file(home / "users.lock") as users_lock:
+        with _start_lock(home):
+            assert try_lock(users_lock, fcntl.LOCK_SH), "users.lock held exclusively by somebody without start.lock"
+        yield
 
 
 def prefect_environment(store: Path, address: ServerAddress) -> dict[str, str]:
@@ -135,7 +160,8 @@ def prefect_environment(store: Path, address: ServerAddress) -> dict[str, str]:
     environment = {key: os.environ.get(key) or value for key, value in preferences.items()}
     environment |= {"PREFECT_API_URL": address.api_url, "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
     if address.is_local:
-        environment |= {OWN_API_URL: address.api_url} | _home_environment(_home(store)) | _without_proxy(os.environ)
+        environment |= {OWN_API_URL: address.api_url, "PREFECT_API_AUTH_STRING": address.password}
+        environment |= _home_environment(_home(store)) | _without_proxy(os.environ)
     return environment
 
 
@@ -208,7 +234,8 @@ def _shared_server(home: Path, port: int) -> Iterator[ServerAddress]:
         try:
             # Blocks with secrets lie in the database, and the key to them too.
             home.mkdir(mode=0o700, parents=True, exist_ok=True)
-            users_lock = held.enter_context(_lock_file(home / "users.lock"))
+            own_password(home)
+            users_lock = held.enter_context(lock_file(home / "users.lock"))
             address = _join_or_start(home, users_lock, port=port)
         except OSError as error:
             raise ServerError(f"the store cannot be written ({error}): choose another one, or make room") from error
@@ -219,7 +246,7 @@ def _join_or_start(home: Path, users_lock: int, *, port: int) -> ServerAddress:
     """Return the address of a healthy server that will not stop while `users_lock` is open."""
     with _start_lock(home):
         # Only a keeper that holds start.lock too ever holds users.lock exclusively.
-        assert _try_lock(users_lock, fcntl.LOCK_SH), "users.lock held exclusively by somebody without start.lock"
+        assert try_lock(users_lock, fcntl.LOCK_SH), "users.lock held exclusively by somebody without start.lock"
     has_started = False
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
@@ -245,8 +272,8 @@ def _join_or_start(home: Path, users_lock: int, *, port: int) -> ServerAddress:
 
 def _abandoned_keeper_lock(home: Path) -> int | None:
     """Return keeper.lock, taken, if no keeper lives. Call it under start.lock."""
-    keeper_lock = _open_lock(home / "keeper.lock")
-    if _try_lock(keeper_lock, fcntl.LOCK_EX):
+    keeper_lock = open_lock(home / "keeper.lock")
+    if try_lock(keeper_lock, fcntl.LOCK_EX):
         return keeper_lock
     os.close(keeper_lock)
     return None
@@ -266,9 +293,8 @@ def _start_keeper(home: Path, keeper_lock: int, *, port: int) -> None:
     (home / "server.json").unlink(missing_ok=True)
     (home / "server.log").unlink(missing_ok=True)
     with _listen(port) as listener, (home / "server.log").open("ab") as log:
-        # By path and with -P: this package need not be installed, and its folder must not shadow modules.
         launcher = subprocess.Popen(
-            [sys.executable, "-P", __file__, str(home), str(listener.fileno())],
+            [sys.executable, "-P", "-c", KEEPER_PROGRAM, str(ROOT), str(home), str(listener.fileno())],
             cwd=home,
             env=_server_environment(home, listener.getsockname()[1]),
             stdin=subprocess.DEVNULL,
@@ -291,7 +317,8 @@ def _server_environment(home: Path, port: int) -> dict[str, str]:
         | {
             "PREFECT_SERVER_API_HOST": HOST,
             "PREFECT_SERVER_API_PORT": str(port),
-            "PREFECT_SERVER_UI_API_URL": _address_of(port).api_url,
+            "PREFECT_SERVER_API_AUTH_STRING": own_password(home),
+            "PREFECT_SERVER_UI_API_URL": f"{base_url(port)}/api",
             # Prefect unpacks the UI before it serves it, by default into site-packages, which may be
             # read-only and is shared by servers that start at the same time.
             "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "ui"),
@@ -361,119 +388,20 @@ def _log_tail(home: Path, *, max_lines: int = 15, max_bytes: int = 16_384) -> st
     return "\n".join(lines[-max_lines:]) or "(nothing)"
 
 
-# --- the address and the locks ----------------------------------------------------------------------------
-
-
-def _address_of(port: int) -> ServerAddress:
-    base_url = f"http://{HOST}:{port}"
-    return ServerAddress(api_url=f"{base_url}/api", ui_url=f"{base_url}/v2")
-
-
 def _read_address(home: Path) -> ServerAddress | None:
     try:
         recorded = json.loads((home / "server.json").read_text())
-        return ServerAddress(api_url=recorded["api_url"], ui_url=recorded["ui_url"])
+        return ServerAddress(api_url=recorded["api_url"], ui_url=recorded["ui_url"], password=own_password(home))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _write_address(home: Path, address: ServerAddress) -> None:
-    partial = home / f"server.json.{os.getpid()}"
-    with partial.open("w") as file:
-        json.dump(asdict(address) | {"pid": os.getpid()}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(home / "server.json")
-
-
-def _open_lock(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-
-
-def _try_lock(lock: int, kind: int) -> bool:
-    try:
-        fcntl.flock(lock, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-@contextmanager
-def _lock_file(path: Path) -> Iterator[int]:
-    lock = _open_lock(path)
-    try:
-        yield lock
-    finally:
-        os.close(lock)
-
-
 @contextmanager
 def _start_lock(home: Path) -> Iterator[None]:
-    with _lock_file(home / "start.lock") as lock:
+    with lock_file(home / "start.lock") as lock:
         deadline = time.monotonic() + JOIN_TIMEOUT_S
-        while not _try_lock(lock, fcntl.LOCK_EX):
+        while not try_lock(lock, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
                 raise ServerError(f"another process has been holding {home / 'start.lock'} for {JOIN_TIMEOUT_S:.0f} s")
             time.sleep(0.02)
         yield
-
-
-# --- the keeper -------------------------------------------------------------------------------------------
-
-
-def _keep(home: Path, listener: socket.socket) -> None:
-    """Serve Prefect until nobody is left or SIGTERM comes."""
-    signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(0))
-    threading.Thread(target=_stop_when_unused, args=(home,), daemon=True).start()
-    _write_address(home, _address_of(listener.getsockname()[1]))
-    try:
-        _serve(listener)
-    finally:
-        (home / "server.json").unlink(missing_ok=True)
-
-
-def _serve(listener: socket.socket) -> None:
-    gc.disable()  # collecting during the imports costs 0.3 s of 3
-    import uvicorn
-    from prefect.server.api.server import create_app
-
-    app = create_app(final=True)
-    gc.enable()
-    gc.freeze()
-    config = uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
-    uvicorn.Server(config).run(sockets=[listener])
-
-
-def _stop_when_unused(home: Path) -> None:
-    """End this process once the lock of the users was free for UNUSED_S."""
-    users_lock = _open_lock(home / "users.lock")
-    start_lock = _open_lock(home / "start.lock")
-    used_at = time.monotonic()
-    while True:
-        time.sleep(POLL_S)
-        if os.fstat(sys.stderr.fileno()).st_size > MAX_LOG_BYTES:
-            os.ftruncate(sys.stderr.fileno(), 0)
-        if not _try_lock(start_lock, fcntl.LOCK_EX):
-            used_at = time.monotonic()
-            continue
-        if not _try_lock(users_lock, fcntl.LOCK_EX):
-            used_at = time.monotonic()
-        elif time.monotonic() - used_at > UNUSED_S:
-            break  # start.lock stays held until this process is gone
-        else:
-            fcntl.flock(users_lock, fcntl.LOCK_UN)
-        fcntl.flock(start_lock, fcntl.LOCK_UN)
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(STOP_TIMEOUT_S)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _main() -> None:
-    home, listener = Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
-    if os.fork():
-        os._exit(0)
-    _keep(home, listener)
-
-
-if __name__ == "__main__":
-    _main()

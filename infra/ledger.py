@@ -82,7 +82,7 @@ class Ledger:
             self._database.execute(drop, (run_dir, run_id))
             claims = self._database.execute("SELECT run_id, node FROM job_leases WHERE run_dir = ?", (run_dir,))
             others = [(other,) for other, place in claims.fetchall() if node is None or place == node[0]]
-            dead = [other for (other,) in others if self._has_died(other)]
+            dead = [other for (other,) in others if self.has_died(other)]
             self._database.executemany(drop, [(run_dir, other) for other in dead])
         return len(others) - len(dead)
 
@@ -90,13 +90,16 @@ class Ledger:
         """The nodes on which living runs want the job whose run directory has this name."""
         claims = self._database.execute("SELECT run_dir, run_id, node FROM job_leases").fetchall()
         wanted = [claim for claim in claims if claim[0].rpartition("/")[2] == directory_name]
-        return {node for _, run_id, node in wanted if not self._has_died(run_id)}
+        return {node for _, run_id, node in wanted if not self.has_died(run_id)}
 
     def leases_of(self, run_id: str) -> list[Lease]:
         """All claims of a run, oldest first."""
+        return [lease for lease in self.leases() if lease.run_id == run_id]
+
+    def leases(self) -> list[Lease]:
+        """All claims of all runs, also of those that died, oldest first."""
         rows = self._database.execute(
-            "SELECT run_dir, run_id, node, created_at FROM job_leases WHERE run_id = ? ORDER BY created_at, run_dir",
-            (run_id,),
+            "SELECT run_dir, run_id, node, created_at FROM job_leases ORDER BY created_at, run_dir"
         )
         return [
             Lease(run_dir=run_dir, run_id=owner, node=node, created_at=created_at)
@@ -117,7 +120,7 @@ class Ledger:
                 path.unlink(missing_ok=True)
             os.close(lock)
 
-    def _has_died(self, run_id: str) -> bool:
+    def has_died(self, run_id: str) -> bool:
         """True if the run was a living one and is no more; a run that never said that it lives counts as alive."""
         try:
             lock = os.open(self._run_lock_path(run_id), os.O_RDWR)

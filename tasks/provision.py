@@ -24,13 +24,22 @@ def provision(settings: NodeSettings, scope: RunScope) -> Node:
     return node
 
 
+def give_back(node: Node, scope: RunScope) -> list[str]:
+    """End every job that only this run wants, then give the node back; returns what was done, a sentence each."""
+    ended, left = stop_leased_jobs(scope, node)
+    release_node(node)
+    return [
+        *(f"ended the job in {run_dir}" for run_dir in ended),
+        *(f"left the job in {run_dir} to another run that wants it" for run_dir in left),
+        f"gave back {node.provider} node {node.name}",
+    ]
+
+
 def release_now(node: Node, scope: RunScope) -> None:
-    """End every job that only this run wants, then give the node back."""
+    """`give_back`, and say what was done."""
     with StageProgress("release", num_steps=0, console=stage_console()) as progress:
-        for run_dir in stop_leased_jobs(scope, node):
-            progress.say(f"ended the job in {run_dir}")
-        release_node(node)
-        progress.say(f"gave back {node.provider} node {node.name}")
+        for sentence in give_back(node, scope):
+            progress.say(sentence)
 
 
 @task(name="release", cache_policy=NO_CACHE)

@@ -156,15 +156,17 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
     require_finished(session, ended)
 
 
-def stop_leased_jobs(scope: RunScope, node: Node) -> list[str]:
-    """Give up this run's claims, and end the jobs that no other run wants; returns their run directories."""
-    ended = []
+def stop_leased_jobs(scope: RunScope, node: Node) -> tuple[list[str], list[str]]:
+    """Give up this run's claims; returns the run directories of the jobs that ended, and of those that others want."""
+    ended, left = [], []
     with Ledger(scope.ledger_path) as ledger, open_session(node) as session:
         for lease in ledger.leases_of(scope.run_id):
             if ledger.drop_lease(lease.run_dir, scope.run_id) == 0:
                 cancel_job(session, lease.run_dir, GRACE_S)
                 ended.append(lease.run_dir)
-    return ended
+            else:
+                left.append(lease.run_dir)
+    return ended, left
 
 
 def running_job(session: Session, run_dir: str) -> dict[str, Any] | None:  # Any: JSON

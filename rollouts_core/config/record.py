@@ -73,10 +73,27 @@ def _scalar_of(annotation: object) -> object:
     return annotation
 
 
+BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+"""The names that JSON schema, and with it a form, has for pydantic's bounds."""
+
+
+def _name_bounds(schema: JsonDict) -> None:
+    """Give bounds their names in JSON schema, which pydantic does not where a validator of ours stands before them."""
+    properties = schema.get("properties")
+    assert isinstance(properties, dict), "a record has fields"
+    for field in properties.values():
+        assert isinstance(field, dict), "a field has a schema of its own"
+        for own, name in BOUNDS.items():
+            if own in field:
+                field[name] = field.pop(own)
+
+
 class Record(BaseModel):
     """What all settings share: frozen, no unknown keys, field docstrings as help texts."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, json_schema_extra=_name_bounds
+    )
 
     @field_validator("*", mode="before")
     @classmethod

@@ -5,6 +5,7 @@ database, a user who is handed a server that is going down, runs whose logs neve
 the middle of the terminal display.
 """
 
+import dataclasses
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from flows.password import basic_authorization, own_password, password_file
 from flows.server import (
     HOST,
     OWN_API_URL,
@@ -131,7 +134,9 @@ def keeper_pid(store: Path) -> int:
 
 def ask(address: ServerAddress, path: str, question: dict[str, Any]) -> Any:  # whatever JSON the server answers
     request = urllib.request.Request(
-        f"{address.api_url}{path}", json.dumps(question).encode(), {"Content-Type": "application/json"}
+        f"{address.api_url}{path}",
+        json.dumps(question).encode(),
+        {"Content-Type": "application/json", "Authorization": basic_authorization(address.password)},
     )
     with urllib.request.urlopen(request, timeout=10) as response:
         return json.load(response)
@@ -222,6 +227,29 @@ def test_the_environment_it_made_itself_is_not_taken_for_the_users_server(
     with local_server(store) as address:
         assert is_healthy(address)
         assert address.api_url != gone.api_url
+
+
+@pytest.mark.slow
+def test_nobody_is_answered_without_the_password_which_only_the_owner_can_read(store: Path) -> None:
+    with local_server(store) as address:
+        assert address.password == own_password(store / "prefect")
+        assert address.password not in repr(address)
+        assert address.password not in (store / "prefect" / "server.json").read_text()
+        for stranger in ("", "rollouts:guessed"):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                ask(dataclasses.replace(address, password=stranger), "/flow_runs/filter", {})
+        assert ask(address, "/flow_runs/filter", {}) == []
+    assert password_file(store / "prefect").stat().st_mode & 0o077 == 0
+
+
+def test_of_many_that_make_a_password_at_once_all_have_the_same(tmp_path: Path) -> None:
+    program = "import sys; from pathlib import Path; from flows.password import own_password; "
+    program += "print(own_password(Path(sys.argv[1])))"
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(8)]
+    passwords = {process.communicate(timeout=60)[0].strip() for process in processes}
+    assert len(passwords) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["password"]
 
 
 def test_an_explicit_port_that_is_taken_is_refused_in_one_sentence(tmp_path: Path) -> None:

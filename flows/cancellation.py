@@ -1,0 +1,64 @@
+"""What a cancelled run gives back: its claims on jobs, the jobs that nobody else wants, its node.
+
+Not here: runs that fail or are interrupted (pipeline.py). A run is cancelled in Prefect's UI or through its API:
+
+    state Cancelling ──> the serving process ──SIGTERM──> the flow: asks for its state, gives back what it holds
+                                   └── when the flow has ended, or was killed after 30 s: gives back what it still holds
+
+A SIGTERM of another origin is no cancellation, and leaves everything for the next start.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from uuid import UUID
+
+import httpx
+from prefect import Flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun
+from prefect.exceptions import PrefectException
+from prefect.logging.loggers import flow_run_logger
+from prefect.states import State
+from pydantic import TypeAdapter
+
+from flows.form import FormNode
+from infra.errors import PermanentInfraError, TransientInfraError
+from infra.ledger import Ledger
+from infra.node import NodeSettings
+from infra.providers import provision_node
+from tasks.provision import give_back
+from tasks.records import RunScope
+
+NODE_SETTINGS: TypeAdapter[NodeSettings] = TypeAdapter(FormNode)
+
+
+def is_cancelled(run_id: str) -> bool:
+    """True when somebody asked Prefect to cancel the run; False also where that cannot be found out."""
+    try:
+        with get_client(sync_client=True) as client:
+            state = client.read_flow_run(UUID(run_id)).state
+    except (httpx.HTTPError, PrefectException):
+        return False  # nothing may be ended because something is wrong with the server
+    return state is not None and state.is_cancelling()
+
+
+def release_after_cancellation(flow: Flow, flow_run: FlowRun, state: State) -> None:  # type: ignore[type-arg]
+    """Prefect's hook: give back what the run's own process did not come to, because it was killed."""
+    said = release_leases(flow_run)
+    flow_run_logger(flow_run, flow).info("cancelled: %s", said)
+
+
+def release_leases(flow_run: FlowRun) -> str:
+    """End the jobs that only this run wants, and say in a sentence what was done."""
+    options = flow_run.parameters.get("run", {})
+    store = Path(options.get("store", ".rollouts")).resolve()
+    scope = RunScope(run_id=str(flow_run.id), run_name=options.get("name", flow_run.name), store=str(store))
+    with Ledger(scope.ledger_path) as ledger:
+        if not ledger.leases_of(scope.run_id):
+            return "nothing was left to give back"
+    try:
+        node = provision_node(NODE_SETTINGS.validate_python(flow_run.parameters["node"]), store)
+        return "; ".join(give_back(node, scope))
+    except (PermanentInfraError, TransientInfraError) as error:
+        return f"its jobs could not be ended ({error}): end them on the node, or start the run again and cancel it"

@@ -1,0 +1,152 @@
+"""What the store's Prefect server offers to run: the presets, and configurations that `rollouts up` was given.
+
+Not here: the process that runs them (serving.py), what a configuration may say (form.py).
+
+    configs/*.toml, my.toml ──> <store>/prefect/deployments/<name>.json ──> a deployment, and the defaults of its form
+
+This module does not import prefect: it runs before Prefect's environment is set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from flows.form import Pipeline, load_pipeline, name_of, parse_pipeline
+from rollouts_core.config import read_settings
+from rollouts_core.errors import ConfigError
+
+FLOW = "sft-rl"
+PRESETS = Path(__file__).resolve().parent.parent / "configs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """A way to run the pipeline, by name."""
+
+    name: str
+    description: str
+    """What its page says; Markdown."""
+    parameters: dict[str, Any]  # Any: JSON
+    """Defaults of the form: config, node and run."""
+    is_preset: bool = False
+
+    @property
+    def digest(self) -> str:
+        """What changes when anything of it does."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def preset_deployments(folder: Path, quickstart: Path) -> list[Deployment]:
+    """The presets, with data files in `folder`; those of the quickstart are in a folder of its own."""
+    made = []
+    for path in sorted(PRESETS.glob("*.toml")):
+        place = quickstart if path.stem == "quickstart" else folder
+        pipeline = parse_pipeline(read_settings(path), place / path.name)
+        made.append(_deployment(path.stem, pipeline, _leading_comment(path), is_preset=True))
+    return made
+
+
+def deployment_of(path: Path) -> Deployment:
+    """A deployment of the configuration in a file, named after the file.
+
+    Raises:
+        ConfigError: one sentence with the file, the key and what to do.
+    """
+    pipeline = load_pipeline(path)
+    return _deployment(name_of(path), pipeline, _leading_comment(path) or f"From {path.resolve()}.", is_preset=False)
+
+
+def save_deployments(home: Path, deployments: Iterable[Deployment]) -> None:
+    """Write what is to be served; a preset does not replace a configuration of the user with its name."""
+    folder = home / "deployments"
+    folder.mkdir(exist_ok=True)
+    known = load_deployments(home)
+    for deployment in deployments:
+        if deployment.is_preset and deployment.name in known and not known[deployment.name].is_preset:
+            continue
+        partial = folder / f".{deployment.name}.{os.getpid()}"
+        partial.write_text(json.dumps(asdict(deployment), indent=1))
+        partial.replace(folder / f"{deployment.name}.json")
+
+
+def load_deployments(home: Path) -> dict[str, Deployment]:
+    """What is to be served, by name.
+
+    Raises:
+        ConfigError: a file is not one that `save_deployments` wrote.
+    """
+    found = {}
+    for path in sorted((home / "deployments").glob("*.json")):
+        try:
+            found[path.stem] = Deployment(**json.loads(path.read_text()))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{path} is not a deployment ({error}): delete it") from error
+    return found
+
+
+def parameters_for(store: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
+    """Parameters whose run keeps everything in this store, wherever it was moved."""
+    return {**parameters, "run": {**parameters["run"], "store": str(store.resolve())}}
+
+
+def overridden(parameters: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:  # Any: JSON
+    """Parameters of a deployment with settings replaced; each assignment is `key=value` with a key of a file.
+
+    A value is JSON where it can be read as such, and text otherwise: training.rl.num_steps=10, run.name=second.
+
+    Raises:
+        ConfigError: one sentence; the key is not known, or the value does not fit.
+    """
+    settings = json.loads(json.dumps({**parameters["config"], "node": parameters["node"], "run": parameters["run"]}))
+    for assignment in assignments:
+        key, separator, text = assignment.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"{assignment!r} is not of the form key=value, like training.rl.num_steps=10")
+        if key == "node.provider" and text != settings["node"]["provider"]:
+            settings["node"] = {}  # the settings of another provider say nothing about this one
+        *sections, last = key.split(".")
+        section = settings
+        for name in sections:
+            section = section.setdefault(name, {})
+            if not isinstance(section, dict):
+                raise ConfigError(f"{key}: {name} is a value, not a table of settings")
+        section[last] = _value_of(text)
+    pipeline = parse_pipeline(settings, Path("command line"))
+    return parameters_of(pipeline)
+
+
+def parameters_of(pipeline: Pipeline) -> dict[str, Any]:  # Any: JSON
+    """The parameters of the flow, as Prefect keeps them."""
+    parts: dict[str, BaseModel] = {"config": pipeline.config, "node": pipeline.node, "run": pipeline.run}
+    return {name: part.model_dump(mode="json") for name, part in parts.items()}
+
+
+def _deployment(name: str, pipeline: Pipeline, description: str, *, is_preset: bool) -> Deployment:
+    return Deployment(name=name, description=description, parameters=parameters_of(pipeline), is_preset=is_preset)
+
+
+def _leading_comment(path: Path) -> str:
+    """What the comment at the top of a TOML file says, as text that keeps its columns."""
+    if path.suffix != ".toml":
+        return ""
+    lines = []
+    for line in path.read_text().splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.removeprefix("#").removeprefix(" "))
+    return "```text\n" + "\n".join(lines) + "\n```" if lines else ""
+
+
+def _value_of(text: str) -> Any:  # Any: JSON
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,95 @@
+"""The process of a store's Prefect server: serve until nobody uses it any more.
+
+Not here: its users, and the locks' meaning (server.py). It is started by `server._start_keeper` alone.
+"""
+
+import fcntl
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+from flows.locks import open_lock, try_lock
+
+HOST = "127.0.0.1"
+STOP_TIMEOUT_S = 8.0
+"""After this long a server that was told to stop is killed."""
+POLL_S = 0.5
+UNUSED_S = 1.5
+"""How long nobody may be there before the server stops; the last logs and events of a user still arrive."""
+MAX_LOG_BYTES = 8 * 1024 * 1024
+
+
+def base_url(port: int) -> str:
+    """Where a server of this port is reached."""
+    return f"http://{HOST}:{port}"
+
+
+def _write_address(home: Path, port: int) -> None:
+    partial = home / f"server.json.{os.getpid()}"
+    url = base_url(port)
+    with partial.open("w") as file:
+        json.dump({"api_url": f"{url}/api", "ui_url": f"{url}/v2", "pid": os.getpid()}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(home / "server.json")
+
+
+def _keep(home: Path, listener: socket.socket) -> None:
+    """Serve Prefect until nobody is left or SIGTERM comes."""
+    signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(0))
+    threading.Thread(target=_stop_when_unused, args=(home,), daemon=True).start()
+    _write_address(home, listener.getsockname()[1])
+    try:
+        _serve(listener)
+    finally:
+        (home / "server.json").unlink(missing_ok=True)
+
+
+def _serve(listener: socket.socket) -> None:
+    gc.disable()  # collecting during the imports costs 0.3 s of 3
+    import uvicorn
+    from prefect.server.api.server import create_app
+
+    app = create_app(final=True)
+    gc.enable()
+    gc.freeze()
+    config = uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def _stop_when_unused(home: Path) -> None:
+    """End this process once the lock of the users was free for UNUSED_S."""
+    users_lock = open_lock(home / "users.lock")
+    start_lock = open_lock(home / "start.lock")
+    used_at = time.monotonic()
+    while True:
+        time.sleep(POLL_S)
+        if os.fstat(sys.stderr.fileno()).st_size > MAX_LOG_BYTES:
+            os.ftruncate(sys.stderr.fileno(), 0)
+        if not try_lock(start_lock, fcntl.LOCK_EX):
+            used_at = time.monotonic()
+            continue
+        if not try_lock(users_lock, fcntl.LOCK_EX):
+            used_at = time.monotonic()
+        elif time.monotonic() - used_at > UNUSED_S:
+            break  # start.lock stays held until this process is gone
+        else:
+            fcntl.flock(users_lock, fcntl.LOCK_UN)
+        fcntl.flock(start_lock, fcntl.LOCK_UN)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(STOP_TIMEOUT_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    """Keep the server of a home, `sys.argv[1]`, at the listening socket of descriptor `sys.argv[2]`."""
+    home, listener = Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
+    if os.fork():
+        os._exit(0)
+    _keep(home, listener)

@@ -1,0 +1,34 @@
+"""The files of the quickstart: where they lie, and making them.
+
+Not here: what is in them (rollouts_core/quickstart.py), running it (cli.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flows.deployments import PRESETS
+
+CONFIG_NAME = "quickstart.toml"
+
+
+def quickstart_folder(store: Path, *, seed: int) -> Path:
+    """Where the data, the tokenizer, the model and the configuration of the quickstart lie."""
+    return store / "quickstart" / f"seed-{seed}"
+
+
+def write_quickstart(folder: Path, *, seed: int) -> None:
+    """Make the data, the tokenizer and the untrained model, and the preset beside them."""
+    from rollouts_core.model.loading import silence_progress_bars  # torch loads here
+    from rollouts_core.quickstart import QuickstartSize, write_quickstart_files
+
+    silence_progress_bars()
+    write_quickstart_files(folder, size=QuickstartSize(), seed=seed)
+    (folder / CONFIG_NAME).write_text((PRESETS / CONFIG_NAME).read_text())
+
+
+def write_missing_quickstart(folder: Path) -> Path:
+    """The folder, with the files of seed 0 in it."""
+    if not (folder / CONFIG_NAME).is_file():
+        write_quickstart(folder, seed=0)
+    return folder

@@ -1,0 +1,139 @@
+"""The process that serves a store's deployments: each run that is asked for becomes a process of its own.
+
+Not here: what is served (deployments.py), how this process is started and ended (up.py), the flow (pipeline.py).
+
+    rollouts up ──starts──> serving ──shared lock──> the Prefect server, which stays as long as this process
+                               └─ a run of a deployment ──> a process with the flow ──> jobs, which need neither
+
+    serving.lock   held as long as this process lives
+    serving.json   written when every deployment is registered: pid, since, deployments with their digests
+    serving.log    what this process and its flows said
+
+SIGTERM ends it and the flows, and leaves their jobs: the next start, or Retry, attaches to them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flows.deployments import load_deployments, parameters_for
+from flows.server import local_server, prefect_environment
+from rollouts_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from prefect.runner import Runner
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 2.0
+"""How often Prefect's server is asked for runs to start, and for those to cancel."""
+LOOK_S = 1.0
+LOST_S = 15.0
+"""How often runs are looked for whose process is gone; one that is found twice is marked."""
+FLOWS_END_S = 20.0
+"""After this long a flow that was told to end is killed; its jobs stay either way."""
+RUNNER_END_S = 10.0
+MAX_LOG_BYTES = 8 * 1024 * 1024
+
+
+def serve_store(store: Path) -> None:
+    """Serve the store's deployments until SIGTERM."""
+    with local_server(store) as address:
+        preferences = {
+            "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": os.environ.get("PREFECT_LOGGING_LEVEL", "WARNING"),
+            "PREFECT_RUNNER_POLL_FREQUENCY": f"{POLL_S:.0f}",
+        }
+        os.environ.update({**prefect_environment(store, address), **preferences})
+        asyncio.run(_serve(store.resolve()))
+
+
+async def _serve(store: Path) -> None:
+    from prefect.runner import Runner  # reads the environment that was just set
+
+    from flows.lost_runs import LostRuns
+
+    home = store / "prefect"
+    runner = Runner(name="rollouts", query_seconds=POLL_S)
+    served: dict[str, str] = {}
+    await _register(runner, store, served)
+    running = asyncio.create_task(runner.start())
+    while not runner.started and not running.done():
+        await asyncio.sleep(0.02)
+    stop = asyncio.Event()
+    # Not what Prefect does at SIGTERM, which is to cancel every run.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    _write_state(home, served)
+    lost = LostRuns(store)
+    looked_at = time.monotonic()
+    while not stop.is_set() and not running.done():
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), LOOK_S)
+        if await _register(runner, store, served):
+            _write_state(home, served)
+        if time.monotonic() - looked_at > LOST_S:
+            looked_at = time.monotonic()
+            await lost.look()
+        if os.fstat(sys.stderr.fileno()).st_size > MAX_LOG_BYTES:
+            os.ftruncate(sys.stderr.fileno(), 0)
+    await asyncio.to_thread(_end_flows)
+    if not running.done():
+        await runner.astop()
+    await asyncio.wait([running], timeout=RUNNER_END_S)
+    if running.done() and not running.cancelled() and (error := running.exception()):
+        raise error
+
+
+async def _register(runner: Runner, store: Path, served: dict[str, str]) -> bool:
+    """Make Prefect's deployments those of the store; returns whether something was new."""
+    from flows.pipeline import sft_rl
+
+    try:
+        deployments = load_deployments(store / "prefect")
+    except ConfigError as error:
+        logger.warning("%s", error)
+        return False
+    fresh = [each for each in deployments.values() if served.get(each.name) != each.digest]
+    for deployment in fresh:
+        await runner.aadd_flow(
+            sft_rl,
+            name=deployment.name,
+            description=deployment.description,
+            parameters=parameters_for(store, deployment.parameters),
+        )
+        served[deployment.name] = deployment.digest
+    return bool(fresh)
+
+
+def _write_state(home: Path, served: dict[str, str]) -> None:
+    state = {"pid": os.getpid(), "since": time.time(), "deployments": served}
+    partial = home / f"serving.json.{os.getpid()}"
+    partial.write_text(json.dumps(state))
+    partial.replace(home / "serving.json")
+
+
+def _end_flows() -> None:
+    """End the processes of the flows, which leave their jobs and say to Prefect that they crashed."""
+    flows = multiprocessing.active_children()
+    for flow in flows:
+        flow.terminate()
+    deadline = time.monotonic() + FLOWS_END_S
+    for flow in flows:
+        flow.join(max(0.0, deadline - time.monotonic()))
+        if flow.is_alive():
+            flow.kill()
+            flow.join()
+
+
+if __name__ == "__main__":
+    serve_store(Path(sys.argv[1]))

@@ -1,0 +1,119 @@
+"""What is going on in a store: its server, the process that serves its deployments, its runs and their jobs.
+
+Not here: starting and ending them (up.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from flows.deployments import FLOW
+from flows.prefect_api import ask
+from flows.server import ServerAddress, run_url
+from infra.errors import PermanentInfraError, TransientInfraError
+from infra.jobs import JobState, job_status
+from infra.ledger import Lease, Ledger
+from infra.node import LocalNode
+from infra.providers import open_session, provision_node
+
+SUFFIX = re.compile(r"-[0-9a-f]{3}$")
+"""What Prefect puts after the name of a task that gives none of its own."""
+LATEST = 5
+"""So many runs that ended are shown, besides all that did not."""
+UNDER_WAY = ("SCHEDULED", "PENDING", "RUNNING", "PAUSED", "CANCELLING")
+NOT_ENDED = {"flows": {"name": {"any_": [FLOW]}}, "flow_runs": {"state": {"type": {"any_": UNDER_WAY}}}}
+ENDED = {"flows": {"name": {"any_": [FLOW]}}, "flow_runs": {"state": {"type": {"not_any_": UNDER_WAY}}}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoingJob:
+    """A job that is under way, or that nobody but its node knows."""
+
+    run_dir: str
+    node: str
+    is_known_to_run: bool
+    """False for a job on a node that was not asked."""
+    has_run: bool
+    """False when every run that wanted it is gone."""
+
+    def sentence(self) -> str:
+        """For people."""
+        state = "goes on" if self.is_known_to_run else "may go on"
+        owner = "" if self.has_run else ", without a run: the next one that needs it attaches to it"
+        return f"{self.run_dir} {state} on {self.node}{owner}"
+
+
+def describe_runs(address: ServerAddress, store: Path) -> list[str]:
+    """A line for every run that has not ended, and for the latest that have."""
+    ended = ask(address, "POST", "/flow_runs/filter", {**ENDED, "sort": "END_TIME_DESC", "limit": LATEST})
+    runs = ask(address, "POST", "/flow_runs/filter", {**NOT_ENDED, "sort": "EXPECTED_START_TIME_DESC"})
+    tasks: list[dict[str, Any]] = []  # Any: JSON
+    if runs:
+        of_runs = {"flow_runs": {"id": {"any_": [run["id"] for run in runs]}}}
+        running = {"task_runs": {"state": {"type": {"any_": ["RUNNING"]}}}}
+        tasks = ask(address, "POST", "/task_runs/filter", {**of_runs, **running})
+    nodes = {lease.run_id: lease.node for lease in _leases(store)}
+    return [describe_run(run, tasks, nodes, address) for run in [*runs, *ended]]
+
+
+def describe_run(
+    run: Mapping[str, Any],  # Any: JSON
+    tasks: list[dict[str, Any]],  # Any: JSON
+    nodes: Mapping[str, str],
+    address: ServerAddress,
+) -> str:
+    """The name of a run, its stage, since when, where, and its page."""
+    # A task run of an attempt that was killed stays Running for ever.
+    own = [each for each in tasks if each["flow_run_id"] == run["id"] and each["start_time"]]
+    last = max(own, key=lambda each: str(each["start_time"]), default=None)
+    is_running = run["state_type"] == "RUNNING" and last is not None
+    began = last["start_time"] if is_running and last else run["state"]["timestamp"]
+    name = SUFFIX.sub("", last["name"]) if is_running and last else ""
+    stage = f"{run['state_name']:<10} {name:<14}"
+    provider = run.get("parameters", {}).get("node", {}).get("provider", "local")
+    where = nodes.get(run["id"], provider)
+    return f"{run['name']:<20} {stage} since {_clock(began)} on {where}  {run_url(address, run['id'])}"
+
+
+def going_jobs(store: Path) -> list[GoingJob]:
+    """The jobs of the store that are under way; those on other machines are named without asking."""
+    by_place: dict[tuple[str, str], list[Lease]] = {}
+    for lease in _leases(store):
+        by_place.setdefault((lease.run_dir, lease.node), []).append(lease)
+    local = provision_node(LocalNode(), store)
+    found = []
+    for (run_dir, node), leases in by_place.items():
+        is_here = node == local.name
+        if is_here and not _is_running(run_dir, store):
+            continue
+        with Ledger(store / "ledger.db") as ledger:
+            has_run = not all(ledger.has_died(lease.run_id) for lease in leases)
+        found.append(GoingJob(run_dir=run_dir, node=node, is_known_to_run=is_here, has_run=has_run))
+    return found
+
+
+def _is_running(run_dir: str, store: Path) -> bool:
+    try:
+        with open_session(provision_node(LocalNode(), store)) as session:
+            return job_status(session, run_dir).state is JobState.RUNNING
+    except (PermanentInfraError, TransientInfraError):
+        return False
+
+
+def _leases(store: Path) -> list[Lease]:
+    path = store / "ledger.db"
+    if not path.is_file():
+        return []
+    with Ledger(path) as ledger:
+        return ledger.leases()
+
+
+def _clock(timestamp: str) -> str:
+    moment = datetime.fromisoformat(timestamp).astimezone()
+    today = datetime.now().astimezone().date()
+    return moment.strftime("%H:%M:%S" if moment.date() == today else "%Y-%m-%d %H:%M")

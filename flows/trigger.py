@@ -1,0 +1,36 @@
+"""Ask a store's Prefect server to run a deployment, as its form does.
+
+Not here: what deployments there are (deployments.py), the process that runs them (serving.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from flows.deployments import FLOW, load_deployments, overridden
+from flows.prefect_api import RefusedError, ask
+from flows.server import local_server, run_url
+from flows.up import require_serving
+from rollouts_core.errors import ConfigError
+from rollouts_core.messages import closest_name
+
+
+def trigger_run(store: Path, name: str, assignments: Iterable[str]) -> str:
+    """Have a deployment run, with settings replaced by `key=value`; returns the page of the run.
+
+    Raises:
+        ServerError: nothing serves the deployments of the store, or the server refuses.
+        ConfigError: there is no such deployment, or a setting does not fit.
+    """
+    require_serving(store)
+    with local_server(store) as address:
+        try:
+            deployment = ask(address, "GET", f"/deployments/name/{FLOW}/{name}")
+        except RefusedError as error:
+            known = list(load_deployments(store.resolve() / "prefect"))
+            raise ConfigError(f"there is no deployment {name}{closest_name(name, known)}") from error
+        parameters = overridden(deployment["parameters"], assignments)
+        question = {"name": parameters["run"]["name"], "parameters": parameters}
+        run = ask(address, "POST", f"/deployments/{deployment['id']}/create_flow_run", question)
+    return run_url(address, run["id"])

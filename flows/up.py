@@ -1,0 +1,209 @@
+"""`rollouts up`, `down` and `status`: a Prefect server with deployments, which outlives the terminal.
+
+Not here: the process that is started (serving.py), the server (server.py), what is offered (deployments.py).
+
+    up     joins or starts the server, then the serving process, which keeps the server
+    down   ends the serving process and its flows; the server follows, jobs go on
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.deployments import Deployment, deployment_of, load_deployments, preset_deployments, save_deployments
+from flows.locks import lock_file, open_lock, try_lock
+from flows.password import password_file
+from flows.preflight import check_writable
+from flows.quickstart_files import quickstart_folder, write_missing_quickstart
+from flows.server import ROOT, ServerError, local_server, running_server
+from flows.status import describe_runs, going_jobs
+from flows.terminal import Port, Store, console
+
+READY_TIMEOUT_S = 60.0
+DOWN_TIMEOUT_S = 45.0
+SERVER_END_S = 12.0
+"""The server leaves about two seconds after its last user."""
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """The process that serves the deployments of a store."""
+
+    pid: int
+    since: float
+    """Seconds since 1970."""
+    deployments: dict[str, str]
+    """Digests by name."""
+
+
+def up(
+    configs: Annotated[
+        list[Path] | None, typer.Argument(metavar="[CONFIG]...", help="Configurations to offer besides the presets.")
+    ] = None,
+    store: Store = Path(".rollouts"),
+    port: Port = 0,
+) -> None:
+    """Start Prefect with a deployment per preset, and per CONFIG, in the background; `rollouts down` ends it.
+
+    What runs already is joined; a CONFIG is then offered in addition.
+    """
+    own = [deployment_of(path) for path in configs or []]
+    check_writable(store)
+    with local_server(store, port=port) as address:
+        is_new = ensure_serving(store.resolve(), own)
+        serving = find_serving(store)
+        assert serving is not None, "it was ready a moment ago"
+    console.print(f"{'started' if is_new else 'joined'}        process {serving.pid}, which outlives this terminal")
+    console.print(f"deployments    {', '.join(serving.deployments)}")
+    console.print(f"start a run    {address.ui_url}/deployments, or rollouts run --deployment quickstart", markup=False)
+    if address.password:
+        console.print(f"log in with    {address.password}", markup=False)
+        console.print(f"               (kept in {password_file(store.resolve() / 'prefect')})", markup=False)
+    if port and f":{port}/" not in address.api_url:
+        console.print(f"port           {port} was asked for, but the store's server was up already")
+    console.print("more           rollouts status, rollouts down", markup=False)
+
+
+def down(store: Store = Path(".rollouts")) -> None:
+    """End what `up` started: the Prefect server and the runs; their training jobs go on."""
+    home = store.resolve() / "prefect"
+    serving = find_serving(store)
+    if serving is None:
+        console.print(f"nothing serves the deployments of {store}")
+    else:
+        os.kill(serving.pid, signal.SIGTERM)
+        if not _wait_until_free(home, DOWN_TIMEOUT_S):
+            os.kill(serving.pid, signal.SIGKILL)
+            _wait_until_free(home, DOWN_TIMEOUT_S)
+        console.print(f"ended          process {serving.pid}")
+    deadline = time.monotonic() + SERVER_END_S
+    while (address := running_server(store)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    if address:
+        console.print(f"kept           the Prefect server at {address.ui_url}: another command or a run uses it")
+    for job in going_jobs(store.resolve()):
+        console.print(f"left alone     {job.sentence()}", markup=False)
+
+
+def status(store: Store = Path(".rollouts")) -> None:
+    """Show the server, the process that serves the deployments, the runs, and jobs without a run."""
+    address, serving = running_server(store), find_serving(store)
+    typer.echo(f"server       {address.ui_url if address else 'none: rollouts up starts one'}")
+    if serving:
+        since = datetime.fromtimestamp(serving.since).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        typer.echo(f"serving      process {serving.pid} since {since}: {', '.join(serving.deployments)}")
+    else:
+        typer.echo("serving      none: rollouts up starts it")
+    for line in describe_runs(address, store.resolve()) if address else []:
+        typer.echo(f"run          {line}")
+    for job in going_jobs(store.resolve()):
+        if not (job.has_run and address):
+            typer.echo(f"job          {job.sentence()}")
+
+
+def ensure_serving(store: Path, own: list[Deployment]) -> bool:
+    """Return when the deployments are served; True if the process that does it was started now.
+
+    Raises:
+        ServerError: it does not start; the message has the end of its log.
+    """
+    home = store / "prefect"
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with lock_file(home / "up.lock") as up_lock:
+        fcntl.flock(up_lock, fcntl.LOCK_EX)
+        is_new = not _is_locked(home)
+        if is_new:
+            quickstart = write_missing_quickstart(quickstart_folder(store, seed=0))
+            save_deployments(home, preset_deployments(Path.cwd(), quickstart))
+        save_deployments(home, own)
+        if is_new:
+            _start_serving(store, home)
+        wanted = {name: each.digest for name, each in load_deployments(home).items()}
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while time.monotonic() < deadline:
+            serving = find_serving(store)
+            if serving and wanted.items() <= serving.deployments.items():
+                return is_new
+            if serving is None and not _is_locked(home):
+                raise ServerError(
+                    f"the deployments could not be served; {home / 'serving.log'} ends with: {_tail(home)}"
+                )
+            time.sleep(POLL_S)
+    raise ServerError(f"the deployments were not served within {READY_TIMEOUT_S:.0f} s; see {home / 'serving.log'}")
+
+
+def find_serving(store: Path) -> Serving | None:
+    """The process that serves the store's deployments; None where none lives, or it is not ready."""
+    home = store.resolve() / "prefect"
+    try:
+        state = json.loads((home / "serving.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return Serving(**state) if _is_locked(home) else None
+
+
+def require_serving(store: Path) -> Serving:
+    """The process that serves the store's deployments.
+
+    Raises:
+        ServerError: there is none, so that nobody would start a run.
+    """
+    if (serving := find_serving(store)) is None:
+        raise ServerError(f"nothing serves the deployments of {store}: rollouts up --store {store} starts it")
+    return serving
+
+
+def _is_locked(home: Path) -> bool:
+    """Whether the process lives: a killed one holds no lock, whatever its file says."""
+    with lock_file(home / "serving.lock") as lock:
+        return not try_lock(lock, fcntl.LOCK_EX)
+
+
+def _start_serving(store: Path, home: Path) -> None:
+    """Start the process, which inherits the taken lock."""
+    lock = open_lock(home / "serving.lock")
+    try:
+        if not try_lock(lock, fcntl.LOCK_EX):
+            raise ServerError(f"another process holds {home / 'serving.lock'}")
+        (home / "serving.json").unlink(missing_ok=True)
+        (home / "serving.log").unlink(missing_ok=True)
+        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+        with (home / "serving.log").open("ab") as log:
+            subprocess.Popen(
+                [sys.executable, "-P", "-m", "flows.serving", str(store)],
+                env={**os.environ, "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(lock,),
+                start_new_session=True,
+            )
+    finally:
+        os.close(lock)
+
+
+def _wait_until_free(home: Path, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while _is_locked(home):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def _tail(home: Path, *, num_lines: int = 8, max_bytes: int = 8192) -> str:
+    lines = (home / "serving.log").read_bytes()[-max_bytes:].decode(errors="replace").splitlines()
+    return "\n".join(lines[-num_lines:]) or "(nothing)"

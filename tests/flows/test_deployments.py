@@ -1,0 +1,99 @@
+"""What a deployment keeps of a configuration, and what a trigger may change.
+
+Without these tests a run of the UI could train something else than `rollouts run` with the same file does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from flows.deployments import (
+    PRESETS,
+    Deployment,
+    deployment_of,
+    load_deployments,
+    overridden,
+    parameters_for,
+    preset_deployments,
+    save_deployments,
+)
+from flows.form import RunOptions, load_pipeline
+from infra.node import NodeSettings
+from rollouts_core.config import Config
+from rollouts_core.errors import ConfigError
+
+
+def test_every_preset_comes_back_from_its_deployment_as_the_file_says_it(tmp_path: Path) -> None:
+    deployments = preset_deployments(tmp_path / "here", tmp_path / "quickstart")
+    assert [each.name for each in deployments] == sorted(path.stem for path in PRESETS.glob("*.toml"))
+    for deployment in deployments:
+        place = tmp_path / ("quickstart" if deployment.name == "quickstart" else "here")
+        place.mkdir(exist_ok=True)
+        copy = place / f"{deployment.name}.toml"
+        copy.write_text((PRESETS / copy.name).read_text())
+        expected = load_pipeline(copy)
+        assert Config.model_validate(deployment.parameters["config"]) == expected.config
+        assert TypeAdapter(NodeSettings).validate_python(deployment.parameters["node"]) == expected.node
+        assert RunOptions.model_validate(deployment.parameters["run"]) == expected.run
+        assert "Hardware" in deployment.description or deployment.name == "quickstart"
+
+
+def test_the_runs_of_a_deployment_keep_everything_in_the_store_that_serves_it(tmp_path: Path) -> None:
+    parameters: dict[str, Any] = {"config": {}, "node": {}, "run": {"name": "a", "store": "elsewhere"}}
+    assert parameters_for(tmp_path, parameters)["run"] == {"name": "a", "store": str(tmp_path)}
+    assert parameters["run"]["store"] == "elsewhere"
+
+
+@pytest.fixture
+def small(folder: Path) -> Deployment:
+    return deployment_of(folder / "small.toml")
+
+
+def test_a_trigger_changes_what_it_names_and_nothing_else(small: Deployment) -> None:
+    changed = overridden(small.parameters, ["training.rl.num_steps=9", "run.name=second", 'run.fresh=["sft"]'])
+    expected = {**small.parameters, "run": {**small.parameters["run"], "name": "second", "fresh": ["sft"]}}
+    assert changed["run"] == expected["run"]
+    assert changed["config"]["training"]["rl"].pop("num_steps") == 9
+    assert small.parameters["config"]["training"]["rl"].pop("num_steps") == 4
+    assert changed["config"] == small.parameters["config"]
+
+
+def test_another_provider_begins_with_its_own_defaults(small: Deployment) -> None:
+    settings = ["node.provider=ssh", "node.host=me@box", "node.python=/opt/bin/python"]
+    node = overridden(small.parameters, settings)["node"]
+    assert (node["provider"], node["root"], node["min_free_gb"]) == ("ssh", "~/rollouts", 10.0)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "words"),
+    [
+        ("training.rl.num_stepz=9", "unknown key training.rl.num_stepz; did you mean num_steps"),
+        ("training.rl.num_steps=0", "command line: training.rl.num_steps"),
+        ("mode.deeper=1", "mode is a value, not a table"),
+        ("=3", "not of the form key=value"),
+        ("node.provider=moon", "expected one of local, ssh"),
+    ],
+)
+def test_a_setting_that_does_not_fit_is_one_sentence(small: Deployment, assignment: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        overridden(small.parameters, [assignment])
+
+
+def test_a_configuration_of_the_users_is_not_replaced_by_a_preset_of_its_name(tmp_path: Path) -> None:
+    own = Deployment(name="rl_math", description="mine", parameters={})
+    save_deployments(tmp_path, [own])
+    save_deployments(tmp_path, preset_deployments(tmp_path, tmp_path))
+    known = load_deployments(tmp_path)
+    assert known["rl_math"] == own
+    assert len(known) == len(list(PRESETS.glob("*.toml")))
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "deployments").mkdir()
+    (tmp_path / "deployments/torn.json").write_text('{"name": "to')
+    with pytest.raises(ConfigError, match=r"torn\.json is not a deployment .*: delete it"):
+        load_deployments(tmp_path)

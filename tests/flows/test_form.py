@@ -1,0 +1,63 @@
+"""The form of a run in Prefect: what it shows of every setting, and what it may post.
+
+Without these tests a setting could lose its help text or its bounds in the form, and a run could be refused, or go to
+the wrong folder, because somebody looked at another tab of the form first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prefect.utilities.callables import parameter_schema
+from pydantic import TypeAdapter
+
+from flows.form import FormNode
+from flows.pipeline import sft_rl
+from infra.node import LocalNode, NodeSettings, SSHNode
+
+NODE: TypeAdapter[NodeSettings] = TypeAdapter(FormNode)
+SSH = {"provider": "ssh", "host": "me@box", "python": "/opt/bin/python"}
+
+
+def fields() -> Iterator[tuple[str, dict[str, Any]]]:  # Any: JSON schema
+    """Every field of the form, by record and name."""
+    for record, definition in parameter_schema(sft_rl).definitions.items():
+        for name, field in definition["properties"].items():
+            yield f"{record}.{name}", field
+
+
+def test_every_setting_has_a_help_text() -> None:
+    # A record that stands alone shows the text of the record itself.
+    assert [name for name, field in fields() if not ("$ref" in field or field.get("description"))] == []
+    definitions = parameter_schema(sft_rl).definitions
+    assert [name for name, definition in definitions.items() if not definition.get("description")] == []
+
+
+def test_every_bound_has_the_name_that_a_form_understands() -> None:
+    assert [name for name, field in fields() if {"ge", "gt", "le", "lt"} & field.keys()] == []
+
+
+@pytest.mark.parametrize("name", ["SFTTrainingConfig.num_steps", "RLTrainingConfig.num_steps", "OptimConfig.lr"])
+def test_a_number_has_its_bounds(name: str) -> None:
+    field = dict(fields())[name]
+    assert {"minimum", "exclusiveMinimum"} & field.keys(), field
+
+
+def test_what_the_form_keeps_of_the_local_tab_does_not_hinder_ssh() -> None:
+    stale = {**LocalNode().model_dump(), **SSH}
+    assert NODE.validate_python(stale) == SSHNode.model_validate(SSH)
+
+
+def test_what_the_form_keeps_of_the_ssh_tab_does_not_move_local_runs() -> None:
+    stale = {**SSHNode.model_validate({**SSH, "python": "/opt/bin/python"}).model_dump(), "provider": "local"}
+    node = NODE.validate_python(stale)
+    assert (node.provider, node.root) == ("local", "")
+
+
+def test_what_somebody_wrote_stays() -> None:
+    own = {**SSH, "root": "/scratch/me"}
+    assert NODE.validate_python(own) == SSHNode.model_validate(own)
+    assert NODE.validate_python({"provider": "local", "root": "/scratch"}).root == "/scratch"
+    assert NODE.validate_python(LocalNode(root="/scratch")).root == "/scratch"

@@ -1,0 +1,301 @@
+"""The deployments of a store: `rollouts up`, triggers, `status`, `down`, and what a killed process leaves.
+
+Without these tests a second `up` could start a second server, `down` could end training that somebody pays for, a
+killed process could pass for a living one, and a run that nobody does could stay Running for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.prefect_api import ask
+from flows.server import running_server
+from flows.up import find_serving
+from tests.flows.conftest import Rollouts, processes_of, wait_until
+from tests.flows.test_faults import (
+    LONG,
+    assert_goes_on,
+    assert_resumed,
+    events_of,
+    exits_of,
+    paused,
+    program_of,
+    run_dir,
+)
+from tests.small_pipeline import write_small_pipeline
+
+pytestmark = pytest.mark.slow
+
+RUN_LINK = re.compile(r"/runs/flow-run/([0-9a-f-]{36})")
+CANCEL_S = 30.0
+"""Prefect kills a flow that does not end this long after it was cancelled."""
+
+
+@pytest.fixture
+def served(rollouts: Rollouts) -> Iterator[Rollouts]:
+    """A store in which `up` may be called; whatever it started is ended, jobs too."""
+    yield rollouts
+    rollouts.run("down")
+    for path in rollouts.store.glob("stages/*/.job/meta-*.json"):
+        pid = json.loads(path.read_text())["supervisor_pid"]
+        if Path(f"/proc/{pid}/cmdline").is_file() and str(rollouts.store) in Path(f"/proc/{pid}/cmdline").read_text():
+            os.kill(pid, signal.SIGTERM)
+
+
+def up(rollouts: Rollouts, *arguments: str) -> str:
+    """What a successful `up` says."""
+    code, output = rollouts.run("up", *arguments)
+    assert code == 0, output
+    return output
+
+
+def trigger(rollouts: Rollouts, name: str, *assignments: str) -> str:
+    """The id of a run that the command asked for."""
+    code, output = rollouts.run("run", "--deployment", name, *assignments)
+    assert code == 0, output
+    found = RUN_LINK.search(output)
+    assert found is not None, output
+    return found[1]
+
+
+def api(rollouts: Rollouts, method: str, path: str, question: Any = None) -> Any:  # Any: JSON
+    """What the store's Prefect server answers."""
+    address = running_server(rollouts.store)
+    assert address is not None, "no server answers"
+    return ask(address, method, path, question)
+
+
+def state_of(rollouts: Rollouts, run_id: str) -> str:
+    return str(api(rollouts, "GET", f"/flow_runs/{run_id}")["state_type"])
+
+
+def wait_for_state(rollouts: Rollouts, run_id: str, state: str, *, timeout_s: float = 180.0) -> None:
+    wait_until(
+        lambda: state_of(rollouts, run_id) in (state, "FAILED", "COMPLETED", "CRASHED", "CANCELLED"),
+        what=f"{run_id} {state}",
+        timeout_s=timeout_s,
+    )
+    run = api(rollouts, "GET", f"/flow_runs/{run_id}")
+    log = (rollouts.store / "prefect/serving.log").read_text()
+    assert run["state_type"] == state, f"{run['state_type']}: {run['state']['message']}\n{log[-3000:]}"
+
+
+def logs_of(rollouts: Rollouts, run_id: str) -> str:
+    """What a run said into Prefect."""
+    lines = api(rollouts, "POST", "/logs/filter", {"logs": {"flow_run_id": {"any_": [run_id]}}, "limit": 200})
+    return "\n".join(line["message"] for line in lines)
+
+
+def wait_for_checkpoint(rollouts: Rollouts, stage: str) -> Path:
+    """The stage's run directory, as soon as it has a checkpoint."""
+    wait_until(
+        lambda: any(events_of(path, "checkpoint") for path in rollouts.store.glob(f"stages/{stage}-*")),
+        what=f"a checkpoint of {stage}",
+    )
+    return run_dir(rollouts, stage)
+
+
+def set_state(rollouts: Rollouts, run_id: str, state: str, **more: str) -> None:
+    """What the UI's buttons send."""
+    api(rollouts, "POST", f"/flow_runs/{run_id}/set_state", {"state": {"type": state, **more}, "force": False})
+
+
+def test_up_outlives_its_terminal_is_joined_runs_what_is_asked_for_and_is_ended_by_down(
+    served: Rollouts, folder: Path
+) -> None:
+    said = up(served)
+    assert "started" in said
+    assert "deployments    quickstart, rl_math, sft_openwebtext, sft_qwen, sft_rl_gsm8k" in said
+    assert "/v2/deployments" in said
+    password = (served.store / "prefect/password").read_text()
+    assert f"log in with    {password}" in said
+    first = find_serving(served.store)
+    said = up(served, str(folder / "small.toml"))
+    assert "joined" in said
+    serving = find_serving(served.store)
+    assert first is not None and serving is not None
+    assert serving.pid == first.pid
+    assert serving.deployments.keys() - first.deployments.keys() == {"small"}
+
+    by_command = trigger(served, "small", "run.name=asked", "mode=sft")
+    address = running_server(served.store)
+    assert address is not None
+    found = api(served, "GET", "/deployments/name/sft-rl/small")
+    curl = ["curl", "--silent", "--retry", "5", "--user", password, "--header", "Content-Type: application/json"]
+    curl += ["--data", "{}", f"{address.api_url}/deployments/{found['id']}/create_flow_run"]
+    answer = subprocess.run(curl, capture_output=True, text=True, check=True, timeout=30)
+    assert "id" in answer.stdout, answer.stdout
+    by_http = json.loads(answer.stdout)["id"]
+    wait_for_state(served, by_command, "COMPLETED")
+    wait_for_state(served, by_http, "COMPLETED")
+    assert len(list(served.store.glob("stages/sft-*"))) == 1
+    assert {path.name.rpartition("-")[0] for path in served.store.glob("runs/*")} == {"asked", "small"}
+
+    code, output = served.run("status")
+    assert code == 0
+    assert f"server       {address.ui_url}" in output
+    assert re.search(r"run +asked +Completed .* on local .*/runs/flow-run/", output), output
+    code, output = served.run("run", str(folder / "small.toml"))  # joins the server, with its password
+    assert code == 0, output
+    assert f"follow it at   {address.ui_url}" in output
+
+    code, output = served.run("down")
+    assert code == 0
+    assert f"ended          process {serving.pid}" in output
+    wait_until(lambda: not processes_of(served.store), what="the end of everything", timeout_s=30)
+    code, output = served.run("status")
+    assert "server       none" in output and "serving      none" in output
+
+
+def test_a_killed_serving_process_is_noticed_and_up_starts_another(served: Rollouts) -> None:
+    up(served)
+    killed = find_serving(served.store)
+    assert killed is not None
+    os.kill(killed.pid, signal.SIGKILL)
+    wait_until(lambda: find_serving(served.store) is None, what="the death being noticed", timeout_s=10)
+    assert (served.store / "prefect/serving.json").exists()
+    code, output = served.run("run", "--deployment", "quickstart")
+    assert code == 2
+    assert output.splitlines() == [
+        f"rollouts: nothing serves the deployments of {served.store}: rollouts up --store {served.store} starts it"
+    ]
+    assert "started" in up(served)
+
+
+def test_what_cannot_be_is_one_sentence(served: Rollouts, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, output = served.run("up", "--port", str(taken.getsockname()[1]))
+    assert code == 2
+    assert re.fullmatch(r"rollouts: port \d+ is in use .*: choose another with --port, or leave it out\n", output)
+    broken = tmp_path / "broken.toml"
+    broken.write_text("mode = 'dpo'")
+    code, output = served.run("up", str(broken))
+    assert (code, len(output.splitlines())) == (2, 1), output
+    assert find_serving(served.store) is None
+    code, output = served.run("down")
+    assert (code, output) == (0, f"nothing serves the deployments of {served.store}\n")
+
+    up(served)
+    for arguments, words in (
+        (["--deployment", "quickstat"], "there is no deployment quickstat; did you mean quickstart?"),
+        (["--deployment", "quickstart", "training.sft.steps=3"], "unknown key training.sft.steps"),
+        (["--deployment", "quickstart", "training.sft.num_steps=few"], "training.sft.num_steps"),
+        (["--deployment", "quickstart", "fast"], "'fast' is not of the form key=value"),
+    ):
+        code, output = served.run("run", *arguments)
+        assert code == 2, output
+        assert words in output
+        assert len(output.splitlines()) == 1
+
+
+def test_down_leaves_a_training_job_alone_and_a_retry_attaches_to_it(served: Rollouts, tmp_path: Path) -> None:
+    config = write_small_pipeline(tmp_path / "small", mode="sft", **LONG)
+    up(served, str(config))
+    run_id = trigger(served, "small")
+    sft = wait_for_checkpoint(served, "sft")
+    with paused(program_of(sft)):
+        code, output = served.run("down")
+        assert code == 0
+        assert f"left alone     {sft} goes on on local, without a run" in output
+        code, output = served.run("status")
+        assert f"job          {sft} goes on on local" in output
+    assert_goes_on(sft)
+    with paused(program_of(sft)):
+        up(served)
+        assert state_of(served, run_id) == "CRASHED"
+        set_state(served, run_id, "SCHEDULED", name="AwaitingRetry")
+        wait_until(
+            lambda: "sft            attached to the running job" in (served.store / "prefect/serving.log").read_text(),
+            what="the retry to attach",
+        )
+    wait_for_state(served, run_id, "COMPLETED")
+    assert exits_of(sft) == ["exit-1.json"]
+
+
+def test_a_cancelled_run_ends_its_job_after_a_checkpoint_and_a_new_run_goes_on_from_it(
+    served: Rollouts, tmp_path: Path
+) -> None:
+    config = write_small_pipeline(tmp_path / "small", mode="rl", **LONG)
+    up(served, str(config))
+    run_id = trigger(served, "small")
+    rl = wait_for_checkpoint(served, "rl")
+    set_state(served, run_id, "CANCELLING")
+    wait_until(lambda: exits_of(rl) == ["exit-1.json"], what="the end of the job", timeout_s=CANCEL_S)
+    wait_for_state(served, run_id, "CANCELLED")
+    assert json.loads((rl / "exit-1.json").read_text())["cancelled"]
+    (engine,) = served.store.glob("stages/engine-*")
+    assert exits_of(engine) == ["exit-1.json"]
+    wait_until(lambda: f"ended the job in {rl}" in logs_of(served, run_id), what="what was ended being said")
+    assert "gave back local node" in logs_of(served, run_id)
+    assert find_serving(served.store) is not None
+
+    again = trigger(served, "small")
+    wait_for_state(served, again, "COMPLETED")
+    assert_resumed(rl, attempt=2)
+
+
+def test_of_two_runs_that_want_a_job_the_cancelled_one_leaves_it_to_the_other(served: Rollouts, tmp_path: Path) -> None:
+    config = write_small_pipeline(tmp_path / "small", mode="sft", **LONG)
+    up(served, str(config))
+    first = trigger(served, "small")
+    sft = wait_for_checkpoint(served, "sft")
+    with paused(program_of(sft)):
+        second = trigger(served, "small", "run.name=second")
+        wait_until(
+            lambda: "sft            attached to the running job" in (served.store / "prefect/serving.log").read_text(),
+            what="the second run to attach",
+        )
+        set_state(served, first, "CANCELLING")
+        wait_for_state(served, first, "CANCELLED")
+    wait_until(lambda: f"left the job in {sft} to another run" in logs_of(served, first), what="it being said")
+    wait_for_state(served, second, "COMPLETED")
+    assert exits_of(sft) == ["exit-1.json"]
+
+
+def test_a_run_whose_processes_were_killed_becomes_crashed_and_can_be_retried_or_cancelled(
+    served: Rollouts, tmp_path: Path
+) -> None:
+    more = {"training__sft__num_steps": 50_000, "training__sft__checkpoint_every": 100}
+    up(served, str(write_small_pipeline(tmp_path / "small", **{**LONG, "mode": "sft", **more})))
+    run_id = trigger(served, "small")
+    sft = wait_for_checkpoint(served, "sft")
+    kill_serving_and_flow(served)
+    assert_goes_on(sft)
+    up(served)
+    wait_for_state(served, run_id, "CRASHED")
+    set_state(served, run_id, "SCHEDULED", name="AwaitingRetry")
+    wait_until(
+        lambda: "sft            attached to the running job" in (served.store / "prefect/serving.log").read_text(),
+        what="the retry to attach",
+    )
+    kill_serving_and_flow(served)
+    up(served)
+    set_state(served, run_id, "CANCELLING")
+    wait_for_state(served, run_id, "CANCELLED")
+    assert json.loads((sft / "exit-1.json").read_text())["cancelled"]
+
+
+def kill_serving_and_flow(rollouts: Rollouts) -> None:
+    """kill -9 of the process that serves, and of the only flow that it started."""
+    serving = find_serving(rollouts.store)
+    assert serving is not None
+    (flow,) = flows_of(serving.pid)
+    for pid in (serving.pid, flow):
+        os.kill(pid, signal.SIGKILL)
+
+
+def flows_of(pid: int) -> list[int]:
+    """The processes of flows that a serving process started."""
+    listing = subprocess.run(["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
+    rows = [line.split(None, 2) for line in listing.stdout.splitlines()]
+    return [int(row[0]) for row in rows if row[1] == str(pid) and "spawn_main" in row[2]]
