@@ -23,6 +23,7 @@ from pydantic import BaseModel
 from flows.form import RunOptions
 from infra.ledger import Ledger
 from infra.node import Node, NodeSettings
+from infra.providers.rented import ended_when_expired
 from rollouts_core.config import Config
 from rollouts_core.errors import RolloutsError
 from rollouts_core.job import InputModel
@@ -64,8 +65,7 @@ def sft_rl(config: Config, node: NodeSettings, run: RunOptions) -> PipelineResul
         NoImprovementError: RL did not improve on the model it started from beyond noise; the report is written.
     """
     scope = open_scope(run)
-    machine = provision(node, scope)
-    with Ledger(scope.ledger_path) as ledger, ledger.living_run(scope.run_id), released_at_the_end(machine, scope):
+    with machine_of_the_run(node, scope) as machine:
         bootstrap(machine, config, node.min_free_gb)
         models = {"base": base_model(config)}
         records: list[StageRecord] = []
@@ -107,6 +107,15 @@ def open_scope(run: RunOptions) -> RunScope:
     """The run's identity and place in the store."""
     store = Path(run.store).resolve()
     return RunScope(run_id=str(flow_run.id or uuid4()), run_name=run.name, store=str(store), fresh=run.fresh)
+
+
+@contextmanager
+def machine_of_the_run(node: NodeSettings, scope: RunScope) -> Iterator[Node]:
+    """The machine, which others know to be in use as long as the block runs; what is rented ends when it expires."""
+    with Ledger(scope.ledger_path) as ledger, ledger.living_run(scope.run_id):
+        machine = provision(node, scope)
+        with released_at_the_end(machine, scope), ended_when_expired(machine):
+            yield machine
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from infra.offers import GPUQuery
+
 HOST = re.compile(
     r"""(?P<user>[A-Za-z0-9_][\w.-]*) @
         (?: \[(?P<ipv6>[0-9a-fA-F:.]+)\] | (?P<host>[A-Za-z0-9][\w.-]*) )
@@ -67,13 +69,59 @@ class SSHNode(BaseModel):
     @field_validator("host", "host_key", "root", "python")
     @classmethod
     def _check_form(cls, value: str, info: ValidationInfo) -> str:
-        assert info.field_name is not None
-        pattern, expected = _FORMS[info.field_name]
-        match = pattern.fullmatch(value)
-        is_port = match is None or int(match.groupdict().get("port") or SSH_PORT) in range(1, 65536)
-        if match is None or not is_port:
-            raise ValueError(f"expected {expected}, found {value!r}")
-        return value
+        return check_form(value, info)
+
+
+class RentedNode(BaseModel):
+    """A machine that is rented for the run, and given back when it ends."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True, title="A rented machine")
+
+    provider: Literal["provision"] = "provision"
+    """Where the stages run: on a machine that is rented for the run. The providers' keys are in environment variables
+    of the worker, for example RUNPOD_API_KEY."""
+    query: GPUQuery = GPUQuery()
+    """Which machines come into question, and at what price; the cheapest of them is taken."""
+    max_usd: float = Field(gt=0, allow_inf_nan=False)
+    """What the run may spend on machines, in US dollars. A machine is ended when the money is used up."""
+    max_hours: float = Field(default=24.0, gt=0, le=720)
+    """No machine is kept longer than this, in hours."""
+    image: str = ""
+    """Container image (RunPod), image family (Lambda) or operating system (Shadeform) of the machine. Leave it empty to
+    use the provider's usual one."""
+    key_file: str = "~/.ssh/id_ed25519"
+    """Private key to log in with; its public half, the same name with .pub, is given to the machine."""
+    setup: tuple[str, ...] = ()
+    """Shell commands that are run once on a fresh machine, for example to install the packages of this project. They
+    are shown in Prefect's pages: put no secret there."""
+    usable_within_minutes: float = Field(default=20.0, gt=0, le=120)
+    """A machine that cannot be logged in to after this long is given back, and another one rented."""
+    root: str = "~/rollouts"
+    """Directory on the machine for run directories, inputs and code; begins with / or ~/."""
+    python: str
+    """Python interpreter on the machine that has the packages of this project installed, torch among them."""
+    min_free_gb: float = Field(default=10.0, ge=0, allow_inf_nan=False)
+    """Refuse to start when the disk of `root` has less free space than this, in GB (10^9 bytes)."""
+
+    @field_validator("root", "python")
+    @classmethod
+    def _check_form(cls, value: str, info: ValidationInfo) -> str:
+        return check_form(value, info)
+
+
+def check_form(value: str, info: ValidationInfo) -> str:
+    """The value of a field as it is, where it has the form that `_FORMS` wants.
+
+    Raises:
+        ValueError: it has another.
+    """
+    assert info.field_name is not None
+    pattern, expected = _FORMS[info.field_name]
+    match = pattern.fullmatch(value)
+    is_port = match is None or int(match.groupdict().get("port") or SSH_PORT) in range(1, 65536)
+    if match is None or not is_port:
+        raise ValueError(f"expected {expected}, found {value!r}")
+    return value
 
 
 _FORMS = {
@@ -84,10 +132,14 @@ _FORMS = {
 }
 
 
-NodeSettings = Annotated[LocalNode | SSHNode, Field(discriminator="provider")]
+NodeSettings = Annotated[LocalNode | SSHNode | RentedNode, Field(discriminator="provider")]
 """Any provider's settings."""
 
-NODE_TYPES: Mapping[str, type[LocalNode] | type[SSHNode]] = {"local": LocalNode, "ssh": SSHNode}
+NODE_TYPES: Mapping[str, type[LocalNode] | type[SSHNode] | type[RentedNode]] = {
+    "local": LocalNode,
+    "ssh": SSHNode,
+    "provision": RentedNode,
+}
 """The settings of each provider, by its name."""
 
 
@@ -128,6 +180,8 @@ class Node:
     """Absolute directory on this machine that holds the same as `root`; empty where `root` is on this machine."""
     access: SSHAccess | None = None
     """How it is reached; None for this machine."""
+    is_rented: bool = False
+    """True when it costs money until it is given back."""
     believed_by: str = ""
     """Why its host key was believed: pinned, known_hosts or first_use; empty for this machine."""
 
