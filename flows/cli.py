@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 
 from flows.form import Pipeline, RunOptions, load_pipeline
+from flows.machines_cli import add_machine_commands
 from flows.preflight import check_pipeline, check_writable
 from flows.server import ServerAddress, ServerError, local_server, prefect_environment, run_url
 from infra.errors import JobFailedError, PermanentInfraError, TransientInfraError
@@ -58,11 +59,11 @@ app = typer.Typer(
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-def command(function: Callable[P, None]) -> Callable[P, None]:
-    """Register a command whose expected failures end in one sentence and an exit code."""
+def explained(function: Callable[P, None]) -> Callable[P, None]:
+    """The function, its expected failures ending in one sentence and an exit code."""
 
     @functools.wraps(function)
-    def explained(*args: P.args, **kwargs: P.kwargs) -> None:
+    def explaining(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             function(*args, **kwargs)
         except (InputError, PermanentInfraError, ServerError) as error:
@@ -75,7 +76,12 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
             console.print("\nrollouts: interrupted. What is finished is kept: the same command goes on from there.")
             raise typer.Exit(INTERRUPTED_CODE) from interrupt
 
-    return app.command()(explained)
+    return explaining
+
+
+def command(function: Callable[P, None]) -> Callable[P, None]:
+    """Register a command whose expected failures are explained."""
+    return app.command()(explained(function))
 
 
 @command
@@ -225,6 +231,9 @@ def run_flow(pipeline: Pipeline, address: ServerAddress) -> PipelineResult:
         console.print(f"follow it at   {run_url(address, str(flow_run.id))}")
 
     return sft_rl.with_options(on_running=[announce])(pipeline.config, pipeline.node, pipeline.run)
+
+
+add_machine_commands(app, explained)
 
 
 def main() -> None:

@@ -17,11 +17,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from infra.errors import InfraError
+from infra.errors import InfraError, PermanentInfraError, ProviderUnavailableError
 from infra.ledger import Ledger
 from infra.offers import CloudName, Instance, InstanceStatus
 from infra.providers.cloud import Cloud
-from infra.provision import PATIENT, Pace, adopt_machine, release_machine
+from infra.provision import PATIENT, Pace, adopt_machine, find_by_name, release_machine
 from infra.rentals import (
     NAME,
     NAME_PREFIX,
@@ -86,6 +86,28 @@ def reap(
         for rental in without_key
     ]
     return report
+
+
+def release_named(name: str, ledger: Ledger, clouds: Mapping[CloudName, Cloud], *, pace: Pace = PATIENT) -> Rental:
+    """End one machine of the ledger, whoever uses it, and return its row.
+
+    Raises:
+        PermanentInfraError: the ledger has no such machine.
+        StillRentedError: its provider still has it.
+        ProviderUnavailableError: it was asked for, and has not appeared so far.
+    """
+    rental = find_rental(ledger, name)
+    if rental is None:
+        raise PermanentInfraError(f"the ledger knows no machine {name}: `rollouts nodes` shows those that it knows")
+    if rental.state.is_over:
+        return rental
+    cloud = clouds[rental.provider]
+    if rental.state is RentalState.INTENDED:
+        instance = find_by_name(name, cloud, pace)
+        if instance is None:
+            raise ProviderUnavailableError(f"{name} was asked for and has not appeared so far: try again in an hour")
+        rental = adopt_machine(rental, instance.id, ledger, note="found by its name")
+    return release_machine(rental, ledger, cloud, note="ended by hand", pace=pace)
 
 
 def _judge_instance(
