@@ -23,7 +23,7 @@ from flows.form import Pipeline, RunOptions, load_pipeline
 from flows.machines_cli import add_machine_commands
 from flows.preflight import check_pipeline, check_writable
 from flows.server import ServerAddress, ServerError, local_server, prefect_environment, run_url
-from infra.errors import JobFailedError, PermanentInfraError, TransientInfraError
+from infra.errors import JobFailedError, MachineGoneError, PermanentInfraError, TransientInfraError
 from rollouts_core.config import parse_config
 from rollouts_core.errors import InputError, RolloutsError
 
@@ -68,7 +68,9 @@ def explained(function: Callable[P, None]) -> Callable[P, None]:
             function(*args, **kwargs)
         except (InputError, PermanentInfraError, ServerError) as error:
             console.print(f"rollouts: {error}", markup=False)
-            raise typer.Exit(FAILED_CODE if isinstance(error, JobFailedError) else USER_ERROR_CODE) from error
+            raise typer.Exit(
+                FAILED_CODE if isinstance(error, JobFailedError | MachineGoneError) else USER_ERROR_CODE
+            ) from error
         except (RolloutsError, TransientInfraError) as error:
             console.print(f"rollouts: {error}", markup=False)
             raise typer.Exit(FAILED_CODE) from error

@@ -18,7 +18,8 @@
         ├── LoginError            a node does not let us in, or our key cannot be used
         ├── JobFailedError        a job ended without its result.json
         ├── ProviderRefusedError  a provider refuses the key, the account or the request
-        └── MissingKeyError       the key of a provider is in no environment variable
+        ├── MissingKeyError       the key of a provider is in no environment variable
+        └── MachineGoneError      a rented machine is no more; the same command goes on with another one
 
 Every exception keeps all its arguments in `args`, so it survives pickling.
 """
@@ -190,3 +191,7 @@ class ProviderRefusedError(PermanentInfraError):
 
 class MissingKeyError(PermanentInfraError):
     """The key of a provider is in no environment variable."""
+
+
+class MachineGoneError(PermanentInfraError):
+    """A rented machine is no more, and what ran on it neither; starting again goes on with another one."""

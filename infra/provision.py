@@ -221,9 +221,22 @@ def _rent_new(
 
 
 def search_offers(query: GPUQuery, clouds: Mapping[CloudName, Cloud]) -> list[Offer]:
-    """What the query admits of all providers, cheapest first."""
-    order = list(query.providers)
-    offers = [offer for name in order if name in clouds for offer in clouds[name].search(query) if query.admits(offer)]
+    """What the query admits of all providers that answer, cheapest first.
+
+    Raises:
+        ProviderUnavailableError, ProviderRefusedError: none of them answers.
+    """
+    order = [name for name in query.providers if name in clouds]
+    offers: list[Offer] = []
+    failures: list[InfraError] = []
+    for name in order:
+        try:
+            offers += [offer for offer in clouds[name].search(query) if query.admits(offer)]
+        except InfraError as error:
+            logger.warning("went on without %s: %s", name, error)
+            failures.append(error)
+    if failures and len(failures) == len(order):
+        raise failures[0]
     return sorted(offers, key=lambda offer: (offer.usd_per_hour, order.index(offer.provider)))
 
 

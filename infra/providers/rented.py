@@ -19,7 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infra.errors import InfraError, PermanentInfraError, ProviderUnavailableError, TransientInfraError
+from infra.errors import (
+    InfraError,
+    MachineGoneError,
+    PermanentInfraError,
+    ProviderUnavailableError,
+    TransientInfraError,
+)
 from infra.host_keys import HostKeyPolicy
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import Node, RentedNode, SSHAccess
@@ -27,7 +33,7 @@ from infra.offers import Instance, Offer
 from infra.providers.cloud import Cloud
 from infra.providers.clouds import open_clouds, require_keys
 from infra.providers.ssh import CALL_TIMEOUT_S, PROGRAMS_DIR, expand_root
-from infra.provision import RentRequest, release_machine, rent_machine, search_offers
+from infra.provision import Pace, RentRequest, release_machine, rent_machine, search_offers
 from infra.reaper import reap
 from infra.rentals import Rental, find_rental
 from infra.session import Session
@@ -38,6 +44,8 @@ if TYPE_CHECKING:
 SETUP_PYTHON = "/usr/bin/python3"
 """Where there is something to set up, `python` may not exist before; this one is on every image that we know."""
 SETUP_TIMEOUT_S = 3600.0
+REAP_WITHIN_S = 60.0
+"""A new run does not wait longer for the end of an old machine."""
 KEYS_DIR = "machine_keys"
 
 Say = Callable[[str], None]
@@ -57,7 +65,7 @@ def provision_rented(settings: RentedNode, store: Path, run_id: str, say: Say) -
     mirror = store.expanduser().absolute()
     request = build_request(settings, run_id)
     with Ledger(mirror / LEDGER_FILE) as ledger, open_clouds(names) as clouds:
-        report = reap(ledger, clouds, spare=True)
+        report = reap(ledger, clouds, spare=True, pace=Pace(gone_within_s=REAP_WITHIN_S))
         for line in report.ended:
             say(f"ended {line}, which had expired or had never been used")
         for line in report.failures:
@@ -246,7 +254,7 @@ def current_access(node: Node) -> SSHAccess:
     """How the node is reached now; its provider may have moved it.
 
     Raises:
-        TransientInfraError: it is no more.
+        MachineGoneError: it is no more.
     """
     assert node.access is not None
     with rental_of(node) as (_, rental, cloud):
@@ -257,7 +265,7 @@ def current_access(node: Node) -> SSHAccess:
             return node.access
     if instance is None or not instance.status.may_become_usable:
         how = "gone" if instance is None else instance.status.value
-        raise TransientInfraError(
+        raise MachineGoneError(
             f"{node.name} is {how}: its provider took it away, or it expired. The same command goes on from the last "
             "checkpoint on another machine"
         )

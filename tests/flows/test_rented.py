@@ -99,7 +99,7 @@ def test_a_run_that_was_killed_goes_on_with_its_machine(
     rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
 ) -> None:
     settings = node_settings(server, tmp_path / "machine")
-    config = write_small_pipeline(tmp_path / "small", node=settings, **(SHORT | {"training__sft__num_steps": 300}))
+    config = write_small_pipeline(tmp_path / "small", node=settings, **(SHORT | {"training__sft__num_steps": 100}))
     process = rollouts.start("run", str(config))
     rollouts.wait_until_said("sft            started", process)
     os.killpg(process.pid, signal.SIGKILL)
@@ -116,7 +116,7 @@ def test_a_machine_that_is_taken_away_ends_the_run_and_the_next_start_goes_on_el
     rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
 ) -> None:
     settings = node_settings(server, tmp_path / "machine")
-    config = write_small_pipeline(tmp_path / "small", node=settings, **(SHORT | {"training__sft__num_steps": 300}))
+    config = write_small_pipeline(tmp_path / "small", node=settings, **(SHORT | {"training__sft__num_steps": 100}))
     process = rollouts.start("run", str(config))
     rollouts.wait_until_said("sft            started", process)
     [machine] = fake.alive()

@@ -18,6 +18,7 @@ from infra.errors import (
     JobFailedError,
     JobLostError,
     LoginError,
+    MachineGoneError,
     MissingKeyError,
     NodeUnreachableError,
     NoMachineError,
@@ -50,6 +51,7 @@ ERRORS = [
     StillRentedError("m1"),
     ProviderRefusedError("401"),
     MissingKeyError("RUNPOD_API_KEY"),
+    MachineGoneError("taken"),
 ]
 
 

@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import LoginError, NodeUnreachableError, NoMachineError, PermanentInfraError, StillRentedError
+from infra.errors import (
+    LoginError,
+    NodeUnreachableError,
+    NoMachineError,
+    PermanentInfraError,
+    ProviderRefusedError,
+    StillRentedError,
+)
 from infra.ledger import Ledger
 from infra.offers import GPUQuery, Instance
 from infra.providers.runpod import RunPod
@@ -219,6 +226,16 @@ def test_the_machine_of_a_dead_run_goes_to_one_that_wants_the_same(world: World)
         world.release(third)
         taken = world.rent(other)
         assert taken.instance_id == first.instance_id and rentals_of(ledger, REQUEST.run_id) == []
+
+
+def test_a_provider_that_does_not_answer_is_done_without_and_is_an_error_only_when_all_are(world: World) -> None:
+    broken = FakeRunPod()
+    broken.faults.refuses_key = True
+    with broken.served() as url, RunPod(KEY, url) as other, Ledger(world.path) as ledger:
+        clouds = {"lambda": other, "runpod": world.cloud}
+        assert rent_machine(REQUEST, ledger, clouds, check=usable, pace=PACE).state is RentalState.READY
+        with pytest.raises(ProviderRefusedError):
+            rent_machine(replace(REQUEST, run_id="b"), ledger, {"lambda": other}, check=usable, pace=PACE)
 
 
 def test_two_processes_of_one_run_rent_one_machine(world: World) -> None:

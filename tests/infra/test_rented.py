@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from flows.form import parse_pipeline
-from infra.errors import HostKeyError, PermanentInfraError, TransientInfraError
+from infra.errors import HostKeyError, MachineGoneError, PermanentInfraError
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import Node, RentedNode
 from infra.providers import open_session, provision_node, release_node
@@ -120,7 +120,7 @@ def test_a_machine_is_found_where_it_is_now_and_known_by_its_key(
     release_node(node)
     assert fake.alive() == []
     release_node(node)
-    with open_session(node) as session, pytest.raises(TransientInfraError, match="took it away"):
+    with open_session(node) as session, pytest.raises(MachineGoneError, match="took it away"):
         session.run(["echo", "there"], timeout_s=30)
 
 
