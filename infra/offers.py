@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-CloudName = Literal["runpod", "lambda", "shadeform"]
-CLOUD_NAMES: tuple[CloudName, ...] = ("runpod", "lambda", "shadeform")
+CloudName = Literal["runpod", "lambda", "shadeform", "vast"]
+CLOUD_NAMES: tuple[CloudName, ...] = ("runpod", "lambda", "shadeform", "vast")
 CUDA_PATTERN = r"^(\d+\.\d+)?$"
 _LETTERS_AND_NUMBER = re.compile(r"([a-z]{2,})(\d)")
 

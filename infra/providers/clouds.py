@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from infra.errors import MissingKeyError
 from infra.offers import CloudName
-from infra.providers import lambda_cloud, runpod, shadeform
+from infra.providers import lambda_cloud, runpod, shadeform, vast
 from infra.providers.cloud import Cloud
 
 
@@ -50,6 +50,7 @@ CLOUDS: Mapping[CloudName, CloudEntry] = {
     "shadeform": CloudEntry(
         title=shadeform.TITLE, key_variable=shadeform.KEY_VARIABLE, url=shadeform.URL, open=shadeform.Shadeform
     ),
+    "vast": CloudEntry(title=vast.TITLE, key_variable=vast.KEY_VARIABLE, url=vast.URL, open=vast.Vast),
 }
 
 

@@ -113,7 +113,20 @@ class ProviderAPI:
         answer = self._ask_patiently(method, path, body=body)
         return None if answer.status == 404 else answer.content
 
-    def create(self, path: str, body: Json, shape: type[RecordT]) -> RecordT:
+    def ask(self, path: str, body: Json, shape: type[RecordT]) -> RecordT:
+        """The answer to a question that is sent by POST and changes nothing.
+
+        Raises:
+            ProviderUnavailableError, ProviderRefusedError.
+        """
+        answer = self._ask_patiently("POST", path, body=body)
+        try:
+            return shape.model_validate_json(answer.content)
+        except ValidationError as error:
+            problem = f"an unreadable answer ({_first(error)})"
+            raise ProviderUnavailableError(self._say(f"POST {path}", problem)) from error
+
+    def create(self, path: str, body: Json, shape: type[RecordT], *, method: str = "POST") -> RecordT:
         """Ask once for something to be created.
 
         Raises:
@@ -122,11 +135,11 @@ class ProviderAPI:
             ProviderUnavailableError: it had no time, and created nothing.
             UnclearAnswerError: it may have created it.
         """
-        what = f"POST {path}"
+        what = f"{method} {path}"
         deadline = time.monotonic() + self._endpoint.patience_s
         while True:
             try:
-                answer = self._ask("POST", path, body=body, timeout_s=CREATE_TIMEOUT_S)
+                answer = self._ask(method, path, body=body, timeout_s=CREATE_TIMEOUT_S)
             except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:  # nothing was sent
                 raise ProviderUnavailableError(self._say(what, f"no connection ({error})")) from error
             except (httpx.HTTPError, OverflowError) as error:

@@ -61,7 +61,7 @@ def test_offers_of_all_providers_are_one_table_cheapest_first(
     assert result.exit_code == 0 and lines[0].startswith("USD/GPU/h")
     assert [line.split()[0] for line in lines[1:4]] == ["2.49", "2.49", "2.99"]
     assert {"lambda", "runpod"} <= set(result.stdout.split()) and "A6000" not in result.stdout
-    assert lines[-1] == "not asked, for want of a key: Shadeform (SHADEFORM_API_KEY)"
+    assert lines[-1] == "not asked, for want of a key: Shadeform (SHADEFORM_API_KEY), Vast.ai (VAST_API_KEY)"
 
 
 def test_filters_reach_the_search(runpod: FakeRunPod) -> None:
@@ -79,7 +79,7 @@ def test_a_provider_that_does_not_answer_is_named(runpod: FakeRunPod) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("gpus", "--provider", "moon"), "there is no provider moon: choose of runpod, lambda, shadeform"),
+        (("gpus", "--provider", "moon"), "there is no provider moon: choose of runpod, lambda, shadeform, vast"),
         (("gpus", "--min-cuda", "twelve"), "give it as 12.8"),
         (("nodes", "--store", "/nowhere"), "/nowhere has no ledger"),
         (("reap", "--store", "/nowhere"), "/nowhere has no ledger"),

@@ -19,11 +19,13 @@ from infra.providers.cloud import Cloud
 from infra.providers.lambda_cloud import Lambda
 from infra.providers.runpod import RunPod
 from infra.providers.shadeform import Shadeform
+from infra.providers.vast import Vast
 from tests.infra.contract import ContractTransport, read_document, specs_dir
 from tests.infra.fake_cloud import KEY, FakeCloud
 from tests.infra.fake_lambda import FakeLambda
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.fake_shadeform import FakeShadeform
+from tests.infra.fake_vast import FakeVast
 
 pytestmark = pytest.mark.specs
 
@@ -52,6 +54,13 @@ PROVIDERS: dict[str, tuple[type[FakeCloud], str, str, str, Open]] = {
         "https://api.shadeform.ai",
         "/v1",
         lambda url, transport: Shadeform(KEY, url, transport),
+    ),
+    "vast": (
+        FakeVast,
+        "vast.openapi.yaml",
+        "https://console.vast.ai",
+        "",
+        lambda url, transport: Vast(KEY, url, transport, min_interval_s=0),
     ),
 }
 
@@ -102,6 +111,15 @@ def test_the_second_machine_has_the_same_key(pair: Pair) -> None:
     for name in ("rollouts-1", "rollouts-2"):
         pair.cloud.create(offer, make_spec(name))
     assert len(getattr(pair.fake, "keys", [None])) == 1
+
+
+def test_all_pages_of_a_list_are_read(pair: Pair) -> None:
+    offer = next(offer for offer in pair.cloud.search(QUERY) if QUERY.admits(offer))
+    names = [f"rollouts-{number}" for number in range(5)]
+    for name in names:
+        pair.cloud.create(offer, make_spec(name))
+    assert sorted(instance.name for instance in pair.cloud.list_named("rollouts-")) == names
+    assert [instance.name for instance in pair.cloud.list_named("rollouts-4")] == names[4:]
 
 
 def test_no_capacity_and_no_access_are_told_apart(pair: Pair) -> None:
