@@ -25,10 +25,12 @@ from pydantic import TypeAdapter
 from flows.form import FormNode
 from infra.errors import PermanentInfraError, TransientInfraError
 from infra.ledger import Ledger
-from infra.node import NodeSettings
+from infra.node import NodeSettings, RentedNode
 from infra.providers import provision_node
+from infra.providers.rented import release_rentals
 from tasks.provision import give_back
 from tasks.records import RunScope
+from tasks.stage import drop_leases
 
 NODE_SETTINGS: TypeAdapter[NodeSettings] = TypeAdapter(FormNode)
 
@@ -54,11 +56,14 @@ def release_leases(flow_run: FlowRun) -> str:
     options = flow_run.parameters.get("run", {})
     store = Path(options.get("store", ".rollouts")).resolve()
     scope = RunScope(run_id=str(flow_run.id), run_name=options.get("name", flow_run.name), store=str(store))
-    with Ledger(scope.ledger_path) as ledger:
-        if not ledger.leases_of(scope.run_id):
-            return "nothing was left to give back"
+    settings = NODE_SETTINGS.validate_python(flow_run.parameters["node"])
     try:
-        node = provision_node(NODE_SETTINGS.validate_python(flow_run.parameters["node"]), store)
-        return "; ".join(give_back(node, scope))
+        if isinstance(settings, RentedNode):  # its jobs end with it, and to ask for a machine would rent one
+            drop_leases(scope)
+            return "; ".join(release_rentals(store, scope.run_id)) or "nothing was left to give back"
+        with Ledger(scope.ledger_path) as ledger:
+            if not ledger.leases_of(scope.run_id):
+                return "nothing was left to give back"
+        return "; ".join(give_back(provision_node(settings, store), scope))
     except (PermanentInfraError, TransientInfraError) as error:
         return f"its jobs could not be ended ({error}): end them on the node, or start the run again and cancel it"

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Annotated, ParamSpec
 import typer
 
 from flows.form import Pipeline, RunOptions, load_pipeline
+from flows.machines_cli import add_machine_commands
 from flows.preflight import check_pipeline, check_writable
 from flows.quickstart_files import CONFIG_NAME, quickstart_folder, write_quickstart
 from flows.server import ServerAddress, ServerError, local_server, prefect_environment, run_url
 from flows.terminal import STORE_VARIABLE, Port, Store, console
 from flows.trigger import trigger_run
 from flows.up import down, status, up
-from infra.errors import JobFailedError, PermanentInfraError, TransientInfraError
+from infra.errors import JobFailedError, MachineGoneError, PermanentInfraError, TransientInfraError
 from rollouts_core.config import parse_config
 from rollouts_core.errors import InputError, RolloutsError
 
@@ -62,16 +63,18 @@ app = typer.Typer(
 )
 
 
-def command(function: Callable[P, None]) -> Callable[P, None]:
-    """Register a command whose expected failures end in one sentence and an exit code."""
+def explained(function: Callable[P, None]) -> Callable[P, None]:
+    """The function, its expected failures ending in one sentence and an exit code."""
 
     @functools.wraps(function)
-    def explained(*args: P.args, **kwargs: P.kwargs) -> None:
+    def explaining(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             function(*args, **kwargs)
         except (InputError, PermanentInfraError, ServerError) as error:
             console.print(f"rollouts: {error}", markup=False)
-            raise typer.Exit(FAILED_CODE if isinstance(error, JobFailedError) else USER_ERROR_CODE) from error
+            raise typer.Exit(
+                FAILED_CODE if isinstance(error, JobFailedError | MachineGoneError) else USER_ERROR_CODE
+            ) from error
         except (RolloutsError, TransientInfraError) as error:
             console.print(f"rollouts: {error}", markup=False)
             raise typer.Exit(FAILED_CODE) from error
@@ -79,7 +82,12 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
             console.print("\nrollouts: interrupted. What is finished is kept: the same command goes on from there.")
             raise typer.Exit(INTERRUPTED_CODE) from interrupt
 
-    return app.command()(explained)
+    return explaining
+
+
+def command(function: Callable[P, None]) -> Callable[P, None]:
+    """Register a command whose expected failures are explained."""
+    return app.command()(explained(function))
 
 
 @command
@@ -238,6 +246,7 @@ def run_flow(pipeline: Pipeline, address: ServerAddress) -> PipelineResult:
 
 for each in (up, down, status):
     command(each)
+add_machine_commands(app, explained)
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ Not here: what the settings mean (rollouts_core/config/, infra/node.py).
 A file is the core's `Config` at its top level, with two tables more:
 
     mode = "sft+rl"        [model] [data] [training.sft] [rollout] ...     -> Config
-    [node] provider = "local" | "ssh"                                     -> NodeSettings
+    [node] provider = "local" | "ssh" | "provision"                       -> NodeSettings
     [run]  name = "quickstart"                                            -> RunOptions
 """
 

@@ -27,6 +27,7 @@ from flows.form import FormNode, RunOptions
 from flows.server import held_server
 from infra.ledger import Ledger
 from infra.node import Node, NodeSettings
+from infra.providers.rented import ended_when_expired
 from rollouts_core.config import Config
 from rollouts_core.errors import RolloutsError
 from rollouts_core.job import InputModel
@@ -73,11 +74,9 @@ def sft_rl(config: Config, node: FormNode, run: RunOptions) -> PipelineResult:
         NoImprovementError: RL did not improve on the model it started from beyond noise; the report is written.
     """
     scope = open_scope(run)
-    with held_server(), Ledger(scope.ledger_path) as ledger, ledger.living_run(scope.run_id):
-        machine = provision(node, scope)
-        with released_at_the_end(machine, scope):
-            checkpoint, records = run_stages(config, node, machine, scope)
-            report, verdict = write_report(records, config, node, checkpoint, scope)
+    with held_server(), machine_of_the_run(node, scope) as machine:
+        checkpoint, records = run_stages(config, node, machine, scope)
+        report, verdict = write_report(records, config, node, checkpoint, scope)
     if verdict is not None and not verdict.is_improvement:
         raise NoImprovementError(f"{verdict.sentence}; the report is {report}")
     return PipelineResult(report=report, checkpoint=checkpoint, verdict=verdict.sentence if verdict else "")
@@ -122,6 +121,15 @@ def open_scope(run: RunOptions) -> RunScope:
     """The run's identity and place in the store."""
     store = Path(run.store).resolve()
     return RunScope(run_id=str(flow_run.id or uuid4()), run_name=run.name, store=str(store), fresh=run.fresh)
+
+
+@contextmanager
+def machine_of_the_run(node: NodeSettings, scope: RunScope) -> Iterator[Node]:
+    """The machine, which others know to be in use as long as the block runs; what is rented ends when it expires."""
+    with Ledger(scope.ledger_path) as ledger, ledger.living_run(scope.run_id):
+        machine = provision(node, scope)
+        with released_at_the_end(machine, scope), ended_when_expired(machine):
+            yield machine
 
 
 @contextmanager

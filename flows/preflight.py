@@ -14,11 +14,12 @@ import httpx
 from flows.form import Pipeline
 from infra.engines import check_engine_installed
 from infra.errors import PermanentInfraError
-from infra.node import Node
+from infra.node import Node, RentedNode
 from infra.ports import LOOPBACK, check_port
 from infra.providers import open_session, provision_node
+from infra.providers.rented import check_rentable
 from infra.session import Session
-from rollouts_core.config import DataConfig, EngineConfig
+from rollouts_core.config import Config, DataConfig, EngineConfig
 from rollouts_core.errors import ConfigError
 from rollouts_core.keys import key_header, read_key
 
@@ -35,6 +36,8 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
     """
     check_writable(store)
     check_files(pipeline.config.data)
+    if isinstance(pipeline.node, RentedNode):  # a machine costs money: what it can do is seen when it is there
+        return [check_rentable(pipeline.node), *check_training(pipeline.config)]
     node = provision_node(pipeline.node, store)
     with open_session(node) as session:
         if pipeline.config.mode != "sft" and not pipeline.config.data.rollouts:
@@ -42,9 +45,14 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
             for port in pipeline.config.deployment.engine_ports:
                 check_engine_port(session, port, node, api_key=key)
             check_engine(session, pipeline.config.rollout.engine)
+    return check_training(pipeline.config)
+
+
+def check_training(config: Config) -> list[str]:
+    """What was found out about models and data."""
     from rollouts_core.validate import validate_config  # torch and transformers load here
 
-    return validate_config(pipeline.config)
+    return validate_config(config)
 
 
 def check_engine_port(session: Session, port: int, node: Node, *, api_key: str = "") -> None:

@@ -4,14 +4,22 @@
     ├── TransientInfraError       the same call may succeed later
     │   ├── CommandTimeoutError   a command on a node did not end in time
     │   ├── NodeUnreachableError  a node does not answer; whatever runs there may well run on
-    │   └── JobLostError          a job's supervisor is gone (reboot, kill -9); starting again is the next attempt
+    │   ├── JobLostError          a job's supervisor is gone (reboot, kill -9); starting again is the next attempt
+    │   ├── ProviderUnavailableError  a provider of machines gives no usable answer
+    │   ├── OfferGoneError        a provider did not create the machine that it offered; nothing was created
+    │   ├── UnclearAnswerError    a provider may or may not have created a machine
+    │   ├── NoMachineError        no offer led to a machine that can be used
+    │   └── StillRentedError      a machine is not gone although its end was asked for; it may cost money
     └── PermanentInfraError       somebody has to change something first
         ├── CommandFailedError    a command on a node ended with another code than 0
         ├── FileMissingError      a file on a node does not exist
         ├── DiskFullError         a node's disk has no room
         ├── HostKeyError          a host shows another key than it should
         ├── LoginError            a node does not let us in, or our key cannot be used
-        └── JobFailedError        a job ended without its result.json
+        ├── JobFailedError        a job ended without its result.json
+        ├── ProviderRefusedError  a provider refuses the key, the account or the request
+        ├── MissingKeyError       the key of a provider is in no environment variable
+        └── MachineGoneError      a rented machine is no more; the same command goes on with another one
 
 Every exception keeps all its arguments in `args`, so it survives pickling.
 """
@@ -67,6 +75,26 @@ class NodeUnreachableError(TransientInfraError):
 
     def __str__(self) -> str:
         return f"{self.address} does not answer ({self.reason}): check its address and the network, then try again"
+
+
+class ProviderUnavailableError(TransientInfraError):
+    """A provider of machines gives no usable answer; what it has is unknown, not nothing."""
+
+
+class OfferGoneError(TransientInfraError):
+    """A provider did not create the machine that it offered, and nothing was created; another offer may work."""
+
+
+class UnclearAnswerError(TransientInfraError):
+    """A provider was asked to create a machine, and nobody knows whether it did."""
+
+
+class NoMachineError(TransientInfraError):
+    """No offer led to a machine that can be used; nothing is rented."""
+
+
+class StillRentedError(TransientInfraError):
+    """The end of a machine was asked for, and its provider still has it: it may cost money."""
 
 
 class JobLostError(TransientInfraError):
@@ -155,3 +183,15 @@ class JobFailedError(PermanentInfraError):
 
     def __str__(self) -> str:
         return f"attempt {self.attempt} of {self.run_dir} ended with code {self.exit_code}: {self.message}"
+
+
+class ProviderRefusedError(PermanentInfraError):
+    """A provider refuses the key, the account or the request."""
+
+
+class MissingKeyError(PermanentInfraError):
+    """The key of a provider is in no environment variable."""
+
+
+class MachineGoneError(PermanentInfraError):
+    """A rented machine is no more, and what ran on it neither; starting again goes on with another one."""

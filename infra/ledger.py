@@ -1,4 +1,4 @@
-"""Remember, across processes and restarts, which runs want which job, in one SQLite file.
+"""Remember, across processes and restarts, which runs want which job, in one SQLite file, which rentals.py shares.
 
 A job is shared: two runs that need the same SFT hold a lease on it each, and who drops the last one stops it. Not here:
 the lease by which an engine notices that nobody wants it (`lease_s` of jobs.py); that one lies on the node.
@@ -11,6 +11,7 @@ kernel frees; the claims of a run that held one, and holds it no more, do not co
 
 import fcntl
 import os
+import secrets
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -21,18 +22,47 @@ from typing import Self
 
 from infra.errors import PermanentInfraError, TransientInfraError
 
-SCHEMA_VERSION = 1
+LEDGER_FILE = "ledger.db"
+"""Its name in a store."""
 BUSY_TIMEOUT_S = 30.0
 
-_SCHEMA = """
-CREATE TABLE job_leases (
-    run_dir TEXT NOT NULL,
-    run_id TEXT NOT NULL,
-    node TEXT NOT NULL,
-    created_at REAL NOT NULL,
-    PRIMARY KEY (run_dir, run_id)
-) STRICT, WITHOUT ROWID
-"""
+_MIGRATIONS = (
+    (
+        """
+        CREATE TABLE job_leases (
+            run_dir TEXT NOT NULL,
+            run_id TEXT NOT NULL,
+            node TEXT NOT NULL,
+            created_at REAL NOT NULL,
+            PRIMARY KEY (run_dir, run_id)
+        ) STRICT, WITHOUT ROWID
+        """,
+    ),
+    (
+        "CREATE TABLE identity (id TEXT NOT NULL) STRICT",
+        """
+        CREATE TABLE rentals (
+            name TEXT PRIMARY KEY,
+            run_id TEXT NOT NULL,
+            provider TEXT NOT NULL,
+            purpose TEXT NOT NULL,
+            state TEXT NOT NULL,
+            instance_id TEXT NOT NULL,
+            gpu TEXT NOT NULL,
+            region TEXT NOT NULL,
+            usd_per_hour REAL NOT NULL,
+            intended_at REAL NOT NULL,
+            rented_at REAL,
+            ended_at REAL,
+            expires_at REAL NOT NULL,
+            host_key TEXT NOT NULL,
+            note TEXT NOT NULL
+        ) STRICT, WITHOUT ROWID
+        """,
+    ),
+)
+"""What brings a ledger from each format to the next; formats count from 0, an empty file."""
+SCHEMA_VERSION = len(_MIGRATIONS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +93,7 @@ class Ledger:
 
     def add_lease(self, run_dir: str, run_id: str, node: str) -> None:
         """Claim a job for a run; claiming it again changes nothing."""
-        with self._transaction():
+        with self.transaction():
             self._database.execute(
                 "INSERT INTO job_leases VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
                 (run_dir, run_id, node, time.time()),
@@ -76,7 +106,7 @@ class Ledger:
         theirs at once, exactly one that had a claim sees 0.
         """
         drop = "DELETE FROM job_leases WHERE run_dir = ? AND run_id = ?"
-        with self._transaction():  # one at a time: to look whether a run has died is to take its lock for a moment
+        with self.transaction():  # one at a time: to look whether a run has died is to take its lock for a moment
             own = "SELECT node FROM job_leases WHERE run_dir = ? AND run_id = ?"
             node = self._database.execute(own, (run_dir, run_id)).fetchone()
             self._database.execute(drop, (run_dir, run_id))
@@ -116,7 +146,9 @@ class Ledger:
             fcntl.flock(lock, fcntl.LOCK_SH)
             yield
         finally:
-            if not self.leases_of(run_id):  # else the file has to tell that the run left them behind
+            if not self.leases_of(run_id) and not self._rents(
+                run_id
+            ):  # else it has to tell that the run left them behind
                 path.unlink(missing_ok=True)
             os.close(lock)
 
@@ -134,6 +166,32 @@ class Ledger:
             os.close(lock)
         return True
 
+    @property
+    def identity(self) -> str:
+        """Eight hexadecimal digits that tell this ledger from all others; part of the names of what its runs rent."""
+        with self.transaction() as database:
+            row = database.execute("SELECT id FROM identity").fetchone()
+            if row is None:
+                row = (secrets.token_hex(4),)
+                database.execute("INSERT INTO identity VALUES (?)", row)
+        return str(row[0])
+
+    @contextmanager
+    def renting(self, run_id: str) -> Iterator[None]:
+        """Only one process at a time rents for a run; others wait here."""
+        path = self._path.with_suffix(".renting") / run_id
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)  # the file stays: who waits for it must not be left with one that has no name
+
+    def _rents(self, run_id: str) -> bool:
+        query = "SELECT 1 FROM rentals WHERE run_id = ? AND ended_at IS NULL LIMIT 1"
+        return self._database.execute(query, (run_id,)).fetchone() is not None
+
     def _run_lock_path(self, run_id: str) -> Path:
         return self._path.with_suffix(".runs") / run_id
 
@@ -144,14 +202,14 @@ class Ledger:
         self._database.close()
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
+    def transaction(self) -> Iterator[sqlite3.Connection]:
         """Everything in the block or nothing of it, and nobody else's writes in between."""
         try:
             self._database.execute("BEGIN IMMEDIATE")
         except sqlite3.OperationalError as error:
             raise TransientInfraError(f"the ledger {self._path} is busy or unreachable: {error}") from error
         try:
-            yield
+            yield self._database
         except BaseException:
             self._database.execute("ROLLBACK")
             raise
@@ -159,16 +217,17 @@ class Ledger:
 
     def _prepare(self) -> None:
         self._switch_to_wal()
-        with self._transaction():
+        with self.transaction():
             version = self._database.execute("PRAGMA user_version").fetchone()[0]
-            if version == 0:
-                self._database.execute(_SCHEMA)
-                self._database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            elif version != SCHEMA_VERSION:
+            if version > SCHEMA_VERSION:
                 raise PermanentInfraError(
                     f"the ledger {self._path} has format {version}, this version reads {SCHEMA_VERSION}: "
                     "use the version of the software that wrote it, or another path"
                 )
+            for statements in _MIGRATIONS[version:]:
+                for statement in statements:
+                    self._database.execute(statement)
+            self._database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def _switch_to_wal(self) -> None:
         # SQLite does not wait for its busy timeout here when two processes open a fresh file at once.

@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from infra.offers import GPUQuery
+
 HOST = re.compile(
     r"""(?P<user>[A-Za-z0-9_][\w.-]*) @
         (?: \[(?P<ipv6>[0-9a-fA-F:.]+)\] | (?P<host>[A-Za-z0-9][\w.-]*) )
@@ -41,7 +43,25 @@ class LocalNode(BaseModel):
     """Refuse to start when the disk has less free space than this, in GB (10^9 bytes)."""
 
 
-class SSHNode(BaseModel):
+class PackageSettings(BaseModel):
+    """How a machine elsewhere gets the packages of this project."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+
+    install: Literal["nothing", "pip", "uv"] = "nothing"
+    """Install the packages of this project on the machine, into an environment of their own below `root`, once."""
+    requirements: str = ""
+    """File with the exact versions to install. Leave it empty to install those that are installed here."""
+    package_index: str = ""
+    """URL of the index to install from. Leave it empty for what the machine's own pip or uv is set to."""
+
+    @field_validator("package_index")
+    @classmethod
+    def _check_index(cls, value: str, info: ValidationInfo) -> str:
+        return check_form(value, info)
+
+
+class SSHNode(PackageSettings):
     """A machine of yours that is reached over SSH: nothing is rented and nothing is released."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True, title="A machine over SSH")
@@ -62,25 +82,67 @@ class SSHNode(BaseModel):
     """Directory on the machine for run directories, inputs and code; begins with / or ~/."""
     python: str
     """Python interpreter on the machine, with the packages of this project or, where `install` says so, without."""
-    install: Literal["nothing", "pip", "uv"] = "nothing"
-    """Install the packages of this project on the machine, into an environment of their own below `root`, once."""
-    requirements: str = ""
-    """File with the exact versions to install. Leave it empty to install those that are installed here."""
-    package_index: str = ""
-    """URL of the index to install from. Leave it empty for what the machine's own pip or uv is set to."""
     min_free_gb: float = Field(default=10.0, ge=0, allow_inf_nan=False)
     """Refuse to start when the disk of `root` has less free space than this, in GB (10^9 bytes)."""
 
-    @field_validator("host", "host_key", "root", "python", "package_index")
+    @field_validator("host", "host_key", "root", "python")
     @classmethod
     def _check_form(cls, value: str, info: ValidationInfo) -> str:
-        assert info.field_name is not None
-        pattern, expected = _FORMS[info.field_name]
-        match = pattern.fullmatch(value)
-        is_port = match is None or int(match.groupdict().get("port") or SSH_PORT) in range(1, 65536)
-        if match is None or not is_port:
-            raise ValueError(f"expected {expected}, found {value!r}")
-        return value
+        return check_form(value, info)
+
+
+class RentedNode(PackageSettings):
+    """A machine that is rented for the run, and given back when it ends."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True, title="A rented machine")
+
+    provider: Literal["provision"] = "provision"
+    """Where the stages run: on a machine that is rented for the run. The providers' keys are in environment variables
+    of the worker, for example RUNPOD_API_KEY."""
+    query: GPUQuery = GPUQuery()
+    """Which machines come into question, and at what price; the cheapest of them is taken."""
+    max_usd: float = Field(gt=0, allow_inf_nan=False)
+    """What the run may spend on machines, in US dollars. A machine is ended when the money is used up."""
+    max_hours: float = Field(default=24.0, gt=0, le=720)
+    """No machine is kept longer than this, in hours."""
+    image: str = ""
+    """Container image (RunPod, Vast.ai), image family (Lambda) or operating system (Shadeform) of the machine. Leave it
+    empty to use the provider's usual one."""
+    key_file: str = "~/.ssh/id_ed25519"
+    """Private key to log in with; its public half, the same name with .pub, is given to the machine."""
+    setup: tuple[str, ...] = ()
+    """Shell commands that are run once on a fresh machine, for example to install what the packages of this project
+    need. They are shown in Prefect's pages: put no secret there."""
+    usable_within_minutes: float = Field(default=20.0, gt=0, le=120)
+    """A machine that cannot be logged in to after this long is given back, and another one rented."""
+    root: str = "~/rollouts"
+    """Directory on the machine for run directories, inputs and code; begins with / or ~/."""
+    install: Literal["nothing", "pip", "uv"] = "pip"
+    """Install the packages of this project on the machine, into an environment of their own below `root`, once."""
+    python: str = "/usr/bin/python3"
+    """Python interpreter on the machine, 3.11 or newer; where `install` is `nothing`, with the packages."""
+    min_free_gb: float = Field(default=10.0, ge=0, allow_inf_nan=False)
+    """Refuse to start when the disk of `root` has less free space than this, in GB (10^9 bytes)."""
+
+    @field_validator("root", "python")
+    @classmethod
+    def _check_form(cls, value: str, info: ValidationInfo) -> str:
+        return check_form(value, info)
+
+
+def check_form(value: str, info: ValidationInfo) -> str:
+    """The value of a field as it is, where it has the form that `_FORMS` wants.
+
+    Raises:
+        ValueError: it has another.
+    """
+    assert info.field_name is not None
+    pattern, expected = _FORMS[info.field_name]
+    match = pattern.fullmatch(value)
+    is_port = match is None or int(match.groupdict().get("port") or SSH_PORT) in range(1, 65536)
+    if match is None or not is_port:
+        raise ValueError(f"expected {expected}, found {value!r}")
+    return value
 
 
 _FORMS = {
@@ -92,10 +154,14 @@ _FORMS = {
 }
 
 
-NodeSettings = Annotated[LocalNode | SSHNode, Field(discriminator="provider")]
+NodeSettings = Annotated[LocalNode | SSHNode | RentedNode, Field(discriminator="provider")]
 """Any provider's settings."""
 
-NODE_TYPES: Mapping[str, type[LocalNode] | type[SSHNode]] = {"local": LocalNode, "ssh": SSHNode}
+NODE_TYPES: Mapping[str, type[LocalNode] | type[SSHNode] | type[RentedNode]] = {
+    "local": LocalNode,
+    "ssh": SSHNode,
+    "provision": RentedNode,
+}
 """The settings of each provider, by its name."""
 
 
@@ -136,6 +202,8 @@ class Node:
     """Absolute directory on this machine that holds the same as `root`; empty where `root` is on this machine."""
     access: SSHAccess | None = None
     """How it is reached; None for this machine."""
+    is_rented: bool = False
+    """True when it costs money until it is given back."""
     believed_by: str = ""
     """Why its host key was believed: pinned, known_hosts or first_use; empty for this machine."""
 

@@ -14,7 +14,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, get_args
@@ -56,13 +56,22 @@ logger = logging.getLogger(__name__)
 class SSHSession:
     """A session on a machine that is reached over SSH; may be used by several threads."""
 
-    def __init__(self, access: SSHAccess, *, python: str, programs_dir: str) -> None:
+    def __init__(
+        self,
+        access: SSHAccess,
+        *,
+        python: str,
+        programs_dir: str,
+        find_access: Callable[[], SSHAccess] | None = None,
+    ) -> None:
         """Nothing is connected before the first request.
 
         Args:
             programs_dir: absolute directory on the node for programs of ours, named by their content.
+            find_access: asked before every connection where the node's address may change.
         """
         self._access = access
+        self._find_access = find_access
         self._python = python
         self._programs_dir = programs_dir
         self._connections: dict[Purpose, SSHConnection] = {}
@@ -178,6 +187,8 @@ class SSHSession:
                 return connection
             if connection is not None:
                 connection.close()
+            if self._find_access is not None:
+                self._access = self._find_access()
             connection = connect(self._access)
             with self._lock:
                 self._connections[purpose] = connection

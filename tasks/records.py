@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from infra.ledger import LEDGER_FILE
 from rollouts_core.config import EngineKind
 
 How = Literal["ran", "attached", "reused"]
@@ -36,7 +37,7 @@ class RunScope(TaskRecord):
     @property
     def ledger_path(self) -> Path:
         """The database of leases."""
-        return Path(self.store) / "ledger.db"
+        return Path(self.store) / LEDGER_FILE
 
     @property
     def output_dir(self) -> Path:

@@ -169,6 +169,13 @@ def stop_leased_jobs(scope: RunScope, node: Node) -> tuple[list[str], list[str]]
     return ended, left
 
 
+def drop_leases(scope: RunScope) -> None:
+    """Give up this run's claims on jobs that are no more."""
+    with Ledger(scope.ledger_path) as ledger:
+        for lease in ledger.leases_of(scope.run_id):
+            ledger.drop_lease(lease.run_dir, scope.run_id)
+
+
 def running_job(session: Session, run_dir: str) -> dict[str, Any] | None:  # Any: JSON
     """The job.json of a job that is under way, else None."""
     if job_status(session, run_dir).state is not JobState.RUNNING:

@@ -1,8 +1,11 @@
-"""From a node's settings to a node, to a session on it, and back to nothing: one entry per provider.
+"""From a node's settings to a node, to a session on it, and back to nothing: one entry per provider of nodes.
+
+Not here: those who rent machines out (clouds.py); to the provider `provision` they are all one.
 
 settings --provision_node--> Node --open_session--> Session ... Node --release_node--> gone
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,28 +13,48 @@ from typing import Any
 
 from infra.node import Node, NodeSettings
 from infra.providers.local import open_local_session, provision_local, release_local
+from infra.providers.rented import open_rented_session, provision_rented, release_rented
 from infra.providers.ssh import open_ssh_session, provision_ssh, release_ssh
 from infra.session import Session
+
+Say = Callable[[str], None]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provider:
     """What every provider can do."""
 
-    provision: Callable[[Any, Path], Node]  # Any: each has settings of a type of its own
+    provision: Callable[[Any, Path, str, Say], Node]  # Any: each has settings of a type of its own
     release: Callable[[Node], None]
     open_session: Callable[[Node], Session]
 
 
 PROVIDERS: Mapping[str, Provider] = {
-    "local": Provider(provision=provision_local, release=release_local, open_session=open_local_session),
-    "ssh": Provider(provision=provision_ssh, release=release_ssh, open_session=open_ssh_session),
+    "local": Provider(
+        provision=lambda settings, store, run_id, say: provision_local(settings, store),
+        release=release_local,
+        open_session=open_local_session,
+    ),
+    "ssh": Provider(
+        provision=lambda settings, store, run_id, say: provision_ssh(settings, store),
+        release=release_ssh,
+        open_session=open_ssh_session,
+    ),
+    "provision": Provider(provision=provision_rented, release=release_rented, open_session=open_rented_session),
 }
 
 
-def provision_node(settings: NodeSettings, store: Path) -> Node:
-    """A node that answers to the settings; `store` is where run directories lie when the settings do not say."""
-    return PROVIDERS[settings.provider].provision(settings, store)
+def provision_node(settings: NodeSettings, store: Path, *, run_id: str = "", say: Say = logger.info) -> Node:
+    """A node that answers to the settings.
+
+    Args:
+        store: where run directories lie when the settings do not say.
+        run_id: who wants it; what is rented is rented for this run.
+        say: told what happens meanwhile.
+    """
+    return PROVIDERS[settings.provider].provision(settings, store, run_id, say)
 
 
 def release_node(node: Node) -> None:

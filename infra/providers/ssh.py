@@ -31,11 +31,8 @@ def provision_ssh(settings: SSHNode, store: Path) -> Node:
 
     access = read_access(settings, store)
     with SSHSession(access, python=settings.python, programs_dir="") as session:
-        completed = session.run([settings.python, "-I", "-c", _EXPAND, settings.root], timeout_s=CALL_TIMEOUT_S)
+        root = expand_root(session, settings.python, settings.root)
         believed_by = session.host_key_evidence.value
-    root = json.loads(completed.stdout)
-    if root == "/":
-        raise PermanentInfraError("node.root is / : name a directory of its own")
     return Node(
         name=access.address,
         provider="ssh",
@@ -45,6 +42,19 @@ def provision_ssh(settings: SSHNode, store: Path) -> Node:
         access=access,
         believed_by=believed_by,
     )
+
+
+def expand_root(session: Session, python: str, root: str) -> str:
+    """The directory for everything, as an absolute path on the machine.
+
+    Raises:
+        PermanentInfraError: the interpreter cannot be run, or it is not a usable path.
+    """
+    completed = session.run([python, "-I", "-c", _EXPAND, root], timeout_s=CALL_TIMEOUT_S)
+    expanded = str(json.loads(completed.stdout))
+    if expanded == "/":
+        raise PermanentInfraError("node.root is / : name a directory of its own")
+    return expanded
 
 
 def read_access(settings: SSHNode, store: Path) -> SSHAccess:

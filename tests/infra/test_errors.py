@@ -18,9 +18,17 @@ from infra.errors import (
     JobFailedError,
     JobLostError,
     LoginError,
+    MachineGoneError,
+    MissingKeyError,
     NodeUnreachableError,
+    NoMachineError,
+    OfferGoneError,
     PermanentInfraError,
+    ProviderRefusedError,
+    ProviderUnavailableError,
+    StillRentedError,
     TransientInfraError,
+    UnclearAnswerError,
 )
 
 FAILED = CompletedCommand(argv=("nvidia-smi", "-q x"), exit_code=9, stdout=b"", stderr=b"no driver\n")
@@ -36,6 +44,14 @@ ERRORS = [
     NodeUnreachableError("a@h:22", "timed out"),
     HostKeyError("h", "SHA256:x", "nobody has confirmed it"),
     LoginError("a@h:22", "no key"),
+    ProviderUnavailableError("away"),
+    OfferGoneError("sold"),
+    UnclearAnswerError("no answer"),
+    NoMachineError("nothing"),
+    StillRentedError("m1"),
+    ProviderRefusedError("401"),
+    MissingKeyError("RUNPOD_API_KEY"),
+    MachineGoneError("taken"),
 ]
 
 

@@ -1,0 +1,285 @@
+"""The commands about rented machines: what is on offer, what is rented, and ending what nobody wants.
+
+    rollouts gpus       offers of all providers whose keys are in the environment, cheapest first
+    rollouts nodes      what the store has rented; `show` and `release` for one of them
+    rollouts reap       end what no living run wants
+
+Not here: the other commands (cli.py), renting itself (infra/provision.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from infra.errors import InfraError, PermanentInfraError, TransientInfraError
+from infra.ledger import LEDGER_FILE, Ledger
+from infra.offers import CLOUD_NAMES, CloudName, GPUQuery, Offer
+from infra.providers.cloud import Cloud
+from infra.providers.clouds import CLOUDS, clouds_with_keys, open_clouds, require_keys
+from infra.reaper import reap, release_named
+from infra.rentals import NAME_PREFIX, Rental, all_rentals, find_rental, open_rentals
+from rollouts_core.errors import InputError
+
+Explained = Callable[[Callable[..., None]], Callable[..., None]]
+
+Store = Annotated[Path, typer.Option(envvar="ROLLOUTS_STORE", help="Folder whose ledger knows what is rented.")]
+MachineName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the machine, as `rollouts nodes` shows it.")]
+
+
+def add_machine_commands(app: typer.Typer, explained: Explained) -> None:
+    """Add the commands to the command line; `explained` makes sentences of their failures."""
+    nodes = typer.Typer(help="What this store has rented, and what it costs.", no_args_is_help=False)
+    app.command()(explained(gpus))
+    app.add_typer(nodes, name="nodes", invoke_without_command=True, callback=list_unless_asked(explained))
+    nodes.command()(explained(show))
+    nodes.command()(explained(release))
+    app.command("reap")(explained(reap_now))
+
+
+# ── offers ──
+
+
+def gpus(
+    gpu: Annotated[list[str] | None, typer.Option(help="Type of GPU, for example H100 or RTX4090. Repeatable.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="GPUs on the machine.")] = 1,
+    min_vram: Annotated[float, typer.Option(min=0, help="Memory of each GPU, GB.")] = 0.0,
+    max_price: Annotated[float, typer.Option(min=0.01, help="US dollars for one GPU and hour.")] = 1000.0,
+    disk: Annotated[int, typer.Option(min=1, help="Disk, GB.")] = 1,
+    region: Annotated[list[str] | None, typer.Option(help="Beginning of a region's name. Repeatable.")] = None,
+    community: Annotated[bool, typer.Option("--community", help="Also machines of private people.")] = False,
+    min_cuda: Annotated[str, typer.Option(help="Lowest CUDA version of the driver, for example 12.8.")] = "",
+    provider: Annotated[
+        list[str] | None, typer.Option(help=f"Only this provider: {', '.join(CLOUD_NAMES)}. Repeatable.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Lines.")] = 30,
+) -> None:
+    """Search the offers of all providers whose keys are in the environment, cheapest first."""
+    query = GPUQuery(
+        gpu_types=tuple(gpu or ()),
+        gpu_count=count,
+        min_vram_gb=min_vram,
+        max_usd_per_gpu_hour=max_price,
+        disk_gb=disk,
+        regions=tuple(region or ()),
+        security="any" if community else "secure",
+        min_cuda=check_version(min_cuda),
+        providers=check_providers(provider or []),
+    )
+    names = require_keys(query.providers)
+    with open_clouds(names) as clouds:
+        offers, failures = search_in_parallel(query, clouds)
+    if offers:
+        typer.echo(render_offers(offers[:limit]))
+    if len(offers) > limit:
+        typer.echo(f"and {len(offers) - limit} more: --limit shows them")
+    others = clouds_with_keys(query.providers)[1]
+    if others:
+        variables = ", ".join(f"{CLOUDS[name].title} ({CLOUDS[name].key_variable})" for name in others)
+        typer.echo(f"not asked, for want of a key: {variables}")
+    for failure in failures:
+        typer.echo(failure, err=True)
+    if len(failures) == len(names):
+        raise TransientInfraError("no provider answered")
+    if not offers:
+        typer.echo("nothing on offer fits")
+
+
+def search_in_parallel(query: GPUQuery, clouds: dict[CloudName, Cloud]) -> tuple[list[Offer], list[str]]:
+    """The offers that the query admits, cheapest first, and a sentence for each provider that did not answer."""
+
+    def search(cloud: Cloud) -> list[Offer] | str:
+        try:
+            return [offer for offer in cloud.search(query) if query.admits(offer)]
+        except InfraError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(max_workers=len(clouds)) as pool:
+        answers = list(pool.map(search, clouds.values()))
+    offers = [offer for answer in answers if isinstance(answer, list) for offer in answer]
+    return sorted(offers, key=lambda offer: offer.usd_per_gpu_hour), [each for each in answers if isinstance(each, str)]
+
+
+def render_offers(offers: Sequence[Offer]) -> str:
+    """A line for each offer."""
+    head = ("USD/GPU/h", "USD/h", "GPUS", "GB EACH", "PROVIDER", "REGION", "WHERE")
+    rows = [
+        (
+            f"{offer.usd_per_gpu_hour:.2f}",
+            f"{offer.usd_per_hour:.2f}",
+            f"{offer.gpu_count}x {offer.gpu_type}",
+            f"{offer.vram_gb:.0f}" if offer.vram_gb else "?",
+            offer.provider,
+            offer.region or "any",
+            "data center" if offer.is_secure else "private",
+        )
+        for offer in offers
+    ]
+    return render_table(head, rows)
+
+
+def check_providers(given: Sequence[str]) -> tuple[CloudName, ...]:
+    """The providers of a command line; all when none is given."""
+    for name in given:
+        if name not in CLOUD_NAMES:
+            raise InputError(f"there is no provider {name}: choose of {', '.join(CLOUD_NAMES)}")
+    return tuple(cast(CloudName, name) for name in given) or CLOUD_NAMES
+
+
+def check_version(given: str) -> str:
+    """A CUDA version as major.minor, or nothing."""
+    if given and not all(part.isdigit() for part in (given + ".").split(".")[:2]):
+        raise InputError(f"--min-cuda {given} is no version: give it as 12.8")
+    return given
+
+
+# ── what is rented ──
+
+
+def list_unless_asked(explained: Explained) -> Callable[..., None]:
+    """`rollouts nodes` without a command of its own lists."""
+
+    @explained
+    def listed(store: Path, everything: bool) -> None:
+        list_nodes(store, everything=everything)
+
+    def callback(
+        context: typer.Context,
+        store: Store = Path(".rollouts"),
+        everything: Annotated[bool, typer.Option("--all", help="Also those that are gone.")] = False,
+    ) -> None:
+        if context.invoked_subcommand is None:
+            listed(store, everything)
+
+    return callback
+
+
+def list_nodes(store: Path, *, everything: bool) -> None:
+    """Print what the ledger knows, and what providers have beside it."""
+    with open_ledger(store) as ledger:
+        rentals = all_rentals(ledger) if everything else open_rentals(ledger)
+        now = time.time()
+        typer.echo(render_rentals(rentals, now) if rentals else "nothing is rented, says the ledger")
+        total_usd = sum(rental.usd(now) for rental in all_rentals(ledger))
+        typer.echo(f"spent by this store so far: {total_usd:.2f} USD")
+        known = {rental.name for rental in all_rentals(ledger)}
+        with open_clouds(clouds_with_keys(CLOUD_NAMES)[0]) as clouds:
+            for cloud in clouds.values():
+                try:
+                    instances = cloud.list_named(NAME_PREFIX)
+                except InfraError as error:
+                    typer.echo(str(error), err=True)
+                    continue
+                for instance in instances:
+                    if instance.name not in known:
+                        name = "".join(filter(str.isprintable, instance.name))
+                        typer.echo(f"not of this store: {name} at {instance.provider}, {instance.status.value}")
+
+
+def show(name: MachineName, store: Store = Path(".rollouts")) -> None:
+    """Print everything that the ledger and the provider know about a machine."""
+    with open_ledger(store) as ledger:
+        rental = find_rental(ledger, name)
+    if rental is None:
+        raise InputError(f"the ledger knows no machine {name}: `rollouts nodes --all` shows those that it knows")
+    facts: dict[str, Any] = {  # Any: values of every type
+        "name": rental.name,
+        "run": rental.run_id,
+        "machine": f"{rental.gpu} at {rental.provider}{', ' + rental.region if rental.region else ''}",
+        "id": rental.instance_id or "not known",
+        "state": rental.state.value,
+        "price": f"{rental.usd_per_hour:.2f} USD/h",
+        "cost so far": f"{rental.usd(time.time()):.2f} USD",
+        "asked for": at(rental.intended_at),
+        "ends": at(rental.ended_at or rental.expires_at),
+        "host key": rental.host_key or "not known",
+        "note": rental.note or "-",
+    }
+    if rental.instance_id and rental.provider in clouds_with_keys(CLOUD_NAMES)[0]:
+        with open_clouds([rental.provider]) as clouds:
+            instance = clouds[rental.provider].get(rental.instance_id)
+        facts["provider says"] = "it is gone" if instance is None else instance.status.value
+        if instance is not None and instance.has_address:
+            facts["login"] = f"ssh -p {instance.port} {instance.user}@{instance.host}"
+    typer.echo("\n".join(f"{key:14} {value}" for key, value in facts.items()))
+
+
+def release(name: MachineName, store: Store = Path(".rollouts")) -> None:
+    """End a machine, whoever uses it, and return when its provider has it no more."""
+    with open_ledger(store) as ledger:
+        rental = find_rental(ledger, name)
+        with open_clouds([rental.provider] if rental and not rental.state.is_over else []) as clouds:
+            gone = release_named(name, ledger, clouds)
+    typer.echo(f"{gone.name} is {gone.state.value}; it cost {gone.usd(time.time()):.2f} USD")
+
+
+def reap_now(
+    store: Store = Path(".rollouts"),
+    spare: Annotated[
+        bool, typer.Option("--spare", help="Leave machines of killed runs to their next start until they expire.")
+    ] = False,
+    other_store: Annotated[
+        str, typer.Option(metavar="ID", help="End also what this other store rented, which is no more.")
+    ] = "",
+) -> None:
+    """End every machine of this store that no living run wants, and print what is left."""
+    with open_ledger(store) as ledger:
+        names = require_keys(CLOUD_NAMES)
+        with open_clouds(names) as clouds:
+            report = reap(ledger, clouds, spare=spare, other_ledger=other_store)
+    for title, lines in (("ended", report.ended), ("kept", report.kept), ("another store's", report.foreign)):
+        for line in lines:
+            typer.echo(f"{title:16} {line}")
+    for line in report.failures:
+        typer.echo(line, err=True)
+    if report.failures:
+        raise TransientInfraError("not everything could be looked at, or ended: the same command tries again")
+    typer.echo(f"{len(report.ended)} ended, {len(report.kept)} kept")
+
+
+def open_ledger(store: Path) -> Ledger:
+    """The ledger of a store.
+
+    Raises:
+        PermanentInfraError: there is none.
+    """
+    path = store / LEDGER_FILE
+    if not path.exists():
+        raise PermanentInfraError(f"{store} has no ledger: nothing was rented by it, or --store names another folder")
+    return Ledger(path)
+
+
+def render_rentals(rentals: Sequence[Rental], now: float) -> str:
+    """A line for each machine."""
+    head = ("NAME", "STATE", "GPUS", "PROVIDER", "USD/h", "USD", "ENDS", "NOTE")
+    rows = [
+        (
+            rental.name,
+            rental.state.value,
+            rental.gpu,
+            rental.provider,
+            f"{rental.usd_per_hour:.2f}",
+            f"{rental.usd(now):.2f}",
+            at(rental.ended_at or rental.expires_at),
+            rental.note[:80],
+        )
+        for rental in rentals
+    ]
+    return render_table(head, rows)
+
+
+def render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as what is in them."""
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def at(seconds: float) -> str:
+    """A time of the ledger, in UTC."""
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))

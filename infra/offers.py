@@ -1,0 +1,153 @@
+"""What somebody looks for in a machine, what providers offer, and what one knows about a machine that it rents out.
+
+Not here: how a provider is asked (providers/), how a machine is rented and given back (provision.py).
+
+    GPUQuery ──search──> Offer ──create──> Instance ──terminate──> gone
+"""
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+CloudName = Literal["runpod", "lambda", "shadeform", "vast"]
+CLOUD_NAMES: tuple[CloudName, ...] = ("runpod", "lambda", "shadeform", "vast")
+CUDA_PATTERN = r"^(\d+\.\d+)?$"
+_LETTERS_AND_NUMBER = re.compile(r"([a-z]{2,})(\d)")
+
+
+class GPUQuery(BaseModel):
+    """Which machines come into question."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    gpu_types: tuple[str, ...] = ()
+    """Names of GPUs, for example H100 or RTX 4090; any of them will do. Leave it empty to take every type."""
+    gpu_count: int = Field(default=1, ge=1, le=64)
+    """GPUs on the machine."""
+    min_vram_gb: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Memory that each GPU has at least, in GB."""
+    max_usd_per_gpu_hour: float = Field(default=4.0, gt=0, allow_inf_nan=False)
+    """Highest price of one GPU for an hour, in US dollars. Nothing dearer is ever rented."""
+    disk_gb: int = Field(default=100, ge=1)
+    """Disk of the machine, in GB; where the provider's disks have a fixed size, it has to be this large at least."""
+    regions: tuple[str, ...] = ()
+    """Regions or data centers by the beginning of their names, for example us or EU-RO. Empty takes all."""
+    security: Literal["secure", "any"] = "secure"
+    """secure: machines in data centers. any: also those of private people, who could read what runs there."""
+    spot: bool = False
+    """Rent only machines that the provider may take away at any time; no provider here offers them at present."""
+    min_cuda: Annotated[str, Field(pattern=CUDA_PATTERN)] = ""
+    """Lowest CUDA version of the machine's driver, for example 12.8, where the provider lets one choose."""
+    providers: tuple[CloudName, ...] = CLOUD_NAMES
+    """Providers that are asked. Of offers with the same price the one of the earlier provider is taken."""
+
+    def admits(self, offer: "Offer") -> bool:
+        """True when the offer is what was asked for."""
+        types = self.gpu_types
+        return (
+            (not types or any(is_gpu_type(offer.gpu_type, wanted) for wanted in types))
+            and offer.gpu_count == self.gpu_count
+            and offer.vram_gb >= self.min_vram_gb
+            and offer.usd_per_gpu_hour <= self.max_usd_per_gpu_hour
+            and (offer.disk_gb is None or offer.disk_gb >= self.disk_gb)
+            and (not self.regions or any(offer.region.lower().startswith(name.lower()) for name in self.regions))
+            and (offer.is_secure or self.security == "any")
+            and offer.is_spot == self.spot
+        )
+
+
+class InstanceStatus(StrEnum):
+    """How a machine is, in one vocabulary for all providers."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPED = "stopped"
+    """It does not run, and may cost money all the same."""
+    FAILED = "failed"
+    """It will never run, and may cost money all the same."""
+    ENDING = "ending"
+    GONE = "gone"
+    """It is no more, and costs nothing."""
+    UNKNOWN = "unknown"
+    """The provider says something that this version does not know: neither running nor gone."""
+
+    @property
+    def may_become_usable(self) -> bool:
+        """True when waiting may help."""
+        return self in (InstanceStatus.STARTING, InstanceStatus.RUNNING, InstanceStatus.UNKNOWN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A kind of machine at a price; that it is to be had is a hint, not a promise."""
+
+    provider: CloudName
+    id: str
+    """What the provider's client needs to create it."""
+    gpu_type: str
+    gpu_count: int
+    vram_gb: float
+    """Memory of each GPU."""
+    usd_per_hour: float
+    """Price of the whole machine."""
+    region: str
+    """Empty where the provider chooses."""
+    is_secure: bool = True
+    """It stands in a data center."""
+    is_spot: bool = False
+    disk_gb: int | None = None
+    """Size of its disk where that is fixed; None where it is asked for."""
+
+    @property
+    def usd_per_gpu_hour(self) -> float:
+        """Price of one GPU."""
+        return self.usd_per_hour / self.gpu_count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineSpec:
+    """What a machine is to be created with, besides the offer."""
+
+    name: str
+    """Unique: the machine can be found by it when the answer to its creation was lost."""
+    public_key: str
+    """May log in, as a line of authorized_keys."""
+    disk_gb: int
+    image: str = ""
+    """Container image, or operating system, in the provider's own terms; empty takes the provider's usual one."""
+    min_cuda: str = ""
+    ends_at: float | None = None
+    """When the provider shall end it by itself, in seconds since 1970, where it can; None for never."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """A machine as its provider describes it now."""
+
+    provider: CloudName
+    id: str
+    name: str
+    status: InstanceStatus
+    host: str = ""
+    """Where its SSH server answers; empty as long as that is not known. It may change while the machine runs."""
+    port: int = 22
+    user: str = "root"
+    usd_per_hour: float | None = None
+    """What the provider charges; None when it does not say."""
+
+    @property
+    def has_address(self) -> bool:
+        """True when one may try to log in."""
+        return self.status is InstanceStatus.RUNNING and self.host != ""
+
+
+def is_gpu_type(name: str, wanted: str) -> bool:
+    """True when every word of `wanted` is in `name`: RTX4090 is a "NVIDIA RTX 4090", and L4 is no "NVIDIA L40"."""
+    return _words(wanted) <= _words(name)
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"[a-z0-9]+", _LETTERS_AND_NUMBER.sub(r"\1 \2", name.lower())))

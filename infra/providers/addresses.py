@@ -1,0 +1,26 @@
+"""Addresses as providers give them: believed only when no program could misread them.
+
+Not here: the settings' own addresses (infra/node.py).
+"""
+
+import re
+
+from infra.node import SSH_PORT
+
+_HOST = re.compile(r"[A-Za-z0-9][\w.-]*|[0-9a-fA-F:.]+", re.ASCII)
+_USER = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
+
+
+def usable_host(host: str | None) -> str:
+    """The host, or nothing where it is none that could be reached."""
+    return host if host and _HOST.fullmatch(host) else ""
+
+
+def usable_port(port: int | None) -> int:
+    """The port, or SSH's own."""
+    return port if port in range(1, 65536) and port is not None else SSH_PORT
+
+
+def usable_user(user: str | None, default: str) -> str:
+    """The name to log in with."""
+    return user if user and _USER.fullmatch(user) else default

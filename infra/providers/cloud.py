@@ -1,0 +1,49 @@
+"""What a provider of rented machines can do for us, one Protocol for all.
+
+Not here: the providers (runpod.py and its like), which of them there are (clouds.py), and the protocol
+by which machines are rented without losing one (infra/provision.py).
+"""
+
+from typing import Protocol, Self
+
+from infra.offers import CloudName, GPUQuery, Instance, MachineSpec, Offer
+
+
+class Cloud(Protocol):
+    """An account at a provider; to be used in a `with` block.
+
+    Every method raises ProviderUnavailableError when there is no usable answer after several attempts, and
+    ProviderRefusedError when the key or the request is refused. An empty list means that there is nothing.
+    """
+
+    @property
+    def name(self) -> CloudName: ...
+
+    def search(self, query: GPUQuery) -> list[Offer]:
+        """What the provider has now that the query may admit."""
+        ...
+
+    def create(self, offer: Offer, spec: MachineSpec) -> str:
+        """Ask once for a machine and return its id.
+
+        Raises:
+            OfferGoneError: nothing was created, another offer may work.
+            UnclearAnswerError: a machine may have been created.
+        """
+        ...
+
+    def get(self, instance_id: str) -> Instance | None:
+        """The machine; None when the provider does not have it any more."""
+        ...
+
+    def list_named(self, prefix: str) -> list[Instance]:
+        """All machines of the account whose names begin so."""
+        ...
+
+    def terminate(self, instance_id: str) -> None:
+        """Ask for the machine's end; harmless when it is gone. It is gone when `get` says so, not before."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...

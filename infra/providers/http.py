@@ -1,0 +1,261 @@
+"""Ask a provider's API over HTTP, and sort its answers by what the caller can do about them.
+
+Not here: what is asked (runpod.py and its like).
+
+    reading, ending    asked again while the provider is busy or away, up to `patience_s`, then ProviderUnavailableError
+    creating           sent once: 429 created nothing and is asked again; no answer or 5xx is an UnclearAnswerError
+    both               401, 402, 403 are a ProviderRefusedError at once
+
+Keys are sent in a header and written nowhere; what a provider says is shown without them, shortened.
+"""
+
+import email.utils
+import logging
+import random
+import re
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from infra.errors import OfferGoneError, ProviderRefusedError, ProviderUnavailableError, UnclearAnswerError
+
+TIMEOUT_S = 30.0
+CREATE_TIMEOUT_S = 90.0
+MAX_ANSWER_BYTES = 10_000_000
+MAX_SHOWN_CHARACTERS = 300
+MAX_PAUSE_S = 30.0
+_REFUSED = {401: "the key is not valid", 402: "there is no money on the account", 403: "the key may not do that"}
+_UNSHOWABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
+
+RecordT = TypeVar("RecordT", bound=BaseModel)
+Json = dict[str, Any]  # Any: JSON
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where an API is, and how it wants to be asked."""
+
+    title: str
+    """The provider's name for messages."""
+    url: str
+    key_variable: str
+    key: str = field(repr=False)
+    key_header: str = "Authorization"
+    key_prefix: str = "Bearer "
+    min_interval_s: float = 0.0
+    """Requests are at least this far apart."""
+    patience_s: float = 60.0
+    """Reading and ending are tried for this long."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    status: int
+    content: bytes
+    retry_after: str
+
+
+class ProviderAPI:
+    """An open connection to an API; may be used by several threads."""
+
+    def __init__(self, endpoint: Endpoint, transport: httpx.BaseTransport | None = None) -> None:
+        self._endpoint = endpoint
+        self._client = httpx.Client(
+            base_url=endpoint.url,
+            headers={endpoint.key_header: f"{endpoint.key_prefix}{endpoint.key}", "Accept": "application/json"},
+            timeout=TIMEOUT_S,
+            transport=transport,
+            follow_redirects=False,
+        )
+        self._pace = threading.Lock()
+        self._next_at = 0.0
+
+    def read(self, path: str, shape: type[RecordT], params: Mapping[str, str] | None = None) -> RecordT:
+        """What is there, in the given shape.
+
+        Raises:
+            ProviderUnavailableError, ProviderRefusedError.
+        """
+        found = self.find(path, shape, params)
+        if found is None:
+            raise ProviderUnavailableError(f"{self._endpoint.title} has no {path}: is its address right?")
+        return found
+
+    def find(self, path: str, shape: type[RecordT], params: Mapping[str, str] | None = None) -> RecordT | None:
+        """Like `read`; None where the API answers 404.
+
+        Raises:
+            ProviderUnavailableError, ProviderRefusedError.
+        """
+        answer = self._ask_patiently("GET", path, params=params)
+        if answer.status == 404:
+            return None
+        try:
+            return shape.model_validate_json(answer.content)
+        except ValidationError as error:
+            raise ProviderUnavailableError(
+                self._say(f"GET {path}", f"an unreadable answer ({_first(error)})")
+            ) from error
+
+    def change(self, method: str, path: str, body: Json | None = None) -> bytes | None:
+        """Ask for something that may be asked for twice; returns the answer, or None where the API answers 404.
+
+        Raises:
+            ProviderUnavailableError, ProviderRefusedError.
+        """
+        answer = self._ask_patiently(method, path, body=body)
+        return None if answer.status == 404 else answer.content
+
+    def ask(self, path: str, body: Json, shape: type[RecordT]) -> RecordT:
+        """The answer to a question that is sent by POST and changes nothing.
+
+        Raises:
+            ProviderUnavailableError, ProviderRefusedError.
+        """
+        answer = self._ask_patiently("POST", path, body=body)
+        try:
+            return shape.model_validate_json(answer.content)
+        except ValidationError as error:
+            problem = f"an unreadable answer ({_first(error)})"
+            raise ProviderUnavailableError(self._say(f"POST {path}", problem)) from error
+
+    def create(self, path: str, body: Json, shape: type[RecordT], *, method: str = "POST") -> RecordT:
+        """Ask once for something to be created.
+
+        Raises:
+            OfferGoneError: the API refused this one.
+            ProviderRefusedError: it refuses everything.
+            ProviderUnavailableError: it had no time, and created nothing.
+            UnclearAnswerError: it may have created it.
+        """
+        what = f"{method} {path}"
+        deadline = time.monotonic() + self._endpoint.patience_s
+        while True:
+            try:
+                answer = self._ask(method, path, body=body, timeout_s=CREATE_TIMEOUT_S)
+            except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:  # nothing was sent
+                raise ProviderUnavailableError(self._say(what, f"no connection ({error})")) from error
+            except (httpx.HTTPError, OverflowError) as error:
+                raise UnclearAnswerError(self._say(what, f"no answer ({type(error).__name__})")) from error
+            if answer.status != 429:
+                break
+            self._pause(answer, 1, deadline, what)
+        self._check_refused(answer, what)
+        if 400 <= answer.status < 500:
+            raise OfferGoneError(self._say(what, f"{answer.status}: {self._shown(answer.content)}"))
+        if answer.status not in (200, 201):
+            raise UnclearAnswerError(self._say(what, f"{answer.status}: {self._shown(answer.content)}"))
+        try:
+            return shape.model_validate_json(answer.content)
+        except ValidationError as error:
+            raise UnclearAnswerError(self._say(what, f"an unreadable answer ({_first(error)})")) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def _ask_patiently(
+        self, method: str, path: str, *, params: Mapping[str, str] | None = None, body: Json | None = None
+    ) -> _Answer:
+        """The first answer that is an answer: 2xx or 404."""
+        what = f"{method} {path}"
+        deadline = time.monotonic() + self._endpoint.patience_s
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                answer = self._ask(method, path, params=params, body=body)
+            except (httpx.HTTPError, OverflowError) as error:
+                answer = _Answer(503, f"no answer ({type(error).__name__})".encode(), "")
+            if answer.status in (200, 201, 202, 204, 404):
+                return answer
+            self._check_refused(answer, what)
+            if answer.status != 429 and answer.status < 500:
+                raise ProviderRefusedError(self._say(what, f"{answer.status}: {self._shown(answer.content)}"))
+            self._pause(answer, attempt, deadline, what)
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        body: Json | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> _Answer:
+        self._wait_for_turn()
+        with self._client.stream(method, path, params=params, json=body, timeout=timeout_s) as response:
+            content = b""
+            for chunk in response.iter_bytes():
+                content += chunk
+                if len(content) > MAX_ANSWER_BYTES:
+                    raise OverflowError
+            return _Answer(response.status_code, content, response.headers.get("retry-after", ""))
+
+    def _wait_for_turn(self) -> None:
+        with self._pace:
+            pause_s = self._next_at - time.monotonic()
+            self._next_at = max(time.monotonic(), self._next_at) + self._endpoint.min_interval_s
+        if pause_s > 0:
+            time.sleep(pause_s)
+
+    def _pause(self, answer: _Answer, attempt: int, deadline: float, what: str) -> None:
+        """Wait before asking again, as long as the API says.
+
+        Raises:
+            ProviderUnavailableError: that would be later than the deadline.
+        """
+        wanted_s = _seconds(answer.retry_after)
+        pause_s = wanted_s if wanted_s is not None else min(MAX_PAUSE_S, 2.0 ** (attempt - 1)) * random.uniform(0.5, 1)
+        if time.monotonic() + pause_s > deadline:
+            raise ProviderUnavailableError(self._say(what, f"{answer.status}: {self._shown(answer.content)}"))
+        logger.info("%s answered %d to %s, asking again in %.1f s", self._endpoint.title, answer.status, what, pause_s)
+        time.sleep(pause_s)
+
+    def _check_refused(self, answer: _Answer, what: str) -> None:
+        if reason := _REFUSED.get(answer.status):
+            said = self._shown(answer.content)
+            raise ProviderRefusedError(
+                f"{self._endpoint.title} refused {what} with {answer.status}, {reason} ({said}): "
+                f"check the key in {self._endpoint.key_variable} and the account"
+            )
+
+    def _say(self, what: str, problem: str) -> str:
+        return f"{self._endpoint.title} answered {what} with {problem}"
+
+    def _shown(self, content: bytes) -> str:
+        """The provider's own words, without control characters and without the key."""
+        text = _UNSHOWABLE.sub(" ", content.decode(errors="replace")).strip()
+        return text.replace(self._endpoint.key, "***")[:MAX_SHOWN_CHARACTERS] or "no explanation"
+
+
+def error_code(message: str) -> str:
+    """The `code` of a JSON error inside a message of ours, where there is one."""
+    match = re.search(r'"code"\s*:\s*"([^"]+)"', message)
+    return match[1] if match else ""
+
+
+def _seconds(retry_after: str) -> float | None:
+    """How long a Retry-After header asks to wait: a number of seconds, or a date."""
+    try:
+        return max(0.0, float(retry_after))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time())
+    except (TypeError, ValueError):
+        return None
+
+
+def _first(error: ValidationError) -> str:
+    problem = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"[:MAX_SHOWN_CHARACTERS]

@@ -1,0 +1,199 @@
+"""Lambda's cloud API: virtual machines with GPUs, of fixed kinds.
+
+Not here: HTTP (http.py), when a machine is launched and ended (infra/provision.py).
+
+    public key ──registered under a name of its own──> launch(kind, region, name) ──> instance, user ubuntu, port 22
+
+There are no spot machines and no data centers of others; what is said to be free may be refused a second later.
+"""
+
+import base64
+import hashlib
+import re
+from typing import Self
+
+import httpx
+from pydantic import BaseModel, Field
+
+from infra.errors import OfferGoneError, ProviderRefusedError
+from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
+from infra.providers.addresses import usable_host
+from infra.providers.http import Endpoint, Json, ProviderAPI, error_code
+
+TITLE = "Lambda"
+URL = "https://cloud.lambda.ai"
+KEY_VARIABLE = "LAMBDA_API_KEY"
+USER = "ubuntu"
+_MIN_INTERVAL_S = 1.0
+_STATUS = {
+    "booting": InstanceStatus.STARTING,
+    "active": InstanceStatus.RUNNING,
+    "unhealthy": InstanceStatus.FAILED,
+    "terminating": InstanceStatus.ENDING,
+    "terminated": InstanceStatus.GONE,
+    "preempted": InstanceStatus.GONE,
+}
+_HOPELESS_CODES = ("global/quota-exceeded", "global/account-inactive", "global/invalid-address")
+_VRAM = re.compile(r"(\d+)\s*GB", re.IGNORECASE)
+
+
+class _Region(BaseModel):
+    name: str
+
+
+class _Specs(BaseModel):
+    gpus: int
+    storage_gib: int
+
+
+class _Kind(BaseModel):
+    name: str
+    gpu_description: str = ""
+    price_cents_per_hour: int
+    specs: _Specs | None = None
+
+
+class _KindAndRegions(BaseModel):
+    instance_type: _Kind
+    regions_with_capacity_available: list[_Region] = []
+
+
+class _Kinds(BaseModel):
+    data: dict[str, _KindAndRegions]
+
+
+class _Launched(BaseModel):
+    instance_ids: list[str] = Field(min_length=1)
+
+
+class _Launch(BaseModel):
+    data: _Launched
+
+
+class _Instance(BaseModel):
+    id: str = Field(min_length=1)
+    name: str = ""
+    ip: str = ""
+    status: str = ""
+    instance_type: _Kind | None = None
+
+
+class _OneInstance(BaseModel):
+    data: _Instance
+
+
+class _Instances(BaseModel):
+    data: list[_Instance]
+
+
+class _Key(BaseModel):
+    name: str
+    public_key: str = ""
+
+
+class _OneKey(BaseModel):
+    data: _Key
+
+
+class _Keys(BaseModel):
+    data: list[_Key]
+
+
+class Lambda:
+    """An account at Lambda."""
+
+    def __init__(
+        self,
+        key: str,
+        url: str = URL,
+        transport: httpx.BaseTransport | None = None,
+        min_interval_s: float = _MIN_INTERVAL_S,
+    ) -> None:
+        endpoint = Endpoint(title=TITLE, url=url, key_variable=KEY_VARIABLE, key=key, min_interval_s=min_interval_s)
+        self._api = ProviderAPI(endpoint, transport)
+
+    @property
+    def name(self) -> CloudName:
+        return "lambda"
+
+    def search(self, query: GPUQuery) -> list[Offer]:
+        kinds = self._api.read("/api/v1/instance-types", _Kinds).data.values()
+        return [
+            _read_offer(each.instance_type, each.instance_type.specs, region.name)
+            for each in kinds
+            for region in each.regions_with_capacity_available
+            if each.instance_type.specs is not None and each.instance_type.specs.gpus > 0
+        ]
+
+    def create(self, offer: Offer, spec: MachineSpec) -> str:
+        body: Json = {
+            "region_name": offer.region,
+            "instance_type_name": offer.id,
+            "ssh_key_names": [self._register_key(spec.public_key)],
+            "name": spec.name,
+        }
+        if spec.image:
+            body["image"] = {"family": spec.image}
+        try:
+            launch = self._api.create("/api/v1/instance-operations/launch", body, _Launch)
+        except OfferGoneError as error:
+            if error_code(str(error)) in _HOPELESS_CODES:
+                raise ProviderRefusedError(str(error)) from error
+            raise
+        return launch.data.instance_ids[0]
+
+    def get(self, instance_id: str) -> Instance | None:
+        found = self._api.find(f"/api/v1/instances/{instance_id}", _OneInstance)
+        return None if found is None else _read_instance(found.data)
+
+    def list_named(self, prefix: str) -> list[Instance]:
+        instances = self._api.read("/api/v1/instances", _Instances).data
+        return [_read_instance(each) for each in instances if each.name.startswith(prefix)]
+
+    def terminate(self, instance_id: str) -> None:
+        self._api.change("POST", "/api/v1/instance-operations/terminate", {"instance_ids": [instance_id]})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._api.__exit__()
+
+    def _register_key(self, public_key: str) -> str:
+        """The name under which the account knows the key; it is registered when it is new."""
+        blob = public_key.split()[1]
+        for known in self._api.read("/api/v1/ssh-keys", _Keys).data:
+            if blob in known.public_key.split():
+                return known.name
+        name = "rollouts-" + hashlib.sha256(base64.b64decode(blob)).hexdigest()[:12]
+        # A second registration of the same key changes nothing, so it does not matter whether an answer was lost.
+        self._api.create("/api/v1/ssh-keys", {"name": name, "public_key": public_key}, _OneKey)
+        return name
+
+
+def _read_offer(kind: _Kind, specs: _Specs | None, region: str) -> Offer:
+    assert specs is not None
+    vram = _VRAM.search(kind.gpu_description)
+    return Offer(
+        provider="lambda",
+        id=kind.name,
+        gpu_type=kind.gpu_description or kind.name,
+        gpu_count=specs.gpus,
+        vram_gb=float(vram[1]) if vram else 0.0,
+        usd_per_hour=kind.price_cents_per_hour / 100,
+        region=region,
+        disk_gb=int(specs.storage_gib * 1.073741824),
+    )
+
+
+def _read_instance(instance: _Instance) -> Instance:
+    kind = instance.instance_type
+    return Instance(
+        provider="lambda",
+        id=instance.id,
+        name=instance.name,
+        status=_STATUS.get(instance.status, InstanceStatus.UNKNOWN),
+        host=usable_host(instance.ip),
+        user=USER,
+        usd_per_hour=kind.price_cents_per_hour / 100 if kind else None,
+    )

@@ -1,0 +1,304 @@
+"""A machine that is rented for a run, reached over SSH, and given back: the provider `provision` of a node's settings.
+
+Not here: renting itself (infra/provision.py), the providers' APIs (runpod.py and its like), SSH (ssh_session.py).
+
+    settings ── rent_machine ── first login: host key noted, set up ── Node ... release_machine
+
+The host key of a fresh machine is believed at the first login, noted in the ledger, and demanded ever after: it belongs
+to the machine, whatever address the machine has meanwhile.
+"""
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from infra.errors import (
+    InfraError,
+    MachineGoneError,
+    PermanentInfraError,
+    ProviderUnavailableError,
+    TransientInfraError,
+)
+from infra.host_keys import HostKeyPolicy
+from infra.ledger import LEDGER_FILE, Ledger
+from infra.node import Node, RentedNode, SSHAccess
+from infra.offers import Instance, Offer
+from infra.providers.cloud import Cloud
+from infra.providers.clouds import open_clouds, require_keys
+from infra.providers.ssh import CALL_TIMEOUT_S, PROGRAMS_DIR, expand_root
+from infra.provision import Pace, RentRequest, release_machine, rent_machine, search_offers
+from infra.reaper import reap
+from infra.rentals import Rental, find_rental, rentals_of
+from infra.session import Session
+
+if TYPE_CHECKING:
+    from infra.ssh_session import SSHSession
+
+SETUP_PYTHON = "/usr/bin/python3"
+"""Where there is something to set up, `python` may not exist before; this one is on every image that we know."""
+SETUP_TIMEOUT_S = 3600.0
+REAP_WITHIN_S = 60.0
+"""A new run does not wait longer for the end of an old machine."""
+KEYS_DIR = "machine_keys"
+
+Say = Callable[[str], None]
+
+logger = logging.getLogger(__name__)
+
+
+def provision_rented(settings: RentedNode, store: Path, run_id: str, say: Say) -> Node:
+    """A rented machine that is set up; the run's own, if it has one already.
+
+    Raises:
+        NoMachineError, StillRentedError, MissingKeyError, ProviderRefusedError: no machine could be had.
+        InfraError: the machine is not what the settings say; it is given back.
+    """
+    assert run_id, "a machine is rented for a run"
+    names = require_keys(settings.query.providers)
+    mirror = store.expanduser().absolute()
+    request = build_request(settings, run_id)
+    with Ledger(mirror / LEDGER_FILE) as ledger, open_clouds(names) as clouds:
+        report = reap(ledger, clouds, spare=True, pace=Pace(gone_within_s=REAP_WITHIN_S))
+        for line in report.ended:
+            say(f"ended {line}, which had expired or had never been used")
+        for line in report.failures:
+            say(line)
+        rental = rent_machine(request, ledger, clouds, check=partial(log_in, settings, mirror), say=say)
+        instance = clouds[rental.provider].get(rental.instance_id)
+    if instance is None or not instance.has_address:
+        raise TransientInfraError(f"{rental.name} is gone: its provider took it away a moment after it was ready")
+    access = replace(access_to(instance, settings.key_file), host_key=rental.host_key)
+    with open_ssh(access, python=settings.python) as session:
+        root = expand_root(session, settings.python, settings.root)
+    price = f"{rental.usd_per_hour:.2f} USD/h"
+    say(f"rented {rental.gpu} at {rental.provider} for {price}, for {settings.max_usd:g} USD at most")
+    return Node(
+        name=rental.name,
+        provider="provision",
+        root=root,
+        python=settings.python,
+        mirror=str(mirror),
+        access=access,
+        is_rented=True,
+        believed_by="first_use",
+    )
+
+
+def release_rented(node: Node) -> None:
+    """Give the machine back; returns when its provider has it no more.
+
+    Raises:
+        StillRentedError: it may still be rented.
+    """
+    with rental_of(node) as (ledger, rental, cloud):
+        release_machine(rental, ledger, cloud)
+
+
+def release_rentals(store: Path, run_id: str) -> list[str]:
+    """Give back whatever a run that is over has rented; returns what was done, a sentence each.
+
+    Raises:
+        StillRentedError: a machine may still be rented.
+    """
+    done = []
+    with Ledger(store / LEDGER_FILE) as ledger:
+        left = [rental for rental in rentals_of(ledger, run_id) if not rental.state.is_over]
+        for rental in left:
+            if not rental.instance_id:  # nobody knows yet whether it was made
+                done.append(f"{rental.name} may be rented at {rental.provider}: `rollouts reap` finds and ends it")
+                continue
+            with open_clouds([rental.provider]) as clouds:
+                release_machine(rental, ledger, clouds[rental.provider])
+            done.append(f"gave back {rental.name} at {rental.provider}")
+    return done
+
+
+@contextmanager
+def ended_when_expired(node: Node) -> Iterator[None]:
+    """While the block runs, a rented machine is ended when its hours or the run's money are used up."""
+    if not node.is_rented:
+        yield
+        return
+    with rental_of(node) as (_, rental, _):
+        seconds = rental.expires_at - time.time()
+    alarm = threading.Timer(max(0.0, seconds), _end_expired, [node])
+    alarm.daemon = True
+    alarm.start()
+    try:
+        yield
+    finally:
+        alarm.cancel()
+
+
+def _end_expired(node: Node) -> None:
+    logger.warning("%s has used up its hours or the run's money: it is given back", node.name)
+    try:
+        release_rented(node)
+    except InfraError as error:  # a thread of its own: nobody would see it
+        logger.error("%s", error)
+
+
+def open_rented_session(node: Node) -> Session:
+    """A session on the machine, at whatever address it has when the session connects."""
+    from infra.ssh_session import SSHSession  # paramiko loads here
+
+    assert node.access is not None, f"{node.name} has no address"
+    return SSHSession(
+        node.access,
+        python=node.python,
+        programs_dir=f"{node.root}/{PROGRAMS_DIR}",
+        find_access=partial(current_access, node),
+    )
+
+
+def check_rentable(settings: RentedNode) -> str:
+    """What could be rented now, in a sentence, without renting anything.
+
+    Raises:
+        PermanentInfraError: a key is missing or refused, or nothing on offer fits.
+    """
+    request = build_request(settings, "nobody")
+    with open_clouds(require_keys(settings.query.providers)) as clouds:
+        offers = search_offers(request.query, clouds)
+    if not offers:
+        raise PermanentInfraError(
+            "no provider offers a machine that fits node.query now: see `rollouts gpus`, or widen it"
+        )
+    return f"node: {describe_offer(offers[0])} is the cheapest of {len(offers)} offers"
+
+
+def describe_offer(offer: Offer) -> str:
+    """The offer for people."""
+    place = f" in {offer.region}" if offer.region else ""
+    return f"{offer.gpu_count}x {offer.gpu_type} at {offer.provider}{place} for {offer.usd_per_hour:.2f} USD/h"
+
+
+# ── details ──
+
+
+def build_request(settings: RentedNode, run_id: str) -> RentRequest:
+    """What is asked for.
+
+    Raises:
+        PermanentInfraError: the key to log in with cannot be read.
+    """
+    sameness = settings.model_dump_json(exclude={"max_usd", "max_hours", "min_free_gb", "usable_within_minutes"})
+    return RentRequest(
+        run_id=run_id,
+        query=settings.query,
+        public_key=read_public_key(settings.key_file),
+        image=settings.image,
+        purpose=hashlib.sha256(sameness.encode()).hexdigest()[:16],
+        max_usd=settings.max_usd,
+        max_hours=settings.max_hours,
+        usable_within_s=settings.usable_within_minutes * 60,
+    )
+
+
+def read_public_key(key_file: str) -> str:
+    """The public half of a key, as a line of authorized_keys.
+
+    Raises:
+        PermanentInfraError: there is none.
+    """
+    path = Path(f"{key_file}.pub").expanduser()
+    try:
+        words = path.read_text().split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PermanentInfraError(
+            f"the public key {path} cannot be read ({error}): make a key by `ssh-keygen -t ed25519`, or name "
+            "another as node.key_file"
+        ) from error
+    if len(words) < 2 or not words[0].startswith(("ssh-", "ecdsa-", "sk-")):
+        raise PermanentInfraError(f"{path} is no public key of OpenSSH: name another key as node.key_file")
+    return " ".join(words[:2])
+
+
+def access_to(instance: Instance, key_file: str) -> SSHAccess:
+    """How the machine is reached now, with nothing known about its host key."""
+    return SSHAccess(host=instance.host, port=instance.port, user=instance.user, key_file=key_file, known_hosts=())
+
+
+def log_in(settings: RentedNode, store: Path, rental: Rental, instance: Instance) -> str:
+    """Log in, set the machine up where it is fresh, and return the fingerprint of its host key."""
+    access = access_to(instance, settings.key_file)
+    if rental.host_key:
+        access = replace(access, host_key=rental.host_key)
+        fingerprint = rental.host_key
+        with open_ssh(access, python=settings.python) as session:
+            expand_root(session, settings.python, settings.root)
+        return fingerprint
+    known = store / KEYS_DIR / rental.name
+    access = replace(access, known_hosts=(str(known),), first_use_file=str(known))
+    with open_ssh(access, python=SETUP_PYTHON if settings.setup else settings.python) as session:
+        set_up(session, settings)
+        expand_root(session, settings.python, settings.root)
+    policy = HostKeyPolicy(host=access.host, port=access.port, pinned="", known_hosts=(known,), first_use_file=None)
+    return policy.known_keys()[-1].fingerprint
+
+
+def set_up(session: Session, settings: RentedNode) -> None:
+    """Run the commands of the settings once.
+
+    Raises:
+        CommandFailedError: one of them failed; nothing was begun with the machine.
+    """
+    if not settings.setup:
+        return
+    root = expand_root(session, session.python, settings.root)
+    marker = f"{root}/.set-up-{hashlib.sha256(repr(settings.setup).encode()).hexdigest()[:16]}"
+    if session.run(["test", "-e", marker], timeout_s=CALL_TIMEOUT_S, check=False).exit_code == 0:
+        return
+    for command in settings.setup:
+        session.run(["/bin/sh", "-c", command], timeout_s=SETUP_TIMEOUT_S)
+    session.run(["mkdir", "-p", root], timeout_s=CALL_TIMEOUT_S)
+    session.write_file(marker, b"")
+
+
+def open_ssh(access: SSHAccess, *, python: str) -> "SSHSession":
+    """A session before there is a node."""
+    from infra.ssh_session import SSHSession  # paramiko loads here
+
+    return SSHSession(access, python=python, programs_dir="")
+
+
+def current_access(node: Node) -> SSHAccess:
+    """How the node is reached now; its provider may have moved it.
+
+    Raises:
+        MachineGoneError: it is no more.
+    """
+    assert node.access is not None
+    with rental_of(node) as (_, rental, cloud):
+        try:
+            instance = cloud.get(rental.instance_id)
+        except ProviderUnavailableError as error:
+            logger.info("the address of %s may be old: %s", node.name, error)
+            return node.access
+    if instance is None or not instance.status.may_become_usable:
+        how = "gone" if instance is None else instance.status.value
+        raise MachineGoneError(
+            f"{node.name} is {how}: its provider took it away, or it expired. The same command goes on from the last "
+            "checkpoint on another machine"
+        )
+    if not instance.has_address:
+        return node.access
+    return replace(node.access, host=instance.host, port=instance.port, user=instance.user)
+
+
+@contextmanager
+def rental_of(node: Node) -> Iterator[tuple[Ledger, Rental, Cloud]]:
+    """The ledger with the node's row, and the account that it is rented by."""
+    with Ledger(Path(node.mirror) / LEDGER_FILE) as ledger:
+        rental = find_rental(ledger, node.name)
+        if rental is None:
+            raise PermanentInfraError(f"the ledger of {node.mirror} knows no machine {node.name}: was it replaced?")
+        with open_clouds([rental.provider]) as clouds:
+            yield ledger, rental, clouds[rental.provider]

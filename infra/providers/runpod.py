@@ -1,0 +1,169 @@
+"""RunPod's API v2: pods, which are containers with GPUs.
+
+Not here: HTTP (http.py), when a pod is created and ended (infra/provision.py).
+
+A pod is reached by SSH at a public port that RunPod maps to its port 22, and that changes when the pod is reset. Images
+start an SSH server when they find PUBLIC_KEY in their environment, as those of RunPod do. There are no spot pods.
+"""
+
+from typing import Self
+
+import httpx
+from pydantic import BaseModel, Field
+
+from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
+from infra.providers.addresses import usable_host, usable_port, usable_user
+from infra.providers.http import Endpoint, Json, ProviderAPI
+
+TITLE = "RunPod"
+URL = "https://api.runpod.io"
+KEY_VARIABLE = "RUNPOD_API_KEY"
+DEFAULT_IMAGE = "runpod/pytorch:2.8.0-py3.11-cuda12.8.1-cudnn-devel-ubuntu22.04"
+_STATUS = {
+    "PROVISIONING": InstanceStatus.STARTING,
+    "STARTING": InstanceStatus.STARTING,
+    "RUNNING": InstanceStatus.RUNNING,
+    "EXITED": InstanceStatus.STOPPED,
+    "ERROR": InstanceStatus.FAILED,
+    "TERMINATED": InstanceStatus.GONE,
+}
+
+
+class _Direct(BaseModel):
+    host: str
+    port: int
+    username: str = "root"
+
+
+class _SSH(BaseModel):
+    direct: _Direct | None = None
+
+
+class _Pod(BaseModel):
+    id: str = Field(min_length=1)
+    name: str = ""
+    status: str = ""
+    cost: float | None = None
+    ssh: _SSH | None = None
+
+
+class _Pods(BaseModel):
+    pods: list[_Pod]
+
+
+class _PerCloud(BaseModel):
+    secure: float = 0.0
+    community: float = 0.0
+
+
+class _DataCenter(BaseModel):
+    id: str
+    availability: str = "NONE"
+
+
+class _GPU(BaseModel):
+    id: str
+    name: str
+    memory: float
+    price: _PerCloud
+    maxCount: _PerCloud
+    availability: str = "NONE"
+    dataCenters: list[_DataCenter] = []
+
+
+class _GPUs(BaseModel):
+    gpus: list[_GPU]
+
+
+class RunPod:
+    """An account at RunPod."""
+
+    def __init__(self, key: str, url: str = URL, transport: httpx.BaseTransport | None = None) -> None:
+        self._api = ProviderAPI(Endpoint(title=TITLE, url=url, key_variable=KEY_VARIABLE, key=key), transport)
+
+    @property
+    def name(self) -> CloudName:
+        return "runpod"
+
+    def search(self, query: GPUQuery) -> list[Offer]:
+        if query.spot:
+            return []
+        tiers = ("SECURE", "COMMUNITY") if query.security == "any" else ("SECURE",)
+        return [offer for tier in tiers for offer in self._search_tier(query, tier)]
+
+    def create(self, offer: Offer, spec: MachineSpec) -> str:
+        tier, _, gpu_id = offer.id.partition(":")
+        gpu: Json = {"id": gpu_id, "count": offer.gpu_count}
+        if spec.min_cuda:
+            gpu["minCudaVersion"] = spec.min_cuda
+        body: Json = {
+            "name": spec.name,
+            "image": spec.image or DEFAULT_IMAGE,
+            "cloud": tier,
+            "gpu": gpu,
+            "disk": spec.disk_gb,
+            "ports": ["22/tcp"],
+            # The key of this machine alone: `startSsh` would let in whoever has a key on the account.
+            "env": {"PUBLIC_KEY": spec.public_key},
+        }
+        if offer.region:
+            body["dataCenterIds"] = [offer.region]
+        return self._api.create("/v2/pods", body, _Pod).id
+
+    def get(self, instance_id: str) -> Instance | None:
+        pod = self._api.find(f"/v2/pods/{instance_id}", _Pod)
+        return None if pod is None else _read_pod(pod)
+
+    def list_named(self, prefix: str) -> list[Instance]:
+        pods = self._api.read("/v2/pods", _Pods).pods
+        return [_read_pod(pod) for pod in pods if pod.name.startswith(prefix)]
+
+    def terminate(self, instance_id: str) -> None:
+        self._api.change("DELETE", f"/v2/pods/{instance_id}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._api.__exit__()
+
+    def _search_tier(self, query: GPUQuery, tier: str) -> list[Offer]:
+        params = {"include": "AVAILABILITY", "product": "POD", "count": str(query.gpu_count), "cloud": tier}
+        if query.min_cuda:
+            params["minCudaVersion"] = query.min_cuda
+        is_secure = tier == "SECURE"
+        offers = []
+        for gpu in self._api.read("/v2/catalog/gpus", _GPUs, params).gpus:
+            price = gpu.price.secure if is_secure else gpu.price.community
+            max_count = gpu.maxCount.secure if is_secure else gpu.maxCount.community
+            if gpu.availability == "NONE" or price <= 0 or max_count < query.gpu_count:
+                continue
+            regions = [center.id for center in gpu.dataCenters if center.availability != "NONE"]
+            for region in regions if query.regions else [""]:  # RunPod chooses best when nobody else does
+                offers.append(
+                    Offer(
+                        provider="runpod",
+                        id=f"{tier}:{gpu.id}",
+                        gpu_type=gpu.name,
+                        gpu_count=query.gpu_count,
+                        vram_gb=gpu.memory,
+                        usd_per_hour=price * query.gpu_count,
+                        region=region,
+                        is_secure=is_secure,
+                    )
+                )
+        return offers
+
+
+def _read_pod(pod: _Pod) -> Instance:
+    direct = pod.ssh.direct if pod.ssh else None
+    return Instance(
+        provider="runpod",
+        id=pod.id,
+        name=pod.name,
+        status=_STATUS.get(pod.status, InstanceStatus.UNKNOWN),
+        host=usable_host(direct.host) if direct else "",
+        port=usable_port(direct.port) if direct else 22,
+        user=usable_user(direct.username if direct else None, "root"),
+        usd_per_hour=pod.cost,
+    )

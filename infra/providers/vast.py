@@ -1,0 +1,178 @@
+"""Vast.ai's API: containers on machines of data centers and of private people.
+
+Not here: HTTP (http.py), when a machine is created and ended (infra/provision.py).
+
+An offer is one machine and can be taken once. The key that may log in is written by the container's first command: so
+no key has to be registered with the account. `price` is not sent: with it the machine would be one that can be outbid.
+"""
+
+import json
+import shlex
+from typing import Self
+
+import httpx
+from pydantic import BaseModel
+
+from infra.errors import ProviderUnavailableError
+from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
+from infra.providers.addresses import usable_host, usable_port
+from infra.providers.http import Endpoint, Json, ProviderAPI
+
+TITLE = "Vast.ai"
+URL = "https://console.vast.ai"
+KEY_VARIABLE = "VAST_API_KEY"
+DEFAULT_IMAGE = "vastai/pytorch:@vastai-automatic-tag"
+_MIN_INTERVAL_S = 1.0
+_MAX_OFFERS, _PAGE, _MAX_PAGES = 100, 25, 200
+_LIST = "/api/v1/instances/"
+_SSH_PORT = "22/tcp"
+_STATUS = {
+    "created": InstanceStatus.STARTING,
+    "loading": InstanceStatus.STARTING,
+    "running": InstanceStatus.RUNNING,
+    "exited": InstanceStatus.STOPPED,
+    "stopped": InstanceStatus.STOPPED,
+}
+
+
+class _Ask(BaseModel):
+    id: int
+    gpu_name: str
+    num_gpus: int
+    gpu_ram: float
+    """MB of each GPU."""
+    dph_total: float
+    geolocation: str | None = None
+
+
+class _Asks(BaseModel):
+    offers: list[_Ask]
+
+
+class _Contract(BaseModel):
+    new_contract: int
+
+
+class _Mapping(BaseModel):
+    HostPort: str = ""
+
+
+class _Instance(BaseModel):
+    id: int
+    label: str | None = None
+    actual_status: str | None = None
+    public_ipaddr: str | None = None
+    ports: dict[str, list[_Mapping]] | None = None
+    dph_total: float | None = None
+
+
+class _Page(BaseModel):
+    instances: list[_Instance]
+    next_token: str | None = None
+
+
+class Vast:
+    """An account at Vast.ai."""
+
+    def __init__(
+        self,
+        key: str,
+        url: str = URL,
+        transport: httpx.BaseTransport | None = None,
+        min_interval_s: float = _MIN_INTERVAL_S,
+    ) -> None:
+        endpoint = Endpoint(title=TITLE, url=url, key_variable=KEY_VARIABLE, key=key, min_interval_s=min_interval_s)
+        self._api = ProviderAPI(endpoint, transport)
+
+    @property
+    def name(self) -> CloudName:
+        return "vast"
+
+    def search(self, query: GPUQuery) -> list[Offer]:
+        is_secure = query.security == "secure"
+        body: Json = {
+            "type": "ondemand",
+            "verified": {"eq": True},
+            "rentable": {"eq": True},
+            "rented": {"eq": False},
+            "num_gpus": {"eq": query.gpu_count},
+            "gpu_ram": {"gte": int(query.min_vram_gb * 1000)},
+            "disk_space": {"gte": query.disk_gb},
+            "dph_total": {"lte": query.max_usd_per_gpu_hour * query.gpu_count},
+            "allocated_storage": query.disk_gb,
+            "order": [["dph_total", "asc"], ["id", "asc"]],
+            "limit": _MAX_OFFERS,
+        }
+        if is_secure:
+            body["datacenter"] = {"eq": True}
+        if query.min_cuda:
+            body["cuda_max_good"] = {"gte": float(query.min_cuda)}
+        asks = self._api.ask("/api/v0/bundles/", body, _Asks).offers
+        return [_read_offer(ask, is_secure=is_secure) for ask in asks]
+
+    def create(self, offer: Offer, spec: MachineSpec) -> str:
+        key = shlex.quote(spec.public_key)
+        body: Json = {
+            "image": spec.image or DEFAULT_IMAGE,
+            "disk": spec.disk_gb,
+            "label": spec.name,
+            "runtype": "ssh_direct",
+            "onstart": f"mkdir -p ~/.ssh; chmod 700 ~/.ssh; echo {key} >> ~/.ssh/authorized_keys",
+            "cancel_unavail": True,
+        }
+        return str(self._api.create(f"/api/v0/asks/{offer.id}/", body, _Contract, method="PUT").new_contract)
+
+    def get(self, instance_id: str) -> Instance | None:
+        # The address of a single instance shows its ports in another form than the list, which is the newer one.
+        params = {"limit": "1", "select_filters": json.dumps({"id": {"eq": int(instance_id)}})}
+        instances = self._api.read(_LIST, _Page, params).instances
+        return next((_read_instance(each) for each in instances if str(each.id) == instance_id), None)
+
+    def list_named(self, prefix: str) -> list[Instance]:
+        instances: list[_Instance] = []
+        params = {"limit": str(_PAGE), "order_by": json.dumps([{"col": "id", "dir": "asc"}])}
+        for _ in range(_MAX_PAGES):
+            page = self._api.read(_LIST, _Page, params)
+            instances += page.instances
+            if not page.next_token:
+                return [_read_instance(each) for each in instances if (each.label or "").startswith(prefix)]
+            params["after_token"] = page.next_token
+        raise ProviderUnavailableError(
+            f"{TITLE} lists more than {_MAX_PAGES * _PAGE} machines: that cannot be all ours"
+        )
+
+    def terminate(self, instance_id: str) -> None:
+        self._api.change("DELETE", f"/api/v0/instances/{instance_id}/")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._api.__exit__()
+
+
+def _read_offer(ask: _Ask, *, is_secure: bool) -> Offer:
+    return Offer(
+        provider="vast",
+        id=str(ask.id),
+        gpu_type=ask.gpu_name,
+        gpu_count=ask.num_gpus,
+        vram_gb=round(ask.gpu_ram / 1000, 1),
+        usd_per_hour=ask.dph_total,
+        region=(ask.geolocation or "").rpartition(",")[2].strip(),
+        is_secure=is_secure,
+    )
+
+
+def _read_instance(instance: _Instance) -> Instance:
+    mapped = (instance.ports or {}).get(_SSH_PORT) or []
+    port = int(mapped[0].HostPort) if mapped and mapped[0].HostPort.isdigit() else None
+    return Instance(
+        provider="vast",
+        id=str(instance.id),
+        name=instance.label or "",
+        status=_STATUS.get(instance.actual_status or "loading", InstanceStatus.UNKNOWN),
+        host=usable_host((instance.public_ipaddr or "").strip()) if port else "",
+        port=usable_port(port),
+        usd_per_hour=instance.dph_total,
+    )

@@ -1,0 +1,380 @@
+"""Rent a machine and give it back, so that none is forgotten whatever breaks in between.
+
+Not here: what providers say (providers/), the rows of the ledger (rentals.py), machines of dead runs (reaper.py).
+
+    intent written ── one request to create ── id written ── waited until usable ── ready
+         |                   | nobody knows: looked for by its name, and adopted
+         |                   | refused, or never usable: ended, verified, next offer
+    killed anywhere: the same run goes on from the row; else a run with the same settings, or the reaper, takes it
+
+A machine is given back when its provider has it no more, not when its end was asked for.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from infra.errors import (
+    InfraError,
+    LoginError,
+    NoMachineError,
+    OfferGoneError,
+    PermanentInfraError,
+    ProviderUnavailableError,
+    StillRentedError,
+    TransientInfraError,
+    UnclearAnswerError,
+)
+from infra.ledger import Ledger
+from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
+from infra.providers.cloud import Cloud
+from infra.rentals import (
+    Rental,
+    RentalState,
+    add_rental,
+    all_rentals,
+    change_rental,
+    find_rental,
+    machine_name,
+    rentals_of,
+    usd_spent,
+)
+
+MAX_OFFERS = 6
+UNSEEN_S = 60.0
+"""A machine that was created this recently may not be shown yet by its provider."""
+PRICE_TOLERANCE = 1.001
+_SIGHTINGS = 2
+"""A machine is gone when it was not there this many times in a row."""
+
+Check = Callable[[Rental, Instance], str]
+"""Log in on a machine and return the fingerprint of its host key; an InfraError says why it cannot be used (yet)."""
+Say = Callable[[str], None]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How patient we are with providers, in seconds."""
+
+    poll_s: float = 5.0
+    looks_s: tuple[float, ...] = (0.0, 5.0, 10.0, 20.0)
+    """Pauses before each look for a machine whose creation was not answered."""
+    gone_within_s: float = 600.0
+    """A machine that is still there this long after its end was asked for is reported."""
+
+
+PATIENT = Pace()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RentRequest:
+    """What a run wants."""
+
+    run_id: str
+    query: GPUQuery
+    public_key: str
+    image: str = ""
+    purpose: str
+    """Hash of everything that makes one machine as good as another."""
+    max_usd: float
+    """What all machines of the run may cost together."""
+    max_hours: float
+    """No machine is kept longer."""
+    usable_within_s: float = 900.0
+
+
+def rent_machine(
+    request: RentRequest,
+    ledger: Ledger,
+    clouds: Mapping[CloudName, Cloud],
+    *,
+    check: Check,
+    say: Say = logger.info,
+    pace: Pace = PATIENT,
+) -> Rental:
+    """A machine that can be used: the run's own, one that a dead run with the same settings left, or a new one.
+
+    Raises:
+        NoMachineError: no offer led to one, nothing is rented; says what was tried.
+        StillRentedError: a machine that could not be used could not be ended either.
+        PermanentInfraError: the money is used up, a key is refused, or the machines lack what the settings promise.
+    """
+    with ledger.renting(request.run_id):
+        for rental in _inherited(request, ledger):
+            usable = _settle(rental, request, ledger, clouds[rental.provider], check, say, pace)
+            if usable is not None:
+                say(f"goes on with {usable.name}, {usable.gpu} at {usable.provider}")
+                return usable
+        return _rent_new(request, ledger, clouds, check, say, pace)
+
+
+def release_machine(rental: Rental, ledger: Ledger, cloud: Cloud, *, note: str = "", pace: Pace = PATIENT) -> Rental:
+    """End the machine and return its row when its provider has it no more; harmless when that is so already.
+
+    Raises:
+        StillRentedError: its provider still has it, or cannot be asked; the row stays open, so that it is tried again.
+    """
+    current = find_rental(ledger, rental.name)
+    assert current is not None, f"{rental.name} is not in the ledger"
+    if current.state.is_over:
+        return current
+    assert current.instance_id, f"nobody knows which machine {current.name} is"
+    releasing = change_rental(ledger, current, state=RentalState.RELEASING, note=note or current.note)
+    if releasing is None:
+        return release_machine(rental, ledger, cloud, note=note, pace=pace)
+    _end_and_verify(releasing, cloud, pace)
+    gone = change_rental(ledger, releasing, state=RentalState.GONE, ended_at=time.time())
+    logger.info("gave back %s at %s", releasing.name, releasing.provider)
+    return gone or replace(releasing, state=RentalState.GONE)
+
+
+def find_by_name(name: str, cloud: Cloud, pace: Pace) -> Instance | None:
+    """The machine whose creation was not answered; None when it does not appear.
+
+    Raises:
+        ProviderUnavailableError: the provider cannot be asked.
+    """
+    for pause_s in pace.looks_s:
+        time.sleep(pause_s)
+        for instance in cloud.list_named(name):
+            if instance.name == name and instance.status is not InstanceStatus.GONE:
+                return instance
+    return None
+
+
+def adopt_machine(rental: Rental, instance_id: str, ledger: Ledger, *, note: str = "") -> Rental:
+    """Write down which machine the row is about."""
+    adopted = change_rental(
+        ledger,
+        rental,
+        state=RentalState.RENTED,
+        instance_id=instance_id,
+        rented_at=rental.rented_at or rental.intended_at,
+        note=note,
+    )
+    if adopted is None:
+        raise TransientInfraError(f"somebody else changed {rental.name} at the same moment: try again")
+    return adopted
+
+
+# ── what was there before ──
+
+
+def _inherited(request: RentRequest, ledger: Ledger) -> list[Rental]:
+    """The run's own machines that are not over, and those that dead runs with the same settings left."""
+    own = [rental for rental in rentals_of(ledger, request.run_id) if not rental.state.is_over]
+    if own:
+        return own
+    for rental in all_rentals(ledger):
+        is_fit = rental.state is RentalState.READY and rental.purpose == request.purpose
+        if is_fit and rental.expires_at > time.time() and ledger.has_died(rental.run_id):
+            mine = change_rental(ledger, rental, run_id=request.run_id, note=f"left by run {rental.run_id}")
+            if mine is not None:
+                return [mine]
+    return []
+
+
+def _settle(
+    rental: Rental, request: RentRequest, ledger: Ledger, cloud: Cloud, check: Check, say: Say, pace: Pace
+) -> Rental | None:
+    """Bring a machine of an earlier process to an end or to use; None when it is of no use."""
+    if rental.state is RentalState.INTENDED:
+        instance = find_by_name(rental.name, cloud, pace)
+        if instance is None:
+            return None  # it may still appear: the row stays, and the reaper looks for it
+        rental = adopt_machine(rental, instance.id, ledger, note="found by its name")
+    if rental.state is RentalState.RELEASING or rental.expires_at <= time.time():
+        release_machine(rental, ledger, cloud, pace=pace)
+        return None
+    return _use_or_release(rental, request, ledger, cloud, check, say, pace)
+
+
+# ── a new machine ──
+
+
+def _rent_new(
+    request: RentRequest, ledger: Ledger, clouds: Mapping[CloudName, Cloud], check: Check, say: Say, pace: Pace
+) -> Rental:
+    tried: list[str] = []
+    for offer in search_offers(request.query, clouds)[:MAX_OFFERS]:
+        cloud = clouds[offer.provider]
+        rental = _intend(request, offer, ledger)
+        say(f"asked {offer.provider} for {rental.gpu} at {offer.usd_per_hour:.2f} USD/h as {rental.name}")
+        created = _create_once(rental, offer, request, ledger, cloud, pace)
+        if isinstance(created, str):
+            tried.append(created)
+            continue
+        usable = _use_or_release(created, request, ledger, cloud, check, say, pace)
+        if usable is not None:
+            return usable
+        row = find_rental(ledger, created.name)
+        tried.append(row.note if row else "it is gone")
+    wanted = " or ".join(request.query.gpu_types) or "GPU"
+    raise NoMachineError(
+        f"no machine with {request.query.gpu_count}x {wanted} for {request.query.max_usd_per_gpu_hour:g} USD per GPU "
+        f"and hour or less could be had ({'; '.join(tried) or 'no offer fits the query'}): try again later, or widen "
+        "node.query"
+    )
+
+
+def search_offers(query: GPUQuery, clouds: Mapping[CloudName, Cloud]) -> list[Offer]:
+    """What the query admits of all providers that answer, cheapest first.
+
+    Raises:
+        ProviderUnavailableError, ProviderRefusedError: none of them answers.
+    """
+    order = [name for name in query.providers if name in clouds]
+    offers: list[Offer] = []
+    failures: list[InfraError] = []
+    for name in order:
+        try:
+            offers += [offer for offer in clouds[name].search(query) if query.admits(offer)]
+        except InfraError as error:
+            logger.warning("went on without %s: %s", name, error)
+            failures.append(error)
+    if failures and len(failures) == len(order):
+        raise failures[0]
+    return sorted(offers, key=lambda offer: (offer.usd_per_hour, order.index(offer.provider)))
+
+
+def _intend(request: RentRequest, offer: Offer, ledger: Ledger) -> Rental:
+    """Write down that the machine will be asked for.
+
+    Raises:
+        PermanentInfraError: the run's money is used up.
+    """
+    now = time.time()
+    left_usd = request.max_usd - usd_spent(ledger, request.run_id, now)
+    if left_usd <= 0:
+        raise PermanentInfraError(
+            f"the run has spent the {request.max_usd:g} USD that it may spend on machines: raise node.max_usd"
+        )
+    rental = Rental(
+        name=machine_name(ledger, request.run_id, len(rentals_of(ledger, request.run_id)) + 1),
+        run_id=request.run_id,
+        provider=offer.provider,
+        purpose=request.purpose,
+        gpu=f"{offer.gpu_count}x {offer.gpu_type}",
+        region=offer.region,
+        usd_per_hour=offer.usd_per_hour,
+        intended_at=now,
+        expires_at=now + 3600 * min(request.max_hours, left_usd / offer.usd_per_hour),
+    )
+    add_rental(ledger, rental)
+    return rental
+
+
+def _create_once(
+    rental: Rental, offer: Offer, request: RentRequest, ledger: Ledger, cloud: Cloud, pace: Pace
+) -> Rental | str:
+    """The machine that one request created, or why there is none."""
+    spec = MachineSpec(
+        name=rental.name,
+        public_key=request.public_key,
+        disk_gb=request.query.disk_gb,
+        image=request.image,
+        min_cuda=request.query.min_cuda,
+        ends_at=rental.expires_at,
+    )
+    try:
+        instance_id = cloud.create(offer, spec)
+    except UnclearAnswerError as error:
+        instance = find_by_name(rental.name, cloud, pace)
+        if instance is None:
+            change_rental(ledger, rental, note=f"{error}; it did not appear so far")
+            return f"{error}; it did not appear"
+        instance_id = instance.id
+    except InfraError as error:
+        change_rental(ledger, rental, state=RentalState.REFUSED, ended_at=time.time(), note=str(error))
+        if isinstance(error, OfferGoneError | ProviderUnavailableError):
+            return str(error)
+        raise
+    return adopt_machine(rental, instance_id, ledger)
+
+
+# ── from rented to usable ──
+
+
+def _use_or_release(
+    rental: Rental, request: RentRequest, ledger: Ledger, cloud: Cloud, check: Check, say: Say, pace: Pace
+) -> Rental | None:
+    """The machine when it can be used; otherwise it is given back.
+
+    Raises:
+        PermanentInfraError: no machine could be used; this one is given back.
+    """
+    try:
+        problem, host_key, price = _wait_until_usable(rental, request, cloud, check, pace)
+    except (Exception, KeyboardInterrupt) as error:
+        release_machine(rental, ledger, cloud, note=f"given back: {error}", pace=pace)
+        raise
+    if problem:
+        say(f"gives {rental.name} back: {problem}")
+        release_machine(rental, ledger, cloud, note=problem, pace=pace)
+        return None
+    return change_rental(ledger, rental, state=RentalState.READY, host_key=host_key, usd_per_hour=price)
+
+
+def _wait_until_usable(
+    rental: Rental, request: RentRequest, cloud: Cloud, check: Check, pace: Pace
+) -> tuple[str, str, float]:
+    """Why the machine will not do, or nothing; its host key; its price per hour."""
+    max_usd_per_hour = request.query.max_usd_per_gpu_hour * request.query.gpu_count * PRICE_TOLERANCE
+    started = time.monotonic()
+    reason, price = "its provider gave it no address", rental.usd_per_hour
+    while True:
+        try:
+            instance = cloud.get(rental.instance_id)
+            is_unseen = rental.state is not RentalState.READY and time.monotonic() - started < UNSEEN_S
+            if instance is None and not is_unseen:
+                return f"{rental.name} is gone: its provider took it away", "", price
+            if instance is not None and not instance.status.may_become_usable:
+                return f"{rental.name} is {instance.status}", "", price
+            if instance is not None:
+                price = max(price, instance.usd_per_hour or 0.0)
+            if price > max_usd_per_hour:
+                return f"{rental.name} costs {price:.2f} USD/h, more than was offered and allowed", "", price
+            if instance is not None and instance.has_address:
+                return "", check(rental, instance), price
+        except (TransientInfraError, LoginError) as error:  # keys arrive late on fresh machines
+            reason = str(error)
+        if time.monotonic() - started + pace.poll_s > request.usable_within_s:
+            return f"{rental.name} could not be used within {request.usable_within_s:g} s ({reason})", "", price
+        time.sleep(pace.poll_s)
+
+
+# ── the end ──
+
+
+def _end_and_verify(rental: Rental, cloud: Cloud, pace: Pace) -> None:
+    deadline = time.monotonic() + pace.gone_within_s
+    num_absent = 0
+    problem = "its provider still has it"
+    while num_absent < _SIGHTINGS:
+        try:
+            if num_absent == 0:
+                cloud.terminate(rental.instance_id)
+            num_absent = num_absent + 1 if _is_absent(rental, cloud) else 0
+        except InfraError as error:
+            num_absent, problem = 0, str(error)
+            if isinstance(error, PermanentInfraError):
+                deadline = 0.0
+        if num_absent == _SIGHTINGS:
+            return
+        if time.monotonic() > deadline:
+            raise StillRentedError(
+                f"{rental.name} ({rental.instance_id} at {rental.provider}, {rental.usd_per_hour:.2f} USD/h) may still "
+                f"be rented: {problem}. End it by `rollouts reap`, or on the provider's own pages"
+            )
+        time.sleep(pace.poll_s)
+
+
+def _is_absent(rental: Rental, cloud: Cloud) -> bool:
+    instance = cloud.get(rental.instance_id)
+    if instance is not None and instance.status is not InstanceStatus.GONE:
+        return False
+    listed = cloud.list_named(rental.name)
+    return all(each.status is InstanceStatus.GONE for each in listed if each.id == rental.instance_id)

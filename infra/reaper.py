@@ -1,0 +1,201 @@
+"""End what is rented in our name and wanted by nobody: join the lists of all providers with the ledger.
+
+Not here: renting and giving back (provision.py). Who may be ended:
+
+    named for this ledger   its run lives, and it has not expired            kept
+                            its run died, and it has not expired             ended, or kept for the next start (`spare`)
+                            it has expired, or the ledger has no row of it   ended
+    named for another one   another store rents it                           shown, ended only when that one is named
+    named otherwise         not ours                                         never touched
+    a row without machine   looked for again; after an hour it never existed
+
+A provider that cannot be asked is a failure of its own in the report: what it has is unknown, not nothing.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from infra.errors import InfraError, PermanentInfraError, ProviderUnavailableError
+from infra.ledger import Ledger
+from infra.offers import CloudName, Instance, InstanceStatus
+from infra.providers.cloud import Cloud
+from infra.provision import PATIENT, Pace, adopt_machine, find_by_name, release_machine
+from infra.rentals import (
+    NAME,
+    NAME_PREFIX,
+    Rental,
+    RentalState,
+    add_rental,
+    change_rental,
+    find_rental,
+    open_rentals,
+)
+
+UNSEEN_AFTER_S = 3600.0
+"""A machine that was asked for and has not appeared for this long does not exist."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class ReapReport:
+    """What was found; one line each."""
+
+    ended: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    """In use, or spared for the next start."""
+    foreign: list[str] = field(default_factory=list)
+    """Rented by other stores."""
+    failures: list[str] = field(default_factory=list)
+    """What could not be looked at, or not be ended."""
+
+
+def reap(
+    ledger: Ledger,
+    clouds: Mapping[CloudName, Cloud],
+    *,
+    spare: bool = False,
+    other_ledger: str = "",
+    pace: Pace = PATIENT,
+) -> ReapReport:
+    """End every machine of ours that nobody wants.
+
+    Args:
+        spare: machines of dead runs are kept until they expire, so that the next start can go on with them.
+        other_ledger: the identity of another ledger, for instance of a store that was deleted, all of whose machines
+            are ended too.
+    """
+    report = ReapReport()
+    for name, cloud in clouds.items():
+        try:
+            listed = cloud.list_named(NAME_PREFIX)
+        except InfraError as error:
+            report.failures.append(str(error))
+            continue
+        for instance in listed:
+            _judge_instance(instance, ledger, cloud, report, spare=spare, other_ledger=other_ledger, pace=pace)
+        unlisted = {rental.name for rental in open_rentals(ledger)} - {instance.name for instance in listed}
+        for rental in open_rentals(ledger):
+            if rental.provider == name and rental.name in unlisted:
+                _judge_unlisted(rental, ledger, cloud, report, spare=spare, pace=pace)
+    without_key = [rental for rental in open_rentals(ledger) if rental.provider not in clouds]
+    report.failures += [
+        f"{rental.name} at {rental.provider} cannot be looked at: there is no key of that provider"
+        for rental in without_key
+    ]
+    return report
+
+
+def release_named(name: str, ledger: Ledger, clouds: Mapping[CloudName, Cloud], *, pace: Pace = PATIENT) -> Rental:
+    """End one machine of the ledger, whoever uses it, and return its row.
+
+    Raises:
+        PermanentInfraError: the ledger has no such machine.
+        StillRentedError: its provider still has it.
+        ProviderUnavailableError: it was asked for, and has not appeared so far.
+    """
+    rental = find_rental(ledger, name)
+    if rental is None:
+        raise PermanentInfraError(f"the ledger knows no machine {name}: `rollouts nodes` shows those that it knows")
+    if rental.state.is_over:
+        return rental
+    cloud = clouds[rental.provider]
+    if rental.state is RentalState.INTENDED:
+        instance = find_by_name(name, cloud, pace)
+        if instance is None:
+            raise ProviderUnavailableError(f"{name} was asked for and has not appeared so far: try again in an hour")
+        rental = adopt_machine(rental, instance.id, ledger, note="found by its name")
+    return release_machine(rental, ledger, cloud, note="ended by hand", pace=pace)
+
+
+def _judge_instance(
+    instance: Instance,
+    ledger: Ledger,
+    cloud: Cloud,
+    report: ReapReport,
+    *,
+    spare: bool,
+    other_ledger: str,
+    pace: Pace,
+) -> None:
+    match = NAME.fullmatch(instance.name)
+    if match is None or instance.status is InstanceStatus.GONE:
+        return
+    rental = find_rental(ledger, instance.name)
+    if rental is None and match["ledger"] not in (ledger.identity, other_ledger):
+        report.foreign.append(
+            f"{instance.name} at {instance.provider}, {instance.status}: of the store {match['ledger']}"
+        )
+        return
+    if rental is None:
+        rental = _row_of(instance)
+        add_rental(ledger, rental)
+    elif rental.state is RentalState.INTENDED and not _is_wanted(rental, ledger, spare=False):
+        rental = adopt_machine(rental, instance.id, ledger, note="found by its name")
+    elif rental.state.is_over:  # it was refused, or gone, and is there all the same
+        changes = {"state": RentalState.RELEASING, "instance_id": instance.id, "ended_at": None}
+        began = rental.rented_at or rental.intended_at
+        reopened = change_rental(ledger, rental, **changes, rented_at=began, note="it is there all the same")
+        _end(reopened or rental, ledger, cloud, report, pace=pace)
+        return
+    _end_unless_wanted(rental, ledger, cloud, report, spare=spare, pace=pace)
+
+
+def _judge_unlisted(
+    rental: Rental, ledger: Ledger, cloud: Cloud, report: ReapReport, *, spare: bool, pace: Pace
+) -> None:
+    if rental.state is not RentalState.INTENDED:
+        _end_unless_wanted(rental, ledger, cloud, report, spare=spare, pace=pace)
+    elif time.time() - rental.intended_at > UNSEEN_AFTER_S:
+        change_rental(ledger, rental, state=RentalState.REFUSED, ended_at=time.time(), note="it never appeared")
+    else:
+        report.kept.append(f"{rental.name}: asked for, and not seen so far")
+
+
+def _end_unless_wanted(
+    rental: Rental, ledger: Ledger, cloud: Cloud, report: ReapReport, *, spare: bool, pace: Pace
+) -> None:
+    if _is_wanted(rental, ledger, spare=spare):
+        report.kept.append(f"{rental.name}: {rental.state}, of run {rental.run_id}")
+    else:
+        _end(rental, ledger, cloud, report, pace=pace)
+
+
+def _end(rental: Rental, ledger: Ledger, cloud: Cloud, report: ReapReport, *, pace: Pace) -> None:
+    try:
+        release_machine(rental, ledger, cloud, note="ended by the reaper", pace=pace)
+    except InfraError as error:
+        report.failures.append(str(error))
+    else:
+        report.ended.append(f"{rental.name} at {rental.provider}, {rental.gpu}")
+
+
+def _is_wanted(rental: Rental, ledger: Ledger, *, spare: bool) -> bool:
+    if rental.expires_at <= time.time():
+        return False
+    if not ledger.has_died(rental.run_id):
+        # Its run is renting it, uses it, or is giving it back.
+        return True
+    return spare and rental.state is RentalState.READY
+
+
+def _row_of(instance: Instance) -> Rental:
+    """A row for a machine that carries our name and that the ledger does not know: already expired."""
+    now = time.time()
+    return Rental(
+        name=instance.name,
+        run_id="",
+        provider=instance.provider,
+        purpose="",
+        state=RentalState.RENTED,
+        instance_id=instance.id,
+        gpu="unknown",
+        region="",
+        usd_per_hour=instance.usd_per_hour or 0.0,
+        intended_at=now,
+        rented_at=now,
+        expires_at=now,
+        note="it was not in the ledger",
+    )

@@ -1,0 +1,142 @@
+"""Remember what is rented, for whom, since when and at what price: the rows of the ledger about machines.
+
+Not here: the database (ledger.py), when a row changes (provision.py, reaper.py).
+
+    intended ──created──> rented ──logged in──> ready ──> releasing ──verified──> gone
+        \\──refused, or never seen──> refused                                 the last two cost nothing more
+"""
+
+import re
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from infra.ledger import Ledger
+from infra.offers import CloudName
+
+NAME_PREFIX = "rollouts-"
+NAME = re.compile(r"rollouts-(?P<ledger>[0-9a-f]{8})-(?P<run>[A-Za-z0-9]+)-a(?P<attempt>\d+)-t(?P<epoch>\d+)")
+
+
+class RentalState(StrEnum):
+    """How far the rental of a machine has come."""
+
+    INTENDED = "intended"
+    """It was or will be asked for; nobody knows whether it exists."""
+    RENTED = "rented"
+    """It exists and costs money."""
+    READY = "ready"
+    """It can be used."""
+    RELEASING = "releasing"
+    """Its end was asked for; it costs money until its provider has it no more."""
+    GONE = "gone"
+    REFUSED = "refused"
+    """It never existed."""
+
+    @property
+    def is_over(self) -> bool:
+        """True when it costs nothing."""
+        return self in (RentalState.GONE, RentalState.REFUSED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rental:
+    """What the ledger knows about one machine."""
+
+    name: str
+    """Unique among all machines of all stores."""
+    run_id: str
+    provider: CloudName
+    purpose: str
+    """Hash of the settings that it was rented by: a later run with the same may take it over."""
+    state: RentalState = RentalState.INTENDED
+    instance_id: str = ""
+    """The provider's name for it; empty as long as nobody knows it."""
+    gpu: str
+    """For people: 1x NVIDIA H100."""
+    region: str
+    usd_per_hour: float
+    intended_at: float
+    """Seconds since 1970, like all times here."""
+    rented_at: float | None = None
+    ended_at: float | None = None
+    expires_at: float
+    """It is ended then, whoever uses it."""
+    host_key: str = ""
+    """Fingerprint of its SSH server's key, from the first login on."""
+    note: str = ""
+    """What happened to it last, in words."""
+
+    def usd(self, now: float) -> float:
+        """What it has cost until `now`."""
+        if self.rented_at is None:
+            return 0.0
+        return max(0.0, (self.ended_at or now) - self.rented_at) / 3600 * self.usd_per_hour
+
+
+_COLUMNS = ", ".join(Rental.__slots__)
+
+
+def machine_name(ledger: Ledger, run_id: str, attempt: int) -> str:
+    """A name that no other machine has, and that tells whose it is."""
+    run = re.sub(r"[^A-Za-z0-9]", "", run_id)[:12] or "x"
+    return f"{NAME_PREFIX}{ledger.identity}-{run}-a{attempt}-t{int(time.time())}"
+
+
+def add_rental(ledger: Ledger, rental: Rental) -> None:
+    """Write the row, durably."""
+    values = [getattr(rental, column) for column in Rental.__slots__]
+    with ledger.transaction() as database:
+        database.execute(f"INSERT INTO rentals ({_COLUMNS}) VALUES ({', '.join('?' * len(values))})", values)
+
+
+def change_rental(ledger: Ledger, rental: Rental, **changes: Any) -> Rental | None:  # Any: values of columns
+    """Write the changes and return the row as it is now; None, with nothing written, when somebody else was faster.
+
+    Somebody else was when the row is in another state, or belongs to another run, than `rental`.
+    """
+    assert set(changes) <= set(Rental.__slots__), changes
+    columns = ", ".join(f"{column} = ?" for column in changes)
+    with ledger.transaction() as database:
+        changed = database.execute(
+            f"UPDATE rentals SET {columns} WHERE name = ? AND run_id = ? AND state = ?",
+            (*changes.values(), rental.name, rental.run_id, rental.state),
+        )
+    return find_rental(ledger, rental.name) if changed.rowcount == 1 else None
+
+
+def find_rental(ledger: Ledger, name: str) -> Rental | None:
+    """The row about a machine."""
+    return next(iter(_select(ledger, "WHERE name = ?", name)), None)
+
+
+def rentals_of(ledger: Ledger, run_id: str) -> list[Rental]:
+    """All machines of a run, also those that are gone, oldest first."""
+    return _select(ledger, "WHERE run_id = ? ORDER BY intended_at, name", run_id)
+
+
+def all_rentals(ledger: Ledger) -> list[Rental]:
+    """All machines of all runs, oldest first."""
+    return _select(ledger, "ORDER BY intended_at, name")
+
+
+def open_rentals(ledger: Ledger) -> list[Rental]:
+    """The machines that cost money, or may."""
+    return [rental for rental in all_rentals(ledger) if not rental.state.is_over]
+
+
+def usd_spent(ledger: Ledger, run_id: str, now: float) -> float:
+    """What the machines of a run have cost until `now`."""
+    return sum(rental.usd(now) for rental in rentals_of(ledger, run_id))
+
+
+def _select(ledger: Ledger, condition: str, *values: str) -> list[Rental]:
+    with ledger.transaction() as database:
+        rows = database.execute(f"SELECT {_COLUMNS} FROM rentals {condition}", values).fetchall()
+    return [
+        Rental(**{**dict(zip(Rental.__slots__, row, strict=True)), "state": RentalState(row[_STATE])}) for row in rows
+    ]
+
+
+_STATE = Rental.__slots__.index("state")

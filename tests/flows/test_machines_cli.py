@@ -1,0 +1,118 @@
+"""Pins what `rollouts gpus`, `nodes` and `reap` print, and that they do what they print.
+
+Without it somebody believes that nothing is rented because a provider did not answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from flows.cli import app
+from infra.ledger import LEDGER_FILE, Ledger
+from infra.providers.clouds import CLOUDS, open_clouds
+from infra.provision import rent_machine
+from infra.rentals import Rental
+from tests.infra.fake_cloud import KEY, FakeCloud
+from tests.infra.fake_lambda import FakeLambda
+from tests.infra.fake_runpod import FakeRunPod
+from tests.infra.test_provision import PACE, REQUEST, usable
+
+
+@pytest.fixture
+def runpod(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRunPod]:
+    for entry in CLOUDS.values():
+        monkeypatch.delenv(entry.key_variable, raising=False)
+    fake = FakeRunPod()
+    with offered(fake, "RUNPOD", monkeypatch):
+        yield fake
+
+
+@contextmanager
+def offered(fake: FakeCloud, variable: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A provider whose key and address are in the environment."""
+    with fake.served() as url:
+        monkeypatch.setenv(f"{variable}_API_KEY", KEY)
+        monkeypatch.setenv(f"{variable}_API_URL", url)
+        yield
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+
+
+def rent(store: Path) -> Rental:
+    """A machine of a run that is no more."""
+    store.mkdir()
+    with Ledger(store / LEDGER_FILE) as ledger, ledger.living_run(REQUEST.run_id), open_clouds(["runpod"]) as clouds:
+        return rent_machine(REQUEST, ledger, clouds, check=usable, pace=PACE)
+
+
+def test_offers_of_all_providers_are_one_table_cheapest_first(
+    runpod: FakeRunPod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with offered(FakeLambda(), "LAMBDA", monkeypatch):
+        result = call("gpus", "--gpu", "H100", "--community")
+    lines = result.stdout.splitlines()
+    assert result.exit_code == 0 and lines[0].startswith("USD/GPU/h")
+    assert [line.split()[0] for line in lines[1:4]] == ["2.49", "2.49", "2.99"]
+    assert {"lambda", "runpod"} <= set(result.stdout.split()) and "A6000" not in result.stdout
+    assert lines[-1] == "not asked, for want of a key: Shadeform (SHADEFORM_API_KEY), Vast.ai (VAST_API_KEY)"
+
+
+def test_filters_reach_the_search(runpod: FakeRunPod) -> None:
+    assert "RTX A6000" in call("gpus", "--max-price", "1", "--count", "8", "--min-vram", "40").stdout
+    assert "nothing on offer fits" in call("gpus", "--gpu", "H100", "--max-price", "1").stdout
+    assert call("gpus", "--region", "us").stdout.splitlines()[1].split()[-3] == "US-TX-3"
+
+
+def test_a_provider_that_does_not_answer_is_named(runpod: FakeRunPod) -> None:
+    runpod.faults.refuses_key = True
+    result = call("gpus")
+    assert result.exit_code == 1 and "RUNPOD_API_KEY" in result.stderr and KEY not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("gpus", "--provider", "moon"), "there is no provider moon: choose of runpod, lambda, shadeform, vast"),
+        (("gpus", "--min-cuda", "twelve"), "give it as 12.8"),
+        (("nodes", "--store", "/nowhere"), "/nowhere has no ledger"),
+        (("reap", "--store", "/nowhere"), "/nowhere has no ledger"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence(runpod: FakeRunPod, arguments: tuple[str, ...], sentence: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code == 2 and sentence in result.stderr
+
+
+def test_what_is_rented_is_listed_shown_and_released(runpod: FakeRunPod, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    rental = rent(store)
+    listed = call("nodes", "--store", str(store))
+    assert rental.name in listed.stdout and "2.49" in listed.stdout and listed.exit_code == 0
+    runpod.add("rollouts-somebody-elses", next(iter(runpod.machines.values())).request)
+    assert "not of this store: rollouts-somebody-elses" in call("nodes", "--store", str(store)).stdout
+    shown = call("nodes", "show", rental.name, "--store", str(store)).stdout
+    assert "provider says  running" in shown and rental.instance_id in shown and "ssh -p" in shown
+    released = call("nodes", "release", rental.name, "--store", str(store))
+    assert released.exit_code == 0 and f"{rental.name} is gone" in released.stdout
+    assert [machine.name for machine in runpod.alive()] == ["rollouts-somebody-elses"]
+    assert "nothing is rented" in call("nodes", "--store", str(store)).stdout
+    assert rental.name in call("nodes", "--all", "--store", str(store)).stdout
+
+
+def test_reap_ends_what_a_dead_run_left_and_spares_it_where_told(runpod: FakeRunPod, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    rent(store)
+    spared = call("reap", "--spare", "--store", str(store))
+    assert spared.exit_code == 0 and "0 ended, 1 kept" in spared.stdout and len(runpod.alive()) == 1
+    runpod.faults.fail_lists = 1
+    failed = call("reap", "--store", str(store))
+    assert failed.exit_code == 1 and "403" in failed.stderr and len(runpod.alive()) == 1
+    ended = call("reap", "--store", str(store))
+    assert ended.exit_code == 0 and "1 ended, 0 kept" in ended.stdout and runpod.alive() == []

@@ -1,0 +1,132 @@
+"""Pins that a run on a rented machine ends as any other, and that nothing is rented afterwards, however it ends.
+
+Without it a stage that fails, a Ctrl-C or a kill costs money until somebody looks. RunPod is a stand-in; the machine
+that it rents out is this one, by a real SSH server.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.ledger import Ledger
+from infra.rentals import RentalState, all_rentals
+from rollouts_core.checkpoint import verify_checkpoint
+from tests.flows.conftest import Rollouts, wait_until
+from tests.infra.fake_cloud import KEY
+from tests.infra.fake_runpod import FakeRunPod
+from tests.infra.ssh_server import SSHServer, running_server
+from tests.small_pipeline import write_small_pipeline
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SHORT = {"mode": "sft", "training__sft__num_steps": 20, "training__sft__checkpoint_every": 10}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[SSHServer]:
+    with running_server(tmp_path / "sshd") as server:
+        yield server
+
+
+@pytest.fixture
+def fake(server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRunPod]:
+    fake = FakeRunPod()
+    fake.port, fake.user = server.port, getpass.getuser()
+    with fake.served() as url:
+        for name in ("LAMBDA_API_KEY", "SHADEFORM_API_KEY", "VAST_API_KEY"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("RUNPOD_API_KEY", KEY)
+        monkeypatch.setenv("RUNPOD_API_URL", url)
+        yield fake
+
+
+def node_settings(server: SSHServer, root: Path) -> dict[str, Any]:
+    return {
+        "provider": "provision",
+        "query": {"gpu_types": ["H100"], "max_usd_per_gpu_hour": 3.0},
+        "max_usd": 5.0,
+        "key_file": str(server.client_key_file),
+        "setup": [f"mkdir -p '{root}' && echo once >> '{root}/setup.txt'"],
+        "root": str(root),
+        "python": sys.executable,
+        "install": "nothing",
+        "min_free_gb": 0.1,
+    }
+
+
+def rows(rollouts: Rollouts) -> list[RentalState]:
+    with Ledger(rollouts.store / "ledger.db") as ledger:
+        return [rental.state for rental in all_rentals(ledger)]
+
+
+def test_a_run_rents_a_machine_works_on_it_and_gives_it_back(
+    rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
+) -> None:
+    root = tmp_path / "machine"
+    fake.faults.boot_s, fake.faults.drop_creates, fake.faults.end_lag_s = 1.0, 1, 1.0
+    config = write_small_pipeline(tmp_path / "small", node=node_settings(server, root), **SHORT)
+    code, output = rollouts.run("run", str(config))
+    assert code == 0, output
+    assert fake.alive() == [] and len(fake.machines) == 1 and rows(rollouts) == [RentalState.GONE]
+    (run,) = (rollouts.store / "runs").iterdir()
+    verify_checkpoint(run / "checkpoint")
+    assert (root / "setup.txt").read_text() == "once\n" and list(root.glob("stages/sft-*/result.json"))
+    assert KEY not in output and "is the cheapest of" in output
+    for path in [*rollouts.store.rglob("*"), *root.rglob("*")]:
+        assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
+
+
+def test_ctrl_c_gives_the_machine_back(rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path) -> None:
+    settings = node_settings(server, tmp_path / "machine")
+    long = SHORT | {"training__sft__num_steps": 100_000}
+    config = write_small_pipeline(tmp_path / "small", node=settings, **long)
+    process = rollouts.start("run", str(config))
+    rollouts.wait_until_said("sft            started", process)
+    assert len(fake.alive()) == 1
+    process.send_signal(signal.SIGINT)
+    assert process.wait(120) == 130, rollouts.said()
+    assert fake.alive() == [] and rows(rollouts) == [RentalState.GONE]
+
+
+def test_a_run_that_was_killed_goes_on_with_its_machine(
+    rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
+) -> None:
+    settings = node_settings(server, tmp_path / "machine")
+    config = write_small_pipeline(tmp_path / "small", node=settings, **(SHORT | {"training__sft__num_steps": 100}))
+    process = rollouts.start("run", str(config))
+    rollouts.wait_until_said("sft            started", process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert len(fake.alive()) == 1
+    code, output = rollouts.run("run", str(config))
+    assert code == 0, output
+    assert "goes on with rollouts-" in output and len(fake.machines) == 1
+    assert len(list((tmp_path / "machine").glob("stages/sft-*/exit-*.json"))) == 1, "the job was attached to"
+    assert fake.alive() == [] and (tmp_path / "machine" / "setup.txt").read_text() == "once\n"
+
+
+def test_a_machine_that_is_taken_away_ends_the_run_and_the_next_start_goes_on_elsewhere(
+    rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
+) -> None:
+    settings = node_settings(server, tmp_path / "machine")
+    config = write_small_pipeline(tmp_path / "small", node=settings, **(SHORT | {"training__sft__num_steps": 100}))
+    process = rollouts.start("run", str(config))
+    rollouts.wait_until_said("sft            started", process)
+    [machine] = fake.alive()
+    machine.status = "TERMINATED"
+    server.signal_sessions(signal.SIGKILL)
+    assert process.wait(240) == 1, rollouts.said()
+    assert "took it away" in rollouts.said()
+    assert rows(rollouts) == [RentalState.GONE]
+    wait_until(lambda: list((tmp_path / "machine").glob("stages/sft-*/exit-*.json")) != [], what="the end of the job")
+    code, output = rollouts.run("run", str(config))
+    assert code == 0, output
+    assert len(fake.machines) == 2 and rows(rollouts) == [RentalState.GONE, RentalState.GONE]

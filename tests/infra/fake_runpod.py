@@ -1,0 +1,102 @@
+"""RunPod's API v2 as far as it is used here, in front of `FakeCloud`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from tests.infra.fake_cloud import FakeCloud, Machine, reply
+
+GPUS = [("NVIDIA H100 80GB HBM3", "H100 SXM", 80, 2.99, 2.49), ("NVIDIA RTX A6000", "RTX A6000", 48, 0.49, 0.33)]
+
+
+class FakeRunPod(FakeCloud):
+    def routes(self) -> list[Any]:
+        return [
+            Route("/v2/catalog/gpus", self.gpus),
+            Route("/v2/pods", self.pods, methods=["GET"]),
+            Route("/v2/pods", self.create_pod, methods=["POST"]),
+            Route("/v2/pods/{id}", self.pod, methods=["GET"]),
+            Route("/v2/pods/{id}", self.end_pod, methods=["DELETE"]),
+        ]
+
+    def is_create(self, method: str, path: str) -> bool:
+        return (method, path) == ("POST", "/v2/pods")
+
+    def error(self, status: int, text: str) -> Response:
+        problem = {"title": "Error", "status": status, "detail": text}
+        return JSONResponse(problem, status, media_type="application/problem+json")
+
+    def refuse_capacity(self) -> Response:
+        return self.error(400, "There are no longer any instances available with the requested specifications.")
+
+    async def gpus(self, request: Request) -> Response:
+        return reply({"gpus": [self.gpu(*each) for each in GPUS]})
+
+    def gpu(self, gpu_id: str, name: str, memory: int, secure: float, community: float) -> dict[str, Any]:
+        centers = [("EU-RO-1", "Romania", "HIGH"), ("US-TX-3", "Texas", "LOW"), ("CA-MTL-1", "Montreal", "NONE")]
+        return {
+            "id": gpu_id,
+            "name": name,
+            "pool": None,
+            "manufacturer": "NVIDIA",
+            "memory": memory,
+            "secure": True,
+            "community": True,
+            "price": {"secure": secure, "community": community},
+            "maxCount": {"secure": 8, "community": 2},
+            "availability": "HIGH",
+            "dataCenters": [{"id": key, "name": title, "availability": level} for key, title, level in centers],
+        }
+
+    async def create_pod(self, request: Request) -> Response:
+        return await self.creates(request, "name", lambda machine: reply(self.describe(machine), 201))
+
+    async def pods(self, request: Request) -> Response:
+        if self.takes("fail_lists"):
+            return self.error(403, "not today")
+        return reply({"pods": [self.describe(machine) for machine in self.listed()]})
+
+    async def pod(self, request: Request) -> Response:
+        machine = self.shown(request.path_params["id"])
+        return reply(self.describe(machine)) if machine else self.error(404, "there is no such pod")
+
+    async def end_pod(self, request: Request) -> Response:
+        machine = self.shown(request.path_params["id"])
+        if machine is None:
+            return self.error(404, "there is no such pod")
+        return self.end(machine) or Response(status_code=204)
+
+    def describe(self, machine: Machine) -> dict[str, Any]:
+        status = self.status_of(machine, "STARTING", "RUNNING")
+        asked = machine.request
+        endpoint = {"host": self.host, "port": self.port, "username": self.user, "command": f"ssh {self.host}"}
+        price = {each[0]: each[3] if asked["cloud"] == "SECURE" else each[4] for each in GPUS}[asked["gpu"]["id"]]
+        return {
+            "id": machine.id,
+            "name": machine.name,
+            "status": status,
+            "actions": ["terminate"],
+            "image": asked["image"],
+            "args": "",
+            "disk": asked["disk"],
+            "mounts": {},
+            "ports": asked["ports"],
+            "env": asked["env"],
+            "registry": None,
+            "gpu": {"id": asked["gpu"]["id"], "count": asked["gpu"]["count"]},
+            "cloud": asked["cloud"],
+            "dataCenterId": "EU-RO-1",
+            "cudaVersion": "12.8",
+            "ssh": {"proxy": None, "direct": endpoint if status == "RUNNING" else None},
+            "template": None,
+            "cost": price * asked["gpu"]["count"] * self.faults.price_factor,
+            "locked": False,
+            "globalNetworking": {"enabled": False},
+            "runtime": None,
+            "createdAt": "2026-11-20T12:00:00Z",
+            "startedAt": None,
+        }

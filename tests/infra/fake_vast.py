@@ -1,0 +1,76 @@
+"""Vast.ai's API as far as it is used here, in front of `FakeCloud`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tests.infra.fake_cloud import FakeCloud, Machine, reply
+
+PAGE = 2
+"""Small, so that every list has several pages."""
+ASK = {"id": 7001, "gpu_name": "H100 SXM", "num_gpus": 1, "gpu_ram": 80000, "geolocation": "Romania, RO"}
+
+
+class FakeVast(FakeCloud):
+    def routes(self) -> list[Any]:
+        return [
+            Route("/api/v0/bundles/", self.search, methods=["POST"]),
+            Route("/api/v0/asks/{id:int}/", self.take, methods=["PUT"]),
+            Route("/api/v1/instances/", self.instances),
+            Route("/api/v0/instances/{id:int}/", self.destroy, methods=["DELETE"]),
+        ]
+
+    def new_id(self) -> str:
+        return str(31_000_000 + len(self.machines))
+
+    def is_create(self, method: str, path: str) -> bool:
+        return method == "PUT"
+
+    def error(self, status: int, text: str) -> Response:
+        return reply({"success": False, "error": "error", "msg": text}, status)
+
+    def refuse_capacity(self) -> Response:
+        return self.error(410, "no_such_ask: it is no longer available")
+
+    async def search(self, request: Request) -> Response:
+        return reply({"offers": [{**ASK, "dph_total": 2.2}]})
+
+    async def take(self, request: Request) -> Response:
+        return await self.creates(
+            request, "label", lambda machine: reply({"success": True, "new_contract": int(machine.id)})
+        )
+
+    async def instances(self, request: Request) -> Response:
+        if self.takes("fail_lists"):
+            return self.error(401, "not today")
+        start = int(request.query_params.get("after_token", "0"))
+        wanted = json.loads(request.query_params.get("select_filters", "{}")).get("id", {}).get("eq")
+        one = self.shown(str(wanted))
+        machines = self.listed() if wanted is None else [one] if one else []
+        token = str(start + PAGE) if start + PAGE < len(machines) else None
+        shown = [self.describe(machine) for machine in machines[start : start + PAGE]]
+        return reply({"success": True, "instances": shown, "next_token": token})
+
+    async def destroy(self, request: Request) -> Response:
+        machine = self.shown(str(request.path_params["id"]))
+        if machine is None:
+            return self.error(404, "there is no such instance")
+        return self.end(machine) or reply({"success": True})
+
+    def describe(self, machine: Machine) -> dict[str, Any]:
+        status = self.status_of(machine, "loading", "running")
+        is_up = status == "running"
+        ports = {"ports": {"22/tcp": [{"HostIp": "0.0.0.0", "HostPort": str(self.port)}]}} if is_up else {}
+        return ports | {
+            "id": int(machine.id),
+            "label": machine.name,
+            "actual_status": status if is_up or machine.status or self.faults.extra_status else None,
+            "public_ipaddr": self.host,
+            "dph_total": 2.2 * self.faults.price_factor,
+            "onstart": machine.request["onstart"],
+        }

@@ -1,0 +1,130 @@
+"""Pins how answers of providers are sorted: asked again, refused, nothing created, or nobody knows.
+
+Without it a lost answer becomes a second machine, or a list that failed becomes "nothing is rented".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import httpx
+import pytest
+from pydantic import BaseModel
+
+from infra.errors import (
+    InfraError,
+    MissingKeyError,
+    OfferGoneError,
+    ProviderRefusedError,
+    ProviderUnavailableError,
+    UnclearAnswerError,
+)
+from infra.providers.clouds import CLOUDS, require_keys
+from infra.providers.http import MAX_ANSWER_BYTES, Endpoint, ProviderAPI
+
+KEY = "sk-canary-0123456789"
+
+
+class _Thing(BaseModel):
+    id: str
+
+
+def make_api(
+    answer: Callable[[httpx.Request], httpx.Response], *, patience_s: float = 0.0
+) -> tuple[ProviderAPI, list[httpx.Request]]:
+    seen: list[httpx.Request] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return answer(request)
+
+    endpoint = Endpoint(title="Cloud", url="http://cloud", key_variable="CLOUD_API_KEY", key=KEY, patience_s=patience_s)
+    return ProviderAPI(endpoint, httpx.MockTransport(handler)), seen
+
+
+def fails(error: type[Exception]) -> Callable[[httpx.Request], httpx.Response]:
+    def answer(request: httpx.Request) -> httpx.Response:
+        raise error("it broke")
+
+    return answer
+
+
+def says(status: int, text: str = "", **headers: str) -> Callable[[httpx.Request], httpx.Response]:
+    return lambda request: httpx.Response(status, text=text, headers=headers)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (says(400, "no longer any instances"), OfferGoneError),
+        (says(404), OfferGoneError),
+        (says(422, "disk"), OfferGoneError),
+        (says(401), ProviderRefusedError),
+        (says(402), ProviderRefusedError),
+        (says(403), ProviderRefusedError),
+        (says(429), ProviderUnavailableError),
+        (fails(httpx.ConnectError), ProviderUnavailableError),
+        (says(500), UnclearAnswerError),
+        (says(502, "<html>"), UnclearAnswerError),
+        (says(307, Location="http://elsewhere"), UnclearAnswerError),
+        (says(201, "created"), UnclearAnswerError),
+        (says(201, '{"id": null}'), UnclearAnswerError),
+        (fails(httpx.ReadTimeout), UnclearAnswerError),
+        (fails(httpx.RemoteProtocolError), UnclearAnswerError),
+        (fails(httpx.WriteError), UnclearAnswerError),
+    ],
+)
+def test_a_creation_is_sent_once_and_its_answer_sorted(
+    answer: Callable[[httpx.Request], httpx.Response], error: type[InfraError]
+) -> None:
+    api, seen = make_api(answer)
+    with pytest.raises(error) as caught:
+        api.create("/machines", {}, _Thing)
+    assert type(caught.value) is error and len(seen) == 1
+
+
+@pytest.mark.parametrize("answer", [says(500), says(200, "no JSON"), says(200, "{}"), fails(httpx.ReadTimeout)])
+def test_a_reading_that_fails_is_an_error_and_never_nothing(answer: Callable[[httpx.Request], httpx.Response]) -> None:
+    api, _ = make_api(answer)
+    with pytest.raises(ProviderUnavailableError):
+        api.find("/machines/1", _Thing)
+
+
+def test_readings_and_creations_wait_as_long_as_they_are_told() -> None:
+    answers = iter([httpx.Response(429, text="slow down", headers={"Retry-After": "0.01"}), httpx.Response(429)])
+    api, seen = make_api(lambda request: next(answers, httpx.Response(200, json={"id": "m"})), patience_s=60)
+    assert api.read("/machines/1", _Thing).id == "m" and len(seen) == 3
+    answers = iter([httpx.Response(429, headers={"Retry-After": "0.01"})])
+    assert api.create("/machines", {}, _Thing).id == "m"
+
+
+def test_a_wait_beyond_our_patience_is_not_begun() -> None:
+    api, seen = make_api(says(429, **{"Retry-After": "3600"}), patience_s=60)
+    with pytest.raises(ProviderUnavailableError, match="429"):
+        api.read("/machines", _Thing)
+    assert len(seen) == 1
+
+
+def test_an_endless_answer_is_cut() -> None:
+    api, _ = make_api(says(200, "x" * (MAX_ANSWER_BYTES + 1)))
+    with pytest.raises(ProviderUnavailableError, match="no answer"):
+        api.read("/machines", _Thing)
+
+
+def test_the_key_is_sent_and_shown_nowhere(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    api, seen = make_api(lambda request: httpx.Response(401, text=f"bad key {request.headers['authorization']}\x1b[2J"))
+    with pytest.raises(ProviderRefusedError, match="CLOUD_API_KEY") as caught:
+        api.read("/machines", _Thing)
+    assert seen[0].headers["authorization"] == f"Bearer {KEY}"
+    shown = str(caught.value) + repr(caught.value.args) + caplog.text
+    assert KEY not in shown and "\x1b" not in shown
+
+
+def test_a_missing_key_names_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    for entry in CLOUDS.values():
+        monkeypatch.delenv(entry.key_variable, raising=False)
+    with pytest.raises(MissingKeyError, match="put it into the variable RUNPOD_API_KEY"):
+        CLOUDS["runpod"].open_account()
+    with pytest.raises(MissingKeyError, match="LAMBDA_API_KEY or SHADEFORM_API_KEY"):
+        require_keys(("lambda", "shadeform"))

@@ -1,0 +1,57 @@
+"""Pins which offers a query admits, and how GPUs are recognised by name.
+
+Without it a machine could be rented that is too dear, too small, or somebody's living room.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from infra.offers import GPUQuery, Offer, is_gpu_type
+
+OFFER = Offer(
+    provider="runpod",
+    id="SECURE:H100",
+    gpu_type="NVIDIA H100 80GB HBM3",
+    gpu_count=2,
+    vram_gb=80,
+    usd_per_hour=5.0,
+    region="EU-RO-1",
+)
+QUERY = GPUQuery(gpu_types=("h100",), gpu_count=2, max_usd_per_gpu_hour=2.5, regions=("eu",))
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "is_it"),
+    [
+        ("NVIDIA GeForce RTX 4090", "RTX4090", True),
+        ("RTX_4090", "rtx 4090", True),
+        ("NVIDIA H100 80GB HBM3", "H100", True),
+        ("H100 (80 GB PCIe)", "H100 PCIe", True),
+        ("A100_80G", "A100", True),
+        ("NVIDIA L40", "L4", False),
+        ("NVIDIA L40S", "L40", False),
+        ("NVIDIA GH200", "H200", False),
+        ("NVIDIA RTX A1000", "A100", False),
+    ],
+)
+def test_a_gpu_is_recognised_by_its_words(name: str, wanted: str, is_it: bool) -> None:
+    assert is_gpu_type(name, wanted) is is_it
+
+
+@pytest.mark.parametrize(
+    "offer",
+    [
+        replace(OFFER, usd_per_hour=5.02),
+        replace(OFFER, gpu_count=1, usd_per_hour=2.5),
+        replace(OFFER, gpu_type="NVIDIA A100"),
+        replace(OFFER, region="US-TX-3"),
+        replace(OFFER, is_secure=False),
+        replace(OFFER, is_spot=True),
+        replace(OFFER, disk_gb=99),
+    ],
+)
+def test_a_query_refuses_what_was_not_asked_for(offer: Offer) -> None:
+    assert QUERY.admits(OFFER) and not QUERY.admits(offer)

@@ -1,0 +1,261 @@
+"""Pins that renting ends with one machine or with none, whatever the provider does, and giving back with none.
+
+Without it a lost answer, a slow list or a provider's error becomes a machine that nobody knows and everybody pays.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from infra.errors import (
+    LoginError,
+    NodeUnreachableError,
+    NoMachineError,
+    PermanentInfraError,
+    ProviderRefusedError,
+    StillRentedError,
+)
+from infra.ledger import Ledger
+from infra.offers import GPUQuery, Instance
+from infra.providers.runpod import RunPod
+from infra.provision import Check, Pace, RentRequest, release_machine, rent_machine
+from infra.rentals import Rental, RentalState, all_rentals, change_rental, rentals_of, usd_spent
+from tests.infra.fake_cloud import KEY
+from tests.infra.fake_runpod import FakeRunPod
+
+PACE = Pace(poll_s=0.02, looks_s=(0.0, 0.2, 0.4, 0.6), gone_within_s=20.0)
+REQUEST = RentRequest(
+    run_id="7f3c0c7e-run",
+    query=GPUQuery(gpu_types=("H100",), regions=("EU", "US"), security="any"),
+    public_key="ssh-ed25519 AAAA me",
+    purpose="p",
+    max_usd=10.0,
+    max_hours=2.0,
+    usable_within_s=20.0,
+)
+
+
+def usable(rental: Rental, instance: Instance) -> str:
+    return "SHA256:key"
+
+
+@dataclass
+class World:
+    """A provider, our account there, and our ledger."""
+
+    fake: FakeRunPod
+    cloud: RunPod
+    path: Path
+
+    def rent(self, request: RentRequest = REQUEST, check: Check = usable) -> Rental:
+        with Ledger(self.path) as ledger:
+            return rent_machine(request, ledger, {"runpod": self.cloud}, check=check, pace=PACE)
+
+    def release(self, rental: Rental, pace: Pace = PACE) -> Rental:
+        with Ledger(self.path) as ledger:
+            return release_machine(rental, ledger, self.cloud, pace=pace)
+
+    def rows(self) -> list[Rental]:
+        with Ledger(self.path) as ledger:
+            return all_rentals(ledger)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    fake = FakeRunPod()
+    with fake.served() as url, RunPod(KEY, url) as cloud:
+        yield World(fake, cloud, tmp_path / "ledger.db")
+
+
+def test_the_cheapest_machine_is_rented_once_and_is_gone_afterwards(world: World) -> None:
+    world.fake.faults.boot_s = 0.1
+    rental = world.rent()
+    assert rental.state is RentalState.READY and rental.host_key == "SHA256:key" and rental.usd_per_hour == 2.49
+    [machine] = world.fake.alive()
+    assert machine.name == rental.name and machine.request["env"] == {"PUBLIC_KEY": REQUEST.public_key}
+    assert rental.expires_at == pytest.approx(rental.intended_at + 2 * 3600)
+    gone = world.release(rental)
+    assert world.fake.alive() == [] and gone.state is RentalState.GONE and gone.usd(1e12) < 0.1
+    assert world.release(rental) == gone and world.fake.num_creates() == 1
+
+
+@pytest.mark.parametrize("fault", ["drop_creates", "break_creates"])
+def test_a_creation_that_was_not_answered_is_found_by_its_name(world: World, fault: str) -> None:
+    setattr(world.fake.faults, fault, 1)
+    world.fake.faults.list_lag_s = 0.5
+    rental = world.rent()
+    assert [machine.id for machine in world.fake.alive()] == [rental.instance_id]
+    assert world.fake.num_creates() == 1 and world.fake.most_at_once == 1
+
+
+def test_a_creation_that_did_not_happen_is_tried_at_the_next_offer_under_another_name(world: World) -> None:
+    world.fake.faults.drop_before_create = 1
+    rental = world.rent()
+    [lost, found] = world.rows()
+    assert found == rental and lost.name != rental.name
+    assert lost.state is RentalState.INTENDED and "did not appear" in lost.note, "the reaper must look for it"
+
+
+def test_offers_that_are_gone_are_skipped_up_to_a_limit(world: World) -> None:
+    world.fake.faults.no_capacity = 1
+    world.release(world.rent())
+    assert [row.state for row in world.rows()] == [RentalState.REFUSED, RentalState.GONE]
+    world.fake.faults.no_capacity = 1000
+    with pytest.raises(NoMachineError, match="no longer any instances"):
+        world.rent()
+    assert world.fake.num_creates() <= 2 + 6 and world.fake.alive() == []
+
+
+def test_a_busy_provider_is_waited_for(world: World) -> None:
+    world.fake.faults.busy = 5
+    assert world.rent().state is RentalState.READY
+    assert len(world.fake.alive()) == 1
+
+
+@pytest.mark.parametrize(("status", "meaning"), [("EXITED", "stopped"), ("ERROR", "failed")])
+def test_a_machine_that_will_never_run_is_given_back_and_another_taken(world: World, status: str, meaning: str) -> None:
+    def breaks_first(rental: Rental, instance: Instance) -> str:
+        if len(world.fake.machines) == 1:
+            world.fake.machines[instance.id].status = status
+            raise NodeUnreachableError("host", "refused")
+        return "key"
+
+    rental = world.rent(check=breaks_first)
+    assert [machine.id for machine in world.fake.alive()] == [rental.instance_id]
+    assert world.rows()[0].state is RentalState.GONE and meaning in world.rows()[0].note
+
+
+def test_a_status_that_nobody_knows_is_neither_usable_nor_an_error(world: World) -> None:
+    world.fake.faults.extra_status = "MELTING"
+    with pytest.raises(NoMachineError, match="gave it no address"):
+        world.rent(replace(REQUEST, usable_within_s=0.2))
+    assert world.fake.alive() == [] and world.fake.machines
+
+
+def test_a_machine_that_cannot_be_logged_in_to_in_time_is_given_back(world: World) -> None:
+    def never(rental: Rental, instance: Instance) -> str:
+        raise LoginError("root@host:22", "it knows no key of ours")
+
+    with pytest.raises(NoMachineError, match="knows no key of ours"):
+        world.rent(replace(REQUEST, usable_within_s=0.2), never)
+    assert world.fake.alive() == [] and all(row.state.is_over for row in world.rows())
+
+
+@pytest.mark.parametrize("error", [PermanentInfraError("no Python"), KeyboardInterrupt(), RuntimeError("a bug")])
+def test_whatever_ends_the_waiting_gives_the_machine_back(world: World, error: BaseException) -> None:
+    def fails(rental: Rental, instance: Instance) -> str:
+        raise error
+
+    with pytest.raises(type(error)):
+        world.rent(check=fails)
+    assert world.fake.alive() == [] and len(world.fake.machines) == 1
+
+
+def test_a_machine_that_costs_more_than_was_offered_is_given_back(world: World) -> None:
+    world.fake.faults.price_factor = 2.0
+    with pytest.raises(NoMachineError, match="more than was offered and allowed"):
+        world.rent()
+    assert world.fake.alive() == []
+
+
+def test_the_money_of_a_run_is_a_limit_over_all_its_machines(world: World) -> None:
+    rental = world.rent(replace(REQUEST, max_usd=2.49))
+    assert rental.expires_at == pytest.approx(rental.intended_at + 3600)
+    gone = world.release(rental)
+    with Ledger(world.path) as ledger:
+        change_rental(ledger, gone, rented_at=gone.intended_at - 7200)
+        assert usd_spent(ledger, REQUEST.run_id, 0.0) == pytest.approx(2 * 2.49, abs=0.05)
+    with pytest.raises(PermanentInfraError, match=r"has spent the 2\.49 USD"):
+        world.rent(replace(REQUEST, max_usd=2.49))
+    assert world.fake.num_creates() == 1
+
+
+def test_giving_back_ends_when_the_provider_has_the_machine_no_more(world: World) -> None:
+    rental = world.rent()
+    world.fake.faults.end_lag_s = 0.5
+    world.fake.faults.fail_ends = 1
+    assert world.release(rental).state is RentalState.GONE
+    assert world.fake.listed() == []
+
+
+def test_a_machine_that_does_not_end_stays_in_the_ledger_and_is_said_aloud(world: World) -> None:
+    rental = world.rent()
+    world.fake.faults.never_ends = True
+    with pytest.raises(StillRentedError, match=f"{rental.name} .* may still be rented"):
+        world.release(rental, replace(PACE, gone_within_s=0.2))
+    assert [row.state for row in world.rows()] == [RentalState.RELEASING]
+    world.fake.faults.never_ends = False
+    with pytest.raises(NoMachineError):  # the run that starts again ends it first
+        world.fake.faults.no_capacity = 1000
+        world.rent()
+    assert world.fake.alive() == []
+
+
+def test_a_run_that_starts_again_goes_on_with_its_machine(world: World) -> None:
+    first = world.rent()
+    again = world.rent()
+    assert (again.name, again.instance_id) == (first.name, first.instance_id) and world.fake.num_creates() == 1
+
+
+def test_a_machine_that_was_taken_away_is_replaced(world: World) -> None:
+    first = world.rent()
+    world.fake.machines[first.instance_id].status = "TERMINATED"
+    second = world.rent()
+    assert second.instance_id != first.instance_id
+    assert [row.state for row in world.rows()] == [RentalState.GONE, RentalState.READY]
+
+
+def test_the_machine_of_a_dead_run_goes_to_one_that_wants_the_same(world: World) -> None:
+    with Ledger(world.path) as ledger:
+        lock = ledger.living_run(REQUEST.run_id)
+        lock.__enter__()
+        first = world.rent()
+        other = replace(REQUEST, run_id="another-run")
+        second = world.rent(other)
+        assert second.instance_id != first.instance_id, "the first run lives"
+        world.release(second)
+        lock.__exit__(None, None, None)
+        assert ledger.has_died(REQUEST.run_id)
+        third = world.rent(replace(other, purpose="something else"))
+        assert third.instance_id != first.instance_id
+        world.release(third)
+        taken = world.rent(other)
+        assert taken.instance_id == first.instance_id and rentals_of(ledger, REQUEST.run_id) == []
+
+
+def test_a_provider_that_does_not_answer_is_done_without_and_is_an_error_only_when_all_are(world: World) -> None:
+    broken = FakeRunPod()
+    broken.faults.refuses_key = True
+    with broken.served() as url, RunPod(KEY, url) as other, Ledger(world.path) as ledger:
+        clouds = {"lambda": other, "runpod": world.cloud}
+        assert rent_machine(REQUEST, ledger, clouds, check=usable, pace=PACE).state is RentalState.READY
+        with pytest.raises(ProviderRefusedError):
+            rent_machine(replace(REQUEST, run_id="b"), ledger, {"lambda": other}, check=usable, pace=PACE)
+
+
+def test_two_processes_of_one_run_rent_one_machine(world: World) -> None:
+    world.fake.faults.boot_s = 0.3
+    rented: list[Rental] = []
+    threads = [threading.Thread(target=lambda: rented.append(world.rent())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len({rental.instance_id for rental in rented}) == 1 and len(rented) == 4
+    assert world.fake.num_creates() == 1
+
+
+def test_no_secret_reaches_the_ledger(world: World) -> None:
+    world.fake.faults.refuses_key = True
+    with pytest.raises(PermanentInfraError, match="RUNPOD_API_KEY"):
+        world.rent()
+    world.fake.faults.refuses_key = False
+    world.rent()
+    for path in world.path.parent.iterdir():
+        if path.is_file():
+            assert KEY.encode() not in path.read_bytes()

@@ -1,0 +1,145 @@
+"""Pins what people may write about a machine to rent, and how one is reached whose address or key changes.
+
+Without it money is spent before a typing error is found, or a stranger's machine is given our data.
+"""
+
+from __future__ import annotations
+
+import getpass
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.form import parse_pipeline
+from infra.errors import HostKeyError, MachineGoneError, PermanentInfraError
+from infra.ledger import LEDGER_FILE, Ledger
+from infra.node import Node, RentedNode
+from infra.providers import open_session, provision_node, release_node
+from infra.providers.rented import read_public_key
+from infra.rentals import RentalState, all_rentals
+from rollouts_core.errors import ConfigError
+from tests.infra.fake_cloud import KEY
+from tests.infra.fake_runpod import FakeRunPod
+from tests.infra.ssh_server import SSHServer, make_key, running_server
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = {name: f"/data/{name}.jsonl" for name in ("sft", "prompts", "selection", "heldout")}
+GIVEN = {"provider": "provision", "max_usd": 5.0, "python": "/opt/env/bin/python"}
+
+
+def parse(node: dict[str, Any]) -> RentedNode:
+    settings = parse_pipeline({"model": {"path": "/model"}, "data": DATA, "node": node}, Path("a.toml")).node
+    assert isinstance(settings, RentedNode)
+    return settings
+
+
+def test_the_examples_are_what_can_be_written() -> None:
+    [example] = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "machines.md").read_text(), re.DOTALL)
+    assert parse(tomllib.loads(example)["node"]).query.gpu_types == ("H100", "A100")
+    preset = (ROOT / "configs" / "sft_qwen.toml").read_text()
+    block = preset[preset.index("#     [node]") : preset.index("\n[node]")]
+    commented = "\n".join(line.removeprefix("#").strip() for line in block.splitlines())
+    assert parse(tomllib.loads(commented)["node"]).query.max_usd_per_gpu_hour == 1.5
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"max_usd": 0}, "max_usd"),
+        ({"query": {"gpu_type": "H100"}}, "gpu_type"),
+        ({"query": {"providers": ["moon"]}}, "providers"),
+        ({"query": {"max_usd_per_gpu_hour": -1}}, "max_usd_per_gpu_hour"),
+        ({"query": {"min_cuda": "twelve"}}, "min_cuda"),
+        ({"root": "runs"}, "expected a path on the machine"),
+        ({"python": "python3"}, "expected the absolute path"),
+        ({"hots": 1}, "unknown key node.hots"),
+    ],
+)
+def test_a_misfit_is_one_sentence(change: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        parse({**GIVEN, **change})
+
+
+def test_the_money_has_to_be_named() -> None:
+    with pytest.raises(ConfigError, match="max_usd is missing"):
+        parse({"provider": "provision", "python": "/p"})
+
+
+def test_only_the_public_half_of_a_key_is_read(tmp_path: Path) -> None:
+    make_key(tmp_path / "key")
+    assert re.fullmatch(r"ssh-ed25519 [A-Za-z0-9+/=]+", read_public_key(str(tmp_path / "key")))
+    with pytest.raises(PermanentInfraError, match="ssh-keygen"):
+        read_public_key(str(tmp_path / "none"))
+    (tmp_path / "odd.pub").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\n")
+    with pytest.raises(PermanentInfraError, match="no public key"):
+        read_public_key(str(tmp_path / "odd"))
+
+
+@pytest.fixture
+def fake(ssh_server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRunPod]:
+    fake = FakeRunPod()
+    fake.port, fake.user = ssh_server.port, getpass.getuser()
+    with fake.served() as url:
+        monkeypatch.setenv("RUNPOD_API_KEY", KEY)
+        monkeypatch.setenv("RUNPOD_API_URL", url)
+        yield fake
+
+
+def rent(server: SSHServer, tmp_path: Path) -> Node:
+    settings = RentedNode.model_validate(
+        {
+            "query": {"gpu_types": ["H100"], "providers": ["runpod"]},
+            "max_usd": 5.0,
+            "key_file": str(server.client_key_file),
+            "root": str(tmp_path / "machine"),
+            "python": sys.executable,
+        }
+    )
+    return provision_node(settings, tmp_path / "store", run_id="run")
+
+
+@pytest.mark.slow
+def test_a_machine_is_found_where_it_is_now_and_known_by_its_key(
+    fake: FakeRunPod, ssh_server: SSHServer, tmp_path: Path
+) -> None:
+    node = rent(ssh_server, tmp_path)
+    assert node.access is not None and node.access.host_key.startswith("SHA256:") and node.is_rented
+    moved = replace(node, access=replace(node.access, port=1))  # where it was before
+    with open_session(moved) as session:
+        assert session.run(["echo", "there"], timeout_s=30).stdout == b"there\n"
+    with running_server(tmp_path / "stranger") as stranger:
+        fake.port = stranger.port
+        with open_session(node) as session, pytest.raises(HostKeyError, match="the settings expect"):
+            session.run(["echo", "there"], timeout_s=30)
+    release_node(node)
+    assert fake.alive() == []
+    release_node(node)
+    with open_session(node) as session, pytest.raises(MachineGoneError, match="took it away"):
+        session.run(["echo", "there"], timeout_s=30)
+
+
+@pytest.mark.slow
+def test_a_machine_that_lacks_what_the_settings_promise_is_given_back(
+    fake: FakeRunPod, ssh_server: SSHServer, tmp_path: Path
+) -> None:
+    settings = RentedNode.model_validate(
+        {
+            "query": {"gpu_types": ["H100"], "providers": ["runpod"]},
+            "max_usd": 5.0,
+            "key_file": str(ssh_server.client_key_file),
+            "root": str(tmp_path / "machine"),
+            "python": sys.executable,
+            "setup": ["echo no such package >&2; exit 3"],
+        }
+    )
+    with pytest.raises(PermanentInfraError, match="no such package"):
+        provision_node(settings, tmp_path / "store", run_id="run")
+    assert fake.alive() == [] and len(fake.machines) == 1
+    with Ledger(tmp_path / "store" / LEDGER_FILE) as ledger:
+        assert [rental.state for rental in all_rentals(ledger)] == [RentalState.GONE]
