@@ -19,7 +19,6 @@ import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,6 @@ from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.backends.ranks import Ranks, join_ranks
 from rollouts_core.checkpoint import MANIFEST, list_checkpoints, load_manifest, verify_checkpoint
 from rollouts_core.comparison import estimate_mean, select_best
-from rollouts_core.concurrency import in_short_thread
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.data.dataset import (
     SFTDataset,
@@ -248,7 +246,7 @@ async def train_on_recorded(
     with checked_file(job.rollouts):
         source = OfflineRollouts(Path(job.rollouts.path), job.rollout)
         check_resume(job, directory)
-        await run_rl_loop(job, directory, events, await create_rl_backend(job, ranks), source, [])
+        await run_rl_loop(job, directory, events, create_job_backend(job, ranks), source, [])
     return {"num_steps": len(source.files)}
 
 
@@ -260,7 +258,7 @@ async def train_on_prompts(
     with checked_file(job.prompts):
         prompts = load_prompts_from_jsonl(job.prompts.path)
     check_resume(job, directory)
-    backend = await create_rl_backend(job, ranks)
+    backend = create_job_backend(job, ranks)
     tokenizer = load_tokenizer(job.model.model)
     max_tokens = job.rollout.max_prompt_tokens
     tools = describe_tools(resolve_environment(job.rollout))
@@ -268,15 +266,6 @@ async def train_on_prompts(
     data_buffer = DataBuffer(prompts, seed=job.replicated_rollout.seed)
     await train_against_engines(job, directory, events, backend, data_buffer)
     return {"num_prompts": len(prompts)}
-
-
-async def create_rl_backend(job: RLJob, ranks: Ranks | None) -> TrainingBackend:
-    """The backend of an RL job. One that will compute in a thread of its own on the CPU is made in one that ends:
-    OpenMP workers of this thread beside those of that one would be more than there are cores.
-    """
-    if job.rollout.max_staleness and not torch.cuda.is_available():
-        return await in_short_thread(partial(create_job_backend, job, ranks))
-    return create_job_backend(job, ranks)
 
 
 async def train_against_engines(

@@ -5,9 +5,9 @@ Not here: the backends themselves (pytorch.py, fsdp.py, jax.py), who is asked fo
     loop            run(train_on_rollouts) ----+   get_weights --+   save_checkpoint --+
     its thread                                 +-> the whole step +-> copies            +-> ...
 
-One thread for the whole run, for two reasons. Calls from two threads would change one model at the same time: a forward
-pass without dropout amid a step takes the dropout from that step. And OpenMP gives each thread that computes workers of
-its own: with two such threads there are more workers than cores, and all of them sleep at every barrier.
+One thread for the whole run: calls from two threads would change one model at the same time, and a forward pass without
+dropout amid a step would take the dropout from that step. Besides, OpenMP keeps workers for every thread that ever
+computed: those of this one, and of the one that created the backend.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def test_a_recovery_amid_training_does_not_touch_the_model_that_is_trained(
         engine = asyncio.run(train(client))
     assert backend.overlaps == []
     threads = set().union(*backend.threads.values())
-    assert len(threads) == 1, f"OpenMP has workers for each of these threads: {threads}"
+    assert len(threads) == 1, f"the backend is called by {threads}"
     assert threading.main_thread().name not in threads
     assert {"forward_backward", "optim_step", "get_weights", "save_checkpoint"} <= backend.threads.keys()
     [expected] = asyncio.run(checkpoint_canary(Path(base_model.path)).score([canary_sample()]))
