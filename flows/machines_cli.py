@@ -228,7 +228,8 @@ def reap_now(
     ] = "",
 ) -> None:
     """End every machine of this store that no living run wants, and print what is left."""
-    with open_ledger(store) as ledger:
+    # A store that is no more left machines and no ledger: any other can end them, also an empty one.
+    with Ledger(store / LEDGER_FILE) if other_store else open_ledger(store) as ledger:
         names = require_keys(CLOUD_NAMES)
         with open_clouds(names) as clouds:
             report = reap(ledger, clouds, spare=spare, other_ledger=other_store)

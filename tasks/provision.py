@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.errors import InfraError
+from infra.ledger import Ledger
 from infra.node import Node, NodeSettings
 from infra.providers import provision_node, release_node
+from infra.rentals import usd_spent
 from tasks.progress import StageProgress, stage_console
 from tasks.records import RunScope
 from tasks.stage import drop_leases, stop_leased_jobs
@@ -43,7 +46,12 @@ def give_back(node: Node, scope: RunScope) -> list[str]:
         done = [f"its jobs end with the machine ({error})"]
     finally:
         release_node(node)
-    return [*done, f"gave back {node.provider} node {node.name}"]
+    done.append(f"gave back {node.provider} node {node.name}")
+    if node.is_rented:
+        with Ledger(scope.ledger_path) as ledger:
+            usd = usd_spent(ledger, scope.run_id, time.time())
+        done.append(f"the machines of the run cost {usd:.2f} USD")
+    return done
 
 
 def release_now(node: Node, scope: RunScope) -> None:

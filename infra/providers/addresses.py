@@ -4,6 +4,7 @@ Not here: the settings' own addresses (infra/node.py).
 """
 
 import re
+from urllib.parse import quote
 
 from infra.node import SSH_PORT
 
@@ -24,3 +25,8 @@ def usable_port(port: int | None) -> int:
 def usable_user(user: str | None, default: str) -> str:
     """The name to log in with."""
     return user if user and _USER.fullmatch(user) else default
+
+
+def quoted(instance_id: str) -> str:
+    """The id as one part of a path, whatever is in it."""
+    return quote(instance_id, safe="")

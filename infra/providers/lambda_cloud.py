@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 
 from infra.errors import OfferGoneError, ProviderRefusedError
 from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
-from infra.providers.addresses import usable_host
+from infra.providers.addresses import quoted, usable_host
 from infra.providers.http import Endpoint, Json, ProviderAPI, error_code
 
 TITLE = "Lambda"
@@ -143,7 +143,7 @@ class Lambda:
         return launch.data.instance_ids[0]
 
     def get(self, instance_id: str) -> Instance | None:
-        found = self._api.find(f"/api/v1/instances/{instance_id}", _OneInstance)
+        found = self._api.find(f"/api/v1/instances/{quoted(instance_id)}", _OneInstance)
         return None if found is None else _read_instance(found.data)
 
     def list_named(self, prefix: str) -> list[Instance]:

@@ -72,6 +72,9 @@ def provision_rented(settings: RentedNode, store: Path, run_id: str, say: Say) -
             say(line)
         rental = rent_machine(request, ledger, clouds, check=partial(log_in, settings, mirror), say=say)
         instance = clouds[rental.provider].get(rental.instance_id)
+    for line in report.kept:
+        if rental.name not in line:
+            say(f"also rented: {line}; `rollouts reap` ends what no living run uses")
     if instance is None or not instance.has_address:
         raise TransientInfraError(f"{rental.name} is gone: its provider took it away a moment after it was ready")
     access = replace(access_to(instance, settings.key_file), host_key=rental.host_key)

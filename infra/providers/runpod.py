@@ -12,7 +12,7 @@ import httpx
 from pydantic import BaseModel, Field
 
 from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
-from infra.providers.addresses import usable_host, usable_port, usable_user
+from infra.providers.addresses import quoted, usable_host, usable_port, usable_user
 from infra.providers.http import Endpoint, Json, ProviderAPI
 
 TITLE = "RunPod"
@@ -111,7 +111,7 @@ class RunPod:
         return self._api.create("/v2/pods", body, _Pod).id
 
     def get(self, instance_id: str) -> Instance | None:
-        pod = self._api.find(f"/v2/pods/{instance_id}", _Pod)
+        pod = self._api.find(f"/v2/pods/{quoted(instance_id)}", _Pod)
         return None if pod is None else _read_pod(pod)
 
     def list_named(self, prefix: str) -> list[Instance]:
@@ -119,7 +119,7 @@ class RunPod:
         return [_read_pod(pod) for pod in pods if pod.name.startswith(prefix)]
 
     def terminate(self, instance_id: str) -> None:
-        self._api.change("DELETE", f"/v2/pods/{instance_id}")
+        self._api.change("DELETE", f"/v2/pods/{quoted(instance_id)}")
 
     def __enter__(self) -> Self:
         return self

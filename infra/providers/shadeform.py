@@ -12,7 +12,7 @@ import httpx
 from pydantic import BaseModel, Field
 
 from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
-from infra.providers.addresses import usable_host, usable_port, usable_user
+from infra.providers.addresses import quoted, usable_host, usable_port, usable_user
 from infra.providers.http import Endpoint, Json, ProviderAPI
 
 TITLE = "Shadeform"
@@ -122,7 +122,7 @@ class Shadeform:
         return self._api.create("/instances/create", body, _Created).id
 
     def get(self, instance_id: str) -> Instance | None:
-        found = self._api.find(f"/instances/{instance_id}/info", _Instance)
+        found = self._api.find(f"/instances/{quoted(instance_id)}/info", _Instance)
         return None if found is None else _read_instance(found)
 
     def list_named(self, prefix: str) -> list[Instance]:
@@ -130,7 +130,7 @@ class Shadeform:
         return [_read_instance(each) for each in instances if each.name.startswith(prefix)]
 
     def terminate(self, instance_id: str) -> None:
-        self._api.change("POST", f"/instances/{instance_id}/delete")
+        self._api.change("POST", f"/instances/{quoted(instance_id)}/delete")
 
     def __enter__(self) -> Self:
         return self

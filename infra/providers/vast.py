@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from infra.errors import ProviderUnavailableError
 from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
-from infra.providers.addresses import usable_host, usable_port
+from infra.providers.addresses import quoted, usable_host, usable_port
 from infra.providers.http import Endpoint, Json, ProviderAPI
 
 TITLE = "Vast.ai"
@@ -142,7 +142,7 @@ class Vast:
         )
 
     def terminate(self, instance_id: str) -> None:
-        self._api.change("DELETE", f"/api/v0/instances/{instance_id}/")
+        self._api.change("DELETE", f"/api/v0/instances/{quoted(instance_id)}/")
 
     def __enter__(self) -> Self:
         return self

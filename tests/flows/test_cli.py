@@ -35,6 +35,12 @@ SURFACE = {
     "validate": ["CONFIG", "--store"],
     "ui": ["--store", "--port"],
     "serve": ["MODEL_DIR", "--host", "--port", "--threads", "--max-running-requests", "--api-key"],
+    "gpus": [
+        *("--gpu", "--count", "--min-vram", "--max-price", "--disk", "--region"),
+        *("--community", "--min-cuda", "--provider", "--limit"),
+    ],
+    "nodes": ["--store", "--all"],
+    "reap": ["--store", "--spare", "--other-store"],
 }
 """Every command with its arguments and options: other scripts depend on them, so they change only on purpose."""
 

@@ -116,3 +116,13 @@ def test_reap_ends_what_a_dead_run_left_and_spares_it_where_told(runpod: FakeRun
     assert failed.exit_code == 1 and "403" in failed.stderr and len(runpod.alive()) == 1
     ended = call("reap", "--store", str(store))
     assert ended.exit_code == 0 and "1 ended, 0 kept" in ended.stdout and runpod.alive() == []
+
+
+def test_what_a_lost_store_rented_is_ended_from_another_when_it_is_named(runpod: FakeRunPod, tmp_path: Path) -> None:
+    rental = rent(tmp_path / "store")
+    (tmp_path / "store").rename(tmp_path / "lost")
+    assert call("reap", "--store", str(tmp_path / "store")).exit_code == 2
+    other = call("reap", "--store", str(tmp_path / "new"), "--other-store", "00000000")
+    assert f"another store's  {rental.name}" in other.stdout and len(runpod.alive()) == 1
+    ended = call("reap", "--store", str(tmp_path / "new"), "--other-store", rental.name.split("-")[1])
+    assert ended.exit_code == 0 and "1 ended" in ended.stdout and runpod.alive() == []

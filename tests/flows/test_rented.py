@@ -79,7 +79,7 @@ def test_a_run_rents_a_machine_works_on_it_and_gives_it_back(
     (run,) = (rollouts.store / "runs").iterdir()
     verify_checkpoint(run / "checkpoint")
     assert (root / "setup.txt").read_text() == "once\n" and list(root.glob("stages/sft-*/result.json"))
-    assert KEY not in output and "is the cheapest of" in output
+    assert KEY not in output and "is the cheapest of" in output and "the machines of the run cost 0." in output
     for path in [*rollouts.store.rglob("*"), *root.rglob("*")]:
         assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
 

@@ -11,6 +11,7 @@ import pytest
 
 from infra.errors import PermanentInfraError
 from infra.ledger import Ledger
+from infra.rentals import all_rentals
 
 
 def test_the_last_lease_dropped_leaves_none(tmp_path: Path) -> None:
@@ -41,6 +42,23 @@ def test_a_ledger_of_another_format_is_refused(tmp_path: Path) -> None:
     database.close()
     with pytest.raises(PermanentInfraError, match="format 99"):
         Ledger(path)
+
+
+def test_a_ledger_of_the_first_format_is_read_on(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with sqlite3.connect(path) as database:
+        database.execute(
+            "CREATE TABLE job_leases (run_dir TEXT NOT NULL, run_id TEXT NOT NULL, node TEXT NOT NULL, "
+            "created_at REAL NOT NULL, PRIMARY KEY (run_dir, run_id)) STRICT, WITHOUT ROWID"
+        )
+        database.execute("INSERT INTO job_leases VALUES ('/runs/sft', 'run-a', 'local', 1.0)")
+        database.execute("PRAGMA user_version = 1")
+    database.close()
+    with Ledger(path) as ledger:
+        assert [lease.run_dir for lease in ledger.leases_of("run-a")] == ["/runs/sft"]
+        identity = ledger.identity
+    with Ledger(path) as ledger:
+        assert ledger.identity == identity and all_rentals(ledger) == []
 
 
 def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:
