@@ -92,6 +92,7 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
 
 @command
 def run(
+    context: typer.Context,
     arguments: RunArguments = None,
     store: ConfiguredStore = None,
     deployment: Annotated[str, typer.Option(help="Have this deployment of `rollouts up` run, in the background.")] = "",
@@ -110,8 +111,10 @@ def run(
         link = trigger_run(store or Path(RunOptions().store), deployment, arguments or [])
         console.print(f"follow it at   {link}", markup=False)
         return
-    if arguments is None or len(arguments) != 1:
-        raise InputError(f"expected one configuration, found {len(arguments or [])}: rollouts run my.toml")
+    if not arguments:
+        raise typer.BadParameter("Missing argument 'CONFIG'.", ctx=context)
+    if len(arguments) != 1:
+        raise InputError(f"expected one configuration, found {len(arguments)}; key=value goes with --deployment")
     pipeline = load_pipeline(Path(arguments[0]))
     given = {"store": str(store) if store else "", "name": name, "fresh": fresh}
     settings = pipeline.run.model_dump() | {option: value for option, value in given.items() if value}

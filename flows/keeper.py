@@ -56,7 +56,9 @@ def _serve(listener: socket.socket) -> None:
     import uvicorn
     from prefect.server.api.server import create_app
 
-    app = create_app(final=True)
+    from flows.busy_database import patient
+
+    app = patient(create_app(final=True))
     gc.enable()
     gc.freeze()
     config = uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=2)

@@ -1,0 +1,120 @@
+"""What a person does in Prefect's UI: log in, fill in the form, watch a run, press Retry. In a real, headless browser.
+
+Without these tests a setting could have no field or no bound in the form, the form could post what the flow refuses,
+and Retry could train again what is there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from flows.server import ServerAddress, running_server
+from tests.flows.conftest import Rollouts, wait_until
+from tests.flows.test_faults import LONG, exits_of, program_of, run_dir
+from tests.flows.test_up import api, served, state_of, trigger, up, wait_for_checkpoint, wait_for_state  # noqa: F401
+from tests.small_pipeline import write_small_pipeline
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+CHROMIUM = shutil.which("chromium")
+PAGE_TIMEOUT_MS = 120_000
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    """A page of a headless Chromium."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make install")
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium on this machine: apt-get install chromium")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        opened = browser.new_page(viewport={"width": 1300, "height": 1000})
+        opened.set_default_timeout(PAGE_TIMEOUT_MS)
+        yield opened
+        browser.close()
+
+
+def open_page(page: Page, rollouts: Rollouts, path: str) -> None:
+    """Open a page of the UI, and log in with the store's password where the UI asks for it."""
+    address = address_of(rollouts)
+    page.goto(f"{address.ui_url}{path}", wait_until="domcontentloaded")
+    password = page.locator("input[type=password]")
+    password.wait_for()
+    password.fill(address.password)
+    page.keyboard.press("Enter")
+
+
+def address_of(rollouts: Rollouts) -> ServerAddress:
+    address = running_server(rollouts.store)
+    assert address is not None, "no server answers"
+    return address
+
+
+def test_the_form_has_help_texts_and_bounds_and_its_run_is_watched_to_the_end(
+    served: Rollouts,  # noqa: F811
+    page: Page,
+    tmp_path: Path,
+) -> None:
+    up(served, str(write_small_pipeline(tmp_path / "small", mode="sft")))
+    deployment = api(served, "GET", "/deployments/name/sft-rl/small")["id"]
+    posts: list[str] = []
+    page.on("request", lambda request: posts.append(request.url) if "create_flow_run" in request.url else None)
+    open_page(page, served, f"/deployments/deployment/{deployment}/run")
+    steps = page.get_by_label(re.compile("^Num Steps")).first
+    steps.wait_for()
+    assert steps.input_value() == "40"
+    assert page.get_by_text("Optimizer steps.").first.is_visible()
+
+    steps.fill("0")
+    submit = page.get_by_role("button", name="Submit")
+    submit.click()
+    refusal = steps.evaluate("input => input.validationMessage")
+    assert refusal == "Value must be greater than or equal to 1."
+    assert posts == []
+
+    steps.fill("20")
+    with page.expect_response(lambda response: "create_flow_run" in response.url) as answer:
+        submit.click()
+    assert answer.value.status == 201, answer.value.text()
+    run = answer.value.json()
+    assert run["parameters"]["config"]["training"]["sft"]["num_steps"] == 20
+    page.goto(f"{address_of(served).ui_url}/runs/flow-run/{run['id']}", wait_until="domcontentloaded")
+    page.get_by_text("Completed", exact=True).first.wait_for()
+    assert state_of(served, run["id"]) == "COMPLETED"
+    assert [path.name for path in (run_dir(served, "sft") / "checkpoints").iterdir()] == ["step_000020"]
+
+
+def test_a_run_that_failed_in_rl_is_retried_by_a_button_and_sft_is_shown_as_reused(
+    served: Rollouts,  # noqa: F811
+    page: Page,
+    tmp_path: Path,
+) -> None:
+    fewer = {"training__sft__num_steps": 40, "training__rl__num_steps": 100}
+    up(served, str(write_small_pipeline(tmp_path / "small", **{**LONG, **fewer})))
+    run_id = trigger(served, "small")
+    rl = wait_for_checkpoint(served, "rl")
+    os.kill(program_of(rl), signal.SIGKILL)
+    wait_for_state(served, run_id, "FAILED")
+
+    open_page(page, served, f"/runs/flow-run/{run_id}")
+    page.get_by_text("Failed", exact=True).first.wait_for()
+    page.get_by_role("button", name="Open menu").click()
+    page.get_by_role("menuitem", name="Retry").click()
+    page.get_by_role("alertdialog").get_by_role("button", name="Retry").click()
+    wait_until(lambda: state_of(served, run_id) != "FAILED", what="the retry")
+    wait_for_state(served, run_id, "COMPLETED")
+    page.goto(f"{address_of(served).ui_url}/runs/flow-run/{run_id}?tab=TaskRuns", wait_until="domcontentloaded")
+    page.get_by_text("Cached", exact=True).first.wait_for()
+    assert exits_of(run_dir(served, "sft")) == ["exit-1.json"]
+    assert exits_of(rl) == ["exit-1.json", "exit-2.json"]
