@@ -6,10 +6,12 @@ Not here: how long one of them may take (time_limits.py).
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import TypeVar
+from types import TracebackType
+from typing import Self, TypeVar
 
 import anyio
 
@@ -58,3 +60,19 @@ async def in_short_thread(work: Callable[[], ResultT]) -> ResultT:
     results: list[ResultT] = []  # a future that was wrapped refers to itself, and would keep its result for a while
     await asyncio.shield(asyncio.wrap_future(start_short_thread(lambda: results.append(work()))))
     return results.pop()
+
+
+class ClosedOnExit(ABC):
+    """What owns connections, and closes them at the end of `async with`."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Close the connections."""

@@ -5,14 +5,14 @@ Not here: those calls (sglang.py, vllm.py), restarts and retries (http.py), seve
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import httpx
 
+from rollouts_core.concurrency import ClosedOnExit
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.content import HeldTensors
 from rollouts_core.engines.http import EngineConnection, WeightKeeper
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rollouts_core.engines.protocol import Weights
 
 
-class EngineClient(ABC):
+class EngineClient(ClosedOnExit):
     """The client of one server; owns its connections, and closes them at the end of `async with`.
 
     Args:
@@ -48,14 +48,6 @@ class EngineClient(ABC):
             url, request_timeout_s=request_timeout_s, transport=transport, api_key=api_key
         )
         self._keeper = WeightKeeper(self, restart_timeout_s=restart_timeout_s, model_dir=model_dir)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
     @property
     def name(self) -> str:

@@ -20,12 +20,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import anyio
 
-from rollouts_core.concurrency import gather
+from rollouts_core.concurrency import ClosedOnExit, gather
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.in_flight import InterruptibleEngine
 from rollouts_core.engines.protocol import Completion, GenerationRequest, SegmentAccess
@@ -63,7 +62,7 @@ class Member:
     """Brings it back from quarantine."""
 
 
-class EnginePool:
+class EnginePool(ClosedOnExit):
     """Several engines that serve the same weights, used as one; owns them.
 
     Args:
@@ -85,14 +84,6 @@ class EnginePool:
         self._published: Published | None = None
         self._is_released = False
         """Whether the engines' memory is the trainer's."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
     @property
     def name(self) -> str:
