@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.deployments import load_deployments, parameters_for
+from flows.expired_machines import end_expired
 from flows.server import local_server, prefect_environment
 from rollouts_core.errors import ConfigError
 
@@ -40,6 +41,8 @@ POLL_S = 2.0
 LOOK_S = 1.0
 LOST_S = 15.0
 """How often runs are looked for whose process is gone; one that is found twice is marked."""
+EXPIRED_S = 120.0
+"""How often rented machines are looked at."""
 FLOWS_END_S = 20.0
 """After this long a flow that was told to end is killed; its jobs stay either way."""
 RUNNER_END_S = 10.0
@@ -74,6 +77,7 @@ async def _serve(store: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     _write_state(home, served)
+    ending = asyncio.create_task(_end_expired_machines(store))
     lost = LostRuns(store)
     looked_at = time.monotonic()
     while not stop.is_set() and not running.done():
@@ -86,12 +90,20 @@ async def _serve(store: Path) -> None:
             await lost.look()
         if os.fstat(sys.stderr.fileno()).st_size > MAX_LOG_BYTES:
             os.ftruncate(sys.stderr.fileno(), 0)
+    ending.cancel()
     await asyncio.to_thread(_end_flows)
     if not running.done():
         await runner.astop()
     await asyncio.wait([running], timeout=RUNNER_END_S)
     if running.done() and not running.cancelled() and (error := running.exception()):
         raise error
+
+
+async def _end_expired_machines(store: Path) -> None:
+    """Now and then, beside everything else: providers may take long to answer."""
+    while True:
+        await asyncio.to_thread(end_expired, store)
+        await asyncio.sleep(EXPIRED_S)
 
 
 async def _register(runner: Runner, store: Path, served: dict[str, str]) -> bool:

@@ -30,7 +30,7 @@ from tests.flows.conftest import clean_environment, processes_of, wait_until
 from tests.small_pipeline import small_settings, write_small_pipeline
 
 SURFACE = {
-    "run": ["CONFIG", "--store", "--name", "--fresh", "--port"],
+    "run": ["CONFIG", "--store", "--deployment", "--name", "--fresh", "--port"],
     "quickstart": ["--store", "--seed", "--port"],
     "validate": ["CONFIG", "--store"],
     "ui": ["--store", "--port"],
@@ -41,6 +41,9 @@ SURFACE = {
     ],
     "nodes": ["--store", "--all"],
     "reap": ["--store", "--spare", "--other-store"],
+    "up": ["[CONFIG]...", "--store", "--port"],
+    "down": ["--store"],
+    "status": ["--store"],
 }
 """Every command with its arguments and options: other scripts depend on them, so they change only on purpose."""
 

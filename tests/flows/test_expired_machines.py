@@ -1,0 +1,53 @@
+"""Pins that the process that serves deployments ends machines whose time is over, and spares the others.
+
+Without it the machine of a killed run costs money until somebody thinks of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flows.expired_machines import end_expired
+from infra.ledger import LEDGER_FILE, Ledger
+from infra.providers.runpod import RunPod
+from infra.rentals import change_rental
+from tests.infra.fake_cloud import KEY
+from tests.infra.fake_runpod import FakeRunPod
+from tests.infra.test_provision import REQUEST, World
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    fake = FakeRunPod()
+    with fake.served() as url, RunPod(KEY, url) as cloud:
+        monkeypatch.setenv("RUNPOD_API_KEY", KEY)
+        monkeypatch.setenv("RUNPOD_API_URL", url)
+        yield World(fake, cloud, tmp_path / LEDGER_FILE)
+
+
+def test_what_has_expired_is_ended_and_what_the_next_start_may_take_is_not(world: World, tmp_path: Path) -> None:
+    with Ledger(world.path) as ledger, ledger.living_run(REQUEST.run_id):
+        rental = world.rent()
+    assert end_expired(tmp_path) == [] and len(world.fake.alive()) == 1
+    with Ledger(world.path) as ledger:
+        change_rental(ledger, rental, expires_at=time.time() - 1)
+    assert len(end_expired(tmp_path)) == 1 and world.fake.alive() == []
+    assert end_expired(tmp_path) == []
+
+
+def test_without_a_key_nothing_is_ended_and_the_reason_is_logged(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Ledger(world.path) as ledger, ledger.living_run(REQUEST.run_id):
+        world.rent()
+    monkeypatch.delenv("RUNPOD_API_KEY")
+    assert end_expired(tmp_path) == []
+    assert "RUNPOD_API_KEY" in caplog.text and len(world.fake.alive()) == 1
+
+
+def test_a_store_that_never_rented_anything_gets_no_ledger(tmp_path: Path) -> None:
+    assert end_expired(tmp_path) == [] and list(tmp_path.iterdir()) == []
