@@ -14,17 +14,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 SETTINGS = {"PYTHONNOUSERSITE": "1", "UV_SYSTEM_CERTS": "1", "UV_NATIVE_TLS": "1"}
 """uv believes the certificates that the node believes, as pip does; older versions know the second name."""
 
+PIP = ["-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+
 
 def main() -> int:
     """Build the environment of the working directory; returns the exit code."""
-    if sys.version_info < (3, 11):  # noqa: UP036 - the node's own may be older
-        sys.stdout.write(f"Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}\n")
-        return 1
     directory = Path.cwd()
     job = json.loads((directory / "job.json").read_text())  # Any: JSON
     environment = directory / "env"
@@ -32,9 +30,9 @@ def main() -> int:
     lock = directory / "requirements.txt"
     lock.write_text("".join(line + "\n" for line in job["requirements"]))
     python = str(environment / "bin" / "python")
+    install = {"pip": install_by_pip, "uv": install_by_uv}[job["installer"]]
     try:
-        run([sys.executable, "-m", "venv", str(environment)])
-        run([*install_command(python, job), "--requirement", str(lock)])
+        install(environment, ["--requirement", str(lock), *(["--index-url", job["index"]] if job["index"] else [])])
     except subprocess.CalledProcessError as error:
         return error.returncode or 1
     part = directory / "result.json.part"
@@ -43,17 +41,31 @@ def main() -> int:
     return 0
 
 
-def install_command(python: str, job: "dict[str, Any]") -> "list[str]":  # Any: JSON
-    """What installs into the environment; uv comes from the index where the node has none."""
-    index = ["--index-url", job["index"]] if job["index"] else []
-    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", *index]
-    if job["installer"] == "pip":
-        return pip
+def install_by_pip(environment: Path, arguments: "list[str]") -> None:
+    """Make the environment with the interpreter that runs this, and install into it."""
+    if sys.version_info < (3, 11):  # noqa: UP036 - the node's own may be older
+        found = f"{sys.executable} is {sys.version.split()[0]}"
+        raise_refusal(f"Python 3.11 or newer is needed, {found}: name another interpreter, or install by uv")
+    run([sys.executable, "-m", "venv", str(environment)])
+    run([str(environment / "bin" / "python"), *PIP, *arguments])
+
+
+def install_by_uv(environment: Path, arguments: "list[str]") -> None:
+    """Make the environment with a new enough interpreter, which uv fetches where the node has none, and install."""
     uv = shutil.which("uv")
     if uv is None:
-        run([*pip, "uv"])
-        uv = str(Path(python).with_name("uv"))
-    return [uv, "pip", "install", "--python", python, *index]
+        tools = environment.with_name("tools")
+        run([sys.executable, *PIP, "--target", str(tools), "--upgrade", *arguments[2:], "uv"])
+        uv = str(tools / "bin" / "uv")
+    run([uv, "venv", "--python", ">=3.11", str(environment)])
+    run([uv, "pip", "install", "--python", str(environment / "bin" / "python"), *arguments])
+
+
+def raise_refusal(message: str) -> None:
+    """Say why nothing can be installed, and end as an installer that failed."""
+    sys.stdout.write(message + "\n")
+    sys.stdout.flush()
+    raise subprocess.CalledProcessError(1, sys.executable)
 
 
 def run(command: "list[str]") -> None:

@@ -117,7 +117,7 @@ class RentedNode(PackageSettings):
     """A machine that cannot be logged in to after this long is given back, and another one rented."""
     root: str = "~/rollouts"
     """Directory on the machine for run directories, inputs and code; begins with / or ~/."""
-    install: Literal["nothing", "pip", "uv"] = "pip"
+    install: Literal["nothing", "pip", "uv"] = "uv"
     """Install the packages of this project on the machine, into an environment of their own below `root`, once."""
     python: str = "/usr/bin/python3"
     """Python interpreter on the machine, 3.11 or newer; where `install` is `nothing`, with the packages."""

@@ -24,6 +24,8 @@ ROLLOUTS_JOB=<run directory> in their environment. Where there is no /proc (macO
 The run directory has to be on a disk whose flock() works between the processes of the node.
 """
 
+from __future__ import annotations
+
 import base64
 import contextlib
 import ctypes
@@ -40,9 +42,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.10, which a node may begin with, does not have it, nor datetime.UTC
 
 # Any: JSON objects, and the parts of /proc, have no better type at this edge.
 JsonObject = dict[str, Any]
@@ -615,7 +620,7 @@ class ProgramOutput:
 
 def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
     """Run the program, again where it may be restarted, and write exit-<n>.json when it has ended for good."""
-    started_at, started = datetime.now(UTC), time.monotonic()
+    started_at, started = datetime.now(timezone.utc), time.monotonic()  # noqa: UP017 - see the head
     log_path = Path(spec.run_dir, "log.txt")
     meta: JsonObject = {
         "attempt": attempt,
@@ -653,7 +658,7 @@ def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
         "restarts": restarts,
         "seconds": round(time.monotonic() - started, 3),
         "started_at": started_at.isoformat(),
-        "ended_at": datetime.now(UTC).isoformat(),
+        "ended_at": datetime.now(timezone.utc).isoformat(),  # noqa: UP017 - see the head
     }
     write_exit_record(spec.run_dir, attempt, exit_fd, record)
 

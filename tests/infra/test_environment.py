@@ -3,8 +3,10 @@
 Without it a rented machine would train with other versions than the ones that were tried, or be filled anew each time.
 """
 
+import ast
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -111,6 +113,35 @@ def test_an_environment_has_the_versions_and_is_made_once(session: Session, node
     made_at = Path(python).lstat().st_mtime_ns
     assert ensure_environment(session, node, SMALL, installer=installer) == python  # type: ignore[arg-type]
     assert Path(python).lstat().st_mtime_ns == made_at
+
+
+def old_interpreters() -> list[str]:
+    """Those of this machine that are too old for the training; none on many machines."""
+    found = [shutil.which(name) for name in ("python3.10",)]
+    return [each for each in found if each and subprocess.run([each, "-c", ""], check=False).returncode == 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("python", [*old_interpreters(), sys.executable])
+def test_uv_finds_an_interpreter_that_is_new_enough(node: Node, python: str) -> None:
+    environment = ensure_environment(LocalSession(python), node, SMALL, installer="uv")
+    show = [environment, "-c", "import orjson, sys; print(sys.version_info >= (3, 11))"]
+    assert subprocess.run(show, capture_output=True, text=True, check=True).stdout == "True\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["node_agent", "node_probe", "supervisor", "receiver", "sender", "environment_builder"]
+)
+def test_programs_for_nodes_can_be_read_by_an_older_python(name: str) -> None:
+    tree = ast.parse((ROOT / "infra" / f"{name}.py").read_text(), feature_version=(3, 10))
+    in_types = [each for node in ast.walk(tree) if isinstance(node, ast.If) for each in ast.walk(node)]
+    imported = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom) and node not in in_types
+        for alias in node.names
+    }
+    assert not imported & {"Self", "UTC", "StrEnum", "tomllib", "assert_never", "LiteralString"}
 
 
 @pytest.mark.slow
