@@ -2,7 +2,7 @@
 # make test         every test but those of real engines; `make test-fast` leaves out those that start servers, jobs or pipelines
 # make engines      SGLang and vLLM for a CPU, in .engines/, 7 GB; `make test-engines` tests against them
 # make check        lint, format, types
-# make bench        docs/benchmarks.md: this library side by side with others, 14 minutes on an idle machine
+# make bench        docs/benchmarks.md: this library side by side with others, half an hour on an idle machine
 
 # The first interpreter that is new enough; set PYTHON to choose another.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \

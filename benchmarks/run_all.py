@@ -1,9 +1,9 @@
 """Run every benchmark that needs no GPU and put its tables into docs/benchmarks.md.
 
-    python benchmarks/run_all.py [--out docs/benchmarks.md] [--quick]
+    python benchmarks/run_all.py [--out docs/benchmarks.md] [--only GRPO] [--quick]
 
-Run it on a machine that does nothing else: about 14 minutes on two cores. `--quick` takes two rounds of everything, to
-see that it runs. What stands outside the two markers of the document is left as it is.
+Run it on a machine that does nothing else: about half an hour on two cores. `--quick` takes two rounds of everything,
+to see that it runs. Sections of the document that were not run are left as they are.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from side_by_side import REPOSITORY, worker_environment
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 SFT_20M = "ours,ours bf16,bare packed,trl,trl grouped,trl bfd,trl bfd by row,trl wrapped,hf"
+PACKED = "ours,bare packed,bare packed|memory=kept,trl wrapped,trl bfd by row"
 RUNS = (
     ("SFT, 1M parameters", "sft_speed.py --size 1M --turn-s 2 --rounds 5"),
+    ("SFT, 1M parameters, packed peers", f"sft_speed.py --size 1M --turn-s 2 --rounds 7 --contenders '{PACKED}'"),
     ("SFT, 20M parameters", f"sft_speed.py --size 20M --turn-s 3 --rounds 4 --contenders '{SFT_20M}'"),
     ("GRPO step, 0.16M parameters", "grpo_speed.py --size 0.16M --turn-s 2 --rounds 5"),
     ("GRPO step, 1M parameters", "grpo_speed.py --size 1M --turn-s 3 --rounds 5"),
@@ -40,16 +42,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="document whose figures are replaced (default: only print them)")
     parser.add_argument("--threads", type=int, default=2, help="threads of every contender (default: 2)")
+    parser.add_argument("--only", default="", help="run the sections whose titles have this in them (default: all)")
     parser.add_argument("--quick", action="store_true", help="two rounds of everything")
     options = parser.parse_args()
     began = time.monotonic()
-    sections = [
-        run_section(title, command, quick=options.quick, num_threads=options.threads) for title, command in RUNS
-    ]
-    figures = "\n\n".join(sections)
-    print(f"{figures}\n\n{time.monotonic() - began:.0f} s in all")
-    if options.out is not None:
-        replace_figures(options.out, figures)
+    for title, command in RUNS:
+        if options.only not in title:
+            continue
+        section = run_section(title, command, quick=options.quick, num_threads=options.threads)
+        print(f"{section}\n", flush=True)
+        if options.out is not None:
+            replace_section(options.out, title, section)
+    print(f"{time.monotonic() - began:.0f} s in all")
 
 
 def run_section(title: str, command: str, *, quick: bool, num_threads: int) -> str:
@@ -69,11 +73,16 @@ def run_section(title: str, command: str, *, quick: bool, num_threads: int) -> s
     return f"### {title}\n\n`python benchmarks/{command}`\n\n{answer.stdout.strip()}"
 
 
-def replace_figures(document: Path, figures: str) -> None:
-    """Put `figures` between the document's markers."""
+def replace_section(document: Path, title: str, section: str) -> None:
+    """Put a section between the document's markers, in the place of the one with its title, or in the order of RUNS."""
     before, rest = document.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    document.write_text(f"{before}{BEGIN}\n\n{figures}\n\n{END}{after}")
+    figures, after = rest.split(END)
+    sections = {part.partition("\n")[0]: f"### {part.strip()}" for part in figures.split("### ")[1:]}
+    sections[title] = section
+    order = [known for known, _ in RUNS]
+    titles = sorted(sections, key=lambda each: order.index(each) if each in order else len(order))
+    text = "\n\n".join(sections[each] for each in titles)
+    document.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
 
 
 if __name__ == "__main__":
