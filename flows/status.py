@@ -1,4 +1,4 @@
-"""What is going on in a store: its server, the process that serves its deployments, its runs and their jobs.
+"""What is going on in a store: its runs, their jobs, and the machines that it rents.
 
 Not here: starting and ending them (up.py).
 """
@@ -6,6 +6,7 @@ Not here: starting and ending them (up.py).
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,9 +18,10 @@ from flows.prefect_api import ask
 from flows.server import ServerAddress, run_url
 from infra.errors import PermanentInfraError, TransientInfraError
 from infra.jobs import JobState, job_status
-from infra.ledger import Lease, Ledger
+from infra.ledger import LEDGER_FILE, Lease, Ledger
 from infra.node import LocalNode
 from infra.providers import open_session, provision_node
+from infra.rentals import open_rentals
 
 SUFFIX = re.compile(r"-[0-9a-f]{3}$")
 """What Prefect puts after the name of a task that gives none of its own."""
@@ -91,10 +93,23 @@ def going_jobs(store: Path) -> list[GoingJob]:
         is_here = node == local.name
         if is_here and not _is_running(run_dir, store):
             continue
-        with Ledger(store / "ledger.db") as ledger:
+        with Ledger(store / LEDGER_FILE) as ledger:
             has_run = not all(ledger.has_died(lease.run_id) for lease in leases)
         found.append(GoingJob(run_dir=run_dir, node=node, is_known_to_run=is_here, has_run=has_run))
     return found
+
+
+def describe_machines(store: Path) -> list[str]:
+    """A line for every machine that the store rents now, with what it has cost so far."""
+    path = store / LEDGER_FILE
+    if not path.is_file():
+        return []
+    now = time.time()
+    with Ledger(path) as ledger:
+        return [
+            f"{rental.name} {rental.state.value}, {rental.gpu} at {rental.provider}, {rental.usd(now):.2f} USD so far"
+            for rental in open_rentals(ledger)
+        ]
 
 
 def _is_running(run_dir: str, store: Path) -> bool:
@@ -106,7 +121,7 @@ def _is_running(run_dir: str, store: Path) -> bool:
 
 
 def _leases(store: Path) -> list[Lease]:
-    path = store / "ledger.db"
+    path = store / LEDGER_FILE
     if not path.is_file():
         return []
     with Ledger(path) as ledger:

@@ -28,7 +28,7 @@ from flows.password import password_file
 from flows.preflight import check_writable
 from flows.quickstart_files import quickstart_folder, write_missing_quickstart
 from flows.server import ROOT, ServerError, local_server, running_server
-from flows.status import describe_runs, going_jobs
+from flows.status import describe_machines, describe_runs, going_jobs
 from flows.terminal import Port, Store, console
 
 READY_TIMEOUT_S = 60.0
@@ -96,10 +96,12 @@ def down(store: Store = Path(".rollouts")) -> None:
         console.print(f"kept           the Prefect server at {address.ui_url}: another command or a run uses it")
     for job in going_jobs(store.resolve()):
         console.print(f"left alone     {job.sentence()}", markup=False)
+    for line in describe_machines(store.resolve()):
+        console.print(f"still rented   {line}: rollouts reap ends it", markup=False)
 
 
 def status(store: Store = Path(".rollouts")) -> None:
-    """Show the server, the process that serves the deployments, the runs, and jobs without a run."""
+    """Show the server, the process that serves the deployments, the runs, jobs without a run, and rented machines."""
     address, serving = running_server(store), find_serving(store)
     typer.echo(f"server       {address.ui_url if address else 'none: rollouts up starts one'}")
     if serving:
@@ -112,6 +114,8 @@ def status(store: Store = Path(".rollouts")) -> None:
     for job in going_jobs(store.resolve()):
         if not (job.has_run and address):
             typer.echo(f"job          {job.sentence()}")
+    for line in describe_machines(store.resolve()):
+        typer.echo(f"machine      {line}")
 
 
 def ensure_serving(store: Path, own: list[Deployment]) -> bool:

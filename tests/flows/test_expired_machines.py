@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from flows.cli import app
 from flows.expired_machines import end_expired
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.providers.runpod import RunPod
-from infra.rentals import change_rental
+from infra.rentals import Rental, change_rental
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.test_provision import REQUEST, World
@@ -33,10 +35,26 @@ def test_what_has_expired_is_ended_and_what_the_next_start_may_take_is_not(world
     with Ledger(world.path) as ledger, ledger.living_run(REQUEST.run_id):
         rental = world.rent()
     assert end_expired(tmp_path) == [] and len(world.fake.alive()) == 1
+    end_expired_now(world, rental, tmp_path)
+    assert world.fake.alive() == []
+    assert end_expired(tmp_path) == []
+
+
+def test_status_and_down_name_what_goes_on_costing_money(world: World, tmp_path: Path) -> None:
+    with Ledger(world.path) as ledger, ledger.living_run(REQUEST.run_id):
+        rental = world.rent()
+    for command in ("status", "down"):
+        outcome = CliRunner().invoke(app, [command, "--store", str(tmp_path)])
+        assert outcome.exit_code == 0, outcome.output
+        assert f"{rental.name} ready" in outcome.output and "USD so far" in outcome.output
+    end_expired_now(world, rental, tmp_path)
+    assert rental.name not in CliRunner().invoke(app, ["status", "--store", str(tmp_path)]).output
+
+
+def end_expired_now(world: World, rental: Rental, store: Path) -> None:
     with Ledger(world.path) as ledger:
         change_rental(ledger, rental, expires_at=time.time() - 1)
-    assert len(end_expired(tmp_path)) == 1 and world.fake.alive() == []
-    assert end_expired(tmp_path) == []
+    end_expired(store)
 
 
 def test_without_a_key_nothing_is_ended_and_the_reason_is_logged(
