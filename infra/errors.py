@@ -9,7 +9,8 @@
     │   ├── OfferGoneError        a provider did not create the machine that it offered; nothing was created
     │   ├── UnclearAnswerError    a provider may or may not have created a machine
     │   ├── NoMachineError        no offer led to a machine that can be used
-    │   └── StillRentedError      a machine is not gone although its end was asked for; it may cost money
+    │   ├── StillRentedError      a machine is not gone although its end was asked for; it may cost money
+    │   └── StoreUnavailableError an object store does not answer, or what was sent did not arrive whole
     └── PermanentInfraError       somebody has to change something first
         ├── CommandFailedError    a command on a node ended with another code than 0
         ├── FileMissingError      a file on a node does not exist
@@ -19,7 +20,10 @@
         ├── JobFailedError        a job ended without its result.json
         ├── ProviderRefusedError  a provider refuses the key, the account or the request
         ├── MissingKeyError       the key of a provider is in no environment variable
-        └── MachineGoneError      a rented machine is no more; the same command goes on with another one
+        ├── MachineGoneError      a rented machine is no more; the same command goes on with another one
+        ├── StoreRefusedError     an object store refuses the credentials, the bucket or the request
+        ├── ObjectMissingError    an object store has nothing at a URL
+        └── ObjectDamagedError    an object is not the one that its manifest lists
 
 Every exception keeps all its arguments in `args`, so it survives pickling.
 """
@@ -195,3 +199,19 @@ class MissingKeyError(PermanentInfraError):
 
 class MachineGoneError(PermanentInfraError):
     """A rented machine is no more, and what ran on it neither; starting again goes on with another one."""
+
+
+class StoreUnavailableError(TransientInfraError):
+    """An object store does not answer, or what was sent or fetched did not arrive whole."""
+
+
+class StoreRefusedError(PermanentInfraError):
+    """An object store refuses the credentials, the bucket or the request, or its driver is not installed."""
+
+
+class ObjectMissingError(PermanentInfraError):
+    """An object store has nothing at a URL."""
+
+
+class ObjectDamagedError(PermanentInfraError):
+    """An object is not the one that the manifest of its folder lists."""

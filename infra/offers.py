@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-CloudName = Literal["runpod", "lambda", "shadeform", "vast"]
-CLOUD_NAMES: tuple[CloudName, ...] = ("runpod", "lambda", "shadeform", "vast")
+CloudName = Literal["runpod", "lambda", "prime", "shadeform", "vast"]
+CLOUD_NAMES: tuple[CloudName, ...] = ("runpod", "lambda", "prime", "shadeform", "vast")
 CUDA_PATTERN = r"^(\d+\.\d+)?$"
 _LETTERS_AND_NUMBER = re.compile(r"([a-z]{2,})(\d)")
 
@@ -38,7 +38,7 @@ class GPUQuery(BaseModel):
     security: Literal["secure", "any"] = "secure"
     """secure: machines in data centers. any: also those of private people, who could read what runs there."""
     spot: bool = False
-    """Rent only machines that the provider may take away at any time; no provider here offers them at present."""
+    """Rent only machines that the provider may take away at any time; Prime Intellect has some."""
     min_cuda: Annotated[str, Field(pattern=CUDA_PATTERN)] = ""
     """Lowest CUDA version of the machine's driver, for example 12.8, where the provider lets one choose."""
     providers: tuple[CloudName, ...] = CLOUD_NAMES

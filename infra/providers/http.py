@@ -1,4 +1,4 @@
-"""Ask a provider's API over HTTP, and sort its answers by what the caller can do about them.
+"""Accounts at providers with an API over HTTP: ask it, and sort its answers by what the caller can do about them.
 
 Not here: what is asked (runpod.py and its like).
 
@@ -16,13 +16,14 @@ import re
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self, TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
 from infra.errors import OfferGoneError, ProviderRefusedError, ProviderUnavailableError, UnclearAnswerError
+from infra.offers import CloudName
 
 TIMEOUT_S = 30.0
 CREATE_TIMEOUT_S = 90.0
@@ -46,13 +47,18 @@ class Endpoint:
     """The provider's name for messages."""
     url: str
     key_variable: str
-    key: str = field(repr=False)
+    """The environment variable with the key of the account."""
     key_header: str = "Authorization"
     key_prefix: str = "Bearer "
     min_interval_s: float = 0.0
     """Requests are at least this far apart."""
     patience_s: float = 60.0
     """Reading and ending are tried for this long."""
+
+    @property
+    def url_variable(self) -> str:
+        """The environment variable with another address of the API, for example of a proxy of the company."""
+        return self.key_variable.replace("_API_KEY", "_API_URL")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +71,12 @@ class _Answer:
 class ProviderAPI:
     """An open connection to an API; may be used by several threads."""
 
-    def __init__(self, endpoint: Endpoint, transport: httpx.BaseTransport | None = None) -> None:
+    def __init__(self, endpoint: Endpoint, key: str, transport: httpx.BaseTransport | None = None) -> None:
         self._endpoint = endpoint
+        self._key = key
         self._client = httpx.Client(
             base_url=endpoint.url,
-            headers={endpoint.key_header: f"{endpoint.key_prefix}{endpoint.key}", "Accept": "application/json"},
+            headers={endpoint.key_header: f"{endpoint.key_prefix}{key}", "Accept": "application/json"},
             timeout=TIMEOUT_S,
             transport=transport,
             follow_redirects=False,
@@ -235,7 +242,38 @@ class ProviderAPI:
     def _shown(self, content: bytes) -> str:
         """The provider's own words, without control characters and without the key."""
         text = _UNSHOWABLE.sub(" ", content.decode(errors="replace")).strip()
-        return text.replace(self._endpoint.key, "***")[:MAX_SHOWN_CHARACTERS] or "no explanation"
+        return text.replace(self._key, "***")[:MAX_SHOWN_CHARACTERS] or "no explanation"
+
+
+class Account:
+    """An account at a provider: what the providers' classes have in common."""
+
+    name: ClassVar[CloudName]
+    endpoint: ClassVar[Endpoint]
+
+    def __init__(
+        self,
+        key: str,
+        url: str = "",
+        transport: httpx.BaseTransport | None = None,
+        min_interval_s: float | None = None,
+    ) -> None:
+        """`url` and `min_interval_s` take the place of the endpoint's own."""
+        endpoint = replace(self.endpoint, url=url or self.endpoint.url)
+        if min_interval_s is not None:
+            endpoint = replace(endpoint, min_interval_s=min_interval_s)
+        self._api = ProviderAPI(endpoint, key, transport)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._api.__exit__()
+
+
+def key_blob(public_key: str) -> str:
+    """The part of a line in OpenSSH's format that is the key itself: type, blob, comment."""
+    return public_key.split()[1]
 
 
 def error_code(message: str) -> str:

@@ -10,21 +10,16 @@ There are no spot machines and no data centers of others; what is said to be fre
 import base64
 import hashlib
 import re
-from typing import Self
+from typing import ClassVar
 
-import httpx
 from pydantic import BaseModel, Field
 
 from infra.errors import OfferGoneError, ProviderRefusedError
 from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import quoted, usable_host
-from infra.providers.http import Endpoint, Json, ProviderAPI, error_code
+from infra.providers.http import Account, Endpoint, Json, error_code, key_blob
 
-TITLE = "Lambda"
-URL = "https://cloud.lambda.ai"
-KEY_VARIABLE = "LAMBDA_API_KEY"
 USER = "ubuntu"
-_MIN_INTERVAL_S = 1.0
 _STATUS = {
     "booting": InstanceStatus.STARTING,
     "active": InstanceStatus.RUNNING,
@@ -99,22 +94,13 @@ class _Keys(BaseModel):
     data: list[_Key]
 
 
-class Lambda:
+class Lambda(Account):
     """An account at Lambda."""
 
-    def __init__(
-        self,
-        key: str,
-        url: str = URL,
-        transport: httpx.BaseTransport | None = None,
-        min_interval_s: float = _MIN_INTERVAL_S,
-    ) -> None:
-        endpoint = Endpoint(title=TITLE, url=url, key_variable=KEY_VARIABLE, key=key, min_interval_s=min_interval_s)
-        self._api = ProviderAPI(endpoint, transport)
-
-    @property
-    def name(self) -> CloudName:
-        return "lambda"
+    name: ClassVar[CloudName] = "lambda"
+    endpoint = Endpoint(
+        title="Lambda", url="https://cloud.lambda.ai", key_variable="LAMBDA_API_KEY", min_interval_s=1.0
+    )
 
     def search(self, query: GPUQuery) -> list[Offer]:
         kinds = self._api.read("/api/v1/instance-types", _Kinds).data.values()
@@ -153,15 +139,9 @@ class Lambda:
     def terminate(self, instance_id: str) -> None:
         self._api.change("POST", "/api/v1/instance-operations/terminate", {"instance_ids": [instance_id]})
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._api.__exit__()
-
     def _register_key(self, public_key: str) -> str:
         """The name under which the account knows the key; it is registered when it is new."""
-        blob = public_key.split()[1]
+        blob = key_blob(public_key)
         for known in self._api.read("/api/v1/ssh-keys", _Keys).data:
             if blob in known.public_key.split():
                 return known.name

@@ -6,18 +6,14 @@ A pod is reached by SSH at a public port that RunPod maps to its port 22, and th
 start an SSH server when they find PUBLIC_KEY in their environment, as those of RunPod do. There are no spot pods.
 """
 
-from typing import Self
+from typing import ClassVar
 
-import httpx
 from pydantic import BaseModel, Field
 
 from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import quoted, usable_host, usable_port, usable_user
-from infra.providers.http import Endpoint, Json, ProviderAPI
+from infra.providers.http import Account, Endpoint, Json
 
-TITLE = "RunPod"
-URL = "https://api.runpod.io"
-KEY_VARIABLE = "RUNPOD_API_KEY"
 DEFAULT_IMAGE = "runpod/pytorch:2.8.0-py3.11-cuda12.8.1-cudnn-devel-ubuntu22.04"
 _STATUS = {
     "PROVISIONING": InstanceStatus.STARTING,
@@ -75,15 +71,11 @@ class _GPUs(BaseModel):
     gpus: list[_GPU]
 
 
-class RunPod:
+class RunPod(Account):
     """An account at RunPod."""
 
-    def __init__(self, key: str, url: str = URL, transport: httpx.BaseTransport | None = None) -> None:
-        self._api = ProviderAPI(Endpoint(title=TITLE, url=url, key_variable=KEY_VARIABLE, key=key), transport)
-
-    @property
-    def name(self) -> CloudName:
-        return "runpod"
+    name: ClassVar[CloudName] = "runpod"
+    endpoint = Endpoint(title="RunPod", url="https://api.runpod.io", key_variable="RUNPOD_API_KEY")
 
     def search(self, query: GPUQuery) -> list[Offer]:
         if query.spot:
@@ -120,12 +112,6 @@ class RunPod:
 
     def terminate(self, instance_id: str) -> None:
         self._api.change("DELETE", f"/v2/pods/{quoted(instance_id)}")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._api.__exit__()
 
     def _search_tier(self, query: GPUQuery, tier: str) -> list[Offer]:
         params = {"include": "AVAILABILITY", "product": "POD", "count": str(query.gpu_count), "cloud": tier}

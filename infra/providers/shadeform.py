@@ -6,18 +6,14 @@ Shadeform ends a machine by itself at a date that is given with its creation; th
 """
 
 import datetime
-from typing import Self
+from typing import ClassVar
 
-import httpx
 from pydantic import BaseModel, Field
 
 from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import quoted, usable_host, usable_port, usable_user
-from infra.providers.http import Endpoint, Json, ProviderAPI
+from infra.providers.http import Account, Endpoint, Json, key_blob
 
-TITLE = "Shadeform"
-URL = "https://api.shadeform.ai/v1"
-KEY_VARIABLE = "SHADEFORM_API_KEY"
 _KEY_NAME = "rollouts"
 _STATUS = {
     "creating": InstanceStatus.STARTING,
@@ -81,18 +77,17 @@ class _Keys(BaseModel):
     ssh_keys: list[_Key]
 
 
-class Shadeform:
+class Shadeform(Account):
     """An account at Shadeform."""
 
-    def __init__(self, key: str, url: str = URL, transport: httpx.BaseTransport | None = None) -> None:
-        endpoint = Endpoint(
-            title=TITLE, url=url, key_variable=KEY_VARIABLE, key=key, key_header="X-API-KEY", key_prefix=""
-        )
-        self._api = ProviderAPI(endpoint, transport)
-
-    @property
-    def name(self) -> CloudName:
-        return "shadeform"
+    name: ClassVar[CloudName] = "shadeform"
+    endpoint = Endpoint(
+        title="Shadeform",
+        url="https://api.shadeform.ai/v1",
+        key_variable="SHADEFORM_API_KEY",
+        key_header="X-API-KEY",
+        key_prefix="",
+    )
 
     def search(self, query: GPUQuery) -> list[Offer]:
         params = {"available": "true", "num_gpus": str(query.gpu_count), "sort": "price"}
@@ -132,15 +127,9 @@ class Shadeform:
     def terminate(self, instance_id: str) -> None:
         self._api.change("POST", f"/instances/{quoted(instance_id)}/delete")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._api.__exit__()
-
     def _register_key(self, public_key: str) -> str:
         """The id under which the account knows the key; it is registered when it is new."""
-        blob = public_key.split()[1]
+        blob = key_blob(public_key)
         for known in self._api.read("/sshkeys", _Keys).ssh_keys:
             if blob in known.public_key.split():
                 return known.id

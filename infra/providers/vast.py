@@ -8,21 +8,16 @@ no key has to be registered with the account. `price` is not sent: with it the m
 
 import json
 import shlex
-from typing import Self
+from typing import ClassVar
 
-import httpx
 from pydantic import BaseModel
 
 from infra.errors import ProviderUnavailableError
 from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import quoted, usable_host, usable_port
-from infra.providers.http import Endpoint, Json, ProviderAPI
+from infra.providers.http import Account, Endpoint, Json
 
-TITLE = "Vast.ai"
-URL = "https://console.vast.ai"
-KEY_VARIABLE = "VAST_API_KEY"
 DEFAULT_IMAGE = "vastai/pytorch:@vastai-automatic-tag"
-_MIN_INTERVAL_S = 1.0
 _MAX_OFFERS, _PAGE, _MAX_PAGES = 100, 25, 200
 _LIST = "/api/v1/instances/"
 _SSH_PORT = "22/tcp"
@@ -71,22 +66,11 @@ class _Page(BaseModel):
     next_token: str | None = None
 
 
-class Vast:
+class Vast(Account):
     """An account at Vast.ai."""
 
-    def __init__(
-        self,
-        key: str,
-        url: str = URL,
-        transport: httpx.BaseTransport | None = None,
-        min_interval_s: float = _MIN_INTERVAL_S,
-    ) -> None:
-        endpoint = Endpoint(title=TITLE, url=url, key_variable=KEY_VARIABLE, key=key, min_interval_s=min_interval_s)
-        self._api = ProviderAPI(endpoint, transport)
-
-    @property
-    def name(self) -> CloudName:
-        return "vast"
+    name: ClassVar[CloudName] = "vast"
+    endpoint = Endpoint(title="Vast.ai", url="https://console.vast.ai", key_variable="VAST_API_KEY", min_interval_s=1.0)
 
     def search(self, query: GPUQuery) -> list[Offer]:
         is_secure = query.security == "secure"
@@ -138,17 +122,11 @@ class Vast:
                 return [_read_instance(each) for each in instances if (each.label or "").startswith(prefix)]
             params["after_token"] = page.next_token
         raise ProviderUnavailableError(
-            f"{TITLE} lists more than {_MAX_PAGES * _PAGE} machines: that cannot be all ours"
+            f"{self.endpoint.title} lists more than {_MAX_PAGES * _PAGE} machines: that cannot be all ours"
         )
 
     def terminate(self, instance_id: str) -> None:
         self._api.change("DELETE", f"/api/v0/instances/{quoted(instance_id)}/")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._api.__exit__()
 
 
 def _read_offer(ask: _Ask, *, is_secure: bool) -> Offer:

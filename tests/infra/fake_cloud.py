@@ -10,6 +10,7 @@ import re
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -79,7 +80,7 @@ class Dropped(Response):
         await send({"type": "http.response.body", "body": b"{", "more_body": True})
 
 
-class FakeCloud:
+class FakeCloud(ABC):
     """State, faults and what every provider's fake shares."""
 
     def __init__(self) -> None:
@@ -122,20 +123,20 @@ class FakeCloud:
 
     # ── for the fakes ──
 
-    def routes(self) -> list[Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def routes(self) -> list[Any]: ...
 
     def has_key(self, request: Request) -> bool:
         return request.headers.get("authorization") == f"Bearer {KEY}"
 
-    def is_create(self, method: str, path: str) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def is_create(self, method: str, path: str) -> bool: ...
 
-    def error(self, status: int, text: str) -> Response:
-        raise NotImplementedError
+    @abstractmethod
+    def error(self, status: int, text: str) -> Response: ...
 
-    def refuse_capacity(self) -> Response:
-        raise NotImplementedError
+    @abstractmethod
+    def refuse_capacity(self) -> Response: ...
 
     async def front(self, scope: Scope, receive: Receive, send: Send) -> None:
         """What comes before any route: the key, and faults of everything."""
@@ -159,14 +160,16 @@ class FakeCloud:
             setattr(self.faults, fault, max(0, number - 1))
             return bool(number > 0)
 
-    async def creates(self, request: Request, name_key: str, answer: Callable[[Machine], Response]) -> Response:
-        """Create a machine, with the faults of that."""
+    async def creates(
+        self, request: Request, name_key: str, answer: Callable[[Machine], Response], *, within: str = ""
+    ) -> Response:
+        """Create a machine, with the faults of that; its name is in the part `within` of the request, or at its top."""
         body = json.loads(await request.body())
         if self.takes("drop_before_create"):
             return Dropped()
         if self.takes("no_capacity"):
             return self.refuse_capacity()
-        machine = self.add(body[name_key], body)
+        machine = self.add((body[within] if within else body)[name_key], body)
         if self.takes("drop_creates"):
             return Dropped()
         if self.takes("break_creates"):

@@ -17,12 +17,14 @@ from infra.errors import OfferGoneError, ProviderRefusedError
 from infra.offers import GPUQuery, InstanceStatus, MachineSpec
 from infra.providers.cloud import Cloud
 from infra.providers.lambda_cloud import Lambda
+from infra.providers.prime import Prime
 from infra.providers.runpod import RunPod
 from infra.providers.shadeform import Shadeform
 from infra.providers.vast import Vast
 from tests.infra.contract import ContractTransport, read_document, specs_dir
 from tests.infra.fake_cloud import KEY, FakeCloud
 from tests.infra.fake_lambda import FakeLambda
+from tests.infra.fake_prime import FakePrime
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.fake_shadeform import FakeShadeform
 from tests.infra.fake_vast import FakeVast
@@ -47,6 +49,13 @@ PROVIDERS: dict[str, tuple[type[FakeCloud], str, str, str, Open]] = {
         "https://cloud.lambda.ai",
         "",
         lambda url, transport: Lambda(KEY, url, transport, min_interval_s=0),
+    ),
+    "prime": (
+        FakePrime,
+        "prime-compute.openapi.yml",
+        "https://api.primeintellect.ai",
+        "",
+        lambda url, transport: Prime(KEY, url, transport),
     ),
     "shadeform": (
         FakeShadeform,
@@ -102,7 +111,8 @@ def test_a_life_of_a_machine_is_as_the_document_says(pair: Pair) -> None:
     assert pair.cloud.list_named("others-") == []
     pair.cloud.terminate(instance_id)
     pair.cloud.terminate(instance_id)
-    assert pair.cloud.get(instance_id) is None and pair.fake.alive() == []
+    gone = pair.cloud.get(instance_id)
+    assert (gone is None or gone.status is InstanceStatus.GONE) and pair.fake.alive() == []
     assert len(pair.transport.seen) >= 8
 
 
@@ -131,6 +141,17 @@ def test_no_capacity_and_no_access_are_told_apart(pair: Pair) -> None:
     with pytest.raises(ProviderRefusedError, match="check the key in ") as refused:
         pair.cloud.list_named("rollouts-")
     assert KEY not in str(refused.value)
+
+
+def test_what_is_paid_in_advance_in_other_money_or_sold_out_is_no_offer_of_prime_intellect() -> None:
+    with FakePrime().served() as url, Prime(KEY, url) as cloud:
+        offers = cloud.search(QUERY)
+    assert [(offer.usd_per_hour, offer.is_spot) for offer in offers] == [
+        (pytest.approx(2.4 + 80 * 0.0005), False),  # a disk of 130 GB, the first of its sizes above 100; 50 are free
+        (pytest.approx(0.9 + 80 * 0.0005), True),
+    ]
+    assert [QUERY.admits(offer) for offer in offers] == [True, False]
+    assert GPUQuery(gpu_types=("H100",), spot=True).admits(offers[1])
 
 
 def test_the_document_is_strict_about_what_is_sent_and_answered() -> None:

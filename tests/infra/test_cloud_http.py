@@ -19,7 +19,7 @@ from infra.errors import (
     ProviderUnavailableError,
     UnclearAnswerError,
 )
-from infra.providers.clouds import CLOUDS, require_keys
+from infra.providers.clouds import ENDPOINTS, open_account, require_keys
 from infra.providers.http import MAX_ANSWER_BYTES, Endpoint, ProviderAPI
 
 KEY = "sk-canary-0123456789"
@@ -38,8 +38,8 @@ def make_api(
         seen.append(request)
         return answer(request)
 
-    endpoint = Endpoint(title="Cloud", url="http://cloud", key_variable="CLOUD_API_KEY", key=KEY, patience_s=patience_s)
-    return ProviderAPI(endpoint, httpx.MockTransport(handler)), seen
+    endpoint = Endpoint(title="Cloud", url="http://cloud", key_variable="CLOUD_API_KEY", patience_s=patience_s)
+    return ProviderAPI(endpoint, KEY, httpx.MockTransport(handler)), seen
 
 
 def fails(error: type[Exception]) -> Callable[[httpx.Request], httpx.Response]:
@@ -122,9 +122,9 @@ def test_the_key_is_sent_and_shown_nowhere(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_a_missing_key_names_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    for entry in CLOUDS.values():
+    for entry in ENDPOINTS.values():
         monkeypatch.delenv(entry.key_variable, raising=False)
     with pytest.raises(MissingKeyError, match="put it into the variable RUNPOD_API_KEY"):
-        CLOUDS["runpod"].open_account()
+        open_account("runpod")
     with pytest.raises(MissingKeyError, match="LAMBDA_API_KEY or SHADEFORM_API_KEY"):
         require_keys(("lambda", "shadeform"))

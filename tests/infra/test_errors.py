@@ -22,11 +22,15 @@ from infra.errors import (
     MissingKeyError,
     NodeUnreachableError,
     NoMachineError,
+    ObjectDamagedError,
+    ObjectMissingError,
     OfferGoneError,
     PermanentInfraError,
     ProviderRefusedError,
     ProviderUnavailableError,
     StillRentedError,
+    StoreRefusedError,
+    StoreUnavailableError,
     TransientInfraError,
     UnclearAnswerError,
 )
@@ -52,6 +56,10 @@ ERRORS = [
     ProviderRefusedError("401"),
     MissingKeyError("RUNPOD_API_KEY"),
     MachineGoneError("taken"),
+    StoreUnavailableError("away"),
+    StoreRefusedError("403"),
+    ObjectMissingError("404"),
+    ObjectDamagedError("another one"),
 ]
 
 

@@ -1,0 +1,249 @@
+"""Prime Intellect's API: machines of many clouds behind one interface, some of them spot.
+
+Not here: HTTP (http.py), when a pod is created and ended (infra/provision.py).
+
+    availability ──> offer: cloud, GPU, socket, data center, image, disk ──> pod ──ACTIVE, installed──> address
+
+A pod that is ACTIVE cannot be used before its installation is FINISHED. Offers that charge hours in advance are left
+out: what was paid for them would not come back with the machine's end.
+"""
+
+import re
+from typing import ClassVar
+from urllib.parse import quote, unquote
+
+from pydantic import BaseModel, Field
+
+from infra.errors import ProviderUnavailableError
+from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
+from infra.providers.addresses import quoted, usable_host, usable_port, usable_user
+from infra.providers.http import Account, Endpoint, Json, key_blob
+
+DEFAULT_IMAGE = "ubuntu_22_cuda_12"
+_KEY_NAME = "rollouts"
+_PAGE, _MAX_PAGES = 100, 100
+_SSH_ADDRESS = re.compile(r"(?:ssh\s+)?(?P<user>[^@\s]+)@(?P<host>[^@\s]+)(?:\s+-p\s+(?P<port>\d+))?")
+_STATUS = {
+    "PROVISIONING": InstanceStatus.STARTING,
+    "PENDING": InstanceStatus.STARTING,
+    "ACTIVE": InstanceStatus.RUNNING,
+    "STOPPED": InstanceStatus.STOPPED,
+    "ERROR": InstanceStatus.FAILED,
+    "DELETING": InstanceStatus.ENDING,
+    "TERMINATED": InstanceStatus.GONE,
+}
+_INSTALLATION = {
+    "FINISHED": InstanceStatus.RUNNING,
+    "ERROR": InstanceStatus.FAILED,
+    "TERMINATED": InstanceStatus.FAILED,
+}
+
+
+class _Prices(BaseModel):
+    onDemand: float | None = None
+    communityPrice: float | None = None
+    currency: str
+
+
+class _Disk(BaseModel):
+    """Sizes in GB, prices per GB and hour; all None where the size is not to be chosen."""
+
+    minCount: int | None = None
+    defaultCount: int | None = None
+    maxCount: int | None = None
+    step: int | None = None
+    pricePerUnit: float | None = None
+    defaultIncludedInPrice: bool | None = None
+
+    def size_for(self, wanted_gb: int) -> int | None:
+        """The smallest size that holds so much; None where the size is fixed or the largest is too small."""
+        if self.maxCount is None:
+            return None
+        least = max(self.minCount or 1, 1)
+        step = max(self.step or 1, 1)
+        size = least + -(-max(0, wanted_gb - least) // step) * step
+        return size if size <= self.maxCount else None
+
+    def usd_per_hour(self, size_gb: int) -> float:
+        """What a disk of that size costs besides the machine."""
+        included = (self.defaultCount or 0) if self.defaultIncludedInPrice else 0
+        return max(0, size_gb - included) * (self.pricePerUnit or 0.0)
+
+
+class _Configuration(BaseModel):
+    cloudId: str
+    gpuType: str
+    socket: str
+    provider: str
+    country: str | None = None
+    dataCenter: str | None = None
+    gpuCount: int
+    gpuMemory: float
+    disk: _Disk = _Disk()
+    stockStatus: str = "Available"
+    security: str
+    prices: _Prices
+    images: list[str]
+    isSpot: bool | None = None
+    prepaidTime: float | None = None
+
+    @property
+    def is_secure(self) -> bool:
+        return self.security == "secure_cloud"
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        return self.prices.onDemand if self.is_secure else self.prices.communityPrice
+
+
+class _Configurations(BaseModel):
+    items: list[_Configuration]
+    totalCount: int
+
+
+class _Pod(BaseModel):
+    id: str = Field(min_length=1)
+    name: str = ""
+    status: str = "PROVISIONING"
+    installationStatus: str = "PENDING"
+    priceHr: float | None = None
+    sshConnection: str | list[str | None] | None = None
+
+
+class _Pods(BaseModel):
+    data: list[_Pod]
+    total_count: int = 0
+
+
+class _Key(BaseModel):
+    id: str = Field(min_length=1)
+    publicKey: str = ""
+
+
+class _Keys(BaseModel):
+    data: list[_Key]
+    total_count: int = 0
+
+
+class Prime(Account):
+    """An account at Prime Intellect."""
+
+    name: ClassVar[CloudName] = "prime"
+    endpoint = Endpoint(title="Prime Intellect", url="https://api.primeintellect.ai", key_variable="PRIME_API_KEY")
+
+    def search(self, query: GPUQuery) -> list[Offer]:
+        params = {"gpu_count": str(query.gpu_count), "page_size": str(_PAGE)}
+        if query.security == "secure":
+            params["security"] = "secure_cloud"
+        found: list[_Configuration] = []
+        for number in range(1, _MAX_PAGES + 1):
+            page = self._api.read("/api/v1/availability/gpus", _Configurations, params | {"page": str(number)})
+            found += page.items
+            if not page.items or len(found) >= page.totalCount:
+                break
+        return [offer for each in found if (offer := _read_offer(each, query.disk_gb)) is not None]
+
+    def create(self, offer: Offer, spec: MachineSpec) -> str:
+        provider, socket, image, disk_gb, data_center, cloud_id = map(unquote, offer.id.split(":"))
+        pod: Json = {
+            "name": spec.name,
+            "cloudId": cloud_id,
+            "gpuType": offer.gpu_type,
+            "socket": socket,
+            "gpuCount": offer.gpu_count,
+            "image": spec.image or image,
+            "security": "secure_cloud" if offer.is_secure else "community_cloud",
+            "maxPrice": offer.usd_per_hour,
+            "sshKeyId": self._register_key(spec.public_key),
+            "autoRestart": False,
+        }
+        if disk_gb:
+            pod["diskSize"] = int(disk_gb)
+        if data_center:
+            pod["dataCenterId"] = data_center
+        return self._api.create("/api/v1/pods/", {"pod": pod, "provider": {"type": provider}}, _Pod).id
+
+    def get(self, instance_id: str) -> Instance | None:
+        pod = self._api.find(f"/api/v1/pods/{quoted(instance_id)}", _Pod)
+        return None if pod is None else _read_pod(pod)
+
+    def list_named(self, prefix: str) -> list[Instance]:
+        pods: list[_Pod] = []
+        for _ in range(_MAX_PAGES):
+            page = self._api.read("/api/v1/pods/", _Pods, {"offset": str(len(pods)), "limit": str(_PAGE)})
+            pods += page.data
+            if not page.data or 0 < page.total_count <= len(pods):
+                return [_read_pod(pod) for pod in pods if pod.name.startswith(prefix)]
+        raise ProviderUnavailableError(
+            f"{self.endpoint.title} lists more than {_MAX_PAGES * _PAGE} pods: that cannot be all ours"
+        )
+
+    def terminate(self, instance_id: str) -> None:
+        self._api.change("DELETE", f"/api/v1/pods/{quoted(instance_id)}")
+
+    def _register_key(self, public_key: str) -> str:
+        """The id under which the account knows the key; it is registered when it is new."""
+        blob, offset = key_blob(public_key), 0
+        for _ in range(_MAX_PAGES):
+            page = self._api.read("/api/v1/ssh_keys/", _Keys, {"offset": str(offset), "limit": str(_PAGE)})
+            for known in page.data:
+                if blob in known.publicKey.split():
+                    return known.id
+            offset += len(page.data)
+            if not page.data or 0 < page.total_count <= offset:
+                break
+        return self._api.create("/api/v1/ssh_keys/", {"name": _KEY_NAME, "publicKey": public_key}, _Key).id
+
+
+def _read_offer(found: _Configuration, wanted_disk_gb: int) -> Offer | None:
+    """The configuration with a disk of the wanted size; None when it is nothing to be rented by the hour."""
+    disk_gb = found.disk.size_for(wanted_disk_gb)
+    price = found.usd_per_hour
+    is_to_be_had = found.stockStatus != "Unavailable" and found.prepaidTime is None and found.images
+    if price is None or price <= 0 or found.prices.currency != "USD" or not is_to_be_had or found.gpuCount < 1:
+        return None
+    places = [place for place in (found.country, found.dataCenter) if place]
+    choice = (
+        found.provider,
+        found.socket,
+        _image_of(found.images),
+        disk_gb or "",
+        found.dataCenter or "",
+        found.cloudId,
+    )
+    return Offer(
+        provider="prime",
+        id=":".join(quote(str(part), safe="") for part in choice),
+        gpu_type=found.gpuType,
+        gpu_count=found.gpuCount,
+        vram_gb=found.gpuMemory,
+        usd_per_hour=price + (found.disk.usd_per_hour(disk_gb) if disk_gb else 0.0),
+        region="/".join(places),
+        is_secure=found.is_secure,
+        is_spot=bool(found.isSpot),
+        disk_gb=disk_gb or found.disk.maxCount or found.disk.defaultCount,
+    )
+
+
+def _image_of(images: list[str]) -> str:
+    """The plainest image that the machine can have."""
+    plain = [image for image in images if image.startswith(("ubuntu", "cuda"))]
+    return DEFAULT_IMAGE if DEFAULT_IMAGE in images else [*plain, *images][0]
+
+
+def _read_pod(pod: _Pod) -> Instance:
+    connections = pod.sshConnection if isinstance(pod.sshConnection, list) else [pod.sshConnection]
+    address = _SSH_ADDRESS.fullmatch((connections[0] if connections else None) or "")
+    status = _STATUS.get(pod.status, InstanceStatus.UNKNOWN)
+    if status is InstanceStatus.RUNNING:
+        status = _INSTALLATION.get(pod.installationStatus, InstanceStatus.STARTING)
+    return Instance(
+        provider="prime",
+        id=pod.id,
+        name=pod.name,
+        status=status,
+        host=usable_host(address["host"]) if address else "",
+        port=usable_port(int(address["port"])) if address and address["port"] else 22,
+        user=usable_user(address["user"] if address else None, "root"),
+        usd_per_hour=pod.priceHr,
+    )
