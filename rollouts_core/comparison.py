@@ -76,19 +76,26 @@ def compare_paired(baseline: Sequence[float], candidate: Sequence[float], *, see
 
 
 def judge_improvement(
-    baseline: Sequence[float], candidate: Sequence[float], *, names: tuple[str, str], max_p_value: float
+    baseline: Sequence[float],
+    candidate: Sequence[float],
+    *,
+    names: tuple[str, str],
+    max_p_value: float,
+    margin: float = 0.0,
 ) -> Verdict:
     """Whether the candidate scored better than the baseline beyond noise, in a sentence too.
 
     Args:
         names: of the baseline and of the candidate, for the sentence.
+        margin: by more than how much it must be better; below 0 it may be that much worse.
     """
-    comparison = compare_paired(baseline, candidate)
+    comparison = compare_paired([score + margin for score in baseline], candidate)
     before, after = float(np.mean(baseline)), float(np.mean(candidate))
     is_improvement = comparison.p_value <= max_p_value
     p_value = "p < 0.001" if comparison.p_value < 0.001 else f"p = {comparison.p_value:.2g}"
+    more = f" by more than {margin:g}" if margin else ""
     sentence = (
-        f"{names[1]} {'improved on' if is_improvement else 'did not improve on'} {names[0]}"
+        f"{names[1]} {'improved on' if is_improvement else 'did not improve on'} {names[0]}{more}"
         f"{'' if is_improvement else ' beyond noise'}: mean score {before:.3f} -> {after:.3f} on the same "
         f"{len(baseline)} held-out prompts, {p_value} (at most {max_p_value:g} counts)"
     )

@@ -54,7 +54,7 @@ from rollouts_core.resolve import GenerateFn, resolve_filter_fn, resolve_generat
 from rollouts_core.rewards import RewardFn, WeightedRewards, grade_group, grade_sample
 from rollouts_core.rollout_batch import apply_sample_transforms, convert_to_batch
 from rollouts_core.staleness import PublishedVersions
-from rollouts_core.time_limits import interrupt_after
+from rollouts_core.time_limits import BlockedError, OutOfTimeError, call_within, interrupt_after
 from rollouts_core.types import RolloutBatch, Sample, Status, VersionSpan, group_samples, sample_from_json
 
 logger = logging.getLogger(__name__)
@@ -327,8 +327,12 @@ class AsyncRolloutManager:
 
     async def _call_generate_fn(self, group: Group) -> Sequence[Sample]:
         try:
-            outcome = self.generate_fn(group)
-            return await outcome if inspect.isawaitable(outcome) else outcome
+            # That which asks the engines is no user's: each of its requests has a limit.
+            timeout_s = self.config.generate_timeout_s if self.config.generate_fn else None
+            generated: Sequence[Sample] = await call_within(timeout_s, self.generate_fn, group)
+            return generated
+        except OutOfTimeError as error:
+            raise _late_function_error("generation", self.generate_fn, group, error) from error
         except EngineError as error:
             raise type(error)(f"prompt {group[0].metadata.get('prompt_id', '?')!r}: {error}") from error
         except RolloutsError:
@@ -386,6 +390,9 @@ def generate_rollout_batches(
 
     Args:
         kwargs: handed to `generate_fn` with each call.
+
+    Raises:
+        RewardError: a function took longer than the settings allow, or a reward function failed.
     """
     generate_fn, reward_fn = resolve_generate_fn(config), resolve_reward_fn(config)
     timeout_s = config.reward_timeout_s
@@ -398,7 +405,11 @@ def generate_rollout_batches(
             for i, prompt in enumerate(data_buffer.get_prompts(config.batch_size))
             for sample in build_pending_group(prompt, group_index=first_index + i, size=config.n_samples_per_prompt)
         ]
-        generated = generate_fn(pending, **kwargs)
+        try:
+            with interrupt_after(config.generate_timeout_s):
+                generated = generate_fn(pending, **kwargs)
+        except BlockedError as error:
+            raise _late_function_error("generation", generate_fn, pending, error) from error
         assert not inspect.isawaitable(generated), "a plain generate_fn returned something to wait for"
         yield convert_to_batch(
             apply_sample_transforms(generated, [lambda sample: _grade_now(sample, reward_fn, timeout_s)]),
@@ -428,6 +439,11 @@ def _user_function_error(kind: str, function: Callable[..., Any], group: Group, 
     return RewardError(
         f"{kind} function {name_of_function(function)} on prompt {prompt_id!r} raised {type(error).__name__}: {error}"
     )
+
+
+def _late_function_error(kind: str, function: Callable[..., Any], group: Group, error: OutOfTimeError) -> RewardError:
+    prompt_id = group[0].metadata.get("prompt_id", "?")
+    return RewardError(f"{kind} function {name_of_function(function)} on prompt {prompt_id!r}: {error}")
 
 
 def _too_few_groups(num_kept: int, drops: Counter[str], config: RolloutConfig) -> DataError:

@@ -42,7 +42,18 @@ from rollouts_core.data.dataset import (
     sample_rules,
 )
 from rollouts_core.data.rows import RowTable, digest_path
-from rollouts_core.engines import Endpoint, EnginePool, InferenceEngine, InFlightEngine, PublishTarget, create_engine
+from rollouts_core.engines import (
+    Endpoint,
+    EnginePool,
+    InferenceEngine,
+    InFlightEngine,
+    PublishTarget,
+    RoutedPool,
+    SGLangEngine,
+    SGLangRouter,
+    VLLMEngine,
+    create_engine,
+)
 from rollouts_core.engines.in_flight import InterruptibleEngine
 from rollouts_core.environments.protocol import describe_tools
 from rollouts_core.errors import CheckpointError, DataError
@@ -65,6 +76,7 @@ from rollouts_core.job import (
     RLJob,
     SFTJob,
 )
+from rollouts_core.keys import read_key
 from rollouts_core.metrics import EventLog, JSONLLogger
 from rollouts_core.model.loading import load_tokenizer, pad_token_id, silence_progress_bars
 from rollouts_core.offline_rollouts import OfflineRollouts
@@ -388,6 +400,7 @@ def publish_target(job: RLJob, directory: RunDirectory) -> PublishTarget:
         model_config=Path(job.model.model.path) / "config.json",
         prefix=directory.root.name.rpartition("-")[2][:8],
         temperature=job.rollout.sampling.temperature,
+        transfer=job.rollout.engine.weight_transfer,
     )
 
 
@@ -406,7 +419,8 @@ def write_samples(directory: RunDirectory, name: str, samples: Sequence[Sample])
 @asynccontextmanager
 async def open_engines(job: RLJob) -> AsyncIterator[list[InFlightEngine]]:
     """The client of the job's engine, or the pool of its engines, ready to be asked, also while weights change."""
-    is_alone = len(job.engines) == 1
+    router_url = job.rollout.engine.router_url
+    is_alone = len(job.engines) == 1 and not router_url
     clients = [
         create_engine(
             Endpoint(
@@ -420,7 +434,10 @@ async def open_engines(job: RLJob) -> AsyncIterator[list[InFlightEngine]]:
         )
         for address in job.engines
     ]
-    together: Sequence[InterruptibleEngine] = clients if is_alone or not clients else [EnginePool(clients)]
+    together: Sequence[InterruptibleEngine] = clients
+    if clients and not is_alone:
+        pool = EnginePool(clients)
+        together = [route(job, clients, pool) if router_url else pool]
     engines = [InFlightEngine(engine, job.rollout.in_flight) for engine in together]
     try:
         for engine in engines:
@@ -429,6 +446,17 @@ async def open_engines(job: RLJob) -> AsyncIterator[list[InFlightEngine]]:
     finally:
         for engine in engines:
             await engine.aclose()
+
+
+def route(job: RLJob, clients: Sequence[SGLangEngine | VLLMEngine], pool: EnginePool) -> RoutedPool:
+    """The job's engines behind the router that it names."""
+    engine = job.rollout.engine
+    router = SGLangRouter(
+        engine.router_url,
+        request_timeout_s=job.rollout.request_timeout_s,
+        api_key=read_key(engine.api_key_variable, "rollout.engine"),
+    )
+    return RoutedPool(router, pool, [client for client in clients if isinstance(client, SGLangEngine)])
 
 
 @contextmanager

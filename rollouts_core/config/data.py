@@ -30,7 +30,8 @@ class DatasetConfig(Record):
 
 
 class DataConfig(Record):
-    """Where demonstrations and prompts come from. Paths are relative to the configuration's file."""
+    """Where demonstrations and prompts come from. Paths are relative to the configuration's file; in a pipeline they
+    may also be URLs in an object store, s3://bucket/data/sft.jsonl."""
 
     sft: str | tuple[DatasetConfig, ...] = ""
     """Demonstrations: rows with `messages`, with `prompt` and `completion`, or with `text`. One JSONL or Parquet file,

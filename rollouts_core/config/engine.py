@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from rollouts_core.config.record import PLACEMENT, Finite, Record
 
 EngineKind = Literal["embedded", "sglang", "vllm"]
+WeightTransfer = Literal["auto", "gloo", "nccl", "tensors"]
 MIN_ENGINE_CONTEXT = 25
 """Tokens that an engine of another kind than the embedded one has to have room for: it is asked for a few, to prove its
 weights (engines/canary.py)."""
@@ -37,6 +38,13 @@ class EngineConfig(Record):
     rollout.sampling.max_new_tokens need."""
     extra_args: tuple[str, ...] = ()
     """Further arguments of the server's command line, for instance ["--mem-fraction-static", "0.7"]."""
+    weight_transfer: WeightTransfer = Field("auto", json_schema_extra=PLACEMENT)
+    """How new weights reach the engine. auto: by memory or files of the trainer that it reads. The others are for
+    SGLang. gloo: over the network. nccl: over the network, from GPU to GPU. tensors: it maps memory of the trainer, of
+    the GPU that both share or, without GPUs, of the machine."""
+    router_url: str = Field("", pattern=r"^(https?://[^/]+)?$", json_schema_extra=PLACEMENT)
+    """Where a router of sglang-router listens that chooses among the engines, as the trainer reaches it; empty lets the
+    trainer choose. Its engines are told to it. Not with vLLM."""
     start_timeout_s: Annotated[Finite, Field(gt=0)] = Field(300.0, json_schema_extra=PLACEMENT)
     """How long the server may take until it has generated its first token, and to be back after it died."""
 
@@ -45,6 +53,13 @@ class EngineConfig(Record):
         given = {"python": self.python, "extra_args": self.extra_args, "dtype": self.dtype.removeprefix("auto")}
         if self.kind == "embedded" and (named := [name for name, value in given.items() if value]):
             raise ValueError(f'engine.{named[0]} is a setting of the kinds "sglang" and "vllm": leave it out')
+        if self.weight_transfer != "auto" and self.kind != "sglang":
+            raise ValueError(
+                f'engine.weight_transfer "{self.weight_transfer}" is a way of SGLang, the engine is {self.kind}: leave '
+                "it out, or choose the kind sglang"
+            )
+        if self.router_url and self.kind == "vllm":
+            raise ValueError("engine.router_url is a router of SGLang, the engine is vllm: leave it out")
         if any(argument.partition("=")[0] == "--api-key" for argument in self.extra_args):
             raise ValueError(
                 "engine.extra_args has a key, which every user of the machine could read in the list of processes: "

@@ -43,11 +43,11 @@ def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # An
     """`settings` with data paths, and a model path that exists as a folder, made absolute against `base`.
 
     So do the checkpoints to resume from. A model path that is no folder beside the file stays as it is: it may be a
-    hub id. So does `data.sft` where it reads `organisation/name` and is nothing beside the file.
+    hub id. So does `data.sft` where it reads `organisation/name` and is nothing beside the file. URLs stay as they are.
     """
 
     def absolute(value: Any) -> Any:  # Any: unchecked file content
-        return str((base / value).resolve()) if isinstance(value, str) and value else value
+        return str((base / value).resolve()) if isinstance(value, str) and value and "://" not in value else value
 
     def dataset(value: Any) -> Any:  # Any: unchecked file content
         if isinstance(value, list | tuple):

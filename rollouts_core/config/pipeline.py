@@ -92,6 +92,11 @@ class Config(Record):
                 "with deployment.colocated the engines lose their weights in each step: training.rl.sync_every must "
                 f"be 1, found {self.training.rl.sync_every}"
             )
+        if self.rollout.engine.weight_transfer == "nccl":
+            raise ValueError(
+                "with deployment.colocated engine and trainer share GPUs, and NCCL connects processes of different "
+                'GPUs: set rollout.engine.weight_transfer = "tensors"'
+            )
         return self
 
     @classmethod

@@ -72,6 +72,9 @@ class RolloutConfig(Record):
     """The run ends when more than this share of the last 50 groups was dropped for such a failure."""
     generate_fn: FunctionName = ""
     """Takes the pending samples of a group and returns them finished; empty asks the engines."""
+    generate_timeout_s: Annotated[Finite, Field(gt=0)] = 3600.0
+    """A `generate_fn` that takes longer for one call ends the run with a sentence, also where it never waits for
+    anything."""
     reward_fn: FunctionName = ""
     """A name of `rollouts_core.rewards.REWARDS` or `package.module:function`; empty takes the environment's grade."""
     rewards: tuple[RewardConfig, ...] = ()

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollouts_core.embedded.running import Completion, FinishReason, GenerationRequest, Partial, WeightSpan, complete
-from rollouts_core.embedded.sampling import SamplingParams
+from rollouts_core.embedded.sampling import MAX_SEED, MIN_SEED, SamplingParams
 from rollouts_core.embedded.scheduler import RequestError
 from rollouts_core.embedded.segments import SegmentAddress
 
 Json = Any
+
+MAX_COMPLETIONS_PER_PROMPT = 1024
 
 SAMPLING_FIELDS = (
     *("max_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "min_p"),
@@ -33,9 +35,8 @@ SAMPLING_FIELDS = (
 """Every sampling parameter that SGLang knows, in the order of its error text."""
 
 NEUTRAL_VALUES: Mapping[str, tuple[Json, ...]] = {
-    **dict.fromkeys(("stop_regex", "logit_bias", "choice"), ([], {}, "")),
-    "min_new_tokens": (0,),
-    **dict.fromkeys(("n", "beam_width"), (1,)),
+    "choice": ([], {}, ""),
+    "beam_width": (1,),
     **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), ("",)),
     "spaces_between_special_tokens": (True, False),
     **dict.fromkeys(("stream_interval", "custom_params", "watermark"), ()),
@@ -86,18 +87,28 @@ def parse_generate(body: Json, encode: Callable[[str], list[int]] | None) -> Gen
         if body.get(name):
             raise _unsupported(name)
     prompts, is_batch = _prompts(body, encode)
-    params = [sampling_params_from_json(value) for value in _spread(body, "sampling_params", len(prompts))]
-    request_ids = _request_ids(body.get("rid"), len(prompts), is_batch=is_batch)
+    params_of_prompts = _spread(body, "sampling_params", len(prompts))
+    params = [sampling_params_from_json(value) for value in params_of_prompts]
+    count = _completions_per_prompt(params_of_prompts)
+    for name in ("return_logprob", "logprob_start_len"):
+        if count > 1 and isinstance(body.get(name), list):
+            raise RequestError(f"Cannot use list {name} with parallel_sample_num > 1")
     _check_logprob_start(body, prompts)
     logprobs = {_boolean("return_logprob", value) for value in _spread(body, "return_logprob", len(prompts))}
     if len(logprobs) > 1:
         raise RequestError("return_logprob must be the same for all prompts of a request.")
+    request_ids = _request_ids(body.get("rid"), len(prompts), count, is_batch=is_batch or count > 1)
+    asked = [
+        (prompt, _of_sibling(prompt_params, sibling))
+        for prompt, prompt_params in zip(prompts, params, strict=True)
+        for sibling in range(count)
+    ]
     return GenerateCall(
         requests=tuple(
-            GenerationRequest(request_id=request_id, input_ids=prompt, params=prompt_params)
-            for request_id, prompt, prompt_params in zip(request_ids, prompts, params, strict=True)
+            GenerationRequest(request_id=request_id, input_ids=prompt, params=own_params)
+            for request_id, (prompt, own_params) in zip(request_ids, asked, strict=True)
         ),
-        is_batch=is_batch,
+        is_batch=is_batch or count > 1,
         wants_logprobs=logprobs == {True},
         is_stream=_boolean("stream", body.get("stream")),
     )
@@ -119,11 +130,15 @@ def sampling_params_from_json(value: Json) -> SamplingParams:
     own = {name: setting for name, setting in given.items() if name not in NEUTRAL_VALUES}
     for name, setting in own.items():
         _check_sampling_type(name, setting)
+    own.pop("n", None)  # of the call
     if "stop_token_ids" in own:
         own["stop_token_ids"] = tuple(own["stop_token_ids"])
-    if "stop" in own:
-        stop = own["stop"]
-        own["stop"] = tuple(string for string in ([stop] if isinstance(stop, str) else stop) if string)
+    for name in ("stop", "stop_regex"):
+        if name in own:
+            texts = [own[name]] if isinstance(own[name], str) else own[name]
+            own[name] = tuple(text for text in texts if text)
+    if "logit_bias" in own:
+        own["logit_bias"] = tuple((int(token), float(bias)) for token, bias in own["logit_bias"].items())
     if own.get("top_k", 0) >= 2**30:
         own["top_k"] = -1
     if value.get("max_new_tokens", 0) is None:
@@ -248,17 +263,35 @@ def _spread(body: Mapping[str, Json], name: str, count: int) -> list[Json]:
     return value
 
 
-def _request_ids(value: Json, count: int, *, is_batch: bool) -> list[str]:
-    """The ids of the prompts; one id for a batch names its members `<id>_<n>`, as in SGLang."""
+def _completions_per_prompt(params_of_prompts: Sequence[Json]) -> int:
+    """`n`, which all prompts of a call share."""
+    counts = {1 if (count := (params or {}).get("n")) is None else count for params in params_of_prompts}
+    if len(counts) > 1:
+        raise RequestError("The parallel_sample_num should be the same for all samples in sample params.")
+    if not 1 <= (count := counts.pop()) <= MAX_COMPLETIONS_PER_PROMPT:
+        raise RequestError(f"n must be at least 1 and at most {MAX_COMPLETIONS_PER_PROMPT}, got {count}.")
+    return count
+
+
+def _of_sibling(params: SamplingParams, sibling: int) -> SamplingParams:
+    """The parameters of one of the completions of a prompt: its seed is that many after the given one."""
+    if params.sampling_seed is None or sibling == 0:
+        return params
+    num_seeds = MAX_SEED - MIN_SEED + 1
+    return replace(params, sampling_seed=(params.sampling_seed + sibling - MIN_SEED) % num_seeds + MIN_SEED)
+
+
+def _request_ids(value: Json, num_prompts: int, per_prompt: int, *, is_batch: bool) -> list[str]:
+    """The ids of all completions; one id for several names them `<id>_<n>`, as in SGLang."""
     if value is None:
-        return [uuid.uuid4().hex for _ in range(count)]
+        return [uuid.uuid4().hex for _ in range(num_prompts * per_prompt)]
     if isinstance(value, str):
-        return [f"{value}_{index}" for index in range(count)] if is_batch else [value]
+        return [f"{value}_{index}" for index in range(num_prompts * per_prompt)] if is_batch else [value]
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
         raise ContractError(f"invalid type: {_show(value)}, expected a string or a list of strings")
-    if len(value) != count or len(set(value)) != count:
-        raise RequestError(f"rid needs {count} different ids, one per prompt.")
-    return value
+    if len(value) != num_prompts or len(set(value)) != num_prompts:
+        raise RequestError(f"rid needs {num_prompts} different ids, one per prompt.")
+    return [f"{own}_{sibling}" for own in value for sibling in range(per_prompt)] if per_prompt > 1 else value
 
 
 def _check_logprob_start(body: Mapping[str, Json], prompts: list[tuple[int, ...]]) -> None:
@@ -279,9 +312,12 @@ def _check_sampling_type(name: str, value: Json) -> None:
     match name:
         case "stop_token_ids":
             is_fine, expected = isinstance(value, list) and all(map(_is_integer, value)), "a list of i64"
-        case "stop":
+        case "stop" | "stop_regex":
             strings = value if isinstance(value, list) else [value]
             is_fine, expected = all(isinstance(each, str) for each in strings), "a string or a list of strings"
+        case "logit_bias":
+            is_fine = isinstance(value, dict) and all(_is_bias(token, bias) for token, bias in value.items())
+            expected = "token ids with a number each"
         case "ignore_eos" | "skip_special_tokens" | "no_stop_trim":
             is_fine, expected = isinstance(value, bool), "a boolean"
         case "temperature" | "top_p" | "min_p" | "frequency_penalty" | "presence_penalty" | "repetition_penalty":
@@ -300,6 +336,10 @@ def _boolean(name: str, value: Json) -> bool:
 
 def _is_integer(value: Json) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_bias(token: str, value: Json) -> bool:
+    return token.isdecimal() and (_is_integer(value) or isinstance(value, float))
 
 
 def _unsupported(name: str) -> RequestError:

@@ -12,6 +12,7 @@ Letters: B rows, V vocabulary.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.sampling import (
     SamplingParams,
     SamplingRows,
-    penalize,
+    adjust_logits,
     sample_tokens,
 )
 
@@ -44,7 +45,7 @@ class FinishReason(NamedTuple):
     message: str = ""
     """Who ended it, for "abort"."""
     string: str = ""
-    """The stop string, for "stop" without a stop token."""
+    """The stop string or pattern, for "stop" without a stop token."""
 
 
 class WeightSpan(NamedTuple):
@@ -150,7 +151,7 @@ class RunningBatch:
 
     Args:
         decoder: no other batch may be using it.
-        tokenizer: finds stop strings; without it requests cannot have any.
+        tokenizer: finds stop strings and patterns; without it requests cannot have any.
     """
 
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer | None = None) -> None:
@@ -231,8 +232,7 @@ class RunningBatch:
     def _add_row(self, partial: Partial) -> None:
         row, count = self.num_rows, len(partial.output_ids)
         params = partial.request.params
-        stop_ids = {*self._decoder.architecture.eos_token_ids, *params.stop_token_ids}
-        self._set_stop_ids(row, [] if params.ignore_eos else sorted(stop_ids))
+        self._set_stop_ids(row, [] if params.ignore_eos else sorted(self._ends_of(params)))
         self._num_cached[row] = len(partial.request.input_ids) + count
         self._num_output[row] = count
         self._max_output[row] = self._output_limit(partial)
@@ -240,6 +240,10 @@ class RunningBatch:
         self._output_logprobs[row, :count] = partial.output_logprobs
         self._sampling.set(row, params, partial.seed)
         self._partials.append(partial)
+
+    def _ends_of(self, params: SamplingParams) -> set[int]:
+        """Tokens that end a completion, unless these are ignored."""
+        return {*self._decoder.architecture.eos_token_ids, *params.stop_token_ids}
 
     def _set_stop_ids(self, row: int, stop_ids: list[int]) -> None:
         missing = len(stop_ids) - self._stop_ids.shape[1]
@@ -252,9 +256,10 @@ class RunningBatch:
         """Sample for all rows; `_num_cached` is the position of the sampled token."""
         count = self.num_rows
         sampling = self._sampling.first(count)
-        for row in np.flatnonzero(sampling.is_penalized_B):
+        for row in np.flatnonzero(sampling.is_adjusted_B):
             params = self._partials[row].request.params
-            penalize(logits_BV[row], self._output_ids[row, : self._num_output[row]], params)
+            output_ids = self._output_ids[row, : self._num_output[row]]
+            adjust_logits(logits_BV[row], output_ids, params, self._ends_of(params))
         tokens_B, logprobs_B = sample_tokens(logits_BV, sampling, self._num_cached[:count])
         row_numbers, places = np.arange(count), self._num_output[:count]
         self._last_token[:count] = tokens_B.numpy()
@@ -269,7 +274,7 @@ class RunningBatch:
         is_stopped = (last_token[:, None] == self._stop_ids[:count]).any(1)
         is_full: NDArray[np.bool_] = self._num_output[:count] >= self._max_output[:count]
         with_stop = np.flatnonzero(self._sampling.has_stop_B[:count]).tolist()
-        strings = {row: string for row in with_stop if (string := self._stop_string(row))}
+        strings = {row: found for row in with_stop if (found := self._stop_string(row) or self._stop_pattern(row))}
         rows = sorted({*np.flatnonzero(is_stopped | is_full).tolist(), *strings})
         reasons = [
             FinishReason("stop", string=strings[row])
@@ -286,12 +291,25 @@ class RunningBatch:
     def _stop_string(self, row: int) -> str:
         """The stop string that a row's text ends in, or nearly: its last token may go on behind it."""
         wanted = self._partials[row].request.params.stop
+        if not wanted:
+            return ""
         assert self._tokenizer is not None, "the scheduler refuses stop strings where there is no tokenizer"
         num_tail = max(len(string.encode()) for string in wanted) + 1  # no token has less than a byte
         count = self._num_output[row]
         tail_ids = self._output_ids[row, max(0, count - num_tail) : count].tolist()
         tail = self._tokenizer.decode(tail_ids, skip_special_tokens=False)
         return next((string for string in wanted if string in tail), "")
+
+    def _stop_pattern(self, row: int) -> str:
+        """The pattern that a row's text matches anywhere."""
+        wanted = self._partials[row].request.params.stop_regex
+        if not wanted:
+            return ""
+        assert self._tokenizer is not None, "the scheduler refuses stop patterns where there is no tokenizer"
+        text = self._tokenizer.decode(
+            self._output_ids[row, : self._num_output[row]].tolist(), skip_special_tokens=False
+        )
+        return next((pattern for pattern in wanted if re.search(pattern, text)), "")
 
     def _drop_rows(self, rows: list[int]) -> None:
         """Close the gaps with the last rows; `rows` are in rising order."""

@@ -3,6 +3,8 @@
 Not here: stop conditions (running.py), reading JSON (protocol.py).
 
     logits_BV - penalties                                         for tokens that the completion already has
+        - inf                                                     for ends of a completion that is too short
+        + logit_bias
         / temperature -> log_softmax -> logprobs                  what is reported
                                    |
                      top_k, top_p, min_p restrict                 what can be chosen
@@ -18,6 +20,8 @@ Letters: B rows, V vocabulary.
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +34,8 @@ MIN_TEMPERATURE = 1e-6
 """Below this a request is greedy, as in SGLang."""
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 MAX_STOP_STRINGS = 32
+MAX_STOP_PATTERNS = 32
+MAX_PATTERN_BYTES = 256
 ALL_TOKENS = 2**31 - 1
 
 _UNIFORM_BITS = 52
@@ -49,6 +55,10 @@ class SamplingParams:
     """Tokens that end the completion, besides the model's own; the token is part of the completion."""
     stop: tuple[str, ...] = ()
     """Strings that end the completion as soon as its text has one of them; its tokens are part of the completion."""
+    stop_regex: tuple[str, ...] = ()
+    """Regular expressions that end the completion as soon as its text matches one of them."""
+    min_new_tokens: int = 0
+    """Before so many tokens nothing that would end the completion by itself can be chosen."""
     ignore_eos: bool = False
     """Neither the model's ends of turn nor `stop_token_ids` end the completion."""
     temperature: float = 1.0
@@ -65,6 +75,8 @@ class SamplingParams:
     """What a token's logit loses if the completion already has it."""
     repetition_penalty: float = 1.0
     """What divides a token's logit, or multiplies a negative one, if the completion already has it."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids, and what is added to the logit of each."""
     sampling_seed: int | None = None
     """Same seed, prompt and weights give the same completion; None draws a seed."""
     skip_special_tokens: bool = True
@@ -88,8 +100,14 @@ class SamplingParams:
             raise ValueError(f"repetition_penalty must be in (0, 2] (1.0 = no penalty), got {self.repetition_penalty}.")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise ValueError(f"at most {MAX_STOP_STRINGS} stop strings are allowed, got {len(self.stop)}")
+        _check_patterns(self.stop_regex)
         if self.max_new_tokens is not None and self.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens must be at least 0, got {self.max_new_tokens}.")
+        most = math.inf if self.max_new_tokens is None else self.max_new_tokens
+        if not 0 <= self.min_new_tokens <= most:
+            raise ValueError(f"min_new_tokens must be in [0, max_new_tokens({most})], got {self.min_new_tokens}.")
+        if not all(math.isfinite(value) for _, value in self.logit_bias):
+            raise ValueError("logit_bias must have finite numbers.")
         if self.sampling_seed is not None and not MIN_SEED <= self.sampling_seed <= MAX_SEED:
             raise ValueError(f"sampling_seed must be in [-2**63, 2**63 - 1], got {self.sampling_seed}.")
 
@@ -102,6 +120,11 @@ class SamplingParams:
     def is_penalized(self) -> bool:
         """Tokens that the completion already has are more, or less, probable."""
         return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+    @property
+    def is_adjusted(self) -> bool:
+        """Logits are changed before anything is chosen."""
+        return self.is_penalized or self.min_new_tokens > 0 or bool(self.logit_bias)
 
     @property
     def is_restricted(self) -> bool:
@@ -131,10 +154,10 @@ class SamplingRows:
         """Rows that take the most probable token."""
         self.is_restricted_B = np.zeros(num_rows, dtype=np.bool_)
         """Rows of which some tokens may be excluded."""
-        self.is_penalized_B = np.zeros(num_rows, dtype=np.bool_)
-        """Rows whose tokens so far are more, or less, probable."""
+        self.is_adjusted_B = np.zeros(num_rows, dtype=np.bool_)
+        """Rows whose logits are changed."""
         self.has_stop_B = np.zeros(num_rows, dtype=np.bool_)
-        """Rows that a string may end."""
+        """Rows that a string or a pattern may end."""
 
     def set(self, row: int, params: SamplingParams, seed: int) -> None:
         """What a row was asked for."""
@@ -145,8 +168,8 @@ class SamplingRows:
         self.seed_B[row] = seed
         self.is_greedy_B[row] = params.is_greedy
         self.is_restricted_B[row] = params.is_restricted
-        self.is_penalized_B[row] = params.is_penalized
-        self.has_stop_B[row] = bool(params.stop)
+        self.is_adjusted_B[row] = params.is_adjusted
+        self.has_stop_B[row] = bool(params.stop or params.stop_regex)
 
     def move(self, source: int, target: int) -> None:
         """Put a row in the place of another."""
@@ -185,6 +208,25 @@ def sample_tokens(logits_BV: Tensor, rows: SamplingRows, positions_B: NDArray[np
 
 
 @torch.inference_mode()
+def adjust_logits(
+    logits_V: Tensor, output_ids: NDArray[np.int64], params: SamplingParams, ends: Collection[int]
+) -> None:
+    """Change the logits of the next token as a request asks for, in place and in SGLang's order.
+
+    Args:
+        output_ids: the completion so far.
+        ends: tokens that would end it.
+    """
+    if params.is_penalized:
+        penalize(logits_V, output_ids, params)
+    if len(output_ids) < params.min_new_tokens:
+        logits_V[[token for token in ends if 0 <= token < len(logits_V)]] = -math.inf
+    if params.logit_bias:
+        tokens, values = zip(*params.logit_bias, strict=True)
+        logits_V[list(tokens)] += torch.tensor(values, dtype=logits_V.dtype)
+
+
+@torch.inference_mode()
 def penalize(logits_V: Tensor, output_ids: NDArray[np.int64], params: SamplingParams) -> None:
     """Change the logits of the tokens that a completion already has, in place and in SGLang's order."""
     found, counts = np.unique(output_ids, return_counts=True)
@@ -199,6 +241,18 @@ def uniform_numbers(seeds_B: NDArray[np.int64], positions_B: NDArray[np.int64]) 
     mixed_seeds = _splitmix64(seeds_B.astype(np.uint64))
     mixed = _splitmix64(mixed_seeds + positions_B.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     return (mixed >> np.uint64(64 - _UNIFORM_BITS)).astype(np.float64) * 2.0**-_UNIFORM_BITS
+
+
+def _check_patterns(patterns: tuple[str, ...]) -> None:
+    if len(patterns) > MAX_STOP_PATTERNS:
+        raise ValueError(f"at most {MAX_STOP_PATTERNS} stop_regex patterns are allowed, got {len(patterns)}")
+    for pattern in patterns:
+        if (num_bytes := len(pattern.encode())) > MAX_PATTERN_BYTES:
+            raise ValueError(f"stop_regex is {num_bytes} bytes, over the {MAX_PATTERN_BYTES}-byte limit")
+        try:
+            re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"invalid stop_regex {pattern!r}: {error}") from error
 
 
 def _splitmix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -10,6 +10,7 @@ from rollouts_core.engines.endpoint import Endpoint, connect, create_engine
 from rollouts_core.engines.in_flight import InFlightEngine
 from rollouts_core.engines.pool import EnginePool
 from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
+from rollouts_core.engines.router import RoutedPool, SGLangRouter
 from rollouts_core.engines.sglang import SGLangEngine
 from rollouts_core.engines.vllm import VLLMEngine
 from rollouts_core.engines.weight_sync import (
@@ -27,7 +28,9 @@ __all__ = [
     "InFlightEngine",
     "InferenceEngine",
     "PublishTarget",
+    "RoutedPool",
     "SGLangEngine",
+    "SGLangRouter",
     "VLLMEngine",
     "WeightSyncResult",
     "connect",

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,7 @@ from rollouts_core.batch import build_batch, place_samples, split_by_sample
 from rollouts_core.concurrency import in_short_thread
 from rollouts_core.config import MIN_ENGINE_CONTEXT, ModelConfig, SamplingConfig
 from rollouts_core.engines.protocol import Completion, GenerationRequest
+from rollouts_core.engines.sent import SentWeights
 from rollouts_core.errors import WeightSyncError
 from rollouts_core.types import Sample, Status
 
@@ -53,15 +55,15 @@ class Canary:
     """The right answer."""
 
 
-def backend_canary(backend: TrainingBackend, directory: Path, *, temperature: float) -> Canary:
+def backend_canary(backend: TrainingBackend, weights: Path | SentWeights, *, temperature: float) -> Canary:
     """A canary that a backend answers as long as it has the weights that it was created with, and is not training.
 
     Args:
-        directory: where these weights were published: answers afterwards.
+        weights: these weights as they were published: their model answers afterwards.
         temperature: the one that the backend was created with.
     """
     published = backend.weight_version
-    of_files = checkpoint_canary(directory, temperature=temperature)
+    of_published = published_canary(weights, temperature=temperature)
 
     async def score(samples: list[Sample]) -> list[list[float]]:
         is_busy = isinstance(backend, ThreadedBackend) and backend.is_busy
@@ -71,7 +73,20 @@ def backend_canary(backend: TrainingBackend, directory: Path, *, temperature: fl
             if backend.weight_version == published:  # it may have begun to train before it came to this
                 layouts = [place_samples(row) for row in rows]
                 return [row.tolist() for row in split_by_sample(scores.logprobs_BT, layouts)[0]]
-        return await of_files.score(samples)
+        return await of_published.score(samples)
+
+    return Canary(temperature=temperature, score=score)
+
+
+def published_canary(weights: Path | SentWeights, *, temperature: float = 1.0) -> Canary:
+    """A canary that a forward pass of what was published answers, on the CPU."""
+    if isinstance(weights, Path):
+        return checkpoint_canary(weights, temperature=temperature)
+
+    async def score(samples: list[Sample]) -> list[list[float]]:
+        with TemporaryDirectory(prefix="rollouts-weights-") as folder:
+            await in_short_thread(partial(weights.write, Path(folder)))
+            return await checkpoint_canary(Path(folder), temperature=temperature).score(samples)
 
     return Canary(temperature=temperature, score=score)
 

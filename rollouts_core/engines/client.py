@@ -18,6 +18,7 @@ from rollouts_core.engines.content import HeldTensors
 from rollouts_core.engines.http import EngineConnection, WeightKeeper
 from rollouts_core.engines.protocol import Completion, GenerationRequest, SegmentAccess
 from rollouts_core.engines.segments import SegmentedWeights
+from rollouts_core.engines.sent import SentWeights
 from rollouts_core.errors import WeightSyncError
 
 if TYPE_CHECKING:
@@ -71,8 +72,8 @@ class EngineClient(ClosedOnExit):
         """Serve published weights; returns when the server proved that it does.
 
         Args:
-            weights: a directory, or segments that the server has access to.
-            canary: proves tensors that cannot be compared; by default a forward pass of the directory's model.
+            weights: a directory, segments that the server has access to, or weights that are sent to it.
+            canary: proves tensors that cannot be compared; by default a forward pass of the model that was published.
 
         Raises:
             WeightSyncError: it refused, or serves another version or other tensors.
@@ -147,3 +148,11 @@ class EngineClient(ClosedOnExit):
             WeightSyncError: the server refused, or takes no segments.
         """
         raise WeightSyncError(f"{self.name} takes no segments: publish {version} as a model directory")
+
+    async def take_sent(self, weights: SentWeights, version: str) -> HeldTensors:
+        """Load weights that are sent once and set the version; running requests end before that, on the old weights.
+
+        Raises:
+            WeightSyncError: the server refused, or cannot be sent any.
+        """
+        raise WeightSyncError(f"{self.name} cannot be sent weights: publish {version} as a model directory")

@@ -92,16 +92,17 @@ def check_same_model(name: str, served_dir: Path, published_dir: Path) -> None:
             )
 
 
-def find_unproven(name: str, weights: Path, version: str, held: HeldTensors) -> list[str]:
-    """The tensors of a directory that a server's checksums say nothing about.
+def find_unproven(name: str, weights: Path | Mapping[str, Tensor], version: str, held: HeldTensors) -> list[str]:
+    """The tensors, of a directory or as they were sent, that a server's checksums say nothing about.
 
     Raises:
         WeightSyncError: a checksum says that a tensor is another one.
     """
+    published = read_tensors(weights) if isinstance(weights, Path) else weights
     known = {tensor: digest for tensor, digest in held.digests.items() if digest != EMPTY_DIGEST}
     if held.dtype is None:
-        return sorted(read_tensors(weights))
-    expected = expected_digests(weights, held.dtype, known)
+        return sorted(published)
+    expected = expected_digests(published, held.dtype, known)
     compared = expected.keys() & known.keys()
     if stale := sorted(tensor for tensor in compared if not _is_same(expected[tensor], known[tensor])):
         raise WeightSyncError(
@@ -120,13 +121,15 @@ def check_digests(name: str, version: str, served: Mapping[str, str], published:
         )
 
 
-def expected_digests(directory: Path, dtype: torch.dtype, served: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """sha256 of every tensor of a directory as a server holds it that keeps weights in `dtype`; any of several will do.
+def expected_digests(
+    published: Mapping[str, Tensor], dtype: torch.dtype, served: Collection[str]
+) -> dict[str, tuple[str, ...]]:
+    """sha256 of every tensor as a server holds it that keeps weights in `dtype`; any of several will do.
 
     Args:
         served: the server's names: where a fused projection is among them, its parts are joined.
     """
-    tensors = {name: tensor.to(dtype) for name, tensor in read_tensors(directory).items()}
+    tensors = {name: tensor.to(dtype) for name, tensor in published.items()}
     if HEAD in served and HEAD not in tensors:
         tensors[HEAD] = tensors[EMBEDDING]
     digests: dict[str, tuple[str, ...]] = {

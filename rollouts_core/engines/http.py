@@ -30,10 +30,11 @@ import orjson
 from httpx_aiohttp import AiohttpTransport
 
 from rollouts_core.concurrency import in_short_thread
-from rollouts_core.engines.canary import Canary, checkpoint_canary, prove
+from rollouts_core.engines.canary import Canary, prove, published_canary
 from rollouts_core.engines.content import EMPTY_DIGEST, HeldTensors, check_digests, find_unproven, vocabulary_size
 from rollouts_core.engines.protocol import STATUS_OF_FINISH, Completion, GenerationRequest
 from rollouts_core.engines.segments import SegmentedWeights
+from rollouts_core.engines.sent import SentWeights
 from rollouts_core.errors import CheckpointError, EngineError, EngineUnavailableError, WeightSyncError
 from rollouts_core.keys import key_header
 from rollouts_core.messages import first_line
@@ -52,6 +53,8 @@ PROBE_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 10.0
 UPDATE_TIMEOUT = httpx.Timeout(600.0, connect=CONNECT_TIMEOUT_S)
 """Loading weights takes long; that a server takes the connection does not."""
+DONE_OR_QUEUED = (200, 202)
+"""What a server answers that has done what it was asked, or, as a router, is about to."""
 MAX_SPANNED_VERSIONS = 64
 """Tokens of so many versions may be in one completion; one that takes longer is asked for again."""
 
@@ -68,7 +71,7 @@ class ServedWeights:
     @property
     def model_dir(self) -> Path:
         """Directory with the model's config.json."""
-        return self.weights.model_dir if isinstance(self.weights, SegmentedWeights) else self.weights
+        return self.weights if isinstance(self.weights, Path) else self.weights.model_dir
 
 
 class ServerCalls(Protocol):
@@ -93,6 +96,10 @@ class ServerCalls(Protocol):
 
     async def take_weights(self, path: Path, version: str) -> HeldTensors:
         """Load the weights of a directory and check the version; raises WeightSyncError."""
+        ...
+
+    async def take_sent(self, weights: SentWeights, version: str) -> HeldTensors:
+        """Load weights that are sent and check the version; raises WeightSyncError."""
         ...
 
     async def hand_over(self) -> None:
@@ -144,7 +151,7 @@ class EngineConnection:
                 f"{self.url}{path} wants another key: name the environment variable that holds the engine's as "
                 "rollout.engine.api_key_variable"
             )
-        if response.status_code != 200:
+        if response.status_code not in DONE_OR_QUEUED:
             raise EngineError(f"{self.url}{path} answered {response.status_code}: {response.text[:500]}")
         if not is_answered:
             return None
@@ -338,6 +345,9 @@ class WeightKeeper:
             if isinstance(served.weights, SegmentedWeights):
                 digests = await self.server.take_segments(served.weights, served.version)
                 check_digests(self.server.name, served.version, digests, await served.weights.digests())
+            elif isinstance(served.weights, SentWeights):
+                held = await self.server.take_sent(served.weights, served.version)
+                await self._prove(served.weights, served, held)
             else:
                 held = await self.server.take_weights(served.weights, served.version)
                 await self._prove(served.weights, served, held)
@@ -348,9 +358,10 @@ class WeightKeeper:
         except (OSError, CheckpointError) as error:
             raise WeightSyncError(f"{self.server.name} cannot be given {served.version}: {error}") from error
 
-    async def _prove(self, path: Path, served: ServedWeights, held: HeldTensors) -> None:
-        """Compare what the server says it holds with a directory, and ask a canary where that says too little."""
-        unproven = await in_short_thread(lambda: find_unproven(self.server.name, path, served.version, held))
+    async def _prove(self, weights: Path | SentWeights, served: ServedWeights, held: HeldTensors) -> None:
+        """Compare what the server says it holds with what was published; where that says too little, ask a canary."""
+        tensors = weights.tensors if isinstance(weights, SentWeights) else weights
+        unproven = await in_short_thread(lambda: find_unproven(self.server.name, tensors, served.version, held))
         proof = (served.version, held.digests)
         # Checksums that are missing, or those of nothing, are the same for any weights.
         is_identified = bool(held.digests) and EMPTY_DIGEST not in held.digests.values()
@@ -361,7 +372,7 @@ class WeightKeeper:
                 f"{self.server.name} has no comparable checksum of {unproven[0]}, so it must sample to prove "
                 f'{served.version}, and it is paused: set rollout.in_flight = "finish" or "abort"'
             )
-        gap = await prove(self.server.name, self.server.complete, served.canary or checkpoint_canary(path))
+        gap = await prove(self.server.name, self.server.complete, served.canary or published_canary(weights))
         logger.info(
             "%s: %d tensors without a comparable checksum, %s first; its log-probs are %.2g nats off",
             self.server.name,

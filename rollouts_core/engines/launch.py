@@ -3,7 +3,7 @@
 Not here: supervising the process, or learning when it is ready (infra), the embedded engine (embedded/server.py).
 
     ServeJob -> a copy of the model for vLLM, if its head is tied -> command and environment -> exec
-                                            a folder for its sockets -> removed when its last process has ended
+                                            a folder for its sockets -> removed at its end (sweep.py)
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 
 from rollouts_core.config import EngineKind
 from rollouts_core.embedded.server import API_KEY_VARIABLE, is_loopback
+from rollouts_core.engines import sweep
 from rollouts_core.engines.content import is_tied, read_config, write_untied
 from rollouts_core.engines.vllm import LOGPROBS_MODE
 from rollouts_core.errors import ConfigError
@@ -124,29 +125,18 @@ def render_launch(job: ServeJob, model_dir: Path, *, on_gpu: bool) -> LaunchComm
     return LaunchCommand(argv=(python, *arguments, *job.engine.extra_args), env=env)
 
 
-REMOVE_AT_THE_END = """
-import os, shutil, signal, sys
-if os.fork():
-    os._exit(0)  # so that it is no child of the engine, which ends its children first
-os.setsid()
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-os.read(0, 1)  # returns when nobody holds the other end any more
-shutil.rmtree(sys.argv[1], ignore_errors=True)
-"""
-
-
 def _scratch_folder() -> dict[str, str]:
     """Variables that lead the engine to a folder for its sockets and temporary files, which ends with it.
 
     vLLM and SGLang name their sockets anew at each start and leave them where they are when they are killed. A small
-    process removes the folder: its end of a pipe closes with the last process of the engine.
+    process (sweep.py) removes the folder, and their shared memory: its end of a pipe closes with the engine.
     """
     inherited = Path(tempfile.gettempdir())
     is_short = len(f"{inherited}/rollouts-engine-12345678/") + SOCKET_NAME_BYTES <= MAX_SOCKET_PATH
     folder = tempfile.mkdtemp(prefix="rollouts-engine-", dir=inherited if is_short else "/tmp")
     closed_at_the_end, held_by_the_engine = os.pipe()
     subprocess.run(
-        [sys.executable, "-I", "-S", "-c", REMOVE_AT_THE_END, folder],
+        [sys.executable, "-I", "-S", sweep.__file__, folder],
         stdin=closed_at_the_end,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -220,6 +220,12 @@ class EnginePool(ClosedOnExit):
 
         await gather([partial(move_one, member) for member in self._members if not member.quarantined])
 
+    def quarantine(self, engine: InterruptibleEngine, reason: str) -> None:
+        """Ask one of the engines no more, before it has loaded and proved the current version."""
+        for member in self._members:
+            if member.engine is engine and not member.quarantined:
+                self._quarantine(member, reason)
+
     def _quarantine(self, member: Member, reason: str) -> None:
         logger.warning("engine %s was quarantined: %s", member.engine.name, reason)
         member.quarantined = reason

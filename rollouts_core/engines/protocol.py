@@ -14,8 +14,9 @@ from rollouts_core.types import Status
 if TYPE_CHECKING:
     from rollouts_core.engines.canary import Canary
     from rollouts_core.engines.segments import SegmentedWeights
+    from rollouts_core.engines.sent import SentWeights
 
-    Weights = Path | SegmentedWeights
+    Weights = Path | SegmentedWeights | SentWeights
 
 STATUS_OF_FINISH = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 """What the finish reasons of all engines mean."""
@@ -82,7 +83,7 @@ class InferenceEngine(Protocol):
         """Serve published weights, and verify that it does; raises WeightSyncError otherwise.
 
         Args:
-            weights: a directory, or segments that it has access to.
+            weights: a directory, segments that it has access to, or weights that are sent to it.
             canary: proves tensors that cannot be compared; by default a forward pass of the directory's model.
         """
         ...

@@ -1,7 +1,7 @@
 """Talk to a server that speaks SGLang's HTTP API: SGLang itself, or the embedded engine.
 
 Not here: what all clients share (client.py), starting the server (launch.py), restarts and retries (http.py),
-publishing to several engines (weight_sync.py).
+publishing to several engines (weight_sync.py), sending weights to a server that reads no files (sending.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from rollouts_core.engines.content import HeldTensors, check_same_model
 from rollouts_core.engines.http import CONNECT_TIMEOUT_S, UPDATE_TIMEOUT, read_completion, read_logprob
 from rollouts_core.engines.protocol import Completion, GenerationRequest, SegmentAccess
 from rollouts_core.engines.segments import SegmentedWeights
+from rollouts_core.engines.sending import WeightSender
+from rollouts_core.engines.sent import SentWeights
 from rollouts_core.errors import EngineError, WeightSyncError
 
 IDLE_TIMEOUT_S = 60.0
@@ -31,6 +33,8 @@ class SGLangEngine(EngineClient):
 
     _segment_access: SegmentAccess | None = None
     """None before the first answer."""
+    _sender: WeightSender | None = None
+    """None before the first weights were sent."""
 
     async def segment_access(self) -> SegmentAccess:
         """All for an embedded engine on this machine, none for SGLang, nor for a server that does not answer."""
@@ -90,9 +94,7 @@ class SGLangEngine(EngineClient):
         answers = await self._connection.call("POST", "/generate", json=_render_requests(requests))
         if not isinstance(answers, list) or len(answers) != len(requests):
             raise EngineError(f"{self.name} answered {len(requests)} prompts with {str(answers)[:200]}")
-        return [
-            _parse_completion(answer, request, self.name) for answer, request in zip(answers, requests, strict=True)
-        ]
+        return [parse_completion(answer, request, self.name) for answer, request in zip(answers, requests, strict=True)]
 
     async def weight_version(self) -> str:
         """The version that the server reports."""
@@ -131,6 +133,25 @@ class SGLangEngine(EngineClient):
         digests: Mapping[str, str] = answer.get("checksums", {})
         return digests
 
+    async def take_sent(self, weights: SentWeights, version: str) -> HeldTensors:
+        """Load weights that are sent once and set the version; running requests end before that, on the old weights.
+
+        Raises:
+            WeightSyncError: the server refused, serves a model of other shapes, or reports another version.
+        """
+        await self.check_model(weights.model_dir)
+        self._sender = self._sender or WeightSender(self._connection)
+        await self._sender.send(weights, version, is_paused=self._keeper.is_paused)
+        if (served := await self.weight_version()) != version:
+            raise WeightSyncError(f"{self.name} serves {served} after it was sent {version}")
+        return await self._held_tensors()
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        if self._sender is not None:
+            await self._sender.aclose()
+        await super().aclose()
+
     async def _held_tensors(self) -> HeldTensors:
         answer = await self._connection.call("POST", "/weights_checker", json={"action": "checksum"})
         server = await self._connection.call("GET", "/server_info")
@@ -149,24 +170,36 @@ class SGLangEngine(EngineClient):
 
 
 def _render_requests(requests: Sequence[GenerationRequest]) -> dict[str, Any]:  # Any: JSON
+    each = [render_request(request) for request in requests]
     return {
-        "input_ids": [request.prompt_tokens for request in requests],
-        "sampling_params": [
-            {
-                "temperature": request.sampling.temperature,
-                "top_p": 1.0,  # said, because a model's folder may bring other defaults
-                "top_k": -1,
-                "max_new_tokens": request.sampling.max_new_tokens,
-                "stop_token_ids": list(request.stop_token_ids),
-                "sampling_seed": request.seed,
-            }
-            for request in requests
-        ],
+        "input_ids": [body["input_ids"] for body in each],
+        "sampling_params": [body["sampling_params"] for body in each],
         "return_logprob": True,
     }
 
 
-def _parse_completion(answer: Mapping[str, Any], request: GenerationRequest, name: str) -> Completion:  # Any: JSON
+def render_request(request: GenerationRequest) -> dict[str, Any]:  # Any: JSON
+    """The body of a request for one completion."""
+    return {
+        "input_ids": request.prompt_tokens,
+        "sampling_params": {
+            "temperature": request.sampling.temperature,
+            "top_p": 1.0,  # said, because a model's folder may bring other defaults
+            "top_k": -1,
+            "max_new_tokens": request.sampling.max_new_tokens,
+            "stop_token_ids": list(request.stop_token_ids),
+            "sampling_seed": request.seed,
+        },
+        "return_logprob": True,
+    }
+
+
+def parse_completion(answer: Mapping[str, Any], request: GenerationRequest, name: str) -> Completion:  # Any: JSON
+    """The completion in an answer to one prompt.
+
+    Raises:
+        EngineError: something is missing in it, or cannot be used.
+    """
     try:
         meta = answer["meta_info"]
         tokens = [int(token) for token in answer["output_ids"]]

@@ -5,6 +5,7 @@ Not here: how one engine takes and proves its weights (sglang.py, vllm.py, http.
     backend.get_weights -> what changed, in memory, where all engines run on this machine    -> every engine in parallel
                         -> what changed, in files, where all engines are embedded ones
                         -> <weights_dir>/<version>/{model.safetensors, config.json}
+                        -> a copy that each engine is sent, where that is chosen
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,9 +23,11 @@ from torch import Tensor
 
 from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.concurrency import gather, in_short_thread
+from rollouts_core.config import WeightTransfer
 from rollouts_core.engines.canary import Canary, backend_canary
 from rollouts_core.engines.protocol import InferenceEngine, SegmentAccess
 from rollouts_core.engines.segments import SegmentedWeights, SegmentStore
+from rollouts_core.engines.sent import SentBy, SentWeights, copy_to_host
 from rollouts_core.errors import CheckpointError, EngineError, WeightSyncError
 from rollouts_core.files import new_directory, write_atomically
 
@@ -59,13 +63,15 @@ class PublishTarget:
     """Versions are called `<prefix>-<number of optimizer steps>`."""
     temperature: float = 1.0
     """Of the rollouts, with which the backend was created."""
+    transfer: WeightTransfer = "auto"
+    """How the versions reach the engines."""
     segments: SegmentStore = field(default_factory=SegmentStore, compare=False)
     """What is published instead, where every engine has access to it."""
 
 
 async def sync_weights_to_engines(
     engines: Sequence[InferenceEngine],
-    checkpoint_path: str | Path | SegmentedWeights,
+    checkpoint_path: str | Path | SegmentedWeights | SentWeights,
     *,
     version: str,
     canary: Canary | None = None,
@@ -74,11 +80,11 @@ async def sync_weights_to_engines(
     """Load a checkpoint's weights into all engines in parallel; one verified result per engine, in their order.
 
     Args:
-        checkpoint_path: its directory, or segments that all engines have access to.
+        checkpoint_path: its directory, segments that all engines have access to, or weights that are sent to them.
         canary: proves tensors that cannot be compared; by default a forward pass of the checkpoint's model.
         timeout_s: an engine that takes longer has not taken the version; the others do not wait for it for longer.
     """
-    weights = checkpoint_path if isinstance(checkpoint_path, SegmentedWeights) else Path(checkpoint_path)
+    weights = Path(checkpoint_path) if isinstance(checkpoint_path, str) else checkpoint_path
     results: dict[int, WeightSyncResult] = {}
 
     async def sync_one(place: int, engine: InferenceEngine) -> None:
@@ -112,7 +118,10 @@ async def publish_weights(backend: TrainingBackend, engines: Sequence[InferenceE
     access = await common_access(engines)
     canary: Canary | None = None  # tensors of segments are always compared
     published: Weights
-    if access is SegmentAccess.NONE:
+    if target.transfer != "auto":
+        published = sent = await _copy(weights, version, target, target.transfer)
+        canary = backend_canary(backend, sent, temperature=target.temperature)
+    elif access is SegmentAccess.NONE:
         published = directory = await _write_directory(weights, version, target)
         canary = backend_canary(backend, directory, temperature=target.temperature)
     else:
@@ -132,13 +141,23 @@ async def common_access(engines: Sequence[InferenceEngine]) -> SegmentAccess:
 async def _write_segments(
     weights: Mapping[str, Tensor], version: str, target: PublishTarget, *, in_memory: bool
 ) -> SegmentedWeights:
+    folder = _folder_with_config(target)
+    return await target.segments.publish(
+        weights, version=version, model_dir=folder, folder=None if in_memory else folder
+    )
+
+
+async def _copy(weights: Mapping[str, Tensor], version: str, target: PublishTarget, transfer: SentBy) -> SentWeights:
+    tensors = await in_short_thread(partial(copy_to_host, weights))
+    return SentWeights(version=version, model_dir=_folder_with_config(target), tensors=tensors, transfer=transfer)
+
+
+def _folder_with_config(target: PublishTarget) -> Path:
     folder = target.weights_dir
     if not (folder / "config.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "config.json", target.model_config.read_bytes())
-    return await target.segments.publish(
-        weights, version=version, model_dir=folder, folder=None if in_memory else folder
-    )
+    return folder
 
 
 async def _write_directory(weights: Mapping[str, Tensor], version: str, target: PublishTarget) -> Path:

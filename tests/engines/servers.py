@@ -64,7 +64,7 @@ class Server:
         api_key = read_key(self.job.engine.api_key_variable, "engine")
         return client(self.url, request_timeout_s=120.0, restart_timeout_s=START_TIMEOUT_S, api_key=api_key)
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self, log: Path | None = None) -> None:
         """Return when it answers; fail with the end of its log otherwise."""
 
         async def wait() -> None:
@@ -74,7 +74,7 @@ class Server:
         try:
             asyncio.run(wait())
         except Exception:
-            print((self.run_dir / "log.txt").read_text()[-4000:])  # noqa: T201 - shown by pytest
+            print((log or self.run_dir / "log.txt").read_text()[-4000:])  # noqa: T201 - shown by pytest
             raise
 
 
@@ -86,9 +86,8 @@ def engine_python(kind: EngineKind) -> Path:
     return python
 
 
-@contextmanager
-def serving(kind: EngineKind, model_dir: Path, run_dir: Path, *, api_key_variable: str = "") -> Iterator[Server]:
-    """A server of that kind for a model, ready; with a variable's name it asks for the key that is in it."""
+def make_server(kind: EngineKind, model_dir: Path, run_dir: Path, *, api_key_variable: str = "") -> Server:
+    """A server of that kind for a model, not started; skips the test where it is not installed."""
     python = "" if kind == "embedded" else str(engine_python(kind))
     job = ServeJob(
         model=InputModel(name="base", model=ModelConfig(path=str(model_dir)), digest=""),
@@ -98,7 +97,13 @@ def serving(kind: EngineKind, model_dir: Path, run_dir: Path, *, api_key_variabl
         deployment=DeploymentConfig(max_running_requests=16),
     )
     run_dir.mkdir()
-    server = Server(job, run_dir)
+    return Server(job, run_dir)
+
+
+@contextmanager
+def serving(kind: EngineKind, model_dir: Path, run_dir: Path, *, api_key_variable: str = "") -> Iterator[Server]:
+    """A server of that kind for a model, ready; with a variable's name it asks for the key that is in it."""
+    server = make_server(kind, model_dir, run_dir, api_key_variable=api_key_variable)
     try:
         server.start()
         server.wait_until_ready()

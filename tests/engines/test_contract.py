@@ -158,7 +158,7 @@ def num_running(server: Server) -> int:
 
 
 def test_requests_that_nobody_waits_for_any_more_are_ended(server: Server) -> None:
-    requests = [ask([*PROMPT, place], temperature=0.0, num_tokens=550) for place in range(2, 10)]
+    requests = [ask([*PROMPT, place], temperature=0.0, num_tokens=550) for place in range(2, 10)] * 12
 
     async def cancel_amid(engine: Engine) -> int:
         under_way = asyncio.ensure_future(engine.generate(requests))

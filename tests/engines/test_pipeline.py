@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from rollouts_core.config import EngineKind
+from rollouts_core.config import EngineKind, WeightTransfer
 from rollouts_core.metrics import read_metrics
 from rollouts_core.quickstart import write_quickstart_files
 from tests.engines.servers import engine_python
@@ -26,13 +26,15 @@ HIDDEN_SIZE = 128
 """Four heads of 32, the smallest that vLLM has on a CPU."""
 
 
-@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+@pytest.mark.parametrize(
+    ("kind", "transfer"), [("sglang", "auto"), ("sglang", "gloo"), ("sglang", "tensors"), ("vllm", "auto")]
+)
 def test_a_run_samples_from_the_engine_it_names_and_the_trainer_agrees_with_its_logprobs(
-    rollouts: Rollouts, tmp_path: Path, kind: EngineKind
+    rollouts: Rollouts, tmp_path: Path, kind: EngineKind, transfer: WeightTransfer
 ) -> None:
     folder = tmp_path / "small"
     write_quickstart_files(folder, size=dataclasses.replace(SIZE, hidden_size=HIDDEN_SIZE))
-    engine = {"kind": kind, "python": str(engine_python(kind))}
+    engine = {"kind": kind, "python": str(engine_python(kind)), "weight_transfer": transfer}
     settings = small_settings(
         mode="rl",
         rollout__engine=engine,
@@ -43,6 +45,8 @@ def test_a_run_samples_from_the_engine_it_names_and_the_trainer_agrees_with_its_
     code, output = rollouts.run("run", str(folder / "small.toml"))
     assert code == 0, output
     (rl,) = rollouts.store.glob("stages/rl-*")
+    published = [path.name for path in (rl / "weights").iterdir()]
+    assert (published == ["config.json"]) == (transfer != "auto"), published
     steps = read_metrics(rl / "metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     # With the weights of any earlier step they would differ by far more: the learning rate is high.

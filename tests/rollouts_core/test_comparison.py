@@ -100,3 +100,20 @@ def test_a_difference_within_noise_is_no_improvement() -> None:
 
 def test_a_p_value_of_at_most_one_accepts_anything() -> None:
     assert judge_improvement([1.0], [0.0], names=("sft", "rl"), max_p_value=1.0).is_improvement
+
+
+@pytest.mark.parametrize(("margin", "is_improvement"), [(0.1, True), (0.3, False), (-0.1, True)])
+def test_a_candidate_must_be_better_by_more_than_the_margin(margin: float, is_improvement: bool) -> None:
+    baseline = draw_scores(0, 0.3)
+    candidate = [score + 0.2 for score in baseline]
+    verdict = judge_improvement(baseline, candidate, names=("a", "b"), max_p_value=0.01, margin=margin)
+    assert verdict.is_improvement is is_improvement
+    assert f"on a by more than {margin:g}" in verdict.sentence
+
+
+def test_below_zero_a_margin_lets_an_equal_candidate_pass_and_a_worse_one_not() -> None:
+    scores = draw_scores(0, 0.5)
+    for lost, is_improvement in ((0.0, True), (0.1, False)):
+        candidate = [score - lost for score in scores]
+        verdict = judge_improvement(scores, candidate, names=("a", "b"), max_p_value=0.01, margin=-0.05)
+        assert verdict.is_improvement is is_improvement

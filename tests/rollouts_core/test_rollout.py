@@ -15,12 +15,13 @@ from dataclasses import replace
 
 import pytest
 
-from rollouts_core.config import RewardConfig, RolloutConfig
+from rollouts_core.config import RewardConfig, RolloutConfig, name_of_function
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.errors import ConfigError, DataError, RewardError
 from rollouts_core.filters import FilterDecision
 from rollouts_core.generate import sampling_seed
 from rollouts_core.group_order import Schedule
+from rollouts_core.resolve import GenerateFn
 from rollouts_core.rl import describe_rollouts
 from rollouts_core.rollout import AsyncRolloutManager, generate_rollout_batches
 from rollouts_core.types import RolloutBatch, Sample, Status
@@ -267,6 +268,28 @@ def test_a_filter_that_does_not_return_ends_the_batch_and_names_the_prompt() -> 
 
 def test_a_reward_that_does_not_return_ends_plain_batches_too() -> None:
     config = CONFIG.model_copy(update={"generate_fn": list, "reward_fn": block, "reward_timeout_s": 0.1})
+    with pytest.raises(RewardError, match=r":block on prompt 'p\d': it did not return within 0.1 s; it was in block"):
+        next(generate_rollout_batches(DataBuffer(make_prompts(4)), config))
+
+
+async def wait_for_samples(group: list[Sample]) -> list[Sample]:
+    """A user's function that waits for something that never comes."""
+    await asyncio.sleep(3600)
+    return group
+
+
+@pytest.mark.parametrize("generate_fn", [block, wait_for_samples])
+def test_a_generation_that_does_not_return_ends_the_batch_and_names_the_prompt(generate_fn: GenerateFn) -> None:
+    config = CONFIG.model_copy(update={"generate_fn": generate_fn, "generate_timeout_s": 0.1})
+    name = name_of_function(generate_fn)
+    with pytest.raises(
+        RewardError, match=rf"generation function {name} on prompt 'p\d': it did not return within 0.1 s"
+    ):
+        generate(config)
+
+
+def test_a_generation_that_does_not_return_ends_plain_batches_too() -> None:
+    config = CONFIG.model_copy(update={"generate_fn": block, "generate_timeout_s": 0.1})
     with pytest.raises(RewardError, match=r":block on prompt 'p\d': it did not return within 0.1 s; it was in block"):
         next(generate_rollout_batches(DataBuffer(make_prompts(4)), config))
 

@@ -152,6 +152,43 @@ def test_two_processes_leave_what_one_leaves(base: InputModel, tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_two_nodes_that_torchrun_starts_leave_what_two_processes_of_one_leave(base: InputModel, tmp_path: Path) -> None:
+    together = write_job(tmp_path / "together", sft_job(base, SFT))
+    assert finish(together) == 0, (together / "log.txt").read_text()
+    job = sft_job(base, SFT, TWO.model_copy(update={"trainer_processes": 0}))
+    nodes = [write_job(tmp_path / f"node{rank}", job) for rank in range(2)]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    agents = [start_node(directory, rank, port) for rank, directory in enumerate(nodes)]
+    try:
+        assert [agent.wait(TIMEOUT_S) for agent in agents] == [0, 0], (nodes[0] / "log.txt").read_text()
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    names = {path.name for path in nodes[1].iterdir()}
+    assert names == {"job.json", "log.txt"}, "only the leader writes"
+    weights = [load_file(each / "checkpoints/step_000004/model.safetensors") for each in (together, nodes[0])]
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
+
+
+def start_node(directory: Path, rank: int, port: int) -> subprocess.Popen[bytes]:
+    """One of two nodes, as docs/multi_gpu.md starts them."""
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test"]
+    size = ["--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1", "--local-addr", "127.0.0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *size, *rendezvous, "-m", "rollouts_core", "sft"]
+    with (directory / "log.txt").open("ab") as log:
+        return subprocess.Popen(
+            [*command, str(directory / "job.json")],
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            stdout=log,
+            stderr=log,
+        )
+
+
+@pytest.mark.slow
 def test_a_mistake_of_the_user_is_told_as_one(base: InputModel, tmp_path: Path) -> None:
     job = sft_job(base.model_copy(update={"digest": "of another model"}), SFT)
     run = write_job(tmp_path / "sft", job)

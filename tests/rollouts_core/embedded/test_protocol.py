@@ -20,7 +20,7 @@ from rollouts_core.embedded.protocol import (
     sampling_params_from_json,
 )
 from rollouts_core.embedded.running import Completion, FinishReason, WeightSpan
-from rollouts_core.embedded.sampling import SamplingParams
+from rollouts_core.embedded.sampling import MAX_SEED, MIN_SEED, SamplingParams
 from rollouts_core.embedded.scheduler import RequestError
 
 SPEC = Path(__file__).parents[3].parent / "shared" / "specs" / "sglang-0.5.23.openapi.json"
@@ -88,6 +88,27 @@ def test_one_id_for_a_batch_names_its_members() -> None:
     assert [asked.request_id for asked in call.requests] == ["x_0", "x_1"]
 
 
+@pytest.mark.parametrize(
+    ("rid", "expected"),
+    [("x", ["x_0", "x_1", "x_2", "x_3"]), (["x", "y"], ["x_0", "x_1", "y_0", "y_1"])],
+)
+def test_several_completions_of_a_prompt_are_requests_side_by_side(rid: Any, expected: list[str]) -> None:
+    body = {"input_ids": [[3], [4]], "rid": rid, "sampling_params": {"n": 2, "sampling_seed": 7}}
+    check_schema(body, "GenerateReqInput")
+    call = parse_generate(body, None)
+    assert [asked.request_id for asked in call.requests] == expected
+    assert [asked.input_ids for asked in call.requests] == [(3,), (3,), (4,), (4,)]
+    assert [asked.params.sampling_seed for asked in call.requests] == [7, 8, 7, 8]
+
+
+def test_several_completions_of_one_prompt_are_answered_as_a_list() -> None:
+    assert parse_generate({"input_ids": [3], "sampling_params": {"n": 2}}, None).is_batch
+    [first, last] = parse_generate(
+        {"input_ids": [3], "sampling_params": {"n": 2, "sampling_seed": MAX_SEED}}, None
+    ).requests
+    assert (first.params.sampling_seed, last.params.sampling_seed) == (MAX_SEED, MIN_SEED)
+
+
 def test_text_goes_through_the_tokenizer() -> None:
     call = parse_generate({"text": ["ab", "c"]}, lambda text: [ord(letter) for letter in text])
     assert [asked.input_ids for asked in call.requests] == [(97, 98), (99,)]
@@ -110,6 +131,10 @@ def test_text_goes_through_the_tokenizer() -> None:
         ({"input_ids": [1], "sampling_params": {"max_new_tokens": 1.5}}, "expected i64"),
         ({"input_ids": [1], "sampling_params": {"stop_token_ids": 3}}, "expected a list of i64"),
         ({"input_ids": [1], "sampling_params": {"stop": [3]}}, "for `stop`, expected a string or a list of strings"),
+        ({"input_ids": [1], "sampling_params": {"stop_regex": 3}}, "for `stop_regex`, expected a string or a list"),
+        ({"input_ids": [1], "sampling_params": {"logit_bias": {"x": 1}}}, "expected token ids with a number each"),
+        ({"input_ids": [1], "sampling_params": {"logit_bias": {"3": "1"}}}, "expected token ids with a number each"),
+        ({"input_ids": [1], "sampling_params": {"n": 1.5}}, "for `n`, expected i64"),
         ({"input_ids": [1], "rid": 3}, "expected a string"),
     ],
 )
@@ -127,13 +152,21 @@ def test_requests_of_the_wrong_form_break_the_contract(body: Any, words: str) ->
         ({"text": "a", "input_ids": None}, "needs a tokenizer.json"),
         ({"sampling_params": [{}, {}]}, r"length of sampling_params \(2\)"),
         ({"sampling_params": {"temperature": -1}}, "temperature must be"),
-        ({"sampling_params": {"min_new_tokens": 2}}, "`min_new_tokens` is not supported"),
-        ({"sampling_params": {"stop_regex": ["x"]}}, "`stop_regex` is not supported"),
+        ({"sampling_params": {"json_schema": "{}"}}, "`json_schema` is not supported"),
+        (
+            {"sampling_params": {"min_new_tokens": 129}},
+            r"in \[0, max_new_tokens\(128\)\], got 129",
+        ),
+        ({"sampling_params": {"stop_regex": ["x"] * 33}}, "at most 32 stop_regex patterns"),
+        ({"sampling_params": {"stop_regex": "x" * 257}}, "stop_regex is 257 bytes, over the 256-byte limit"),
+        ({"sampling_params": {"stop_regex": "a("}}, "invalid stop_regex 'a\\('"),
         ({"sampling_params": {"frequency_penalty": 2.5}}, r"frequency_penalty must be in \[-2, 2\]"),
         ({"sampling_params": {"repetition_penalty": 0}}, r"repetition_penalty must be in \(0, 2\]"),
         ({"sampling_params": {"stop": ["x"] * 33}}, "at most 32 stop strings"),
-        ({"sampling_params": {"n": 2}}, "`n` is not supported"),
-        ({"sampling_params": {"logit_bias": {"3": 1.0}}}, "`logit_bias` is not supported"),
+        ({"sampling_params": {"n": 0}}, "n must be at least 1"),
+        ({"input_ids": [[1], [2]], "sampling_params": [{"n": 2}, {"n": 3}]}, "should be the same for all samples"),
+        ({"return_logprob": [True], "sampling_params": {"n": 2}}, "Cannot use list return_logprob"),
+        ({"sampling_params": {"logit_bias": {"3": 1e999}}}, "logit_bias must have finite numbers"),
         ({"top_logprobs_num": 3}, "`top_logprobs_num` is not supported"),
         ({"lora_path": "x"}, "`lora_path` is not supported"),
         ({"logprob_start_len": 0}, "logprob_start_len within the prompt"),
@@ -148,7 +181,10 @@ def test_what_this_engine_cannot_do_is_refused_by_name(change: dict[str, Any], w
 
 @pytest.mark.parametrize(
     "neutral",
-    [{"frequency_penalty": 0.0}, {"n": 1}, {"stop": []}, {"stop": None}, {"repetition_penalty": 1.0}, {"regex": None}],
+    [
+        *({"frequency_penalty": 0.0}, {"n": 1}, {"stop": []}, {"stop": None}, {"repetition_penalty": 1.0}),
+        *({"regex": None}, {"stop_regex": ""}, {"logit_bias": {}}, {"min_new_tokens": 0}, {"n": None}),
+    ],
 )
 def test_parameters_that_change_nothing_are_accepted(neutral: dict[str, Any]) -> None:
     assert sampling_params_from_json(neutral) == SamplingParams()

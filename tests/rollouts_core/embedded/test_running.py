@@ -82,6 +82,36 @@ def test_penalties_make_a_greedy_completion_vary_and_leave_its_neighbours_alone(
     assert penalized.output_ids[0] == alone.output_ids[0]  # the prompt is not penalized
 
 
+def test_adjusted_logits_are_those_of_the_model_plus_the_bias_whatever_runs_beside(
+    decoder: Decoder, model: PreTrainedModel
+) -> None:
+    prompts, params = mixed_requests(12)
+    bias = ((5, 4.0), (7, -3.0))
+    params = [replace(each, logit_bias=bias) if index % 2 else each for index, each in enumerate(params)]
+    together = generate_tokens(decoder, prompts, params)
+    for prompt, wanted, completion in zip(prompts, params, together, strict=True):
+        assert generate_tokens(decoder, [prompt], [wanted])[0].output_logprobs == completion.output_logprobs
+        logits = expected_logits(model, [*prompt, *completion.output_ids])[len(prompt) - 1 : -1]
+        for token, value in wanted.logit_bias:
+            logits[:, token] += value
+        logprobs = torch.log_softmax(logits / wanted.temperature, -1)
+        expected = logprobs.gather(-1, torch.tensor(completion.output_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.output_logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_completion_does_not_end_by_itself_before_it_is_long_enough(decoder: Decoder, ignore_eos: bool) -> None:
+    """The ends are not chosen, not merely ignored: also where they are ignored, as in SGLang."""
+    prompt = random_prompt(6, seed=0)
+    plain = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
+    [free] = generate_tokens(decoder, [prompt], [plain])
+    end = free.output_ids[0]
+    longer = replace(plain, stop_token_ids=(end, 10**6), min_new_tokens=5, ignore_eos=ignore_eos)
+    [completion] = generate_tokens(decoder, [prompt], [longer])
+    assert len(completion.output_ids) >= 5
+    assert end not in completion.output_ids[:5]
+
+
 @pytest.mark.parametrize("width", [96, 256])
 def test_wide_models_too_complete_bit_for_bit_the_same_in_company(width: int, tmp_path: Path) -> None:
     model_dir = save_model(make_model(hidden_size=width, intermediate_size=4 * width), tmp_path / "wide")

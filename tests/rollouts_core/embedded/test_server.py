@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -164,8 +165,42 @@ def test_a_stop_string_ends_a_completion_and_is_cut_off_the_text(texts: Schedule
     assert stopped["text"].strip() == " ".join(words[: 7 if keeps_stop else 4])
 
 
-def test_a_stop_string_without_a_tokenizer_is_refused(scheduler: Scheduler) -> None:
-    refused = ask(scheduler, "POST", "/generate", {"input_ids": [3], "sampling_params": {"stop": "x"}})
+def test_a_pattern_ends_a_completion_and_stays_in_its_text(texts: Scheduler) -> None:
+    params = {"max_new_tokens": 12, "ignore_eos": True, "sampling_seed": 3}
+    whole = ask(texts, "POST", "/generate", {"text": "%", "sampling_params": params}).json()
+    words = whole["text"].split(" ")
+    pattern = rf"{re.escape(words[3])}.*{re.escape(words[6])}$"
+    stopped = ask(
+        texts, "POST", "/generate", {"text": "%", "sampling_params": {**params, "stop_regex": pattern}}
+    ).json()
+    assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": pattern}
+    assert stopped["output_ids"] == whole["output_ids"][:7]
+    assert stopped["text"].split(" ") == words[:7]
+
+
+def test_several_completions_of_a_prompt_are_those_of_the_seeds_that_follow(scheduler: Scheduler) -> None:
+    params = {"max_new_tokens": 12, "ignore_eos": True, "sampling_seed": 3}
+    body = {"input_ids": [3, 4], "return_logprob": True}
+    several = ask(scheduler, "POST", "/generate", {**body, "sampling_params": {**params, "n": 3}}).json()
+    alone = [
+        ask(scheduler, "POST", "/generate", {**body, "sampling_params": {**params, "sampling_seed": seed}}).json()
+        for seed in (3, 4, 5)
+    ]
+    of_tokens = [each["meta_info"]["output_token_logprobs"] for each in several]
+    assert of_tokens == [each["meta_info"]["output_token_logprobs"] for each in alone]
+    assert len({json.dumps(tokens) for tokens in of_tokens}) == 3
+
+
+def test_a_bias_on_a_token_that_the_model_lacks_is_refused(scheduler: Scheduler) -> None:
+    body = {"input_ids": [3], "sampling_params": {"logit_bias": {"61": 1.0}}}
+    refused = ask(scheduler, "POST", "/generate", body)
+    assert refused.status_code == 400
+    assert "logit_bias must has keys in [0, 60], got 61" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stop", [{"stop": "x"}, {"stop_regex": "x"}])
+def test_a_stop_string_without_a_tokenizer_is_refused(scheduler: Scheduler, stop: dict[str, str]) -> None:
+    refused = ask(scheduler, "POST", "/generate", {"input_ids": [3], "sampling_params": stop})
     assert refused.status_code == 400
     assert "need a tokenizer.json in the model directory" in refused.json()["error"]["message"]
 

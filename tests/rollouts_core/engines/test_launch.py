@@ -22,7 +22,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from rollouts_core.config import DeploymentConfig, EngineConfig, EngineKind, ModelConfig
+from rollouts_core.config import Config, DeploymentConfig, EngineConfig, EngineKind, ModelConfig
 from rollouts_core.engines.launch import MAX_SOCKET_PATH, check_host, exec_engine, render_key, render_launch
 from rollouts_core.errors import ConfigError
 from rollouts_core.job import InputModel, ServeJob
@@ -125,6 +125,34 @@ def test_an_engine_on_the_trainers_gpus_is_started_so_that_it_can_hand_memory_ov
     assert flag not in render_launch(job_of(engine), Path("/models/m"), on_gpu=True).argv
     with pytest.raises(ConfigError, match=r"deployment\.colocated: no GPU is here"):
         render_launch(job_of(engine, colocated=True), Path("/models/m"), on_gpu=False)
+
+
+@pytest.mark.parametrize("kind", ["embedded", "vllm"])
+def test_weights_are_sent_to_sglang_alone(kind: str) -> None:
+    assert EngineConfig(kind="sglang", weight_transfer="gloo").weight_transfer == "gloo"
+    with pytest.raises(ValidationError, match=rf'weight_transfer "gloo" is a way of SGLang, the engine is {kind}'):
+        EngineConfig.model_validate({"kind": kind, "weight_transfer": "gloo"})
+
+
+def test_a_router_is_one_of_sglang() -> None:
+    assert EngineConfig(router_url="http://127.0.0.1:30100").router_url == "http://127.0.0.1:30100"
+    with pytest.raises(ValidationError, match=r"router_url is a router of SGLang, the engine is vllm"):
+        EngineConfig(kind="vllm", router_url="http://127.0.0.1:30100")
+    with pytest.raises(ValidationError, match="router_url"):
+        EngineConfig(router_url="127.0.0.1:30100")
+
+
+def test_nccl_is_refused_where_engine_and_trainer_share_a_gpu() -> None:
+    settings = {
+        "model": {"path": "/m"},
+        "data": {"prompts": "p", "selection": "s", "heldout": "h"},
+        "mode": "rl",
+        "deployment": {"colocated": True},
+    }
+    sglang = {"kind": "sglang", "weight_transfer": "tensors"}
+    assert Config.model_validate({**settings, "rollout": {"engine": sglang}}).deployment.colocated
+    with pytest.raises(ValidationError, match=r'share GPUs.*set rollout\.engine\.weight_transfer = "tensors"'):
+        Config.model_validate({**settings, "rollout": {"engine": {**sglang, "weight_transfer": "nccl"}}})
 
 
 def test_a_key_among_the_arguments_is_refused() -> None:

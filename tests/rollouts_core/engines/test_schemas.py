@@ -15,8 +15,10 @@ import jsonschema
 import pytest
 
 from rollouts_core.config import SamplingConfig
+from rollouts_core.embedded.weights import read_tensors
 from rollouts_core.engines import GenerationRequest, SGLangEngine, VLLMEngine
 from rollouts_core.engines.content import expected_digests
+from rollouts_core.engines.sent import SentWeights
 from rollouts_core.errors import EngineError
 
 SPECS = Path(__file__).parents[3].parent / "shared" / "specs"
@@ -36,7 +38,7 @@ def load_spec(name: str) -> dict[str, Any]:  # Any: JSON
 def requests_of(engine_type: type[SGLangEngine] | type[VLLMEngine], model_dir: Path) -> list[httpx.Request]:
     """Every request of an update and of a completion, from a server that gives plausible answers."""
     seen: list[httpx.Request] = []
-    digests = {name: found[0] for name, found in expected_digests(model_dir, _float32(), ()).items()}
+    digests = {name: found[0] for name, found in expected_digests(read_tensors(model_dir), _float32(), ()).items()}
     answers: dict[str, Any] = {  # Any: JSON
         "/model_info": {"weight_version": "v1", "model_path": ""},
         "/server_info": {
@@ -59,6 +61,9 @@ def requests_of(engine_type: type[SGLangEngine] | type[VLLMEngine], model_dir: P
     async def use() -> None:
         engine = engine_type("http://engine", transport=httpx.MockTransport(answer))
         await engine.load_weights(model_dir, "v1")
+        if isinstance(engine, SGLangEngine):
+            sent = SentWeights(version="v1", model_dir=model_dir, tensors=read_tensors(model_dir), transfer="tensors")
+            await engine.load_weights(sent, "v1")
         with pytest.raises(EngineError, match="http://engine answered"):  # {} is no completion
             await engine.generate([REQUEST])
 

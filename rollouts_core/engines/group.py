@@ -1,0 +1,162 @@
+"""The trainer's end of a process group with the ranks of one server: rank 0 sends, the server's ranks receive.
+
+Not here: what the server is told meanwhile (sending.py).
+
+    WeightGroup     a store listens where the server reaches it
+    connect         beside the server's own call; returns when its ranks are there
+    broadcast       beside the server's own call; the bytes of one bucket
+    close           also amid a broadcast: the server's end fails, and nobody waits for it
+
+Each server has a group of its own: one that dies or stands still holds no other up, and one that comes back gets a new
+group without the others. Its price is that the weights leave the trainer once for each server.
+
+The groups are made of torch's backends alone, beside the group of the trainer's own ranks: torch's functions for groups
+would make an NCCL group out of that one.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, Literal
+from uuid import uuid4
+
+import httpx
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does not list them
+
+from rollouts_core.errors import EngineUnavailableError
+
+GroupBackend = Literal["gloo", "nccl"]
+TIMEOUT_S = 120.0
+"""For the server's ranks to come, and for one bucket to be received."""
+POLL_S = 0.001
+DEVICES: dict[GroupBackend, str] = {"gloo": "cpu", "nccl": "cuda"}
+"""Where the trainer sends from; also the name under which torch's groups begin to find each other."""
+
+
+class WeightGroup:
+    """A group with the `num_ranks` ranks of the server at `url`; close it.
+
+    Raises:
+        EngineUnavailableError: no way leads to the server.
+    """
+
+    def __init__(self, url: str, backend: GroupBackend, *, num_ranks: int) -> None:
+        self.url = url
+        self.backend = backend
+        self.num_ranks = num_ranks
+        self.name = f"rollouts-{uuid4().hex}"
+        """What the server calls it."""
+        self.device = DEVICES[backend]
+        self.address = find_address_towards(url)
+        """Where the server finds the trainer."""
+        # The store listens at this address alone: whoever reaches it could take part.
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+        with socket.create_server((self.address, 0), family=family) as listener:
+            self.port: int = listener.getsockname()[1]
+            self._store = TCPStore(
+                self.address,
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+                timeout=timedelta(seconds=TIMEOUT_S),
+            )
+        self._group: Any = None  # Any: ProcessGroupGloo or ProcessGroupNCCL, which only builds for CUDA have
+        self._is_left = False
+
+    def connect(self) -> None:
+        """Wait for the server's ranks.
+
+        Raises:
+            EngineUnavailableError: they did not come.
+        """
+        # As torch.distributed names the place where the server's end looks.
+        store = PrefixStore(f"{self.device}/", PrefixStore(f"{self.name}/", PrefixStore(self.name, self._store)))
+        with self._failures_named("did not join"):
+            self._group = self._connect_nccl(store) if self.backend == "nccl" else self._connect_gloo(store)
+
+    def broadcast(self, flat: Tensor) -> None:
+        """Send bytes; returns when this end of the group has done so.
+
+        Raises:
+            EngineUnavailableError: the server's end is gone, or did not take them in time.
+        """
+        assert self._group is not None, "the group is not connected"
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        with self._failures_named("did not take a bucket of weights"):
+            work = self._group.broadcast([flat.to(self.device)], options)
+            deadline = time.monotonic() + TIMEOUT_S
+            while not work.is_completed():
+                if self._is_left:
+                    raise RuntimeError("it was given up")
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"not within {TIMEOUT_S:g} s")
+                time.sleep(POLL_S)
+            work.wait()  # raises what it ended with
+
+    def close(self) -> None:
+        """Leave the group, whatever its other ranks do; a broadcast that is under way fails."""
+        self._is_left = True
+        held, self._group = [self._group], None
+        # Not here, nor by who waits: gloo sends on until its timeout, and the end of the group waits for that.
+        threading.Thread(target=_let_go, args=(held,), name="group that was left", daemon=True).start()
+
+    def _connect_gloo(self, store: PrefixStore) -> Any:  # Any: see __init__
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # as torch's own tests do
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address)]
+        options._timeout = timedelta(seconds=TIMEOUT_S)
+        return dist.ProcessGroupGloo(store, 0, 1 + self.num_ranks, options)
+
+    def _connect_nccl(self, store: PrefixStore) -> Any:  # Any: see __init__
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=TIMEOUT_S)
+        # Groups that are made from now on raise where a rank is gone; others end the process of the trainer, with its
+        # work. It stays set: engines are joined by several threads.
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+        return dist.ProcessGroupNCCL(store, 0, 1 + self.num_ranks, options)
+
+    @contextmanager
+    def _failures_named(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # all of torch's errors of networks and groups are
+            first_line = str(error).partition("\n")[0]
+            raise EngineUnavailableError(f"{self.url} {what} by {self.backend}: {first_line}") from error
+
+
+def _let_go(held: list[Any]) -> None:  # Any: see WeightGroup
+    """End the only reference to a group."""
+    with suppress(RuntimeError, AttributeError):  # it failed already, or never began
+        held[0].abort()
+    held.clear()
+
+
+def is_nccl_usable() -> bool:
+    """Whether this process has a GPU, and a torch that sends from it."""
+    return torch.cuda.is_available() and dist.is_nccl_available()
+
+
+def find_address_towards(url: str) -> str:
+    """The address of this machine on the way to a server.
+
+    Raises:
+        EngineUnavailableError: no way leads there.
+    """
+    where = httpx.URL(url)
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(where.host, where.port or 80, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # nothing is sent
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise EngineUnavailableError(f"{url}: no way leads there ({error})") from error

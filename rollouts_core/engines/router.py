@@ -1,0 +1,250 @@
+"""Several engines behind SGLang's own router, which chooses who generates; weights and pauses go to each engine itself.
+
+Not here: starting the router (it runs where its URL says), the pool (pool.py), what an engine answers (sglang.py).
+
+    generate -> router -> the engine whose cache has most of the prompt, or that has least to do
+       |          ^
+       |          +-- its workers: the engines that serve the current version, no quarantined one
+       +-- it is away, or an engine answered as another version -> the pool asks the engines itself
+
+The router knows nothing of weights: an engine that was started anew answers its health checks long before it serves the
+current version again. What comes through the router therefore counts only by the version that it is of.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from itertools import dropwhile
+from typing import TYPE_CHECKING
+
+import anyio
+import httpx
+
+from rollouts_core.concurrency import ClosedOnExit, gather
+from rollouts_core.engines.canary import Canary
+from rollouts_core.engines.http import MAX_SPANNED_VERSIONS, POLL_INTERVAL_S, PROBE_TIMEOUT_S, EngineConnection
+from rollouts_core.engines.pool import EnginePool
+from rollouts_core.engines.protocol import Completion, GenerationRequest, SegmentAccess
+from rollouts_core.engines.sglang import SGLangEngine, parse_completion, render_request
+from rollouts_core.errors import EngineError, EngineUnavailableError
+
+if TYPE_CHECKING:
+    from rollouts_core.engines.protocol import Weights
+
+logger = logging.getLogger(__name__)
+
+WORKERS_TIMEOUT_S = 10.0
+"""For the router to take a first engine in: it does so beside its answers, after a look at it."""
+
+
+class SGLangRouter(ClosedOnExit):
+    """The client of one router; owns its connections.
+
+    Args:
+        request_timeout_s: how long a request may take.
+        api_key: what it, and each of its engines, asks for; empty sends none.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        request_timeout_s: float = 600.0,
+        api_key: str = "",
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._connection = EngineConnection(
+            url, request_timeout_s=request_timeout_s, transport=transport, api_key=api_key
+        )
+        self._api_key = api_key
+
+    @property
+    def name(self) -> str:
+        """The router's URL."""
+        return self._connection.url
+
+    async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Completions in the order of the requests, whichever versions they are of.
+
+        One call for each: the router takes no list of sampling parameters.
+
+        Raises:
+            EngineUnavailableError: it is away, or no engine of it answers.
+            EngineError: an engine refused the request, or answered something unusable.
+        """
+        calls = [partial(self._connection.call, "POST", "/generate", json=render_request(each)) for each in requests]
+        answers = await gather(calls)
+        return [parse_completion(answer, request, self.name) for answer, request in zip(answers, requests, strict=True)]
+
+    async def wait_until_ready(self, timeout_s: float) -> None:
+        """Return when it answers; raises EngineUnavailableError at the deadline."""
+        problem = "it took the connection and was silent"
+        with anyio.move_on_after(timeout_s):
+            while True:
+                try:
+                    await self._workers()
+                except EngineUnavailableError as error:
+                    problem = str(error)
+                    await anyio.sleep(POLL_INTERVAL_S)
+                else:
+                    return
+        raise EngineUnavailableError(f"{self.name}, the router, did not answer within {timeout_s:g} s: {problem}")
+
+    async def use(self, urls: Sequence[str]) -> None:
+        """Have it ask these engines and no others; returns when it asks one of them.
+
+        Raises:
+            EngineUnavailableError: it is away, or took none of them in time.
+        """
+        workers = await self._workers()
+        for url, (worker_id, _) in workers.items():
+            if url not in urls:
+                await self._connection.call("DELETE", f"/workers/{worker_id}")
+        for url in urls:
+            if url not in workers:
+                key = {"api_key": self._api_key} if self._api_key else {}
+                await self._connection.call("POST", "/workers", json={"url": url, **key}, is_answered=False)
+        with anyio.move_on_after(WORKERS_TIMEOUT_S):
+            while not any(url in urls and is_healthy for url, (_, is_healthy) in workers.items()):
+                await anyio.sleep(POLL_INTERVAL_S)
+                workers = await self._workers()
+            return
+        raise EngineUnavailableError(
+            f"{self.name}, the router, asked none of {', '.join(urls)} within {WORKERS_TIMEOUT_S:g} s"
+        )
+
+    async def _workers(self) -> dict[str, tuple[str, bool]]:
+        """Its engines by their URLs: what it calls each, and whether it asks it."""
+        answer = await self._connection.call("GET", "/workers", timeout=PROBE_TIMEOUT_S)
+        try:
+            return {each["url"]: (str(each["id"]), bool(each["is_healthy"])) for each in answer["workers"]}
+        except (KeyError, TypeError) as error:
+            raise EngineError(
+                f"{self.name} answered /workers without {error}: is it the router of sglang-router 0.3.2 or newer?"
+            ) from error
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._connection.aclose()
+
+
+class RoutedPool(ClosedOnExit):
+    """Engines that a router is in front of, used as one; owns them and the router's client.
+
+    Args:
+        pool: of the engines; gives them their weights, and asks them where the router does not answer.
+        engines: the same engines.
+    """
+
+    def __init__(self, router: SGLangRouter, pool: EnginePool, engines: Sequence[SGLangEngine]) -> None:
+        self.router = router
+        self.pool = pool
+        self._engines = engines
+        self._routed: frozenset[str] | None = None
+        """The engines that the router was last told of; None where that is not known."""
+        self._telling = anyio.Lock()
+        self._versions: list[str] = []
+        """What was loaded and proved, the current version at the end."""
+
+    @property
+    def name(self) -> str:
+        """The names of the router and of all engines."""
+        return f"{self.router.name} ({self.pool.name})"
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Completions of the requests in their order, from the weights that were loaded last, or since.
+
+        Raises:
+            EngineUnavailableError: no engine is left.
+            EngineError: an engine refused the request, or answered something unusable.
+        """
+        asked_under = self._versions[-1] if self._versions else None
+        try:
+            try:
+                await self._tell_router()
+            except EngineError as error:  # also a refusal: it may be of a worker that it has forgotten by itself
+                raise EngineUnavailableError(str(error)) from error
+            completions = await self.router.complete(requests)
+        except EngineUnavailableError as error:
+            logger.warning("%s; the engines are asked directly", error)
+            self._routed = None
+            return await self.pool.generate(requests)
+        accepted = list(dropwhile(lambda version: version != asked_under, self._versions))
+        foreign = {version for each in completions for version, _, _ in each.version_spans} - {*accepted}
+        if not foreign or not self._versions:
+            return completions
+        logger.warning("an engine behind %s served %s; it is left out", self.router.name, ", ".join(sorted(foreign)))
+        await self._quarantine_others()
+        return await self.pool.generate(requests)
+
+    async def _tell_router(self) -> None:
+        """Have the router ask those engines that are not quarantined, where that changed."""
+        async with self._telling:
+            wanted = frozenset(engine.name for engine in self._engines) - self.pool.quarantined.keys()
+            if wanted != self._routed:
+                self._routed = None
+                await self.router.use(sorted(wanted))
+                self._routed = wanted
+
+    async def _quarantine_others(self) -> None:
+        """Leave out the engines that do not serve the current version; they are given it, and proved, as ever."""
+
+        async def look(engine: SGLangEngine) -> None:
+            try:
+                with anyio.fail_after(PROBE_TIMEOUT_S):
+                    problem = await engine.weight_version()
+            except (EngineError, TimeoutError) as error:
+                problem = str(error) or "nothing"
+            if problem != self._versions[-1]:
+                self.pool.quarantine(engine, f"it served {problem} in place of {self._versions[-1]}")
+
+        await gather([partial(look, engine) for engine in self._engines])
+
+    async def segment_access(self) -> SegmentAccess:
+        """What all engines that are asked have access to."""
+        return await self.pool.segment_access()
+
+    async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
+        """Serve published weights by every engine that takes them; the others are left out.
+
+        Raises:
+            WeightSyncError: no engine took them.
+        """
+        await self.pool.load_weights(weights, version, canary)
+        self._routed = None  # it is told anew: what it took in beside its answers may have failed
+        self._versions = [*self._versions, version][-MAX_SPANNED_VERSIONS:]
+
+    async def wait_until_ready(self, timeout_s: float) -> None:
+        """Return when the router and every engine answer; engines that do not are left out.
+
+        Raises:
+            EngineUnavailableError: the router, or none of the engines, answers before the deadline.
+        """
+        await gather([partial(self.router.wait_until_ready, timeout_s), partial(self.pool.wait_until_ready, timeout_s)])
+
+    async def abort_running(self) -> None:
+        """End all requests with the tokens that they have."""
+        await self.pool.abort_running()
+
+    async def pause(self) -> None:
+        """Stop generating; requests stay with their tokens."""
+        await self.pool.pause()
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        await self.pool.resume()
+
+    async def release_memory(self) -> None:
+        """Hand the memory of every engine over; raises EngineError for one that cannot."""
+        await self.pool.release_memory()
+
+    async def resume_memory(self) -> None:
+        """Take the memory of every engine back."""
+        await self.pool.resume_memory()
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await self.pool.aclose()
+        await self.router.aclose()

@@ -1,0 +1,183 @@
+"""Send weights to one SGLang server, which reads no file: through a process group, or as handles of memory.
+
+Not here: the groups (group.py), the handles (handles.py), what proves that the server took them (http.py).
+
+    version "7, loading" -> begin -> bucket, bucket, ..., flush of the cache -> end -> version "7"
+
+From the first call on completions are of a version that counts for nobody, so none of half the weights is returned.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any
+
+import anyio
+import httpx
+from torch import Tensor
+
+from rollouts_core.concurrency import gather, in_short_thread
+from rollouts_core.engines.group import GroupBackend, WeightGroup, is_nccl_usable
+from rollouts_core.engines.handles import forget, render_handles, share
+from rollouts_core.engines.http import CONNECT_TIMEOUT_S, UPDATE_TIMEOUT, EngineConnection
+from rollouts_core.engines.sent import BUCKET_BYTES, SentWeights, flatten, split_buckets
+from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
+
+CLEAN_UP_TIMEOUT = httpx.Timeout(10.0, connect=CONNECT_TIMEOUT_S)
+SESSION_IS_OPEN = "already open"
+"""What SGLang says where a trainer was killed amid an update."""
+
+
+class WeightSender:
+    """Sends weights to one server; owns its group with it.
+
+    Args:
+        connection: the client's own.
+    """
+
+    def __init__(self, connection: EngineConnection) -> None:
+        self._connection = connection
+        self._group: WeightGroup | None = None
+
+    async def send(self, weights: SentWeights, version: str, *, is_paused: bool) -> None:
+        """Have the server load weights once, and set the version; running requests end before that.
+
+        Args:
+            is_paused: the server samples nothing now, so no completion can be of half the weights.
+
+        Raises:
+            EngineUnavailableError: it vanished, or its end of the group did.
+            EngineError: it refused.
+        """
+        if not is_paused:
+            await self._set_version(f"{version}, loading")
+        async with self._session():
+            server = await self._connection.call("GET", "/server_info")
+            if weights.transfer == "tensors":
+                await self._share(weights, server)
+            else:
+                await self._broadcast(weights, weights.transfer, server)
+        await self._set_version(version)
+
+    async def aclose(self) -> None:
+        """Leave the group, and tell the server so."""
+        if self._group is not None:
+            group, self._group = self._group, None
+            group.close()  # the end of a server that waits for a bucket fails by that, and it answers again
+            with anyio.CancelScope(shield=True), suppress(EngineError):
+                await self._post("/destroy_weights_update_group", {"group_name": group.name}, CLEAN_UP_TIMEOUT)
+
+    async def _broadcast(self, weights: SentWeights, backend: GroupBackend, server: Mapping[str, Any]) -> None:
+        is_reused = self._group is not None
+        try:
+            group = self._group = self._group or await self._join(backend, server)
+            buckets = list(split_buckets(weights.tensors, BUCKET_BYTES))
+            for bucket in buckets:
+                body = {
+                    "names": list(bucket),
+                    "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.values()],
+                    "shapes": [list(tensor.shape) for tensor in bucket.values()],
+                    "group_name": group.name,
+                    "load_format": "flattened_bucket",
+                    "flush_cache": bucket is buckets[-1],
+                }
+                flat = await in_short_thread(partial(flatten, bucket, group.device))
+                receive = partial(self._post, "/update_weights_from_distributed", body)
+                await gather([receive, partial(in_short_thread, partial(group.broadcast, flat))])
+        except BaseException as error:
+            await self.aclose()
+            if is_reused and isinstance(error, EngineError):  # it may have been started anew, and know of no group
+                raise EngineUnavailableError(str(error)) from error
+            raise
+
+    async def _join(self, backend: GroupBackend, server: Mapping[str, Any]) -> WeightGroup:
+        """A group with all ranks of the server."""
+        if backend == "nccl" and not (is_nccl_usable() and server.get("device") == "cuda"):
+            raise WeightSyncError(
+                f"{self._connection.url} cannot be sent weights by NCCL, which goes from GPU to GPU, and the "
+                f"{'trainer' if server.get('device') == 'cuda' else 'engine'} has none: set "
+                'rollout.engine.weight_transfer = "gloo"'
+            )
+        num_ranks = _count_ranks(self._connection.url, server)
+        group = WeightGroup(self._connection.url, backend, num_ranks=num_ranks)
+        body = {
+            "master_address": group.address,
+            "master_port": group.port,
+            "rank_offset": 1,
+            "world_size": 1 + num_ranks,
+            "group_name": group.name,
+            "backend": backend,
+        }
+        join = partial(self._post, "/init_weights_update_group", body)
+        try:
+            await gather([join, partial(in_short_thread, group.connect)])
+        except BaseException:
+            group.close()
+            raise
+        return group
+
+    async def _share(self, weights: SentWeights, server: Mapping[str, Any]) -> None:
+        device = "cuda" if server.get("device") == "cuda" else "cpu"
+        if device == "cuda" and not is_nccl_usable():
+            raise WeightSyncError(
+                f"{self._connection.url} maps memory of a GPU, and the trainer has none: set "
+                'rollout.engine.weight_transfer = "gloo"'
+            )
+        num_ranks = _count_ranks(self._connection.url, server)
+        buckets = list(split_buckets(weights.tensors, BUCKET_BYTES))
+        for bucket in buckets:
+            shared = await in_short_thread(partial(share, bucket, device))
+            try:
+                await self._post_handles(shared, num_ranks, is_last=bucket is buckets[-1])
+            except BaseException:
+                forget(shared)
+                raise
+
+    async def _post_handles(self, shared: Mapping[str, Tensor], num_ranks: int, *, is_last: bool) -> None:
+        handles = [base64.b64encode(render_handles(shared)).decode() for _ in range(num_ranks)]
+        body = {"serialized_named_tensors": handles, "flush_cache": is_last}
+        await self._post("/update_weights_from_tensor", body)
+
+    @asynccontextmanager
+    async def _session(self) -> AsyncIterator[None]:
+        """The server takes weights inside."""
+        try:
+            await self._post("/begin_weight_update", {})
+        except EngineUnavailableError:
+            raise
+        except EngineError as error:
+            if SESSION_IS_OPEN not in str(error):
+                raise
+            await self._post("/end_weight_update", {})
+            await self._post("/begin_weight_update", {})
+        try:
+            yield
+        except BaseException:
+            with anyio.CancelScope(shield=True), suppress(EngineError):
+                await self._post("/end_weight_update", {}, CLEAN_UP_TIMEOUT)
+            raise
+        await self._post("/end_weight_update", {})
+
+    async def _set_version(self, version: str) -> None:
+        await self._post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+    async def _post(self, path: str, body: Mapping[str, Any], timeout: httpx.Timeout = UPDATE_TIMEOUT) -> None:
+        await self._connection.call("POST", path, json=body, timeout=timeout)
+
+
+def _count_ranks(url: str, server: Mapping[str, Any]) -> int:
+    """How many processes hold parts of the server's model.
+
+    Raises:
+        WeightSyncError: they share it in a way in which SGLang numbers them not by tensor parallelism alone.
+    """
+    for name in ("dp_size", "pp_size"):
+        if int(server.get(name) or 1) != 1:
+            raise WeightSyncError(
+                f"{url} was started with {name} {server[name]}, SGLang takes sent weights with 1: start it so, or set "
+                'rollout.engine.weight_transfer = "auto"'
+            )
+    return int(server.get("tp_size") or 1)

@@ -1,0 +1,66 @@
+"""One version of the weights, kept to be sent to engines that read no files of the trainer.
+
+Not here: the ways that they go (group.py, handles.py), what a server is told meanwhile (sending.py), proving that it
+took them (http.py).
+
+    backend.get_weights -> a copy in host memory -> bucket, bucket, ... -> each engine, and again whenever it came back
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+SentBy = Literal["gloo", "nccl", "tensors"]
+"""`rollout.engine.weight_transfer`, where weights are sent."""
+BUCKET_BYTES = 512 * 2**20
+"""What is sent at once; a tensor that is larger goes alone. Trainer and engine each hold one beside the weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentWeights:
+    """One published version."""
+
+    version: str
+    model_dir: Path
+    """Directory with the model's config.json."""
+    tensors: Mapping[str, Tensor]
+    """In host memory. Nothing changes them: an engine that comes back later gets what was published."""
+    transfer: SentBy
+    """How they go."""
+
+    def write(self, directory: Path) -> None:
+        """Make `directory` the model's."""
+        save_file(dict(self.tensors), directory / "model.safetensors")
+        shutil.copyfile(self.model_dir / "config.json", directory / "config.json")
+
+
+def copy_to_host(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies that do not change when the weights do."""
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights.items()}
+
+
+def split_buckets(tensors: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """The tensors in buckets of at most `max_bytes`, wide number formats first: so each begins where it may."""
+    bucket: dict[str, Tensor] = {}
+    num_bytes = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
+        if bucket and num_bytes + tensor.nbytes > max_bytes:
+            yield bucket
+            bucket, num_bytes = {}, 0
+        bucket[name] = tensor
+        num_bytes += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def flatten(bucket: Mapping[str, Tensor], device: str = "cpu") -> Tensor:
+    """The bytes of a bucket's tensors, one after the other."""
+    return torch.cat([tensor.to(device).reshape(-1).view(torch.uint8) for tensor in bucket.values()])

@@ -1,0 +1,224 @@
+"""Pins what SGLang's own router is relied on for, with the real one: it spreads completions, and no stale one counts.
+
+Without it an engine that was started anew would sample from its start weights, because the router asks it as soon as it
+answers a health check.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import anyio
+import httpx
+import pytest
+
+from infra.ports import find_free_port
+from infra.session import LocalSession
+from rollouts_core.config import EngineKind
+from rollouts_core.engines import Completion, EnginePool, RoutedPool, SGLangEngine, SGLangRouter
+from rollouts_core.errors import EngineUnavailableError
+from rollouts_core.metrics import read_metrics
+from tests.engines.conftest import SavedModel
+from tests.engines.servers import Server, engine_python, serving
+from tests.engines.test_contract import LOGPROB_TOLERANCE, ask, versions_of, worst_gap
+from tests.flows.conftest import Rollouts, prefect_home, rollouts
+from tests.small_pipeline import write_small_pipeline
+
+__all__ = ["prefect_home", "rollouts"]  # fixtures of another folder
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+ResultT = TypeVar("ResultT")
+REQUESTS = [ask([4, 8, place], seed=place) for place in range(2, 14)]
+
+
+@dataclass
+class Router:
+    """One router process, which can be killed and started again on its port."""
+
+    folder: Path
+    port: int = field(default_factory=lambda: find_free_port(LocalSession(sys.executable)))
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start it without engines, and return when it answers."""
+        metrics_port = find_free_port(LocalSession(sys.executable))
+        command = [
+            *(str(engine_python("sglang")), "-m", "sglang_router.launch_router", "--policy", "round_robin"),
+            *("--host", "127.0.0.1", "--port", str(self.port)),
+            *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
+        ]
+        with (self.folder / "router.txt").open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+        async def wait() -> None:
+            async with SGLangRouter(self.url) as client:
+                await client.wait_until_ready(60.0)
+
+        asyncio.run(wait())
+
+    def kill(self) -> None:
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def wait_for_workers(self, servers: list[Server]) -> None:
+        """Return when it asks these engines and no others."""
+        deadline = time.monotonic() + 60
+        while True:
+            answer = httpx.get(f"{self.url}/workers", timeout=30.0).json()
+            found = {each["url"] for each in answer["workers"] if each["is_healthy"]}
+            if found == {server.url for server in servers}:
+                return
+            assert time.monotonic() < deadline, answer
+            time.sleep(0.1)
+
+    def num_generated(self) -> int:
+        """Requests for completions that it passed on."""
+        return (self.folder / "router.txt").read_text(errors="replace").count("/generate")
+
+
+@pytest.fixture
+def router(tmp_path: Path) -> Iterator[Router]:
+    started = Router(tmp_path)
+    try:
+        started.start()
+        yield started
+    finally:
+        started.kill()
+
+
+@pytest.fixture(scope="module", params=["embedded", "sglang"])
+def pair(
+    request: pytest.FixtureRequest, start: SavedModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[Server]]:
+    """Two servers of a kind."""
+    kind: EngineKind = request.param
+    engine_python("sglang")  # has the router
+    with ExitStack() as stack:
+        folder = tmp_path_factory.mktemp("pair")
+        yield [stack.enter_context(serving(kind, start.directory, folder / name)) for name in ("one", "two")]
+
+
+def with_pool(router: Router, servers: list[Server], use: Callable[[RoutedPool], Awaitable[ResultT]]) -> ResultT:
+    """What `use` returns of the servers behind the router."""
+
+    async def run() -> ResultT:
+        clients = [server.client() for server in servers]
+        engines = [client for client in clients if isinstance(client, SGLangEngine)]
+        for engine in engines:
+            engine._keeper.restart_timeout_s = 5.0
+        pool = EnginePool(engines, retry_s=0.2)
+        async with RoutedPool(SGLangRouter(router.url), pool, engines) as routed:
+            await routed.wait_until_ready(60.0)
+            return await use(routed)
+
+    return asyncio.run(run())
+
+
+def test_completions_come_through_the_router_and_are_of_the_published_weights(
+    router: Router, pair: list[Server], start: SavedModel, trained: SavedModel
+) -> None:
+    async def publish_twice(pool: RoutedPool) -> tuple[list[Completion], list[Completion], list[Completion]]:
+        await pool.load_weights(start.directory, "start-1")
+        before = await pool.generate(REQUESTS)
+        await pool.load_weights(trained.directory, "trained-1")
+        return before, await pool.generate(REQUESTS), await pool.pool.generate(REQUESTS)
+
+    before, after, direct = with_pool(router, pair, publish_twice)
+    router.wait_for_workers(pair)
+    assert router.num_generated() >= 2 * len(REQUESTS)
+    assert (versions_of(before), versions_of(after)) == ({"start-1"}, {"trained-1"})
+    for request, early, late in zip(REQUESTS, before, after, strict=True):
+        assert worst_gap(start, request, early) < LOGPROB_TOLERANCE
+        assert worst_gap(trained, request, late) < LOGPROB_TOLERANCE
+    if pair[0].job.engine.kind == "embedded":  # which has seeds: the router passes them on
+        assert [each.logprobs for each in after] == [each.logprobs for each in direct]
+
+
+def test_an_engine_that_dies_is_done_without_and_asked_again_when_it_serves_the_version(
+    router: Router, pair: list[Server], trained: SavedModel
+) -> None:
+    """Meanwhile it answers health checks, with its start weights."""
+    [_, dying] = pair
+
+    async def generate_around_a_kill(pool: RoutedPool) -> list[Completion]:
+        await pool.load_weights(trained.directory, "trained-2")
+        completions = await pool.generate(REQUESTS)
+        await asyncio.to_thread(dying.kill)
+        completions += await pool.generate(REQUESTS)
+        await asyncio.to_thread(dying.start)
+        with anyio.fail_after(90):
+            while True:
+                completions += await pool.generate(REQUESTS[:4])
+                async with dying.client() as client:
+                    try:
+                        is_back = await client.weight_version() == "trained-2"
+                    except EngineUnavailableError:
+                        is_back = False
+                if is_back and not pool.pool.quarantined:
+                    return completions + await pool.generate(REQUESTS)
+                await anyio.sleep(0.1)
+
+    completions = with_pool(router, pair, generate_around_a_kill)
+    assert versions_of(completions) == {"trained-2"}
+    router.wait_for_workers(pair)
+
+
+def test_without_the_router_the_engines_are_asked_and_with_it_again_when_it_is_back(
+    router: Router, pair: list[Server], trained: SavedModel
+) -> None:
+    async def generate_around_a_kill(pool: RoutedPool) -> tuple[list[Completion], int]:
+        await pool.load_weights(trained.directory, "trained-3")
+        completions = await pool.generate(REQUESTS)
+        await asyncio.to_thread(router.kill)
+        completions += await pool.generate(REQUESTS)
+        await asyncio.to_thread(router.start)
+        num_before = router.num_generated()
+        return completions + await pool.generate(REQUESTS), num_before
+
+    completions, num_before = with_pool(router, pair, generate_around_a_kill)
+    assert versions_of(completions) == {"trained-3"}
+    assert router.num_generated() > num_before
+    router.wait_for_workers(pair)
+
+
+def test_a_router_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    async def wait() -> None:
+        async with SGLangRouter("http://127.0.0.1:9") as client:
+            await client.wait_until_ready(0.5)
+
+    with pytest.raises(EngineUnavailableError, match=r"127\.0\.0\.1:9, the router, did not answer within 0\.5 s"):
+        asyncio.run(wait())
+
+
+def test_a_run_samples_through_the_router_that_it_names(router: Router, rollouts: Rollouts, tmp_path: Path) -> None:
+    config = write_small_pipeline(
+        tmp_path / "small",
+        mode="rl",
+        rollout__engine={"router_url": router.url},
+        rollout__reward_fn="tests.rollouts_core.kill_rewards:grade_even_digits",
+        training__rl__optim__lr=1e-2,
+        deployment__num_engines=2,
+    )
+    code, output = rollouts.run("run", str(config))
+    assert code == 0, output
+    (rl,) = rollouts.store.glob("stages/rl-*")
+    steps = read_metrics(rl / "metrics.jsonl")
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    assert max(abs(step["mismatch_kl"]) for step in steps) < 1e-6
+    assert router.num_generated() > 0

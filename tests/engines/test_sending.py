@@ -1,0 +1,226 @@
+"""Pins that weights which are sent to SGLang, not written to files, arrive whole and proved, and that nobody hangs.
+
+Without it a trainer on another machine than its engines trains on samples of older weights, or waits for ever for an
+engine that died while it was sent new ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import anyio
+import httpx
+import pytest
+import torch
+
+from rollouts_core.concurrency import gather
+from rollouts_core.config import InFlight
+from rollouts_core.embedded.weights import read_tensors
+from rollouts_core.engines import Completion, EnginePool, InFlightEngine, SGLangEngine
+from rollouts_core.engines import sending as sending_module
+from rollouts_core.engines.canary import Canary
+from rollouts_core.engines.sent import SentBy, SentWeights, copy_to_host
+from rollouts_core.errors import WeightSyncError
+from rollouts_core.types import Sample
+from tests.engines.conftest import SavedModel, make, save
+from tests.engines.servers import START_TIMEOUT_S, Server, serving
+from tests.engines.test_contract import LOGPROB_TOLERANCE, ask, versions_of, worst_gap
+from tests.engines.test_in_flight import REQUESTS, is_seen_at_work, start_all
+from tests.rollouts_core.embedded.tiny_models import expected_logprobs
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+WAYS = ["gloo", "tensors"]
+SMALL_BUCKET = 20_000
+"""Bytes: some tensors of the small models together, the largest alone."""
+
+
+@pytest.fixture(scope="module")
+def other(start: SavedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A second SGLang."""
+    with serving("sglang", start.directory, tmp_path_factory.mktemp("other") / "run") as running:
+        yield running
+
+
+def sent(saved: SavedModel, version: str, way: SentBy) -> SentWeights:
+    tensors = copy_to_host(read_tensors(saved.directory))
+    return SentWeights(version=version, model_dir=saved.directory, tensors=tensors, transfer=way)
+
+
+only_sglang = pytest.mark.parametrize("server", ["sglang"], indirect=True)
+
+
+@only_sglang
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("bucket_bytes", [SMALL_BUCKET, 2**29])
+def test_what_is_sent_is_served_and_proved(
+    server: Server,
+    start: SavedModel,
+    trained: SavedModel,
+    way: SentBy,
+    bucket_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Proved by the checksum of every tensor; the log-probs here are a second opinion."""
+    monkeypatch.setattr(sending_module, "BUCKET_BYTES", bucket_bytes)
+
+    async def send_both() -> tuple[list[Completion], list[Completion]]:
+        async with server.client() as engine:
+            await engine.load_weights(sent(start, "start-1", way), "start-1")
+            before = await engine.generate([ask()])
+            await engine.load_weights(sent(trained, "trained-1", way), "trained-1")
+            return before, await engine.generate([ask()])
+
+    before, after = asyncio.run(send_both())
+    assert (versions_of(before), versions_of(after)) == ({"start-1"}, {"trained-1"})
+    assert worst_gap(start, ask(), before[0]) < LOGPROB_TOLERANCE
+    assert worst_gap(trained, ask(), after[0]) < LOGPROB_TOLERANCE
+
+
+@only_sglang
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("in_flight", ["finish", "abort", "continue"])
+def test_every_token_is_of_the_version_that_its_span_names(
+    server: Server, start: SavedModel, trained: SavedModel, way: SentBy, in_flight: InFlight
+) -> None:
+    async def send_amid() -> list[Completion]:
+        async with server.client() as client:
+            engine = InFlightEngine(client, in_flight)
+            await engine.load_weights(sent(start, "start-1", way), "start-1")
+            with anyio.fail_after(120):
+                while not await is_seen_at_work(server, under_way := start_all(engine)):
+                    await under_way  # they ended before the server told of them
+            await engine.load_weights(sent(trained, "trained-1", way), "trained-1")
+            return await under_way
+
+    models = {"start-1": start.model, "trained-1": trained.model}
+    seen: set[str] = set()
+    for request, completion in zip(REQUESTS, asyncio.run(send_amid()), strict=True):
+        for version, begin, end in completion.version_spans:
+            expected = expected_logprobs(models[version], request.prompt_tokens, completion.tokens)
+            gaps = (expected - torch.tensor(completion.logprobs)).abs()[begin:end]
+            assert gaps.numel() == 0 or float(gaps.max()) < LOGPROB_TOLERANCE
+            seen.add(version)
+    assert "start-1" in seen
+
+
+@only_sglang
+@pytest.mark.parametrize("way", WAYS)
+def test_no_completion_is_of_half_the_weights_while_nobody_holds_requests_back(
+    server: Server, start: SavedModel, trained: SavedModel, way: SentBy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending_module, "BUCKET_BYTES", 1)  # a bucket for each tensor: many moments in between
+    requests = [ask([4, 8, place], num_tokens=40) for place in range(2, 26)]
+
+    async def send_amid() -> list[Completion]:
+        async with server.client() as engine:
+            await engine.load_weights(sent(start, "start-2", way), "start-2")
+            asked = [partial(engine.generate, [request]) for request in requests]
+            under_way = asyncio.ensure_future(gather(asked, max_concurrent=4))
+            await engine.load_weights(sent(trained, "trained-2", way), "trained-2")
+            return [completion for [completion] in await under_way]
+
+    models = {"start-2": start, "trained-2": trained}
+    for request, completion in zip(requests, asyncio.run(send_amid()), strict=True):
+        [version] = versions_of([completion])
+        assert worst_gap(models[version], request, completion) < LOGPROB_TOLERANCE
+
+
+@only_sglang
+@pytest.mark.parametrize("way", WAYS)
+def test_a_trainer_goes_on_where_one_was_killed_amid_sending(server: Server, trained: SavedModel, way: SentBy) -> None:
+    for path, body in (
+        ("/update_weight_version", {"new_version": "mine-3, loading", "abort_all_requests": False}),
+        ("/begin_weight_update", {}),
+    ):
+        assert httpx.post(f"{server.url}{path}", json=body, timeout=30.0).status_code == 200
+
+    async def take_over() -> list[Completion]:
+        async with server.client() as engine:
+            await engine.load_weights(sent(trained, "trained-3", way), "trained-3")
+            return await engine.generate([ask()])
+
+    assert worst_gap(trained, ask(), asyncio.run(take_over())[0]) < LOGPROB_TOLERANCE
+
+
+@only_sglang
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_of_other_shapes_is_refused_before_it_is_sent(
+    server: Server, start: SavedModel, tmp_path: Path, way: SentBy
+) -> None:
+    wide = save(make(2, hidden_size=64), tmp_path / "wide")
+
+    async def send_the_other() -> list[Completion]:
+        async with server.client() as engine:
+            await engine.load_weights(sent(start, "start-4", way), "start-4")
+            with pytest.raises(WeightSyncError, match=f"{server.url} serves a model with hidden_size"):
+                await engine.load_weights(sent(wide, "wide-4", way), "wide-4")
+            return await engine.generate([ask()])
+
+    assert versions_of(asyncio.run(send_the_other())) == {"start-4"}
+
+
+@only_sglang
+@pytest.mark.parametrize("way", WAYS)
+def test_where_checksums_cannot_be_compared_a_canary_knows_what_was_sent(
+    server: Server, start: SavedModel, trained: SavedModel, way: SentBy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where SGLang's checksums come out of a kernel of its own."""
+    held_tensors = SGLangEngine._held_tensors
+
+    async def incomparable(engine: SGLangEngine) -> object:
+        held = await held_tensors(engine)
+        return type(held)(digests=held.digests, dtype=None)
+
+    monkeypatch.setattr(SGLangEngine, "_held_tensors", incomparable)
+
+    async def scores_of_others(samples: list[Sample]) -> list[list[float]]:
+        return [[-20.0] * len(sample.tokens) for sample in samples]
+
+    async def send() -> None:
+        async with server.client() as engine:
+            await engine.load_weights(sent(trained, "trained-5", way), "trained-5")
+            with pytest.raises(WeightSyncError, match="nats per token away from those of the published weights"):
+                wrong = Canary(temperature=1.0, score=scores_of_others)
+                await engine.load_weights(sent(start, "start-5", way), "start-5", wrong)
+
+    asyncio.run(send())
+
+
+@only_sglang
+@pytest.mark.parametrize("way", WAYS)
+def test_an_engine_that_stands_still_holds_no_other_up_and_rejoins_when_it_was_started_anew(
+    server: Server, other: Server, start: SavedModel, trained: SavedModel, way: SentBy
+) -> None:
+    """Last, since it kills a server."""
+
+    async def publish_around_a_halt() -> tuple[dict[str, str], list[Completion], list[Completion]]:
+        pool = EnginePool([server.client(), other.client()], sync_timeout_s=20.0, retry_s=0.5)
+        async with pool:
+            await pool.load_weights(sent(start, "start-6", way), "start-6")
+            assert not pool.quarantined
+            os.killpg(halted.pid, signal.SIGSTOP)
+            with anyio.fail_after(120):
+                await pool.load_weights(sent(trained, "trained-6", way), "trained-6")
+            quarantined, meanwhile = pool.quarantined, await pool.generate([ask()])
+            await asyncio.to_thread(other.kill)
+            await asyncio.to_thread(other.start)
+            with anyio.fail_after(START_TIMEOUT_S):
+                while pool.quarantined:
+                    await anyio.sleep(0.2)
+            async with other.client() as engine:
+                return quarantined, meanwhile, await engine.generate([ask()])
+
+    halted = other.process
+    assert halted is not None
+    quarantined, meanwhile, afterwards = asyncio.run(publish_around_a_halt())
+    assert list(quarantined) == [other.url]
+    assert "did not take trained-6 within 20 s" in quarantined[other.url]
+    assert worst_gap(trained, ask(), meanwhile[0]) < LOGPROB_TOLERANCE
+    assert versions_of(afterwards) == {"trained-6"}
+    assert worst_gap(trained, ask(), afterwards[0]) < LOGPROB_TOLERANCE
