@@ -59,6 +59,21 @@ class NodeReport:
         return f"{len(self.gpus)} x {' and '.join(names)}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeNeeds:
+    """What the pipeline needs; sizes in GB of 10^9 bytes."""
+
+    disk_gb: float = 0.0
+    num_gpus: int = 0
+    """GPUs that its settings name."""
+    trainer_gpu_ranks: tuple[int, ...] = ()
+    """Those of the trainer; empty for the first, or the CPU where there is none."""
+    num_trainers: int = 1
+    """Processes that train together."""
+    trainer_gb: float = 0.0
+    """Memory that each of them takes at least."""
+
+
 def probe_node(session: Session, node: Node) -> NodeReport:
     """Ask the node what it has.
 
@@ -90,7 +105,7 @@ def check_imports(session: Session, code_dir: str) -> None:
         )
 
 
-def check_node(report: NodeReport, *, min_free_gb: float, required_gpus: int) -> None:
+def check_node(report: NodeReport, needs: NodeNeeds) -> None:
     """Return if the node is good enough for the pipeline.
 
     Raises:
@@ -110,21 +125,45 @@ def check_node(report: NodeReport, *, min_free_gb: float, required_gpus: int) ->
         raise PermanentInfraError(
             f"torch {_dotted(MIN_TORCH)} or newer is needed, {report.python} has {report.torch_version}: upgrade it"
         )
-    if len(report.gpus) < required_gpus:
+    if len(report.gpus) < needs.num_gpus:
         reason = f" ({report.gpu_problem})" if report.gpu_problem else ""
         raise PermanentInfraError(
-            f"{required_gpus} working GPUs are needed, the node has {len(report.gpus)}{reason}: "
+            f"{needs.num_gpus} working GPUs are needed, the node has {len(report.gpus)}{reason}: "
             "use fewer ranks or another node"
         )
+    check_memory(report, needs)
     if report.root_problem:
         raise PermanentInfraError(
             f"{report.root} cannot be written ({report.root_problem}): choose another root in the node's settings"
         )
-    if report.free_disk_gb < min_free_gb:
+    if report.free_disk_gb < needs.disk_gb:
         raise PermanentInfraError(
-            f"{_size(min_free_gb)} of free disk are needed at {report.root}, {_size(report.free_disk_gb)} are there: "
+            f"{_size(needs.disk_gb)} of free disk are needed at {report.root}, {_size(report.free_disk_gb)} are there: "
             "free some space, choose another root, or lower min_free_gb"
         )
+
+
+def check_memory(report: NodeReport, needs: NodeNeeds) -> None:
+    """Return if the devices of the trainer could hold its weights, gradients and optimizer state.
+
+    Raises:
+        PermanentInfraError: they could not.
+    """
+    remedy = "train with policy.lora, on more GPUs, or on another node"
+    if not report.gpus:
+        if report.total_memory_gb < needs.trainer_gb * needs.num_trainers:
+            raise PermanentInfraError(
+                f"training takes at least {_size(needs.trainer_gb * needs.num_trainers)} of memory, the node has "
+                f"{_size(report.total_memory_gb)}: {remedy}"
+            )
+        return
+    for rank in needs.trainer_gpu_ranks or (0,):
+        gpu = report.gpus[rank] if rank < len(report.gpus) else None
+        if gpu is not None and gpu.total_gb < needs.trainer_gb:
+            raise PermanentInfraError(
+                f"training takes at least {_size(needs.trainer_gb)} on each GPU, GPU {rank} of the node, {gpu.name}, "
+                f"has {_size(gpu.total_gb)}: {remedy}"
+            )
 
 
 def _size(gb: float) -> str:

@@ -106,7 +106,7 @@ class RentedNode(PackageSettings):
     max_hours: float = Field(default=24.0, gt=0, le=720)
     """No machine is kept longer than this, in hours."""
     image: str = ""
-    """Container image (RunPod, Vast.ai), image family (Lambda) or operating system (Shadeform) of the machine. Leave it
+    """Container image (RunPod, Vast.ai), image (Lambda, Prime Intellect) or operating system (Shadeform). Leave it
     empty to use the provider's usual one."""
     key_file: str = "~/.ssh/id_ed25519"
     """Private key to log in with; its public half, the same name with .pub, is given to the machine."""

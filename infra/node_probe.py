@@ -53,6 +53,8 @@ def _add_torch(document: "dict[str, Any]") -> None:
             free_bytes, total_bytes = torch.cuda.mem_get_info(index)
             gpu = {"name": torch.cuda.get_device_name(index)}
             document["gpus"].append({**gpu, "total_gb": total_bytes / 1e9, "free_gb": free_bytes / 1e9})
+        if not document["gpus"] and os.path.exists("/proc/driver/nvidia/version"):  # noqa: PTH110 - old syntax
+            torch.cuda.init()  # says why it sees none: a driver that is too old, or a build without CUDA
     except (AssertionError, RuntimeError) as error:
         document["gpu_problem"] = str(error)
 

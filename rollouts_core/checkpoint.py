@@ -241,15 +241,6 @@ def _score_of(path: Path) -> float | None:
         return None
 
 
-def estimate_checkpoint_bytes(model_dir: Path) -> int:
-    """How large a training checkpoint of the model in a folder gets, in bytes; 0 where no weights lie there.
-
-    Weights in float32 and AdamW's two moving averages, from the sizes of the safetensors files.
-    """
-    stored = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
-    return 3 * stored
-
-
 def tensor_digests(directory: Path) -> dict[str, str]:
     """sha256 of the raw bytes of every tensor in the safetensors files of a directory, by name.
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from infra.bootstrap import check_imports, check_node, probe_node
+from infra.bootstrap import NodeNeeds, check_imports, check_node, probe_node
 from infra.environment import ensure_environment, installed_requirements, read_requirements
 from infra.node import LocalNode, Node, NodeSettings
 from infra.providers import open_session
-from rollouts_core.checkpoint import estimate_checkpoint_bytes
 from rollouts_core.config import Config
+from rollouts_core.resource_needs import checkpoint_disk_bytes, least_memory_bytes
 from tasks.placement import place_code
 from tasks.progress import StageProgress, stage_console
 
@@ -21,13 +21,19 @@ from tasks.progress import StageProgress, stage_console
 @task(name="bootstrap", cache_policy=NO_CACHE)
 def bootstrap(node: Node, config: Config, settings: NodeSettings) -> Node:
     """The node when it is good enough for the pipeline, with the interpreter that its stages run by."""
-    num_gpus = len({*config.deployment.trainer_gpu_ranks, *config.deployment.engine_gpu_ranks})
-    needed_gb = max(settings.min_free_gb, estimate_disk_bytes(config) / 1e9)
+    placement = config.deployment
+    needs = NodeNeeds(
+        disk_gb=max(settings.min_free_gb, checkpoint_disk_bytes(config) / 1e9),
+        num_gpus=len({*placement.trainer_gpu_ranks, *placement.engine_gpu_ranks}),
+        trainer_gpu_ranks=placement.trainer_gpu_ranks,
+        num_trainers=placement.num_trainer_processes,
+        trainer_gb=least_memory_bytes(config) / 1e9,
+    )
     with StageProgress("bootstrap", num_steps=0, console=stage_console()) as progress:
         node = install_packages(node, settings, progress)
         with open_session(node) as session:
             report = probe_node(session, node)
-            check_node(report, min_free_gb=needed_gb, required_gpus=num_gpus)
+            check_node(report, needs)
             if node.is_remote:
                 check_imports(session, place_code(session, node, config.rollout))
         progress.say(
@@ -46,17 +52,3 @@ def install_packages(node: Node, settings: NodeSettings, progress: StageProgress
     with open_session(node) as session:
         python = ensure_environment(session, node, wanted, installer=settings.install, index=settings.package_index)
     return replace(node, python=python)
-
-
-def estimate_disk_bytes(config: Config) -> int:
-    """What the checkpoints of a run come to, in bytes; 0 for a hub model, whose size is not known before."""
-    sft, rl = config.training.sft, config.training.rl
-    num_sft = (
-        min(sft.keep_checkpoints + sft.keep_best, -(-sft.num_steps // sft.checkpoint_every))
-        if config.mode != "rl"
-        else 0
-    )
-    num_rl = (
-        min(rl.keep_checkpoints + rl.keep_best, -(-rl.num_steps // rl.checkpoint_every)) if config.mode != "sft" else 0
-    )
-    return (num_sft + num_rl) * estimate_checkpoint_bytes(Path(config.model.path))

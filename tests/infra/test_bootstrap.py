@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from infra.bootstrap import GpuReport, NodeReport, check_node, probe_node
+from infra.bootstrap import GpuReport, NodeNeeds, NodeReport, check_node, probe_node
 from infra.errors import CommandFailedError, PermanentInfraError
 from infra.node import LocalNode, Node
 from infra.providers import open_session, provision_node, release_node
@@ -32,7 +32,7 @@ GOOD = NodeReport(
 
 
 def test_a_good_node_passes() -> None:
-    check_node(GOOD, min_free_gb=50, required_gpus=2)
+    check_node(GOOD, NodeNeeds(disk_gb=50, num_gpus=2, trainer_gpu_ranks=(0, 1), trainer_gb=141.0))
     assert GOOD.device_summary == "2 x NVIDIA H200"
 
 
@@ -43,6 +43,10 @@ def test_a_good_node_passes() -> None:
         ({"torch_version": None, "torch_problem": "No module named 'torch'"}, "cannot import torch .*install"),
         ({"torch_version": "2.5.1"}, r"torch 2\.6 or newer is needed, .* has 2\.5\.1"),
         ({"gpus": (GPU,), "gpu_problem": "error 802"}, r"2 working GPUs are needed, the node has 1 \(error 802\)"),
+        (
+            {"gpus": (dataclasses.replace(GPU, name="NVIDIA L4", total_gb=24.0), GPU)},
+            r"takes at least 100 GB on each GPU, GPU 0 of the node, NVIDIA L4, has 24 GB: train with policy\.lora",
+        ),
         ({"free_disk_gb": 3.0}, r"20 GB of free disk are needed at /runs, 3 GB"),
         ({"root_problem": "Read-only file system"}, r"/runs cannot be written \(Read-only file system\)"),
     ],
@@ -50,7 +54,14 @@ def test_a_good_node_passes() -> None:
 def test_a_defect_is_refused_with_one_sentence(defect: dict[str, Any], sentence: str) -> None:
     report = dataclasses.replace(GOOD, **defect)
     with pytest.raises(PermanentInfraError, match=sentence):
-        check_node(report, min_free_gb=20, required_gpus=2)
+        check_node(report, NodeNeeds(disk_gb=20, num_gpus=2, trainer_gb=100, num_trainers=2))
+
+
+def test_a_machine_without_gpus_needs_the_memory_of_all_trainers() -> None:
+    report = dataclasses.replace(GOOD, gpus=())
+    check_node(report, NodeNeeds(num_trainers=2, trainer_gb=64))
+    with pytest.raises(PermanentInfraError, match="at least 130 GB of memory, the node has 128 GB"):
+        check_node(report, NodeNeeds(num_trainers=2, trainer_gb=65))
 
 
 @pytest.mark.slow
@@ -61,7 +72,7 @@ def test_the_probe_finds_this_machine(tmp_path: Path) -> None:
     assert report.python_version == ".".join(str(part) for part in sys.version_info[:3])
     assert report.torch_version is not None and report.num_cpus == os.cpu_count()
     assert 0 < report.free_memory_gb <= report.total_memory_gb and report.free_disk_gb > 0
-    check_node(report, min_free_gb=0, required_gpus=0)
+    check_node(report, NodeNeeds())
 
 
 def test_an_interpreter_without_torch_is_reported_and_not_an_error(tmp_path: Path) -> None:

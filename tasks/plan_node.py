@@ -1,0 +1,31 @@
+"""Which machine a run asks for: what its settings say, without GPUs that could not hold the training.
+
+Not here: renting (infra/provision.py), what training takes (rollouts_core/resource_needs.py).
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from pydantic import BaseModel
+
+from infra.node import RentedNode
+from rollouts_core.config import Config
+from rollouts_core.resource_needs import least_memory_bytes
+
+NodeT = TypeVar("NodeT", bound=BaseModel)
+GIB = 1 << 30
+"""Providers say GB of a GPU's memory, and mean this."""
+SMALLEST_GPU_GB = 8.0
+"""No GPU that is rented out has less; a query that needs no more is left as it is."""
+
+
+def with_enough_memory(node: NodeT, config: Config) -> NodeT:
+    """The node's settings; of a node to rent with as much memory for each GPU as the training takes at least."""
+    if not isinstance(node, RentedNode):
+        return node
+    needed_gb = least_memory_bytes(config) / GIB
+    if needed_gb <= max(node.query.min_vram_gb, SMALLEST_GPU_GB):
+        return node
+    query = node.query.model_copy(update={"min_vram_gb": round(needed_gb, 1)})
+    return node.model_copy(update={"query": query})

@@ -1,0 +1,73 @@
+"""Pins that no machine is asked for that could not hold the training, whichever of the offers it were.
+
+Without it a run would rent, set up and copy for half an hour, and end for want of memory.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.preflight import check_query
+from infra.node import LocalNode, RentedNode
+from infra.offers import GPUQuery
+from rollouts_core.config import Config
+from rollouts_core.errors import ConfigError
+from tasks.plan_node import with_enough_memory
+
+
+def write_header(folder: Path, *, num_parameters: int) -> Path:
+    """A model's file that is all header: it says how many weights there are and holds none."""
+    folder.mkdir()
+    entry = {"dtype": "BF16", "shape": [num_parameters // 2, 2], "data_offsets": [0, 2 * num_parameters]}
+    header = json.dumps({"__metadata__": {"format": "pt"}, "weight": entry}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    return folder
+
+
+def make_config(model: Path, **deployment: Any) -> Config:
+    data = dict.fromkeys(("sft", "selection", "heldout"), "x.jsonl")
+    training = {"sft": {"num_steps": 100, "checkpoint_every": 100, "keep_checkpoints": 1, "keep_best": 0}}
+    settings = {"mode": "sft", "model": {"path": str(model)}, "data": data, "training": training}
+    return Config.model_validate(settings | {"deployment": deployment})
+
+
+def test_gpus_that_could_not_hold_the_training_are_not_rented(tmp_path: Path) -> None:
+    config = make_config(write_header(tmp_path / "model", num_parameters=7_000_000_000))
+    node = RentedNode(max_usd=1.0, query=GPUQuery(gpu_types=("H100", "H200")))
+    asked = with_enough_memory(node, config)
+    assert asked.query.min_vram_gb == pytest.approx(112e9 / 2**30, abs=0.1) and asked.query.gpu_types == (
+        "H100",
+        "H200",
+    )
+    assert asked.model_copy(update={"query": node.query}) == node
+    roomy = RentedNode(max_usd=1.0, query=GPUQuery(min_vram_gb=140))
+    assert with_enough_memory(roomy, config) == roomy
+    assert with_enough_memory(LocalNode(), config) == LocalNode()
+
+
+def test_eight_gpus_hold_an_eighth_each_and_have_to_be_asked_for(tmp_path: Path) -> None:
+    model = write_header(tmp_path / "model", num_parameters=7_000_000_000)
+    config = make_config(model, trainer_gpu_ranks=tuple(range(8)))
+    with pytest.raises(ConfigError, match=r"names GPU 7, and node\.query\.gpu_count 1 asks for GPUs up to 0"):
+        check_query(GPUQuery(), config)
+    check_query(GPUQuery(gpu_count=8), config)
+    node = with_enough_memory(RentedNode(max_usd=1.0, query=GPUQuery(gpu_count=8)), config)
+    assert node.query.min_vram_gb == pytest.approx(14e9 / 2**30, abs=0.1)
+
+
+def test_a_disk_that_is_too_small_for_the_checkpoints_is_refused(tmp_path: Path) -> None:
+    config = make_config(write_header(tmp_path / "model", num_parameters=7_000_000_000))
+    with pytest.raises(ConfigError, match=r"checkpoints take 84\.0 GB, and node\.query\.disk_gb asks for 50"):
+        check_query(GPUQuery(disk_gb=50), config)
+
+
+def test_a_small_model_fits_on_whatever_is_rented(tmp_path: Path) -> None:
+    config = make_config(write_header(tmp_path / "model", num_parameters=400_000_000))
+    node = RentedNode(max_usd=1.0)
+    assert with_enough_memory(node, config) == node
+    check_query(node.query, config)
