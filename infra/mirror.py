@@ -33,6 +33,7 @@ MANIFEST, RESULT = "manifest.json", "result.json"
 INCOMING = ".incoming"
 LOCK = ".mirror.lock"
 MAX_HEAD_BYTES = 64 << 10
+_READ_BYTES = 4 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -169,12 +170,18 @@ def _size_of(path: Path) -> int:
 def _receive(stream: "_ByteStream", head: Mapping[str, Any], part: Path, path: Path) -> bool:  # Any: JSON
     """Take one file; false, and nothing left of it, when it is not what the node says that it is."""
     part.parent.mkdir(parents=True, exist_ok=True)
-    with part.open("ab") as file:
+    digest = hashlib.sha256()
+    with part.open("a+b") as file:
+        file.seek(0)
+        while chunk := file.read(_READ_BYTES):
+            digest.update(chunk)
         for chunk in stream.read(head["size"] - file.tell()):
             file.write(chunk)
+            digest.update(chunk)
         file.flush()
         os.fsync(file.fileno())
-    if receiver.hash_file(part) != head["sha256"]:  # also when what was there before is of another file
+    tail = parse_object(stream.read_line(MAX_HEAD_BYTES)) or {}
+    if digest.hexdigest() != tail.get("sha256"):  # also when what was there before is of another file
         part.unlink()
         return False
     os.utime(part, ns=(head["modified_ns"], head["modified_ns"]))

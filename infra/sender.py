@@ -5,8 +5,8 @@ it is sent to nodes by content.
 
     list DIRECTORY      one JSON object: {name: [size, modified_ns]}, or null where there is no such directory
     send DIRECTORY      (on stdin a line of JSON: [[name, offset], ...]) for each file a line of JSON,
-                        {"name", "size", "modified_ns", "sha256"} of the whole file as it is now, then its bytes from
-                        the offset on; {"name", "size": null} for a file that is gone
+                        {"name", "size", "modified_ns"} as it is now, then its bytes from the offset on, then a line
+                        {"sha256"} of the whole; {"name", "size": null} for a file that is gone
 
 Left out: names that begin with a dot (locks, and what is being written) or with `damaged`, and `weights/`: nobody reads
 those elsewhere. Symbolic links are not followed.
@@ -21,7 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-_READ_BYTES = 4 << 20
+_READ_BYTES = 1 << 20
+"""Less than what is on its way to the other side, which has something to do then while a piece is hashed here."""
 _LEFT_OUT = (".", "damaged")
 
 
@@ -72,19 +73,15 @@ def send_file(directory: Path, name: str, offset: int, output: BinaryIO) -> None
         return
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
-        digest = hashlib.sha256()
-        for chunk in _read(file, status.st_size):
-            digest.update(chunk)
-        head = {
-            "name": name,
-            "size": status.st_size,
-            "modified_ns": status.st_mtime_ns,
-            "sha256": digest.hexdigest(),
-        }
+        head = {"name": name, "size": status.st_size, "modified_ns": status.st_mtime_ns}
         output.write(json.dumps(head).encode() + b"\n")
-        file.seek(offset)
+        digest = hashlib.sha256()
+        for chunk in _read(file, min(offset, status.st_size)):
+            digest.update(chunk)
         for chunk in _read(file, status.st_size - offset):
             output.write(chunk)
+            digest.update(chunk)
+        output.write(json.dumps({"sha256": digest.hexdigest()}).encode() + b"\n")
     output.flush()
 
 

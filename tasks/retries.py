@@ -1,9 +1,10 @@
-"""Which failures Prefect may try again by itself."""
+"""Which failures Prefect may try again by itself, and when."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 
 from infra.errors import TransientInfraError
@@ -13,3 +14,13 @@ def is_worth_a_retry(task: Any, task_run: Any, state: State[Any]) -> bool:  # An
     """True for failures of machines that may pass; never for a user's mistake or a failed training."""
     failure = state.result(raise_on_failure=False)
     return isinstance(failure, TransientInfraError)
+
+
+RETRY_DELAYS_S = [10, 60, 300]
+TRIED_AGAIN: dict[str, Any] = {  # Any: keywords of prefect.task
+    "cache_policy": NO_CACHE,
+    "retries": len(RETRY_DELAYS_S),
+    "retry_delay_seconds": RETRY_DELAYS_S,
+    "retry_condition_fn": is_worth_a_retry,
+}
+"""Options of tasks that reach what may be away for minutes: an object store, a provider, a machine."""

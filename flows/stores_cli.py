@@ -1,0 +1,41 @@
+"""The command about object stores: fetch what a run published, or any model or data there.
+
+    rollouts pull s3://bucket/runs/my-run best      the checkpoint that the run published, verified
+
+Not here: the other commands (cli.py), how it is fetched (infra/download.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.terminal import console
+from infra.download import download, find_wanted
+from infra.object_store import ObjectStore
+from rollouts_core.errors import InputError
+
+
+def pull(
+    url: Annotated[
+        str,
+        typer.Argument(metavar="URL", help="What `[run] publish` and the run's name say, or any folder or object."),
+    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where it is to lie; must not exist yet.")],
+) -> None:
+    """Fetch a published checkpoint, or any folder or object, to DIR: verified, and all at once.
+
+    What broke off goes on where it was when the same command is given again.
+    """
+    source = ObjectStore(url)
+    target = directory.resolve()
+    if target.exists():
+        raise InputError(f"{directory} exists: give a folder that does not, or remove it")
+    wanted = find_wanted(source)
+    download(source, wanted, target)
+    num_bytes = sum(each.size for each in wanted)
+    console.print(f"fetched        {len(wanted)} files, {num_bytes / 1e6:.1f} MB, all compared", markup=False)
+    if (target / "config.json").is_file():
+        console.print(f"try            rollouts serve {directory}", markup=False)

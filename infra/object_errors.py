@@ -1,0 +1,118 @@
+"""Sort what the drivers of object stores raise by what the caller can do about it, and say it in one sentence.
+
+The drivers are optional packages and raise errors of several libraries below them, so that classes are told apart by
+name. Not here: what is asked of a store (object_store.py).
+"""
+
+import asyncio
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from infra.errors import (
+    DiskFullError,
+    InfraError,
+    ObjectMissingError,
+    PermanentInfraError,
+    StoreRefusedError,
+    StoreUnavailableError,
+)
+
+CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+}
+"""The environment variables in which a driver looks for credentials, by protocol."""
+ENDPOINTS = {"s3": "AWS_ENDPOINT_URL"}
+"""The environment variable that names another server than the usual one, by protocol."""
+
+_NO_CREDENTIALS = {
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "CredentialRetrievalError",
+    "ProfileNotFound",
+    "TokenRetrievalError",
+    "DefaultCredentialsError",
+}
+_REFUSED_CODES = {
+    "AccessDenied",
+    "AllAccessDisabled",
+    "ExpiredToken",
+    "InvalidAccessKeyId",
+    "InvalidToken",
+    "SignatureDoesNotMatch",
+}
+_PASSING_CODES = {"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "BadDigest", "IncompleteBody"}
+_PASSING = {
+    "ClientConnectionError",
+    "ClientPayloadError",
+    "ConnectionError",
+    "HTTPClientError",
+    "IncompleteRead",
+    "ResponseParserError",
+    "ResponseStreamingError",
+    "ServerDisconnectedError",
+    "TransportError",
+}
+_PASSING_ERRNOS = {errno.EBUSY, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENETUNREACH, errno.EHOSTUNREACH}
+_MAX_SHOWN_CHARACTERS = 200
+
+
+@contextmanager
+def sorted_failures(url: str) -> Iterator[None]:
+    """Raise what goes wrong inside as an error of ours about the URL."""
+    try:
+        yield
+    except InfraError:
+        raise
+    except Exception as error:  # botocore's errors and aiohttp's have no common root
+        raise sort_failure(error, url) from error
+
+
+def sort_failure(error: Exception, url: str) -> InfraError:
+    """The error of ours that a driver's error about a URL means."""
+    protocol, _, place = url.partition("://")
+    variables = CREDENTIALS.get(protocol, f"the credentials of {protocol}")
+    names = {cls.__name__ for cls in type(error).__mro__}
+    code, status = _answer_of(error)
+    reason = _reason(error)
+    if code == "NoSuchBucket":
+        bucket = place.partition("/")[0]
+        return StoreRefusedError(f"there is no bucket {bucket} for {url}: create it, or correct the URL")
+    if names & _NO_CREDENTIALS:
+        return StoreRefusedError(f"{url} needs credentials, and none are found ({reason}): set {variables}")
+    if isinstance(error, PermissionError) or code in _REFUSED_CODES or status in (401, 403):
+        return StoreRefusedError(f"{url} is refused ({code or reason}): check {variables}, and what they may do there")
+    if isinstance(error, FileNotFoundError | NotADirectoryError) or status == 404:
+        return ObjectMissingError(f"there is nothing at {url}")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFullError(place, 0)
+    is_passing = code in _PASSING_CODES or status == 429 or status >= 500 or bool(names & _PASSING)
+    is_passing |= isinstance(error, ConnectionError | TimeoutError | asyncio.TimeoutError)
+    if is_passing or (isinstance(error, OSError) and error.errno in _PASSING_ERRNOS):
+        where = f"the network and {ENDPOINTS[protocol]}" if protocol in ENDPOINTS else "the network"
+        return StoreUnavailableError(f"{url} does not answer ({reason}): check {where}, then try again")
+    return PermanentInfraError(f"{url} cannot be used: {reason}")
+
+
+def _answer_of(error: Exception) -> tuple[str, int]:
+    """The store's own code for what is wrong, and the status of its answer; "" and 0 where it did not answer."""
+    cause: BaseException | None = error
+    while cause is not None:
+        response = getattr(cause, "response", None)
+        if isinstance(response, dict):
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            return str(response.get("Error", {}).get("Code", "")), int(status)
+        status = getattr(cause, "status", None) or getattr(cause, "code", None)
+        if isinstance(status, int):
+            return "", status
+        cause = cause.__cause__
+    return "", 0
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno and not error.strerror:
+        return os.strerror(error.errno)
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}..."

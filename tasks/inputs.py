@@ -1,0 +1,77 @@
+"""Bring models and data that are named by URLs into the store, and say where they lie there.
+
+    model.path, data.*, training.*.resume_from     s3://bucket/...  ──>  <store>/inputs/<digest>/<name>
+
+The digest is that of the store's entity tags, or of what a manifest lists: what changed there is fetched anew, what did
+not is fetched once. Stages go by the content of what was brought, as with any other folder or file.
+
+Not here: how it is fetched (infra/download.py). This module does not import prefect: preflight uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from infra.download import digest_of, download, find_wanted
+from infra.object_store import ObjectStore, is_url
+from rollouts_core.config import Config
+
+FOLDER = "inputs"
+_DIGEST_CHARS = 16
+_DATA = ("sft_eval", "prompts", "rollouts", "selection", "heldout")
+
+
+def named_urls(config: Config) -> list[str]:
+    """The URLs among the models and data of a configuration."""
+    training = config.training
+    given = [config.model.path, training.sft.resume_from, training.rl.resume_from]
+    given += [getattr(config.data, name) for name in _DATA]
+    given += [config.data.sft] if isinstance(config.data.sft, str) else [each.path for each in config.data.sft]
+    return [each for each in dict.fromkeys(given) if is_url(each)]
+
+
+def bring_inputs(config: Config, store: Path, say: Callable[[str], None]) -> Config:
+    """The configuration with paths in the store in the place of URLs; what they name lies there then.
+
+    Args:
+        say: told what was fetched, a sentence each.
+
+    Raises:
+        InfraError: one sentence about a URL that cannot be fetched.
+    """
+    places = {url: str(bring_input(url, store, say)) for url in named_urls(config)}
+
+    def placed(given: str) -> str:
+        return places.get(given, given)
+
+    data, training = config.data, config.training
+    demonstrations = (
+        placed(data.sft)
+        if isinstance(data.sft, str)
+        else tuple(each.model_copy(update={"path": placed(each.path)}) for each in data.sft)
+    )
+    resumed = {
+        name: stage.model_copy(update={"resume_from": placed(stage.resume_from)})
+        for name, stage in (("sft", training.sft), ("rl", training.rl))
+    }
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"path": placed(config.model.path)}),
+            "data": data.model_copy(
+                update={"sft": demonstrations, **{name: placed(getattr(data, name)) for name in _DATA}}
+            ),
+            "training": training.model_copy(update=resumed),
+        }
+    )
+
+
+def bring_input(url: str, store: Path, say: Callable[[str], None]) -> Path:
+    """Where the content of a URL lies in the store, fetched if need be."""
+    source = ObjectStore(url)
+    wanted = find_wanted(source)
+    path = store.resolve() / FOLDER / digest_of(wanted)[:_DIGEST_CHARS] / source.name
+    if not path.exists():
+        download(source, wanted, path)
+        say(f"{url}: fetched {sum(each.size for each in wanted) / 1e6:.1f} MB to {path}")
+    return path

@@ -1,0 +1,96 @@
+"""Pins that models and data named by URLs are fetched once, anew when they change, and go by their content.
+
+Without it a run trains on what lay at a URL last month, or does everything again because a path is another one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from infra.errors import ObjectMissingError
+from infra.object_store import ObjectStore
+from infra.publication import publish_run
+from rollouts_core.checkpoint import new_checkpoint
+from rollouts_core.config import Config, DatasetConfig, parse_config, resolve_paths
+from rollouts_core.data.rows import digest_path
+from rollouts_core.fingerprint import digest_checkpoint, digest_model
+from tasks.inputs import bring_inputs, named_urls
+from tests.infra.s3_server import S3Server
+
+ROWS = b'{"prompt": "1+1=?", "completion": ":2"}\n'
+
+
+def put(server: S3Server, bucket: str, key: str, content: bytes = ROWS) -> str:
+    server.client().put_object(Bucket=bucket, Key=key, Body=content)
+    return f"s3://{bucket}/{key}"
+
+
+def config_with(tmp_path: Path, **data: object) -> Config:
+    settings = {
+        "mode": "sft",
+        "model": {"path": str(tmp_path)},
+        "data": {"selection": "selection.jsonl", "heldout": "heldout.jsonl", **data},
+    }
+    return parse_config(Config, resolve_paths(settings, tmp_path), source="test")
+
+
+def test_urls_stay_urls_when_paths_become_absolute(tmp_path: Path) -> None:
+    config = config_with(tmp_path, sft="s3://bucket/sft.jsonl", sft_eval="rows.jsonl")
+    assert (config.data.sft, config.data.sft_eval) == ("s3://bucket/sft.jsonl", str(tmp_path / "rows.jsonl"))
+    assert named_urls(config) == ["s3://bucket/sft.jsonl"]
+
+
+def test_every_url_becomes_a_path_with_the_content(bucket: str, s3_server: S3Server, tmp_path: Path) -> None:
+    url = put(s3_server, bucket, "data/sft.jsonl")
+    folder = put(s3_server, bucket, "folder/rows.jsonl").rpartition("/")[0]
+    config = config_with(tmp_path, sft=[{"path": url, "repeat": 2.0}], selection=url, rollouts=folder)
+    said: list[str] = []
+    brought = bring_inputs(config, tmp_path / "store", said.append)
+    [dataset] = brought.data.sft
+    assert isinstance(dataset, DatasetConfig) and dataset.repeat == 2.0
+    assert Path(dataset.path).read_bytes() == ROWS and dataset.path == brought.data.selection
+    assert Path(dataset.path).name == "sft.jsonl"
+    assert (Path(brought.data.rollouts) / "rows.jsonl").read_bytes() == ROWS
+    assert brought.data.heldout == config.data.heldout
+    assert len(said) == 2, "each URL was fetched once"
+    bring_inputs(config, tmp_path / "store", said.append)
+    assert len(said) == 2, "nothing is fetched again"
+
+
+def test_what_changed_at_its_url_is_fetched_anew(bucket: str, s3_server: S3Server, tmp_path: Path) -> None:
+    config = config_with(tmp_path, sft=put(s3_server, bucket, "sft.jsonl"))
+    first = bring_inputs(config, tmp_path / "store", lambda sentence: None).data.sft
+    put(s3_server, bucket, "sft.jsonl", ROWS * 2)
+    second = bring_inputs(config, tmp_path / "store", lambda sentence: None).data.sft
+    assert isinstance(first, str) and isinstance(second, str)
+    assert Path(first).read_bytes() == ROWS and Path(second).read_bytes() == ROWS * 2
+    put(s3_server, bucket, "sft.jsonl")
+    third = bring_inputs(config, tmp_path / "store", lambda sentence: None).data.sft
+    assert isinstance(third, str) and digest_path(third) == digest_path(first)
+
+
+def test_a_published_checkpoint_has_the_identity_of_the_one_that_was_published(
+    bucket: str, s3_server: S3Server, tmp_path: Path
+) -> None:
+    with new_checkpoint(tmp_path / "made/step_000010", step=10) as partial:
+        (partial / "model.safetensors").write_bytes(b"weights")
+    config = config_with(tmp_path, sft="sft.jsonl")
+    original = config.model_copy(
+        update={"model": config.model.model_copy(update={"path": str(tmp_path / "made/step_000010")})}
+    )
+    publish_run(ObjectStore(f"s3://{bucket}/small"), run_id="1", checkpoint=tmp_path / "made/step_000010", records={})
+    by_url = config.model_copy(update={"model": config.model.model_copy(update={"path": f"s3://{bucket}/small"})})
+    resumed = config.training.sft.model_copy(update={"resume_from": f"s3://{bucket}/small"})
+    by_url = by_url.model_copy(update={"training": config.training.model_copy(update={"sft": resumed})})
+    brought = bring_inputs(by_url, tmp_path / "store", lambda sentence: None)
+    assert digest_model(brought.model) == digest_model(original.model)
+    assert digest_checkpoint(brought.training.sft.resume_from) == digest_checkpoint(original.model.path)
+
+
+def test_nothing_at_a_url_is_one_sentence(bucket: str, tmp_path: Path) -> None:
+    config = config_with(tmp_path, sft=f"s3://{bucket}/nothing.jsonl")
+    with pytest.raises(ObjectMissingError, match=rf"there is nothing at s3://{bucket}/nothing.jsonl"):
+        bring_inputs(config, tmp_path / "store", lambda sentence: None)
+    assert not (tmp_path / "store").exists()

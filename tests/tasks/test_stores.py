@@ -1,0 +1,56 @@
+"""Pins that a run reaches its object stores before it rents a machine, also one that no command checked before.
+
+Without it a run that was started in Prefect finds out at its end that its results may not be written.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from infra.errors import StoreRefusedError
+from infra.object_store import ObjectStore
+from infra.publication import read_publication
+from rollouts_core.config import Config
+from tasks.records import RunScope
+from tasks.stores import RECORDS, publish_results, reach_stores
+from tests.infra.s3_server import S3Server
+
+CONFIG = Config.model_validate(
+    {
+        "mode": "sft",
+        "model": {"path": "org/model"},
+        "data": {"sft": "/sft.jsonl", "selection": "/a.jsonl", "heldout": "/b.jsonl"},
+    }
+)
+
+
+def scope_of(tmp_path: Path, url: str) -> RunScope:
+    return RunScope(run_id="0123456789", run_name="small", store=str(tmp_path / "store"), publish=url)
+
+
+def test_the_configuration_is_returned_when_results_can_be_published(bucket: str, tmp_path: Path) -> None:
+    assert reach_stores.fn(CONFIG, scope_of(tmp_path, f"s3://{bucket}/team")) == CONFIG
+
+
+def test_a_store_that_refuses_results_ends_the_run_before_it_begins(
+    bucket: str, s3_server: S3Server, tmp_path: Path
+) -> None:
+    s3_server.deny(bucket, "s3:PutObject")
+    with pytest.raises(StoreRefusedError, match=f"s3://{bucket}/team/small"):
+        reach_stores.fn(CONFIG, scope_of(tmp_path, f"s3://{bucket}/team"))
+
+
+def test_the_run_publishes_its_checkpoint_and_its_records_under_its_name(bucket: str, tmp_path: Path) -> None:
+    scope = scope_of(tmp_path, f"s3://{bucket}/team")
+    (scope.output_dir / "checkpoint").mkdir(parents=True)
+    (scope.output_dir / "checkpoint/model.safetensors").write_bytes(b"weights")
+    for name in RECORDS:
+        (scope.output_dir / name).write_text(name)
+    url = publish_results.fn(str(scope.output_dir / "checkpoint"), scope)
+    assert url == f"s3://{bucket}/team/small"
+    publication = read_publication(ObjectStore(url))
+    assert publication is not None and publication.run_id == scope.run_id
+    names = {name.rpartition("/")[2] for name in publication.files}
+    assert names == {"model.safetensors", *RECORDS}
