@@ -1,4 +1,5 @@
-"""Remember, across processes and restarts, which runs want which job, in one SQLite file, which rentals.py shares.
+"""Remember, across processes and restarts, which runs want which job, in one SQLite file, which rentals.py, registry.py
+and retrainings.py share.
 
 A job is shared: two runs that need the same SFT hold a lease on it each, and who drops the last one stops it. Not here:
 the lease by which an engine notices that nobody wants it (`lease_s` of jobs.py); that one lies on the node.
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from infra.errors import PermanentInfraError, TransientInfraError
 
@@ -60,6 +61,63 @@ _MIGRATIONS = (
         ) STRICT, WITHOUT ROWID
         """,
     ),
+    (
+        """
+        CREATE TABLE models (
+            id INTEGER PRIMARY KEY AUTOINCREMENT,
+            line TEXT NOT NULL,
+            version INTEGER NOT NULL,
+            checkpoint TEXT NOT NULL,
+            digest TEXT NOT NULL,
+            run_id TEXT NOT NULL,
+            stages TEXT NOT NULL,
+            data TEXT NOT NULL,
+            evaluation TEXT NOT NULL,
+            registered_at REAL NOT NULL,
+            registered_by TEXT NOT NULL,
+            UNIQUE (line, version),
+            UNIQUE (line, digest)
+        ) STRICT
+        """,
+        """
+        CREATE TABLE alias_changes (
+            id INTEGER PRIMARY KEY AUTOINCREMENT,
+            line TEXT NOT NULL,
+            alias TEXT NOT NULL,
+            model_id INTEGER,
+            below INTEGER,
+            changed_at REAL NOT NULL,
+            changed_by TEXT NOT NULL,
+            reason TEXT NOT NULL
+        ) STRICT
+        """,
+        """
+        CREATE TABLE retrainings (
+            run_id TEXT PRIMARY KEY,
+            line TEXT NOT NULL,
+            state TEXT NOT NULL,
+            data TEXT NOT NULL,
+            model_id INTEGER,
+            baseline_id INTEGER,
+            is_better INTEGER NOT NULL,
+            approved INTEGER,
+            approved_by TEXT NOT NULL,
+            note TEXT NOT NULL,
+            began_at REAL NOT NULL,
+            ended_at REAL
+        ) STRICT, WITHOUT ROWID
+        """,
+        """
+        CREATE TABLE stage_uses (
+            stage TEXT NOT NULL,
+            run_id TEXT NOT NULL,
+            run TEXT NOT NULL,
+            num_steps INTEGER NOT NULL,
+            used_at REAL NOT NULL,
+            PRIMARY KEY (stage, run_id)
+        ) STRICT, WITHOUT ROWID
+        """,
+    ),
 )
 """What brings a ledger from each format to the next; formats count from 0, an empty file."""
 SCHEMA_VERSION = len(_MIGRATIONS)
@@ -75,6 +133,19 @@ class Lease:
     """Name of the node on which the job lives."""
     created_at: float
     """Seconds since 1970, by the clock of the machine that holds the ledger."""
+
+
+class StageUse(NamedTuple):
+    """A stage that a run has come to."""
+
+    stage: str
+    """The name of its directory."""
+    run_id: str
+    run: str
+    """The name of the folder with the run's results."""
+    num_steps: int
+    used_at: float
+    """Seconds since 1970."""
 
 
 class Ledger:
@@ -135,6 +206,28 @@ class Ledger:
             Lease(run_dir=run_dir, run_id=owner, node=node, created_at=created_at)
             for run_dir, owner, node, created_at in rows
         ]
+
+    def note_use(self, stage: str, run_id: str, *, run: str = "", num_steps: int = 0) -> None:
+        """Remember that a run has come to a stage: live pages show it, and what a living run uses is not pruned.
+
+        Args:
+            stage: the name of its directory.
+            run: the name of the folder with the run's results.
+            num_steps: how many metric steps the stage goes through.
+        """
+        with self.transaction() as database:
+            row = (stage, run_id, run, num_steps, time.time())
+            database.execute("REPLACE INTO stage_uses VALUES (?, ?, ?, ?, ?)", row)
+
+    def stage_uses(self) -> list[StageUse]:
+        """Which runs came to which stages, and when they last did, oldest first."""
+        columns = "stage, run_id, run, num_steps, used_at"
+        rows = self._database.execute(f"SELECT {columns} FROM stage_uses ORDER BY used_at, stage")
+        return [StageUse(*row) for row in rows]
+
+    def is_alive(self, run_id: str) -> bool:
+        """True if the run said that it lives, and its process is there."""
+        return self._run_lock_path(run_id).exists() and not self.has_died(run_id)
 
     @contextmanager
     def living_run(self, run_id: str) -> Iterator[None]:

@@ -64,6 +64,7 @@ class Bucket(NamedTuple):
 SFT_CURVES = (
     Curve("loss", "Loss", "Mean negative log-likelihood of the trained tokens, in nats."),
     Curve("lr", "Learning rate", "As the optimizer used it."),
+    Curve("tokens_per_s", "Throughput", "Trained tokens per second."),
 )
 RL_CURVES = (
     Curve("reward", "Reward", "Mean over the step's rollouts, on training prompts.", is_from_zero=False),
@@ -71,6 +72,8 @@ RL_CURVES = (
     Curve(
         "kl_rollout_policy", "KL(rollout ‖ policy)", "Between engine and trainer; 0 when they agree.", min_high=0.001
     ),
+    Curve("entropy", "Entropy", "Mean over the trained tokens, in nats."),
+    Curve("staleness_mean", "Staleness", "Mean age of the sampled tokens, in versions of the weights.", min_high=1.0),
     Curve("clip_share", "Clip share", "Share of tokens whose probability ratio was clipped.", min_high=0.01),
     Curve("num_turns", "Turns", "Mean number of the policy's turns per conversation."),
     Curve("tool_error_share", "Tool errors", "Share of turns that asked a tool for what it cannot do.", min_high=0.1),
@@ -80,18 +83,20 @@ RL_CURVES = (
     ),
     Curve("signal_share", "Signal share", "Share of groups whose rewards differ; others teach nothing.", min_high=1.0),
 )
+CURVES = {"sft": SFT_CURVES, "rl": RL_CURVES}
+"""By the stage that they are of."""
 
 
 def load_curves(report: ReportInput) -> list[CurveSection]:
     """The curves of the stages that trained."""
     sections = []
-    for stage, directory, curves in (("sft", report.sft_dir, SFT_CURVES), ("rl", report.rl_dir, RL_CURVES)):
+    for stage, directory in (("sft", report.sft_dir), ("rl", report.rl_dir)):
         if directory is None:
             continue
         metrics = read_metrics(RunDirectory(directory).metrics)
         selection = {"sft": report.sft_selection_dir, "rl": report.rl_selection_dir}[stage]
         mark_step = selected_step(selection, report.selected.get(stage, ""))
-        charts = [draw_curve(metrics, curve, mark_step=mark_step) for curve in curves]
+        charts = [draw_curve(metrics, curve, mark_step=mark_step) for curve in CURVES[stage]]
         charts.append(draw_seconds(metrics))
         sections.append(CurveSection(title=LABELS[stage], charts=tuple(chart for chart in charts if chart is not None)))
     return sections

@@ -44,25 +44,33 @@ def render_report(report: ReportInput) -> str:
         DataError: the final evaluation is not finished.
     """
     results = load_results(report)
-    environment = Environment(
+    return (
+        page_templates()
+        .get_template("page.html.jinja")
+        .render(
+            report=report,
+            mode=MODES.get(report.mode, report.mode),
+            results=results,
+            trainings=describe_trainings(report),
+            curve_sections=load_curves(report),
+            selections=load_selections(report),
+            transcripts=load_transcripts(report.evaluation_dir, [score.name for score in results.scores]),
+            stages=[(stage, format_seconds(stage.seconds)) for stage in report.stages],
+            total_time=format_seconds(sum(stage.seconds for stage in report.stages)),
+            python_code=usage_code(report),
+            num_resamples=NUM_RESAMPLES,
+        )
+    )
+
+
+def page_templates() -> Environment:
+    """The templates of this folder; whatever they show is escaped."""
+    return Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-    )
-    return environment.get_template("page.html.jinja").render(
-        report=report,
-        mode=MODES.get(report.mode, report.mode),
-        results=results,
-        trainings=describe_trainings(report),
-        curve_sections=load_curves(report),
-        selections=load_selections(report),
-        transcripts=load_transcripts(report.evaluation_dir, [score.name for score in results.scores]),
-        stages=[(stage, format_seconds(stage.seconds)) for stage in report.stages],
-        total_time=format_seconds(sum(stage.seconds for stage in report.stages)),
-        python_code=usage_code(report),
-        num_resamples=NUM_RESAMPLES,
     )
 
 

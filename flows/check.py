@@ -1,0 +1,78 @@
+"""The first stage of a run that Prefect starts: what can be known to fail is found before anything is rented.
+
+Not here: the checks (preflight.py), runs of the command line, which are checked before Prefect hears of them (cli.py).
+
+    settings ──stdin──> python -m flows.check ──> a line for each finding; exit code 2 and one sentence for a mistake
+
+The checks load torch and transformers; in a process of their own, so that the run's stays small.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from prefect import task
+from pydantic import TypeAdapter
+
+from flows.form import FormNode, Pipeline, RunOptions
+from flows.preflight import check_pipeline
+from infra.errors import InfraError, PermanentInfraError, TransientInfraError
+from infra.node import NodeSettings
+from rollouts_core.config import Config
+from rollouts_core.errors import InputError
+from tasks.progress import StageProgress, stage_console
+from tasks.retries import TRIED_AGAIN
+
+CODES: dict[type[Exception], int] = {InputError: 2, PermanentInfraError: 3, TransientInfraError: 4}
+"""What went wrong, as the exit code of the process that checked."""
+
+
+@task(name="check", **TRIED_AGAIN)
+def check_settings(config: Config, node: NodeSettings, run: RunOptions) -> None:
+    """Check everything that can be checked without training.
+
+    Raises:
+        InputError: the user must change something; one sentence.
+        InfraError: the node or its provider does not answer as it should.
+    """
+    settings = {name: part.model_dump(mode="json") for name, part in (("config", config), ("node", node), ("run", run))}
+    with StageProgress("check", num_steps=0, console=stage_console()) as progress:
+        checked = subprocess.run(
+            [sys.executable, "-m", "flows.check"], input=json.dumps(settings), capture_output=True, text=True
+        )
+        if checked.returncode != 0:
+            raise _error_of(checked)
+        for finding in checked.stdout.splitlines():
+            progress.say(finding)
+
+
+def _error_of(checked: subprocess.CompletedProcess[str]) -> Exception:
+    """What the process that checked says has gone wrong."""
+    said = checked.stderr.strip()
+    for kind, code in CODES.items():
+        if checked.returncode == code:
+            return kind(said)
+    return RuntimeError(f"the check of the settings ended with exit code {checked.returncode}: {said[-2000:]}")
+
+
+def main() -> None:
+    """Check the pipeline on standard input."""
+    settings = json.load(sys.stdin)
+    pipeline = Pipeline(
+        config=Config.model_validate(settings["config"]),
+        node=TypeAdapter[NodeSettings](FormNode).validate_python(settings["node"]),
+        run=RunOptions.model_validate(settings["run"]),
+    )
+    try:
+        for finding in check_pipeline(pipeline, Path(pipeline.run.store).resolve()):
+            sys.stdout.write(f"{finding}\n")
+    except (InputError, InfraError) as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(next(code for kind, code in CODES.items() if isinstance(error, kind)))
+
+
+if __name__ == "__main__":
+    main()

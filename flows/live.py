@@ -1,0 +1,209 @@
+"""Pages about the runs of a store that change while one looks at them: curves, samples, events, money.
+
+Not here: what a page shows (rollouts_core/report/live.py), which stages a run came to (infra/ledger.py).
+
+    GET /             the runs, the latest first
+    GET /runs/<run>   a run; the page asks for itself again every few seconds; /runs/<run>/report when there is one
+
+Served on loopback, by what `rollouts up` started or by `rollouts watch`, to whoever has the password of the store's
+Prefect server. Nothing can be changed through it. The port is kept from one start to the next, so that links stay good.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flows.password import basic_authorization, own_password
+from infra.ledger import LEDGER_FILE, Ledger, StageUse
+from infra.ports import LOOPBACK
+from infra.rentals import all_rentals, usd_spent
+from rollouts_core.report.live import LiveRun, LiveStage, render_live, render_runs
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+STATE_FILE = "live.json"
+MAX_RUNS = 50
+END_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveAddress:
+    """Where the pages are."""
+
+    port: int
+    pid: int
+
+    @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK}:{self.port}"
+
+    def run_url(self, run: str) -> str:
+        """The page of a run, by the name of its folder of results."""
+        return f"{self.url}/runs/{run}"
+
+
+@contextmanager
+def served_live_pages(store: Path) -> Iterator[LiveAddress]:
+    """Serve the pages as long as the block runs."""
+    import uvicorn
+
+    home = store.resolve() / "prefect"
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    listener = _listener(_last_port(home))
+    config = uvicorn.Config(live_app(store.resolve()), log_level="warning", lifespan="off", access_log=False)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listener],), name="live pages", daemon=True)
+    thread.start()
+    address = LiveAddress(port=listener.getsockname()[1], pid=os.getpid())
+    _write_state(home, address)
+    try:
+        yield address
+    finally:
+        server.should_exit = True
+        thread.join(END_S)
+        listener.close()
+
+
+def find_live_pages(store: Path) -> LiveAddress | None:
+    """Where somebody serves the pages of the store; None where nobody does."""
+    try:
+        address = LiveAddress(**json.loads((store.resolve() / "prefect" / STATE_FILE).read_text()))
+        os.kill(address.pid, 0)
+        socket.create_connection((LOOPBACK, address.port), 1).close()
+    except (OSError, ValueError, TypeError):
+        return None
+    return address
+
+
+def live_app(store: Path) -> Starlette:
+    """The pages of a store; every request must carry the password."""
+    from starlette.applications import Starlette
+    from starlette.responses import HTMLResponse, PlainTextResponse
+    from starlette.routing import Route
+
+    wanted = basic_authorization(own_password(store / "prefect"))
+
+    def respond(page: str, *, nonce: str = "") -> Response:
+        script = f"script-src 'nonce-{nonce}'; connect-src 'self'" if nonce else "script-src 'none'"
+        policy = f"default-src 'none'; style-src 'unsafe-inline'; {script}"
+        headers = {"Content-Security-Policy": policy, "Cache-Control": "no-store", "X-Frame-Options": "DENY"}
+        return HTMLResponse(page, headers=headers)
+
+    def refused(request: Request) -> Response | None:
+        if secrets.compare_digest(request.headers.get("authorization", "").encode(), wanted.encode()):
+            return None
+        headers = {"WWW-Authenticate": 'Basic realm="rollouts"'}
+        return PlainTextResponse("log in with the password of the store's Prefect server", 401, headers=headers)
+
+    def runs(request: Request) -> Response:
+        return refused(request) or respond(render_runs([describe_run(uses) for uses in latest_runs(store)]))
+
+    def run(request: Request) -> Response:
+        if answer := refused(request):
+            return answer
+        uses = find_run(store, request.path_params["run"])
+        if uses is None:
+            return PlainTextResponse("there is no such run, or it has not come to a stage yet", 404)
+        nonce = secrets.token_urlsafe(16)
+        return respond(render_live(load_run(store, uses), script_nonce=nonce, now=time.time()), nonce=nonce)
+
+    def report(request: Request) -> Response:
+        if answer := refused(request):
+            return answer
+        uses = find_run(store, request.path_params["run"])
+        path = report_path(store, uses) if uses else None
+        if path is None or not path.is_file():
+            return PlainTextResponse("there is no such run, or it has not come to its report yet", 404)
+        return respond(path.read_text())
+
+    return Starlette(routes=[Route("/", runs), Route("/runs/{run}", run), Route("/runs/{run}/report", report)])
+
+
+def latest_runs(store: Path) -> list[list[StageUse]]:
+    """The stages that each run came to, in order; the run that came to one last is the first."""
+    runs: dict[str, list[StageUse]] = {}
+    with Ledger(store / LEDGER_FILE) as ledger:
+        for use in ledger.stage_uses():
+            runs.setdefault(use.run, []).append(use)
+    runs.pop("", None)
+    return sorted(runs.values(), key=lambda uses: uses[-1].used_at, reverse=True)[:MAX_RUNS]
+
+
+def find_run(store: Path, name: str) -> list[StageUse] | None:
+    """The stages of one run, by the name of its folder of results."""
+    return next((uses for uses in latest_runs(store) if uses[0].run == name), None)
+
+
+def report_path(store: Path, uses: Sequence[StageUse]) -> Path:
+    """Where the report of a run lies when it is written."""
+    return store / "runs" / uses[0].run / "report.html"
+
+
+def describe_run(uses: Sequence[StageUse]) -> dict[str, str]:
+    """A run's line in the list."""
+    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(uses[0].used_at))
+    return {"key": uses[0].run, "name": uses[0].run, "stage": _stage_name(uses[-1]), "began": began}
+
+
+def load_run(store: Path, uses: Sequence[StageUse]) -> LiveRun:
+    """A run as far as it has come."""
+    stages = [
+        LiveStage(
+            name=_stage_name(use), run_dir=store / "stages" / use.stage, num_steps=use.num_steps, began_at=use.used_at
+        )
+        for use in uses
+    ]
+    has_report = report_path(store, uses).is_file()
+    return LiveRun(name=uses[0].run, stages=tuple(stages), usd=_usd_of(store, uses), has_report=has_report)
+
+
+def _stage_name(use: StageUse) -> str:
+    return use.stage.rpartition("-")[0]
+
+
+def _usd_of(store: Path, uses: Sequence[StageUse]) -> float | None:
+    """What the machines of the run have cost; None where it rented none."""
+    ids = {use.run_id for use in uses}
+    with Ledger(store / LEDGER_FILE) as ledger:
+        if not any(rental.run_id in ids for rental in all_rentals(ledger)):
+            return None
+        return sum(usd_spent(ledger, run_id, time.time()) for run_id in ids)
+
+
+def _listener(port: int) -> socket.socket:
+    """A socket on the port, or on any where that is taken."""
+    for candidate in (port, 0):
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with suppress(OSError):
+            listener.bind((LOOPBACK, candidate))
+            listener.listen()  # before anybody is told of it
+            return listener
+        listener.close()
+    raise OSError("no port is free on this machine")
+
+
+def _last_port(home: Path) -> int:
+    try:
+        return int(json.loads((home / STATE_FILE).read_text())["port"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def _write_state(home: Path, address: LiveAddress) -> None:
+    partial = home / f"{STATE_FILE}.{os.getpid()}"
+    partial.write_text(json.dumps({"port": address.port, "pid": address.pid}))
+    partial.replace(home / STATE_FILE)

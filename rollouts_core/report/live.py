@@ -1,0 +1,197 @@
+"""A page about a run that is under way: how far each stage is, its curves, its newest samples and events.
+
+Not here: serving it (flows/live.py), the report of a finished run (page.py). Like the report, the page is a function of
+the files in the run directories; here they are read while a job, or the mirror of one elsewhere, appends to them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollouts_core.metrics import read_json_lines, read_metrics
+from rollouts_core.report.charts import Chart, format_number, format_seconds
+from rollouts_core.report.curves import CURVES, draw_curve, draw_seconds
+from rollouts_core.report.page import page_templates
+from rollouts_core.report.transcripts import ShownText, completion_text, shorten_text
+from rollouts_core.run_directory import RunDirectory
+from rollouts_core.types import Sample, sample_from_json
+
+REFRESH_S = 3.0
+MAX_EVENTS = 8
+MAX_SAMPLES = 3
+MAX_SAMPLE_BYTES = 2_000_000
+"""So much of a file of samples is looked at."""
+PACE_STEPS = 20
+"""The time left is told from as many steps as these."""
+NUMBERS = ("loss", "reward", "response_tokens", "entropy", "tokens_per_s", "score")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveStage:
+    """A stage that the run has come to."""
+
+    name: str
+    run_dir: Path
+    num_steps: int
+    """How many metric steps the job goes through; 0 for those without."""
+    began_at: float
+    """When the run came to it, in seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveRun:
+    """A run as far as it has come."""
+
+    name: str
+    stages: tuple[LiveStage, ...]
+    usd: float | None
+    """What its rented machines have cost so far; None where none was rented."""
+    has_report: bool
+    """Whether it came to its end, and wrote its report."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownSample:
+    """A completion of the newest step."""
+
+    turns: tuple[tuple[str, ShownText], ...]
+    text: ShownText
+    reward: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownStage:
+    """A stage as texts and charts."""
+
+    name: str
+    css: str
+    """sft or rl, for colors; empty for stages that do not train."""
+    state: str
+    done: float
+    """Share of the steps, in percent; 0 where there is nothing to say of it."""
+    numbers: tuple[tuple[str, str], ...]
+    charts: tuple[Chart, ...]
+    samples: tuple[ShownSample, ...]
+    samples_of: str
+    """Which step the samples are of."""
+    events: tuple[tuple[str, str], ...]
+    run_dir: str
+
+
+def render_live(run: LiveRun, *, script_nonce: str, now: float) -> str:
+    """The page of a run; it asks for itself again while it is looked at."""
+    stages = [describe_stage(stage, now=now) for stage in reversed(run.stages)]
+    return (
+        page_templates()
+        .get_template("live.html.jinja")
+        .render(run=run, stages=stages, nonce=script_nonce, refresh_ms=int(REFRESH_S * 1000))
+    )
+
+
+def render_runs(runs: Sequence[Mapping[str, str]]) -> str:
+    """The list of runs; each has a key for its address, a name, the stage that it is at, and when it began."""
+    return page_templates().get_template("live_runs.html.jinja").render(runs=runs)
+
+
+def describe_stage(stage: LiveStage, *, now: float) -> ShownStage:
+    """What the files of a stage say at the moment."""
+    files = RunDirectory(stage.run_dir)
+    metrics, events = read_metrics(files.metrics), read_json_lines(files.events)
+    last = metrics[-1] if metrics else {}
+    step = int(last.get("step", 0))
+    kind = stage.name if stage.name in CURVES else ""
+    is_finished = files.result.is_file()
+    charts = [draw_curve(metrics, curve, mark_step=None) for curve in CURVES[kind]] if kind else []
+    samples_of, samples = newest_samples(files.samples) if kind == "rl" else ("", ())
+    return ShownStage(
+        name=stage.name,
+        css=kind,
+        state=describe_state(stage, metrics, events, is_finished=is_finished, now=now),
+        done=100.0 * min(1.0, step / stage.num_steps) if stage.num_steps and not is_finished else 0.0,
+        numbers=tuple((name.replace("_", " "), format_number(last[name])) for name in NUMBERS if name in last),
+        charts=tuple(chart for chart in [*charts, draw_seconds(metrics)] if chart is not None) if kind else (),
+        samples=samples,
+        samples_of=samples_of,
+        events=tuple(describe_event(event) for event in events[: -MAX_EVENTS - 1 : -1]),
+        run_dir=str(stage.run_dir),
+    )
+
+
+def describe_state(
+    stage: LiveStage,
+    metrics: Sequence[Mapping[str, float]],
+    events: Sequence[Mapping[str, Any]],  # Any: JSON
+    *,
+    is_finished: bool,
+    now: float,
+) -> str:
+    """How far the stage is, in a sentence without a full stop."""
+    if is_finished:
+        return "finished"
+    if events and events[-1]["event"] == "failed":
+        return f"failed: {events[-1].get('message', '')}"
+    took = f"for {format_seconds(max(0.0, now - stage.began_at))}"
+    if not metrics:
+        return f"under way {took}"
+    step = int(metrics[-1]["step"])
+    of = f" of {stage.num_steps:,}" if stage.num_steps else ""
+    silent_s = max(0.0, now - metrics[-1]["time"])
+    sentences = [f"step {step:,}{of}", f"{took}, the last numbers {format_seconds(silent_s)} ago"]
+    if left_s := seconds_left(metrics, stage.num_steps):
+        sentences.insert(1, f"about {format_seconds(left_s)} left")
+    return ", ".join(sentences)
+
+
+def seconds_left(metrics: Sequence[Mapping[str, float]], num_steps: int) -> float | None:
+    """The time that the remaining steps take at the pace of the last ones; None where nothing can be said."""
+    last = metrics[-1]
+    paced = [line for line in metrics[-PACE_STEPS:] if line["attempt"] == last["attempt"]]
+    num_done, took_s = last["step"] - paced[0]["step"], last["time"] - paced[0]["time"]
+    if num_done <= 0 or took_s <= 0 or last["step"] >= num_steps:
+        return None
+    return (num_steps - last["step"]) * took_s / num_done
+
+
+def newest_samples(directory: Path) -> tuple[str, tuple[ShownSample, ...]]:
+    """The newest file's name and some of its completions: the first, the best and the worst."""
+    paths = sorted(directory.glob("*.jsonl"))
+    for path in reversed(paths[-2:]):  # the newest may have no whole line yet
+        with path.open("rb") as file:
+            lines = [line for line in file.read(MAX_SAMPLE_BYTES).splitlines(keepends=True) if line.endswith(b"\n")]
+        samples = [_without_tokens(json.loads(line)) for line in lines]
+        if samples:
+            graded = sorted((sample for sample in samples if sample.reward is not None), key=lambda s: s.reward or 0.0)
+            chosen = [samples[0], *graded[-1:], *graded[:1]]
+            unique = list({id(sample): sample for sample in chosen}.values())[:MAX_SAMPLES]
+            return _step_name(path.stem), tuple(_show(sample) for sample in unique)
+    return "", ()
+
+
+def describe_event(event: Mapping[str, Any]) -> tuple[str, str]:  # Any: JSON
+    """When and what."""
+    details = {key: value for key, value in event.items() if key not in ("event", "attempt", "time", "format")}
+    said = " ".join(f"{key}={value}" for key, value in details.items() if not isinstance(value, dict | list))
+    return time.strftime("%H:%M:%S", time.localtime(event["time"])), f"{event['event']} {said}".strip()[:200]
+
+
+def _step_name(stem: str) -> str:
+    """What step_000030 is for people."""
+    name, _, number = stem.rpartition("_")
+    return f"{name} {int(number)}" if name and number.isdigit() else stem
+
+
+def _without_tokens(record: Mapping[str, Any]) -> Sample:  # Any: JSON
+    return sample_from_json({**record, "tokens": [], "loss_mask": [], "rollout_log_probs": None})
+
+
+def _show(sample: Sample) -> ShownSample:
+    return ShownSample(
+        turns=tuple((turn["role"], shorten_text(turn["content"])) for turn in sample.messages),
+        text=shorten_text(completion_text(sample)),
+        reward=sample.reward,
+    )

@@ -1,0 +1,61 @@
+"""Look at the data that a retraining waits for: what there is, by digest.
+
+Not here: whether it is new (retraining.py), how it is read (rollouts_core/data).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from infra.download import digest_of, find_wanted
+from infra.object_store import ObjectStore, is_url
+from rollouts_core.config import Config
+from rollouts_core.data.rows import COMMIT, digest_path, resolve_revision
+from rollouts_core.errors import DataError
+
+
+def watched_sources(config: Config, sources: Sequence[str]) -> dict[str, str]:
+    """What is watched: revisions by path, "" for files and folders.
+
+    Args:
+        sources: files and folders; none of them stands for the demonstrations, prompts or rollouts that are trained on.
+    """
+    if sources:
+        return dict.fromkeys(sources, "")
+    demonstrations = {} if config.mode == "rl" else {each.path: each.revision for each in config.demonstrations}
+    prompts = [] if config.mode == "sft" else [config.data.prompts or config.data.rollouts]
+    return demonstrations | dict.fromkeys(prompts, "")
+
+
+def can_change(watched: dict[str, str]) -> bool:
+    """False when all of it is datasets of the hub that are held to a commit."""
+    return any(
+        is_url(path) or Path(path).is_absolute() or not COMMIT.fullmatch(revision) for path, revision in watched.items()
+    )
+
+
+def check_sources(watched: dict[str, str]) -> None:
+    """Raise DataError for a file or folder that is not there, or a folder without files."""
+    for path in map(Path, watched):
+        if path.is_dir() and not any(each.is_file() for each in path.rglob("*")):
+            raise DataError(f"{path}, which is watched for new data, is a folder without files: put data there first")
+        if path.is_absolute() and not path.exists():
+            raise DataError(f"{path}, which is watched for new data, does not exist: give a file or a folder of files")
+
+
+def digest_sources(watched: dict[str, str]) -> dict[str, str]:
+    """Digests of the content by path; of a dataset of the hub that of its newest commit, unless one is given.
+
+    Raises:
+        DataError: something is not there, or the hub does not answer.
+        InfraError: an object store does not answer, or has nothing there.
+    """
+    check_sources(watched)
+    return {path: _digest_source(path, revision) for path, revision in watched.items()}
+
+
+def _digest_source(path: str, revision: str) -> str:
+    if is_url(path):  # what the object store says of its objects; nothing is fetched
+        return digest_of(find_wanted(ObjectStore(path)))
+    return digest_path(path, revision=resolve_revision(path, revision))

@@ -1,0 +1,154 @@
+"""Pins who may see the live pages and what they tell of a run, finished or torn in the middle of a line.
+
+Without it a page could show a run's samples to whoever asks, run what a model wrote, or fail while a job is writing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from flows.live import find_live_pages, served_live_pages
+from flows.password import own_password
+from infra.ledger import LEDGER_FILE, Ledger
+from rollouts_core.report.live import MAX_EVENTS, LiveStage, describe_stage, seconds_left
+
+NOW = 1_000_000.0
+HOSTILE = "<script>alert(1)</script>"
+
+
+def write_rl(run_dir: Path, *, num_steps: int = 5) -> Path:
+    """A run directory as RL leaves it in the middle of a line."""
+    (run_dir / "samples").mkdir(parents=True)
+    lines = [
+        {"step": step, "attempt": 1, "time": NOW - 100 + 10 * step, "reward": step / 10, "response_tokens": 7.0}
+        for step in range(1, num_steps + 1)
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 6, "att')
+    events = [{"event": "weights_published", "attempt": 1, "time": NOW, "version": f"v{n}"} for n in range(20)]
+    (run_dir / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    samples = [sample(index, reward=index / 4, response=f"{HOSTILE} {index}") for index in range(4)]
+    (run_dir / "samples/step_000004.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in samples))
+    (run_dir / "samples/step_000005.jsonl").write_text('{"torn')
+    return run_dir
+
+
+def sample(index: int, *, reward: float, response: str) -> dict[str, object]:
+    return {
+        "prompt": f"question {HOSTILE}",
+        "response": response,
+        "tokens": [1, 2],
+        "loss_mask": [0, 1],
+        "rollout_log_probs": [0.0, -1.0],
+        "reward": reward,
+        "index": index,
+        "group_index": 0,
+        "status": "completed",
+        "policy_versions": [],
+        "metadata": {},
+    }
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A store with a run that is in RL, and one that came to the same stage before."""
+    (tmp_path / "prefect").mkdir()
+    run_dir = write_rl(tmp_path / "stages/rl-1")
+    with Ledger(tmp_path / LEDGER_FILE) as ledger:
+        ledger.note_use(run_dir.name, "fedcba9876543210", run="earlier-fedcba98", num_steps=10)
+        ledger.note_use(run_dir.name, "0123456789abcdef", run="mine-01234567", num_steps=10)
+        ledger.note_use(run_dir.name, "0123456789abcdef", run="mine-01234567", num_steps=10)
+    return tmp_path
+
+
+@pytest.fixture
+def visitor(store: Path) -> Iterator[httpx.Client]:
+    """Somebody who knows the password."""
+    user, _, password = own_password(store / "prefect").partition(":")
+    with served_live_pages(store) as live, httpx.Client(base_url=live.url, auth=(user, password)) as client:
+        yield client
+
+
+def test_pages_are_for_those_who_know_the_password_alone(store: Path, visitor: httpx.Client) -> None:
+    for path in ("/", "/runs/mine-01234567", "/runs/mine-01234567/report", "/runs/nothing"):
+        refused = httpx.get(f"{str(visitor.base_url).rstrip('/')}{path}")
+        assert refused.status_code == 401 and "mine" not in refused.text
+        assert httpx.get(f"{str(visitor.base_url).rstrip('/')}{path}", auth=("rollouts", "guess")).status_code == 401
+    assert visitor.post("/runs/mine-01234567").status_code == 405
+    assert visitor.get("/runs/..%2F..%2Fprefect%2Fpassword").status_code == 404
+
+
+def test_a_run_is_listed_and_shown_with_what_its_model_wrote_as_text(store: Path, visitor: httpx.Client) -> None:
+    listed = visitor.get("/").text
+    assert listed.index("/runs/mine-01234567") < listed.index("/runs/earlier-fedcba98") and listed.count("mine") == 2
+    page = visitor.get("/runs/mine-01234567")
+    assert page.status_code == 200 and "step 5 of 10" in page.text and "Reward" in page.text
+    assert HOSTILE not in page.text and "&lt;script&gt;alert(1)" in page.text
+    policy = page.headers["content-security-policy"]
+    (nonce,) = [part.split("'nonce-")[1].split("'")[0] for part in policy.split(";") if "nonce" in part]
+    assert nonce and page.text.count("<script") == page.text.count(f'<script nonce="{nonce}">') == 1
+    assert visitor.get("/runs/mine-01234567").headers["content-security-policy"] != policy
+
+
+def test_the_report_is_there_when_it_is_written(store: Path, visitor: httpx.Client) -> None:
+    assert visitor.get("/runs/mine-01234567/report").status_code == 404
+    assert "report</a>" not in visitor.get("/runs/mine-01234567").text
+    folder = store / "runs/mine-01234567"
+    folder.mkdir(parents=True)
+    (folder / "report.html").write_text("<p>what came of it</p>")
+    assert '<a href="/runs/mine-01234567/report">' in visitor.get("/runs/mine-01234567").text
+    answer = visitor.get("/runs/mine-01234567/report")
+    assert answer.text == "<p>what came of it</p>" and "script-src 'none'" in answer.headers["content-security-policy"]
+
+
+def test_a_store_that_nothing_ran_in_has_an_empty_list(tmp_path: Path) -> None:
+    with served_live_pages(tmp_path / "new") as live:
+        user, _, password = own_password(tmp_path / "new/prefect").partition(":")
+        assert "No run of this store" in httpx.get(live.url, auth=(user, password)).text
+
+
+def test_the_port_is_kept_for_the_links_that_were_given_out(store: Path) -> None:
+    assert find_live_pages(store) is None
+    with served_live_pages(store) as first:
+        assert find_live_pages(store) == first
+        with served_live_pages(store) as beside:
+            assert beside.port != first.port
+    with served_live_pages(store) as again:
+        assert again.port == beside.port
+    assert find_live_pages(store) is None
+
+
+def test_a_stage_says_how_far_it_is_and_what_happened_last(tmp_path: Path) -> None:
+    run_dir = write_rl(tmp_path / "rl")
+    stage = LiveStage(name="rl", run_dir=run_dir, num_steps=10, began_at=NOW - 100)
+    shown = describe_stage(stage, now=NOW)
+    assert shown.state == "step 5 of 10, about 50.0 s left, for 1 min 40 s, the last numbers 50.0 s ago"
+    assert shown.done == 50.0 and ("reward", "0.5") in shown.numbers
+    assert [chart.title for chart in shown.charts] == ["Reward", "Completion length"]
+    assert shown.samples_of == "step 4"
+    assert [each.reward for each in shown.samples] == [0.0, 0.75]
+    assert len(shown.events) == MAX_EVENTS and shown.events[0][1] == "weights_published version=v19"
+    with (run_dir / "events.jsonl").open("a") as events:
+        events.write(json.dumps({"event": "failed", "attempt": 1, "time": NOW, "message": "no disk"}) + "\n")
+    assert describe_stage(stage, now=NOW).state == "failed: no disk"
+    (run_dir / "result.json").write_text("{}")
+    finished = describe_stage(stage, now=NOW)
+    assert finished.state == "finished" and finished.done == 0.0
+
+
+def test_a_stage_that_has_written_nothing_is_under_way(tmp_path: Path) -> None:
+    stage = LiveStage(name="evaluate", run_dir=tmp_path / "none", num_steps=0, began_at=NOW - 5)
+    shown = describe_stage(stage, now=NOW)
+    assert shown.state == "under way for 5.0 s" and shown.charts == () and shown.done == 0.0
+
+
+def test_the_time_left_is_told_from_the_latest_attempt(tmp_path: Path) -> None:
+    lines = [{"step": 1.0, "attempt": 1, "time": 0.0}, {"step": 2.0, "attempt": 2, "time": 1000.0}]
+    assert seconds_left(lines, 10) is None
+    lines.append({"step": 4.0, "attempt": 2, "time": 1010.0})
+    assert seconds_left(lines, 10) == 30.0
+    assert seconds_left(lines, 4) is None
