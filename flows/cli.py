@@ -19,10 +19,15 @@ from typing import TYPE_CHECKING, Annotated, ParamSpec
 import typer
 
 from flows.form import Pipeline, RunOptions, load_pipeline
+from flows.live import find_live_pages, served_live_pages
 from flows.machines_cli import add_machine_commands
+from flows.models_cli import add_model_commands
+from flows.password import own_password
 from flows.preflight import check_pipeline, check_writable
+from flows.prune_cli import prune
 from flows.quickstart_files import CONFIG_NAME, quickstart_folder, write_quickstart
 from flows.server import ServerAddress, ServerError, local_server, prefect_environment, run_url
+from flows.stores_cli import pull
 from flows.terminal import STORE_VARIABLE, Port, Store, console
 from flows.trigger import trigger_run
 from flows.up import down, status, up
@@ -159,6 +164,20 @@ def ui(store: Store = Path(".rollouts"), port: Port = 0) -> None:
 
 
 @command
+def watch(store: Store = Path(".rollouts")) -> None:
+    """Serve pages with the curves and samples of runs that are under way, until Ctrl-C."""
+    check_writable(store)
+    if address := find_live_pages(store):
+        console.print(f"the runs of {store} can be watched already, at {address.url}", markup=False)
+        return
+    with served_live_pages(store) as address:
+        console.print(f"watch the runs of {store} at {address.url} (Ctrl-C ends it)", markup=False)
+        console.print(f"log in with {own_password(store.resolve() / 'prefect')}", markup=False)
+        while True:
+            time.sleep(3600)
+
+
+@command
 def serve(
     model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder of a Hugging Face checkpoint.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -225,6 +244,8 @@ def run_pipeline(pipeline: Pipeline, *, port: int) -> None:
             check_writable(store)  # on a full disk Prefect, or a job, fails in ways that do not name the disk
             raise
     console.print(f"\nReport:      {result.report}\nCheckpoint:  {result.checkpoint}")
+    if result.published:
+        console.print(f"Published:   {result.published}  (rollouts pull fetches it)", markup=False)
     console.print(f"UI again:    {own_command()} ui --store {store}")
 
 
@@ -247,8 +268,9 @@ def run_flow(pipeline: Pipeline, address: ServerAddress) -> PipelineResult:
     return sft_rl.with_options(on_running=[announce])(pipeline.config, pipeline.node, pipeline.run)
 
 
-for each in (up, down, status):
+for each in (up, down, status, pull, prune):
     command(each)
+add_model_commands(app, explained)
 add_machine_commands(app, explained)
 
 

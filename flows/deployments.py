@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from pydantic import BaseModel
 from flows.form import Pipeline, load_pipeline, name_of, parse_pipeline
 from rollouts_core.config import read_settings
 from rollouts_core.errors import ConfigError
+from tasks.watch import check_sources, watched_sources
 
 FLOW = "sft-rl"
+RETRAIN_FLOW = "retrain"
 PRESETS = Path(__file__).resolve().parent.parent / "configs"
 
 
@@ -37,6 +39,9 @@ class Deployment:
     parameters: dict[str, Any]  # Any: JSON
     """Defaults of the form: config, node and run."""
     is_preset: bool = False
+    flow: str = FLOW
+    schedule: dict[str, Any] | None = None  # Any: JSON
+    """When it runs by itself; the content of ScheduleConfig."""
 
     @property
     def digest(self) -> str:
@@ -54,22 +59,50 @@ def preset_deployments(folder: Path, quickstart: Path) -> list[Deployment]:
     return made
 
 
-def deployment_of(path: Path) -> Deployment:
-    """A deployment of the configuration in a file, named after the file.
+def deployments_of(path: Path) -> list[Deployment]:
+    """The deployment of the configuration in a file, named after the file, and that of its retraining, if it has one.
 
     Raises:
         ConfigError: one sentence with the file, the key and what to do.
     """
     pipeline = load_pipeline(path)
-    return _deployment(name_of(path), pipeline, _leading_comment(path) or f"From {path.resolve()}.", is_preset=False)
+    description = _leading_comment(path) or f"From {path.resolve()}."
+    once = _deployment(name_of(path), pipeline, description, is_preset=False)
+    if pipeline.retrain is None:
+        return [once]
+    check_sources(watched_sources(pipeline.config, pipeline.retrain.sources))
+    again = replace(
+        once,
+        name=retraining_name(once.name),
+        flow=RETRAIN_FLOW,
+        parameters=parameters_of(pipeline),
+        schedule=pipeline.schedule.model_dump(mode="json") if pipeline.schedule else None,
+    )
+    return [once, again]
+
+
+def retraining_name(name: str) -> str:
+    """What the deployment is called that retrains the one of this name."""
+    return f"{name}-retrain"
 
 
 def save_deployments(home: Path, deployments: Iterable[Deployment]) -> None:
-    """Write what is to be served; a preset does not replace a configuration of the user with its name."""
+    """Write what is to be served; a preset does not replace a configuration of the user with its name.
+
+    A configuration that had a retraining, and has none any more, keeps it without its schedule.
+    """
     folder = home / "deployments"
     folder.mkdir(exist_ok=True)
     known = load_deployments(home)
-    for deployment in deployments:
+    given = list(deployments)
+    names = {each.name for each in given}
+    dropped = [known.get(retraining_name(each.name)) for each in given if not each.is_preset and each.flow == FLOW]
+    given += [
+        replace(each, schedule=None)
+        for each in dropped
+        if each is not None and each.flow == RETRAIN_FLOW and each.name not in names
+    ]
+    for deployment in given:
         if deployment.is_preset and deployment.name in known and not known[deployment.name].is_preset:
             continue
         partial = folder / f".{deployment.name}.{os.getpid()}"
@@ -105,7 +138,8 @@ def overridden(parameters: Mapping[str, Any], assignments: Iterable[str]) -> dic
     Raises:
         ConfigError: one sentence; the key is not known, or the value does not fit.
     """
-    settings = json.loads(json.dumps({**parameters["config"], "node": parameters["node"], "run": parameters["run"]}))
+    tables = {name: section for name, section in parameters.items() if name != "config"}
+    settings = json.loads(json.dumps({**parameters["config"], **tables}))
     for assignment in assignments:
         key, separator, text = assignment.partition("=")
         if not separator or not key:
@@ -126,11 +160,14 @@ def overridden(parameters: Mapping[str, Any], assignments: Iterable[str]) -> dic
 def parameters_of(pipeline: Pipeline) -> dict[str, Any]:  # Any: JSON
     """The parameters of the flow, as Prefect keeps them."""
     parts: dict[str, BaseModel] = {"config": pipeline.config, "node": pipeline.node, "run": pipeline.run}
+    if pipeline.retrain is not None:
+        parts["retrain"] = pipeline.retrain
     return {name: part.model_dump(mode="json") for name, part in parts.items()}
 
 
 def _deployment(name: str, pipeline: Pipeline, description: str, *, is_preset: bool) -> Deployment:
-    return Deployment(name=name, description=description, parameters=parameters_of(pipeline), is_preset=is_preset)
+    parameters = parameters_of(replace(pipeline, retrain=None))
+    return Deployment(name=name, description=description, parameters=parameters, is_preset=is_preset)
 
 
 def _leading_comment(path: Path) -> str:

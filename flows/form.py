@@ -2,11 +2,12 @@
 
 Not here: what the settings mean (rollouts_core/config/, infra/node.py).
 
-A file is the core's `Config` at its top level, with two tables more:
+A file is the core's `Config` at its top level, with further tables:
 
     mode = "sft+rl"        [model] [data] [training.sft] [rollout] ...     -> Config
     [node] provider = "local" | "ssh" | "provision"                       -> NodeSettings
     [run]  name = "quickstart"                                            -> RunOptions
+    [retrain], [schedule]: for `rollouts up`, not for a single run        -> RetrainConfig, ScheduleConfig
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import re
 import runpy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
+from flows.retrain_settings import LINE_PATTERN, RetrainConfig, ScheduleConfig, check_retraining
 from infra.node import NODE_TYPES, LocalNode, NodeSettings
+from infra.object_store import check_url
 from rollouts_core.config import (
     Config,
     DataConfig,
@@ -69,6 +72,26 @@ class RunOptions(Record):
     """Folder that keeps everything: stages, runs, Prefect's database. Relative to where the command is given."""
     fresh: tuple[StageName, ...] = ()
     """Stages that are done anew although an earlier run finished the same."""
+    publish: str = ""
+    """URL of an object store, for example s3://bucket/folder: the final checkpoint and the report are published in its
+    folder of the run's name. Credentials are found in the worker's environment variables. Empty publishes nothing."""
+
+    publish_checkpoints: bool = False
+    """Publish checkpoints also while they are trained, with all that it takes to go on from them. Nothing of them is
+    ever removed there."""
+    register_as: str = Field("", pattern=LINE_PATTERN)
+    """Register the final checkpoint as a candidate under this name, for `rollouts models promote`. Empty does not."""
+
+    @field_validator("publish")
+    @classmethod
+    def _check_publish(cls, value: str) -> str:
+        return check_url(value) if value else value
+
+    @model_validator(mode="after")
+    def _check_checkpoints(self) -> Self:
+        if self.publish_checkpoints and not self.publish:
+            raise ValueError("publish_checkpoints needs publish, the URL to publish them at")
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +101,9 @@ class Pipeline:
     config: Config
     node: NodeSettings
     run: RunOptions
+    retrain: RetrainConfig | None = None
+    """What is watched and when a model is promoted, where the pipeline is to be retrained."""
+    schedule: ScheduleConfig | None = None
 
 
 def load_pipeline(path: Path) -> Pipeline:
@@ -95,7 +121,9 @@ def load_pipeline(path: Path) -> Pipeline:
         run = RunOptions(name=name_of(path))
         pipeline = Pipeline(config=_beside(settings, path.parent), node=LocalNode(), run=run)
     else:
-        pipeline = replace(settings, config=_beside(settings.config, path.parent))
+        retrain = settings.retrain and settings.retrain.beside(path.parent)
+        pipeline = replace(settings, config=_beside(settings.config, path.parent), retrain=retrain)
+        check_retraining(pipeline.config, pipeline.retrain, pipeline.schedule, source=str(path))
     _check_importable(pipeline.config, path)
     return pipeline
 
@@ -104,11 +132,12 @@ def parse_pipeline(settings: dict[str, Any], path: Path) -> Pipeline:  # Any: un
     """The pipeline of a file's content; data paths are relative to the file's folder."""
     sections = dict(settings)
     node, run = sections.pop("node", {}), sections.pop("run", {})
-    known = [*Config.model_fields, "node", "run"]
+    retrain, schedule = sections.pop("retrain", None), sections.pop("schedule", None)
+    known = [*Config.model_fields, "node", "run", "retrain", "schedule"]
     for key in sections:
         if key not in known:
             raise ConfigError(f"{path}: unknown key {key}{closest_name(key, known)}")
-    for section, name in ((node, "node"), (run, "run")):
+    for section, name in ((node, "node"), (run, "run"), (retrain or {}, "retrain"), (schedule or {}, "schedule")):
         if not isinstance(section, dict):
             raise ConfigError(f"{path}: {name}: expected a table of settings, found {section!r}")
     provider = node.get("provider", "local")
@@ -119,11 +148,16 @@ def parse_pipeline(settings: dict[str, Any], path: Path) -> Pipeline:  # Any: un
         for key in section:
             if key not in model.model_fields:
                 raise ConfigError(f"{path}: unknown key {name}.{key}{closest_name(key, list(model.model_fields))}")
-    return Pipeline(
+    again = None if retrain is None else parse_config(RetrainConfig, retrain, source=f"{path}, table retrain")
+    pipeline = Pipeline(
         config=parse_config(Config, resolve_paths(sections, path.parent), source=str(path)),
         node=parse_config(node_type, node, source=f"{path}, table node"),
         run=parse_config(RunOptions, {"name": name_of(path), **run}, source=f"{path}, table run"),
+        retrain=again and again.beside(path.parent),
+        schedule=None if schedule is None else parse_config(ScheduleConfig, schedule, source=f"{path}, table schedule"),
     )
+    check_retraining(pipeline.config, pipeline.retrain, pipeline.schedule, source=str(path))
+    return pipeline
 
 
 def _run_python_file(path: Path) -> Any:  # Any: whatever the user's file calls config

@@ -21,7 +21,7 @@ from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.offers import CLOUD_NAMES, CloudName, GPUQuery, Offer
 from infra.providers.cloud import Cloud
-from infra.providers.clouds import CLOUDS, clouds_with_keys, open_clouds, require_keys
+from infra.providers.clouds import ENDPOINTS, clouds_with_keys, open_clouds, require_keys
 from infra.reaper import reap, release_named
 from infra.rentals import NAME_PREFIX, Rental, all_rentals, find_rental, open_rentals
 from rollouts_core.errors import InputError
@@ -53,6 +53,7 @@ def gpus(
     disk: Annotated[int, typer.Option(min=1, help="Disk, GB.")] = 1,
     region: Annotated[list[str] | None, typer.Option(help="Beginning of a region's name. Repeatable.")] = None,
     community: Annotated[bool, typer.Option("--community", help="Also machines of private people.")] = False,
+    spot: Annotated[bool, typer.Option("--spot", help="Machines that may be taken away at any time, alone.")] = False,
     min_cuda: Annotated[str, typer.Option(help="Lowest CUDA version of the driver, for example 12.8.")] = "",
     provider: Annotated[
         list[str] | None, typer.Option(help=f"Only this provider: {', '.join(CLOUD_NAMES)}. Repeatable.")
@@ -68,6 +69,7 @@ def gpus(
         disk_gb=disk,
         regions=tuple(region or ()),
         security="any" if community else "secure",
+        spot=spot,
         min_cuda=check_version(min_cuda),
         providers=check_providers(provider or []),
     )
@@ -80,7 +82,7 @@ def gpus(
         typer.echo(f"and {len(offers) - limit} more: --limit shows them")
     others = clouds_with_keys(query.providers)[1]
     if others:
-        variables = ", ".join(f"{CLOUDS[name].title} ({CLOUDS[name].key_variable})" for name in others)
+        variables = ", ".join(f"{ENDPOINTS[name].title} ({ENDPOINTS[name].key_variable})" for name in others)
         typer.echo(f"not asked, for want of a key: {variables}")
     for failure in failures:
         typer.echo(failure, err=True)
@@ -243,15 +245,18 @@ def reap_now(
     typer.echo(f"{len(report.ended)} ended, {len(report.kept)} kept")
 
 
-def open_ledger(store: Path) -> Ledger:
+def open_ledger(store: Path, *, nothing: str = "nothing was rented by it") -> Ledger:
     """The ledger of a store.
+
+    Args:
+        nothing: what is true of a store without one.
 
     Raises:
         PermanentInfraError: there is none.
     """
     path = store / LEDGER_FILE
     if not path.exists():
-        raise PermanentInfraError(f"{store} has no ledger: nothing was rented by it, or --store names another folder")
+        raise PermanentInfraError(f"{store} has no ledger: {nothing}, or --store names another folder")
     return Ledger(path)
 
 

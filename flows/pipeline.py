@@ -2,7 +2,10 @@
 
 Not here: what a stage does (tasks), how a run is asked for (form.py, cli.py).
 
-    provision -> bootstrap -> sft -> select -> launch-engine -> rl -> select -> evaluate -> sync -> report -> release
+    check -> provision -> bootstrap -> sft -> select -> launch-engine -> rl -> select -> evaluate -> sync -> report
+          -> release
+
+What object stores are asked for comes before and after: inputs before provision, the publication after the report.
 
 Finished, failed, interrupted by Ctrl-C, or cancelled in Prefect: the run's jobs end and the node is given back
 (cancellation.py). Killed, or ended by SIGTERM: everything is left as it is, and the next start attaches to it.
@@ -11,19 +14,23 @@ Finished, failed, interrupted by Ctrl-C, or cancelled in Prefect: the run's jobs
 # No postponed annotations here: the process of a served run gets the flow by value, without the names of this module.
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from uuid import uuid4
 
 from prefect import flow
+from prefect.artifacts import create_link_artifact
 from prefect.exceptions import TerminationSignal
-from prefect.runtime import flow_run
+from prefect.runtime import deployment, flow_run
 from pydantic import BaseModel
 
 from flows.cancellation import is_cancelled, release_after_cancellation
+from flows.check import check_settings
 from flows.deployments import FLOW
 from flows.form import FormNode, RunOptions
+from flows.live import find_live_pages
 from flows.server import held_server
 from infra.ledger import Ledger
 from infra.node import Node, NodeSettings
@@ -34,16 +41,21 @@ from rollouts_core.job import InputModel
 from tasks.artifacts import is_finished
 from tasks.bootstrap import bootstrap
 from tasks.caching import run_cached
+from tasks.candidate import register_candidate
 from tasks.engine import launch_engine, stop_engine
 from tasks.evaluate import evaluate_models
+from tasks.inputs import named_urls
 from tasks.plan import base_model, plan_evaluation, plan_rl, plan_selection, plan_sft, selected_model, with_engines
+from tasks.plan_node import with_enough_memory
 from tasks.provision import provision, release, release_now
 from tasks.records import EngineRecord, RunScope, StageRecord
 from tasks.report import write_report
 from tasks.rl import train_rl
 from tasks.select import select_checkpoint
 from tasks.sft import train_sft
+from tasks.stores import publish_results, reach_stores
 from tasks.sync import sync_results
+from tasks.watch import digest_sources, watched_sources
 
 
 class NoImprovementError(RolloutsError):
@@ -59,6 +71,8 @@ class PipelineResult(BaseModel):
     """Folder of the final checkpoint."""
     verdict: str
     """Whether RL helped, in a sentence; empty without RL."""
+    published: str = ""
+    """URL of the publication; empty where none was asked for."""
 
 
 @flow(
@@ -71,19 +85,46 @@ def sft_rl(config: Config, node: FormNode, run: RunOptions) -> PipelineResult:
     """Turn a base model and data into a trained, evaluated checkpoint.
 
     Raises:
-        NoImprovementError: RL did not improve on the model it started from beyond noise; the report is written.
+        NoImprovementError: RL did not improve on the model it started from beyond noise; the report is written, and
+            nothing is published.
     """
     scope = open_scope(run)
-    with held_server(), machine_of_the_run(node, scope) as machine:
-        checkpoint, records = run_stages(config, node, machine, scope)
-        report, verdict = write_report(records, config, node, checkpoint, scope)
-    if verdict is not None and not verdict.is_improvement:
-        raise NoImprovementError(f"{verdict.sentence}; the report is {report}")
-    return PipelineResult(report=report, checkpoint=checkpoint, verdict=verdict.sentence if verdict else "")
+    with held_server():
+        local = prepare(config, node, run, scope)
+        data = digest_sources(watched_sources(config, ())) if run.register_as else {}  # as it is before training
+        with machine_of_the_run(with_enough_memory(node, local), scope) as machine:
+            checkpoint, records = run_stages(local, node, machine, scope)
+            report, verdict = write_report(records, config, node, checkpoint, scope)
+        if verdict is not None and not verdict.is_improvement:
+            raise NoImprovementError(f"{verdict.sentence}; the report is {report}")
+        if run.register_as:
+            register_candidate(run.register_as, checkpoint, records, data, scope)
+        published = publish_results(checkpoint, scope) if run.publish else ""
+    sentence = verdict.sentence if verdict else ""
+    return PipelineResult(report=report, checkpoint=checkpoint, verdict=sentence, published=published)
 
 
-def run_stages(config: Config, node: NodeSettings, machine: Node, scope: RunScope) -> tuple[str, list[StageRecord]]:
-    """Every stage of the mode, in order; returns the folder of the final checkpoint and the stages' records."""
+def prepare(config: Config, node: NodeSettings, run: RunOptions, scope: RunScope) -> Config:
+    """Everything that comes before a machine; returns the configuration with its inputs in the store."""
+    if deployment.id is not None:  # rollouts run has checked already
+        check_settings(config, node, run)
+    link_live_page(scope)
+    return reach_stores(config, scope) if run.publish or named_urls(config) else config
+
+
+def run_stages(
+    config: Config,
+    node: NodeSettings,
+    machine: Node,
+    scope: RunScope,
+    *,
+    rivals: Mapping[str, InputModel] = MappingProxyType({}),
+) -> tuple[str, list[StageRecord]]:
+    """Every stage of the mode, in order; returns the folder of the final checkpoint and the stages' records.
+
+    Args:
+        rivals: further models that are evaluated on the same prompts, by name.
+    """
     machine = bootstrap(machine, config, node)
     models = {"base": base_model(config)}
     records: list[StageRecord] = []
@@ -97,7 +138,9 @@ def run_stages(config: Config, node: NodeSettings, machine: Node, scope: RunScop
         selection = run_cached(select_checkpoint, plan_selection(rl, config, scope, machine), scope, machine)
         models["rl"] = selected_model(rl, selection, config)
         records += [rl, selection]
-    evaluation = run_cached(evaluate_models, plan_evaluation(models, config, scope, machine), scope, machine)
+    evaluation = run_cached(
+        evaluate_models, plan_evaluation({**models, **rivals}, config, scope, machine), scope, machine
+    )
     checkpoint = sync_results(models.get("rl") or models["sft"], scope)
     return checkpoint, [*records, evaluation]
 
@@ -120,7 +163,23 @@ def run_rl(start: InputModel, config: Config, scope: RunScope, machine: Node) ->
 def open_scope(run: RunOptions) -> RunScope:
     """The run's identity and place in the store."""
     store = Path(run.store).resolve()
-    return RunScope(run_id=str(flow_run.id or uuid4()), run_name=run.name, store=str(store), fresh=run.fresh)
+    return RunScope(
+        run_id=str(flow_run.id or uuid4()),
+        run_name=run.name,
+        store=str(store),
+        fresh=run.fresh,
+        publish=run.publish,
+        publish_checkpoints=run.publish_checkpoints,
+    )
+
+
+def link_live_page(scope: RunScope) -> None:
+    """Show the run's live page on its page in Prefect, where somebody serves it."""
+    if (live := find_live_pages(Path(scope.store))) is not None:
+        link = live.run_url(scope.output_dir.name)
+        create_link_artifact(
+            link, link_text="curves and samples while it runs", key="live", description=f"Live: {link}"
+        )
 
 
 @contextmanager

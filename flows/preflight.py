@@ -15,13 +15,19 @@ from flows.form import Pipeline
 from infra.engines import check_engine_installed
 from infra.errors import PermanentInfraError
 from infra.node import Node, RentedNode
+from infra.object_store import ObjectStore
+from infra.offers import GPUQuery
 from infra.ports import LOOPBACK, check_port
 from infra.providers import open_session, provision_node
 from infra.providers.rented import check_rentable
+from infra.publication import check_writable_store
 from infra.session import Session
 from rollouts_core.config import Config, DataConfig, EngineConfig
 from rollouts_core.errors import ConfigError
 from rollouts_core.keys import key_header, read_key
+from rollouts_core.resource_needs import checkpoint_disk_bytes
+from tasks.inputs import bring_inputs
+from tasks.plan_node import with_enough_memory
 
 ENGINE_ANSWER_TIMEOUT_S = 2.0
 PROBE_BYTES = 1 << 20
@@ -31,21 +37,32 @@ PROBE_BYTES = 1 << 20
 def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
     """What was found out about a pipeline, a sentence each, without starting anything.
 
+    Models and data that URLs name are fetched into the store: what is in them can only be seen there.
+
     Raises:
         InputError, PermanentInfraError: one sentence about what does not work.
+        StoreUnavailableError: an object store does not answer.
     """
     check_writable(store)
     check_files(pipeline.config.data)
-    if isinstance(pipeline.node, RentedNode):  # a machine costs money: what it can do is seen when it is there
-        return [check_rentable(pipeline.node), *check_training(pipeline.config)]
+    findings: list[str] = []
+    if pipeline.run.publish:
+        check_writable_store(ObjectStore(f"{pipeline.run.publish}/{pipeline.run.name}"))
+        findings.append(f"{pipeline.run.publish}: can be written")
+    config = bring_inputs(pipeline.config, store, findings.append)
+    if isinstance(pipeline.node, RentedNode):  # a machine costs money: what else it can do is seen when it is there
+        trained = check_training(config)
+        check_query(pipeline.node.query, config)
+        fitting = with_enough_memory(pipeline.node, config)
+        return [*findings, *describe_least_memory(fitting), check_rentable(fitting), *trained]
     node = provision_node(pipeline.node, store)
     with open_session(node) as session:
-        if pipeline.config.mode != "sft" and not pipeline.config.data.rollouts:
-            key = read_key(pipeline.config.rollout.engine.api_key_variable, "rollout.engine")
-            for port in pipeline.config.deployment.engine_ports:
+        if config.mode != "sft" and not config.data.rollouts:
+            key = read_key(config.rollout.engine.api_key_variable, "rollout.engine")
+            for port in config.deployment.engine_ports:
                 check_engine_port(session, port, node, api_key=key)
-            check_engine(session, pipeline.config.rollout.engine)
-    return check_training(pipeline.config)
+            check_engine(session, config.rollout.engine)
+    return [*findings, *check_training(config)]
 
 
 def check_training(config: Config) -> list[str]:
@@ -53,6 +70,27 @@ def check_training(config: Config) -> list[str]:
     from rollouts_core.validate import validate_config  # torch and transformers load here
 
     return validate_config(config)
+
+
+def describe_least_memory(node: RentedNode) -> list[str]:
+    """What GPUs must have, where the settings or the training say so."""
+    return [f"node: GPUs with at least {node.query.min_vram_gb:.1f} GB"] if node.query.min_vram_gb else []
+
+
+def check_query(query: GPUQuery, config: Config) -> None:
+    """Raise ConfigError when a machine that is asked for could not do the work, whichever it is."""
+    ranks = (*config.deployment.trainer_gpu_ranks, *config.deployment.engine_gpu_ranks)
+    if ranks and max(ranks) >= query.gpu_count:
+        raise ConfigError(
+            f"deployment names GPU {max(ranks)}, and node.query.gpu_count {query.gpu_count} asks for GPUs up to "
+            f"{query.gpu_count - 1}: ask for more, or name others"
+        )
+    disk_gb = checkpoint_disk_bytes(config) / 1e9
+    if disk_gb > query.disk_gb:
+        raise ConfigError(
+            f"checkpoints take {disk_gb:.1f} GB, and node.query.disk_gb asks for {query.disk_gb}: ask for more, or "
+            "keep fewer of them (training.*.keep_checkpoints)"
+        )
 
 
 def check_engine_port(session: Session, port: int, node: Node, *, api_key: str = "") -> None:

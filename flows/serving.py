@@ -24,14 +24,16 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from flows.deployments import load_deployments, parameters_for
+from flows.deployments import FLOW, RETRAIN_FLOW, load_deployments, parameters_for
 from flows.expired_machines import end_expired
+from flows.live import served_live_pages
 from flows.server import local_server, prefect_environment
 from rollouts_core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from prefect import Flow
     from prefect.runner import Runner
 
 logger = logging.getLogger(__name__)
@@ -51,7 +53,7 @@ MAX_LOG_BYTES = 8 * 1024 * 1024
 
 def serve_store(store: Path) -> None:
     """Serve the store's deployments until SIGTERM."""
-    with local_server(store) as address:
+    with local_server(store) as address, served_live_pages(store):
         preferences = {
             "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": os.environ.get("PREFECT_LOGGING_LEVEL", "WARNING"),
             "PREFECT_RUNNER_POLL_FREQUENCY": f"{POLL_S:.0f}",
@@ -109,7 +111,10 @@ async def _end_expired_machines(store: Path) -> None:
 async def _register(runner: Runner, store: Path, served: dict[str, str]) -> bool:
     """Make Prefect's deployments those of the store; returns whether something was new."""
     from flows.pipeline import sft_rl
+    from flows.retrain import retrain_model
+    from flows.schedules import drop_schedules, schedule_options
 
+    flows: dict[str, Flow[..., Any]] = {FLOW: sft_rl, RETRAIN_FLOW: retrain_model}  # Any: what they return
     try:
         deployments = load_deployments(store / "prefect")
     except ConfigError as error:
@@ -117,12 +122,15 @@ async def _register(runner: Runner, store: Path, served: dict[str, str]) -> bool
         return False
     fresh = [each for each in deployments.values() if served.get(each.name) != each.digest]
     for deployment in fresh:
-        await runner.aadd_flow(
-            sft_rl,
+        deployment_id = await runner.aadd_flow(
+            flows[deployment.flow],
             name=deployment.name,
             description=deployment.description,
             parameters=parameters_for(store, deployment.parameters),
+            **await schedule_options(deployment),
         )
+        if deployment.flow == RETRAIN_FLOW and deployment.schedule is None:
+            await drop_schedules(deployment_id)
         served[deployment.name] = deployment.digest
     return bool(fresh)
 

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from flows.deployments import FLOW
+from flows.deployments import FLOW, RETRAIN_FLOW
 from flows.prefect_api import ask
 from flows.server import ServerAddress, run_url
 from infra.errors import PermanentInfraError, TransientInfraError
@@ -28,8 +28,9 @@ SUFFIX = re.compile(r"-[0-9a-f]{3}$")
 LATEST = 5
 """So many runs that ended are shown, besides all that did not."""
 UNDER_WAY = ("SCHEDULED", "PENDING", "RUNNING", "PAUSED", "CANCELLING")
-NOT_ENDED = {"flows": {"name": {"any_": [FLOW]}}, "flow_runs": {"state": {"type": {"any_": UNDER_WAY}}}}
-ENDED = {"flows": {"name": {"any_": [FLOW]}}, "flow_runs": {"state": {"type": {"not_any_": UNDER_WAY}}}}
+FLOWS = {"name": {"any_": [FLOW, RETRAIN_FLOW]}}
+NOT_ENDED = {"flows": FLOWS, "flow_runs": {"state": {"type": {"any_": UNDER_WAY}}}}
+ENDED = {"flows": FLOWS, "flow_runs": {"state": {"type": {"not_any_": UNDER_WAY}}}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,9 @@ class GoingJob:
 def describe_runs(address: ServerAddress, store: Path) -> list[str]:
     """A line for every run that has not ended, and for the latest that have."""
     ended = ask(address, "POST", "/flow_runs/filter", {**ENDED, "sort": "END_TIME_DESC", "limit": LATEST})
-    runs = ask(address, "POST", "/flow_runs/filter", {**NOT_ENDED, "sort": "EXPECTED_START_TIME_DESC"})
+    # From the earliest on: what schedules foresee is more than the server answers at once, and comes last.
+    under_way = ask(address, "POST", "/flow_runs/filter", {**NOT_ENDED, "sort": "EXPECTED_START_TIME_ASC"})
+    runs = without_later_looks(under_way)[::-1]
     tasks: list[dict[str, Any]] = []  # Any: JSON
     if runs:
         of_runs = {"flow_runs": {"id": {"any_": [run["id"] for run in runs]}}}
@@ -61,6 +64,20 @@ def describe_runs(address: ServerAddress, store: Path) -> list[str]:
         tasks = ask(address, "POST", "/task_runs/filter", {**of_runs, **running})
     nodes = {lease.run_id: lease.node for lease in _leases(store)}
     return [describe_run(run, tasks, nodes, address) for run in [*runs, *ended]]
+
+
+def without_later_looks(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:  # Any: JSON
+    """The runs, earliest first, and of those that a schedule foresees only the next one of each deployment."""
+    now = datetime.now().astimezone()
+    foreseen = [
+        run
+        for run in runs
+        if run["auto_scheduled"]
+        and run["state_type"] == "SCHEDULED"
+        and datetime.fromisoformat(run["expected_start_time"]) > now
+    ]
+    following = {run["deployment_id"]: run for run in foreseen[::-1]}
+    return [run for run in runs if run not in foreseen or run is following[run["deployment_id"]]]
 
 
 def describe_run(
@@ -74,12 +91,14 @@ def describe_run(
     own = [each for each in tasks if each["flow_run_id"] == run["id"] and each["start_time"]]
     last = max(own, key=lambda each: str(each["start_time"]), default=None)
     is_running = run["state_type"] == "RUNNING" and last is not None
+    is_foreseen = run["state_type"] == "SCHEDULED" and run["auto_scheduled"]
     began = last["start_time"] if is_running and last else run["state"]["timestamp"]
+    when = f"for {_clock(run['expected_start_time'])}" if is_foreseen else f"since {_clock(began)}"
     name = SUFFIX.sub("", last["name"]) if is_running and last else ""
     stage = f"{run['state_name']:<10} {name:<14}"
     provider = run.get("parameters", {}).get("node", {}).get("provider", "local")
     where = nodes.get(run["id"], provider)
-    return f"{run['name']:<20} {stage} since {_clock(began)} on {where}  {run_url(address, run['id'])}"
+    return f"{run['name']:<20} {stage} {when} on {where}  {run_url(address, run['id'])}"
 
 
 def going_jobs(store: Path) -> list[GoingJob]:

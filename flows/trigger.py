@@ -24,12 +24,13 @@ def trigger_run(store: Path, name: str, assignments: Iterable[str]) -> str:
         ConfigError: there is no such deployment, or a setting does not fit.
     """
     require_serving(store)
+    known = load_deployments(store.resolve() / "prefect")
+    flow = known[name].flow if name in known else FLOW
     with local_server(store) as address:
         try:
-            deployment = ask(address, "GET", f"/deployments/name/{FLOW}/{name}")
+            deployment = ask(address, "GET", f"/deployments/name/{flow}/{name}")
         except RefusedError as error:
-            known = list(load_deployments(store.resolve() / "prefect"))
-            raise ConfigError(f"there is no deployment {name}{closest_name(name, known)}") from error
+            raise ConfigError(f"there is no deployment {name}{closest_name(name, list(known))}") from error
         parameters = overridden(deployment["parameters"], assignments)
         question = {"name": parameters["run"]["name"], "parameters": parameters}
         run = ask(address, "POST", f"/deployments/{deployment['id']}/create_flow_run", question)

@@ -22,7 +22,8 @@ from typing import Annotated
 
 import typer
 
-from flows.deployments import Deployment, deployment_of, load_deployments, preset_deployments, save_deployments
+from flows.deployments import Deployment, deployments_of, load_deployments, preset_deployments, save_deployments
+from flows.live import find_live_pages
 from flows.locks import lock_file, open_lock, try_lock
 from flows.password import password_file
 from flows.preflight import check_writable
@@ -60,7 +61,7 @@ def up(
 
     What runs already is joined; a CONFIG is then offered in addition.
     """
-    own = [deployment_of(path) for path in configs or []]
+    own = [deployment for path in configs or [] for deployment in deployments_of(path)]
     check_writable(store)
     with local_server(store, port=port) as address:
         is_new = ensure_serving(store.resolve(), own)
@@ -69,6 +70,8 @@ def up(
     console.print(f"{'started' if is_new else 'joined'}        process {serving.pid}, which outlives this terminal")
     console.print(f"deployments    {', '.join(serving.deployments)}")
     console.print(f"start a run    {address.ui_url}/deployments, or rollouts run --deployment quickstart", markup=False)
+    if live := find_live_pages(store):
+        console.print(f"watch runs     {live.url}", markup=False)
     if address.password:
         console.print(f"log in with    {address.password}", markup=False)
         console.print(f"               (kept in {password_file(store.resolve() / 'prefect')})", markup=False)
@@ -109,6 +112,8 @@ def status(store: Store = Path(".rollouts")) -> None:
         typer.echo(f"serving      process {serving.pid} since {since}: {', '.join(serving.deployments)}")
     else:
         typer.echo("serving      none: rollouts up starts it")
+    if live := find_live_pages(store):
+        typer.echo(f"live pages   {live.url}")
     for line in describe_runs(address, store.resolve()) if address else []:
         typer.echo(f"run          {line}")
     for job in going_jobs(store.resolve()):

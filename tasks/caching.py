@@ -12,6 +12,7 @@ from prefect import Task
 from prefect.cache_policies import CacheKeyFnPolicy
 from prefect.context import TaskRunContext
 
+from infra.ledger import Ledger
 from infra.node import Node
 from rollouts_core.run_directory import RunDirectory
 from tasks.artifacts import is_finished
@@ -40,6 +41,9 @@ def run_cached(
     task: Task[[Stage, RunScope, Node], StageRecord], stage: Stage, scope: RunScope, node: Node
 ) -> StageRecord:
     """The record of a stage task, from Prefect's cache only while everything that the record names is whole."""
+    with Ledger(scope.ledger_path) as ledger:  # before looking: what is not there then, was pruned, and is done again
+        use = Path(stage.run_dir).name
+        ledger.note_use(use, scope.run_id, run=scope.output_dir.name, num_steps=stage.num_steps)
     # Without this a deleted or damaged checkpoint would be found by whoever loads it, much later.
     fitting = task.with_options(refresh_cache=not is_finished(stage), task_run_name=stage.name)
     state = fitting(stage, scope, node, return_state=True)

@@ -33,6 +33,10 @@ class RunScope(TaskRecord):
     """Absolute path of the store."""
     fresh: tuple[str, ...] = ()
     """Stages that must not reuse what another run left."""
+    publish: str = ""
+    """URL below which results are published; empty publishes nothing."""
+    publish_checkpoints: bool = False
+    """Whether checkpoints are published there while they are trained, too."""
 
     @property
     def ledger_path(self) -> Path:
@@ -43,6 +47,11 @@ class RunScope(TaskRecord):
     def output_dir(self) -> Path:
         """Where the run's report and checkpoint are published."""
         return Path(self.store) / "runs" / f"{self.run_name}-{self.run_id[:8]}"
+
+    @property
+    def publication_url(self) -> str:
+        """Where the run's results are published in an object store."""
+        return f"{self.publish}/{self.run_name}"
 
 
 class Stage(TaskRecord):

@@ -66,7 +66,9 @@ def render_settings(config: Config, node: NodeSettings, scope: RunScope) -> str:
     """The settings of the run as a file for `rollouts run`, without those at their defaults."""
     settings = json.loads(config.model_dump_json(exclude_defaults=True))
     node_settings = {"provider": node.provider, **node.model_dump(mode="json", exclude_defaults=True)}
-    return tomli_w.dumps({**settings, "node": node_settings, "run": {"name": scope.run_name}})
+    published = {"publish": scope.publish, "publish_checkpoints": scope.publish_checkpoints}
+    run_settings = {"name": scope.run_name} | (published if scope.publish else {})
+    return tomli_w.dumps({**settings, "node": node_settings, "run": run_settings})
 
 
 def build_report_input(

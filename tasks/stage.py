@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from infra.checkpoint_uploads import checkpoints_published
 from infra.errors import PermanentInfraError
 from infra.jobs import (
     JobSpec,
@@ -82,16 +83,25 @@ def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgre
         ledger.add_lease(run_dir, scope.run_id, node.name)
         status = start_or_attach(session, job_spec(placement.stage, session, code_dir=placement.code_dir))
         how = how_it_began(status)
-        with mirrored(session, run_dir, Path(stage.run_dir)) if node.is_remote else nullcontext():
-            if how != "reused":
-                progress.say(f"{'started' if how == 'ran' else 'attached to the running job'} in {run_dir}")
-                follow_until_finished(session, status, progress)
-        ledger.drop_lease(run_dir, scope.run_id)
-        if node.is_remote:
-            pull_run(session, run_dir, Path(stage.run_dir))
-            if damage := find_damage(stage):
-                raise PermanentInfraError(f"what {node.name} has is damaged ({damage}): delete {run_dir} there")
+        with checkpoints_published_of(stage, scope):
+            with mirrored(session, run_dir, Path(stage.run_dir)) if node.is_remote else nullcontext():
+                if how != "reused":
+                    progress.say(f"{'started' if how == 'ran' else 'attached to the running job'} in {run_dir}")
+                    follow_until_finished(session, status, progress)
+            ledger.drop_lease(run_dir, scope.run_id)
+            if node.is_remote:
+                pull_run(session, run_dir, Path(stage.run_dir))
+                if damage := find_damage(stage):
+                    raise PermanentInfraError(f"what {node.name} has is damaged ({damage}): delete {run_dir} there")
     return how
+
+
+def checkpoints_published_of(stage: Stage, scope: RunScope) -> AbstractContextManager[None]:
+    """Publish the checkpoints of a training while it goes on, where the run asks for that."""
+    if not scope.publish_checkpoints or stage.kind not in ("sft", "rl"):
+        return nullcontext()
+    url = f"{scope.publication_url}/stages/{Path(stage.run_dir).name}"
+    return checkpoints_published(RunDirectory(Path(stage.run_dir)).checkpoints, url)
 
 
 def job_spec(

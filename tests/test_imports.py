@@ -27,6 +27,7 @@ CONFINED = {
     "transformers": ("rollouts_core/",),
     "jax": ("rollouts_core/backends/jax_model.py", "rollouts_core/backends/jax.py"),
     "paramiko": ("infra/ssh.py",),
+    "fsspec": ("infra/object_store.py",),
 }
 
 

@@ -30,11 +30,12 @@ class Rollouts:
     store: Path
     output: Path
 
-    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+    def start(self, *arguments: str, with_store: bool = True) -> subprocess.Popen[bytes]:
         """Begin a command; what it prints goes to `output`."""
+        store = ["--store", str(self.store)] if with_store else []
         with self.output.open("wb") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", "flows.cli", *arguments, "--store", str(self.store)],
+                [sys.executable, "-m", "flows.cli", *arguments, *store],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

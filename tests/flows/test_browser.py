@@ -55,6 +55,27 @@ def open_page(page: Page, rollouts: Rollouts, path: str) -> None:
     page.keyboard.press("Enter")
 
 
+def assert_live_page_moves(page: Page, rollouts: Rollouts, run_id: str) -> None:
+    """The run links a page with curves and samples, which goes on by itself while RL does."""
+    of_run = {"artifacts": {"flow_run_id": {"any_": [run_id]}, "key": {"any_": ["live"]}}}
+    (artifact,) = api(rollouts, "POST", "/artifacts/filter", of_run)
+    link = re.search(r"http://127\.0\.0\.1:\d+/runs/[\w-]+", artifact["data"])
+    assert link is not None, artifact
+    user, _, password = address_of(rollouts).password.partition(":")
+    assert page.context.browser is not None
+    visitor = page.context.browser.new_context(http_credentials={"username": user, "password": password}).new_page()
+    visitor.set_default_timeout(PAGE_TIMEOUT_MS)
+    visitor.goto(link[0])
+    visitor.get_by_role("figure", name=re.compile("^Reward")).wait_for()
+    visitor.locator("#rl", has_text="Samples of step").wait_for()
+    assert visitor.locator("#sft").get_by_text("finished").is_visible()
+    state = visitor.locator("#rl > p").first
+    seen = state.inner_text()
+    assert re.match(r"step \d+ of 400", seen), seen
+    wait_until(lambda: state.inner_text().split(",")[0] != seen.split(",")[0], what="the next step on the page")
+    visitor.context.close()
+
+
 def address_of(rollouts: Rollouts) -> ServerAddress:
     address = running_server(rollouts.store)
     assert address is not None, "no server answers"
@@ -100,10 +121,11 @@ def test_a_run_that_failed_in_rl_is_retried_by_a_button_and_sft_is_shown_as_reus
     page: Page,
     tmp_path: Path,
 ) -> None:
-    fewer = {"training__sft__num_steps": 40, "training__rl__num_steps": 100}
+    fewer = {"training__sft__num_steps": 40, "training__rl__num_steps": 400}
     up(served, str(write_small_pipeline(tmp_path / "small", **{**LONG, **fewer})))
     run_id = trigger(served, "small")
     rl = wait_for_checkpoint(served, "rl")
+    assert_live_page_moves(page, served, run_id)
     os.kill(program_of(rl), signal.SIGKILL)
     wait_for_state(served, run_id, "FAILED")
 

@@ -37,13 +37,17 @@ SURFACE = {
     "serve": ["MODEL_DIR", "--host", "--port", "--threads", "--max-running-requests", "--api-key"],
     "gpus": [
         *("--gpu", "--count", "--min-vram", "--max-price", "--disk", "--region"),
-        *("--community", "--min-cuda", "--provider", "--limit"),
+        *("--community", "--spot", "--min-cuda", "--provider", "--limit"),
     ],
     "nodes": ["--store", "--all"],
     "reap": ["--store", "--spare", "--other-store"],
+    "pull": ["URL", "DIR"],
     "up": ["[CONFIG]...", "--store", "--port"],
+    "watch": ["--store"],
     "down": ["--store"],
     "status": ["--store"],
+    "prune": ["--store", "--days", "--max-gb", "--yes"],
+    "models": ["--store"],
 }
 """Every command with its arguments and options: other scripts depend on them, so they change only on purpose."""
 

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from flows.deployments import (
     PRESETS,
     Deployment,
-    deployment_of,
+    deployments_of,
     load_deployments,
     overridden,
     parameters_for,
@@ -50,7 +50,8 @@ def test_the_runs_of_a_deployment_keep_everything_in_the_store_that_serves_it(tm
 
 @pytest.fixture
 def small(folder: Path) -> Deployment:
-    return deployment_of(folder / "small.toml")
+    [deployment] = deployments_of(folder / "small.toml")
+    return deployment
 
 
 def test_a_trigger_changes_what_it_names_and_nothing_else(small: Deployment) -> None:

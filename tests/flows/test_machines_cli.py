@@ -14,18 +14,19 @@ from typer.testing import CliRunner, Result
 
 from flows.cli import app
 from infra.ledger import LEDGER_FILE, Ledger
-from infra.providers.clouds import CLOUDS, open_clouds
+from infra.providers.clouds import ENDPOINTS, open_clouds
 from infra.provision import rent_machine
 from infra.rentals import Rental
 from tests.infra.fake_cloud import KEY, FakeCloud
 from tests.infra.fake_lambda import FakeLambda
+from tests.infra.fake_prime import FakePrime
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.test_provision import PACE, REQUEST, usable
 
 
 @pytest.fixture
 def runpod(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRunPod]:
-    for entry in CLOUDS.values():
+    for entry in ENDPOINTS.values():
         monkeypatch.delenv(entry.key_variable, raising=False)
     fake = FakeRunPod()
     with offered(fake, "RUNPOD", monkeypatch):
@@ -61,10 +62,13 @@ def test_offers_of_all_providers_are_one_table_cheapest_first(
     assert result.exit_code == 0 and lines[0].startswith("USD/GPU/h")
     assert [line.split()[0] for line in lines[1:4]] == ["2.49", "2.49", "2.99"]
     assert {"lambda", "runpod"} <= set(result.stdout.split()) and "A6000" not in result.stdout
-    assert lines[-1] == "not asked, for want of a key: Shadeform (SHADEFORM_API_KEY), Vast.ai (VAST_API_KEY)"
+    without_key = "Prime Intellect (PRIME_API_KEY), Shadeform (SHADEFORM_API_KEY), Vast.ai (VAST_API_KEY)"
+    assert lines[-1] == f"not asked, for want of a key: {without_key}"
 
 
-def test_filters_reach_the_search(runpod: FakeRunPod) -> None:
+def test_filters_reach_the_search(runpod: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as for_now, offered(FakePrime(), "PRIME", for_now):
+        assert call("gpus", "--spot").stdout.splitlines()[1].split()[0] == "0.90"
     assert "RTX A6000" in call("gpus", "--max-price", "1", "--count", "8", "--min-vram", "40").stdout
     assert "nothing on offer fits" in call("gpus", "--gpu", "H100", "--max-price", "1").stdout
     assert call("gpus", "--region", "us").stdout.splitlines()[1].split()[-3] == "US-TX-3"
@@ -79,7 +83,7 @@ def test_a_provider_that_does_not_answer_is_named(runpod: FakeRunPod) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("gpus", "--provider", "moon"), "there is no provider moon: choose of runpod, lambda, shadeform, vast"),
+        (("gpus", "--provider", "moon"), "there is no provider moon: choose of runpod, lambda, prime, shadeform, vast"),
         (("gpus", "--min-cuda", "twelve"), "give it as 12.8"),
         (("nodes", "--store", "/nowhere"), "/nowhere has no ledger"),
         (("reap", "--store", "/nowhere"), "/nowhere has no ledger"),

@@ -41,7 +41,7 @@ def fake(server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRun
     fake = FakeRunPod()
     fake.port, fake.user = server.port, getpass.getuser()
     with fake.served() as url:
-        for name in ("LAMBDA_API_KEY", "SHADEFORM_API_KEY", "VAST_API_KEY"):
+        for name in ("LAMBDA_API_KEY", "PRIME_API_KEY", "SHADEFORM_API_KEY", "VAST_API_KEY"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("RUNPOD_API_KEY", KEY)
         monkeypatch.setenv("RUNPOD_API_URL", url)

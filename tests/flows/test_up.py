@@ -141,6 +141,12 @@ def test_up_outlives_its_terminal_is_joined_runs_what_is_asked_for_and_is_ended_
     assert len(list(served.store.glob("stages/sft-*"))) == 1
     assert {path.name.rpartition("-")[0] for path in served.store.glob("runs/*")} == {"asked", "small"}
 
+    mistaken = trigger(served, "small", f"data.prompts={folder / 'missing.jsonl'}")
+    wait_for_state(served, mistaken, "FAILED")
+    message = api(served, "GET", f"/flow_runs/{mistaken}")["state"]["message"]
+    assert f"data.prompts: {folder / 'missing.jsonl'} does not exist" in message
+    assert "provision" not in logs_of(served, mistaken)
+
     code, output = served.run("status")
     assert code == 0
     assert f"server       {address.ui_url}" in output

@@ -1,0 +1,182 @@
+"""The commands about the models of a store: which there are, which is in production, and changing that by hand.
+
+    rollouts models                   every model with its aliases and its last comparison
+    rollouts models history           what was in production when, and why
+    rollouts models promote small-3   put a model into production, whatever a comparison says
+    rollouts models rollback          put the one back that the present one replaced
+    rollouts models forget small-2    strike a model out, so that prune may remove what it came from
+    rollouts models path small        folder of the checkpoint in production, for other commands
+
+Not here: the other commands (cli.py), the registry (infra/registry.py), promotions by comparison (tasks/retraining.py).
+"""
+
+from __future__ import annotations
+
+import getpass
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flows.machines_cli import Explained, at, open_ledger, render_table
+from infra.ledger import Ledger
+from infra.registry import (
+    Alias,
+    Model,
+    current,
+    find_model,
+    find_replaced,
+    forget_model,
+    history,
+    models,
+    promote,
+    rollback,
+)
+from rollouts_core.errors import InputError
+from tasks.candidate import check_whole
+
+Store = Annotated[Path, typer.Option(envvar="ROLLOUTS_STORE", help="Folder whose ledger knows the models.")]
+ModelName = Annotated[str, typer.Argument(metavar="NAME|ID", help="Name or id, as `rollouts models` shows it.")]
+Line = Annotated[
+    str,
+    typer.Argument(metavar="[LINE]", help="Models of which name, small for small-1 and small-2; where several are."),
+]
+Reason = Annotated[str, typer.Option(help="Why; kept in the history.")]
+
+
+def add_model_commands(app: typer.Typer, explained: Explained) -> None:
+    """Add the commands to the command line; `explained` makes sentences of their failures."""
+    group = typer.Typer(help="The models of this store: candidates, production, history.", no_args_is_help=False)
+    app.add_typer(group, name="models", invoke_without_command=True, callback=_list_unless_asked(explained))
+    group.command("history")(explained(show_history))
+    group.command("promote")(explained(promote_by_hand))
+    group.command("rollback")(explained(roll_back))
+    group.command("forget")(explained(forget))
+    group.command("path")(explained(show_path))
+
+
+def _list_unless_asked(explained: Explained) -> Callable[..., None]:
+    """`rollouts models` without a command of its own lists."""
+
+    def callback(context: typer.Context, store: Store = Path(".rollouts")) -> None:
+        if context.invoked_subcommand is None:
+            explained(list_models)(store)
+
+    return callback
+
+
+def list_models(store: Path) -> None:
+    """Print every model, oldest first."""
+    with open_registry(store) as ledger:
+        every = models(ledger)
+        aliases = {
+            (line, alias): current(ledger, line, alias) for line in {each.line for each in every} for alias in Alias
+        }
+    typer.echo(render_models(every, aliases) if every else "there are no models: a retraining registers them")
+
+
+def show_history(line: Line = "", store: Store = Path(".rollouts")) -> None:
+    """Print what was registered, promoted and rolled back, oldest first."""
+    with open_registry(store) as ledger:
+        names = {model.id: model.name for model in models(ledger)}
+        changes = history(ledger, line)
+    rows = [
+        (
+            at(change.changed_at),
+            change.line,
+            change.alias.value,
+            "-" if change.model_id is None else names.get(change.model_id, f"id {change.model_id}"),
+            change.changed_by,
+            change.reason,
+        )
+        for change in changes
+    ]
+    typer.echo(render_table(("WHEN (UTC)", "LINE", "ALIAS", "MODEL", "BY", "WHY"), rows))
+
+
+def promote_by_hand(name: ModelName, store: Store = Path(".rollouts"), reason: Reason = "by hand") -> None:
+    """Put a model into production, whatever a comparison says; its checkpoint is verified first."""
+    with open_registry(store) as ledger:
+        model = find_model(ledger, name)
+        check_whole(model, store.resolve())
+        promote(ledger, model, by=getpass.getuser(), reason=reason)
+    typer.echo(f"{model.name} is in production: {store.resolve() / model.checkpoint}")
+
+
+def roll_back(line: Line = "", store: Store = Path(".rollouts"), reason: Reason = "rollback by hand") -> None:
+    """Put the model back into production that the present one replaced; its checkpoint is verified first."""
+    with open_registry(store) as ledger:
+        chosen = only_line(ledger, line)
+        check_whole(find_replaced(ledger, chosen), store.resolve())
+        model = rollback(ledger, chosen, by=getpass.getuser(), reason=reason)
+    typer.echo(f"{model.name} is in production again: {store.resolve() / model.checkpoint}")
+
+
+def forget(name: ModelName, store: Store = Path(".rollouts")) -> None:
+    """Strike a model out that no alias and no rollback needs; its checkpoint stays, its stages may be pruned."""
+    with open_registry(store) as ledger:
+        model = find_model(ledger, name)
+        forget_model(ledger, model)
+    typer.echo(f"{model.name} is no model any more; its checkpoint is still {store.resolve() / model.checkpoint}")
+
+
+def show_path(
+    line: Line = "",
+    store: Store = Path(".rollouts"),
+    alias: Annotated[Alias, typer.Option(help="Of which model.")] = Alias.PRODUCTION,
+) -> None:
+    """Print the folder of the checkpoint in production, as for `rollouts serve $(rollouts models path)`."""
+    with open_registry(store) as ledger:
+        chosen = only_line(ledger, line)
+        model = current(ledger, chosen, alias)
+    if model is None:
+        raise InputError(f"no model of {chosen} has the alias {alias.value}: rollouts models shows what there is")
+    typer.echo(str(store.resolve() / model.checkpoint))
+
+
+def open_registry(store: Path) -> Ledger:
+    """The ledger of a store, which has the registry; raises PermanentInfraError where there is none."""
+    return open_ledger(store, nothing="nothing was trained in it")
+
+
+def only_line(ledger: Ledger, line: str) -> str:
+    """The line that was named, or the only one of the store.
+
+    Raises:
+        InputError: there is no such line, or there are several and none was named.
+    """
+    known = sorted({model.line for model in models(ledger)})
+    if line in known or (not line and len(known) == 1):
+        return line or known[0]
+    if not known:
+        raise InputError("there are no models: a retraining registers them")
+    wanted = f"there is no line {line}" if line else "the store has several lines of models"
+    raise InputError(f"{wanted}: name one of {', '.join(known)}")
+
+
+def render_models(every: Sequence[Model], aliases: Mapping[tuple[str, Alias], Model | None]) -> str:
+    """A line for each model."""
+    head = ("NAME", "ID", "ALIASES", "SCORE", "AGAINST", "MADE (UTC)", "CHECKPOINT")
+    rows = []
+    for model in every:
+        named = [alias.value for (line, alias), each in aliases.items() if line == model.line and each == model]
+        rows.append(
+            (
+                model.name,
+                str(model.id),
+                " ".join(sorted(named)) or "-",
+                *_figures(model.evaluation),
+                at(model.registered_at),
+                model.checkpoint,
+            )
+        )
+    return render_table(head, rows)
+
+
+def _figures(evaluation: Mapping[str, Any]) -> tuple[str, str]:  # Any: JSON
+    """The score, and the difference to what it was compared with."""
+    if not evaluation:
+        return "-", "-"
+    difference, low, high = (evaluation[key] for key in ("difference", "difference_low", "difference_high"))
+    return f"{evaluation['mean']:.3f}", f"{evaluation['against']} {difference:+.3f} ({low:+.3f} to {high:+.3f})"

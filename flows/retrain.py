@@ -1,0 +1,119 @@
+"""The `retrain` flow: train when data is new, compare with production, and promote what is better.
+
+Not here: what is done next and why (tasks/retraining.py), when it is looked (schedules.py), the stages (pipeline.py).
+
+    new data? -> the stages of `sft-rl`, production evaluated beside them -> registry: candidate -> promote | reject
+                                                                                        \\-> a person is asked
+
+A run that waits for a person has no process and no machine: the answer starts it again, and it finds what it left.
+Retry does the same.
+"""
+
+# No postponed annotations here: the process of a served run gets the flow by value, without the names of this module.
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+from prefect.artifacts import create_markdown_artifact
+from prefect.flow_runs import suspend_flow_run
+from prefect.input import RunInput
+from prefect.states import Completed, State
+from pydantic import Field
+
+from flows.cancellation import release_after_cancellation
+from flows.deployments import RETRAIN_FLOW
+from flows.form import FormNode, RunOptions
+from flows.pipeline import machine_of_the_run, open_scope, prepare, run_stages
+from flows.retrain_settings import RetrainConfig
+from flows.server import held_server
+from infra.ledger import Ledger
+from infra.node import NodeSettings
+from infra.registry import Alias, Model, current
+from infra.retrainings import Retraining, find_retraining
+from rollouts_core.config import Config
+from tasks.candidate import candidate_name, judge_candidate, production_input, register_candidate, render_comparison
+from tasks.plan_node import with_enough_memory
+from tasks.records import RunScope
+from tasks.report import write_report
+from tasks.retraining import Answer, Compared, Rules, retrain_once
+from tasks.stores import publish_results
+from tasks.watch import digest_sources, watched_sources
+
+
+class Approval(RunInput):
+    """What a person says about a candidate."""
+
+    promote: bool = Field(description="Put the candidate into production.")
+    decided_by: str = Field("", description="Who decides; kept in the registry's history.")
+    comment: str = Field("", description="Why; kept in the registry's history.")
+
+
+@flow(
+    name=RETRAIN_FLOW,
+    flow_run_name="{run.name}",
+    persist_result=False,
+    on_cancellation=[release_after_cancellation],
+)
+def retrain_model(config: Config, node: FormNode, run: RunOptions, retrain: RetrainConfig) -> State[Any]:
+    """Train on new data, compare with the model in production, and promote what is better.
+
+    Ends in the state Skipped, Promoted or Rejected, whose message says why.
+    """
+    scope = open_scope(run)
+    rules = Rules(needs_approval=retrain.approval, force=retrain.force, max_failures=retrain.max_failures)
+    line = retrain.model or scope.run_name
+    work = PipelineWork(config, node, run, retrain, scope)
+    with held_server(), Ledger(scope.ledger_path) as ledger:
+        outcome = retrain_once(ledger, work, run_id=scope.run_id, line=line, rules=rules)
+        if outcome.is_promotion and run.publish:
+            production, row = current(ledger, line, Alias.PRODUCTION), find_retraining(ledger, scope.run_id)
+            if production is not None and row is not None and production.id == row.model_id:  # not put back meanwhile
+                publish_results(str(Path(scope.store) / production.checkpoint), scope)
+    return Completed(name=outcome.name, message=outcome.sentence)
+
+
+class PipelineWork:
+    """What `retrain_once` has done, by the stages of the pipeline and Prefect's form."""
+
+    def __init__(
+        self, config: Config, node: NodeSettings, run: RunOptions, retrain: RetrainConfig, scope: RunScope
+    ) -> None:
+        self._config = config
+        self._node = node
+        self._run = run
+        self._retrain = retrain
+        self._scope = scope
+
+    def watch(self) -> dict[str, str]:
+        """Digests of the data, by path."""
+        return digest_sources(watched_sources(self._config, self._retrain.sources))
+
+    def train(self, data: Mapping[str, str], production: Model | None) -> Compared:
+        """Train, register the candidate and compare it, unless an earlier try did; finished stages are reused."""
+        config, scope, line = self._config, self._scope, self._retrain.model or self._scope.run_name
+        local = prepare(config, self._node, self._run, scope)
+        rivals = {"production": production_input(production, config, Path(scope.store))} if production else {}
+        with machine_of_the_run(with_enough_memory(self._node, local), scope) as machine:
+            checkpoint, records = run_stages(local, self._node, machine, scope, rivals=rivals)
+            write_report(records, config, self._node, checkpoint, scope)
+        model = register_candidate(line, checkpoint, records, data, scope)
+        compared = judge_candidate(
+            model,
+            records[-1],
+            names=("production" if production else "base", candidate_name(config)),
+            production=production,
+            margin=self._retrain.margin,
+            max_p_value=self._retrain.max_p_value,
+        )
+        table = render_comparison(model.name, compared.evaluation)
+        create_markdown_artifact(table, key="comparison", description=f"{model.name} and what is in production")
+        return compared
+
+    def ask(self, row: Retraining, candidate: Model) -> Answer:
+        """What a person entered; until then the run is suspended, and this process ends."""
+        table = render_comparison(candidate.name, candidate.evaluation)
+        form = Approval.with_initial_data(description=f"## Put {candidate.name} into production?\n\n{table}")
+        answer = suspend_flow_run(wait_for_input=form, key=f"approve-{candidate.id}-{row.baseline_id}")
+        return Answer(approved=answer.promote, by=answer.decided_by or "somebody in Prefect", comment=answer.comment)

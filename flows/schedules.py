@@ -1,0 +1,64 @@
+"""What Prefect is told about a deployment that runs by itself: its schedule, and what happens when runs overlap.
+
+Not here: what a schedule may say (retrain_settings.py), the process that registers deployments (serving.py).
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID
+from zoneinfo import ZoneInfo
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
+from prefect.exceptions import ObjectNotFound
+from prefect.schedules import Cron, Interval, Schedule
+
+from flows.deployments import RETRAIN_FLOW, Deployment
+from flows.retrain_settings import ScheduleConfig
+
+ANCHOR = datetime(2020, 1, 1)
+"""Where intervals are counted from: a fixed time, so that a restart does not shift them."""
+SLUG = "new-data"
+
+
+async def schedule_options(deployment: Deployment) -> dict[str, Any]:  # Any: keywords of Prefect's
+    """Keywords for `Runner.aadd_flow`; of retrainings only one runs at a time. A schedule that was paused stays so."""
+    if deployment.flow != RETRAIN_FLOW:
+        return {}
+    settings = ScheduleConfig.model_validate(deployment.schedule) if deployment.schedule else None
+    is_skipped = settings is not None and settings.overlap == "skip"
+    strategy = ConcurrencyLimitStrategy.CANCEL_NEW if is_skipped else ConcurrencyLimitStrategy.ENQUEUE
+    return {
+        "concurrency_limit": ConcurrencyLimitConfig(limit=1, collision_strategy=strategy),
+        "paused": False,  # Prefect pauses deployments when the process that serves them ends
+        "schedules": [] if settings is None else [build_schedule(settings, is_active=await is_active(deployment))],
+    }
+
+
+async def is_active(deployment: Deployment) -> bool:
+    """False where somebody paused the schedule of the deployment in Prefect."""
+    async with get_client() as client:
+        try:
+            known = await client.read_deployment_by_name(f"{deployment.flow}/{deployment.name}")
+        except ObjectNotFound:
+            return True
+        return all(schedule.active for schedule in known.schedules if schedule.slug == SLUG)
+
+
+def build_schedule(settings: ScheduleConfig, *, is_active: bool = True) -> Schedule:
+    """The schedule in Prefect's terms."""
+    if settings.cron:
+        return Cron(settings.cron, timezone=settings.time_zone, slug=SLUG, active=is_active)
+    assert settings.interval_minutes is not None, "a schedule has either"
+    anchor = ANCHOR.replace(tzinfo=ZoneInfo(settings.time_zone)).astimezone(UTC)
+    every = timedelta(minutes=settings.interval_minutes)
+    return Interval(every, anchor_date=anchor, timezone=settings.time_zone, slug=SLUG, active=is_active)
+
+
+async def drop_schedules(deployment_id: UUID) -> None:
+    """End the schedules that a deployment had: registering it without one leaves them."""
+    async with get_client() as client:
+        for schedule in await client.read_deployment_schedules(deployment_id):
+            await client.delete_deployment_schedule(deployment_id, schedule.id)

@@ -1,0 +1,120 @@
+"""From the stages of a run to a candidate in the registry, and how it compares with production.
+
+Not here: what follows from the comparison (retraining.py), the registry (infra/registry.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from infra.ledger import Ledger
+from infra.registry import Model, register_model
+from rollouts_core.checkpoint import load_manifest
+from rollouts_core.comparison import compare_paired, judge_improvement
+from rollouts_core.config import Config, ModelConfig
+from rollouts_core.errors import CheckpointError
+from rollouts_core.job import InputModel
+from tasks.artifacts import find_checkpoint_damage
+from tasks.records import RunScope, StageRecord
+from tasks.retraining import Compared
+
+
+def candidate_name(config: Config) -> str:
+    """What an evaluation calls the model that a run ends with."""
+    return "sft" if config.mode == "sft" else "rl"
+
+
+def register_candidate(
+    line: str, checkpoint: str, records: Sequence[StageRecord], data: Mapping[str, str], scope: RunScope
+) -> Model:
+    """The published checkpoint of a run as a model of the line, and as its candidate where it is new.
+
+    Args:
+        data: digests of what it was trained on, by path.
+    """
+    folder = Path(checkpoint)
+    with Ledger(scope.ledger_path) as ledger:
+        return register_model(
+            ledger,
+            line,
+            checkpoint=str(folder.relative_to(scope.store)),
+            digest=load_manifest(folder).digest,
+            run_id=scope.run_id,
+            stages=[Path(record.run_dir).name for record in records],
+            data=data,
+            by=f"run {scope.run_name}",
+        )
+
+
+def production_input(model: Model, config: Config, store: Path) -> InputModel:
+    """The model in production as something to evaluate.
+
+    Raises:
+        CheckpointError: its checkpoint is not whole, or not there.
+    """
+    check_whole(model, store)
+    path = store / model.checkpoint
+    loaded = ModelConfig(path=str(path), trust_remote_code=config.model.trust_remote_code)
+    return InputModel(name="production", model=loaded, digest=model.digest)
+
+
+def check_whole(model: Model, store: Path) -> None:
+    """Raise CheckpointError when the checkpoint of a model is damaged, gone, or another one."""
+    if damage := find_checkpoint_damage(store / model.checkpoint, model.digest):
+        raise CheckpointError(f"{model.name} cannot be used: {damage}; rollouts models shows others")
+
+
+def judge_candidate(
+    model: Model,
+    evaluation: StageRecord,
+    *,
+    names: tuple[str, str],
+    production: Model | None,
+    margin: float,
+    max_p_value: float,
+) -> Compared:
+    """How the candidate did on the held-out rows, row by row against production or the start model.
+
+    Args:
+        names: what the evaluation calls the two, the candidate last.
+    """
+    by_name = {entry["name"]: entry for entry in evaluation.result["checkpoints"]}
+    before, after = (by_name[name] for name in names)
+    against = production.name if production else "the start model"
+    verdict = judge_improvement(
+        before["scores"], after["scores"], names=(against, model.name), max_p_value=max_p_value, margin=margin
+    )
+    comparison = compare_paired(before["scores"], after["scores"])
+    figures = {key: after[key] for key in ("mean", "low", "high", "num_rows")}
+    evaluation_figures = {
+        "metric": evaluation.result["metric"],
+        **figures,
+        "against": against,
+        "against_mean": before["mean"],
+        "against_low": before["low"],
+        "against_high": before["high"],
+        **{key: value for key, value in asdict(comparison).items() if key in ("difference", "p_value")},
+        "difference_low": comparison.low,
+        "difference_high": comparison.high,
+        "sentence": verdict.sentence,
+    }
+    return Compared(
+        model=model, is_better=verdict.is_improvement, sentence=verdict.sentence, evaluation=evaluation_figures
+    )
+
+
+def render_comparison(name: str, evaluation: Mapping[str, object]) -> str:
+    """A candidate beside what it was compared with; Markdown."""
+    rows = [
+        (evaluation["against"], "against_mean", "against_low", "against_high"),
+        (name, "mean", "low", "high"),
+        ("difference", "difference", "difference_low", "difference_high"),
+    ]
+    lines = [
+        f"| {title} | {evaluation[mean]:.3f} | {evaluation[low]:.3f} to {evaluation[high]:.3f} |"
+        for title, mean, low, high in rows
+    ]
+    table = "\n".join(["| model | mean score | 95 % interval |", "|---|---|---|", *lines])
+    return f"{table}\n\n{evaluation['sentence']}"

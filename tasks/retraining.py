@@ -1,0 +1,270 @@
+"""What a retraining does next: skip, train and compare, ask a person, promote or reject; and doing it step by step.
+
+Not here: Prefect (flows/retrain.py), the rows that are written down (infra/retrainings.py, infra/registry.py). After
+every step the ledger has what the next one needs, so that a run which was killed or suspended anywhere goes on there.
+
+    data of the last retraining ──> skip
+    new data ──> train, compare ──not better──> reject
+                    ^     └──better──> (ask) ──> promote
+                    └─ production changed since ─┘
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+from infra.errors import MachineGoneError, TransientInfraError
+from infra.ledger import Ledger
+from infra.registry import (
+    NOTHING,
+    Alias,
+    Model,
+    ProductionChangedError,
+    current,
+    find_model,
+    note_evaluation,
+    promote,
+    reject,
+)
+from infra.retrainings import (
+    Retraining,
+    RetrainingState,
+    begin_retraining,
+    change_retraining,
+    end_retraining,
+    find_retraining,
+    retrainings,
+)
+from rollouts_core.errors import RolloutsError
+
+MAX_STEPS = 20
+"""A comparison with production leads back to training when production changes; so many steps are taken at most."""
+
+CONSIDERED = (RetrainingState.WAITING, RetrainingState.PROMOTED, RetrainingState.REJECTED)
+"""States of a retraining whose data needs no other one."""
+
+
+class Step(StrEnum):
+    """What is done next."""
+
+    SKIP = "skip"
+    TRAIN = "train"
+    """Train, or take what is trained already, and compare with production."""
+    ASK = "ask"
+    PROMOTE = "promote"
+    REJECT = "reject"
+    NOTHING = "nothing"
+    """It is over already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What a person decided about retraining beforehand."""
+
+    needs_approval: bool = False
+    force: bool = False
+    """Train although no data changed."""
+    max_failures: int = 3
+    """After so many failed retrainings on the same data in a row, the data has to change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The next step, and why."""
+
+    step: Step
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """A candidate, and how it did against production."""
+
+    model: Model
+    is_better: bool
+    sentence: str
+    evaluation: Mapping[str, Any]  # Any: JSON
+    """Figures that the registry keeps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a person said about a candidate."""
+
+    approved: bool
+    by: str
+    comment: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a retraining ended."""
+
+    name: str
+    """Skipped, Promoted or Rejected."""
+    sentence: str
+
+    @property
+    def is_promotion(self) -> bool:
+        """True when the candidate is in production now."""
+        return self.name == RetrainingState.PROMOTED.value.capitalize()
+
+
+class Work(Protocol):
+    """What is done outside of the ledger; each may be called again after a crash, and does only what is missing."""
+
+    def watch(self) -> dict[str, str]:
+        """Digests of the data, by path."""
+        ...
+
+    def train(self, data: Mapping[str, str], production: Model | None) -> Compared:
+        """Train, register the candidate, and compare it with production, or with the start model where none is."""
+        ...
+
+    def ask(self, row: Retraining, candidate: Model) -> Answer:
+        """What a person says; may end the process, and be called again by another one."""
+        ...
+
+
+def decide_start(data: Mapping[str, str], earlier: Sequence[Retraining], rules: Rules) -> Decision:
+    """Whether to train on this data.
+
+    Args:
+        earlier: the retrainings of the line, without the present one, oldest first.
+    """
+    if rules.force:
+        return Decision(step=Step.TRAIN, reason="asked for")
+    considered = next((row for row in reversed(earlier) if row.state in CONSIDERED), None)
+    if considered is not None and dict(considered.data) == dict(data):
+        ended = f"ended {considered.state.value}" if considered.state.is_over else "waits for approval"
+        began = time.strftime("%Y-%m-%d %H:%M", time.gmtime(considered.began_at))
+        return Decision(step=Step.SKIP, reason=f"data unchanged since the retraining of {began} UTC, which {ended}")
+    failures = 0
+    for row in reversed(earlier):
+        if row.state is not RetrainingState.FAILED or dict(row.data) != dict(data):
+            break
+        failures += 1
+    if failures >= rules.max_failures:
+        return Decision(
+            step=Step.SKIP,
+            reason=f"the last {failures} retrainings on the same data failed ({earlier[-1].note}): change the data, or "
+            "start one with retrain.force=true",
+        )
+    return Decision(step=Step.TRAIN, reason="first training" if considered is None else "new data")
+
+
+def decide_end(row: Retraining, production_id: int, rules: Rules) -> Decision:
+    """What follows for a retraining that has begun.
+
+    Args:
+        production_id: the model that is in production now, or NOTHING.
+    """
+    if row.state in (RetrainingState.PROMOTED, RetrainingState.REJECTED):
+        return Decision(step=Step.NOTHING)
+    if row.state in (RetrainingState.TRAINING, RetrainingState.FAILED):
+        return Decision(step=Step.TRAIN)
+    if row.state is RetrainingState.WAITING and row.approved is None:
+        return Decision(step=Step.ASK)
+    if row.approved is False:
+        return Decision(step=Step.REJECT, reason=f"{row.approved_by} declined it")
+    if row.model_id == production_id:
+        return Decision(step=Step.PROMOTE, reason="it is in production already")
+    if row.baseline_id != production_id:
+        return Decision(step=Step.TRAIN, reason="production changed since the comparison")
+    if not row.is_better:
+        return Decision(step=Step.REJECT, reason=row.note)
+    if rules.needs_approval and row.approved is None:
+        return Decision(step=Step.ASK)
+    return Decision(step=Step.PROMOTE, reason=row.note)
+
+
+def retrain_once(
+    ledger: Ledger, work: Work, *, run_id: str, line: str, rules: Rules, clock: Callable[[], float] = time.time
+) -> Outcome:
+    """Do what is left of the retraining of this run; raises what training raises, and remembers a failure.
+
+    Raises:
+        TransientInfraError: of a machine; it is tried again without limit.
+    """
+    row = find_retraining(ledger, run_id)
+    if row is None or row.state is RetrainingState.FAILED:
+        data = work.watch()
+        earlier = [each for each in retrainings(ledger, line) if each.run_id != run_id]
+        decision = decide_start(data, earlier, rules)
+        if decision.step is Step.SKIP:
+            return Outcome(name="Skipped", sentence=f"skipped, {decision.reason}")
+        row = begin_retraining(ledger, run_id, line, data, now=clock())
+    for _ in range(MAX_STEPS):
+        production = current(ledger, line, Alias.PRODUCTION)
+        decision = decide_end(row, production.id if production else NOTHING, rules)
+        match decision.step:
+            case Step.TRAIN:
+                row = _train(ledger, work, row, production, clock)
+            case Step.ASK:
+                row = _ask(ledger, work, row)
+            case Step.PROMOTE:
+                row = _promote(ledger, row, decision.reason, clock)
+            case Step.REJECT:
+                row = _reject(ledger, row, decision.reason, clock)
+            case _:
+                return Outcome(name=row.state.value.capitalize(), sentence=row.note)
+    raise RolloutsError(f"production of {line} changed {MAX_STEPS} times while a candidate was compared: start again")
+
+
+def _train(
+    ledger: Ledger, work: Work, row: Retraining, production: Model | None, clock: Callable[[], float]
+) -> Retraining:
+    try:
+        compared = work.train(row.data, production)
+    except (TransientInfraError, MachineGoneError):
+        raise  # no fault of the data or the settings: it counts as little as a kill does
+    except Exception as error:
+        end_retraining(ledger, row, RetrainingState.FAILED, str(error), now=clock())
+        raise
+    note_evaluation(ledger, compared.model, compared.evaluation)
+    return change_retraining(
+        ledger,
+        row,
+        state=RetrainingState.COMPARED,
+        model_id=compared.model.id,
+        baseline_id=production.id if production else NOTHING,
+        is_better=compared.is_better,
+        approved=None,
+        approved_by="",
+        note=compared.sentence,
+    )
+
+
+def _ask(ledger: Ledger, work: Work, row: Retraining) -> Retraining:
+    waiting = change_retraining(ledger, row, state=RetrainingState.WAITING)
+    answer = work.ask(waiting, find_model(ledger, str(row.model_id)))
+    said = f"; {answer.by}: {answer.comment}" if answer.comment else ""
+    return change_retraining(
+        ledger,
+        waiting,
+        state=RetrainingState.COMPARED,
+        approved=answer.approved,
+        approved_by=answer.by,
+        note=f"{row.note}{said}",
+    )
+
+
+def _promote(ledger: Ledger, row: Retraining, reason: str, clock: Callable[[], float]) -> Retraining:
+    model = find_model(ledger, str(row.model_id))
+    by = row.approved_by or f"run {row.run_id}"
+    try:
+        promote(ledger, model, by=by, reason=reason, instead_of=row.baseline_id, now=clock())
+    except ProductionChangedError:
+        return row  # somebody was faster: the next step compares with what is in production now
+    return end_retraining(ledger, row, RetrainingState.PROMOTED, f"promoted {model.name}: {reason}", now=clock())
+
+
+def _reject(ledger: Ledger, row: Retraining, reason: str, clock: Callable[[], float]) -> Retraining:
+    model = find_model(ledger, str(row.model_id))
+    by = row.approved_by or f"run {row.run_id}"
+    reject(ledger, model, by=by, reason=reason, now=clock())
+    return end_retraining(ledger, row, RetrainingState.REJECTED, f"rejected {model.name}: {reason}", now=clock())

@@ -1,0 +1,132 @@
+"""Pins what `rollouts models` and `rollouts prune` print, and that they do what they print.
+
+Without it somebody serves another model than the registry says, or loses a stage to a command that was to show it only.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from flows.cli import app
+from infra.ledger import LEDGER_FILE, Ledger
+from infra.registry import Alias, Model, current, note_evaluation, promote, register_model
+from rollouts_core.checkpoint import load_manifest, new_checkpoint
+
+FIGURES = {
+    "mean": 0.625,
+    "against": "small-1",
+    "difference": 0.125,
+    "difference_low": 0.0625,
+    "difference_high": 0.1875,
+}
+
+
+def call(store: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(app, [*arguments, "--store", str(store)], catch_exceptions=False)
+
+
+def register(store: Path, number: int, line: str = "small") -> Model:
+    """A model with a checkpoint of its own."""
+    folder = store / f"runs/{line}-{number}/checkpoint"
+    with new_checkpoint(folder, step=number) as partial:
+        (partial / "model.safetensors").write_text(f"weights of {line} {number}")
+    with Ledger(store / LEDGER_FILE) as ledger:
+        return register_model(
+            ledger,
+            line,
+            checkpoint=str(folder.relative_to(store)),
+            digest=load_manifest(folder).digest,
+            run_id=f"run-{number}",
+            stages=[f"sft-{number:016x}"],
+            data={},
+            by="run small",
+        )
+
+
+def production(store: Path) -> str:
+    with Ledger(store / LEDGER_FILE) as ledger:
+        model = current(ledger, "small", Alias.PRODUCTION)
+    return model.name if model else ""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A store with two models, the first in production."""
+    store = tmp_path / "store"
+    first, second = register(store, 1), register(store, 2)
+    with Ledger(store / LEDGER_FILE) as ledger:
+        promote(ledger, first, by="run small", reason="first training")
+        note_evaluation(ledger, second, FIGURES)
+    return store
+
+
+def test_models_are_listed_with_their_aliases_and_their_last_comparison(store: Path) -> None:
+    head, first, second = call(store, "models").stdout.splitlines()
+    assert head.split()[:3] == ["NAME", "ID", "ALIASES"]
+    assert first.split()[:3] == ["small-1", "1", "production"]
+    assert second.split()[:3] == ["small-2", "2", "candidate"]
+    assert "0.625  small-1 +0.125 (+0.062 to +0.188)" in second
+    assert second.endswith("runs/small-2/checkpoint")
+
+
+def test_a_promotion_and_a_rollback_by_hand_are_in_the_history(store: Path) -> None:
+    result = call(store, "models", "promote", "2", "--reason", "Ada likes it")
+    assert result.stdout == f"small-2 is in production: {store}/runs/small-2/checkpoint\n"
+    assert call(store, "models", "path").stdout == f"{store}/runs/small-2/checkpoint\n"
+    result = call(store, "models", "rollback")
+    assert result.stdout == f"small-1 is in production again: {store}/runs/small-1/checkpoint\n"
+    lines = call(store, "models", "history", "small").stdout.splitlines()
+    productions = [line for line in lines if " production " in line]
+    assert [line.split()[4] for line in productions] == ["small-1", "small-2", "small-1"]
+    assert productions[1].endswith("Ada likes it")
+
+
+def test_a_damaged_checkpoint_does_not_get_into_production(store: Path) -> None:
+    (store / "runs/small-2/checkpoint/model.safetensors").write_text("other weights")
+    result = call(store, "models", "promote", "small-2")
+    assert result.exit_code == 2
+    assert "small-2 cannot be used: " in result.stderr
+    assert production(store) == "small-1"
+    call(store, "models", "promote", str(register(store, 3).id))
+    (store / "runs/small-1/checkpoint/manifest.json").unlink()
+    result = call(store, "models", "rollback")
+    assert (result.exit_code, production(store)) == (2, "small-3")
+    assert "small-1 cannot be used: " in result.stderr
+
+
+def test_what_cannot_be_is_one_sentence(store: Path, tmp_path: Path) -> None:
+    register(store, 1, line="large")
+    for arguments, words in (
+        (["models", "promote", "small-7"], "there is no model small-7: the registry has small-1, small-2, large-1"),
+        (["models", "rollback", "small"], "nothing of small was in production before"),
+        (["models", "rollback"], "the store has several lines of models: name one of large, small"),
+        (["models", "path", "tiny"], "there is no line tiny: name one of large, small"),
+        (["models", "path", "large"], "no model of large has the alias production"),
+    ):
+        result = call(store, *arguments)
+        assert result.exit_code == 2
+        assert words in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+    result = call(tmp_path / "empty", "models")
+    assert (result.exit_code, result.stderr.startswith(f"rollouts: {tmp_path}/empty has no ledger")) == (2, True)
+
+
+def test_pruning_shows_first_and_removes_only_when_told_and_never_a_lineage(store: Path) -> None:
+    of_model, old = store / f"stages/sft-{1:016x}", store / f"stages/sft-{9:016x}"
+    for path in (of_model, old):
+        path.mkdir(parents=True)
+        (path / "weights").write_bytes(bytes(2_000_000))
+        os.utime(path, (time.time() - 100 * 86_400,) * 2)
+    shown = call(store, "prune").stdout
+    assert old.name in shown
+    assert of_model.name not in shown
+    assert "would remove 1 stages of 0.002 GB with --yes; 1 stages of 0.002 GB stay" in shown
+    assert old.is_dir()
+    assert "nothing to remove" in call(store, "prune", "--days", "200").stdout
+    assert "removed 1 stages of 0.002 GB; 1 stages" in call(store, "prune", "--yes").stdout
+    assert (of_model.is_dir(), old.exists()) == (True, False)

@@ -1,0 +1,233 @@
+"""Retraining as a store serves it: a real Prefect server, real trainings, data that changes.
+
+Without these tests the parts could each be right and the flow not: a night's training on unchanged data, a candidate
+that nobody compares, a form that nobody can answer, a schedule that never fires.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from infra.ledger import LEDGER_FILE, Ledger
+from infra.registry import Alias, Model, current, history, models
+from rollouts_core.checkpoint import verify_checkpoint
+from tests.flows.conftest import Rollouts, wait_until
+from tests.flows.test_faults import LONG, exits_of, paused, program_of
+from tests.flows.test_up import (  # noqa: F401
+    api,
+    served,
+    set_state,
+    state_of,
+    trigger,
+    up,
+    wait_for_checkpoint,
+    wait_for_state,
+)
+from tests.small_pipeline import small_settings, write_small_pipeline
+
+pytestmark = pytest.mark.slow
+
+
+def write_config(folder: Path, **overrides: Any) -> Path:  # Any: settings of every type
+    """The small pipeline with SFT alone, retrained; any candidate counts as better."""
+    settings = small_settings(mode="sft", training__sft__num_steps=20, **{"retrain__max_p_value": 1.0, **overrides})
+    config = folder / "small.toml"
+    config.write_text(tomli_w.dumps(settings))
+    return config
+
+
+def run_of(rollouts: Rollouts, run_id: str) -> dict[str, Any]:  # Any: JSON
+    run: dict[str, Any] = api(rollouts, "GET", f"/flow_runs/{run_id}")
+    return run
+
+
+def message_of(rollouts: Rollouts, run_id: str) -> str:
+    return str(run_of(rollouts, run_id)["state"]["message"])
+
+
+def retrain(rollouts: Rollouts, *assignments: str) -> tuple[str, str]:
+    """The name and the message of the state in which a retraining ends."""
+    run_id = trigger(rollouts, "small-retrain", *assignments)
+    wait_for_state(rollouts, run_id, "COMPLETED")
+    state = run_of(rollouts, run_id)["state"]
+    return state["name"], state["message"]
+
+
+def registered(rollouts: Rollouts) -> list[Model]:
+    with Ledger(rollouts.store / LEDGER_FILE) as ledger:
+        return models(ledger)
+
+
+def production(rollouts: Rollouts) -> Model | None:
+    with Ledger(rollouts.store / LEDGER_FILE) as ledger:
+        return current(ledger, "small", Alias.PRODUCTION)
+
+
+def change_data(folder: Path) -> None:
+    """Demonstrations as if others had come: the last ones are gone."""
+    path = folder / "sft.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-20]))
+
+
+def num_jobs(rollouts: Rollouts, stage: str) -> int:
+    return len(list((rollouts.store / "stages").glob(f"{stage}-*/exit-1.json")))
+
+
+def test_data_is_trained_on_once_and_new_data_is_trained_on_and_compared_with_production(
+    served: Rollouts,  # noqa: F811
+    folder: Path,
+) -> None:
+    up(served, str(write_config(folder)))
+    name, message = retrain(served)
+    assert name == "Promoted", message
+    assert message.startswith("promoted small-1: small-1 improved on the start model")
+    [first] = registered(served)
+    assert production(served) == first
+    assert verify_checkpoint(served.store / first.checkpoint).digest == first.digest
+    assert {stage.rpartition("-")[0] for stage in first.stages} == {"sft", "select-sft", "evaluate"}
+
+    name, message = retrain(served)
+    assert name == "Skipped"
+    assert message.startswith("skipped, data unchanged since the retraining of ")
+    assert num_jobs(served, "sft") == 1
+
+    change_data(folder)
+    name, message = retrain(served, "retrain.max_p_value=0.000001")
+    assert name == "Rejected", message
+    assert message.startswith("rejected small-2: small-2 did not improve on small-1 beyond noise")
+    assert production(served) == first
+    assert num_jobs(served, "sft") == 2
+    [_, second] = registered(served)
+    assert second.evaluation["against"] == "small-1"
+    assert second.evaluation["difference_low"] <= second.evaluation["difference"]
+
+    code, output = served.run("prune", "--days", "0", "--max-gb", "0", "--yes")
+    assert (code, output[:17]) == (0, "nothing to remove"), output
+    for model in (first, second):
+        for stage in model.stages:
+            assert json.loads((served.store / "stages" / stage / "result.json").read_text())["checkpoints"]
+
+
+def test_a_person_is_asked_and_the_question_outlives_everything_until_it_is_answered(
+    served: Rollouts,  # noqa: F811
+    folder: Path,
+) -> None:
+    config = write_config(folder, retrain__approval=True)
+    up(served, str(config))
+    run_id = trigger(served, "small-retrain")
+    wait_until(lambda: state_of(served, run_id) == "PAUSED", what="the question", timeout_s=180)
+    assert production(served) is None
+    name, message = retrain(served)
+    assert (name, message.endswith("which waits for approval")) == ("Skipped", True), message
+    assert served.run("down")[0] == 0
+    up(served)
+
+    keys = run_of(served, run_id)["state"]["state_details"]["run_input_keyset"]
+    form = api(served, "GET", f"/flow_runs/{run_id}/input/{keys['description']}")
+    assert "Put small-1 into production?" in form
+    assert "| difference |" in form
+    answer = api(served, "POST", f"/flow_runs/{run_id}/resume", {"run_input": {"promote": "perhaps"}})
+    assert answer["status"] == "REJECT"
+    api(served, "POST", f"/flow_runs/{run_id}/resume", {"run_input": {"promote": True, "decided_by": "Ada"}})
+    wait_for_state(served, run_id, "COMPLETED")
+    assert message_of(served, run_id).startswith("promoted small-1: ")
+    assert num_jobs(served, "sft") == num_jobs(served, "evaluate") == 1
+    with Ledger(served.store / LEDGER_FILE) as ledger:
+        assert history(ledger, "small")[-2].changed_by == "Ada"
+    [promoted] = registered(served)
+    assert production(served) == promoted
+
+    change_data(folder)
+    run_id = trigger(served, "small-retrain")
+    wait_until(lambda: state_of(served, run_id) == "PAUSED", what="the second question", timeout_s=180)
+    set_state(served, run_id, "CANCELLING")
+    wait_until(lambda: state_of(served, run_id) == "CANCELLED", what="the end of the question")
+    assert production(served) == promoted
+    assert served.run("models", "promote", "small-2")[0] == 0
+    assert production(served) == registered(served)[1]
+
+
+def test_a_retry_of_a_retraining_attaches_to_its_job_and_another_one_waits_for_it(
+    served: Rollouts,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    config = write_small_pipeline(tmp_path / "small", mode="rl", retrain__max_p_value=1.0, **LONG)
+    up(served, str(config))
+    run_id = trigger(served, "small-retrain")
+    rl = wait_for_checkpoint(served, "rl")
+    with paused(program_of(rl)):
+        assert served.run("down")[0] == 0
+        up(served)
+        assert state_of(served, run_id) == "CRASHED"
+        set_state(served, run_id, "SCHEDULED", name="AwaitingRetry")
+        wait_until(
+            lambda: "rl             attached to the running job" in (served.store / "prefect/serving.log").read_text(),
+            what="the retry to attach",
+        )
+        second = trigger(served, "small-retrain")
+        wait_until(
+            lambda: run_of(served, second)["state"]["name"] == "AwaitingConcurrencySlot",
+            what="the second one to wait for the first",
+        )
+    wait_for_state(served, run_id, "COMPLETED")
+    assert message_of(served, run_id).startswith("promoted small-1: ")
+    assert exits_of(rl) == ["exit-1.json"]
+    wait_for_state(served, second, "COMPLETED")
+    assert run_of(served, second)["state"]["name"] == "Skipped"
+    [model] = registered(served)
+    assert {stage.rpartition("-")[0] for stage in model.stages} == {"rl", "select-rl", "evaluate"}
+
+
+def test_a_schedule_fires_by_itself_and_ends_with_its_table(served: Rollouts, folder: Path) -> None:  # noqa: F811
+    config = write_config(folder, schedule__interval_minutes=1, schedule__overlap="skip")
+    up(served, str(config))
+    deployment = api(served, "GET", "/deployments/name/retrain/small-retrain")
+    [schedule] = deployment["schedules"]
+    assert (schedule["active"], schedule["schedule"]["interval"]) == (True, 60.0)
+    assert deployment["concurrency_options"]["collision_strategy"] == "CANCEL_NEW"
+    assert deployment["global_concurrency_limit"]["limit"] == 1
+    of_deployment = {"deployments": {"id": {"any_": [deployment["id"]]}}}
+    completed = {**of_deployment, "flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}}
+    wait_until(
+        lambda: (
+            {"Promoted", "Skipped"}
+            <= {run["state_name"] for run in api(served, "POST", "/flow_runs/filter", completed)}
+        ),
+        what="a training and a look at unchanged data",
+        timeout_s=300,
+    )
+    code, output = served.run("status")
+    assert (code, output.count("Scheduled")) == (0, 1), output
+
+    assert served.run("down")[0] == 0
+    up(served)
+    restarted = api(served, "GET", "/deployments/name/retrain/small-retrain")
+    assert (restarted["paused"], [each["active"] for each in restarted["schedules"]]) == (False, [True])
+
+    [schedule] = restarted["schedules"]
+    api(served, "PATCH", f"/deployments/{restarted['id']}/schedules/{schedule['id']}", {"active": False})
+    assert served.run("down")[0] == 0
+    up(served)
+    paused = api(served, "GET", "/deployments/name/retrain/small-retrain")
+    assert [each["active"] for each in paused["schedules"]] == [False], "what a person paused begins again by itself"
+
+    write_config(folder)
+    up(served, str(config))
+    assert api(served, "GET", "/deployments/name/retrain/small-retrain")["schedules"] == []
+
+
+def test_a_run_of_a_person_registers_its_checkpoint_where_it_is_asked_to(rollouts: Rollouts, folder: Path) -> None:
+    code, output = rollouts.run("run", str(write_config(folder, run__register_as="mine")))
+    assert code == 0, output
+    [model] = registered(rollouts)
+    assert (model.name, model.data.keys()) == ("mine-1", {str(folder / "sft.jsonl")})
+    (run,) = (rollouts.store / "runs").iterdir()
+    assert model.checkpoint == f"runs/{run.name}/checkpoint"
+    with Ledger(rollouts.store / LEDGER_FILE) as ledger:
+        assert current(ledger, "mine", Alias.CANDIDATE) == model
+        assert current(ledger, "mine", Alias.PRODUCTION) is None

@@ -1,0 +1,130 @@
+"""Pins that a run needs nothing of its node but SSH, and survives a link that is cut for longer than a hiccup.
+
+Without it the node of the other tests, which is this machine under another folder, could lend files, memory or ports to
+a run that would fail on a machine elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollouts_core.checkpoint import verify_checkpoint
+from tests.flows.conftest import Rollouts
+from tests.flows.test_ssh import SHORTER, stages_of
+from tests.infra.separate_node import SeparateNode, separate_node
+from tests.small_pipeline import write_small_pipeline
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.namespaces]
+
+CUT_S = 25.0
+CANARY = "sk-canary-51f0a7c2e9"
+KEY_VARIABLE = "TESTS_ENGINE_KEY"
+
+
+@pytest.fixture
+def node(rollouts: Rollouts, tmp_path: Path) -> Iterator[SeparateNode]:
+    """A node that sees neither the store nor the files of the configuration."""
+    small = tmp_path / "small"
+    small.mkdir()
+    with separate_node(tmp_path / "node", hidden=[rollouts.store, small]) as node:
+        yield node
+
+
+def node_settings(node: SeparateNode) -> dict[str, Any]:
+    return {
+        "provider": "ssh",
+        "host": f"{node.access.user}@{node.address}",
+        "key_file": node.access.key_file,
+        "host_key": node.access.host_key,
+        "root": str(node.folder / "root"),
+        "python": sys.executable,
+        "min_free_gb": 0.1,
+    }
+
+
+def test_a_run_on_a_machine_that_shares_nothing_ends_as_here_and_its_key_is_seen_nowhere(
+    rollouts: Rollouts, node: SeparateNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, CANARY)
+    keyed = SHORTER | {"rollout__engine__api_key_variable": KEY_VARIABLE}
+    config = write_small_pipeline(tmp_path / "small", node=node_settings(node), **keyed)
+    with Watch(CANARY) as sightings:
+        code, output = rollouts.run("run", str(config))
+    assert code == 0, output
+    assert list(node.folder.iterdir()) == [] and len(node.files("root/stages/*/result.json")) == 5
+    assert node.commands() == []
+    assert sightings == []
+    ours = [path for path in (*rollouts.store.rglob("*"), tmp_path / "small", rollouts.output) if path.is_file()]
+    theirs = [path for path in node.files("**/*") if path.is_file()]
+    assert len(ours) > 50 and len(theirs) > 50
+    assert [path for path in (*ours, *theirs) if CANARY.encode() in path.read_bytes()] == []
+
+    (run,) = (rollouts.store / "runs").iterdir()
+    over_there = verify_checkpoint(run / "checkpoint")
+    local_only = Rollouts(store=tmp_path / "other-store", output=tmp_path / "other-output")
+    local_only.store.mkdir()
+    code, output = local_only.run("run", str(write_small_pipeline(tmp_path / "small", **keyed)))
+    assert code == 0, output
+    (run,) = (local_only.store / "runs").iterdir()
+    assert verify_checkpoint(run / "checkpoint").digest == over_there.digest
+
+
+def test_training_goes_on_while_the_link_is_cut_and_its_results_come_afterwards(
+    rollouts: Rollouts, node: SeparateNode, tmp_path: Path
+) -> None:
+    longer = SHORTER | {"training__sft__num_steps": 60}
+    config = write_small_pipeline(tmp_path / "small", mode="sft", node=node_settings(node), **longer)
+    process = rollouts.start("run", str(config))
+    rollouts.wait_until_said("sft            started", process)
+    with node.cut_off():
+        deadline = time.monotonic() + CUT_S
+        while time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.2)
+        assert process.poll() is None, rollouts.said()
+        assert node.files("root/stages/sft-*/result.json"), "training waited for the link"
+    assert process.wait(300) == 0, rollouts.said()
+    (run,) = (rollouts.store / "runs").iterdir()
+    verify_checkpoint(run / "checkpoint")
+    assert len(node.files("root/stages/sft-*/exit-*.json")) == 1
+    (theirs,) = node.files("root/stages/sft-*/metrics.jsonl")
+    assert (stages_of(rollouts.store)["sft"] / "metrics.jsonl").read_bytes() == theirs.read_bytes()
+
+
+class Watch:
+    """Looks at the command lines of all processes of this machine, the node's too, as long as the block runs."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text.encode()
+        self._sightings: list[str] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> list[str]:
+        self._thread.start()
+        return self._sightings
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.05):
+            for entry in Path("/proc").iterdir():
+                if entry.name.isdigit() and int(entry.name) != os.getpid():
+                    self._look(entry / "cmdline")
+
+    def _look(self, cmdline: Path) -> None:
+        try:
+            words = cmdline.read_bytes()
+        except OSError:
+            return
+        if self._text in words:
+            self._sightings.append(words.decode(errors="replace"))
