@@ -205,15 +205,19 @@ def run_worker(options: argparse.Namespace) -> None:
     gate = Gate()
     gate.start()
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        if options.worker in ENGINES:
-            with Server(options.worker, options.model_dir, Path(folder)) as server:
-                server.load([Wanted(prompt=[2, 3], num_tokens=1)], 1)
-                take_turns(gate, server, numbers, vocab_size, time.perf_counter() - began)
-        else:
-            engine = Batching(options.model_dir) if options.worker == "hf-batching" else Generate(options.model_dir)
-            engine.load([Wanted(prompt=[2, 3], num_tokens=1)], 1)
-            take_turns(gate, engine, numbers, vocab_size, time.perf_counter() - began)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open_contender(options.worker, options.model_dir, Path(folder)) as engine,
+    ):
+        engine.load([Wanted(prompt=[2, 3], num_tokens=1)], 1)
+        take_turns(gate, engine, numbers, vocab_size, time.perf_counter() - began)
+
+
+def open_contender(name: str, model_dir: Path, folder: Path) -> Server | Batching | Generate:
+    """A contender, which ends with the `with` that it is used with."""
+    if name in ENGINES:
+        return Server(name, model_dir, folder)
+    return Batching(model_dir) if name == "hf-batching" else Generate(model_dir)
 
 
 def take_turns(gate: Gate, engine: Engine, numbers: random.Random, vocab_size: int, ready_after_s: float) -> None:
@@ -365,6 +369,12 @@ class InProcess:
 
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is left."""
+
     def pause(self) -> None:
         """Nothing runs between two loads."""
 
@@ -387,6 +397,9 @@ class Batching(InProcess):
             ),
         )
         self._batcher.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._batcher.stop(block=True)  # its thread would keep the process from ending
 
     def load(self, requests: Sequence[Wanted], concurrency: int) -> None:
         """Fulfil all requests, so many at a time."""
