@@ -1,6 +1,7 @@
 """Do what a job.json asks, in its run directory, and leave the stage's record.
 
-Not here: what a job is (job.py), the loops (sft.py, rl.py), starting and supervising the process (infra).
+Not here: what a job is (job.py), whether its inputs are still the same (job_inputs.py), its engines (job_engines.py),
+the loops (sft.py, rl.py), starting and supervising the process (infra).
 
     job.json -> check every input -> load -> run -> result.json
                                          |
@@ -11,13 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import signal
 import sys
-import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from collections.abc import Coroutine, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -31,32 +30,17 @@ from rollouts_core.backends.fsdp import FSDPTrainingBackend
 from rollouts_core.backends.launch import is_follower, is_launched
 from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.backends.ranks import Ranks, join_ranks
-from rollouts_core.checkpoint import MANIFEST, list_checkpoints, load_manifest, verify_checkpoint
+from rollouts_core.checkpoint import list_checkpoints, load_manifest
 from rollouts_core.comparison import estimate_mean, select_best
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.data.dataset import (
     SFTDataset,
     load_prompts_from_jsonl,
     load_sft_dataset,
-    open_datasets,
     sample_rules,
 )
-from rollouts_core.data.rows import RowTable, digest_path
-from rollouts_core.engines import (
-    Endpoint,
-    EnginePool,
-    InferenceEngine,
-    InFlightEngine,
-    PublishTarget,
-    RoutedPool,
-    SGLangEngine,
-    SGLangRouter,
-    VLLMEngine,
-    create_engine,
-)
-from rollouts_core.engines.in_flight import InterruptibleEngine
+from rollouts_core.engines import InferenceEngine
 from rollouts_core.environments.protocol import describe_tools
-from rollouts_core.errors import CheckpointError, DataError
 from rollouts_core.evaluate import (
     evaluation_rollouts,
     generate_samples,
@@ -64,19 +48,17 @@ from rollouts_core.evaluate import (
     scores_by_prompt,
 )
 from rollouts_core.files import write_atomically
-from rollouts_core.fingerprint import digest_checkpoint, digest_datasets, digest_model
+from rollouts_core.fingerprint import digest_datasets
 from rollouts_core.generate import check_prompt_lengths, create_engine_generate_fn
 from rollouts_core.job import (
-    EngineAddress,
     EvalJob,
     GenerateJob,
-    InputDataset,
-    InputFile,
     InputModel,
     RLJob,
     SFTJob,
 )
-from rollouts_core.keys import read_key
+from rollouts_core.job_engines import keep_leases, open_engines, publish_target
+from rollouts_core.job_inputs import check_model, check_resume, checked_file, open_checked_datasets
 from rollouts_core.metrics import EventLog, JSONLLogger
 from rollouts_core.model.loading import load_tokenizer, pad_token_id, silence_progress_bars
 from rollouts_core.offline_rollouts import OfflineRollouts
@@ -90,12 +72,6 @@ from rollouts_core.types import RolloutBatch, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
-
-LEASE_RENEWAL_S = 5.0
-POOLED_RESTART_TIMEOUT_S = 5.0
-"""With other engines at hand, the completions of one that vanished are asked of them, while it restarts."""
 
 
 def run_job(job: SFTJob | RLJob | EvalJob | GenerateJob, directory: RunDirectory) -> None:
@@ -209,21 +185,6 @@ async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog, ra
         )
     num_samples = len(samples) if job.streaming else len(samples) - samples.num_dropped
     directory.write_result({"checkpoints": describe_checkpoints(directory), "num_samples": num_samples})
-
-
-def open_checked_datasets(datasets: Sequence[InputDataset]) -> list[RowTable]:
-    """The rows of datasets that are what the job was made for.
-
-    Raises:
-        DataError: one that is gone or changed, or that cannot be opened.
-    """
-    for dataset in datasets:
-        if Path(dataset.path).is_absolute() and not Path(dataset.path).exists():
-            check_digest(dataset, "")
-    tables = open_datasets(datasets)
-    for dataset, table in zip(datasets, tables, strict=True):
-        check_digest(dataset, table.digest)
-    return tables
 
 
 def load_eval_samples(job: SFTJob, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
@@ -348,38 +309,6 @@ async def run_generate_job(job: GenerateJob, directory: RunDirectory) -> None:
     directory.write_result({"num_samples": len(graded), **asdict(estimate_mean(scores_by_prompt(graded)))})
 
 
-@contextmanager
-def checked_file(file: InputFile) -> Iterator[None]:
-    """Read a data file in the block: DataError when it is not the one that the job was made for, before or after."""
-    check_digest(file, digest_path(file.path))
-    yield
-    check_digest(file, digest_path(file.path))
-
-
-def check_digest(file: InputFile | InputDataset, found: str) -> None:
-    """Raise DataError when what was found at an input's path is not what the job was made for."""
-    if found != file.digest:
-        happened = "changed" if Path(file.path).exists() else "is gone"
-        raise DataError(f"{file.path} {happened} since the stage was planned: start the run again")
-
-
-def check_model(model: InputModel) -> None:
-    """Raise CheckpointError when a model's folder is not, byte for byte, the one that the job was made for."""
-    path = Path(model.model.path)
-    if (path / MANIFEST).is_file():
-        verify_checkpoint(path)
-    if digest_model(model.model) != model.digest:
-        happened = "changed" if path.exists() else "is gone"
-        raise CheckpointError(f"the model at {path} {happened} since the stage was planned: start the run again")
-
-
-def check_resume(job: SFTJob | RLJob, directory: RunDirectory) -> None:
-    """Raise CheckpointError when the run is to begin with another run's checkpoint, and that one is another now."""
-    source = job.training.resume_from
-    if source and not list_checkpoints(directory.checkpoints) and digest_checkpoint(source) != job.resume_digest:
-        raise CheckpointError(f"the checkpoint at {source} changed since the stage was planned: start the run again")
-
-
 def describe_checkpoints(directory: RunDirectory) -> list[dict[str, Any]]:  # Any: JSON
     """Name, step, digest and score of every checkpoint of a run directory."""
     return [
@@ -393,17 +322,6 @@ def describe_checkpoints(directory: RunDirectory) -> list[dict[str, Any]]:  # An
     ]
 
 
-def publish_target(job: RLJob, directory: RunDirectory) -> PublishTarget:
-    """Where the weights of this job are published: versions carry the start of its fingerprint."""
-    return PublishTarget(
-        weights_dir=directory.weights,
-        model_config=Path(job.model.model.path) / "config.json",
-        prefix=directory.root.name.rpartition("-")[2][:8],
-        temperature=job.rollout.sampling.temperature,
-        transfer=job.rollout.engine.weight_transfer,
-    )
-
-
 def write_rollouts(directory: RunDirectory, step: int, batch: RolloutBatch) -> None:
     """Write the samples of an RL step to samples/."""
     write_samples(directory, f"step_{step:06d}", batch.samples)
@@ -414,70 +332,6 @@ def write_samples(directory: RunDirectory, name: str, samples: Sequence[Sample])
     directory.samples.mkdir(exist_ok=True)
     lines = "".join(json.dumps(sample.to_json()) + "\n" for sample in samples)
     write_atomically(directory.samples / f"{name}.jsonl", lines)
-
-
-@asynccontextmanager
-async def open_engines(job: RLJob) -> AsyncIterator[list[InFlightEngine]]:
-    """The client of the job's engine, or the pool of its engines, ready to be asked, also while weights change."""
-    router_url = job.rollout.engine.router_url
-    is_alone = len(job.engines) == 1 and not router_url
-    clients = [
-        create_engine(
-            Endpoint(
-                provider=address.provider,
-                url=address.url,
-                model=job.model.model.path,
-                api_key_variable=job.rollout.engine.api_key_variable,
-            ),
-            request_timeout_s=job.rollout.request_timeout_s,
-            restart_timeout_s=job.rollout.engine.start_timeout_s if is_alone else POOLED_RESTART_TIMEOUT_S,
-        )
-        for address in job.engines
-    ]
-    together: Sequence[InterruptibleEngine] = clients
-    if clients and not is_alone:
-        pool = EnginePool(clients)
-        together = [route(job, clients, pool) if router_url else pool]
-    engines = [InFlightEngine(engine, job.rollout.in_flight) for engine in together]
-    try:
-        for engine in engines:
-            await engine.wait_until_ready(job.rollout.engine.start_timeout_s)
-        yield engines
-    finally:
-        for engine in engines:
-            await engine.aclose()
-
-
-def route(job: RLJob, clients: Sequence[SGLangEngine | VLLMEngine], pool: EnginePool) -> RoutedPool:
-    """The job's engines behind the router that it names."""
-    engine = job.rollout.engine
-    router = SGLangRouter(
-        engine.router_url,
-        request_timeout_s=job.rollout.request_timeout_s,
-        api_key=read_key(engine.api_key_variable, "rollout.engine"),
-    )
-    return RoutedPool(router, pool, [client for client in clients if isinstance(client, SGLangEngine)])
-
-
-@contextmanager
-def keep_leases(addresses: Sequence[EngineAddress]) -> Iterator[None]:
-    """Renew the engines' leases as long as the block runs: in a thread, because a train step may block for minutes."""
-    is_over = threading.Event()
-
-    def renew() -> None:
-        while True:
-            for address in addresses:
-                Path(address.lease_file).touch()
-            if is_over.wait(LEASE_RENEWAL_S):
-                return
-
-    renewal = threading.Thread(target=renew, name="engine leases", daemon=True)
-    renewal.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        renewal.join()
 
 
 async def _score_checkpoint(checkpoint: InputModel, job: EvalJob, directory: RunDirectory) -> list[float]:

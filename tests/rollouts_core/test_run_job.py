@@ -46,9 +46,9 @@ from rollouts_core.job import (
     RLJob,
     SFTJob,
 )
+from rollouts_core.job_inputs import checked_file
 from rollouts_core.metrics import read_json_lines, read_metrics
 from rollouts_core.model.loading import load_tokenizer
-from rollouts_core.run_job import checked_file
 from rollouts_core.types import Sample, sample_from_json
 from tests.rollouts_core.kill_rewards import grade_even_digits
 from tests.rollouts_core.model.test_logit_transforms import make_model
