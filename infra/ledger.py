@@ -225,6 +225,10 @@ class Ledger:
         rows = self._database.execute(f"SELECT {columns} FROM stage_uses ORDER BY used_at, stage")
         return [StageUse(*row) for row in rows]
 
+    def forget_uses(self, stage: str) -> None:
+        """Forget who came to a stage that is no more."""
+        self._database.execute("DELETE FROM stage_uses WHERE stage = ?", (stage,))
+
     def is_alive(self, run_id: str) -> bool:
         """True if the run said that it lives, and its process is there."""
         return self._run_lock_path(run_id).exists() and not self.has_died(run_id)

@@ -125,7 +125,12 @@ def note_evaluation(ledger: Ledger, model: Model, evaluation: Mapping[str, Any])
 def models(ledger: Ledger, line: str = "") -> list[Model]:
     """The models of a line, or of all, oldest first."""
     with ledger.transaction() as database:
-        return _select(database, "WHERE line = ? ORDER BY id", line) if line else _select(database, "ORDER BY id")
+        return _select(database, "WHERE line = ? ORDER BY id", line) if line else select_models(database)
+
+
+def select_models(database: sqlite3.Connection) -> list[Model]:
+    """All models, oldest first, as a transaction that is under way sees them."""
+    return _select(database, "ORDER BY id")
 
 
 def find_model(ledger: Ledger, name_or_id: str) -> Model:

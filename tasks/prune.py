@@ -19,14 +19,14 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from infra.ledger import Ledger
-from infra.registry import models
+from infra.registry import Model, models, select_models
 from infra.supervisor import is_supervised
 from rollouts_core.files import remove_partial_directories
 from rollouts_core.run_directory import RunDirectory
@@ -83,12 +83,8 @@ def remove_stages(store: Path, ledger: Ledger, plan: PrunePlan) -> list[FoundSta
     for stage in plan.removed:
         path = store / "stages" / stage.name
         with ledger.transaction() as database:
-            users = database.execute("SELECT run_id FROM stage_uses WHERE stage = ?", (stage.name,)).fetchall()
-            registered = {
-                name for (names,) in database.execute("SELECT stages FROM models") for name in json.loads(names)
-            }
-            is_used = any(ledger.is_alive(run_id) for (run_id,) in users)
-            is_named = stage.name in registered or stage.name in _named_by_deployments(store)
+            is_used = any(ledger.is_alive(use.run_id) for use in ledger.stage_uses() if use.stage == stage.name)
+            is_named = stage.name in _lineages(select_models(database)) or stage.name in _named_by_deployments(store)
             if is_used or is_named or stage.name in _claimed(ledger) or is_supervised(str(path)):
                 continue
             doomed = path.with_name(f".{stage.name}.partial-{secrets.token_hex(4)}")
@@ -96,7 +92,7 @@ def remove_stages(store: Path, ledger: Ledger, plan: PrunePlan) -> list[FoundSta
                 path.rename(doomed)
             except FileNotFoundError:  # another prune was faster
                 continue
-            database.execute("DELETE FROM stage_uses WHERE stage = ?", (stage.name,))
+            ledger.forget_uses(stage.name)
         shutil.rmtree(doomed, ignore_errors=True)
         done.append(stage)
     return done
@@ -106,7 +102,7 @@ def find_stages(store: Path, ledger: Ledger) -> list[FoundStage]:
     """Every stage of the store, with the reason to keep it."""
     paths = [path for path in sorted((store / "stages").glob("*")) if path.is_dir() and STAGE_NAME.fullmatch(path.name)]
     reasons = _with_what_they_name(store, reasons_to_keep(store, ledger, paths))
-    used_at = last_uses(ledger)
+    used_at = {use.stage: use.used_at for use in ledger.stage_uses()}  # oldest first: the last one counts
     return [
         FoundStage(
             name=path.name,
@@ -125,14 +121,18 @@ def reasons_to_keep(store: Path, ledger: Ledger, paths: list[Path]) -> dict[str,
     for path in paths:
         if is_supervised(str(path)):
             reasons[path.name] = "its job goes on"
-    with ledger.transaction() as database:
-        uses = database.execute("SELECT stage, run_id FROM stage_uses").fetchall()
-    alive = {run_id: ledger.is_alive(run_id) for run_id in {run_id for _, run_id in uses}}
-    reasons |= {stage: "used by a run that goes on" for stage, run_id in uses if alive[run_id]}
+    uses = ledger.stage_uses()
+    alive = {run_id: ledger.is_alive(run_id) for run_id in {use.run_id for use in uses}}
+    reasons |= {use.stage: "used by a run that goes on" for use in uses if alive[use.run_id]}
     reasons |= dict.fromkeys(_claimed(ledger), "claimed by a run")
-    for model in models(ledger):
-        named = [*model.stages, *_names_of(model.checkpoint)]
-        reasons |= dict.fromkeys(named, f"{model.name} came from it")
+    return reasons | _lineages(models(ledger))
+
+
+def _lineages(registered: Sequence[Model]) -> dict[str, str]:
+    """The stages that registered models came from, each with the reason to keep it."""
+    reasons: dict[str, str] = {}
+    for model in registered:
+        reasons |= dict.fromkeys([*model.stages, *_names_of(model.checkpoint)], f"{model.name} came from it")
     return reasons
 
 
@@ -151,13 +151,6 @@ def _num_bytes(folder: Path) -> int:
         with suppress(OSError):
             total += path.lstat().st_size if path.is_file() else 0
     return total
-
-
-def last_uses(ledger: Ledger) -> dict[str, float]:
-    """When a run used each stage last, by name."""
-    with ledger.transaction() as database:
-        rows = database.execute("SELECT stage, max(used_at) FROM stage_uses GROUP BY stage").fetchall()
-    return dict(rows)
 
 
 def _claimed(ledger: Ledger) -> set[str]:
