@@ -20,6 +20,8 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 # A shell starts what is to run in the background with SIGINT ignored, and commands that tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# As with Ctrl-C, fixtures end what they started: servers, engines and routers would outlive a killed session.
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

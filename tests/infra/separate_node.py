@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from infra.node import SSHAccess
-from tests.infra.ssh_server import fingerprint_of, make_key
+from tests.infra.ssh_server import fingerprint_of, make_key, sshd_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 22
@@ -122,7 +122,7 @@ def separate_node(folder: Path, *, hidden: Sequence[Path]) -> Iterator[SeparateN
     shutil.copy(f"{client_key}.pub", keys / "authorized_keys")
     number = os.getpid() % 16384
     here, there = (f"10.73.{number // 64}.{number % 64 * 4 + end}" for end in (1, 2))
-    (keys / "sshd_config").write_text(_sshd_config(own / "keys", there))
+    (keys / "sshd_config").write_text(sshd_config(there, PORT, own / "keys/host_key", own / "keys/authorized_keys"))
     ours, theirs = f"rn{number}a", f"rn{number}b"
     packages = [ROOT / name for name in ("flows", "tasks", "infra", "rollouts_core")]
     covered = "\n".join(str(path) for path in (own, *hidden, *packages))  # not an argument: it names the store
@@ -174,22 +174,6 @@ def _why_not_isolated() -> str:
             return tried.stderr.strip().partition("\n")[0] or f"{command[0]} ended with {tried.returncode}"
     _ip("link", "del", f"{name}x")
     return ""
-
-
-def _sshd_config(keys: Path, address: str) -> str:
-    return f"""
-        Port {PORT}
-        ListenAddress {address}
-        HostKey {keys}/host_key
-        AuthorizedKeysFile {keys}/authorized_keys
-        PidFile none
-        StrictModes no
-        UsePAM no
-        PermitRootLogin prohibit-password
-        PasswordAuthentication no
-        KbdInteractiveAuthentication no
-        MaxStartups 100
-    """
 
 
 def _only_child_of(pid: int) -> int:

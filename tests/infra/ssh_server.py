@@ -91,21 +91,25 @@ class SSHServer:
         return len(sessions)
 
     def _write_config(self, more: str) -> None:
-        lines = f"""
-            Port {self.port}
-            ListenAddress 127.0.0.1
-            HostKey {self.host_key_file}
-            AuthorizedKeysFile {self.folder}/authorized_keys
-            PidFile none
-            StrictModes no
-            UsePAM no
-            PermitRootLogin prohibit-password
-            PasswordAuthentication no
-            KbdInteractiveAuthentication no
-            MaxStartups 100
-            {more}
-        """
-        (self.folder / "sshd_config").write_text(lines)
+        text = sshd_config("127.0.0.1", self.port, self.host_key_file, self.folder / "authorized_keys")
+        (self.folder / "sshd_config").write_text(text + more)
+
+
+def sshd_config(address: str, port: int, host_key: Path, authorized_keys: Path) -> str:
+    """The settings of a server that lets only these keys in."""
+    return f"""
+ListenAddress {address}
+Port {port}
+HostKey {host_key}
+AuthorizedKeysFile {authorized_keys}
+PidFile none
+StrictModes no
+UsePAM no
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+MaxStartups 100
+"""
 
 
 @contextmanager
