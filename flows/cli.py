@@ -23,6 +23,7 @@ from flows.live import find_live_pages, served_live_pages
 from flows.machines_cli import add_machine_commands
 from flows.models_cli import add_model_commands
 from flows.password import own_password
+from flows.prefect_yaml import prefect_yaml
 from flows.preflight import check_pipeline, check_writable
 from flows.prune_cli import prune
 from flows.quickstart_files import CONFIG_NAME, quickstart_folder, write_quickstart
@@ -268,7 +269,7 @@ def run_flow(pipeline: Pipeline, address: ServerAddress) -> PipelineResult:
     return sft_rl.with_options(on_running=[announce])(pipeline.config, pipeline.node, pipeline.run)
 
 
-for each in (up, down, status, pull, prune):
+for each in (up, down, status, prefect_yaml, pull, prune):
     command(each)
 add_model_commands(app, explained)
 add_machine_commands(app, explained)

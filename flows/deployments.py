@@ -152,9 +152,17 @@ def overridden(parameters: Mapping[str, Any], assignments: Iterable[str]) -> dic
             section = section.setdefault(name, {})
             if not isinstance(section, dict):
                 raise ConfigError(f"{key}: {name} is a value, not a table of settings")
-        section[last] = _value_of(text)
+        section[last] = assigned_value(text)
     pipeline = parse_pipeline(settings, Path("command line"))
     return parameters_of(pipeline)
+
+
+def assigned_value(text: str) -> Any:  # Any: JSON
+    """What the right side of `key=value` means: JSON where it can be read as such, text otherwise."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def parameters_of(pipeline: Pipeline) -> dict[str, Any]:  # Any: JSON
@@ -180,10 +188,3 @@ def _leading_comment(path: Path) -> str:
             break
         lines.append(line.removeprefix("#").removeprefix(" "))
     return "```text\n" + "\n".join(lines) + "\n```" if lines else ""
-
-
-def _value_of(text: str) -> Any:  # Any: JSON
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

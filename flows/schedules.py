@@ -28,13 +28,25 @@ async def schedule_options(deployment: Deployment) -> dict[str, Any]:  # Any: ke
     if deployment.flow != RETRAIN_FLOW:
         return {}
     settings = ScheduleConfig.model_validate(deployment.schedule) if deployment.schedule else None
-    is_skipped = settings is not None and settings.overlap == "skip"
-    strategy = ConcurrencyLimitStrategy.CANCEL_NEW if is_skipped else ConcurrencyLimitStrategy.ENQUEUE
     return {
-        "concurrency_limit": ConcurrencyLimitConfig(limit=1, collision_strategy=strategy),
+        "concurrency_limit": ConcurrencyLimitConfig(limit=1, collision_strategy=_overlap_strategy(settings)),
         "paused": False,  # Prefect pauses deployments when the process that serves them ends
         "schedules": [] if settings is None else [build_schedule(settings, is_active=await is_active(deployment))],
     }
+
+
+def yaml_schedule_options(deployment: Deployment) -> dict[str, Any]:  # Any: YAML
+    """The same for a prefect.yaml, in which times are text; deploying again starts a schedule that was paused."""
+    settings = ScheduleConfig.model_validate(deployment.schedule) if deployment.schedule else None
+    limit = {"limit": 1, "collision_strategy": _overlap_strategy(settings).value}
+    if settings is None:
+        return {"concurrency_limit": limit, "schedules": []}
+    schedule = build_schedule(settings)
+    when: dict[str, Any] = {"cron": schedule.cron}
+    if schedule.interval is not None:
+        assert schedule.anchor_date is not None, "intervals are counted from a fixed time"
+        when = {"interval": schedule.interval.total_seconds(), "anchor_date": schedule.anchor_date.isoformat()}
+    return {"concurrency_limit": limit, "schedules": [{**when, "timezone": schedule.timezone, "slug": SLUG}]}
 
 
 async def is_active(deployment: Deployment) -> bool:
@@ -55,6 +67,11 @@ def build_schedule(settings: ScheduleConfig, *, is_active: bool = True) -> Sched
     anchor = ANCHOR.replace(tzinfo=ZoneInfo(settings.time_zone)).astimezone(UTC)
     every = timedelta(minutes=settings.interval_minutes)
     return Interval(every, anchor_date=anchor, timezone=settings.time_zone, slug=SLUG, active=is_active)
+
+
+def _overlap_strategy(settings: ScheduleConfig | None) -> ConcurrencyLimitStrategy:
+    is_skipped = settings is not None and settings.overlap == "skip"
+    return ConcurrencyLimitStrategy.CANCEL_NEW if is_skipped else ConcurrencyLimitStrategy.ENQUEUE
 
 
 async def drop_schedules(deployment_id: UUID) -> None:

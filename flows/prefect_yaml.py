@@ -1,0 +1,121 @@
+"""`rollouts prefect-yaml`: the deployments of a shared Prefect server, in the file that `prefect deploy` reads.
+
+Not here: what a deployment says (deployments.py), a server and deployments for one person (up.py).
+
+    my.toml ──> prefect.yaml ──prefect deploy --all──> the shared server ──work pool──> prefect worker ──> a run
+
+The workers import the flows from this package, wherever it is installed there: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from flows.deployments import (
+    FLOW,
+    RETRAIN_FLOW,
+    Deployment,
+    assigned_value,
+    deployments_of,
+)
+from rollouts_core.errors import ConfigError
+
+ENTRYPOINTS = {FLOW: "flows.pipeline.sft_rl", RETRAIN_FLOW: "flows.retrain.retrain_model"}
+
+
+def prefect_yaml(
+    configs: Annotated[list[Path], typer.Argument(metavar="CONFIG", help="Configurations to offer.")],
+    pool: Annotated[str, typer.Option(help="Work pool whose workers run them.")],
+    store: Annotated[Path, typer.Option(help="Folder of the workers' machine that keeps everything.")],
+    queue: Annotated[str, typer.Option(help="Queue of the pool; its default one otherwise.")] = "",
+    job_variable: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="What the pool is told about its jobs, as image=...; repeatable."),
+    ] = None,
+) -> None:
+    """Print a prefect.yaml with these configurations, for a Prefect server that several people share.
+
+    rollouts prefect-yaml my.toml --pool gpu --store /data/rollouts > prefect.yaml; prefect deploy --all
+    """
+    variables = dict(_parse_variable(each) for each in job_variable or [])
+    deployments = [deployment for path in configs for deployment in deployments_of(path)]
+    typer.echo(render_prefect_yaml(deployments, store, pool=pool, queue=queue, job_variables=variables), nl=False)
+
+
+def render_prefect_yaml(
+    deployments: Sequence[Deployment],
+    store: Path,
+    *,
+    pool: str,
+    queue: str = "",
+    job_variables: Mapping[str, Any] | None = None,  # Any: what the pool's type takes
+) -> str:
+    """The text of a prefect.yaml.
+
+    Raises:
+        ConfigError: the store is relative, and each worker would have another one; two deployments have one name; or a
+            setting has what this file takes for a placeholder.
+    """
+    if not store.is_absolute():
+        raise ConfigError(
+            f"--store {store} is relative: name the folder of the workers' machine in full, as /data/runs"
+        )
+    names = [each.name for each in deployments]
+    if doubled := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"two configurations are named {doubled[0]}: a deployment is named after its file")
+    work_pool: dict[str, Any] = {"name": pool}  # Any: names, and what the pool's type takes
+    if queue:
+        work_pool["work_queue_name"] = queue
+    if job_variables:
+        work_pool["job_variables"] = dict(job_variables)
+    # Without a word about it, workers would have to have the folder in which `prefect deploy` was called.
+    content = {"pull": [], "deployments": [_describe(each, store, work_pool) for each in deployments]}
+    return _HEADER + yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+_HEADER = "# Written by `rollouts prefect-yaml`; `prefect deploy --all` makes these deployments.\n"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes lines as lines, and what occurs twice twice: an alias says little to who reads the file."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
+def _describe(deployment: Deployment, store: Path, work_pool: dict[str, Any]) -> dict[str, Any]:  # Any: YAML
+    described = {
+        "name": deployment.name,
+        "description": deployment.description,
+        "entrypoint": ENTRYPOINTS[deployment.flow],
+        "parameters": {**deployment.parameters, "run": {**deployment.parameters["run"], "store": str(store)}},
+        "work_pool": work_pool,
+    }
+    if deployment.flow == RETRAIN_FLOW:
+        from flows.schedules import yaml_schedule_options  # imports prefect, which takes a second
+
+        described |= yaml_schedule_options(deployment)
+    if "{{" in json.dumps(described):
+        raise ConfigError(
+            f"{deployment.name}: a setting has {{{{, which prefect.yaml takes for a placeholder: reword it"
+        )
+    return described
+
+
+def _parse_variable(text: str) -> tuple[str, Any]:  # Any: JSON
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"--job-variable {text!r} is not of the form key=value, like image=registry/rollouts:1")
+    return key, assigned_value(value)

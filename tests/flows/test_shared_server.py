@@ -1,0 +1,199 @@
+"""Runs on a server that several people share: PostgreSQL, `prefect deploy`, a worker of a work pool.
+
+Without these tests a team that outgrew `rollouts up` could find that its workers cannot load the flows, that Cancel
+leaves training behind, or that Retry trains again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flows.deployments import RETRAIN_FLOW, Deployment, deployments_of
+from flows.prefect_yaml import render_prefect_yaml
+from rollouts_core.errors import ConfigError
+from tests.flows.conftest import Rollouts, processes_of, wait_until
+from tests.flows.shared_server import SharedServer, shared_server
+from tests.flows.test_faults import LONG, assert_goes_on, events_of, exits_of, paused, program_of
+from tests.small_pipeline import write_small_pipeline
+
+POOL = "gpus"
+ENDS = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
+    with shared_server(tmp_path_factory.mktemp("shared")) as running:
+        running.prefect("work-pool", "create", POOL, "--type", "process")
+        yield running
+
+
+@pytest.mark.slow
+def test_a_worker_runs_what_was_deployed_cancel_ends_its_job_and_a_retry_attaches(
+    server: SharedServer, tmp_path: Path
+) -> None:
+    config = write_small_pipeline(tmp_path / "small", mode="sft", **LONG)
+    store = tmp_path / "store"
+    command = Rollouts(store, tmp_path / "prefect.yaml")
+    code, text = command.run("prefect-yaml", str(config), "--pool", POOL)
+    assert code == 0, text
+    server.prefect("deploy", "--all", cwd=tmp_path)
+    (tmp_path / "prefect.yaml").unlink()  # workers have neither it nor its folder
+    with server.worker(POOL) as said:
+        # Retry
+        run_id = start(server, "small")
+        [sft] = wait_for_sft(store)
+        os.kill(flow_process(run_id), signal.SIGKILL)
+        assert end_of(server, run_id, said) == "CRASHED"
+        assert_goes_on(sft)
+        with paused(program_of(sft)):
+            retry = {"state": {"type": "SCHEDULED", "name": "AwaitingRetry"}, "force": True}
+            server.ask("POST", f"/flow_runs/{run_id}/set_state", retry)
+            wait_until(lambda: "attached to the running job" in logs_of(server, run_id), what="attaching")
+        assert end_of(server, run_id, said) == "COMPLETED"
+        assert exits_of(sft) == ["exit-1.json"]
+        assert len(events_of(sft, "started")) == 1
+        # a run with the same settings has nothing to train
+        run_id = start(server, "small")
+        assert end_of(server, run_id, said) == "COMPLETED"
+        assert exits_of(sft) == ["exit-1.json"]
+        # Cancel
+        parameters = server.ask("GET", f"/flow_runs/{run_id}")["parameters"]
+        run_id = start(server, "small", {"run": {**parameters["run"], "name": "anew", "fresh": ["sft"]}})
+        [anew] = wait_for_sft(store, besides=sft)
+        server.prefect("flow-run", "cancel", run_id)
+        assert end_of(server, run_id, said) == "CANCELLED"
+        wait_until(lambda: len(exits_of(anew)) == 1, what="the end of the job")
+        assert f"ended the job in {anew}" in logs_of(server, run_id)
+    wait_until(lambda: not processes_of(store), what=f"the end of {processes_of(store)}", timeout_s=30.0)
+
+
+def start(server: SharedServer, name: str, parameters: dict[str, object] | None = None) -> str:
+    """The id of a new run, of the latest deployment with this name."""
+    deployment = server.ask("GET", f"/deployments/name/sft-rl/{name}")
+    asked = {"parameters": parameters or {}, "state": {"type": "SCHEDULED"}}
+    return str(server.ask("POST", f"/deployments/{deployment['id']}/create_flow_run", asked)["id"])
+
+
+def end_of(server: SharedServer, run_id: str, said: Path) -> str:
+    """How a run ended."""
+
+    def state() -> str:
+        return str(server.ask("GET", f"/flow_runs/{run_id}")["state_type"])
+
+    wait_until(lambda: state() in ENDS, what=f"the end of {run_id}; the worker said {said.read_text()[-3000:]}")
+    return state()
+
+
+def logs_of(server: SharedServer, run_id: str) -> str:
+    lines = server.ask("POST", "/logs/filter", {"logs": {"flow_run_id": {"any_": [run_id]}}, "limit": 200})
+    return "\n".join(line["message"] for line in lines)
+
+
+def wait_for_sft(store: Path, *, besides: Path | None = None) -> list[Path]:
+    """The run directory of SFT, as soon as it trains."""
+
+    def found() -> list[Path]:
+        return [path for path in store.glob("stages/sft-*") if path != besides and (path / "metrics.jsonl").is_file()]
+
+    wait_until(lambda: bool(found()), what="SFT")
+    return found()
+
+
+def flow_process(run_id: str) -> int:
+    """The process of a run's flow."""
+    variable = f"PREFECT__FLOW_RUN_ID={run_id}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            environment = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            command = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if variable in environment and b"rollouts_core" not in command and b"supervisor" not in command:
+            found.append(int(entry.name))
+    assert found, f"no process has {run_id}"
+    return min(found)
+
+
+def deployment(**more: object) -> Deployment:
+    parameters = {"config": {}, "node": {}, "run": {"name": "small", "store": "elsewhere"}}
+    return Deployment(**{"name": "small", "description": "One.\nTwo.", "parameters": parameters, **more})  # type: ignore[arg-type]
+
+
+def test_the_file_names_pool_queue_variables_and_the_workers_store() -> None:
+    variables = {"image": "rollouts:1", "cpu": 2}
+    text = render_prefect_yaml([deployment()], Path("/data/runs"), pool="k8s", queue="night", job_variables=variables)
+    [found] = yaml.safe_load(text)["deployments"]
+    assert found["work_pool"] == {"name": "k8s", "work_queue_name": "night", "job_variables": variables}
+    assert found["parameters"]["run"] == {"name": "small", "store": "/data/runs"}
+    assert found["description"] == "One.\nTwo."
+    assert "schedules" not in found
+    assert yaml.safe_load(text)["pull"] == []
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ({"cron": "0 3 * * *", "time_zone": "Europe/Berlin"}, {"cron": "0 3 * * *", "timezone": "Europe/Berlin"}),
+        ({"interval_minutes": 30}, {"interval": 1800, "anchor_date": "2020-01-01T00:00:00+00:00", "timezone": "UTC"}),
+    ],
+)
+def test_a_retraining_keeps_its_schedule_and_runs_one_at_a_time(
+    schedule: dict[str, object], expected: dict[str, object]
+) -> None:
+    retraining = deployment(flow=RETRAIN_FLOW, schedule={**schedule, "overlap": "skip"})
+    [found] = yaml.safe_load(render_prefect_yaml([retraining], Path("/data"), pool="p"))["deployments"]
+    assert found["schedules"] == [{**expected, "slug": "new-data"}]
+    assert found["concurrency_limit"] == {"limit": 1, "collision_strategy": "CANCEL_NEW"}
+    assert found["entrypoint"] == "flows.retrain.retrain_model"
+
+
+@pytest.mark.slow
+def test_prefect_accepts_schedules_and_limits_as_they_are_written(server: SharedServer, tmp_path: Path) -> None:
+    schedules = {
+        "a": {"cron": "0 3 * * *", "time_zone": "Europe/Berlin", "overlap": "skip"},
+        "b": {"interval_minutes": 30},
+    }
+    made = []
+    for name, schedule in schedules.items():
+        config = write_small_pipeline(tmp_path / "small", retrain={}, schedule=schedule)
+        made.append(deployments_of(config.rename(config.with_name(f"{name}.toml")))[1])
+    (tmp_path / "prefect.yaml").write_text(render_prefect_yaml(made, Path("/data"), pool=POOL))
+    server.prefect("deploy", "--all", cwd=tmp_path)
+    first, second = (server.ask("GET", f"/deployments/name/retrain/{each.name}") for each in made)
+    assert first["schedules"][0]["schedule"] == {"cron": "0 3 * * *", "timezone": "Europe/Berlin", "day_or": True}
+    assert first["concurrency_options"]["collision_strategy"] == "CANCEL_NEW"
+    assert first["global_concurrency_limit"]["limit"] == 1
+    assert second["schedules"][0]["schedule"]["interval"] == 1800
+    assert second["schedules"][0]["slug"] == "new-data"
+    for each in (first, second):
+        server.ask("DELETE", f"/deployments/{each['id']}")
+
+
+@pytest.mark.parametrize(
+    ("deployments", "store", "sentence"),
+    [
+        ([deployment()], "runs", "--store runs is relative: name the workers' folder in full"),
+        ([deployment(), deployment()], "/data", "two configurations are named small"),
+        ([deployment(description="{{ $HOME }}")], "/data", "prefect.yaml takes for a placeholder"),
+    ],
+)
+def test_what_cannot_be_deployed_is_one_sentence(deployments: list[Deployment], store: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        render_prefect_yaml(deployments, Path(store), pool="p")
+
+
+def test_a_job_variable_without_a_value_is_refused(rollouts: Rollouts, tmp_path: Path) -> None:
+    config = write_small_pipeline(tmp_path / "small")
+    code, said = rollouts.run("prefect-yaml", str(config), "--pool", "p", "--job-variable", "image")
+    assert (code, said) == (
+        2,
+        "rollouts: --job-variable 'image' is not of the form key=value, like image=registry/rollouts:1\n",
+    )
