@@ -23,11 +23,11 @@ from prefect.states import State
 from pydantic import TypeAdapter
 
 from flows.form import FormNode
-from infra.errors import PermanentInfraError, TransientInfraError
+from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.ledger import Ledger
 from infra.node import NodeSettings, RentedNode
 from infra.providers import provision_node
-from infra.providers.rented import release_rentals
+from infra.providers.rented import find_rented, release_rentals
 from tasks.provision import give_back
 from tasks.records import RunScope
 from tasks.stage import drop_leases
@@ -58,12 +58,23 @@ def release_leases(flow_run: FlowRun) -> str:
     scope = RunScope(run_id=str(flow_run.id), run_name=options.get("name", flow_run.name), store=str(store))
     settings = NODE_SETTINGS.validate_python(flow_run.parameters["node"])
     try:
-        if isinstance(settings, RentedNode):  # its jobs end with it, and to ask for a machine would rent one
-            drop_leases(scope)
-            return "; ".join(release_rentals(store, scope.run_id)) or "nothing was left to give back"
+        if isinstance(settings, RentedNode):
+            return "; ".join(give_back_rented(settings, scope)) or "nothing was left to give back"
         with Ledger(scope.ledger_path) as ledger:
             if not ledger.leases_of(scope.run_id):
                 return "nothing was left to give back"
         return "; ".join(give_back(provision_node(settings, store), scope))
     except (PermanentInfraError, TransientInfraError) as error:
         return f"its jobs could not be ended ({error}): end them on the node, or start the run again and cancel it"
+
+
+def give_back_rented(settings: RentedNode, scope: RunScope) -> list[str]:
+    """What was done with the machines of a run that is over, a sentence each; none is rented for this."""
+    store, done = Path(scope.store), []
+    try:
+        if (node := find_rented(settings, store, scope.run_id)) is not None:
+            done = give_back(node, scope)
+    except InfraError as error:
+        done = [f"its jobs end with the machine ({error})"]
+    drop_leases(scope)
+    return done + release_rentals(store, scope.run_id)

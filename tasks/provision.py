@@ -15,6 +15,7 @@ from infra.providers import provision_node, release_node
 from infra.rentals import usd_spent
 from tasks.progress import StageProgress, stage_console
 from tasks.records import RunScope
+from tasks.salvage import salvage
 from tasks.stage import drop_leases, stop_leased_jobs
 
 
@@ -31,13 +32,15 @@ def provision(settings: NodeSettings, scope: RunScope) -> Node:
 def give_back(node: Node, scope: RunScope) -> list[str]:
     """End every job that only this run wants, then give the node back; returns what was done, a sentence each.
 
-    A rented machine is given back also where its jobs cannot be reached: they end with it.
+    What stopped jobs have on another machine is fetched before. A rented machine is given back also where its jobs
+    cannot be reached: they end with it.
     """
     try:
         ended, left = stop_leased_jobs(scope, node)
         done = [
             *(f"ended the job in {run_dir}" for run_dir in ended),
             *(f"left the job in {run_dir} to another run that wants it" for run_dir in left),
+            *(salvage(scope, node) if node.is_remote else []),
         ]
     except InfraError as error:
         if not node.is_rented:

@@ -77,11 +77,33 @@ def provision_rented(settings: RentedNode, store: Path, run_id: str, say: Say) -
             say(f"also rented: {line}; `rollouts reap` ends what no living run uses")
     if instance is None or not instance.has_address:
         raise TransientInfraError(f"{rental.name} is gone: its provider took it away a moment after it was ready")
+    node = _node_of(rental, instance, settings, mirror)
+    price = f"{rental.usd_per_hour:.2f} USD/h"
+    say(f"rented {rental.gpu} at {rental.provider} for {price}, for {settings.max_usd:g} USD at most")
+    return node
+
+
+def find_rented(settings: RentedNode, store: Path, run_id: str) -> Node | None:
+    """The machine that a run has; None where it has none that could be used. Nothing is rented.
+
+    Raises:
+        InfraError: it cannot be reached.
+    """
+    mirror = store.expanduser().absolute()
+    with Ledger(mirror / LEDGER_FILE) as ledger:
+        usable = [rental for rental in rentals_of(ledger, run_id) if not rental.state.is_over and rental.host_key]
+    for rental in usable:
+        with open_clouds([rental.provider]) as clouds:
+            instance = clouds[rental.provider].get(rental.instance_id)
+        if instance is not None and instance.has_address and instance.status.may_become_usable:
+            return _node_of(rental, instance, settings, mirror)
+    return None
+
+
+def _node_of(rental: Rental, instance: Instance, settings: RentedNode, mirror: Path) -> Node:
     access = replace(access_to(instance, settings.key_file), host_key=rental.host_key)
     with open_ssh(access, python=settings.python) as session:
         root = expand_root(session, settings.python, settings.root)
-    price = f"{rental.usd_per_hour:.2f} USD/h"
-    say(f"rented {rental.gpu} at {rental.provider} for {price}, for {settings.max_usd:g} USD at most")
     return Node(
         name=rental.name,
         provider="provision",

@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 
 from infra.ledger import Ledger
+from infra.node import RentedNode
 from infra.rentals import RentalState, all_rentals
-from rollouts_core.checkpoint import verify_checkpoint
+from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
+from tasks.records import RunScope
 from tests.flows.conftest import Rollouts, wait_until
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
@@ -84,16 +86,54 @@ def test_a_run_rents_a_machine_works_on_it_and_gives_it_back(
         assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
 
 
-def test_ctrl_c_gives_the_machine_back(rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path) -> None:
+def test_ctrl_c_fetches_the_last_checkpoint_and_gives_the_machine_back(
+    rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
+) -> None:
     settings = node_settings(server, tmp_path / "machine")
     long = SHORT | {"training__sft__num_steps": 100_000}
     config = write_small_pipeline(tmp_path / "small", node=settings, **long)
     process = rollouts.start("run", str(config))
-    rollouts.wait_until_said("sft            started", process)
+    wait_for_checkpoint(tmp_path / "machine")
     assert len(fake.alive()) == 1
     process.send_signal(signal.SIGINT)
     assert process.wait(120) == 130, rollouts.said()
     assert fake.alive() == [] and rows(rollouts) == [RentalState.GONE]
+    assert_last_checkpoint_is_here(rollouts, tmp_path / "machine", said=rollouts.said())
+
+
+def test_of_a_killed_run_that_is_cancelled_the_last_checkpoint_is_fetched_too(
+    rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
+) -> None:
+    from flows.cancellation import give_back_rented  # imports prefect, which the other tests do not need
+
+    settings = node_settings(server, tmp_path / "machine")
+    long = SHORT | {"training__sft__num_steps": 100_000}
+    config = write_small_pipeline(tmp_path / "small", node=settings, **long)
+    process = rollouts.start("run", str(config))
+    wait_for_checkpoint(tmp_path / "machine")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    with Ledger(rollouts.store / "ledger.db") as ledger:
+        [lease] = ledger.leases()
+    scope = RunScope(run_id=lease.run_id, run_name="small", store=str(rollouts.store))
+    said = give_back_rented(RentedNode.model_validate(settings), scope)
+    assert fake.alive() == [] and len(fake.machines) == 1 and rows(rollouts) == [RentalState.GONE]
+    assert_last_checkpoint_is_here(rollouts, tmp_path / "machine", said="; ".join(said))
+    assert give_back_rented(RentedNode.model_validate(settings), scope) == [], "nothing is left, and nothing is rented"
+    assert len(fake.machines) == 1
+
+
+def wait_for_checkpoint(machine: Path) -> None:
+    wait_until(lambda: any(machine.glob("stages/sft-*/checkpoints/step_*/manifest.json")), what="a checkpoint")
+
+
+def assert_last_checkpoint_is_here(rollouts: Rollouts, machine: Path, *, said: str) -> None:
+    [there] = machine.glob("stages/sft-*/checkpoints")
+    [here] = rollouts.store.glob("stages/sft-*/checkpoints")
+    last = list_checkpoints(there)[-1]
+    assert list_checkpoints(here)[-1].name == last.name
+    verify_checkpoint(here / last.name)
+    assert f"{last.name} is the last checkpoint in {here.parent}" in said
 
 
 def test_a_run_that_was_killed_goes_on_with_its_machine(

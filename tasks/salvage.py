@@ -1,0 +1,61 @@
+"""Bring home what unfinished stages have on another machine, before it is given back or forgotten.
+
+Not here: ending the jobs (stage.py), giving the machine back (provision.py), fetching itself (infra/mirror.py).
+
+A job that is ended writes a last checkpoint. The mirror looked before that, and a rented machine takes it along.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+from infra.errors import InfraError
+from infra.jobs import JobState, job_status
+from infra.ledger import Ledger
+from infra.mirror import pull_run
+from infra.node import Node
+from infra.providers import open_session
+from infra.session import Session
+from rollouts_core.checkpoint import list_checkpoints
+from rollouts_core.run_directory import RunDirectory
+from tasks.records import RunScope
+
+SALVAGE_S = 600.0
+"""A machine costs money, and its connection may be dead: so long it is kept for what is still on it."""
+
+
+def salvage(scope: RunScope, node: Node, *, timeout_s: float = SALVAGE_S) -> list[str]:
+    """Fetch what the run's unfinished stages left on the node; returns what came of it, a sentence each."""
+    said = []
+    deadline = time.monotonic() + timeout_s
+    with Ledger(scope.ledger_path) as ledger, open_session(node) as session:
+        used = {use.stage for use in ledger.stage_uses() if use.run_id == scope.run_id}
+        for name in sorted(used):
+            here, there = RunDirectory(Path(scope.store) / "stages" / name), f"{node.root}/stages/{name}"
+            if here.read_result() is None and job_status(session, there).state is not JobState.ABSENT:
+                said.append(_fetch(session, there, here, max(0.0, deadline - time.monotonic())))
+    return [sentence for sentence in said if sentence]
+
+
+def _fetch(session: Session, source: str, here: RunDirectory, timeout_s: float) -> str:
+    """Fetch a run directory; returns what is worth saying, empty where nothing is."""
+    failures: list[str] = []
+
+    def pull() -> None:
+        try:
+            pull_run(session, source, here.root)
+        except InfraError as error:
+            failures.append(str(error))
+
+    # In a thread, because no deadline of a single read bounds a slow transfer; it fails when the session is closed.
+    thread = threading.Thread(target=pull, name=f"salvage of {source}", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    checkpoints = list_checkpoints(here.checkpoints)
+    kept = f"{checkpoints[-1].name} is the last checkpoint in {here.root}" if checkpoints else ""
+    if thread.is_alive() or failures:
+        reason = failures[0] if failures else f"it took longer than {timeout_s:.0f} s"
+        return f"not all of {source} could be fetched ({reason}){f'; {kept}' if kept else ''}"
+    return kept
