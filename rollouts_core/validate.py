@@ -86,6 +86,10 @@ def validate_config(config: Config) -> list[str]:
     for name, rows in loaded.items():
         check_answers(rows, config, source=prompts[name])
     check_functions(config, loaded["heldout"][0])
+    if config.mode != "sft":
+        num_rows = min(len(loaded["heldout"]), config.evaluation.max_prompts)
+        limit = config.evaluation.max_p_value
+        check_num_rows(num_rows, limit, source="data.heldout", setting="evaluation.max_p_value")
     findings += [f"{prompts[name]}: {len(rows)} prompts" for name, rows in loaded.items()]
     return findings + (warn_of_uncorrected_age(config) if config.mode != "sft" else [])
 
@@ -174,6 +178,17 @@ def num_embedded_tokens(model: ModelConfig) -> int | None:
     config_file = Path(model.path) / "config.json"
     vocab_size = json.loads(config_file.read_text()).get("vocab_size") if config_file.is_file() else None
     return vocab_size if isinstance(vocab_size, int) else None
+
+
+def check_num_rows(num_rows: int, max_p_value: float, *, source: str, setting: str) -> None:
+    """Raise ConfigError when so few rows are compared that no difference could count."""
+    least = 0.5**num_rows  # where every row got better: compare_paired flips signs
+    if least > max_p_value:
+        raise ConfigError(
+            f"{source} gives {num_rows} rows to compare models on: were all better, p would be {least:.2g}, and "
+            f"{setting} lets at most {max_p_value:g} count: give {math.ceil(-math.log2(max_p_value))} rows or more, "
+            "or raise it"
+        )
 
 
 def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str) -> None:

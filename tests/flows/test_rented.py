@@ -124,7 +124,9 @@ def test_of_a_killed_run_that_is_cancelled_the_last_checkpoint_is_fetched_too(
 
 
 def wait_for_checkpoint(machine: Path) -> None:
-    wait_until(lambda: any(machine.glob("stages/sft-*/checkpoints/step_*/manifest.json")), what="a checkpoint")
+    wait_until(
+        lambda: any(machine.glob("stages/sft-*/checkpoints/step_*/manifest.json")), what="a checkpoint", timeout_s=400
+    )
 
 
 def assert_last_checkpoint_is_here(rollouts: Rollouts, machine: Path, *, said: str) -> None:

@@ -4,6 +4,7 @@ Without it a run would fail hours later on a row, or train on a handful of rows 
 """
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,20 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rollouts_core import validate
+from rollouts_core.comparison import compare_paired
 from rollouts_core.config import Config, RewardConfig, RLTrainingConfig, RolloutConfig
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.errors import ConfigError, DataError
 from rollouts_core.generate import check_prompt_lengths
 from rollouts_core.types import Sample
-from rollouts_core.validate import check_answers, check_demonstrations, check_functions, warn_of_uncorrected_age
+from rollouts_core.validate import (
+    check_answers,
+    check_demonstrations,
+    check_functions,
+    check_num_rows,
+    warn_of_uncorrected_age,
+)
 from tests.rollouts_core.make import make_prompts
 
 SUM = {"prompt": "1+1=?", "completion": "2"}
@@ -217,3 +225,15 @@ def test_training_on_old_completions_without_a_correction_is_said(loss: dict[str
     findings = warn_of_uncorrected_age(config.model_copy(update={"training": training}))
     assert bool(findings) == is_said
     assert not findings or 'nothing in training.rl.loss corrects for that: set ratio_base = "rollout"' in findings[0]
+
+
+@pytest.mark.parametrize("max_p_value", [0.01, 0.05, 0.2, 1.0])
+def test_so_few_rows_that_no_difference_could_count_are_refused(max_p_value: float) -> None:
+    """Without it RL runs for days, and its verdict was certain before it began."""
+    enough = max(1, math.ceil(-math.log2(max_p_value)))
+    assert compare_paired([0.0] * (enough + 1), [1.0] * (enough + 1)).p_value < max_p_value
+    check_num_rows(enough, max_p_value, source="data.heldout", setting="evaluation.max_p_value")
+    if max_p_value < 1:
+        assert compare_paired([0.0] * (enough - 1), [1.0] * (enough - 1)).p_value > max_p_value
+        with pytest.raises(ConfigError, match=rf"data\.heldout gives {enough - 1} rows .* give {enough} rows or more"):
+            check_num_rows(enough - 1, max_p_value, source="data.heldout", setting="evaluation.max_p_value")
