@@ -12,15 +12,20 @@ from zoneinfo import ZoneInfo
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
+from prefect.events import DeploymentEventTrigger, ResourceSpecification
 from prefect.exceptions import ObjectNotFound
 from prefect.schedules import Cron, Interval, Schedule
 
-from flows.deployments import RETRAIN_FLOW, Deployment
+from flows.deployments import RETRAIN_FLOW, Deployment, retraining_name
 from flows.retrain_settings import ScheduleConfig
 
 ANCHOR = datetime(2020, 1, 1)
 """Where intervals are counted from: a fixed time, so that a restart does not shift them."""
 SLUG = "new-data"
+DATA_UPDATED = "data.updated"
+"""The event at which retrainings look at once."""
+DATA_RESOURCE = "rollouts.data"
+"""What it is about: the data of every retraining, or, with a dot and its name, those of one configuration."""
 
 
 async def schedule_options(deployment: Deployment) -> dict[str, Any]:  # Any: keywords of Prefect's
@@ -30,6 +35,7 @@ async def schedule_options(deployment: Deployment) -> dict[str, Any]:  # Any: ke
     settings = ScheduleConfig.model_validate(deployment.schedule) if deployment.schedule else None
     return {
         "concurrency_limit": ConcurrencyLimitConfig(limit=1, collision_strategy=_overlap_strategy(settings)),
+        "triggers": [data_trigger(deployment)],
         "paused": False,  # Prefect pauses deployments when the process that serves them ends
         "schedules": [] if settings is None else [build_schedule(settings, is_active=await is_active(deployment))],
     }
@@ -38,15 +44,29 @@ async def schedule_options(deployment: Deployment) -> dict[str, Any]:  # Any: ke
 def yaml_schedule_options(deployment: Deployment) -> dict[str, Any]:  # Any: YAML
     """The same for a prefect.yaml, in which times are text; deploying again starts a schedule that was paused."""
     settings = ScheduleConfig.model_validate(deployment.schedule) if deployment.schedule else None
-    limit = {"limit": 1, "collision_strategy": _overlap_strategy(settings).value}
+    options: dict[str, Any] = {
+        "concurrency_limit": {"limit": 1, "collision_strategy": _overlap_strategy(settings).value},
+        "triggers": [data_trigger(deployment).model_dump(mode="json", include={"type", "name", "match", "expect"})],
+        "schedules": [],
+    }
     if settings is None:
-        return {"concurrency_limit": limit, "schedules": []}
+        return options
     schedule = build_schedule(settings)
     when: dict[str, Any] = {"cron": schedule.cron}
     if schedule.interval is not None:
         assert schedule.anchor_date is not None, "intervals are counted from a fixed time"
         when = {"interval": schedule.interval.total_seconds(), "anchor_date": schedule.anchor_date.isoformat()}
-    return {"concurrency_limit": limit, "schedules": [{**when, "timezone": schedule.timezone, "slug": SLUG}]}
+    return options | {"schedules": [{**when, "timezone": schedule.timezone, "slug": SLUG}]}
+
+
+def data_trigger(deployment: Deployment) -> DeploymentEventTrigger:
+    """Has the retraining look when somebody says that its data, or all data, were updated."""
+    own = f"{DATA_RESOURCE}.{deployment.name.removesuffix(retraining_name(''))}"
+    return DeploymentEventTrigger(
+        name=f"{DATA_UPDATED}: {deployment.name}",
+        expect={DATA_UPDATED},
+        match=ResourceSpecification({"prefect.resource.id": [DATA_RESOURCE, own]}),
+    )
 
 
 async def is_active(deployment: Deployment) -> bool:

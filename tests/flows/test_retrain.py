@@ -7,8 +7,10 @@ that nobody compares, a form that nobody can answer, a schedule that never fires
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import tomli_w
@@ -58,6 +60,23 @@ def retrain(rollouts: Rollouts, *assignments: str) -> tuple[str, str]:
     return state["name"], state["message"]
 
 
+def looks(rollouts: Rollouts) -> list[dict[str, Any]]:  # Any: JSON
+    """The retrainings that trained nothing, or are not over."""
+    runs = api(rollouts, "POST", "/flow_runs/filter", {"flows": {"name": {"any_": ["retrain"]}}})
+    return [run for run in runs if run["state_name"] not in ("Promoted", "Rejected")]
+
+
+def say_updated(rollouts: Rollouts, resource: str) -> None:
+    """What a program sends that has written data."""
+    event = {
+        "event": "data.updated",
+        "id": str(uuid4()),
+        "occurred": datetime.now(UTC).isoformat(),
+        "resource": {"prefect.resource.id": resource},
+    }
+    api(rollouts, "POST", "/events", [event])
+
+
 def registered(rollouts: Rollouts) -> list[Model]:
     with Ledger(rollouts.store / LEDGER_FILE) as ledger:
         return models(ledger)
@@ -95,6 +114,10 @@ def test_data_is_trained_on_once_and_new_data_is_trained_on_and_compared_with_pr
     assert name == "Skipped"
     assert message.startswith("skipped, data unchanged since the retraining of ")
     assert num_jobs(served, "sft") == 1
+
+    for resource in ("rollouts.data.other", "rollouts.data.small"):
+        say_updated(served, resource)
+    wait_until(lambda: [run["state_name"] for run in looks(served)] == ["Skipped"] * 2, what="one look, at an event")
 
     change_data(folder)
     name, message = retrain(served, "retrain.max_p_value=0.000001")

@@ -173,6 +173,10 @@ def test_prefect_accepts_schedules_and_limits_as_they_are_written(server: Shared
     assert first["global_concurrency_limit"]["limit"] == 1
     assert second["schedules"][0]["schedule"]["interval"] == 1800
     assert second["schedules"][0]["slug"] == "new-data"
+    automations = server.ask("POST", "/automations/filter", {})
+    found = {automation["name"]: automation["trigger"] for automation in automations}
+    assert found["data.updated: a-retrain"]["match"] == {"prefect.resource.id": ["rollouts.data", "rollouts.data.a"]}
+    assert found["data.updated: b-retrain"]["expect"] == ["data.updated"]
     for each in (first, second):
         server.ask("DELETE", f"/deployments/{each['id']}")
 
