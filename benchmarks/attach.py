@@ -8,7 +8,8 @@ metrics ten times a second and has written many. Each turn connects anew.
     ours       connect, find the job under way (start_or_attach), follow it until all lines of before are delivered
     ssh cat    the OpenSSH client fetches the file; it knows nothing of the job
 
-and on an open connection: what the job does (job_status), in seconds and in round trips.
+and on an open connection: what the job does (job_status), in seconds and in round trips; the first time, and then the
+mean of ten. `true` there is the shortest thing that can be asked: a round trip and a process.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ while :; do
   sleep 0.1
 done
 """
+NUM_CALLS = 10
 LINE = '{{"step": {step}, "attempt": 1, "time": 0, "loss": 1.0}}\n'
 
 
@@ -75,7 +77,9 @@ def measure(folder: Path, near: SSHAccess, far: SSHAccess, options: argparse.Nam
     run_dir.mkdir()
     (run_dir / "metrics.jsonl").write_text("".join(LINE.format(step=step + 1) for step in range(options.lines)))
     spec = shell_spec(run_dir, WRITER.format(lines=options.lines, run_dir=run_dir))
-    seconds: dict[str, list[float]] = {name: [] for name in ("connect", "ours", "ssh cat", "status")}
+    seconds: dict[str, list[float]] = {
+        name: [] for name in ("connect", "ours", "ssh cat", "first status", "status", "true")
+    }
 
     def session(access: SSHAccess) -> SSHSession:
         return SSHSession(access, python=sys.executable, programs_dir=str(folder / "programs"))
@@ -99,9 +103,8 @@ def measure(folder: Path, near: SSHAccess, far: SSHAccess, options: argparse.Nam
                     )
                 except CaughtUp:
                     seconds["ours"].append(time.perf_counter() - began)
-                began = time.perf_counter()
-                job_status(back, str(run_dir))
-                seconds["status"].append(time.perf_counter() - began)
+                for name, taken in ask_again_and_again(back, str(run_dir)).items():
+                    seconds[name].append(taken)
             began = time.perf_counter()
             ssh_cat(far, run_dir / "metrics.jsonl")
             seconds["ssh cat"].append(time.perf_counter() - began)
@@ -109,6 +112,19 @@ def measure(folder: Path, near: SSHAccess, far: SSHAccess, options: argparse.Nam
         with session(near) as ender:
             cancel_job(ender, str(run_dir), grace_s=5.0)
     return seconds
+
+
+def ask_again_and_again(session: SSHSession, run_dir: str) -> dict[str, float]:
+    """Seconds of a call, by what is asked."""
+    moments = [time.perf_counter()]
+    for _ in range(1 + NUM_CALLS):
+        job_status(session, run_dir)
+        moments.append(time.perf_counter())
+    for _ in range(NUM_CALLS):
+        session.run(["true"], timeout_s=30.0)
+    shortest_s = (time.perf_counter() - moments[-1]) / NUM_CALLS
+    status_s = (moments[-1] - moments[1]) / NUM_CALLS
+    return {"first status": moments[1] - moments[0], "status": status_s, "true": shortest_s}
 
 
 def ssh_cat(access: SSHAccess, path: Path) -> None:

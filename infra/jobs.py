@@ -23,6 +23,7 @@ from typing import Any
 from infra import supervisor
 from infra.errors import (
     CommandFailedError,
+    CompletedCommand,
     FileMissingError,
     JobFailedError,
     JobLostError,
@@ -58,6 +59,7 @@ MAX_BROKEN_STREAMS = 10
 """So many connections in a row may end without a word before following a job is given up."""
 MAX_RECONNECT_PAUSE_S = 10.0
 _TAIL_LINES = 20
+_SUPERVISOR = Path(supervisor.__file__)
 
 logger = logging.getLogger(__name__)
 
@@ -271,21 +273,23 @@ def parse_status(document: JsonObject) -> JobStatus:
     )
 
 
-def _supervisor_command(session: Session, *arguments: str) -> list[str]:
-    program = session.place_program(Path(supervisor.__file__))
-    return [session.python, "-I", program, *arguments]
-
-
 def _call(
     session: Session, verb: str, run_dir: str, *arguments: str, stdin: bytes = b"", timeout_s: float = CALL_TIMEOUT_S
 ) -> JsonObject:
     """One verb of the supervisor; its answer is the last line that it prints."""
-    argv = _supervisor_command(session, verb, run_dir, *arguments)
+
+    def ask() -> CompletedCommand:
+        parameters = (verb, run_dir, *arguments)
+        if verb == "start":  # it lives on as the job's supervisor, so it is a process with a name of its own
+            argv = [session.python, "-I", session.place_program(_SUPERVISOR), *parameters]
+            return session.run(argv, stdin=stdin, timeout_s=timeout_s, check=False)
+        return session.run_program(_SUPERVISOR, parameters, stdin=stdin, timeout_s=timeout_s, check=False)
+
     try:
-        completed = session.run(argv, stdin=stdin, timeout_s=timeout_s, check=False)
+        completed = ask()
     except NodeUnreachableError as error:
         logger.warning("%s of %s is asked for again: %s", verb, run_dir, error)
-        completed = session.run(argv, stdin=stdin, timeout_s=timeout_s, check=False)
+        completed = ask()
     lines = completed.stdout.splitlines()
     answer = supervisor.parse_object(lines[-1]) if lines else None
     if answer is None:
@@ -298,7 +302,7 @@ def _call(
 def _messages(session: Session, run_dir: str, position: FollowOffsets) -> Generator[JsonObject]:
     """What one connection delivers; ends early, and without an exception, when the connection breaks."""
     offsets = (str(position.log), str(position.metrics), str(position.events))
-    argv = _supervisor_command(session, "follow", run_dir, *offsets)
+    argv = [session.python, "-I", session.place_program(_SUPERVISOR), "follow", run_dir, *offsets]
     try:
         with session.stream(argv) as lines:
             for line in lines:

@@ -92,9 +92,7 @@ def mirrored(session: Session, source: str, target: Path, *, interval_s: float =
 
 def _list(session: Session, source: str) -> dict[str, list[int]] | None:
     """Size and time of change of the node's files; of checkpoints only the whole ones."""
-    program = session.place_program(Path(sender.__file__))
-    command = [session.python, "-I", program, "list", source]
-    answer = session.run(command, timeout_s=LIST_TIMEOUT_S).stdout
+    answer = session.run_program(Path(sender.__file__), ["list", source], timeout_s=LIST_TIMEOUT_S).stdout
     files: dict[str, list[int]] | None = json.loads(answer.splitlines()[-1])
     if files is None:
         return None

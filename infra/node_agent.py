@@ -1,37 +1,50 @@
-"""Carry out one request of an SSHSession on the node: run a command, write a file, read a file.
+"""Carry out the requests of an SSHSession on the node: run a command, write a file, read a file.
 
-The node's side of ssh_session.py. The client sends this text to `python -I -c` ahead of the request, so nothing has to
-be installed and no two versions can meet; standard library only, and old syntax. Not here: detached jobs
+The node's side of ssh_session.py. The client sends this text to `python -I -c` ahead of the first request, so nothing
+has to be installed and no two versions can meet; standard library only, and old syntax. Not here: detached jobs
 (supervisor.py), directories (receiver.py).
 
     client ── request, then data frames, then "end of input" ──> agent ──> the command's standard input
     client <── nonce, then stdout and stderr frames, then one "done" frame ── agent
 
-A frame is one byte of kind, four of length, the content. What shells print ahead of the nonce is skipped. An input that
-ends without "end of input" is a broken connection: the command is killed, a half-written file is removed.
+A frame is one byte of kind, four of length, the content. What shells print ahead of the nonce, which comes once, is
+skipped. An input that ends without "end of input" is a broken connection: the command is killed, a half-written file is
+removed. Requests come one after the other, and each is answered by a fork of the process that waits for them: opening a
+channel and starting Python takes more than most answers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
+import io
 import json
 import os
+import select
 import signal
 import struct
 import subprocess
 import sys
 import tempfile
 import threading
+import traceback
+import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, BinaryIO
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, Protocol
 
 FRAME_HEAD = struct.Struct(">cI")
 REQUEST, DATA, END_OF_INPUT = b"R", b"D", b"E"
 STDOUT, STDERR, DONE = b"o", b"e", b"x"
-READ_BYTES = 256 << 10
+READ_BYTES = 1 << 20
+PIPE_BYTES = 1 << 20
+"""What is on its way between two processes; 64 KiB, Linux's usual size, lets them wait for each other."""
 OFFSET_BYTES = 8
 """Each piece of a file that comes in pieces begins with where it goes."""
+INPUT_END_S = 0.2
+"""What a command has left of its input is on its way for so long before the client is told to ask another agent."""
+_F_SETPIPE_SZ = 1031
 
 if TYPE_CHECKING:  # old interpreters do not know this notation
     JsonObject = dict[str, Any]  # Any: JSON
@@ -42,27 +55,51 @@ class BrokenInputError(Exception):
 
 
 def main(nonce: str) -> None:
-    """Answer the one request on standard input; does not return."""
-    frames = FrameWriter(sys.stdout.buffer)
+    """Answer the requests on standard input, one after the other; does not return."""
+    for descriptor in (0, 1):
+        widen_pipe(descriptor)
+    sys.stdout.buffer.write(nonce.encode())
+    sys.stdout.buffer.flush()
+    # A buffer of one byte reads what is asked for and no more: the next bytes belong to a fork, or to this process.
+    stream = io.BufferedReader(io.FileIO(0, closefd=False), 1)
+    programs: dict[str, types.ModuleType | str] = {}
     try:
-        sys.stdout.buffer.write(nonce.encode())
-        kind, content = read_frame(sys.stdin.buffer)
-        assert kind == REQUEST, kind
-        request = json.loads(content.decode())
-        verbs: dict[str, Callable[[JsonObject, FrameWriter], JsonObject]] = {
-            "run": run_command,
-            "write": write_file,
-            "write_pieces": write_pieces,
-            "move": move_file,
-            "remove": remove_file,
-            "read": read_file,
-        }
-        answer = verbs[request["verb"]](request, frames)
-        frames.write(DONE, json.dumps(answer).encode())
-    except (BrokenInputError, BrokenPipeError):
+        while True:
+            kind, content = read_frame(stream)
+            assert kind == REQUEST, kind
+            request = json.loads(content.decode())
+            for name, text in request.get("programs", {}).items():
+                programs[name] = load_program(name, text)
+            child = os.fork()
+            if child == 0:
+                os._exit(answer_request(request, stream, programs))
+            if os.waitpid(child, 0)[1] != 0:  # where the next request begins is unknown
+                break
+    except BrokenInputError:
         pass
-    # Without waiting for threads that read from a client who has nothing more to say.
     os._exit(0)
+
+
+def answer_request(request: JsonObject, stream: BinaryIO, programs: dict[str, types.ModuleType | str]) -> int:
+    """Answer one request; 0 when the next one may follow, because all of this one's input was read."""
+    frames = FrameWriter(sys.stdout.buffer)
+    client = Client(stream)
+    verbs: dict[str, Callable[[], JsonObject]] = {
+        "load": lambda: load(client),
+        "run": lambda: run_command(request, client, frames, programs),
+        "write": lambda: write_file(request, client),
+        "write_pieces": lambda: write_pieces(request, client),
+        "move": lambda: move_file(request, client),
+        "remove": lambda: remove_file(request, client),
+        "read": lambda: read_file(request, client, frames),
+    }
+    try:
+        answer = verbs[request["verb"]]()
+        can_go_on = client.has_ended_input()
+        frames.write(DONE, json.dumps({**answer, "can_go_on": can_go_on}).encode())
+    except (BrokenInputError, BrokenPipeError):
+        return 1
+    return 0 if can_go_on else 1
 
 
 def read_frame(stream: BinaryIO) -> tuple[bytes, bytes]:
@@ -81,6 +118,46 @@ def read_frame(stream: BinaryIO) -> tuple[bytes, bytes]:
     return kind, content
 
 
+class Client:
+    """The input of one request."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._is_over = threading.Event()
+
+    def chunks(self) -> Iterator[bytes]:
+        """The content of the data frames up to the end of input.
+
+        Raises:
+            BrokenInputError: the connection ends before that.
+        """
+        while True:
+            kind, content = read_frame(self._stream)
+            if kind == END_OF_INPUT:
+                self._is_over.set()
+                return
+            yield content
+
+    def skip_input(self) -> None:
+        """Drop what belongs to no verb.
+
+        Raises:
+            BrokenInputError: the connection ends within it.
+        """
+        for _ in self.chunks():
+            pass
+
+    def has_ended_input(self) -> bool:
+        """Whether everything that the client sends for this request has been read."""
+        return self._is_over.wait(INPUT_END_S)
+
+    def wait_until_gone(self) -> None:
+        """Return when the connection has ended; or when the next request has come, and nobody waits for this one."""
+        watch = select.poll()
+        watch.register(self._stream.fileno(), select.POLLIN)
+        watch.poll()
+
+
 class FrameWriter:
     """Writes whole frames, from any thread."""
 
@@ -91,38 +168,144 @@ class FrameWriter:
     def write(self, kind: bytes, content: bytes) -> None:
         """Send one frame at once."""
         with self._lock:
-            self._stream.write(FRAME_HEAD.pack(kind, len(content)) + content)
+            self._stream.write(FRAME_HEAD.pack(kind, len(content)))
+            self._stream.write(content)
             self._stream.flush()
+
+
+def widen_pipe(descriptor: int) -> None:
+    """Let more lie in a pipe, where the system can and it is one."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(descriptor, _F_SETPIPE_SZ, PIPE_BYTES)
 
 
 # ── commands ──
 
 
-def run_command(request: JsonObject, frames: FrameWriter) -> JsonObject:
+class Process(Protocol):
+    """A command under way: a subprocess.Popen, or a fork."""
+
+    pid: int
+    stdin: IO[bytes] | None
+    stdout: IO[bytes] | None
+    stderr: IO[bytes] | None
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+
+class ForkedProcess:
+    """A program of ours that runs in a fork of this process, in a session of its own."""
+
+    def __init__(self, program: types.ModuleType, argv: list[str]) -> None:
+        (stdin, our_stdin), (our_stdout, stdout), (our_stderr, stderr) = os.pipe(), os.pipe(), os.pipe()
+        self._lock = threading.Lock()
+        self._exit_code: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            for number, descriptor in enumerate((stdin, stdout, stderr)):
+                os.dup2(descriptor, number)
+            os.closerange(3, max(our_stdin, our_stdout, our_stderr, stdin, stdout, stderr) + 1)
+            run_program(program, argv)
+        for descriptor in (stdin, stdout, stderr):
+            os.close(descriptor)
+        self.stdin: IO[bytes] | None = os.fdopen(our_stdin, "wb")
+        self.stdout: IO[bytes] | None = os.fdopen(our_stdout, "rb")
+        self.stderr: IO[bytes] | None = os.fdopen(our_stderr, "rb")
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs, or while another thread waits for it."""
+        return self._reap(os.WNOHANG) if self._lock.acquire(blocking=False) else None
+
+    def wait(self) -> int:
+        """The exit code, or minus the signal that ended it."""
+        self._lock.acquire()
+        exit_code = self._reap(0)
+        assert exit_code is not None
+        return exit_code
+
+    def _reap(self, options: int) -> int | None:
+        try:
+            if self._exit_code is None:
+                pid, status = os.waitpid(self.pid, options)
+                if pid:
+                    self._exit_code = os.waitstatus_to_exitcode(status)
+            return self._exit_code
+        finally:
+            self._lock.release()
+
+
+def load(client: Client) -> JsonObject:
+    """Nothing more: the programs of a request are loaded before it is answered."""
+    client.skip_input()
+    return {}
+
+
+def load_program(name: str, text: str) -> types.ModuleType | str:
+    """A program of ours, loaded once for many calls; its text where it has to say by itself why it cannot run here."""
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    try:
+        exec(compile(text, name, "exec"), module.__dict__)
+    except (SyntaxError, ImportError, AttributeError, TypeError, ValueError, OSError):
+        return text
+    return module
+
+
+def run_program(program: types.ModuleType, argv: list[str]) -> None:
+    """What `python program.py ...` does, with the module that is loaded already; does not return."""
+    sys.argv = argv
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode, closefd=False) for n, mode in enumerate("rww"))
+    exit_code = None
+    try:
+        exit_code = program.main(argv) or 0
+        sys.stdout.flush()
+    finally:  # whatever happened, this process must not go on as the one that it is a fork of
+        if exit_code is None:
+            traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1 if exit_code is None else exit_code)
+
+
+def start_process(request: JsonObject, programs: dict[str, types.ModuleType | str]) -> Process:
+    """The command that is asked for, or the program of ours."""
+    if request.get("program") is None:
+        command = request["argv"]
+    else:
+        program = programs[request["program"]]
+        if isinstance(program, types.ModuleType):
+            return ForkedProcess(program, [request["program"], *request["arguments"]])
+        command = [sys.executable, "-I", "-c", program, *request["arguments"]]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+
+
+def run_command(
+    request: JsonObject, client: Client, frames: FrameWriter, programs: dict[str, types.ModuleType | str]
+) -> JsonObject:
     """Run a command to its end, its output in frames; it dies with the connection and at its time limit."""
     try:
-        process = subprocess.Popen(
-            request["argv"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        process = start_process(request, programs)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in an argument
+        client.skip_input()
         return {"problem": getattr(error, "strerror", None) or str(error)}
     assert process.stdout is not None and process.stderr is not None
+    widen_pipe(process.stdout.fileno())
 
     def expire() -> None:
         kill_group(process)
         with contextlib.suppress(BrokenPipeError):
             frames.write(DONE, json.dumps({"timed_out": True}).encode())
-        os._exit(0)
+        os._exit(1)
 
     if request["timeout_s"] is not None:
         limit = threading.Timer(request["timeout_s"], expire)
         limit.daemon = True
         limit.start()
-    threading.Thread(target=feed_command, args=(process, request["keep_open"]), daemon=True).start()
+    threading.Thread(target=feed_command, args=(process, client, request["keep_open"]), daemon=True).start()
     errors = threading.Thread(target=copy_output, args=(process, process.stderr, STDERR, frames), daemon=True)
     errors.start()
     copy_output(process, process.stdout, STDOUT, frames)
@@ -130,25 +313,26 @@ def run_command(request: JsonObject, frames: FrameWriter) -> JsonObject:
     return {"exit_code": process.wait()}
 
 
-def feed_command(process: subprocess.Popen[bytes], keep_open: bool) -> None:
+def feed_command(process: Process, client: Client, keep_open: bool) -> None:
     """Pass the client's input on; kill the command when the connection breaks."""
     assert process.stdin is not None
-    while True:
-        try:
-            kind, content = read_frame(sys.stdin.buffer)
-        except BrokenInputError:
-            kill_group(process)
-            return
-        # A command need not read its input: what it leaves is dropped.
-        with contextlib.suppress(BrokenPipeError, ValueError):
-            if kind == DATA:
+    # A command need not read its input: what it leaves is dropped.
+    try:
+        for content in client.chunks():
+            with contextlib.suppress(BrokenPipeError, ValueError):
                 process.stdin.write(content)
                 process.stdin.flush()
-            elif not keep_open:
-                process.stdin.close()
+    except BrokenInputError:
+        kill_group(process)
+        return
+    if not keep_open:
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            process.stdin.close()
+    client.wait_until_gone()
+    kill_group(process)
 
 
-def copy_output(process: subprocess.Popen[bytes], stream: IO[bytes], kind: bytes, frames: FrameWriter) -> None:
+def copy_output(process: Process, stream: IO[bytes], kind: bytes, frames: FrameWriter) -> None:
     """Send what the command writes; kill it when nobody takes it."""
     try:
         for chunk in iter(lambda: os.read(stream.fileno(), READ_BYTES), b""):
@@ -157,7 +341,7 @@ def copy_output(process: subprocess.Popen[bytes], stream: IO[bytes], kind: bytes
         kill_group(process)
 
 
-def kill_group(process: subprocess.Popen[bytes]) -> None:
+def kill_group(process: Process) -> None:
     """Kill a command with its children, unless it was already waited for: then its number may be another's."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -167,25 +351,24 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 # ── files ──
 
 
-def write_file(request: JsonObject, frames: FrameWriter) -> JsonObject:
-    """Write a file atomically from the data frames."""
+def write_file(request: JsonObject, client: Client) -> JsonObject:
+    """Write a file atomically from the data frames; the answer has the digest of what was written."""
     try:
-        write_atomically(Path(request["path"]), incoming_chunks(sys.stdin.buffer))
+        return {"sha256": write_atomically(Path(request["path"]), client.chunks())}
     except OSError as error:
         return {"errno": error.errno, "problem": error.strerror}
     except ValueError as error:  # a zero byte in the path
         return {"errno": None, "problem": str(error)}
-    return {}
 
 
-def write_pieces(request: JsonObject, frames: FrameWriter) -> JsonObject:
+def write_pieces(request: JsonObject, client: Client) -> JsonObject:
     """Write pieces of a file that others write to at the same time; durable when answered."""
     path = Path(request["path"])
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
-            for piece in incoming_chunks(sys.stdin.buffer):
+            for piece in client.chunks():
                 place, rest = int.from_bytes(piece[:OFFSET_BYTES], "big"), memoryview(piece)[OFFSET_BYTES:]
                 while rest:
                     num_written = os.pwrite(descriptor, rest, place)
@@ -200,8 +383,9 @@ def write_pieces(request: JsonObject, frames: FrameWriter) -> JsonObject:
     return {}
 
 
-def move_file(request: JsonObject, frames: FrameWriter) -> JsonObject:
+def move_file(request: JsonObject, client: Client) -> JsonObject:
     """Put a file in its place."""
+    client.skip_input()
     try:
         Path(request["path"]).rename(request["to"])
         flush_directory(Path(request["to"]).parent)
@@ -210,36 +394,26 @@ def move_file(request: JsonObject, frames: FrameWriter) -> JsonObject:
     return {}
 
 
-def remove_file(request: JsonObject, frames: FrameWriter) -> JsonObject:
+def remove_file(request: JsonObject, client: Client) -> JsonObject:
     """Remove a file, if it is there."""
+    client.skip_input()
     with contextlib.suppress(OSError, ValueError):
         Path(request["path"]).unlink()
     return {}
 
 
-def incoming_chunks(stream: BinaryIO) -> Iterator[bytes]:
-    """The content of the data frames up to the end of input.
-
-    Raises:
-        BrokenInputError: the connection ends before that.
-    """
-    while True:
-        kind, content = read_frame(stream)
-        if kind == END_OF_INPUT:
-            return
-        yield content
-
-
-def write_atomically(target: Path, chunks: Iterable[bytes]) -> None:
-    """Write a file from its pieces so that it is there whole, and durably, or not at all."""
+def write_atomically(target: Path, chunks: Iterable[bytes]) -> str:
+    """Write a file from its pieces so that it is there whole, and durably, or not at all; returns its sha256."""
     target.parent.mkdir(parents=True, exist_ok=True)
     descriptor, part_name = tempfile.mkstemp(dir=str(target.parent), prefix="." + target.name[:50] + ".")
     part = Path(part_name)
+    digest = hashlib.sha256()
     try:
         with os.fdopen(descriptor, "wb") as file:
             os.fchmod(descriptor, 0o644)
             for chunk in chunks:
                 file.write(chunk)
+                digest.update(chunk)
             file.flush()
             os.fsync(descriptor)
         part.rename(target)
@@ -247,6 +421,7 @@ def write_atomically(target: Path, chunks: Iterable[bytes]) -> None:
         with contextlib.suppress(FileNotFoundError):
             part.unlink()
     flush_directory(target.parent)
+    return digest.hexdigest()
 
 
 def flush_directory(path: Path) -> None:
@@ -258,8 +433,9 @@ def flush_directory(path: Path) -> None:
         os.close(directory)
 
 
-def read_file(request: JsonObject, frames: FrameWriter) -> JsonObject:
+def read_file(request: JsonObject, client: Client, frames: FrameWriter) -> JsonObject:
     """Send a file, up to `max_bytes` of it."""
+    client.skip_input()
     num_bytes = 0
     try:
         with Path(request["path"]).open("rb") as file:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import paramiko
 
@@ -52,12 +52,36 @@ _paramiko_logger.addHandler(logging.NullHandler())
 _paramiko_logger.propagate = False
 
 
+class Channel(Protocol):
+    """Bytes to and from one command of a node."""
+
+    @property
+    def has_ended(self) -> bool: ...
+
+    def send(self, content: bytes) -> None: ...
+
+    def receive(self, max_bytes: int, *, timeout_s: float | None = None) -> bytes: ...
+
+    def receive_stderr(self) -> bytes: ...
+
+    def exit_code(self) -> int | None: ...
+
+    def end_input(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class SSHChannel:
     """Bytes to and from one command, or one port, of a node; its errors are ours, not paramiko's."""
 
     def __init__(self, channel: Any, address: str) -> None:  # Any: paramiko has no types
         self._channel = channel
         self._address = address
+
+    @property
+    def has_ended(self) -> bool:
+        """True when its end, or that of its connection, was noticed."""
+        return bool(self._channel.closed or self._channel.eof_received)
 
     def send(self, content: bytes) -> None:
         """Send everything, waiting until the other side has room.

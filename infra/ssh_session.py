@@ -2,14 +2,17 @@
 
 Not here: connections and logins (ssh.py), the node's side of each request (node_agent.py).
 
-Every request is one channel and one process on the node, the agent, whose text travels ahead of the request. So nothing
-depends on the node's login shell but that it can start Python, and arguments are never interpreted. What matters
-quickly (commands, jobs, logs) and what is large (files) use connections of their own, opened when first needed and
-again when they have broken. A request that broke off is repeated only if nothing of it was sent.
+Every request is answered by a process on the node, the agent, whose text travels ahead of its first request. So nothing
+depends on the node's login shell but that it can start Python, and arguments are never interpreted. An agent answers
+one request at a time and waits for the next, so that a request costs one round trip; those that come at the same time
+take another agent, on a channel of its own. What matters quickly (commands, jobs, logs) and what is large (files) use
+connections of their own, opened when first needed and again when they have broken. A request that broke off is repeated
+only if nothing of it was sent.
 """
 
 import contextlib
 import errno
+import functools
 import hashlib
 import logging
 import threading
@@ -19,13 +22,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, get_args
 
-from infra.agent_call import AgentCall, JsonObject
+from infra.agent_call import Agent, AgentCall, JsonObject
 from infra.errors import (
     CommandFailedError,
     CommandTimeoutError,
     CompletedCommand,
     DiskFullError,
     FileMissingError,
+    InfraError,
     PermanentInfraError,
     TransientInfraError,
 )
@@ -46,6 +50,10 @@ OPEN_ATTEMPTS = 4
 """So often a request is begun; what was sent of it is never sent again."""
 ANSWER_MARGIN_S = 30.0
 """An answer may come this much later than the command's own time limit."""
+MAX_IDLE_AGENTS = 2
+"""So many wait for requests, on each connection: servers allow some ten channels."""
+MAX_IDLE_S = 60.0
+"""An agent that has waited longer is not asked: its connection may have broken unnoticed."""
 _MAX_STDERR_BYTES = 64 << 10
 _INLINE_BYTES = 256 << 10
 """Input up to this size fits into the channel's window, so that sending it cannot wait for the output to be read."""
@@ -75,8 +83,13 @@ class SSHSession:
         self._python = python
         self._programs_dir = programs_dir
         self._connections: dict[Purpose, SSHConnection] = {}
+        self._idle_agents: dict[Purpose, list[tuple[float, Agent]]] = {purpose: [] for purpose in PURPOSES}
+        """With the time since when each waits."""
         self._placed: set[str] = set()
+        self._programs: dict[str, str] = {}
+        """The texts of those that agents have been asked to run."""
         self._is_closed = False
+        self._preparing = threading.Lock()
         self._lock = threading.Lock()
         self._connecting = {purpose: threading.Lock() for purpose in PURPOSES}
 
@@ -90,8 +103,24 @@ class SSHSession:
         return self._connection("control").host_key_evidence
 
     def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float, check: bool = True) -> CompletedCommand:
-        output: dict[bytes, list[bytes]] = {STDOUT: [], STDERR: []}
         request = _run_request(argv, timeout_s=timeout_s, keep_open=False)
+        return self._run(request, argv, stdin=stdin, timeout_s=timeout_s, check=check)
+
+    def run_program(
+        self, source: Path, arguments: Sequence[str], *, stdin: bytes = b"", timeout_s: float, check: bool = True
+    ) -> CompletedCommand:
+        text = source.read_text()
+        program = _program_name(source, text)
+        self._programs[program] = text
+        call = {"program": program, "arguments": list(arguments)}
+        request: JsonObject = {"verb": "run", **call, "timeout_s": timeout_s, "keep_open": False}
+        argv = [self._python, "-I", source.name, *arguments]
+        return self._run(request, argv, stdin=stdin, timeout_s=timeout_s, check=check)
+
+    def _run(
+        self, request: JsonObject, argv: Sequence[str], *, stdin: bytes, timeout_s: float, check: bool
+    ) -> CompletedCommand:
+        output: dict[bytes, list[bytes]] = {STDOUT: [], STDERR: []}
         with self._ask("control", request, timeout_s=timeout_s + ANSWER_MARGIN_S) as call:
             call.send_input([stdin], in_background=len(stdin) > _INLINE_BYTES)
             for kind, content in call.frames():
@@ -130,6 +159,7 @@ class SSHSession:
 
     def read_file(self, path: str) -> bytes:
         with self._ask("control", {"verb": "read", "path": path, "max_bytes": MAX_READ_BYTES + 1}) as call:
+            call.send_input(())
             content = b"".join(chunk for _, chunk in call.frames())
         if "problem" in call.answer:
             if call.answer["errno"] == errno.ENOENT:
@@ -140,10 +170,10 @@ class SSHSession:
         return content
 
     def place_program(self, source: Path) -> str:
-        text = source.read_bytes()
-        path = f"{self._programs_dir}/{source.stem}-{hashlib.sha256(text).hexdigest()[:16]}.py"
+        text = source.read_text()
+        path = f"{self._programs_dir}/{_program_name(source, text)}.py"
         if path not in self._placed:
-            self.write_file(path, text)
+            self.write_file(path, text.encode())
             self._placed.add(path)
         return path
 
@@ -160,6 +190,10 @@ class SSHSession:
     ) -> None:
         with self._lock:
             self._is_closed = True  # a thread that still uses it must not connect again
+            for agents in self._idle_agents.values():
+                for _, agent in agents:
+                    agent.end()
+                agents.clear()
             for connection in self._connections.values():
                 connection.close()
             self._connections.clear()
@@ -170,13 +204,65 @@ class SSHSession:
         """A request under way, over a new connection where the old one has broken."""
         for attempt in range(1, OPEN_ATTEMPTS + 1):
             try:
-                return AgentCall(self._connection(purpose), self._python, request, timeout_s=timeout_s)
+                agent = self._idle_agent(purpose) or self._new_agent(purpose)
+                return self._begin(purpose, agent, request, timeout_s=timeout_s)
             except TransientInfraError as error:
                 if attempt == OPEN_ATTEMPTS:
                     raise
                 logger.info("attempt %d to reach %s failed: %s", attempt, self._access.address, error)
                 time.sleep(0.25 * 2.0**attempt)
         raise AssertionError("the last attempt returns or raises")
+
+    def _make_agent_ready(self) -> None:
+        """Have an agent, with all programs so far, that answers the next request within one round trip."""
+        with self._lock:
+            if self._is_closed or self._idle_agents["control"] or not self._preparing.acquire(blocking=False):
+                return
+            programs = dict(self._programs)
+        try:
+            agent = self._new_agent("control")
+            agent.programs.update(programs)
+            give_back = functools.partial(self._give_back, "control")
+            request = {"verb": "load", "programs": programs}
+            with AgentCall(agent, request, timeout_s=ANSWER_MARGIN_S, give_back=give_back) as call:
+                call.send_input(())
+                list(call.frames())
+        except InfraError as error:
+            logger.info("no agent at %s is ready before it is needed: %s", self._access.address, error)
+        finally:
+            self._preparing.release()
+
+    def _begin(self, purpose: Purpose, agent: Agent, request: JsonObject, *, timeout_s: float | None) -> AgentCall:
+        program = request.get("program")
+        missing = {program: self._programs[program]} if program and program not in agent.programs else {}
+        agent.programs.update(missing)
+        give_back = functools.partial(self._give_back, purpose)
+        return AgentCall(agent, {**request, "programs": missing}, timeout_s=timeout_s, give_back=give_back)
+
+    def _idle_agent(self, purpose: Purpose) -> Agent | None:
+        """One that waits for a request, or is about to."""
+        if purpose == "control" and not self._idle_agents[purpose] and self._preparing.acquire(timeout=ANSWER_MARGIN_S):
+            self._preparing.release()
+        while True:
+            with self._lock:
+                self._check_open()
+                if not self._idle_agents[purpose]:
+                    return None
+                since, agent = self._idle_agents[purpose].pop()
+            if agent.is_alive and time.monotonic() - since < MAX_IDLE_S:
+                return agent
+            agent.end()
+
+    def _new_agent(self, purpose: Purpose) -> Agent:
+        return Agent(self._connection(purpose).open_command, self._python, self._access.address)
+
+    def _give_back(self, purpose: Purpose, agent: Agent) -> None:
+        with self._lock:
+            idle = self._idle_agents[purpose]
+            if not self._is_closed and len(idle) < MAX_IDLE_AGENTS:
+                idle.append((time.monotonic(), agent))
+                return
+        agent.end()
 
     def _connection(self, purpose: Purpose) -> SSHConnection:
         with self._connecting[purpose]:
@@ -204,6 +290,8 @@ class SSHSession:
     @contextlib.contextmanager
     def _output_of(self, argv: Sequence[str], stdin: bytes, purpose: Purpose) -> Iterator[Iterator[bytes]]:
         with self._ask(purpose, _run_request(argv, timeout_s=None, keep_open=True)) as call:
+            if purpose == "control":  # most calls come beside a log that is followed
+                threading.Thread(target=self._make_agent_ready, daemon=True).start()
             call.send_input([stdin], in_background=len(stdin) > _INLINE_BYTES)
             yield self._stdout_of(call, argv)
 
@@ -227,6 +315,10 @@ class SSHSession:
             call.send_input(chunks)
             list(call.frames())
         _raise_if_refused(call.answer, path, call.num_sent_bytes)
+
+
+def _program_name(source: Path, text: str) -> str:
+    return f"{source.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _raise_if_refused(answer: JsonObject, path: str, num_sent_bytes: int) -> None:

@@ -209,9 +209,8 @@ def _discard(session: Session, incoming: str) -> None:
 
 # Any: the answers are JSON objects.
 def _call(session: Session, arguments: Sequence[str], *, stdin: bytes = b"") -> dict[str, Any]:
-    program = session.place_program(Path(receiver.__file__))
-    argv = [session.python, "-I", program, *arguments]
-    completed = session.run(argv, stdin=stdin, timeout_s=CALL_TIMEOUT_S, check=False)
+    program = Path(receiver.__file__)
+    completed = session.run_program(program, arguments, stdin=stdin, timeout_s=CALL_TIMEOUT_S, check=False)
     lines = completed.stdout.splitlines()
     answer = parse_object(lines[-1]) if lines else None
     if answer is None:

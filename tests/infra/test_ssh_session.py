@@ -5,6 +5,7 @@ log has holes.
 """
 
 import hashlib
+import json
 import os
 import signal
 import socket
@@ -16,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import NodeUnreachableError, PermanentInfraError
+from infra.errors import CommandTimeoutError, NodeUnreachableError, PermanentInfraError
 from infra.jobs import JobState, cancel_job, follow_job, job_status, start_or_attach
+from infra.node_agent import END_OF_INPUT, FRAME_HEAD, REQUEST
 from infra.ssh_session import SSHSession
 from infra.sync import publish_directory
 from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_until
@@ -119,6 +121,117 @@ def test_a_session_that_was_left_does_not_connect_again(ssh_server: SSHServer, t
         session.run(["true"], timeout_s=30)
     with pytest.raises(PermanentInfraError, match="is closed"):
         session.run(["true"], timeout_s=30)
+
+
+def agent_of(session: SSHSession) -> int:
+    """The process that answers, whose fork runs the command."""
+    script = "read -r _ _ _ parent _ < /proc/$PPID/stat; echo $parent"
+    return int(session.run(["sh", "-c", script], timeout_s=30).stdout)
+
+
+def test_calls_one_after_the_other_are_answered_by_one_agent(ssh_session: SSHSession, tmp_path: Path) -> None:
+    first = agent_of(ssh_session)
+    ssh_session.write_file(str(tmp_path / "file"), b"content")
+    assert ssh_session.read_file(str(tmp_path / "file")) == b"content"
+    assert ssh_session.run(["cat"], stdin=b"input", timeout_s=30).stdout == b"input"
+    assert ssh_session.run(["sh", "-c", "exit 3"], timeout_s=30, check=False).exit_code == 3
+    with pytest.raises(PermanentInfraError):
+        ssh_session.run(["/nowhere"], timeout_s=30)
+    assert agent_of(ssh_session) == first
+
+
+def test_a_program_of_ours_is_loaded_once_and_runs_as_if_it_were_alone(ssh_session: SSHSession, tmp_path: Path) -> None:
+    program = tmp_path / "counting.py"
+    text = PROGRAM.format(folder=str(tmp_path))
+    program.write_text(text)
+    for number in range(3):
+        completed = ssh_session.run_program(program, ["a b", "$x"], stdin=b"in", timeout_s=30, check=False)
+        assert completed.stdout.decode().splitlines() == ["['a b', '$x'] in 1", ""]
+        assert (completed.exit_code, completed.stderr) == (7, b"to stderr")
+        assert (tmp_path / "loaded").read_text() == "loaded\n", number
+    program.write_text(text.replace("return 7", "return 8"))
+    changed = ssh_session.run_program(program, ["a b", "$x"], stdin=b"in", timeout_s=30, check=False)
+    assert changed.exit_code == 8
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+
+with (Path({folder!r}) / "loaded").open("a") as file:
+    file.write("loaded\\n")
+calls = []
+
+def main(argv):
+    calls.append(argv)
+    print(argv[1:], sys.stdin.read(), len(calls))
+    print()
+    sys.stderr.write("to stderr")
+    return 7
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("def main(argv):\n    raise ValueError('why')", "ValueError: why"),
+        ("import no_such_module", "No module named 'no_such_module'"),
+        ("def main(argv:", "SyntaxError"),
+    ],
+)
+def test_a_program_that_fails_or_cannot_be_loaded_says_why(
+    ssh_session: SSHSession, tmp_path: Path, text: str, reason: str
+) -> None:
+    program = tmp_path / "failing.py"
+    program.write_text(text)
+    completed = ssh_session.run_program(program, [], timeout_s=30, check=False)
+    assert completed.exit_code == 1 and reason in completed.stderr.decode()
+    assert ssh_session.run(["echo", "next"], timeout_s=30).stdout == b"next\n"
+
+
+def test_a_program_that_hangs_is_killed(ssh_session: SSHSession, tmp_path: Path) -> None:
+    program = tmp_path / "hanging.py"
+    program.write_text(
+        "import os, pathlib, sys, time\n\n"
+        "def main(argv):\n    pathlib.Path(argv[1]).write_text(f'{os.getpid()}\\n')\n    time.sleep(60)\n"
+    )
+    with pytest.raises(CommandTimeoutError):
+        ssh_session.run_program(program, [str(tmp_path / "pid")], timeout_s=1.0)
+    wait_until(lambda: not is_alive(read_pid(tmp_path / "pid")))
+    assert ssh_session.run(["echo", "next"], timeout_s=30).stdout == b"next\n"
+
+
+def test_input_that_a_command_leaves_is_no_request(ssh_session: SSHSession, tmp_path: Path) -> None:
+    argv = ["touch", str(tmp_path / "forged")]
+    forged = json.dumps({"verb": "run", "argv": argv, "timeout_s": 9, "keep_open": False})
+    request = FRAME_HEAD.pack(REQUEST, len(forged)) + forged.encode() + FRAME_HEAD.pack(END_OF_INPUT, 0)
+    for command in (["true"], ["head", "-c", "1000"], ["sh", "-c", "exec 0<&-; sleep 0.3"]):
+        ssh_session.run(command, stdin=request * 20_000, timeout_s=30)
+        assert ssh_session.run(["echo", "next"], timeout_s=30).stdout == b"next\n"
+    assert not (tmp_path / "forged").exists()
+
+
+def test_calls_at_the_same_time_do_not_wait_for_one_another(ssh_session: SSHSession, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with ssh_session.stream(["cat", str(tmp_path / "fifo")]) as lines:
+        writers = [
+            threading.Thread(target=ssh_session.run, args=(["sh", "-c", "sleep 0.2"],), kwargs={"timeout_s": 30})
+            for _ in range(4)
+        ]
+        for writer in writers:
+            writer.start()
+        ssh_session.run(["sh", "-c", f"echo line > {tmp_path}/fifo"], timeout_s=30)
+        assert next(lines) == b"line\n"
+        for writer in writers:
+            writer.join()
+
+
+def test_an_agent_that_was_killed_while_it_waited_is_not_asked(ssh_session: SSHSession) -> None:
+    agent = agent_of(ssh_session)
+    os.kill(agent, signal.SIGKILL)
+    wait_until(lambda: not is_alive(agent))
+    time.sleep(0.2)  # its end has to arrive here
+    assert ssh_session.run(["echo", "again"], timeout_s=30).stdout == b"again\n"
 
 
 # ── broken connections ──
