@@ -66,14 +66,14 @@ class Agent:
         Raises:
             NodeUnreachableError, PermanentInfraError: as `receive`.
         """
-        self.send(b"")
+        self.send()
         self._skip_greeting(None)
 
-    def send(self, content: bytes) -> bool:
+    def send(self, *parts: bytes | memoryview) -> bool:
         """False when nobody takes it any more: then the agent's answer, or the lack of one, says why."""
         unsent, self._unsent = self._unsent, b""
         try:
-            self._channel.send(unsent + content if unsent else content)
+            self._channel.send(*([unsent] if unsent else []), *parts)
         except NodeUnreachableError:
             return False
         return True
@@ -174,7 +174,7 @@ class AgentCall:
         self._answer: JsonObject | None = None
         self._can_go_on = False
         self.num_sent_bytes = 0
-        agent.send(_frame(REQUEST, json.dumps(request).encode()))
+        agent.send(*_frame(REQUEST, json.dumps(request).encode()))
 
     @property
     def answer(self) -> JsonObject:
@@ -195,10 +195,10 @@ class AgentCall:
             view = memoryview(chunk)
             for start in range(0, len(view), MAX_FRAME_BYTES):
                 piece = view[start : start + MAX_FRAME_BYTES]
-                if not self._agent.send(_frame(DATA, piece)):
+                if not self._agent.send(*_frame(DATA, piece)):
                     return
                 self.num_sent_bytes += len(piece)
-        self._agent.send(_frame(END_OF_INPUT, b""))
+        self._agent.send(*_frame(END_OF_INPUT, b""))
 
     def frames(self) -> Iterator[tuple[bytes, bytes]]:
         """Kind and content of what the agent sends, in pieces as they come, up to its answer.
@@ -238,5 +238,5 @@ def _agent_text() -> bytes:
     return Path(node_agent.__file__).read_bytes()
 
 
-def _frame(kind: bytes, content: bytes | memoryview) -> bytes:
-    return b"".join((FRAME_HEAD.pack(kind, len(content)), content))
+def _frame(kind: bytes, content: bytes | memoryview) -> tuple[bytes, bytes | memoryview]:
+    return FRAME_HEAD.pack(kind, len(content)), content

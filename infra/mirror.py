@@ -141,9 +141,8 @@ def _fetch(session: Session, source: str, target: Path, names: Sequence[str]) ->
         return []
     parts = {name: _part_of(target, name) for name in names}
     request = json.dumps([[name, _size_of(parts[name])] for name in names]).encode() + b"\n"
-    program = session.place_program(Path(sender.__file__))
     damaged: list[str] = []
-    with session.pipe([session.python, "-I", program, "send", source], stdin=request) as chunks:
+    with session.pipe_program(Path(sender.__file__), ["send", source], stdin=request) as chunks:
         stream = _ByteStream(chunks)
         for name in names:
             head = parse_object(stream.read_line(MAX_HEAD_BYTES))

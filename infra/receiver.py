@@ -5,8 +5,9 @@ is sent to nodes by content. Each verb prints one JSON object; `{"error": senten
 
     describe DESTINATION                    what lies there now: {"files": {name: [size, sha256]}}, or null
     prepare DESTINATION INCOMING BYTES      make the empty directory INCOMING beside it, if the disk has room
-    accept INCOMING                         (files on stdin) write small files, many with one call
-    commit DESTINATION INCOMING             (manifest on stdin) compare what has arrived, then swap it in
+    accept INCOMING                         (files on stdin) write small files, many with one call: {"digests": ...}
+    commit DESTINATION INCOMING             (manifest on stdin) compare what has arrived, then swap it in; a digest of
+                                            null was compared when the file was written, and is not taken again
     discard INCOMING                        remove what has arrived
 """
 
@@ -51,7 +52,7 @@ def main(argv: list[str]) -> int:
         elif verb == "prepare":
             prepare_directory(Path(parameters[0]), Path(parameters[1]), int(parameters[2]))
         elif verb == "accept":
-            accept_files(Path(parameters[0]), sys.stdin.buffer)
+            answer = {"digests": accept_files(Path(parameters[0]), sys.stdin.buffer)}
         elif verb == "commit":
             manifest = json.loads(sys.stdin.buffer.read())
             commit_directory(Path(parameters[0]), Path(parameters[1]), manifest)
@@ -67,7 +68,9 @@ def main(argv: list[str]) -> int:
     return 1 if "error" in answer else 0
 
 
-def describe_directory(directory: Path) -> dict[str, list[Any]] | None:
+def describe_directory(
+    directory: Path, *, without_digest: "frozenset[str]" = frozenset()
+) -> dict[str, list[Any]] | None:
     """Size and digest of every file below a directory; None when there is none or it holds more than plain files."""
     if not directory.exists():
         return None
@@ -76,7 +79,8 @@ def describe_directory(directory: Path) -> dict[str, list[Any]] | None:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):
             return None
-        files[path.relative_to(directory).as_posix()] = [status.st_size, hash_file(path)]
+        name = path.relative_to(directory).as_posix()
+        files[name] = [status.st_size, None if name in without_digest else hash_file(path)]
     return files
 
 
@@ -103,8 +107,9 @@ def prepare_directory(destination: Path, incoming: Path, needed_bytes: int) -> N
     incoming.mkdir()
 
 
-def accept_files(incoming: Path, stream: BinaryIO) -> None:
-    """Write the files of a batch: for each a line of JSON, [name, size], and then its content."""
+def accept_files(incoming: Path, stream: BinaryIO) -> dict[str, str]:
+    """Write the files of a batch: for each a line of JSON, [name, size], and then its content; returns their sha256."""
+    digests: dict[str, str] = {}
     while head := stream.readline():
         name, size = json.loads(head)
         check_name(name)
@@ -122,13 +127,16 @@ def accept_files(incoming: Path, stream: BinaryIO) -> None:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise CopyError(f"{path}: {error.strerror}", kind="disk_full") from error
             raise
+        digests[name] = hashlib.sha256(content).hexdigest()
+    return digests
 
 
 def commit_directory(destination: Path, incoming: Path, manifest: dict[str, list[Any]]) -> None:
     """Verify every file against the manifest, then put the new directory in the place of the old one."""
     for name in manifest:
         check_name(name)
-    arrived = describe_directory(incoming) or {}
+    compared = frozenset(name for name, (_, digest) in manifest.items() if digest is None)
+    arrived = describe_directory(incoming, without_digest=compared) or {}
     wrong = sorted(name for name in manifest.keys() | arrived.keys() if arrived.get(name) != manifest.get(name))
     if wrong:
         raise CopyError(f"{len(wrong)} files arrived damaged, the first is {wrong[0]!r}: copy again", kind="damaged")

@@ -77,14 +77,21 @@ class Session(Protocol):
     def pipe(self, argv: Sequence[str], *, stdin: bytes = b"") -> AbstractContextManager[Iterator[bytes]]:
         """`stream` for bytes that are no lines, and for many of them: yields pieces of any size."""
 
+    def pipe_program(
+        self, source: Path, arguments: Sequence[str], *, stdin: bytes = b""
+    ) -> AbstractContextManager[Iterator[bytes]]:
+        """`pipe` of what `run_program` runs."""
+
     def forward(self, port: int) -> AbstractContextManager[int]:
         """A port on this machine's loopback that leads to the port on the node's, while the block runs."""
 
     def write_file(self, path: str, content: bytes) -> None:
         """Write a file atomically; its missing parent directories are made."""
 
-    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> None:
+    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> str | None:
         """Write a file of any size atomically from its pieces; its missing parent directories are made.
+
+        Returns the sha256 of what the node has written; None where that went in several streams, and is not known.
 
         Raises:
             DiskFullError: the node has no room; nothing is left of the file.
@@ -155,6 +162,11 @@ class LocalSession:
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.close()
 
+    def pipe_program(
+        self, source: Path, arguments: Sequence[str], *, stdin: bytes = b""
+    ) -> AbstractContextManager[Iterator[bytes]]:
+        return self.pipe([self._python, "-I", str(source), *arguments], stdin=stdin)
+
     def _output_of(self, process: subprocess.Popen[bytes], argv: Sequence[str], stderr_fd: int) -> Iterator[bytes]:
         assert process.stdout is not None
         yield from iter(functools.partial(os.read, process.stdout.fileno(), _READ_BYTES), b"")
@@ -171,7 +183,7 @@ class LocalSession:
     def write_file(self, path: str, content: bytes) -> None:
         self.write_chunks(path, [content])
 
-    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> None:
+    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> str:
         written_bytes = 0
 
         def count() -> Iterator[bytes]:
@@ -181,7 +193,7 @@ class LocalSession:
                 yield chunk
 
         try:
-            node_agent.write_atomically(Path(path), count())
+            return node_agent.write_atomically(Path(path), count())
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise DiskFullError(path, written_bytes) from error

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, get_args
 
+from infra import openssh
 from infra.agent_call import Agent, AgentCall, JsonObject
 from infra.errors import (
     CommandFailedError,
@@ -36,6 +37,7 @@ from infra.errors import (
 from infra.host_keys import HostKeyEvidence
 from infra.node import SSHAccess
 from infra.node_agent import STDERR, STDOUT
+from infra.openssh import OpenSSH
 from infra.parallel_write import ParallelWrite
 from infra.session import MAX_READ_BYTES, split_lines
 from infra.ssh import SSHConnection, connect
@@ -88,6 +90,9 @@ class SSHSession:
         self._placed: set[str] = set()
         self._programs: dict[str, str] = {}
         """The texts of those that agents have been asked to run."""
+        self._openssh_client: tuple[OpenSSH, SSHConnection] | None = None
+        """With the connection whose host key it demands."""
+        self._may_use_openssh = True
         self._is_closed = False
         self._preparing = threading.Lock()
         self._lock = threading.Lock()
@@ -109,13 +114,19 @@ class SSHSession:
     def run_program(
         self, source: Path, arguments: Sequence[str], *, stdin: bytes = b"", timeout_s: float, check: bool = True
     ) -> CompletedCommand:
+        request, argv = self._program_request(source, arguments, timeout_s=timeout_s, keep_open=False)
+        return self._run(request, argv, stdin=stdin, timeout_s=timeout_s, check=check)
+
+    def _program_request(
+        self, source: Path, arguments: Sequence[str], *, timeout_s: float | None, keep_open: bool
+    ) -> tuple[JsonObject, list[str]]:
+        """The request to run a program of ours, and the command that it stands for."""
         text = source.read_text()
         program = _program_name(source, text)
         self._programs[program] = text
-        call = {"program": program, "arguments": list(arguments)}
-        request: JsonObject = {"verb": "run", **call, "timeout_s": timeout_s, "keep_open": False}
-        argv = [self._python, "-I", source.name, *arguments]
-        return self._run(request, argv, stdin=stdin, timeout_s=timeout_s, check=check)
+        call: JsonObject = {"verb": "run", "program": program, "arguments": list(arguments)}
+        limits = {"timeout_s": timeout_s, "keep_open": keep_open}
+        return {**call, **limits}, [self._python, "-I", source.name, *arguments]
 
     def _run(
         self, request: JsonObject, argv: Sequence[str], *, stdin: bytes, timeout_s: float, check: bool
@@ -139,23 +150,31 @@ class SSHSession:
 
     @contextlib.contextmanager
     def stream(self, argv: Sequence[str], *, stdin: bytes = b"") -> Iterator[Iterator[bytes]]:
-        with self._output_of(argv, stdin, "control") as chunks:
+        request = _run_request(argv, timeout_s=None, keep_open=True)
+        with self._output_of(request, argv, stdin, "control") as chunks:
             yield split_lines(chunks)
 
     @contextlib.contextmanager
     def pipe(self, argv: Sequence[str], *, stdin: bytes = b"") -> Iterator[Iterator[bytes]]:
-        with self._output_of(argv, stdin, "bulk") as chunks:
+        request = _run_request(argv, timeout_s=None, keep_open=True)
+        with self._output_of(request, argv, stdin, "bulk") as chunks:
+            yield chunks
+
+    @contextlib.contextmanager
+    def pipe_program(self, source: Path, arguments: Sequence[str], *, stdin: bytes = b"") -> Iterator[Iterator[bytes]]:
+        request, argv = self._program_request(source, arguments, timeout_s=None, keep_open=True)
+        with self._output_of(request, argv, stdin, "bulk") as chunks:
             yield chunks
 
     def write_file(self, path: str, content: bytes) -> None:
         self._write(path, [content], "control")
 
-    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> None:
-        if not self._connection("bulk").is_far:
-            self._write(path, chunks, "bulk")
-            return
+    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> str | None:
+        if not self._connection("control").is_far:
+            return self._write(path, chunks, "bulk")
         writing = ParallelWrite(lambda number, request: self._ask(BULK[number], request), path)
         _raise_if_refused(writing.run(chunks), path, writing.num_sent_bytes)
+        return None
 
     def read_file(self, path: str) -> bytes:
         with self._ask("control", {"verb": "read", "path": path, "max_bytes": MAX_READ_BYTES + 1}) as call:
@@ -194,6 +213,8 @@ class SSHSession:
                 for _, agent in agents:
                     agent.end()
                 agents.clear()
+            if self._openssh_client is not None:
+                self._openssh_client[0].close()
             for connection in self._connections.values():
                 connection.close()
             self._connections.clear()
@@ -254,7 +275,34 @@ class SSHSession:
             agent.end()
 
     def _new_agent(self, purpose: Purpose) -> Agent:
-        return Agent(self._connection(purpose).open_command, self._python, self._access.address)
+        if purpose == "bulk" and (client := self._openssh()) is not None:
+            try:
+                agent = Agent(client.open_command, self._python, self._access.address)
+                agent.begin()
+                return agent
+            except InfraError as error:
+                logger.warning("files take our own connection to %s: %s", self._access.address, error)
+        agent = Agent(self._connection(purpose).open_command, self._python, self._access.address)
+        if purpose == "bulk":
+            self._may_use_openssh = False  # the node is there, so it was the client that failed
+        return agent
+
+    def _openssh(self) -> OpenSSH | None:
+        """The client that is installed here, where it is faster and can log in as we do."""
+        if not self._may_use_openssh:
+            return None
+        believed = self._connection("control")
+        with self._lock:
+            self._check_open()
+            if believed.is_far or not believed.key_file or not openssh.is_installed():
+                return None
+            client, of = self._openssh_client or (None, None)
+            if client is None or of is not believed:  # another address perhaps, and another key
+                if client is not None:
+                    client.close()
+                client = OpenSSH(self._access, believed)
+                self._openssh_client = client, believed
+            return client
 
     def _give_back(self, purpose: Purpose, agent: Agent) -> None:
         with self._lock:
@@ -288,8 +336,10 @@ class SSHSession:
             raise PermanentInfraError(f"the session on {self._access.address} is closed")
 
     @contextlib.contextmanager
-    def _output_of(self, argv: Sequence[str], stdin: bytes, purpose: Purpose) -> Iterator[Iterator[bytes]]:
-        with self._ask(purpose, _run_request(argv, timeout_s=None, keep_open=True)) as call:
+    def _output_of(
+        self, request: JsonObject, argv: Sequence[str], stdin: bytes, purpose: Purpose
+    ) -> Iterator[Iterator[bytes]]:
+        with self._ask(purpose, request) as call:
             if purpose == "control":  # most calls come beside a log that is followed
                 threading.Thread(target=self._make_agent_ready, daemon=True).start()
             call.send_input([stdin], in_background=len(stdin) > _INLINE_BYTES)
@@ -310,11 +360,12 @@ class SSHSession:
             raise PermanentInfraError(f"{argv[0]} cannot be run on {self._access.address}: {answer['problem']}")
         return int(answer["exit_code"])
 
-    def _write(self, path: str, chunks: Iterable[bytes], purpose: Purpose) -> None:
+    def _write(self, path: str, chunks: Iterable[bytes], purpose: Purpose) -> str:
         with self._ask(purpose, {"verb": "write", "path": path}) as call:
             call.send_input(chunks)
             list(call.frames())
         _raise_if_refused(call.answer, path, call.num_sent_bytes)
+        return str(call.answer["sha256"])
 
 
 def _program_name(source: Path, text: str) -> str:

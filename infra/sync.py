@@ -1,7 +1,7 @@
 """Copy files to a node so that their destination holds either all of them, verified, or what it held before.
 
-    source files ── read once, hashed while read ──> .<name>.incoming-<random> on the node
-                    hashed again by the node, compared ──> old one aside, new one in its place, old one removed
+    source files ── read once, hashed while read ──> .<name>.incoming-<random> on the node, hashed while written
+                    compared ──> old one aside, new one in its place, old one removed
 
 Not here: the node's side (receiver.py), how bytes travel (session.py).
 """
@@ -27,7 +27,8 @@ CALL_TIMEOUT_S = 3600.0
 SMALL_FILE_BYTES = 256 << 10
 BATCH_BYTES = 8 << 20
 """Files up to the first size travel together, about as many bytes as the second at a time."""
-_READ_BYTES = 4 << 20
+_READ_BYTES = 256 << 10
+"""So little that it is still in the processor's cache when it has been hashed."""
 
 logger = logging.getLogger(__name__)
 
@@ -75,17 +76,21 @@ def _publish(session: Session, files: Mapping[str, Path], sizes: Mapping[str, in
         logger.info("%s is there already", destination)
         return PublishReport(files=same, num_bytes=num_bytes, was_identical=True)
     incoming = str(place.with_name(f".{place.name}{receiver.INCOMING_MARK}{secrets.token_hex(8)}"))
+    is_there = False
     try:
         _call(session, ["prepare", destination, incoming, str(num_bytes)])
-        digests = _copy_small_files(session, files, sizes, incoming)
+        digests, written = _copy_small_files(session, files, sizes, incoming)
         for name in sizes.keys() - digests.keys():
-            digests[name] = _copy_file(session, files[name], sizes[name], f"{incoming}/{name}")
-        manifest = {name: [sizes[name], digest] for name, digest in digests.items()}
+            digests[name], written[name] = _copy_file(session, files[name], sizes[name], f"{incoming}/{name}")
+        _check_arrived(digests, written)
+        manifest = {name: [sizes[name], None if written[name] else digest] for name, digest in digests.items()}
         _call(session, ["commit", destination, incoming], stdin=json.dumps(manifest).encode())
+        is_there = True
     except DiskFullError as error:
         raise DiskFullError(destination, num_bytes) from error
     finally:
-        _discard(session, incoming)
+        if not is_there:
+            _discard(session, incoming)
     logger.info("published %s, %d bytes in %d files", destination, num_bytes, len(sizes))
     return PublishReport(files=digests, num_bytes=num_bytes, was_identical=False)
 
@@ -146,10 +151,19 @@ def _digests_if_identical(
 
 def _copy_small_files(
     session: Session, files: Mapping[str, Path], sizes: Mapping[str, int], incoming: str
-) -> dict[str, str]:
-    """Send the small files, many with one call, and return the digest of each: a call takes some round trips."""
+) -> tuple[dict[str, str], dict[str, str | None]]:
+    """Send the small files, many with one call, because a call takes a round trip.
+
+    Returns the digests of what was read, and of what the node has written.
+    """
     digests: dict[str, str] = {}
+    written: dict[str, str | None] = {}
     batch = bytearray()
+
+    def send_batch() -> None:
+        written.update(_call(session, ["accept", incoming], stdin=bytes(batch))["digests"])
+        batch.clear()
+
     for name, size in sizes.items():
         if size > SMALL_FILE_BYTES:
             continue
@@ -157,15 +171,14 @@ def _copy_small_files(
         digests[name] = hashlib.sha256(content).hexdigest()
         batch += json.dumps([name, size]).encode() + b"\n" + content
         if len(batch) > BATCH_BYTES:
-            _call(session, ["accept", incoming], stdin=bytes(batch))
-            batch.clear()
+            send_batch()
     if batch:
-        _call(session, ["accept", incoming], stdin=bytes(batch))
-    return digests
+        send_batch()
+    return digests, written
 
 
-def _copy_file(session: Session, source: Path, size: int, destination: str) -> str:
-    """Send one file and return the digest of what was read."""
+def _copy_file(session: Session, source: Path, size: int, destination: str) -> tuple[str, str | None]:
+    """Send one file; returns the digests of what was read, and of what the node has written, where it knows."""
     digest = hashlib.sha256()
 
     def hashed_chunks() -> Iterator[bytes]:
@@ -173,8 +186,14 @@ def _copy_file(session: Session, source: Path, size: int, destination: str) -> s
             digest.update(chunk)
             yield chunk
 
-    session.write_chunks(destination, hashed_chunks())
-    return digest.hexdigest()
+    written = session.write_chunks(destination, hashed_chunks())
+    return digest.hexdigest(), written
+
+
+def _check_arrived(digests: Mapping[str, str], written: Mapping[str, str | None]) -> None:
+    wrong = sorted(name for name, digest in digests.items() if written[name] not in (digest, None))
+    if wrong:
+        raise TransientInfraError(f"{len(wrong)} files arrived damaged, the first is {wrong[0]!r}: copy again")
 
 
 def _read_unchanged(source: Path, size: int) -> Iterator[bytes]:
@@ -200,7 +219,7 @@ def _read_unchanged(source: Path, size: int) -> Iterator[bytes]:
 
 
 def _discard(session: Session, incoming: str) -> None:
-    """Remove what is left of a copy (nothing, after a success); a lost node does it itself, a day later."""
+    """Remove what is left of a copy; a lost node does it itself, a day later."""
     try:
         _call(session, ["discard", incoming])
     except InfraError as error:

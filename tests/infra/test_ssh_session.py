@@ -269,18 +269,25 @@ def test_a_file_whose_connection_breaks_is_not_there_and_nothing_of_it(
 def test_a_copy_that_was_cut_off_can_be_made_again(fragile: SSHSession, server: SSHServer, tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "out" / "best"
     source.mkdir()
-    for name in ("a", "b", "c"):
-        (source / name).write_bytes(os.urandom(3 << 20))
+    for name, num_bytes in {"a": 3 << 20, "b": 3 << 20, "c": 40 << 20}.items():
+        (source / name).write_bytes(os.urandom(num_bytes))
+    is_cut_off = threading.Event()
 
-    def cut() -> None:
-        wait_until(lambda: any(tmp_path.glob("out/.best.incoming-*/b")))
-        server.signal_sessions(signal.SIGKILL)
+    def cut() -> None:  # a cut between two requests is no harm
+        while not is_cut_off.is_set():
+            for part in tmp_path.glob("out/.best.incoming-*/.c.*"):
+                server.signal_sessions(signal.SIGKILL)
+                wait_until(lambda: not part.parent.exists(), timeout_s=30)  # noqa: B023 - waits within its turn
+            time.sleep(0.001)
 
-    threading.Thread(target=cut, daemon=True).start()
+    cutting = threading.Thread(target=cut, daemon=True)
+    cutting.start()
     with pytest.raises(NodeUnreachableError):
         for _ in range(50):  # the copy may be faster than the cut
             publish_directory(fragile, source, str(target))
             (source / "a").write_bytes(os.urandom(3 << 20))
+    is_cut_off.set()
+    cutting.join()
     publish_directory(fragile, source, str(target))
     assert {p.name: p.read_bytes() for p in target.iterdir()} == {p.name: p.read_bytes() for p in source.iterdir()}
     assert [path.name for path in target.parent.iterdir()] == ["best"]

@@ -33,14 +33,24 @@ def content_of(directory: Path) -> dict[str, bytes]:
 class DamagingSession(LocalSession):
     """Loses the last byte of every large file on its way."""
 
-    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> None:
-        super().write_chunks(path, [b"".join(chunks)[:-1]])
+    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> str:
+        return super().write_chunks(path, [b"".join(chunks)[:-1]])
+
+
+class FlippingSession(LocalSession):
+    """Changes a byte of every large file on its way, which nobody hashes while it is written."""
+
+    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> str | None:  # type: ignore[override]
+        content = bytearray(b"".join(chunks))
+        content[0] ^= 1
+        super().write_chunks(path, [bytes(content)])
+        return None
 
 
 class DyingSession(LocalSession):
     """Breaks at the large file, when the small ones are there."""
 
-    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> None:
+    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> str:
         raise TransientInfraError("the connection broke")
 
 
@@ -75,7 +85,11 @@ def test_a_flipped_byte_or_an_extra_file_at_the_destination_is_replaced(
 
 @pytest.mark.parametrize(
     ("broken", "sentence"),
-    [(DamagingSession, "1 files arrived damaged"), (DyingSession, "connection broke")],
+    [
+        (DamagingSession, "1 files arrived damaged"),
+        (FlippingSession, "1 files arrived damaged"),
+        (DyingSession, "connection broke"),
+    ],
 )
 def test_a_damaged_or_broken_copy_leaves_the_old_destination_and_nothing_else(
     broken: type[LocalSession], sentence: str, source: Path, tmp_path: Path
@@ -141,11 +155,11 @@ def test_a_full_disk_is_found_before_anything_is_written(session: Session, sourc
 class FillingSession(LocalSession):
     """Somebody else fills the disk just before the files arrive."""
 
-    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> None:
+    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> str:
         filler = Path(path).parents[1] / "filler"
         if not filler.exists():
             filler.write_bytes(bytes(1_900_000))
-        super().write_chunks(path, chunks)
+        return super().write_chunks(path, chunks)
 
 
 @pytest.mark.slow

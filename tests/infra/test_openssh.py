@@ -1,0 +1,176 @@
+"""Pins that files that go through the installed OpenSSH client are as safe as those that go through our own connection.
+
+Without it the client would believe another host, read somebody's configuration, or fail where paramiko would not.
+"""
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.errors import NodeUnreachableError
+from infra.node import SSHAccess
+from infra.openssh import NUM_HEARTBEATS, OpenSSH
+from infra.ssh import HEARTBEAT_INTERVAL_S, connect
+from infra.ssh_session import SSHSession
+from tests.infra.shell_jobs import is_alive, read_pid, wait_until
+from tests.infra.ssh_server import SSHServer, running_server
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("ssh") is None, reason="there is no OpenSSH client here"),
+]
+
+CLIENT = """#!/bin/sh
+for word in "$@"; do printf '%s\\n' "$word" >> {log}; done
+{action}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _near(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine, however busy it is."""
+    monkeypatch.setattr("infra.ssh._NEAR_S", 5.0)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[SSHServer]:
+    """One that a test may disturb."""
+    with running_server(tmp_path / "own-sshd") as server:
+        yield server
+
+
+def session_on(access: SSHAccess, tmp_path: Path) -> SSHSession:
+    return SSHSession(access, python=sys.executable, programs_dir=str(tmp_path / "programs"))
+
+
+def wrap_client(folder: Path, monkeypatch: pytest.MonkeyPatch, *, action: str = "") -> Path:
+    """Stand in for the client; returns the file with the words of its command lines."""
+    folder.mkdir()
+    script = CLIENT.format(log=folder / "words", action=action or f'exec {shutil.which("ssh")} "$@"')
+    (folder / "ssh").write_text(script)
+    (folder / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder / "words"
+
+
+def test_a_file_goes_through_the_client_which_is_told_everything_that_counts(
+    ssh_server: SSHServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = wrap_client(tmp_path / "bin", monkeypatch)
+    content = os.urandom(3 << 20)
+    with session_on(ssh_server.access, tmp_path) as session:
+        for _ in range(2):
+            session.write_chunks(str(tmp_path / "file"), [content])
+        with session.pipe(["cat", str(tmp_path / "file")]) as chunks:
+            assert b"".join(chunks) == content
+    said = words.read_text().splitlines()
+    assert said[:2] == ["-F", "none"] and said.count("-F") == 1, "one login for all files"
+    needed = {"StrictHostKeyChecking=yes", "BatchMode=yes", "IdentityAgent=none", "IdentitiesOnly=yes"}
+    assert needed <= set(said) and "PasswordAuthentication=no" in said and "ForwardAgent=no" in said
+
+
+def test_the_client_believes_no_other_key_than_the_one_that_was_believed(
+    ssh_server: SSHServer, server: SSHServer
+) -> None:
+    believed = connect(ssh_server.access)
+    client = OpenSSH(replace(ssh_server.access, port=server.port), believed)
+    channel = client.open_command("echo let in")
+    assert channel.receive(100) == b"" and channel.exit_code() is None
+    assert b"Host key verification failed" in channel.receive_stderr()
+    assert "Accepted" not in (server.folder / "log").read_text()
+    channel.close()
+    client.close()
+    believed.close()
+
+
+def test_a_key_file_may_have_any_name(
+    ssh_server: SSHServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = wrap_client(tmp_path / "bin", monkeypatch)
+    key = tmp_path / """it's 100%h ${HOME} "the" key \\ """
+    shutil.copy2(ssh_server.client_key_file, key)
+    with session_on(replace(ssh_server.access, key_file=str(key)), tmp_path) as session:
+        session.write_chunks(str(tmp_path / "file"), [b"content"])
+    assert (tmp_path / "file").read_bytes() == b"content"
+    assert words.exists() and not caplog.records
+
+
+@pytest.mark.parametrize("action", ["echo no such option >&2; exit 255", "exec sleep 0", "kill -9 $$"])
+def test_a_client_that_fails_is_replaced_by_our_own_connection(
+    ssh_server: SSHServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    action: str,
+) -> None:
+    words = wrap_client(tmp_path / "bin", monkeypatch, action=action)
+    with caplog.at_level(logging.WARNING), session_on(ssh_server.access, tmp_path) as session:
+        for content in (b"one", b"two"):
+            session.write_chunks(str(tmp_path / "file"), [content])
+            assert (tmp_path / "file").read_bytes() == content
+    assert "files take our own connection" in caplog.text
+    assert words.read_text().splitlines().count("-F") == 1, "it is not tried again and again"
+
+
+def test_without_a_client_our_own_connection_does_it(
+    ssh_server: SSHServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access = ssh_server.access
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with session_on(access, tmp_path) as session:
+        session.write_chunks(str(tmp_path / "file"), [b"content"])
+    assert (tmp_path / "file").read_bytes() == b"content"
+
+
+def test_a_distant_node_is_not_asked_through_the_client(
+    far_session: SSHSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infra.ssh._NEAR_S", 0.005)
+    words = wrap_client(tmp_path / "bin", monkeypatch)
+    far_session.write_chunks(str(tmp_path / "file"), [b"content"])
+    assert (tmp_path / "file").read_bytes() == b"content" and not words.exists()
+
+
+def test_a_server_that_hangs_is_found_by_its_silence(
+    server: SSHServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert HEARTBEAT_INTERVAL_S * (NUM_HEARTBEATS + 1) < 60
+    monkeypatch.setattr("infra.openssh.HEARTBEAT_INTERVAL_S", 1.0)
+    session = session_on(server.access, tmp_path)
+    with session, pytest.raises(NodeUnreachableError), session.pipe(["sh", "-c", "echo up; sleep 60"]) as chunks:
+        assert next(chunks) == b"up\n"
+        server.signal_sessions(signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            next(chunks)
+        finally:
+            assert time.monotonic() - started < 30
+            server.signal_sessions(signal.SIGKILL)
+
+
+def test_leaving_the_session_ends_a_transfer_of_another_thread(ssh_server: SSHServer, tmp_path: Path) -> None:
+    ended: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            with session.pipe(["sh", "-c", f"echo $$ > {tmp_path}/pid; sleep 60"]) as chunks:
+                list(chunks)
+        except NodeUnreachableError as error:
+            ended.append(error)
+
+    with session_on(ssh_server.access, tmp_path) as session:
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        pid = read_pid(tmp_path / "pid")
+    reader.join(20)
+    assert len(ended) == 1
+    wait_until(lambda: not is_alive(pid))
