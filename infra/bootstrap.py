@@ -14,7 +14,6 @@ from infra.supervisor import parse_object
 
 MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 6)
-_IMPORT = "import sys; sys.path.insert(0, sys.argv[1]); import rollouts_core.run_job"
 PROBE_TIMEOUT_S = 180.0
 """Importing torch from a cold network disk takes a minute or two."""
 
@@ -75,13 +74,13 @@ class NodeNeeds:
 
 
 def probe_node(session: Session, node: Node) -> NodeReport:
-    """Ask the node what it has.
+    """Ask the node what it has; its interpreter is tried once, and again when something of it has changed.
 
     Raises:
         PermanentInfraError: its interpreter cannot be run.
     """
     program = session.place_program(Path(node_probe.__file__))
-    completed = session.run([node.python, program, node.root], timeout_s=PROBE_TIMEOUT_S, check=False)
+    completed = session.run([node.python, program, "probe", node.root], timeout_s=PROBE_TIMEOUT_S, check=False)
     lines = completed.stdout.splitlines()
     document = parse_object(lines[-1]) if lines else None
     if document is None:
@@ -90,17 +89,22 @@ def probe_node(session: Session, node: Node) -> NodeReport:
     return NodeReport(**{**document, "gpus": gpus, "python": node.python, "root": node.root})
 
 
-def check_imports(session: Session, code_dir: str) -> None:
+def check_imports(session: Session, node: Node, code_dir: str) -> None:
     """Return if the node's interpreter can import the training from the folder where its code lies.
+
+    Args:
+        code_dir: named by its content, so that it is asked for once.
 
     Raises:
         PermanentInfraError: a package is missing there.
     """
-    completed = session.run([session.python, "-c", _IMPORT, code_dir], timeout_s=PROBE_TIMEOUT_S, check=False)
+    program = session.place_program(Path(node_probe.__file__))
+    command = [node.python, program, "imports", node.root, code_dir]
+    completed = session.run(command, timeout_s=PROBE_TIMEOUT_S, check=False)
     if completed.exit_code != 0:
         problem = completed.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise PermanentInfraError(
-            f"{session.python} on the node cannot import the training ({problem}): "
+            f"{node.python} on the node cannot import the training ({problem}): "
             "install the project's dependencies there, or name another interpreter in the node's settings"
         )
 

@@ -129,6 +129,8 @@ def ensure_environment(
         job=job,
         timeout_s=BUILD_TIMEOUT_S,
     )
+    if (built := read_result(session, spec.run_dir)) is not None:
+        return str(built["python"])
     start_or_attach(session, spec)
     ended = follow_job(session, spec.run_dir, on_metrics=_ignore, on_event=_ignore, on_log=_ignore)
     try:

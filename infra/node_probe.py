@@ -1,21 +1,45 @@
-"""Print, as one JSON object, what a node has: `python node_probe.py ROOT`, run on the node itself by bootstrap.py.
+"""Say, as one JSON object, what a node has, or that it can import the training; run on the node by bootstrap.py.
+
+    python node_probe.py probe ROOT               what the node has
+    python node_probe.py imports ROOT CODE_DIR    whether the training can be imported from CODE_DIR
 
 Standard library only, and old syntax, so that an interpreter that is too old can say so. Each CUDA device has to add
 two numbers: a device that the driver lists and that cannot compute is not there.
+
+Importing torch takes seconds, and says the same as long as nothing changed: what went well is kept in ROOT/.probes,
+with the identity of the interpreter, its packages, the driver and the boot of the machine. How much memory is free, on
+disk and on each device, and whether the devices are the same, is asked every time.
 """
 
+import hashlib
 import importlib
 import json
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import tempfile
 from typing import Any  # Any: a JSON object
 
+KEPT_DIR = ".probes"
+MAX_KEPT_FOLDERS = 20
+NVIDIA_SMI_TIMEOUT_S = 30.0
+_DRIVER, _BOOT = "/proc/driver/nvidia/version", "/proc/sys/kernel/random/boot_id"
+_VARIABLES = ("CUDA_", "NVIDIA_", "HIP_", "ROCR_", "LD_", "PYTHON", "VIRTUAL_ENV")
+"""How those begin that decide what can be imported, and which devices are seen."""
 
-def main(root: str) -> None:
-    """Print the report about this node and about the directory `root`."""
+
+def main(argv: "list[str]") -> int:
+    """Carry out one verb; see the head of this file."""
+    verb, root = argv[1], argv[2]
+    document = probe(root) if verb == "probe" else check_imports(root, argv[3])
+    sys.stdout.write(json.dumps(document) + "\n")
+    return 0
+
+
+def probe(root: str) -> "dict[str, Any]":
+    """The report about this node and about the directory `root`."""
     total_memory, free_memory = _read_memory()
     document: dict[str, Any] = {
         "python_version": platform.python_version(),
@@ -36,27 +60,141 @@ def main(root: str) -> None:
         document["free_disk_gb"] = shutil.disk_usage(root).free / 1e9
     except OSError as error:
         document["root_problem"] = str(error)
-    _add_torch(document)
-    sys.stdout.write(json.dumps(document) + "\n")
+    identity = describe_environment()
+    kept = _read_kept(root, "torch", identity)
+    gpus = None if kept is None else refresh_gpus(kept["gpus"])
+    if kept is not None and gpus is not None:
+        document["torch_version"], document["gpus"] = kept["torch_version"], gpus
+        return document
+    found = _ask_torch(document)
+    if found is not None and identity == describe_environment():  # else somebody installs something just now
+        _keep(root, "torch", identity, {"torch_version": document["torch_version"], "gpus": found})
+    return document
 
 
-def _add_torch(document: "dict[str, Any]") -> None:
+def check_imports(root: str, code_dir: str) -> "dict[str, Any]":
+    """Nothing, when the training can be imported from this folder, which is named by its content; else ImportError."""
+    identity = describe_environment()
+    kept = _read_kept(root, "imports", identity) or {"folders": []}
+    if code_dir not in kept["folders"]:
+        sys.path.insert(0, code_dir)
+        importlib.import_module("rollouts_core.run_job")
+        _keep(root, "imports", identity, {"folders": [*kept["folders"], code_dir][-MAX_KEPT_FOLDERS:]})
+    return {}
+
+
+# ── torch and the devices ──
+
+
+def _ask_torch(document: "dict[str, Any]") -> "list[dict[str, Any]] | None":
+    """Add what torch says; returns the devices as they can be kept, None where something is wrong or not sure."""
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError, RuntimeError) as error:
         document["torch_problem"] = str(error)
-        return
+        return None
     document["torch_version"] = torch.__version__
+    found = []
     try:
         for index in range(torch.cuda.device_count()):
             assert int(torch.ones(2, device="cuda:" + str(index)).sum()) == 2
             free_bytes, total_bytes = torch.cuda.mem_get_info(index)
-            gpu = {"name": torch.cuda.get_device_name(index)}
-            document["gpus"].append({**gpu, "total_gb": total_bytes / 1e9, "free_gb": free_bytes / 1e9})
-        if not document["gpus"] and os.path.exists("/proc/driver/nvidia/version"):  # noqa: PTH110 - old syntax
+            gpu = {"name": torch.cuda.get_device_name(index), "total_gb": total_bytes / 1e9}
+            document["gpus"].append(dict(gpu, free_gb=free_bytes / 1e9))
+            uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+            found.append(dict(gpu, uuid="GPU-" + str(uuid)))
+        if not found and os.path.exists(_DRIVER):  # noqa: PTH110 - old syntax
             torch.cuda.init()  # says why it sees none: a driver that is too old, or a build without CUDA
     except (AssertionError, RuntimeError) as error:
         document["gpu_problem"] = str(error)
+        return None
+    return found if refresh_gpus(found) is not None else None
+
+
+def refresh_gpus(kept: "list[dict[str, Any]]") -> "list[dict[str, Any]] | None":
+    """The devices with the memory that is free now; None where they are not those that the driver has now."""
+    if not kept:
+        return None if os.path.exists(_DRIVER) else []  # noqa: PTH110 - old syntax
+    free_gb = _free_memory_of_gpus()
+    if sorted(free_gb) != sorted(gpu["uuid"] for gpu in kept):
+        return None
+    return [{"name": gpu["name"], "total_gb": gpu["total_gb"], "free_gb": free_gb[gpu["uuid"]]} for gpu in kept]
+
+
+def _free_memory_of_gpus() -> "dict[str, float]":
+    """Free memory in GB by the device's UUID; none where the driver does not say it of every device."""
+    query = ["nvidia-smi", "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, stdout=subprocess.PIPE, check=True, timeout=NVIDIA_SMI_TIMEOUT_S).stdout.decode()
+        rows = [line.split(",") for line in answer.splitlines()]
+        return {row[0].strip(): float(row[1]) * 1048576 / 1e9 for row in rows}
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return {}
+
+
+# ── what is kept ──
+
+
+def describe_environment() -> str:
+    """A digest that changes when a package is installed, removed or replaced, with the driver and with each boot."""
+    variables = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
+    seen: list[Any] = [sys.version, sys.prefix, variables, _text_of(_DRIVER), _text_of(_BOOT)]
+    folders = [sys.executable]
+    # Without the folder of this file: what is added there is ours.
+    folders += [folder for path in sys.path[1:] for folder in (path, path + "/torch", path + "/torch/lib")]
+    for folder in folders:
+        seen.append([folder, _times_of(folder)])
+    return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()
+
+
+def _times_of(path: str) -> "list[Any]":
+    """Time of change of a file, or of the files and of the records of packages in a folder, with all other names."""
+    try:
+        with os.scandir(path) as entries:
+            # A folder of modules gets another time when Python keeps compiled ones in it: then its name has to do.
+            return sorted(
+                [each.name, each.stat().st_mtime_ns if "-info" in each.name or not each.is_dir() else 0]
+                for each in entries
+                if each.name != "__pycache__"
+            )
+    except NotADirectoryError:
+        return [os.stat(path).st_mtime_ns]  # noqa: PTH116 - old syntax
+    except OSError as error:
+        return [str(error.errno)]
+
+
+def _text_of(path: str) -> str:
+    try:
+        with open(path) as file:  # noqa: PTH123 - old syntax, see the head
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _path_of(root: str, kind: str) -> str:
+    interpreter = hashlib.sha256(sys.executable.encode()).hexdigest()[:16]
+    return root + "/" + KEPT_DIR + "/" + kind + "-" + interpreter + ".json"
+
+
+def _read_kept(root: str, kind: str, identity: str) -> "dict[str, Any] | None":
+    try:
+        document = json.loads(_text_of(_path_of(root, kind)))
+        return dict(document["found"]) if document["identity"] == identity else None
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _keep(root: str, kind: str, identity: str, found: "dict[str, Any]") -> None:
+    """Write what was found, for the next time; a node where it cannot be written finds it out again."""
+    path = _path_of(root, kind)
+    try:
+        os.makedirs(root + "/" + KEPT_DIR, exist_ok=True)  # noqa: PTH103 - old syntax, as below
+        part = path + "." + str(os.getpid())
+        with open(part, "w") as file:  # noqa: PTH123
+            json.dump({"identity": identity, "found": found}, file)
+        os.replace(part, path)  # noqa: PTH105
+    except OSError:
+        pass
 
 
 def _read_memory() -> "tuple[int, int]":
@@ -70,4 +208,4 @@ def _read_memory() -> "tuple[int, int]":
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sys.exit(main(sys.argv))

@@ -12,6 +12,7 @@ from infra.bootstrap import NodeNeeds, check_imports, check_node, probe_node
 from infra.environment import ensure_environment, installed_requirements, read_requirements
 from infra.node import LocalNode, Node, NodeSettings
 from infra.providers import open_session
+from infra.session import Session
 from rollouts_core.config import Config
 from rollouts_core.resource_needs import checkpoint_disk_bytes, least_memory_bytes
 from tasks.placement import place_code
@@ -30,12 +31,12 @@ def bootstrap(node: Node, config: Config, settings: NodeSettings) -> Node:
         trainer_gb=least_memory_bytes(config) / 1e9,
     )
     with StageProgress("bootstrap", num_steps=0, console=stage_console()) as progress:
-        node = install_packages(node, settings, progress)
         with open_session(node) as session:
+            node = install_packages(session, node, settings, progress)
             report = probe_node(session, node)
             check_node(report, needs)
             if node.is_remote:
-                check_imports(session, place_code(session, node, config.rollout))
+                check_imports(session, node, place_code(session, node, config.rollout))
         progress.say(
             f"Python {report.python_version}, torch {report.torch_version}, {report.device_summary}, "
             f"{report.free_disk_gb:.0f} GB free"
@@ -43,12 +44,11 @@ def bootstrap(node: Node, config: Config, settings: NodeSettings) -> Node:
     return node
 
 
-def install_packages(node: Node, settings: NodeSettings, progress: StageProgress) -> Node:
+def install_packages(session: Session, node: Node, settings: NodeSettings, progress: StageProgress) -> Node:
     """The node with the interpreter of an environment that has the packages, where the settings ask for one."""
     if isinstance(settings, LocalNode) or settings.install == "nothing":
         return node
     wanted = read_requirements(Path(settings.requirements)) if settings.requirements else installed_requirements()
     progress.say(f"{len(wanted)} packages by {settings.install}, unless they are there already")
-    with open_session(node) as session:
-        python = ensure_environment(session, node, wanted, installer=settings.install, index=settings.package_index)
+    python = ensure_environment(session, node, wanted, installer=settings.install, index=settings.package_index)
     return replace(node, python=python)

@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from infra.bootstrap import GpuReport, NodeNeeds, NodeReport, check_node, probe_node
+from infra.bootstrap import GpuReport, NodeNeeds, NodeReport, check_imports, check_node, probe_node
 from infra.errors import CommandFailedError, PermanentInfraError
 from infra.node import LocalNode, Node
 from infra.providers import open_session, provision_node, release_node
@@ -83,6 +84,129 @@ def test_an_interpreter_without_torch_is_reported_and_not_an_error(tmp_path: Pat
     with open_session(node) as session:
         report = probe_node(session, node)
     assert report.torch_version is None and "torch" in report.torch_problem
+
+
+TORCH = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace as Some
+
+Path({log!r}).open("a").write("torch\\n")
+__version__ = "2.9.0"
+devices = Path({devices!r}).read_text().split()
+
+class Sum:
+    def sum(self):
+        return 2
+
+def ones(size, device):
+    return Sum()
+
+cuda = Some(
+    device_count=lambda: len(devices),
+    mem_get_info=lambda index: (1e9, 80e9),
+    get_device_name=lambda index: "H200",
+    get_device_properties=lambda index: Some(uuid=devices[index]),
+)
+"""
+NVIDIA_SMI = """#!/bin/sh
+for device in $(cat {devices}); do echo "GPU-$device, $(cat {free})"; done
+"""
+
+
+class FakePackages:
+    """A node whose interpreter finds a torch of ours, which notes every import, and that the driver's program asks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log, self.packages, self.devices = folder / "log", folder / "packages", folder / "devices"
+        self.free, tools = folder / "free", folder / "tools"
+        for path in (self.packages / "torch", tools, folder / "code" / "rollouts_core"):
+            path.mkdir(parents=True)
+        self.log.write_text("")
+        self.free.write_text("1000")
+        self.use_devices("")
+        self.code_dir = folder / "code"
+        (self.packages / "torch" / "__init__.py").write_text(TORCH.format(log=str(self.log), devices=str(self.devices)))
+        (self.code_dir / "rollouts_core" / "run_job.py").write_text("import torch\n")
+        (tools / "nvidia-smi").write_text(NVIDIA_SMI.format(devices=self.devices, free=self.free))
+        python = tools / "python"
+        variables = f"PATH={tools}:$PATH PYTHONPATH={self.packages} PYTHONDONTWRITEBYTECODE=1"
+        python.write_text(f'#!/bin/sh\nexport {variables}\nexec {sys.executable} -S "$@"\n')
+        for program in (python, tools / "nvidia-smi"):
+            program.chmod(0o755)
+        self.node = provision_node(LocalNode(python=str(python)), folder / "store")
+
+    def use_devices(self, uuids: str) -> None:
+        self.devices.write_text(uuids)
+
+    def probe(self) -> NodeReport:
+        with open_session(self.node) as session:
+            return probe_node(session, self.node)
+
+    def check_imports(self, code_dir: Path) -> None:
+        with open_session(self.node) as session:
+            check_imports(session, self.node, str(code_dir))
+
+    @property
+    def num_imports(self) -> int:
+        return self.log.read_text().count("torch")
+
+
+def test_torch_is_asked_once_until_something_of_the_interpreter_changes(tmp_path: Path) -> None:
+    fake = FakePackages(tmp_path)
+    first, second = fake.probe(), fake.probe()
+    assert (first.torch_version, second.torch_version, fake.num_imports) == ("2.9.0", "2.9.0", 1)
+    (fake.packages / "orjson-3.11.dist-info").mkdir()
+    assert fake.probe().torch_version == "2.9.0" and fake.num_imports == 2
+    torch = fake.packages / "torch" / "__init__.py"
+    torch.write_text(torch.read_text().replace("2.9.0", "2.10.0"))
+    assert fake.probe().torch_version == "2.10.0" and fake.num_imports == 3
+    fake.probe()
+    assert fake.num_imports == 3
+
+
+def test_what_went_wrong_is_asked_again(tmp_path: Path) -> None:
+    fake = FakePackages(tmp_path)
+    torch = fake.packages / "torch" / "__init__.py"
+    text = torch.read_text()
+    torch.write_text(text + "raise OSError('libcuda.so')\n")
+    for _ in range(2):
+        assert fake.probe().torch_problem == "libcuda.so"
+    assert fake.num_imports == 2
+
+
+@pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="this machine has devices of its own")
+def test_devices_are_asked_for_their_memory_every_time_and_tried_again_when_they_are_others(tmp_path: Path) -> None:
+    fake = FakePackages(tmp_path)
+    fake.use_devices("a b")
+    assert [gpu.free_gb for gpu in fake.probe().gpus] == [1.0, 1.0]
+    assert fake.probe().gpus == (GpuReport(name="H200", total_gb=80.0, free_gb=1000 * 1048576 / 1e9),) * 2
+    fake.free.write_text("2000")
+    assert [gpu.free_gb for gpu in fake.probe().gpus] == [2000 * 1048576 / 1e9] * 2
+    assert fake.num_imports == 1
+    fake.use_devices("a c")
+    fake.probe()
+    assert fake.num_imports == 2
+    fake.free.write_text("[GPU is lost]")
+    for num_imports in (3, 4):
+        assert len(fake.probe().gpus) == 2 and fake.num_imports == num_imports
+
+
+def test_code_is_imported_once_and_other_code_too(tmp_path: Path) -> None:
+    fake = FakePackages(tmp_path)
+    for _ in range(2):
+        fake.check_imports(fake.code_dir)
+    assert fake.num_imports == 1
+    other = tmp_path / "other"
+    shutil.copytree(fake.code_dir, other)
+    for code_dir in (other, fake.code_dir):
+        fake.check_imports(code_dir)
+    assert fake.num_imports == 2
+    (other / "rollouts_core" / "run_job.py").write_text("import no_such_module\n")
+    shutil.copytree(other, tmp_path / "broken")
+    for _ in range(2):
+        with pytest.raises(PermanentInfraError, match=r"cannot import the training .*no_such_module"):
+            fake.check_imports(tmp_path / "broken")
 
 
 def test_a_root_that_cannot_be_a_directory_is_reported(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Without it a rented machine would train with other versions than the ones that w
 """
 
 import ast
+import dataclasses
 import json
 import os
 import shutil
@@ -189,4 +190,4 @@ def test_the_training_can_be_imported_in_an_environment_with_the_versions_of_thi
         pytest.skip(f"{PROJECT} is not installed, so what it needs is unknown")
     session = LocalSession(sys.executable)
     python = ensure_environment(session, node, installed_requirements(), installer="pip")
-    check_imports(LocalSession(python), str(ROOT))
+    check_imports(session, dataclasses.replace(node, python=python), str(ROOT))
