@@ -29,6 +29,7 @@ import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -99,8 +100,9 @@ class ServerAddress:
 def local_server(store: Path, *, port: int = 0) -> AbstractContextManager[ServerAddress]:
     """Return a context in which the Prefect server of `store` answers.
 
-    A server of this store that already runs is joined, on whichever port it has. It stops about two seconds
-    after its last user left or died. Where PREFECT_API_URL is set, that server is used and nothing is started.
+    A server of this store that already runs is joined, on whichever port it has; one that was killed is started again
+    on its port. It stops about two seconds after its last user left or died. Where PREFECT_API_URL is set, that server
+    is used and nothing is started.
 
     Args:
         port: 0 takes 4200 if it is free, otherwise any free port.
@@ -290,9 +292,10 @@ def _is_kept(home: Path, address: ServerAddress) -> bool:
 
 def _start_keeper(home: Path, keeper_lock: int, *, port: int) -> None:
     """Start the keeper, which inherits the taken lock and port, so that neither can be lost to others."""
+    known_port = _port_of_killed(home)
     (home / "server.json").unlink(missing_ok=True)
     (home / "server.log").unlink(missing_ok=True)
-    with _listen(port) as listener, (home / "server.log").open("ab") as log:
+    with _listen(port, preferred=known_port) as listener, (home / "server.log").open("ab") as log:
         launcher = subprocess.Popen(
             [sys.executable, "-P", "-c", KEEPER_PROGRAM, str(ROOT), str(home), str(listener.fileno())],
             cwd=home,
@@ -329,15 +332,25 @@ def _server_environment(home: Path, port: int) -> dict[str, str]:
     )
 
 
-def _listen(port: int) -> socket.socket:
-    """Return a socket that listens on `port`, or for 0 on the default port or any free one."""
-    try:
-        return _bind(port or DEFAULT_PORT)
-    except OSError as error:
-        if port:
-            raise ServerError(
-                f"port {port} is in use ({error}): choose another with --port, or leave it out"
-            ) from error
+def _port_of_killed(home: Path) -> int:
+    """Return the port of a keeper that was killed, which left its address; otherwise 0.
+
+    Runs that go on without the server know no other: on its port they find the next one.
+    """
+    address = _read_address(home)
+    return (urllib.parse.urlsplit(address.api_url).port or 0) if address else 0
+
+
+def _listen(port: int, *, preferred: int = 0) -> socket.socket:
+    """Return a socket that listens on `port`, or for 0 on the preferred port, the default one, or any free one."""
+    for wanted in [port] if port else filter(None, (preferred, DEFAULT_PORT)):
+        try:
+            return _bind(wanted)
+        except OSError as error:
+            if port:
+                raise ServerError(
+                    f"port {port} is in use ({error}): choose another with --port, or leave it out"
+                ) from error
     return _bind(0)
 
 

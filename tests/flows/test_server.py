@@ -200,6 +200,17 @@ def test_the_address_left_by_a_killed_keeper_is_not_believed(store: Path) -> Non
 
 
 @pytest.mark.slow
+def test_a_killed_server_comes_back_on_its_port_where_runs_look_for_it(store: Path) -> None:
+    with socket.create_server((HOST, 0)) as taken:
+        own_port = taken.getsockname()[1]
+    with local_server(store, port=own_port) as address:
+        os.kill(keeper_pid(store), signal.SIGKILL)
+        wait_until(lambda: not is_healthy(address))
+        with local_server(store) as again:
+            assert again.api_url == address.api_url
+
+
+@pytest.mark.slow
 def test_a_flow_leaves_its_run_and_its_lines_on_the_server_and_none_on_the_terminal(store: Path) -> None:
     flow = subprocess.run(
         [sys.executable, "-c", FLOW_USER, str(store)], cwd=ROOT, capture_output=True, text=True, timeout=60
