@@ -1,5 +1,6 @@
 # make quickstart   the whole pipeline on this machine, with data and a model that it makes itself
 # make test         every test but those of real engines; `make test-fast` leaves out those that start servers, jobs or pipelines
+# make test-matrix  every place x every way in which a run can break, half an hour; `make test` has a fifth of these cases
 # make engines      SGLang and vLLM for a CPU, in .engines/, 7 GB; `make test-engines` tests against them
 # make check        lint, format, types
 # make bench        docs/benchmarks.md: this library side by side with others, half an hour on an idle machine
@@ -12,16 +13,20 @@ READY := .venv/.ready
 # A file of tests stays in one process: its fixtures train models once for all of them.
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
 
-.PHONY: quickstart test test-fast test-engines engines check bench install clean
+.PHONY: quickstart test test-fast test-matrix test-engines engines check bench install clean
 
 quickstart: $(READY)
 	$(BIN)/rollouts quickstart
 
 test: $(READY)
-	$(PYTEST) -m "not engine"
+	$(PYTEST) -m "not engine and not matrix"
 
 test-fast: $(READY)
 	$(PYTEST) -m "not slow and not engine"
+
+# All cases lie in one file: they are spread one by one.
+test-matrix: $(READY)
+	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 tests/flows/test_retry_matrix.py
 
 test-engines: $(READY) engines
 	$(BIN)/python -m pytest -m engine tests/engines

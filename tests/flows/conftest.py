@@ -74,7 +74,12 @@ def wait_until(is_true: Callable[[], bool], *, what: str, timeout_s: float = 120
 
 def processes_of(store: Path) -> list[str]:
     """The command lines of processes that mention the store, or whose job lies in it."""
-    found = []
+    return list(pids_of(store).values())
+
+
+def pids_of(store: Path) -> dict[int, str]:
+    """The processes that mention the store, or whose job lies in it, with their command lines."""
+    found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
@@ -84,7 +89,7 @@ def processes_of(store: Path) -> list[str]:
         except OSError:
             continue
         if str(store) in command and not is_zombie:
-            found.append(command)
+            found[int(entry.name)] = command
     return found
 
 
