@@ -42,20 +42,23 @@ StageName = Literal["sft", "select-sft", "rl", "select-rl", "evaluate"]
 
 
 def without_stale(settings: Any) -> Any:  # Any: unchecked input
-    """What the form posts about a node, without what it kept of the other provider's tab.
+    """What the form posts about a node, without what it kept of the tab of another provider.
 
-    Both providers have a `root` and a `python`: an empty one, or the other's default, was not meant for this one.
+    Providers share names of fields. What is the default of the other one was not meant for this one where it is empty,
+    or where fields are there that only the other one has.
     """
     if not isinstance(settings, dict) or settings.get("provider") not in NODE_TYPES:
         return settings
-    others = [node_type for name, node_type in NODE_TYPES.items() if name != settings["provider"]]
     own = NODE_TYPES[settings["provider"]].model_fields
-    stale = {
-        key
-        for other in others
-        for key, field in other.model_fields.items()
-        if key != "provider" and key in own and settings.get(key) == field.default != own[key].default
-    }
+    stale: set[str] = set()
+    for node_type in NODE_TYPES.values():
+        other = node_type.model_fields
+        was_open = not settings.keys().isdisjoint(other.keys() - own.keys())
+        stale |= {
+            key
+            for key in settings.keys() & other.keys() & own.keys() - {"provider"}
+            if settings[key] == other[key].default != own[key].default and (was_open or settings[key] == "")
+        }
     return {key: value for key, value in settings.items() if key not in stale and key in own}
 
 

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from flows.form import FormNode
 from flows.pipeline import sft_rl
-from infra.node import LocalNode, NodeSettings, SSHNode
+from infra.node import LocalNode, NodeSettings, RentedNode, SSHNode
 
 NODE: TypeAdapter[NodeSettings] = TypeAdapter(FormNode)
 SSH = {"provider": "ssh", "host": "me@box", "python": "/opt/bin/python"}
@@ -61,3 +61,17 @@ def test_what_somebody_wrote_stays() -> None:
     assert NODE.validate_python(own) == SSHNode.model_validate(own)
     assert NODE.validate_python({"provider": "local", "root": "/scratch"}).root == "/scratch"
     assert NODE.validate_python(LocalNode(root="/scratch")).root == "/scratch"
+
+
+def test_what_is_the_default_of_another_provider_may_be_meant_for_this_one() -> None:
+    image = {"provider": "provision", "max_usd": 5.0, "install": "nothing"}
+    assert NODE.validate_python(image) == RentedNode.model_validate(image)
+    system = {**SSH, "python": RentedNode(max_usd=5.0).python}
+    assert NODE.validate_python(system) == SSHNode.model_validate(system)
+
+
+def test_what_the_form_keeps_of_the_ssh_tab_does_not_keep_packages_from_a_rented_machine() -> None:
+    stale = {**SSHNode.model_validate(SSH).model_dump(), "provider": "provision", "max_usd": 5.0}
+    node = NODE.validate_python(stale)
+    assert isinstance(node, RentedNode)
+    assert (node.install, node.key_file) == ("uv", "~/.ssh/id_ed25519")
