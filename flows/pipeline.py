@@ -89,7 +89,7 @@ def sft_rl(config: Config, node: FormNode, run: RunOptions) -> PipelineResult:
             nothing is published.
     """
     scope = open_scope(run)
-    with held_server():
+    with known_to_live(scope):
         local = prepare(config, node, run, scope)
         data = digest_sources(watched_sources(config, ())) if run.register_as else {}  # as it is before training
         with machine_of_the_run(with_enough_memory(node, local), scope) as machine:
@@ -183,12 +183,21 @@ def link_live_page(scope: RunScope) -> None:
 
 
 @contextmanager
+def known_to_live(scope: RunScope) -> Iterator[None]:
+    """Let everybody know that the run lives, and keep its server, as long as the block runs.
+
+    From its beginning on: a run that is tried again has died before, and its inputs may take long to fetch.
+    """
+    with held_server(), Ledger(scope.ledger_path) as ledger, ledger.living_run(scope.run_id):
+        yield
+
+
+@contextmanager
 def machine_of_the_run(node: NodeSettings, scope: RunScope) -> Iterator[Node]:
-    """The machine, which others know to be in use as long as the block runs; what is rented ends when it expires."""
-    with Ledger(scope.ledger_path) as ledger, ledger.living_run(scope.run_id):
-        machine = provision(node, scope)
-        with released_at_the_end(machine, scope), ended_when_expired(machine):
-            yield machine
+    """The machine, given back when the block ends; what is rented ends when it expires."""
+    machine = provision(node, scope)
+    with released_at_the_end(machine, scope), ended_when_expired(machine):
+        yield machine
 
 
 @contextmanager

@@ -25,9 +25,8 @@ from pydantic import Field
 from flows.cancellation import release_after_cancellation
 from flows.deployments import RETRAIN_FLOW
 from flows.form import FormNode, RunOptions
-from flows.pipeline import machine_of_the_run, open_scope, prepare, run_stages
+from flows.pipeline import known_to_live, machine_of_the_run, open_scope, prepare, run_stages
 from flows.retrain_settings import RetrainConfig
-from flows.server import held_server
 from infra.ledger import Ledger
 from infra.node import NodeSettings
 from infra.registry import Alias, Model, current
@@ -65,7 +64,7 @@ def retrain_model(config: Config, node: FormNode, run: RunOptions, retrain: Retr
     rules = Rules(needs_approval=retrain.approval, force=retrain.force, max_failures=retrain.max_failures)
     line = retrain.model or scope.run_name
     work = PipelineWork(config, node, run, retrain, scope)
-    with held_server(), Ledger(scope.ledger_path) as ledger:
+    with known_to_live(scope), Ledger(scope.ledger_path) as ledger:
         outcome = retrain_once(ledger, work, run_id=scope.run_id, line=line, rules=rules)
         if outcome.is_promotion and run.publish:
             production, row = current(ledger, line, Alias.PRODUCTION), find_retraining(ledger, scope.run_id)

@@ -21,6 +21,7 @@ import pytest
 from flows.prefect_api import ask
 from flows.server import running_server
 from flows.up import find_serving
+from infra.ledger import Ledger
 from tests.flows.conftest import Rollouts, processes_of, wait_until
 from tests.flows.test_faults import (
     LONG,
@@ -291,6 +292,17 @@ def test_a_run_whose_processes_were_killed_becomes_crashed_and_can_be_retried_or
     assert json.loads((sft / "exit-1.json").read_text())["cancelled"]
 
 
+def test_a_run_counts_as_living_while_its_settings_are_checked(served: Rollouts, folder: Path) -> None:
+    up(served, str(folder / "small.toml"))
+    run_id = trigger(served, "small")
+    wait_until(lambda: check_of_flow(served) != [], what="the check of the settings")
+    (check,) = check_of_flow(served)
+    with paused(check), Ledger(served.store / "ledger.db") as ledger:
+        assert ledger.is_alive(run_id)
+        os.kill(check, signal.SIGKILL)
+    wait_for_state(served, run_id, "FAILED")
+
+
 def kill_serving_and_flow(rollouts: Rollouts) -> None:
     """kill -9 of the process that serves, and of the only flow that it started."""
     serving = find_serving(rollouts.store)
@@ -302,6 +314,18 @@ def kill_serving_and_flow(rollouts: Rollouts) -> None:
 
 def flows_of(pid: int) -> list[int]:
     """The processes of flows that a serving process started."""
+    return children_of(pid, "spawn_main")
+
+
+def check_of_flow(rollouts: Rollouts) -> list[int]:
+    """The process that checks the settings of the only flow, while there is one."""
+    serving = find_serving(rollouts.store)
+    assert serving is not None
+    return [pid for flow in flows_of(serving.pid) for pid in children_of(flow, "flows.check")]
+
+
+def children_of(pid: int, words: str) -> list[int]:
+    """The processes that a process started and that have these words in their command."""
     listing = subprocess.run(["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
     rows = [line.split(None, 2) for line in listing.stdout.splitlines()]
-    return [int(row[0]) for row in rows if row[1] == str(pid) and "spawn_main" in row[2]]
+    return [int(row[0]) for row in rows if row[1] == str(pid) and words in row[2]]
