@@ -310,9 +310,7 @@ def reach_publication(bench: Bench, *, first_step: int, last_step: int) -> None:
     The engine is stopped when the samples of a step are complete. What it is asked next is either to take the weights
     of that step, or, where it was stopped too late, to sample: then the step is in the metrics.
     """
-    rl, engine = bench.directory("rl"), bench.directory("engine")
     for step in range(first_step, last_step + 1):
-        rl, engine = bench.directory("rl"), bench.directory("engine")
         bench.wait(lambda: (bench.directory("rl") / f"samples/step_{step:06d}.jsonl").exists(), f"step {step}")  # noqa: B023
         rl, engine = bench.directory("rl"), bench.directory("engine")
         port = int(json.loads((engine / "job.json").read_text())["port"])
@@ -449,7 +447,7 @@ def open_bench(
 
 
 def rent(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    """RunPod is at this address, and no other provider has a key."""
+    """Set the variables by which RunPod is at this address, and no other provider has a key."""
     for name in ("LAMBDA_API_KEY", "PRIME_API_KEY", "SHADEFORM_API_KEY", "VAST_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RUNPOD_API_KEY", KEY)

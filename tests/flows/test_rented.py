@@ -9,7 +9,6 @@ from __future__ import annotations
 import getpass
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from infra.node import RentedNode
 from infra.rentals import RentalState, all_rentals
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from tasks.records import RunScope
+from tests.flows.breaking import rent, rented_node
 from tests.flows.conftest import Rollouts, wait_until
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
@@ -43,25 +43,13 @@ def fake(server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRun
     fake = FakeRunPod()
     fake.port, fake.user = server.port, getpass.getuser()
     with fake.served() as url:
-        for name in ("LAMBDA_API_KEY", "PRIME_API_KEY", "SHADEFORM_API_KEY", "VAST_API_KEY"):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("RUNPOD_API_KEY", KEY)
-        monkeypatch.setenv("RUNPOD_API_URL", url)
+        rent(monkeypatch, url)
         yield fake
 
 
 def node_settings(server: SSHServer, root: Path) -> dict[str, Any]:
-    return {
-        "provider": "provision",
-        "query": {"gpu_types": ["H100"], "max_usd_per_gpu_hour": 3.0},
-        "max_usd": 5.0,
-        "key_file": str(server.client_key_file),
-        "setup": [f"mkdir -p '{root}' && echo once >> '{root}/setup.txt'"],
-        "root": str(root),
-        "python": sys.executable,
-        "install": "nothing",
-        "min_free_gb": 0.1,
-    }
+    setup = f"mkdir -p '{root}' && echo once >> '{root}/setup.txt'"
+    return {**rented_node(server, root), "setup": [setup]}
 
 
 def rows(rollouts: Rollouts) -> list[RentalState]:
