@@ -17,8 +17,9 @@ from pathlib import Path
 from prefect import task
 from pydantic import TypeAdapter
 
+from flows.evaluate_settings import EvaluateConfig
 from flows.form import FormNode, Pipeline, RunOptions
-from flows.preflight import check_pipeline
+from flows.preflight import check_evaluation, check_pipeline
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.node import NodeSettings
 from rollouts_core.config import Config
@@ -31,14 +32,15 @@ CODES: dict[type[Exception], int] = {InputError: 2, PermanentInfraError: 3, Tran
 
 
 @task(name="check", **TRIED_AGAIN)
-def check_settings(config: Config, node: NodeSettings, run: RunOptions) -> None:
-    """Check everything that can be checked without training.
+def check_settings(config: Config, node: NodeSettings, run: RunOptions, evaluate: EvaluateConfig | None = None) -> None:
+    """Check everything that can be checked without training, or of an evaluation without scoring.
 
     Raises:
         InputError: the user must change something; one sentence.
         InfraError: the node or its provider does not answer as it should.
     """
-    settings = {name: part.model_dump(mode="json") for name, part in (("config", config), ("node", node), ("run", run))}
+    parts = {"config": config, "node": node, "run": run, "evaluate": evaluate}
+    settings = {name: part.model_dump(mode="json") for name, part in parts.items() if part is not None}
     with StageProgress("check", num_steps=0, console=stage_console()) as progress:
         checked = subprocess.run(
             [sys.executable, "-m", "flows.check"], input=json.dumps(settings), capture_output=True, text=True
@@ -65,9 +67,11 @@ def main() -> None:
         config=Config.model_validate(settings["config"]),
         node=TypeAdapter[NodeSettings](FormNode).validate_python(settings["node"]),
         run=RunOptions.model_validate(settings["run"]),
+        evaluate=EvaluateConfig.model_validate(settings["evaluate"]) if "evaluate" in settings else None,
     )
+    check = check_pipeline if pipeline.evaluate is None else check_evaluation
     try:
-        for finding in check_pipeline(pipeline, Path(pipeline.run.store).resolve()):
+        for finding in check(pipeline, Path(pipeline.run.store).resolve()):
             sys.stdout.write(f"{finding}\n")
     except (InputError, InfraError) as error:
         sys.stderr.write(f"{error}\n")

@@ -13,18 +13,21 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
+from flows.deployments import evaluation_options
+from flows.evaluate_settings import EvaluateConfig
 from flows.form import Pipeline, RunOptions, load_pipeline
 from flows.live import find_live_pages, served_live_pages
 from flows.machines_cli import add_machine_commands
 from flows.models_cli import add_model_commands
 from flows.password import own_password
 from flows.prefect_yaml import prefect_yaml
-from flows.preflight import check_pipeline, check_writable
+from flows.preflight import check_evaluation, check_pipeline, check_writable
 from flows.prune_cli import prune
 from flows.quickstart_files import CONFIG_NAME, quickstart_folder, write_quickstart
 from flows.server import ServerAddress, ServerError, local_server, prefect_environment, run_url
@@ -40,11 +43,13 @@ if TYPE_CHECKING:
     from prefect import Flow
     from prefect.client.schemas.objects import FlowRun, State
 
+    from flows.evaluate import EvaluationResult
     from flows.pipeline import PipelineResult
 
 FAILED_CODE, USER_ERROR_CODE, INTERRUPTED_CODE = 1, 2, 130
 
 P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
 
 ConfiguredStore = Annotated[
     Path | None,
@@ -126,6 +131,48 @@ def run(
     settings = pipeline.run.model_dump() | {option: value for option, value in given.items() if value}
     options = parse_config(RunOptions, settings, source="command line")
     run_pipeline(Pipeline(config=pipeline.config, node=pipeline.node, run=options), port=port)
+
+
+@command
+def evaluate(
+    config: ConfigFile,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="base, production, candidate, a registered model, a run or stage of the store, a folder, or a URL; "
+            "what [evaluate] in CONFIG says otherwise.",
+        ),
+    ] = "",
+    against: Annotated[str, typer.Option(metavar="MODEL", help="Compare with this model on the same rows.")] = "",
+    data: Annotated[str, typer.Option(metavar="FILE|URL", help="Rows to score on; data.heldout otherwise.")] = "",
+    store: ConfiguredStore = None,
+    name: Annotated[str, typer.Option(help="Name of the evaluation; that of the run and -evaluate otherwise.")] = "",
+    fresh: Annotated[bool, typer.Option("--fresh", help="Score again although the same was scored.")] = False,
+    port: Port = 0,
+) -> None:
+    """Score a model on held-out rows with the settings of CONFIG, as its run does at its end.
+
+    What was scored before, with the same settings and rows, is not scored again.
+    """
+    pipeline = load_pipeline(config)
+    given = {key: value for key, value in (("model", model), ("against", against), ("data", data)) if value}
+    own = pipeline.evaluate.model_dump() if pipeline.evaluate else {}
+    if not (own | given).get("model"):
+        raise InputError(
+            f"{config} has no [evaluate] that names a model: name one, rollouts evaluate {config} production"
+        )
+    chosen = parse_config(EvaluateConfig, own | given, source="command line").beside(Path())
+    options = {"store": str(store) if store else "", "name": name, "fresh": ("evaluate",) if fresh else ()}
+    settings = evaluation_options(pipeline.run).model_dump() | {key: value for key, value in options.items() if value}
+    run_evaluation(
+        replace(
+            pipeline,
+            evaluate=chosen,
+            run=parse_config(RunOptions, settings, source="command line"),
+        ),
+        port=port,
+    )
 
 
 @command
@@ -230,24 +277,42 @@ def render_curl(url: str, model_dir: Path, *, has_key: bool) -> str:
 
 def run_pipeline(pipeline: Pipeline, *, port: int) -> None:
     """Check the pipeline, run it against the store's Prefect server, and say where everything is."""
+    result = run_checked(pipeline, check_pipeline, run_flow, port=port)
+    console.print(f"\nReport:      {result.report}\nCheckpoint:  {result.checkpoint}")
+    if result.published:
+        console.print(f"Published:   {result.published}  (rollouts pull fetches it)", markup=False)
+    console.print(f"UI again:    {own_command()} ui --store {Path(pipeline.run.store).resolve()}")
+
+
+def run_evaluation(pipeline: Pipeline, *, port: int) -> None:
+    """Check the evaluation, run it against the store's Prefect server, and print what it found."""
+    result = run_checked(pipeline, check_evaluation, run_evaluation_flow, port=port)
+    typer.echo(f"\n{result.summary}")
+    console.print(f"Record:      {result.record}")
+
+
+def run_checked(
+    pipeline: Pipeline,
+    check: Callable[[Pipeline, Path], list[str]],
+    run_it: Callable[[Pipeline, ServerAddress], ResultT],
+    *,
+    port: int,
+) -> ResultT:
+    """What a flow returns whose settings were checked first, run in this process against the store's server."""
     store = Path(pipeline.run.store).resolve()
-    for finding in check_pipeline(pipeline, store):
+    for finding in check(pipeline, store):
         console.print(f"checked        {finding}")
     console.print("prefect        looking for a server (one with a new database takes ten seconds)")
     with local_server(store, port=port) as address:
         os.environ.update(prefect_environment(store, address))
         try:
-            result = run_flow(pipeline, address)
+            return run_it(pipeline, address)
         except InputError:
             raise
         except Exception:
             console.print()  # what Prefect says when its server refuses ends without a line break
             check_writable(store)  # on a full disk Prefect, or a job, fails in ways that do not name the disk
             raise
-    console.print(f"\nReport:      {result.report}\nCheckpoint:  {result.checkpoint}")
-    if result.published:
-        console.print(f"Published:   {result.published}  (rollouts pull fetches it)", markup=False)
-    console.print(f"UI again:    {own_command()} ui --store {store}")
 
 
 def own_command() -> str:
@@ -258,15 +323,30 @@ def own_command() -> str:
 
 
 def run_flow(pipeline: Pipeline, address: ServerAddress) -> PipelineResult:
-    """Run the flow in this process; prints the link of its page first."""
+    """Run the pipeline in this process; prints the link of its page first."""
     from flows.pipeline import sft_rl  # imports prefect, which reads the environment that was just set
 
-    def announce(flow: Flow[..., PipelineResult], flow_run: FlowRun, state: State[PipelineResult]) -> None:
+    return sft_rl.with_options(on_running=[announce_at(address)])(pipeline.config, pipeline.node, pipeline.run)
+
+
+def run_evaluation_flow(pipeline: Pipeline, address: ServerAddress) -> EvaluationResult:
+    """Run the evaluation in this process; prints the link of its page first."""
+    from flows.evaluate import evaluate_model  # imports prefect, which reads the environment that was just set
+
+    assert pipeline.evaluate is not None, "the command names a model"
+    announced = evaluate_model.with_options(on_running=[announce_at(address)])
+    return announced(pipeline.evaluate, pipeline.config, pipeline.node, pipeline.run)
+
+
+def announce_at(address: ServerAddress) -> Any:  # Any: a hook for flows of every kind
+    """A hook of Prefect's that prints the page of a run which begins."""
+
+    def announce(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # Any: any result
         console.print(f"follow it at   {run_url(address, str(flow_run.id))}")
         if address.password:
             console.print(f"log in with    {address.password}", markup=False)
 
-    return sft_rl.with_options(on_running=[announce])(pipeline.config, pipeline.node, pipeline.run)
+    return announce
 
 
 for each in (up, down, status, prefect_yaml, pull, prune):

@@ -19,13 +19,14 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from flows.form import Pipeline, load_pipeline, name_of, parse_pipeline
+from flows.form import Pipeline, RunOptions, load_pipeline, name_of, parse_pipeline
 from rollouts_core.config import read_settings
 from rollouts_core.errors import ConfigError
 from tasks.watch import check_sources, watched_sources
 
 FLOW = "sft-rl"
 RETRAIN_FLOW = "retrain"
+EVALUATE_FLOW = "evaluate"
 PRESETS = Path(__file__).resolve().parent.parent / "configs"
 
 
@@ -55,12 +56,13 @@ def preset_deployments(folder: Path, quickstart: Path) -> list[Deployment]:
     for path in sorted(PRESETS.glob("*.toml")):
         place = quickstart if path.stem == "quickstart" else folder
         pipeline = parse_pipeline(read_settings(path), place / path.name)
-        made.append(_deployment(path.stem, pipeline, _leading_comment(path), is_preset=True))
+        once = _deployment(path.stem, pipeline, _leading_comment(path), is_preset=True)
+        made += [once, _evaluation(once, pipeline)]
     return made
 
 
 def deployments_of(path: Path) -> list[Deployment]:
-    """The deployment of the configuration in a file, named after the file, and that of its retraining, if it has one.
+    """The deployments of the configuration in a file: its run, named after the file, its retraining, its evaluation.
 
     Raises:
         ConfigError: one sentence with the file, the key and what to do.
@@ -68,22 +70,28 @@ def deployments_of(path: Path) -> list[Deployment]:
     pipeline = load_pipeline(path)
     description = _leading_comment(path) or f"From {path.resolve()}."
     once = _deployment(name_of(path), pipeline, description, is_preset=False)
+    evaluation = _evaluation(once, pipeline)
     if pipeline.retrain is None:
-        return [once]
+        return [once, evaluation]
     check_sources(watched_sources(pipeline.config, pipeline.retrain.sources))
     again = replace(
         once,
         name=retraining_name(once.name),
         flow=RETRAIN_FLOW,
-        parameters=parameters_of(pipeline),
+        parameters=parameters_of(replace(pipeline, evaluate=None)),
         schedule=pipeline.schedule.model_dump(mode="json") if pipeline.schedule else None,
     )
-    return [once, again]
+    return [once, again, evaluation]
 
 
 def retraining_name(name: str) -> str:
     """What the deployment is called that retrains the one of this name."""
     return f"{name}-retrain"
+
+
+def evaluation_name(name: str) -> str:
+    """What the deployment is called that evaluates as the one of this name does."""
+    return f"{name}-evaluate"
 
 
 def save_deployments(home: Path, deployments: Iterable[Deployment]) -> None:
@@ -170,12 +178,28 @@ def parameters_of(pipeline: Pipeline) -> dict[str, Any]:  # Any: JSON
     parts: dict[str, BaseModel] = {"config": pipeline.config, "node": pipeline.node, "run": pipeline.run}
     if pipeline.retrain is not None:
         parts["retrain"] = pipeline.retrain
+    if pipeline.evaluate is not None:
+        parts["evaluate"] = pipeline.evaluate
     return {name: part.model_dump(mode="json") for name, part in parts.items()}
 
 
 def _deployment(name: str, pipeline: Pipeline, description: str, *, is_preset: bool) -> Deployment:
-    parameters = parameters_of(replace(pipeline, retrain=None))
+    parameters = parameters_of(replace(pipeline, retrain=None, evaluate=None))
     return Deployment(name=name, description=description, parameters=parameters, is_preset=is_preset)
+
+
+def _evaluation(once: Deployment, pipeline: Pipeline) -> Deployment:
+    """The deployment that scores models with the settings of a run, as the run does at its end."""
+    parameters = parameters_of(replace(pipeline, retrain=None, run=evaluation_options(pipeline.run)))
+    name = evaluation_name(once.name)
+    said = f"Score a model, and compare it with another, as {once.name} does at its end.\n\n{once.description}"
+    return replace(once, name=name, flow=EVALUATE_FLOW, parameters=parameters, description=said)
+
+
+def evaluation_options(run: RunOptions) -> RunOptions:
+    """The options of a run for its evaluation, which makes no checkpoint that could be published or registered."""
+    cleared = {"fresh": (), "publish": "", "publish_checkpoints": False, "register_as": ""}
+    return run.model_copy(update={"name": evaluation_name(run.name)[-64:].lstrip("._-"), **cleared})
 
 
 def _leading_comment(path: Path) -> str:

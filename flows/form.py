@@ -8,6 +8,7 @@ A file is the core's `Config` at its top level, with further tables:
     [node] provider = "local" | "ssh" | "provision"                       -> NodeSettings
     [run]  name = "quickstart"                                            -> RunOptions
     [retrain], [schedule]: for `rollouts up`, not for a single run        -> RetrainConfig, ScheduleConfig
+    [evaluate] model = "production"                                       -> EvaluateConfig, for `rollouts evaluate`
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
+from flows.evaluate_settings import EvaluateConfig
 from flows.retrain_settings import LINE_PATTERN, RetrainConfig, ScheduleConfig, check_retraining
 from infra.node import NODE_TYPES, LocalNode, NodeSettings
 from infra.object_store import check_url
@@ -107,6 +109,8 @@ class Pipeline:
     retrain: RetrainConfig | None = None
     """What is watched and when a model is promoted, where the pipeline is to be retrained."""
     schedule: ScheduleConfig | None = None
+    evaluate: EvaluateConfig | None = None
+    """Which models are scored, where the pipeline says so."""
 
 
 def load_pipeline(path: Path) -> Pipeline:
@@ -125,7 +129,9 @@ def load_pipeline(path: Path) -> Pipeline:
         pipeline = Pipeline(config=_beside(settings, path.parent), node=LocalNode(), run=run)
     else:
         retrain = settings.retrain and settings.retrain.beside(path.parent)
-        pipeline = replace(settings, config=_beside(settings.config, path.parent), retrain=retrain)
+        evaluate = settings.evaluate and settings.evaluate.beside(path.parent)
+        config = _beside(settings.config, path.parent)
+        pipeline = replace(settings, config=config, retrain=retrain, evaluate=evaluate)
         check_retraining(pipeline.config, pipeline.retrain, pipeline.schedule, source=str(path))
     _check_importable(pipeline.config, path)
     return pipeline
@@ -136,11 +142,13 @@ def parse_pipeline(settings: dict[str, Any], path: Path) -> Pipeline:  # Any: un
     sections = dict(settings)
     node, run = sections.pop("node", {}), sections.pop("run", {})
     retrain, schedule = sections.pop("retrain", None), sections.pop("schedule", None)
-    known = [*Config.model_fields, "node", "run", "retrain", "schedule"]
+    evaluate = sections.pop("evaluate", None)
+    known = [*Config.model_fields, "node", "run", "retrain", "schedule", "evaluate"]
     for key in sections:
         if key not in known:
             raise ConfigError(f"{path}: unknown key {key}{closest_name(key, known)}")
-    for section, name in ((node, "node"), (run, "run"), (retrain or {}, "retrain"), (schedule or {}, "schedule")):
+    optional = {"retrain": retrain or {}, "schedule": schedule or {}, "evaluate": evaluate or {}}
+    for name, section in {"node": node, "run": run, **optional}.items():
         if not isinstance(section, dict):
             raise ConfigError(f"{path}: {name}: expected a table of settings, found {section!r}")
     provider = node.get("provider", "local")
@@ -151,6 +159,7 @@ def parse_pipeline(settings: dict[str, Any], path: Path) -> Pipeline:  # Any: un
         for key in section:
             if key not in model.model_fields:
                 raise ConfigError(f"{path}: unknown key {name}.{key}{closest_name(key, list(model.model_fields))}")
+    scored = None if evaluate is None else parse_config(EvaluateConfig, evaluate, source=f"{path}, table evaluate")
     again = None if retrain is None else parse_config(RetrainConfig, retrain, source=f"{path}, table retrain")
     pipeline = Pipeline(
         config=parse_config(Config, resolve_paths(sections, path.parent), source=str(path)),
@@ -158,6 +167,7 @@ def parse_pipeline(settings: dict[str, Any], path: Path) -> Pipeline:  # Any: un
         run=parse_config(RunOptions, {"name": name_of(path), **run}, source=f"{path}, table run"),
         retrain=again and again.beside(path.parent),
         schedule=None if schedule is None else parse_config(ScheduleConfig, schedule, source=f"{path}, table schedule"),
+        evaluate=scored and scored.beside(path.parent),
     )
     check_retraining(pipeline.config, pipeline.retrain, pipeline.schedule, source=str(path))
     return pipeline

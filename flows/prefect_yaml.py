@@ -18,6 +18,7 @@ import typer
 import yaml
 
 from flows.deployments import (
+    EVALUATE_FLOW,
     FLOW,
     RETRAIN_FLOW,
     Deployment,
@@ -26,7 +27,11 @@ from flows.deployments import (
 )
 from rollouts_core.errors import ConfigError
 
-ENTRYPOINTS = {FLOW: "flows.pipeline.sft_rl", RETRAIN_FLOW: "flows.retrain.retrain_model"}
+ENTRYPOINTS = {
+    FLOW: "flows.pipeline.sft_rl",
+    RETRAIN_FLOW: "flows.retrain.retrain_model",
+    EVALUATE_FLOW: "flows.evaluate.evaluate_model",
+}
 
 
 def prefect_yaml(

@@ -27,6 +27,7 @@ from rollouts_core.errors import ConfigError
 from rollouts_core.keys import key_header, read_key
 from rollouts_core.resource_needs import checkpoint_disk_bytes
 from tasks.inputs import bring_inputs
+from tasks.model_names import find_named_model, with_heldout
 from tasks.plan_node import with_enough_memory
 
 ENGINE_ANSWER_TIMEOUT_S = 2.0
@@ -63,6 +64,31 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
                 check_engine_port(session, port, node, api_key=key)
             check_engine(session, config.rollout.engine)
     return [*findings, *check_training(config)]
+
+
+def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
+    """What was found out about an evaluation, a sentence each, without scoring anything.
+
+    Raises:
+        InputError, PermanentInfraError: one sentence about what does not work.
+        StoreUnavailableError: an object store does not answer.
+    """
+    evaluate, run = pipeline.evaluate, pipeline.run
+    assert evaluate is not None, "a pipeline without [evaluate] names no model"
+    if run.publish or run.register_as:
+        raise ConfigError("an evaluation makes no checkpoint: leave run.publish and run.register_as empty")
+    check_writable(store)
+    findings: list[str] = []
+    config = with_heldout(pipeline.config, evaluate.data, store, findings.append)
+    named = [given for given in (evaluate.model, evaluate.against) if given]
+    models = [find_named_model(given, pipeline.config, store, findings.append).model for given in named]
+    if isinstance(pipeline.node, RentedNode):
+        findings.append(check_rentable(pipeline.node))
+    else:
+        provision_node(pipeline.node, store)
+    from rollouts_core.validate import validate_evaluation  # torch and transformers load here
+
+    return findings + validate_evaluation(config, models)
 
 
 def check_training(config: Config) -> list[str]:

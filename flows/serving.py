@@ -26,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.deployments import FLOW, RETRAIN_FLOW, load_deployments, parameters_for
+from flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW, load_deployments, parameters_for
 from flows.expired_machines import end_expired
 from flows.live import served_live_pages
 from flows.server import local_server, prefect_environment
@@ -110,11 +110,16 @@ async def _end_expired_machines(store: Path) -> None:
 
 async def _register(runner: Runner, store: Path, served: dict[str, str]) -> bool:
     """Make Prefect's deployments those of the store; returns whether something was new."""
+    from flows.evaluate import evaluate_model
     from flows.pipeline import sft_rl
     from flows.retrain import retrain_model
     from flows.schedules import drop_schedules, schedule_options
 
-    flows: dict[str, Flow[..., Any]] = {FLOW: sft_rl, RETRAIN_FLOW: retrain_model}  # Any: what they return
+    flows: dict[str, Flow[..., Any]] = {  # Any: what they return
+        FLOW: sft_rl,
+        RETRAIN_FLOW: retrain_model,
+        EVALUATE_FLOW: evaluate_model,
+    }
     try:
         deployments = load_deployments(store / "prefect")
     except ConfigError as error:

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from flows.deployments import FLOW, RETRAIN_FLOW
+from flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW
 from flows.prefect_api import ask
 from flows.server import ServerAddress, run_url
 from infra.errors import PermanentInfraError, TransientInfraError
@@ -28,7 +28,7 @@ SUFFIX = re.compile(r"-[0-9a-f]{3}$")
 LATEST = 5
 """So many runs that ended are shown, besides all that did not."""
 UNDER_WAY = ("SCHEDULED", "PENDING", "RUNNING", "PAUSED", "CANCELLING")
-FLOWS = {"name": {"any_": [FLOW, RETRAIN_FLOW]}}
+FLOWS = {"name": {"any_": [FLOW, RETRAIN_FLOW, EVALUATE_FLOW]}}
 NOT_ENDED = {"flows": FLOWS, "flow_runs": {"state": {"type": {"any_": UNDER_WAY}}}}
 ENDED = {"flows": FLOWS, "flow_runs": {"state": {"type": {"not_any_": UNDER_WAY}}}}
 

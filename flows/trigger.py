@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from flows.deployments import FLOW, load_deployments, overridden
+from flows.deployments import EVALUATE_FLOW, FLOW, load_deployments, overridden
 from flows.prefect_api import RefusedError, ask
 from flows.server import local_server, run_url
 from flows.up import require_serving
@@ -32,6 +32,10 @@ def trigger_run(store: Path, name: str, assignments: Iterable[str]) -> str:
         except RefusedError as error:
             raise ConfigError(f"there is no deployment {name}{closest_name(name, list(known))}") from error
         parameters = overridden(deployment["parameters"], assignments)
+        if flow == EVALUATE_FLOW and "evaluate" not in parameters:
+            raise ConfigError(
+                f"{name} needs a model: evaluate.model=production, or candidate, base, a run, a folder, a URL"
+            )
         question = {"name": parameters["run"]["name"], "parameters": parameters}
         run = ask(address, "POST", f"/deployments/{deployment['id']}/create_flow_run", question)
     return run_url(address, run["id"])

@@ -22,7 +22,14 @@ from typing import Annotated
 
 import typer
 
-from flows.deployments import Deployment, deployments_of, load_deployments, preset_deployments, save_deployments
+from flows.deployments import (
+    Deployment,
+    deployments_of,
+    evaluation_name,
+    load_deployments,
+    preset_deployments,
+    save_deployments,
+)
 from flows.live import find_live_pages
 from flows.locks import lock_file, open_lock, try_lock
 from flows.password import password_file
@@ -68,7 +75,7 @@ def up(
         serving = find_serving(store)
         assert serving is not None, "it was ready a moment ago"
     console.print(f"{'started' if is_new else 'joined'}        process {serving.pid}, which outlives this terminal")
-    console.print(f"deployments    {', '.join(serving.deployments)}")
+    console.print(f"deployments    {describe_deployments(serving)}")
     console.print(f"start a run    {address.ui_url}/deployments, or rollouts run --deployment quickstart", markup=False)
     if live := find_live_pages(store):
         console.print(f"watch runs     {live.url}", markup=False)
@@ -109,7 +116,7 @@ def status(store: Store = Path(".rollouts")) -> None:
     typer.echo(f"server       {address.ui_url if address else 'none: rollouts up starts one'}")
     if serving:
         since = datetime.fromtimestamp(serving.since).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-        typer.echo(f"serving      process {serving.pid} since {since}: {', '.join(serving.deployments)}")
+        typer.echo(f"serving      process {serving.pid} since {since}: {describe_deployments(serving)}")
     else:
         typer.echo("serving      none: rollouts up starts it")
     if live := find_live_pages(store):
@@ -162,6 +169,13 @@ def find_serving(store: Path) -> Serving | None:
     except (OSError, ValueError):
         return None
     return Serving(**state) if _is_locked(home) else None
+
+
+def describe_deployments(serving: Serving) -> str:
+    """The names of what is served; those that evaluate, one for each pipeline, by their ending."""
+    evaluations = {evaluation_name(name) for name in serving.deployments}
+    names = [name for name in serving.deployments if name not in evaluations]
+    return f"{', '.join(names)}; {evaluation_name('NAME')} scores models as NAME does"
 
 
 def require_serving(store: Path) -> Serving:

@@ -94,6 +94,30 @@ def validate_config(config: Config) -> list[str]:
     return findings + (warn_of_uncorrected_age(config) if config.mode != "sft" else [])
 
 
+def validate_evaluation(config: Config, models: Sequence[ModelConfig]) -> list[str]:
+    """Check what can be checked of scoring models on `data.heldout`; returns what was found, a sentence each.
+
+    Raises:
+        InputError: one sentence with what was expected, what was found and what to do.
+    """
+    heldout = config.data.heldout
+    findings: list[str] = []
+    for model in models:
+        scored = config.model_copy(update={"model": model, "mode": "sft"})
+        check_model_files(scored)
+        tokenizer = load_tokenizer(model)
+        check_model_vocabulary(model, tokenizer)
+        findings.append(f"model {model.path}: tokenizer with {len(tokenizer)} tokens")
+        if config.evaluation.metric == "loss":
+            findings.append(_check_demonstrations(DatasetConfig(path=heldout), scored, tokenizer).sentence(heldout))
+            continue
+        prompts = _load_checked_prompts(heldout, scored, tokenizer)
+        check_answers(prompts, scored, source=heldout)
+        check_functions(scored, prompts[0])
+        findings.append(f"{heldout}: {len(prompts)} prompts")
+    return list(dict.fromkeys(findings))
+
+
 def warn_of_uncorrected_age(config: Config) -> list[str]:
     """A sentence where completions of other weights are trained on as if the current ones had sampled them."""
     source = "data.rollouts" if config.data.rollouts else f"rollout.max_staleness {config.rollout.max_staleness}"

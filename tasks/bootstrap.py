@@ -20,15 +20,19 @@ from tasks.progress import StageProgress, stage_console
 
 
 @task(name="bootstrap", cache_policy=NO_CACHE)
-def bootstrap(node: Node, config: Config, settings: NodeSettings) -> Node:
-    """The node when it is good enough for the pipeline, with the interpreter that its stages run by."""
+def bootstrap(node: Node, config: Config, settings: NodeSettings, *, trains: bool = True) -> Node:
+    """The node when it is good enough for the pipeline, with the interpreter that its stages run by.
+
+    Args:
+        trains: whether something is trained there, which takes memory and disk.
+    """
     placement = config.deployment
     needs = NodeNeeds(
-        disk_gb=max(settings.min_free_gb, checkpoint_disk_bytes(config) / 1e9),
+        disk_gb=max(settings.min_free_gb, checkpoint_disk_bytes(config) / 1e9 if trains else 0.0),
         num_gpus=len({*placement.trainer_gpu_ranks, *placement.engine_gpu_ranks}),
         trainer_gpu_ranks=placement.trainer_gpu_ranks,
         num_trainers=placement.num_trainer_processes,
-        trainer_gb=least_memory_bytes(config) / 1e9,
+        trainer_gb=least_memory_bytes(config) / 1e9 if trains else 0.0,
     )
     with StageProgress("bootstrap", num_steps=0, console=stage_console()) as progress:
         with open_session(node) as session:

@@ -1,6 +1,15 @@
 """The report of a pipeline run, as one HTML page and as Markdown."""
 
 from rollouts_core.report.inputs import ReportInput, StageSummary
-from rollouts_core.report.page import render_report, render_summary_markdown
+from rollouts_core.report.page import render_report, render_results_markdown, render_summary_markdown
+from rollouts_core.report.results import Results, describe_results
 
-__all__ = ["ReportInput", "StageSummary", "render_report", "render_summary_markdown"]
+__all__ = [
+    "ReportInput",
+    "Results",
+    "StageSummary",
+    "describe_results",
+    "render_report",
+    "render_results_markdown",
+    "render_summary_markdown",
+]

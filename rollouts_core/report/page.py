@@ -21,10 +21,7 @@ from rollouts_core.job import EvalJob
 from rollouts_core.report.charts import format_seconds
 from rollouts_core.report.curves import load_curves
 from rollouts_core.report.inputs import ReportInput
-from rollouts_core.report.results import (
-    load_results,
-    load_selections,
-)
+from rollouts_core.report.results import Results, load_results, load_selections
 from rollouts_core.report.trainings import describe_trainings, load_job_of
 from rollouts_core.report.transcripts import iterate_samples, load_transcripts
 from rollouts_core.run_directory import RunDirectory
@@ -81,19 +78,24 @@ def render_summary_markdown(report: ReportInput) -> str:
         DataError: the final evaluation is not finished.
     """
     results = load_results(report)
-    title = results.display.title
     heading = {True: "Improvement", False: "No improvement", None: "Result"}[report.is_improvement]
     lines = [f"# {report.run_name}", "", f"**{heading}.** {report.verdict or results.finding}", ""]
-    lines += [f"| Checkpoint | {title.capitalize()} | 95 % interval | {results.display.rows.capitalize()} |"]
-    lines += ["|---|---:|---:|---:|"]
-    lines += [f"| {s.label} {s.checkpoint} | {s.mean} | {s.interval} | {s.num_rows} |" for s in results.scores]
-    lines += ["", *(f"- {difference.sentence}" for difference in results.differences), ""]
+    lines += [render_results_markdown(results), ""]
     lines += ["| Stage | How | Time | Run directory |", "|---|---|---:|---|"]
     lines += [
         f"| {stage.name} | {stage.how} | {format_seconds(stage.seconds)} | {_markdown_code(stage.run_dir)} |"
         for stage in report.stages
     ]
     return "\n".join([*lines, "", f"Final checkpoint: {_markdown_code(report.checkpoint_path)}", ""])
+
+
+def render_results_markdown(results: Results) -> str:
+    """The scores as a table, and a sentence for every comparison; Markdown."""
+    display = results.display
+    lines = [f"| Checkpoint | {display.title.capitalize()} | 95 % interval | {display.rows.capitalize()} |"]
+    lines += ["|---|---:|---:|---:|"]
+    lines += [f"| {s.label} {s.checkpoint} | {s.mean} | {s.interval} | {s.num_rows} |" for s in results.scores]
+    return "\n".join([*lines, "", *(f"- {difference.sentence}" for difference in results.differences)])
 
 
 def _markdown_code(text: str) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from rollouts_core.comparison import Comparison, compare_paired
@@ -128,21 +130,31 @@ def load_evaluation(directory: Path) -> Evaluated:
 
 def load_results(report: ReportInput) -> Results:
     """The final evaluation: every checkpoint's score, and each one against the one before and the base."""
-    evaluated = load_evaluation(report.evaluation_dir)
+    return describe_results(report.evaluation_dir, LABELS, report.selected)
+
+
+def describe_results(
+    evaluation_dir: Path, labels: Mapping[str, str], checkpoints: Mapping[str, str] = MappingProxyType({})
+) -> Results:
+    """What an evaluation found about the models that have a label, each against the one before and the first.
+
+    Args:
+        labels: what people call the models, by their name in the evaluation, in the order of the page.
+        checkpoints: the checkpoint in its training run that a model is, where it is one.
+    """
+    evaluated = load_evaluation(evaluation_dir)
     by_name = {scored.name: scored for scored in evaluated.checkpoints}
-    found = [by_name[name] for name in LABELS if name in by_name]
+    found = [by_name[name] for name in labels if name in by_name]
     if not found:
-        raise DataError(f"{report.evaluation_dir} scored {', '.join(by_name)}: expected base, sft or rl")
+        raise DataError(f"{evaluation_dir} scored {', '.join(by_name)}: expected {' or '.join(labels)}")
     display = choose_display(evaluated)
     pairs = [*itertools.pairwise(found), *([(found[0], found[-1])] if len(found) > 2 else [])]
-    differences = tuple(describe_difference(baseline, candidate, display) for baseline, candidate in pairs)
+    differences = tuple(describe_difference(baseline, candidate, display, labels) for baseline, candidate in pairs)
     axis = padded_axis([display.factor * end for scored in found for end in (scored.low, scored.high)], 0, 100)
     return Results(
         display=display,
         scores=tuple(
-            show_score(
-                scored, display, axis, label=LABELS[scored.name], checkpoint=report.selected.get(scored.name, "")
-            )
+            show_score(scored, display, axis, label=labels[scored.name], checkpoint=checkpoints.get(scored.name, ""))
             for scored in found
         ),
         ticks=axis_ticks(axis, max_ticks=5),
@@ -164,7 +176,9 @@ def choose_display(evaluated: Evaluated) -> ScoreDisplay:
     return ScoreDisplay(title="mean reward", rows="prompts", factor=1, unit="", difference_unit="", decimals=3)
 
 
-def describe_difference(baseline: Scored, candidate: Scored, display: ScoreDisplay) -> ShownDifference:
+def describe_difference(
+    baseline: Scored, candidate: Scored, display: ScoreDisplay, labels: Mapping[str, str] = LABELS
+) -> ShownDifference:
     """How the candidate compares with the baseline on the same rows, in numbers and as a sentence."""
     comparison = compare_paired(baseline.scores, candidate.scores)
     low, high = sorted((display.factor * comparison.low, display.factor * comparison.high))
@@ -172,7 +186,7 @@ def describe_difference(baseline: Scored, candidate: Scored, display: ScoreDispl
     outcome = "better" if comparison.low > 0 else "worse" if comparison.high < 0 else "unclear"
     amount = display.factor * comparison.difference
     size = f"{abs(amount):.{display.decimals}f}"
-    who, whom = LABELS[candidate.name], LABELS[baseline.name]
+    who, whom = labels[candidate.name], labels[baseline.name]
     direction = f"{size}{display.difference_unit} {'higher' if amount > 0 else 'lower'} than"
     p_value = format_p_value(comparison)
     ending = {

@@ -31,6 +31,7 @@ from tests.small_pipeline import small_settings, write_small_pipeline
 
 SURFACE = {
     "run": ["CONFIG", "--store", "--deployment", "--name", "--fresh", "--port"],
+    "evaluate": ["CONFIG", "[MODEL]", "--against", "--data", "--store", "--name", "--fresh", "--port"],
     "quickstart": ["--store", "--seed", "--port"],
     "validate": ["CONFIG", "--store"],
     "ui": ["--store", "--port"],

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 from pydantic import TypeAdapter
 
 from flows.deployments import (
+    EVALUATE_FLOW,
+    FLOW,
     PRESETS,
     Deployment,
     deployments_of,
@@ -25,10 +28,12 @@ from flows.form import RunOptions, load_pipeline
 from infra.node import NodeSettings
 from rollouts_core.config import Config
 from rollouts_core.errors import ConfigError
+from tests.small_pipeline import small_settings
 
 
 def test_every_preset_comes_back_from_its_deployment_as_the_file_says_it(tmp_path: Path) -> None:
-    deployments = preset_deployments(tmp_path / "here", tmp_path / "quickstart")
+    every = preset_deployments(tmp_path / "here", tmp_path / "quickstart")
+    deployments = [each for each in every if each.flow == FLOW]
     assert [each.name for each in deployments] == sorted(path.stem for path in PRESETS.glob("*.toml"))
     for deployment in deployments:
         place = tmp_path / ("quickstart" if deployment.name == "quickstart" else "here")
@@ -50,8 +55,25 @@ def test_the_runs_of_a_deployment_keep_everything_in_the_store_that_serves_it(tm
 
 @pytest.fixture
 def small(folder: Path) -> Deployment:
-    [deployment] = deployments_of(folder / "small.toml")
+    [deployment, _] = deployments_of(folder / "small.toml")
     return deployment
+
+
+def test_every_pipeline_has_an_evaluation_that_publishes_and_registers_nothing(folder: Path) -> None:
+    run = {"publish": "s3://bucket/team", "register_as": "mine", "name": "small"}
+    settings = small_settings(run=run, evaluate={"model": "./base_model", "data": "selection.jsonl"})
+    config = folder / "small.toml"
+    config.write_text(tomli_w.dumps(settings))
+    [once, evaluation] = deployments_of(config)
+    assert (evaluation.name, evaluation.flow) == ("small-evaluate", EVALUATE_FLOW)
+    assert evaluation.parameters["config"] == once.parameters["config"]
+    options = evaluation.parameters["run"]
+    assert (options["name"], options["publish"], options["register_as"]) == ("small-evaluate", "", "")
+    expected = {"model": str(folder / "base_model"), "against": "", "data": str(folder / "selection.jsonl")}
+    assert evaluation.parameters["evaluate"] == expected
+    assert "evaluate" not in once.parameters
+    changed = overridden(evaluation.parameters, ["evaluate.model=production", "evaluate.against=base"])
+    assert changed["evaluate"] == {**expected, "model": "production", "against": "base"}
 
 
 def test_a_trigger_changes_what_it_names_and_nothing_else(small: Deployment) -> None:
@@ -90,7 +112,7 @@ def test_a_configuration_of_the_users_is_not_replaced_by_a_preset_of_its_name(tm
     save_deployments(tmp_path, preset_deployments(tmp_path, tmp_path))
     known = load_deployments(tmp_path)
     assert known["rl_math"] == own
-    assert len(known) == len(list(PRESETS.glob("*.toml")))
+    assert len(known) == 2 * len(list(PRESETS.glob("*.toml")))
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:

@@ -13,26 +13,30 @@ import pytest
 from prefect.utilities.callables import parameter_schema
 from pydantic import TypeAdapter
 
+from flows.evaluate import evaluate_model
 from flows.form import FormNode
 from flows.pipeline import sft_rl
+from flows.retrain import retrain_model
 from infra.node import LocalNode, NodeSettings, RentedNode, SSHNode
 
+FORMS = (sft_rl, evaluate_model, retrain_model)
 NODE: TypeAdapter[NodeSettings] = TypeAdapter(FormNode)
 SSH = {"provider": "ssh", "host": "me@box", "python": "/opt/bin/python"}
 
 
 def fields() -> Iterator[tuple[str, dict[str, Any]]]:  # Any: JSON schema
-    """Every field of the form, by record and name."""
-    for record, definition in parameter_schema(sft_rl).definitions.items():
-        for name, field in definition["properties"].items():
-            yield f"{record}.{name}", field
+    """Every field of the forms, by record and name."""
+    for form in FORMS:
+        for record, definition in parameter_schema(form).definitions.items():
+            for name, field in definition["properties"].items():
+                yield f"{record}.{name}", field
 
 
 def test_every_setting_has_a_help_text() -> None:
     # A record that stands alone shows the text of the record itself.
     assert [name for name, field in fields() if not ("$ref" in field or field.get("description"))] == []
-    definitions = parameter_schema(sft_rl).definitions
-    assert [name for name, definition in definitions.items() if not definition.get("description")] == []
+    records = [record for form in FORMS for record in parameter_schema(form).definitions.items()]
+    assert [name for name, definition in records if not definition.get("description")] == []
 
 
 def test_every_bound_has_the_name_that_a_form_understands() -> None:

@@ -1,0 +1,61 @@
+"""The `evaluate` flow: score a model on held-out rows, beside another one where that is asked for.
+
+Not here: the stage that scores, which is the one of `sft-rl` (tasks/evaluate.py), what names of models mean
+(tasks/model_names.py).
+
+    check -> inputs: names become checkpoints -> provision -> bootstrap -> evaluate -> release -> report
+"""
+
+# No postponed annotations here: the process of a served run gets the flow by value, without the names of this module.
+
+from prefect import flow
+from prefect.runtime import deployment
+from pydantic import BaseModel
+
+from flows.cancellation import release_after_cancellation
+from flows.check import check_settings
+from flows.deployments import EVALUATE_FLOW
+from flows.evaluate_settings import EvaluateConfig
+from flows.form import FormNode, RunOptions
+from flows.pipeline import link_live_page, machine_of_the_run, open_scope
+from flows.server import held_server
+from rollouts_core.config import Config
+from tasks.bootstrap import bootstrap
+from tasks.caching import run_cached
+from tasks.evaluate import evaluate_models
+from tasks.evaluation_report import as_inputs, find_inputs, write_evaluation
+from tasks.plan import plan_evaluation
+
+
+class EvaluationResult(BaseModel):
+    """What an evaluation left."""
+
+    record: str
+    """Path of evaluation.json."""
+    summary: str
+    """The scores and their comparison; Markdown."""
+
+
+@flow(
+    name=EVALUATE_FLOW,
+    flow_run_name="{run.name}",
+    persist_result=False,
+    on_cancellation=[release_after_cancellation],
+)
+def evaluate_model(evaluate: EvaluateConfig, config: Config, node: FormNode, run: RunOptions) -> EvaluationResult:
+    """Score a model on held-out rows, and compare it with another one.
+
+    Of the configuration count `evaluation`, the graders of `rollout`, and `data.heldout`; nothing is trained.
+    """
+    scope = open_scope(run)
+    with held_server():
+        if deployment.id is not None:  # rollouts evaluate has checked already
+            check_settings(config, node, run, evaluate)
+        link_live_page(scope)
+        scored, found = find_inputs(evaluate.model, evaluate.against, evaluate.data, config, scope)
+        with machine_of_the_run(node, scope) as machine:
+            machine = bootstrap(machine, scored, node, trains=False)
+            stage = plan_evaluation(as_inputs(found), scored, scope, machine)
+            record = run_cached(evaluate_models, stage, scope, machine)
+        path, summary = write_evaluation(record, found, evaluate.data or config.data.heldout, scope)
+    return EvaluationResult(record=path, summary=summary)

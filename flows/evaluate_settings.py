@@ -1,0 +1,36 @@
+"""`evaluate`: which models are scored on which rows, beside the settings of the pipeline.
+
+Not here: the other settings (form.py, rollouts_core/config/), what a name stands for (tasks/model_names.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field
+
+from infra.object_store import is_url
+from rollouts_core.config import Record
+
+
+class EvaluateConfig(Record):
+    """Which model is scored, against which, on which rows."""
+
+    model: str = Field(min_length=1)
+    """`production` or `candidate` of the registry (small/production where there are several lines), a registered model
+    like small-3, a run or a stage of the store (my-run-5793d50a, or sft-<fingerprint>/checkpoints/step_000100), `base`
+    for the configuration's start model, a folder (./folder beside the configuration), or a URL."""
+    against: str = ""
+    """The model that it is compared with on the same rows, named in the same way. Empty compares with nothing."""
+    data: str = ""
+    """File or URL with the rows; empty takes data.heldout."""
+
+    def beside(self, folder: Path) -> Self:
+        """The same with its data, and models that begin with a dot, made absolute against the folder of its file."""
+
+        def absolute(given: str) -> str:
+            return given if is_url(given) or not given else str((folder / given).resolve())
+
+        model, against = (absolute(each) if each.startswith(".") else each for each in (self.model, self.against))
+        return self.model_copy(update={"model": model, "against": against, "data": absolute(self.data)})

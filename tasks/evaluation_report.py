@@ -1,0 +1,111 @@
+"""Find the models of an evaluation, and say how they scored: a table in Prefect, a record in the store.
+
+Not here: scoring (evaluate.py), what a name stands for (model_names.py), reports of pipelines (report.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from prefect import task
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.cache_policies import NO_CACHE
+
+from rollouts_core.comparison import compare_paired
+from rollouts_core.config import Config
+from rollouts_core.files import write_json
+from rollouts_core.fingerprint import digest_model
+from rollouts_core.job import InputModel
+from rollouts_core.report import describe_results, render_results_markdown
+from tasks.model_names import NamedModel, find_named_model, with_heldout
+from tasks.progress import StageProgress, stage_console
+from tasks.records import RunScope, StageRecord
+from tasks.retries import TRIED_AGAIN
+
+BASELINE, MODEL = "baseline", "model"
+"""What an evaluation calls its models, whatever they were named by: who scores the same again finds it."""
+RECORD = "evaluation.json"
+
+
+@task(name="inputs", **TRIED_AGAIN)
+def find_inputs(
+    model: str, against: str, data: str, config: Config, scope: RunScope
+) -> tuple[Config, dict[str, NamedModel]]:
+    """The settings with the rows at hand, and the models as they are now, by their name in the evaluation."""
+    with StageProgress("inputs", num_steps=0, console=stage_console()) as progress:
+        store = Path(scope.store)
+        scored = with_heldout(config, data, store, progress.say)
+        named = {BASELINE: against, MODEL: model} if against else {MODEL: model}
+        found = {name: find_named_model(given, config, store, progress.say) for name, given in named.items()}
+        for each in found.values():
+            progress.say(f"{each.title}: {each.model.path}")
+    return scored, found
+
+
+def as_inputs(found: Mapping[str, NamedModel]) -> dict[str, InputModel]:
+    """What `plan_evaluation` takes."""
+    return {
+        name: InputModel(name=name, model=each.model, digest=digest_model(each.model)) for name, each in found.items()
+    }
+
+
+@task(name="report", cache_policy=NO_CACHE)
+def write_evaluation(
+    record: StageRecord, found: Mapping[str, NamedModel], data: str, scope: RunScope
+) -> tuple[str, str]:
+    """Write evaluation.json into the run's folder and show the table; returns the file and what was found, in words."""
+    results = describe_results(Path(record.run_dir), {name: each.title for name, each in found.items()})
+    scored = {entry["name"]: entry for entry in record.result["checkpoints"]}
+    path = scope.output_dir / RECORD
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(
+        path,
+        {
+            "run_id": scope.run_id,
+            "run_name": scope.run_name,
+            "data": data,
+            "metric": record.result["metric"],
+            "models": {
+                name: {
+                    "named": each.title,
+                    "path": each.model.path,
+                    "digest": digest_model(each.model),
+                    **{key: scored[name][key] for key in ("mean", "low", "high", "num_rows")},
+                }
+                for name, each in found.items()
+            },
+            "comparison": asdict(compare_paired(scored[BASELINE]["scores"], scored[MODEL]["scores"]))
+            if BASELINE in found
+            else None,
+            "stage": record.model_dump(mode="json", exclude={"result"}),
+        },
+    )
+    rows = [
+        {
+            "model": score.label,
+            results.display.title: score.mean,
+            "95 % interval": score.interval,
+            results.display.rows: score.num_rows,
+        }
+        for score in results.scores
+    ]
+    rows += [
+        {
+            "model": "difference",
+            results.display.title: each.difference,
+            "95 % interval": each.interval,
+            "p": each.p_value,
+        }
+        for each in results.differences
+    ]
+    create_table_artifact(rows, key="scores", description=f"Scores on {data}; kept in {path}")
+    create_markdown_artifact(f"{render_results_markdown(results)}\n", key="report", description=f"Record: {path}")
+    said = "; ".join(
+        f"{score.label}: {results.display.title} {score.mean} ({score.interval})" for score in results.scores
+    )
+    finding = results.finding if results.differences else said
+    with StageProgress("report", num_steps=0, console=stage_console()) as progress:
+        progress.say(f"{path}: {finding}")
+    return str(path), render_results_markdown(results)
