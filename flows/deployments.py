@@ -20,6 +20,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from flows.form import Pipeline, RunOptions, load_pipeline, name_of, parse_pipeline
+from flows.tools import TOOLS
 from rollouts_core.config import read_settings
 from rollouts_core.errors import ConfigError
 from tasks.watch import check_sources, watched_sources
@@ -61,12 +62,29 @@ def preset_deployments(folder: Path, quickstart: Path) -> list[Deployment]:
     return made
 
 
+def tool_deployments() -> list[Deployment]:
+    """Those that train nothing."""
+    return [
+        Deployment(
+            name=tool.name,
+            description=tool.description,
+            parameters={tool.name: tool.defaults},
+            is_preset=True,
+            flow=tool.name,
+            schedule=tool.schedule.model_dump(mode="json") if tool.schedule else None,
+        )
+        for tool in TOOLS.values()
+    ]
+
+
 def deployments_of(path: Path) -> list[Deployment]:
     """The deployments of the configuration in a file: its run, named after the file, its retraining, its evaluation.
 
     Raises:
         ConfigError: one sentence with the file, the key and what to do.
     """
+    if name_of(path) in TOOLS:
+        raise ConfigError(f"{path}: {name_of(path)} is the name of a deployment that there is already: rename the file")
     pipeline = load_pipeline(path)
     description = _leading_comment(path) or f"From {path.resolve()}."
     once = _deployment(name_of(path), pipeline, description, is_preset=False)
@@ -135,7 +153,10 @@ def load_deployments(home: Path) -> dict[str, Deployment]:
 
 def parameters_for(store: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
     """Parameters whose run keeps everything in this store, wherever it was moved."""
-    return {**parameters, "run": {**parameters["run"], "store": str(store.resolve())}}
+    return {
+        name: {**section, "store": str(store.resolve())} if name == "run" or name in TOOLS else section
+        for name, section in parameters.items()
+    }
 
 
 def overridden(parameters: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:  # Any: JSON

@@ -29,8 +29,8 @@ DATA_RESOURCE = "rollouts.data"
 
 
 async def schedule_options(deployment: Deployment) -> dict[str, Any]:  # Any: keywords of Prefect's
-    """Keywords for `Runner.aadd_flow`; of retrainings only one runs at a time. A schedule that was paused stays so."""
-    if deployment.flow != RETRAIN_FLOW:
+    """Keywords for `Runner.aadd_flow`; of what runs by itself one at a time. A paused schedule stays so."""
+    if deployment.flow != RETRAIN_FLOW and not deployment.schedule:
         return {}
     settings = ScheduleConfig.model_validate(deployment.schedule) if deployment.schedule else None
     return {

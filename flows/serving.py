@@ -30,6 +30,7 @@ from flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW, load_deployment
 from flows.expired_machines import end_expired
 from flows.live import served_live_pages
 from flows.server import local_server, prefect_environment
+from flows.tools import REAP_FLOW
 from rollouts_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ async def _register(runner: Runner, store: Path, served: dict[str, str]) -> bool
     """Make Prefect's deployments those of the store; returns whether something was new."""
     from flows.evaluate import evaluate_model
     from flows.pipeline import sft_rl
+    from flows.reap import reap_machines
     from flows.retrain import retrain_model
     from flows.schedules import drop_schedules, schedule_options
 
@@ -119,6 +121,7 @@ async def _register(runner: Runner, store: Path, served: dict[str, str]) -> bool
         FLOW: sft_rl,
         RETRAIN_FLOW: retrain_model,
         EVALUATE_FLOW: evaluate_model,
+        REAP_FLOW: reap_machines,
     }
     try:
         deployments = load_deployments(store / "prefect")

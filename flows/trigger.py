@@ -6,11 +6,13 @@ Not here: what deployments there are (deployments.py), the process that runs the
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 from flows.deployments import EVALUATE_FLOW, FLOW, load_deployments, overridden
 from flows.prefect_api import RefusedError, ask
 from flows.server import local_server, run_url
+from flows.tools import TOOLS, overridden_tool
 from flows.up import require_serving
 from rollouts_core.errors import ConfigError
 from rollouts_core.messages import closest_name
@@ -31,11 +33,12 @@ def trigger_run(store: Path, name: str, assignments: Iterable[str]) -> str:
             deployment = ask(address, "GET", f"/deployments/name/{flow}/{name}")
         except RefusedError as error:
             raise ConfigError(f"there is no deployment {name}{closest_name(name, list(known))}") from error
-        parameters = overridden(deployment["parameters"], assignments)
+        change = partial(overridden_tool, flow) if flow in TOOLS else overridden
+        parameters = change(deployment["parameters"], assignments)
         if flow == EVALUATE_FLOW and "evaluate" not in parameters:
             raise ConfigError(
                 f"{name} needs a model: evaluate.model=production, or candidate, base, a run, a folder, a URL"
             )
-        question = {"name": parameters["run"]["name"], "parameters": parameters}
+        question = {"name": parameters.get("run", {}).get("name", name), "parameters": parameters}
         run = ask(address, "POST", f"/deployments/{deployment['id']}/create_flow_run", question)
     return run_url(address, run["id"])

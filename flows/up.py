@@ -29,6 +29,7 @@ from flows.deployments import (
     load_deployments,
     preset_deployments,
     save_deployments,
+    tool_deployments,
 )
 from flows.live import find_live_pages
 from flows.locks import lock_file, open_lock, try_lock
@@ -38,6 +39,7 @@ from flows.quickstart_files import quickstart_folder, write_missing_quickstart
 from flows.server import ROOT, ServerError, local_server, running_server
 from flows.status import describe_machines, describe_runs, going_jobs
 from flows.terminal import Port, Store, console
+from flows.tools import TOOLS
 
 READY_TIMEOUT_S = 60.0
 DOWN_TIMEOUT_S = 45.0
@@ -143,7 +145,7 @@ def ensure_serving(store: Path, own: list[Deployment]) -> bool:
         is_new = not _is_locked(home)
         if is_new:
             quickstart = write_missing_quickstart(quickstart_folder(store, seed=0))
-            save_deployments(home, preset_deployments(Path.cwd(), quickstart))
+            save_deployments(home, [*preset_deployments(Path.cwd(), quickstart), *tool_deployments()])
         save_deployments(home, own)
         if is_new:
             _start_serving(store, home)
@@ -174,8 +176,9 @@ def find_serving(store: Path) -> Serving | None:
 def describe_deployments(serving: Serving) -> str:
     """The names of what is served; those that evaluate, one for each pipeline, by their ending."""
     evaluations = {evaluation_name(name) for name in serving.deployments}
-    names = [name for name in serving.deployments if name not in evaluations]
-    return f"{', '.join(names)}; {evaluation_name('NAME')} scores models as NAME does"
+    names = [name for name in serving.deployments if name not in evaluations and name not in TOOLS]
+    tools = [name for name in serving.deployments if name in TOOLS]
+    return f"{', '.join(names)}; {evaluation_name('NAME')} scores models as NAME does; {', '.join(tools)}"
 
 
 def require_serving(store: Path) -> Serving:

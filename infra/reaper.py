@@ -132,7 +132,7 @@ def _judge_instance(
     if rental is None:
         rental = _row_of(instance)
         add_rental(ledger, rental)
-    elif rental.state is RentalState.INTENDED and not _is_wanted(rental, ledger, spare=False):
+    elif rental.state is RentalState.INTENDED and not _why_wanted(rental, ledger, spare=False):
         rental = adopt_machine(rental, instance.id, ledger, note="found by its name")
     elif rental.state.is_over:  # it was refused, or gone, and is there all the same
         changes = {"state": RentalState.RELEASING, "instance_id": instance.id, "ended_at": None}
@@ -157,8 +157,8 @@ def _judge_unlisted(
 def _end_unless_wanted(
     rental: Rental, ledger: Ledger, cloud: Cloud, report: ReapReport, *, spare: bool, pace: Pace
 ) -> None:
-    if _is_wanted(rental, ledger, spare=spare):
-        report.kept.append(f"{rental.name}: {rental.state}, of run {rental.run_id}")
+    if reason := _why_wanted(rental, ledger, spare=spare):
+        report.kept.append(f"{rental.name}: {rental.state}, of run {rental.run_id}, {reason}")
     else:
         _end(rental, ledger, cloud, report, pace=pace)
 
@@ -172,13 +172,14 @@ def _end(rental: Rental, ledger: Ledger, cloud: Cloud, report: ReapReport, *, pa
         report.ended.append(f"{rental.name} at {rental.provider}, {rental.gpu}")
 
 
-def _is_wanted(rental: Rental, ledger: Ledger, *, spare: bool) -> bool:
+def _why_wanted(rental: Rental, ledger: Ledger, *, spare: bool) -> str:
+    """Why a machine stays; "" for one that nobody wants."""
     if rental.expires_at <= time.time():
-        return False
+        return ""
     if not ledger.has_died(rental.run_id):
-        # Its run is renting it, uses it, or is giving it back.
-        return True
-    return spare and rental.state is RentalState.READY
+        return "which lives"  # it is renting it, uses it, or is giving it back
+    expires = time.strftime("%Y-%m-%d %H:%M", time.gmtime(rental.expires_at))
+    return f"whose next start may take it until {expires} UTC" if spare and rental.state is RentalState.READY else ""
 
 
 def _row_of(instance: Instance) -> Rental:

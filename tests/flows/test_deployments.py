@@ -23,8 +23,10 @@ from flows.deployments import (
     parameters_for,
     preset_deployments,
     save_deployments,
+    tool_deployments,
 )
 from flows.form import RunOptions, load_pipeline
+from flows.tools import overridden_tool
 from infra.node import NodeSettings
 from rollouts_core.config import Config
 from rollouts_core.errors import ConfigError
@@ -113,6 +115,25 @@ def test_a_configuration_of_the_users_is_not_replaced_by_a_preset_of_its_name(tm
     known = load_deployments(tmp_path)
     assert known["rl_math"] == own
     assert len(known) == 2 * len(list(PRESETS.glob("*.toml")))
+
+
+def test_a_tool_is_a_deployment_of_the_store_whose_settings_can_be_replaced(tmp_path: Path) -> None:
+    [reap] = [each for each in tool_deployments() if each.name == "reap"]
+    assert reap.schedule is not None and reap.schedule["cron"] == "17 * * * *"
+    assert parameters_for(tmp_path, reap.parameters) == {"reap": {"spare": True, "store": str(tmp_path)}}
+    assert overridden_tool("reap", reap.parameters, ["reap.spare=false"])["reap"]["spare"] is False
+    for assignment, words in (
+        ("spare=false", "'spare=false' is not of the form reap.setting=value"),
+        ("reap.spar=false", "unknown key spar; did you mean spare"),
+        ("reap.spare=perhaps", "command line: spare"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            overridden_tool("reap", reap.parameters, [assignment])
+
+
+def test_a_configuration_with_the_name_of_a_tool_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="reap is the name of a deployment that there is already: rename the file"):
+        deployments_of((folder / "small.toml").rename(folder / "reap.toml"))
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:

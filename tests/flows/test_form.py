@@ -16,10 +16,11 @@ from pydantic import TypeAdapter
 from flows.evaluate import evaluate_model
 from flows.form import FormNode
 from flows.pipeline import sft_rl
+from flows.reap import reap_machines
 from flows.retrain import retrain_model
 from infra.node import LocalNode, NodeSettings, RentedNode, SSHNode
 
-FORMS = (sft_rl, evaluate_model, retrain_model)
+FORMS = (sft_rl, evaluate_model, retrain_model, reap_machines)
 NODE: TypeAdapter[NodeSettings] = TypeAdapter(FormNode)
 SSH = {"provider": "ssh", "host": "me@box", "python": "/opt/bin/python"}
 

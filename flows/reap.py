@@ -1,0 +1,52 @@
+"""The `reap` flow: end rented machines that no run wants, and show what was ended, what stays, and why.
+
+Not here: what is ended and what is spared (infra/reaper.py), the look that needs nobody (expired_machines.py).
+"""
+
+# No postponed annotations here: the process of a served run gets the flow by value, without the names of this module.
+
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, get_run_logger
+from prefect.artifacts import create_table_artifact
+from prefect.states import Completed, State
+
+from flows.expired_machines import look_at_machines
+from flows.server import held_server
+from flows.tools import REAP_FLOW, ReapConfig
+from infra.errors import TransientInfraError
+from infra.reaper import ReapReport
+
+
+@flow(name=REAP_FLOW, flow_run_name=REAP_FLOW, persist_result=False)
+def reap_machines(reap: ReapConfig) -> State[Any]:
+    """End rented machines that no run wants.
+
+    Raises:
+        TransientInfraError: something could not be looked at, or not be ended; the table says what.
+    """
+    with held_server():
+        report = look_at_machines(Path(reap.store).resolve(), spare=reap.spare, everywhere=True)
+        rows = table_of(report)
+        for row in rows:
+            get_run_logger().info("%(outcome)s: %(machine)s", row)
+        said = f"{len(report.ended)} ended, {len(report.kept)} kept"
+        create_table_artifact(rows or [NOTHING], key="machines", description=f"Rented machines: {said}")
+    if report.failures:
+        raise TransientInfraError(f"{said}, {len(report.failures)} not looked at or not ended: {report.failures[0]}")
+    return Completed(message=said)
+
+
+NOTHING = {"outcome": "nothing is rented", "machine": ""}
+
+
+def table_of(report: ReapReport) -> list[dict[str, str]]:
+    """A row for every machine that was looked at."""
+    outcomes = {
+        "ended": report.ended,
+        "kept": report.kept,
+        "another store's": report.foreign,
+        "failed": report.failures,
+    }
+    return [{"outcome": outcome, "machine": line} for outcome, lines in outcomes.items() for line in lines]

@@ -1,0 +1,81 @@
+"""Deployments that train nothing: what they are called, what their forms ask, when they run by themselves.
+
+    reap      end rented machines that no run wants (reap.py); every hour
+
+Not here: deployments of pipelines (deployments.py). This module does not import prefect: it runs before Prefect's
+environment is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flows.retrain_settings import ScheduleConfig
+from rollouts_core.config import Record, parse_config
+from rollouts_core.errors import ConfigError
+
+REAP_FLOW = "reap"
+HOURLY = "17 * * * *"
+"""Once an hour, and not when everybody else's hourly jobs begin."""
+
+
+class ReapConfig(Record):
+    """Which rented machines are ended."""
+
+    spare: bool = True
+    """Leave machines of killed runs to their next start until they expire. Off ends them now."""
+    store: str = ".rollouts"
+    """Folder whose ledger knows what is rented."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A flow with one record of settings, whose only deployment has its name."""
+
+    name: str
+    """Of the flow, of the deployment, and of the flow's parameter."""
+    settings: type[Record]
+    description: str
+    """What its page says; Markdown."""
+    schedule: ScheduleConfig | None = None
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # Any: JSON
+        """What its form begins with; fields that have no default are left to whoever fills it in."""
+        fields = self.settings.model_fields.items()
+        return {name: field.default for name, field in fields if not field.is_required()}
+
+
+TOOLS = {
+    tool.name: tool
+    for tool in (
+        Tool(
+            name=REAP_FLOW,
+            settings=ReapConfig,
+            description="End rented machines that no run of this store wants, and show what was ended, what stays, and "
+            "why. The process that serves the deployments ends what has expired by itself, every two minutes.",
+            schedule=ScheduleConfig(cron=HOURLY, overlap="skip"),
+        ),
+    )
+}
+
+
+def overridden_tool(
+    name: str, parameters: Mapping[str, Any], assignments: Iterable[str]
+) -> dict[str, Any]:  # Any: JSON
+    """The parameters of a tool with settings replaced; each assignment is `reap.spare=false`.
+
+    Raises:
+        ConfigError: one sentence; the key is not known, or the value does not fit.
+    """
+    settings = dict(parameters.get(name, {}))
+    for assignment in assignments:
+        key, separator, text = assignment.partition("=")
+        section, _, field = key.partition(".")
+        if not separator or section != name or not field:
+            raise ConfigError(f"{assignment!r} is not of the form {name}.setting=value")
+        settings[field] = {"true": True, "false": False}.get(text, text)
+    record = parse_config(TOOLS[name].settings, settings, source="command line")
+    return {name: record.model_dump(mode="json")}
