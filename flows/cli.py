@@ -21,6 +21,7 @@ import typer
 
 from flows.deployments import evaluation_options
 from flows.evaluate_settings import EvaluateConfig
+from flows.finish import finish
 from flows.form import Pipeline, RunOptions, load_pipeline
 from flows.live import find_live_pages, served_live_pages
 from flows.machines_cli import add_machine_commands
@@ -349,7 +350,7 @@ def announce_at(address: ServerAddress) -> Any:  # Any: a hook for flows of ever
     return announce
 
 
-for each in (up, down, status, prefect_yaml, pull, prune):
+for each in (up, down, status, finish, prefect_yaml, pull, prune):
     command(each)
 add_model_commands(app, explained)
 add_machine_commands(app, explained)

@@ -30,7 +30,7 @@ from flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW, load_deployment
 from flows.expired_machines import end_expired
 from flows.live import served_live_pages
 from flows.server import local_server, prefect_environment
-from flows.tools import REAP_FLOW
+from flows.tools import FINISH_FLOW, REAP_FLOW
 from rollouts_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ async def _end_expired_machines(store: Path) -> None:
 async def _register(runner: Runner, store: Path, served: dict[str, str]) -> bool:
     """Make Prefect's deployments those of the store; returns whether something was new."""
     from flows.evaluate import evaluate_model
+    from flows.finish_flow import finish_run
     from flows.pipeline import sft_rl
     from flows.reap import reap_machines
     from flows.retrain import retrain_model
@@ -122,6 +123,7 @@ async def _register(runner: Runner, store: Path, served: dict[str, str]) -> bool
         RETRAIN_FLOW: retrain_model,
         EVALUATE_FLOW: evaluate_model,
         REAP_FLOW: reap_machines,
+        FINISH_FLOW: finish_run,
     }
     try:
         deployments = load_deployments(store / "prefect")

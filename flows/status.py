@@ -22,6 +22,7 @@ from infra.ledger import LEDGER_FILE, Lease, Ledger
 from infra.node import LocalNode
 from infra.providers import open_session, provision_node
 from infra.rentals import open_rentals
+from tasks.early_end import read_early_end
 
 SUFFIX = re.compile(r"-[0-9a-f]{3}$")
 """What Prefect puts after the name of a task that gives none of its own."""
@@ -63,7 +64,24 @@ def describe_runs(address: ServerAddress, store: Path) -> list[str]:
         running = {"task_runs": {"state": {"type": {"any_": ["RUNNING"]}}}}
         tasks = ask(address, "POST", "/task_runs/filter", {**of_runs, **running})
     nodes = {lease.run_id: lease.node for lease in _leases(store)}
-    return [describe_run(run, tasks, nodes, address) for run in [*runs, *ended]]
+    early = early_ends(store)
+    return [
+        describe_run(run, tasks, nodes, address) + "".join(f"  {said}" for said in early.get(run["id"], []))
+        for run in [*runs, *ended]
+    ]
+
+
+def early_ends(store: Path) -> dict[str, list[str]]:
+    """What runs had end early, a sentence for each stage, by the run's id."""
+    if not (store / LEDGER_FILE).is_file():
+        return {}
+    said: dict[str, list[str]] = {}
+    with Ledger(store / LEDGER_FILE) as ledger:
+        for use in ledger.stage_uses():
+            early = read_early_end(store / "stages" / use.stage)
+            if early is not None and early.asked_by == use.run_id:
+                said.setdefault(use.run_id, []).append(f"{use.stage.rpartition('-')[0]} {early.sentence}")
+    return said
 
 
 def without_later_looks(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:  # Any: JSON

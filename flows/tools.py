@@ -1,6 +1,7 @@
 """Deployments that train nothing: what they are called, what their forms ask, when they run by themselves.
 
     reap      end rented machines that no run wants (reap.py); every hour
+    finish    have a run that trains go on with what it has (finish_flow.py)
 
 Not here: deployments of pipelines (deployments.py). This module does not import prefect: it runs before Prefect's
 environment is set.
@@ -12,11 +13,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import Field
+
 from flows.retrain_settings import ScheduleConfig
 from rollouts_core.config import Record, parse_config
 from rollouts_core.errors import ConfigError
 
 REAP_FLOW = "reap"
+FINISH_FLOW = "finish"
 HOURLY = "17 * * * *"
 """Once an hour, and not when everybody else's hourly jobs begin."""
 
@@ -28,6 +32,15 @@ class ReapConfig(Record):
     """Leave machines of killed runs to their next start until they expire. Off ends them now."""
     store: str = ".rollouts"
     """Folder whose ledger knows what is rented."""
+
+
+class FinishConfig(Record):
+    """Which run ends its training."""
+
+    run: str = Field(min_length=1)
+    """The run that trains: its name, my-run-5793d50a, or its id, the end of its page's address."""
+    store: str = ".rollouts"
+    """Folder in which it runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +70,12 @@ TOOLS = {
             description="End rented machines that no run of this store wants, and show what was ended, what stays, and "
             "why. The process that serves the deployments ends what has expired by itself, every two minutes.",
             schedule=ScheduleConfig(cron=HOURLY, overlap="skip"),
+        ),
+        Tool(
+            name=FINISH_FLOW,
+            settings=FinishConfig,
+            description="Finish now: the SFT or RL that a run is at ends after the step under way, with a checkpoint, "
+            "and the run goes on with selection, evaluation and sync. Later runs of the same settings train the rest.",
         ),
     )
 }

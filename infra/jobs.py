@@ -40,6 +40,7 @@ __all__ = [
     "JobSpec",
     "JobState",
     "JobStatus",
+    "ask_to_finish",
     "cancel_job",
     "describe_exit",
     "follow_job",
@@ -153,6 +154,14 @@ def cancel_job(session: Session, run_dir: str, grace_s: float) -> JobStatus:
     """End the job with all its processes, SIGKILL after `grace_s`, and return how it ended; harmless when it has."""
     answer = _call(session, "cancel", run_dir, str(grace_s), timeout_s=grace_s + CALL_TIMEOUT_S)
     return parse_status(answer)
+
+
+def ask_to_finish(session: Session, run_dir: str, asked_by: str) -> JobStatus:
+    """Ask the job to end by itself, with what it has; returns its status at once.
+
+    The job finds `asked_by` in the file finish-<attempt> of its directory; it need not heed it.
+    """
+    return parse_status(_call(session, "finish", run_dir, asked_by))
 
 
 def renew_lease(session: Session, run_dir: str) -> JobStatus:

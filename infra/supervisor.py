@@ -8,6 +8,7 @@ because it is sent to nodes by content. Not here: what the program does, how a n
     follow RUN_DIR LOG METRICS EVENTS (offsets)                       │ kernel tells if it lives, even after kill -9
     cancel RUN_DIR GRACE_S                                            └ writes exit-<n>.json for attempt n, last
     renew RUN_DIR
+    finish RUN_DIR ASKED_BY
     tail RUN_DIR MAX_BYTES
 
 Each verb but `follow` prints one JSON object, `{"error": sentence}` with exit code 1 when it refuses. In RUN_DIR:
@@ -16,6 +17,7 @@ Each verb but `follow` prints one JSON object, `{"error": sentence}` with exit c
                   no part of the job's identity may change between attempts; never touched while the job lives
     log.txt       what the program wrote to stdout and stderr, raw, over all attempts
     exit-<n>.json how attempt n ended
+    finish-<n>    who asks the program of attempt n to end by itself, with what it has; programs need not heed it
     result.json   written by the program, last: the job is finished
     .job/         lock, start.lock, lease, meta-<n>.json, cancel-<n>, supervisor-<n>.txt (our own failures)
 
@@ -137,6 +139,7 @@ def main(argv: list[str]) -> int:
         "status": lambda: read_status(run_dir),
         "cancel": lambda: cancel_job(run_dir, float(parameters[0])),
         "renew": lambda: renew_lease(run_dir),
+        "finish": lambda: ask_to_finish(run_dir, parameters[0]),
         "tail": lambda: read_log_tail(run_dir, int(parameters[0])),
     }
     try:
@@ -857,6 +860,19 @@ def cancel_job(run_dir: str, grace_s: float) -> JsonObject:
             raise JobError(f"the job did not end within {grace_s + CANCEL_MARGIN_S:g} s: look at its processes")
         time.sleep(POLL_S / 2)
     return read_status(run_dir)
+
+
+def ask_to_finish(run_dir: str, asked_by: str) -> JsonObject:
+    """Ask the program to end by itself, with what it has, and return at once; a job that does not run is left alone."""
+    if not Path(run_dir, INTERNAL_DIR).is_dir():
+        return read_status(run_dir)
+    with locked(internal_path(run_dir, "start.lock")):
+        status = read_status(run_dir)
+        if status["state"] == "RUNNING":
+            partial = internal_path(run_dir, f"finish-{os.getpid()}")
+            partial.write_text(asked_by)
+            partial.replace(Path(run_dir, f"finish-{status['attempt']}"))
+    return status
 
 
 # ── follow ──

@@ -64,6 +64,9 @@ class Manifest:
     """How good the policy was during the steps before, higher is better; None where nothing measured it."""
     settings: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
     """What it was trained with, by name (`saving.describe_settings`)."""
+    is_early: bool = False
+    """Whether it is there only because somebody ended the training at this step: who goes on needs it until the next
+    one is whole, and a training that nobody ends does not have it."""
 
     @property
     def fingerprint(self) -> str:
@@ -89,13 +92,25 @@ class Manifest:
 
 @contextmanager
 def new_checkpoint(
-    path: Path, *, step: int, score: float | None = None, settings: Mapping[str, Any] | None = None
+    path: Path,
+    *,
+    step: int,
+    score: float | None = None,
+    settings: Mapping[str, Any] | None = None,  # Any: JSON
+    is_early: bool = False,
 ) -> Iterator[Path]:
     """A directory to write a checkpoint into; it appears at `path`, with its manifest, when the block succeeds."""
     with new_directory(path) as partial:
         yield partial
         files = {name: _describe(partial / name) for name in _file_names(partial)}
-        manifest = Manifest(step=step, files=files, created_at=time.time(), score=score, settings=dict(settings or {}))
+        manifest = Manifest(
+            step=step,
+            files=files,
+            created_at=time.time(),
+            score=score,
+            settings=dict(settings or {}),
+            is_early=is_early,
+        )
         write_json(partial / MANIFEST, {"format": FORMAT, "fingerprint": manifest.fingerprint, **asdict(manifest)})
 
 
@@ -116,6 +131,7 @@ def load_manifest(path: Path) -> Manifest:
             created_at=raw["created_at"],
             score=raw.get("score"),
             settings=raw.get("settings", {}),
+            is_early=raw.get("is_early", False),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a whole checkpoint: no readable {MANIFEST} ({error})") from error
@@ -217,11 +233,14 @@ def adopt_checkpoint(source: Path, parent: Path) -> Path:
 def prune_checkpoints(parent: Path, *, newest: Path, keep: int, keep_best: int = 0) -> None:
     """Delete all checkpoints up to `newest` but the `keep` last and, besides, the `keep_best` with the highest scores.
 
-    Those after it are of an attempt that went further and was not gone on from, because they are damaged.
+    Those after it are of an attempt that went further and was not gone on from, because they are damaged. Early ones
+    are neither counted nor kept once there is a newer one: the others are those of a training that nobody ended.
     """
+    if _is_early(newest):
+        return
     checkpoints = list_checkpoints(parent)
-    place = checkpoints.index(newest)
-    kept = {*checkpoints[max(0, place + 1 - keep) : place + 1], *_best_of(checkpoints[: place + 1], keep_best)}
+    regular = [path for path in checkpoints[: checkpoints.index(newest)] if not _is_early(path)] + [newest]
+    kept = {*regular[-keep:], *_best_of(regular, keep_best)}
     for path in checkpoints:
         if path not in kept:
             remove_directory(path)
@@ -231,6 +250,13 @@ def _best_of(checkpoints: list[Path], num_best: int) -> list[Path]:
     """The checkpoints with the highest scores; of equals the earlier, and none without a score."""
     scored = [(score, path) for path in checkpoints if num_best and (score := _score_of(path)) is not None]
     return [path for _, path in sorted(scored, key=lambda pair: -pair[0])[:num_best]]
+
+
+def _is_early(path: Path) -> bool:
+    try:
+        return load_manifest(path).is_early
+    except CheckpointError:  # damaged: as good as any other that is kept or deleted by its place
+        return False
 
 
 def _score_of(path: Path) -> float | None:

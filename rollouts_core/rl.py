@@ -67,6 +67,7 @@ async def run_rl_training(
     events: EventLog | None = None,
     on_batch: OnBatch | None = None,
     is_colocated: bool = False,
+    is_end_asked: Callable[[], bool] = lambda: False,
 ) -> list[Metrics]:
     """Train for `config.num_steps` steps; returns the metrics of each step that was run.
 
@@ -79,6 +80,7 @@ async def run_rl_training(
         target: where weights are published for the engines.
         is_colocated: the engines hand their memory over while the trainer trains, and are published to after each step.
         inputs: digests of what the training was made from, by name; a checkpoint of others is refused.
+        is_end_asked: looked at after every step; True ends the training there, with a checkpoint.
 
     Raises:
         CheckpointError: a checkpoint of other settings or inputs.
@@ -90,7 +92,9 @@ async def run_rl_training(
     history: list[Metrics] = []
     async with (
         beside_event_loop(backend, is_needed=rollout_manager.config.max_staleness > 0) as trainer,
-        RunCheckpoints(trainer, checkpoint_dir, config, settings=settings, events=events) as checkpoints,
+        RunCheckpoints(
+            trainer, checkpoint_dir, config, settings=settings, events=events, is_end_asked=is_end_asked
+        ) as checkpoints,
     ):
         handed_over = partial(memory_handed_over, trainer, inference_engines, is_colocated=is_colocated)
         async with handed_over():  # says before the first step where an engine cannot
@@ -127,7 +131,8 @@ async def run_rl_training(
             history.append(metrics)
             if metrics_logger and (step % config.log_every == 0 or step in (1, config.num_steps)):
                 metrics_logger.log(metrics, step)
-            await checkpoints.after_step(step, metrics, lambda: read_cursors(data_buffer, rollout_manager, skips))
+            if await checkpoints.after_step(step, metrics, lambda: read_cursors(data_buffer, rollout_manager, skips)):
+                break
     return history
 
 

@@ -68,6 +68,11 @@ class RunDirectory:
         return self.root / "weights"
 
     @property
+    def end_request(self) -> Path:
+        """In: the id of a run that asks this attempt at a training to end after the step under way."""
+        return self.root / f"finish-{attempt_number()}"
+
+    @property
     def result(self) -> Path:
         """Out: the stage's record, written last; absent means not finished."""
         return self.root / "result.json"

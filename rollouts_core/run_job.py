@@ -182,9 +182,10 @@ async def run_sft_job(job: SFTJob, directory: RunDirectory, events: EventLog, ra
             inputs={"model": job.model.digest, "data": digest_datasets(job.data)},
             events=events,
             eval_samples=eval_samples,
+            is_end_asked=directory.end_request.exists,
         )
     num_samples = len(samples) if job.streaming else len(samples) - samples.num_dropped
-    directory.write_result({"checkpoints": describe_checkpoints(directory), "num_samples": num_samples})
+    directory.write_result({**describe_training(job, directory), "num_samples": num_samples})
 
 
 def load_eval_samples(job: SFTJob, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
@@ -208,7 +209,7 @@ async def run_rl_job(job: RLJob, directory: RunDirectory, events: EventLog, rank
         check_model(job.model)
         train = train_on_recorded if job.rollouts else train_on_prompts
         counts = await train(job, directory, events, ranks)
-    directory.write_result({"checkpoints": describe_checkpoints(directory), **counts})
+    directory.write_result({**describe_training(job, directory), **counts})
 
 
 async def train_on_recorded(
@@ -280,6 +281,7 @@ async def run_rl_loop(
             events=events,
             on_batch=lambda step, batch: write_rollouts(directory, step, batch),
             is_colocated=job.deployment.colocated,
+            is_end_asked=directory.end_request.exists,
         )
 
 
@@ -307,6 +309,16 @@ async def run_generate_job(job: GenerateJob, directory: RunDirectory) -> None:
     graded = await grade_group(samples, resolve_reward_fn(job.rollout), timeout_s=job.rollout.reward_timeout_s)
     write_samples(directory, "completions", graded)
     directory.write_result({"num_samples": len(graded), **asdict(estimate_mean(scores_by_prompt(graded)))})
+
+
+def describe_training(job: SFTJob | RLJob, directory: RunDirectory) -> dict[str, Any]:  # Any: JSON
+    """The checkpoints of a training, and where and for which run it ended early, if it did."""
+    checkpoints = describe_checkpoints(directory)
+    step, num_steps = checkpoints[-1]["step"], job.training.num_steps
+    if step == num_steps:
+        return {"checkpoints": checkpoints}
+    early = {"step": step, "num_steps": num_steps, "asked_by": directory.end_request.read_text()}
+    return {"checkpoints": checkpoints, "finished_early": early}
 
 
 def describe_checkpoints(directory: RunDirectory) -> list[dict[str, Any]]:  # Any: JSON

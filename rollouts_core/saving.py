@@ -60,6 +60,7 @@ class RunCheckpoints:
     Args:
         directory: where they lie; None neither writes nor goes on from any.
         settings: what `describe_settings` gave: a checkpoint of others is refused.
+        is_end_asked: looked at after every step; True ends the training there, with a checkpoint.
     """
 
     def __init__(
@@ -70,12 +71,14 @@ class RunCheckpoints:
         *,
         settings: Mapping[str, Any],  # Any: JSON
         events: EventLog | None = None,
+        is_end_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         self.backend = backend
         self.directory = directory
         self.config = config
         self.settings = settings
         self.events = events
+        self.is_end_asked = is_end_asked
         self._saving: _Save | None = None
         self._window: list[Metrics] = []
 
@@ -120,19 +123,22 @@ class RunCheckpoints:
 
     async def after_step(
         self, step: int, metrics: Metrics, cursors: Callable[[], Mapping[str, Any]] = dict
-    ) -> None:  # Any: JSON
-        """Finish a save that is done; begin one when it is due.
+    ) -> bool:  # Any: JSON
+        """Finish a save that is done; begin one when it is due. True when the training ends here, before its last step.
 
         Args:
             cursors: what the loop needs to go on from here besides the step; asked for only when a save is due.
         """
         await asyncio.sleep(0)  # the only place where a loop that never waits can be cancelled
         await self._settle(wait=False)
+        ends_here = step < self.config.num_steps and self.is_end_asked()
+        if ends_here:
+            self._write_event("finished_early", step=step, num_steps=self.config.num_steps)
         if self.directory is None:
-            return
+            return ends_here
         self._window.append({name: metrics[name] for name in SCORED_METRICS if name in metrics})
-        if not self.is_due(step):
-            return
+        if not (ends_here or self.is_due(step)):
+            return False
         await self._settle(wait=True)
         score = score_steps(self._window)
         if step % self.config.checkpoint_every == 0:
@@ -143,10 +149,12 @@ class RunCheckpoints:
             "score": score,
             "settings": dict(self.settings),
             "window": list(self._window),
+            **({"is_early": True} if not self.is_due(step) else {}),
             **cursors(),
         }
         path = step_directory(self.directory, step)
         self._saving = _Save(path, step, self.backend.save_checkpoint(path, state))
+        return ends_here
 
     def _find_checkpoint(self, directory: Path) -> Path | None:
         """The run's newest whole checkpoint, after giving it that of `config.resume_from` where it has none."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 
@@ -40,6 +40,7 @@ async def run_sft_training(
     inputs: Mapping[str, str] | None = None,
     events: EventLog | None = None,
     eval_samples: Sequence[Sample] = (),
+    is_end_asked: Callable[[], bool] = lambda: False,
 ) -> list[Metrics]:
     """Train for `config.num_steps` steps; returns the metrics of each step that was run.
 
@@ -50,6 +51,7 @@ async def run_sft_training(
         samples: demonstrations; a sequence is shuffled anew each epoch, a stream is taken as it comes.
         inputs: digests of what the training was made from, by name; a checkpoint of others is refused.
         eval_samples: demonstrations whose loss is taken every `config.eval_every` steps and at the end.
+        is_end_asked: looked at after every step; True ends the training there, with a checkpoint.
 
     Raises:
         CheckpointError: a checkpoint of other settings, samples or inputs.
@@ -61,7 +63,9 @@ async def run_sft_training(
         known_inputs["samples"] = digest_samples(samples)
     settings = describe_settings(config, known_inputs)
     history: list[Metrics] = []
-    async with RunCheckpoints(backend, checkpoint_dir, config, settings=settings, events=events) as checkpoints:
+    async with RunCheckpoints(
+        backend, checkpoint_dir, config, settings=settings, events=events, is_end_asked=is_end_asked
+    ) as checkpoints:
         state = await checkpoints.resume()
         start_step = state["step"] if state else 0
         skips = SkipCounter(config.max_skipped_updates, state.get("num_skipped", 0) if state else 0)
@@ -79,9 +83,10 @@ async def run_sft_training(
             is_logged = step % config.log_every == 0 or step in (1, config.num_steps) or "eval_loss" in metrics
             if metrics_logger and is_logged:
                 metrics_logger.log(metrics, step)
-            await checkpoints.after_step(
+            if await checkpoints.after_step(
                 step, metrics, lambda: {"cursor": steps.cursor, "num_skipped": skips.num_in_a_row}
-            )
+            ):
+                return history
     if start_step + len(history) < config.num_steps:
         raise DataError(
             f"the samples ended after {start_step + len(history)} of {config.num_steps} steps: give more rows"

@@ -151,7 +151,7 @@ def bring_earlier_work(session: Session, mirror: Path, run_dir: str) -> None:
     files = {
         name: path
         for name, path in files_below(mirror, "").items()
-        if not name.startswith((".", "damaged-", "exit-")) and name not in (LOCK, "log.txt")
+        if not name.startswith((".", "damaged-", "exit-", "finish-")) and name not in (LOCK, "log.txt")
     }
     publish_files(session, files, run_dir)
 

@@ -21,6 +21,7 @@ from rollouts_core.config import (
 from rollouts_core.data.rows import digest_path, resolve_revision
 from rollouts_core.fingerprint import digest_checkpoint, digest_model, digest_plugins, fingerprint_job
 from rollouts_core.job import EngineAddress, EvalJob, InputDataset, InputFile, InputModel, Job, RLJob, ServeJob, SFTJob
+from tasks.early_end import is_left_behind
 from tasks.records import EngineRecord, RunScope, Stage, StageRecord
 
 ENGINE_MARGIN_TOKENS = 1
@@ -181,13 +182,24 @@ def plugin_digest(config: Config) -> str:
 
 
 def build_stage(name: str, job: Job, scope: RunScope, node: Node, *, num_steps: int) -> Stage:
-    """A stage at the place that its identity gives it; a fresh one gets an identity of this run's own."""
+    """A stage at the place that its identity gives it; a fresh one gets an identity of this run's own.
+
+    So does one that another run had end early: the whole training has a place beside the shortened one.
+    """
     salt = scope.run_id if name in scope.fresh else ""
-    fingerprint = fingerprint_job(name, job, salt=salt)
+    stages = Path(node.local_root) / "stages"
+    fingerprint, begins_with = fingerprint_job(name, job, salt=salt), ""
+    while True:
+        directory = stages / f"{name}-{fingerprint}"
+        following = fingerprint_job(name, job, salt=f"{salt} after {fingerprint}")
+        if not is_left_behind(directory, stages / f"{name}-{following}", scope.run_id):
+            break
+        fingerprint, begins_with = following, str(directory)
     return Stage(
         name=name,
         fingerprint=fingerprint,
-        run_dir=str(Path(node.local_root) / "stages" / f"{name}-{fingerprint}"),
+        run_dir=str(directory),
+        begins_with=begins_with,
         job=job.model_dump(mode="json"),
         num_steps=num_steps,
         timeout_s=job.deployment.stage_timeout_minutes * 60.0,

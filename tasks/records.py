@@ -69,6 +69,8 @@ class Stage(TaskRecord):
     """How many metric steps the job goes through, for progress."""
     timeout_s: float
     """The job is stopped after this time."""
+    begins_with: str = ""
+    """Directory of the same stage that another run had end early: what it has of checkpoints need not be trained."""
 
     @property
     def kind(self) -> str:

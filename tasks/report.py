@@ -16,6 +16,7 @@ from rollouts_core.comparison import Verdict, judge_improvement
 from rollouts_core.config import Config
 from rollouts_core.files import write_atomically, write_json
 from rollouts_core.report import ReportInput, StageSummary, render_report, render_summary_markdown
+from tasks.early_end import EarlyEnd
 from tasks.progress import StageProgress, stage_console
 from tasks.records import RunScope, StageRecord
 
@@ -42,7 +43,13 @@ def write_report(
             "run_id": scope.run_id,
             "run_name": scope.run_name,
             "config": config.model_dump(mode="json", exclude_defaults=True),
-            "stages": [record.model_dump(mode="json", exclude={"result"}) for record in records],
+            "stages": [
+                {
+                    **record.model_dump(mode="json", exclude={"result"}),
+                    "finished_early": record.result.get("finished_early"),
+                }
+                for record in records
+            ],
             "selected": dict(report.selected),
             "verdict": report.verdict,
         },
@@ -51,6 +58,12 @@ def write_report(
     with StageProgress("report", num_steps=0, console=stage_console()) as progress:
         progress.say(f"{path}{': ' + verdict.sentence if verdict else ''}")
     return str(path), verdict
+
+
+def describe_how(record: StageRecord) -> str:
+    """How a stage came to its result, and whether somebody had it end early."""
+    early = record.result.get("finished_early")
+    return f"{record.how}, {EarlyEnd.model_validate(early).sentence}" if early else record.how
 
 
 def judge_rl(evaluation: StageRecord, config: Config) -> Verdict:
@@ -90,7 +103,7 @@ def build_report_input(
         run_name=scope.run_name,
         mode=config.mode,
         stages=tuple(
-            StageSummary(name=record.stage, how=record.how, seconds=record.seconds, run_dir=record.run_dir)
+            StageSummary(name=record.stage, how=describe_how(record), seconds=record.seconds, run_dir=record.run_dir)
             for record in by_stage.values()
         ),
         evaluation_dir=evaluation_dir,

@@ -36,6 +36,7 @@ from rollouts_core.errors import InputError
 from rollouts_core.keys import read_named_keys
 from rollouts_core.run_directory import RunDirectory
 from tasks.artifacts import find_damage, is_finished, set_damage_aside
+from tasks.early_end import begin_with_earlier, check_own_end, read_early_end, requests_passed_on
 from tasks.placement import place_stage
 from tasks.progress import StageProgress, stage_console
 from tasks.records import How, RunScope, Stage, StageRecord
@@ -56,10 +57,15 @@ def run_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
     with StageProgress(stage.name, num_steps=stage.num_steps, console=stage_console()) as progress:
         if damage := set_damage_aside(stage):
             progress.say(f"done again, because what an earlier run left is damaged: {damage}")
+        if begun := begin_with_earlier(stage):
+            progress.say(begun)
         how: How = "reused" if is_finished(stage) else run_on_node(stage, scope, node, progress)
         result = RunDirectory(Path(stage.run_dir)).read_result()
         assert result is not None, f"{stage.run_dir} is finished without a result.json"
+        check_own_end(stage, scope)
         seconds = time.monotonic() - began
+        if early := read_early_end(Path(stage.run_dir)):
+            progress.say(early.sentence)
         progress.say(f"reused from {stage.run_dir}" if how == "reused" else f"finished in {seconds:.1f} s")
     return StageRecord(
         stage=stage.name,
@@ -87,7 +93,8 @@ def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgre
             with mirrored(session, run_dir, Path(stage.run_dir)) if node.is_remote else nullcontext():
                 if how != "reused":
                     progress.say(f"{'started' if how == 'ran' else 'attached to the running job'} in {run_dir}")
-                    follow_until_finished(session, status, progress)
+                    with requests_passed_on(session, stage, run_dir, scope, progress.say):
+                        follow_until_finished(session, status, progress)
             ledger.drop_lease(run_dir, scope.run_id)
             if node.is_remote:
                 pull_run(session, run_dir, Path(stage.run_dir))

@@ -82,7 +82,11 @@ def write_training_checkpoint(
     hf_weights = {name.removeprefix(HF_KEY): t for name, t in tensors.items() if name.startswith(HF_KEY)}
     others = {name: t for name, t in tensors.items() if not name.startswith(HF_KEY)}
     with new_checkpoint(
-        path, step=int(state["step"]), score=state.get("score"), settings=state.get("settings")
+        path,
+        step=int(state["step"]),
+        score=state.get("score"),
+        settings=state.get("settings"),
+        is_early=state.get("is_early", False),
     ) as directory:
         model.save_pretrained(directory, state_dict=hf_weights)
         tokenizer.save_pretrained(directory)

@@ -42,6 +42,7 @@ SURFACE = {
     ],
     "nodes": ["--store", "--all"],
     "reap": ["--store", "--spare", "--other-store"],
+    "finish": ["RUN", "--store"],
     "pull": ["URL", "DIR"],
     "up": ["[CONFIG]...", "--store", "--port"],
     "watch": ["--store"],

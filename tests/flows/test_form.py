@@ -14,13 +14,14 @@ from prefect.utilities.callables import parameter_schema
 from pydantic import TypeAdapter
 
 from flows.evaluate import evaluate_model
+from flows.finish_flow import finish_run
 from flows.form import FormNode
 from flows.pipeline import sft_rl
 from flows.reap import reap_machines
 from flows.retrain import retrain_model
 from infra.node import LocalNode, NodeSettings, RentedNode, SSHNode
 
-FORMS = (sft_rl, evaluate_model, retrain_model, reap_machines)
+FORMS = (sft_rl, evaluate_model, retrain_model, reap_machines, finish_run)
 NODE: TypeAdapter[NodeSettings] = TypeAdapter(FormNode)
 SSH = {"provider": "ssh", "host": "me@box", "python": "/opt/bin/python"}
 

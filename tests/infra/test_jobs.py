@@ -20,6 +20,7 @@ from infra.errors import JobFailedError, JobLostError, PermanentInfraError
 from infra.jobs import (
     FollowOffsets,
     JobState,
+    ask_to_finish,
     cancel_job,
     follow_job,
     job_status,
@@ -199,6 +200,18 @@ def test_a_cancelled_program_has_time_to_save_its_work(session: Session, run_dir
 
 
 @pytest.mark.slow
+def test_a_program_that_runs_is_asked_to_finish_and_learns_by_whom(session: Session, run_dir: Path) -> None:
+    assert ask_to_finish(session, str(run_dir), "run 7").state == JobState.ABSENT
+    assert not run_dir.exists()
+    script = f"echo ready; until [ -e finish-1 ]; do sleep 0.05; done; cp finish-1 asked; {WRITE_RESULT}"
+    start_or_attach(session, shell_spec(run_dir, script))
+    assert ask_to_finish(session, str(run_dir), "run 7").state == JobState.RUNNING
+    require_finished(session, wait_for_end(session, run_dir))
+    assert (run_dir / "asked").read_text() == "run 7"
+    assert ask_to_finish(session, str(run_dir), "run 8").state == JobState.FINISHED
+    assert (run_dir / "finish-1").read_text() == "run 7"
+
+
 def test_what_a_program_leaves_running_is_ended(session: Session, run_dir: Path) -> None:
     start_or_attach(session, shell_spec(run_dir, f"setsid sleep 60 & echo $! > stray; {WRITE_RESULT}"))
     status = wait_for_end(session, run_dir)

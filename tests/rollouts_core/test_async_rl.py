@@ -58,6 +58,8 @@ class Run:
     directory: Path
     rollout: RolloutConfig = ROLLOUT
     training: RLTrainingConfig = TRAINING
+    end_at: int = 0
+    """Somebody has the training end after this step; 0 is nobody."""
     batches: list[RolloutBatch] = field(default_factory=list)
     history: list[Metrics] = field(default_factory=list)
     weights: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -98,6 +100,7 @@ class Run:
                 target=self.target,
                 checkpoint_dir=self.directory / "checkpoints",
                 on_batch=lambda step, batch: self.batches.append(batch),
+                is_end_asked=lambda: len(self.batches) == self.end_at,
             )
         return backend
 
@@ -175,6 +178,23 @@ def test_where_publications_wait_a_run_that_was_stopped_equals_one_that_was_not(
     stopped.train_alone(2)
     assert_equal_weights(stopped.train_alone(5), expected)
     assert [b.to_json() for b in stopped.batches] == [b.to_json() for b in straight.batches]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_training_that_somebody_ends_goes_on_later_as_if_nobody_had(run: Run, max_staleness: int) -> None:
+    straight, ended = (with_rollout(run, name, max_staleness=max_staleness) for name in ("straight", "ended"))
+    for each in (straight, ended):
+        each.training = each.training.model_copy(update={"checkpoint_every": 4})
+    expected = straight.train_alone(5)
+    ended.end_at = 2
+    ended.train_alone(5)
+    assert len(ended.history) == 2
+    assert [path.name for path in (ended.directory / "checkpoints").iterdir()] == ["step_000002"]
+    ended.end_at = 0
+    assert_equal_weights(ended.train_alone(5), expected)
+    assert [b.to_json() for b in ended.batches] == [b.to_json() for b in straight.batches]
+    names = [sorted(path.name for path in (each.directory / "checkpoints").iterdir()) for each in (straight, ended)]
+    assert names[0] == names[1] == ["step_000004", "step_000005"]
 
 
 @pytest.mark.parametrize("in_flight", ["abort", "continue"])

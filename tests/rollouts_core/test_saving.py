@@ -55,7 +55,13 @@ class SlowDiskBackend:
 
     def _write(self, path: Path, state: Mapping[str, Any]) -> None:
         assert self.may_write.wait(10)
-        with new_checkpoint(path, step=state["step"], score=state["score"], settings=state["settings"]) as directory:
+        with new_checkpoint(
+            path,
+            step=state["step"],
+            score=state["score"],
+            settings=state["settings"],
+            is_early=state.get("is_early", False),
+        ) as directory:
             (directory / "model.safetensors").write_text("weights")
         self.num_in_flight -= 1
 
@@ -316,3 +322,37 @@ def test_leftovers_of_a_killed_save_are_removed(base_model: ModelConfig, tmp_pat
     leftover.mkdir(parents=True)
     train(base_model, tmp_path, num_steps=1)
     assert not leftover.exists()
+
+
+def test_a_training_that_is_ended_saves_where_it_is_and_whoever_goes_on_ends_with_the_usual_checkpoints(
+    tmp_path: Path,
+) -> None:
+    backend = SlowDiskBackend()
+    backend.may_write.set()
+    config = CONFIG.model_copy(update={"keep_checkpoints": 2})
+
+    def train(folder: Path, begin: int, ask_at: int = 0) -> list[int]:
+        async def loop() -> list[int]:
+            asked: list[int] = []
+            async with RunCheckpoints(
+                backend, folder, config, settings={}, is_end_asked=lambda: asked[-1] == ask_at
+            ) as checkpoints:
+                for step in range(begin, config.num_steps + 1):
+                    asked.append(step)
+                    if await checkpoints.after_step(step, {"loss": 1.0}):
+                        break
+            return asked
+
+        return asyncio.run(loop())
+
+    def steps_of(folder: Path) -> list[int]:
+        return [load_manifest(path).step for path in list_checkpoints(folder)]
+
+    assert train(tmp_path / "ended", 1, ask_at=5) == [1, 2, 3, 4, 5]
+    assert steps_of(tmp_path / "ended") == [2, 4, 5]
+    assert [load_manifest(path).is_early for path in list_checkpoints(tmp_path / "ended")] == [False, False, True]
+    train(tmp_path / "ended", 6)
+    train(tmp_path / "straight", 1)
+    assert steps_of(tmp_path / "ended") == steps_of(tmp_path / "straight") == [6, 8]
+    assert train(tmp_path / "last", 1, ask_at=8) == list(range(1, 9))
+    assert not any(load_manifest(path).is_early for path in list_checkpoints(tmp_path / "last"))

@@ -1,0 +1,81 @@
+"""`rollouts finish`: have a run that trains go on with what it has, as the deployment `finish` does.
+
+Not here: how the request reaches the job, and what a stage that ended early means to others (tasks/early_end.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.models_cli import open_registry
+from flows.terminal import Store
+from infra.ledger import Ledger
+from rollouts_core.errors import InputError
+from tasks.early_end import ask_run_to_finish
+
+TRAININGS = ("sft", "rl")
+MIN_ID_CHARS = 8
+"""So many characters of a run's id stand for it."""
+
+
+def finish(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="The run: its name, my-run-5793d50a, or its id in Prefect.")
+    ],
+    store: Store = Path(".rollouts"),
+) -> None:
+    """End the training of RUN after the step under way; the run goes on with the best checkpoint so far."""
+    typer.echo(finish_training(store, run))
+
+
+def finish_training(store: Path, given: str) -> str:
+    """Ask a run to end the training that it is at; returns what happens now, in a sentence.
+
+    Raises:
+        InputError, PermanentInfraError: one sentence; there is no such run, or nothing that it could end.
+    """
+    with open_registry(store) as ledger:
+        run_id, name = find_run(ledger, given)
+        if not ledger.is_alive(run_id):
+            raise InputError(f"no process follows {name}: Retry it, or start it again, and ask then")
+        claimed = [Path(lease.run_dir).name for lease in ledger.leases_of(run_id)]
+        training = next((each for each in reversed(claimed) if each.rpartition("-")[0] in TRAININGS), "")
+        if not training:
+            raise InputError(f"{name} is not training at the moment: only SFT and RL can be finished early")
+        runs = {use.run_id: use.run for use in ledger.stage_uses()}
+        others = [
+            runs.get(lease.run_id, lease.run_id)
+            for lease in ledger.leases()
+            if Path(lease.run_dir).name == training and lease.run_id != run_id and not ledger.has_died(lease.run_id)
+        ]
+    if others:
+        raise InputError(
+            f"{training} is trained for {' and '.join(others)} too, which did not ask for less: cancel that one first, "
+            "or let the training go on"
+        )
+    ask_run_to_finish(store.resolve() / "stages" / training, run_id)
+    return f"{name}: {training} ends after the step under way, and the run goes on with what it has"
+
+
+def find_run(ledger: Ledger, given: str) -> tuple[str, str]:
+    """The id and the name of the run that is meant, of several with a name the only one that lives.
+
+    Raises:
+        InputError: there is none, or there are several.
+    """
+    runs = {use.run_id: use.run for use in ledger.stage_uses()}
+    meant = {
+        run_id: name
+        for run_id, name in runs.items()
+        if given in (run_id, name, name.rpartition("-")[0]) or (len(given) >= MIN_ID_CHARS and run_id.startswith(given))
+    }
+    living = {run_id: name for run_id, name in meant.items() if ledger.is_alive(run_id)} or meant
+    if len(living) == 1:
+        return next(iter(living.items()))
+    if living:
+        raise InputError(f"{given} may be {' or '.join(living.values())}: name one of them")
+    at_work = ", ".join(name for run_id, name in runs.items() if ledger.is_alive(run_id)) or "none"
+    raise InputError(f"there is no run {given}: at work are {at_work}")

@@ -1,0 +1,29 @@
+"""The `finish` flow: have a run that trains go on with what it has, from Prefect's UI.
+
+Not here: what that means, and the command that does the same (finish.py).
+"""
+
+# No postponed annotations here: the process of a served run gets the flow by value, without the names of this module.
+
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, get_run_logger
+from prefect.states import Completed, State
+
+from flows.finish import finish_training
+from flows.server import held_server
+from flows.tools import FINISH_FLOW, FinishConfig
+
+
+@flow(name=FINISH_FLOW, flow_run_name="finish {finish.run}", persist_result=False)
+def finish_run(finish: FinishConfig) -> State[Any]:
+    """End the training of a run after the step under way; the run goes on with the best checkpoint so far.
+
+    Raises:
+        InputError, PermanentInfraError: one sentence; there is no such run, or nothing that it could end.
+    """
+    with held_server():
+        said = finish_training(Path(finish.store), finish.run)
+        get_run_logger().info(said)
+    return Completed(message=said)

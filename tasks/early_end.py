@@ -1,0 +1,146 @@
+"""End a training before its last step because somebody wants to go on with what there is; and what that means later.
+
+    rollouts finish ──> <stage>/finish-asked ──> the run that follows the job ──> finish-<attempt> beside the job
+        the job ends after the step under way: a checkpoint, result.json with `finished_early`, and the run goes on
+
+A stage that ended early is whole for the run that asked, and for nobody else. Another run with the same settings has
+the stage in another directory, whose name follows from that of the first. It begins with the checkpoints of the first:
+only the rest is trained, and nothing that the first run still uses is touched.
+
+Not here: the training's side (rollouts_core/saving.py), who may ask (flows/finish.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from infra.errors import InfraError
+from infra.jobs import JobState, ask_to_finish
+from infra.session import Session
+from infra.supervisor import locked
+from rollouts_core.checkpoint import adopt_checkpoint, list_checkpoints, verify_checkpoint
+from rollouts_core.errors import CheckpointError, RolloutsError
+from rollouts_core.files import write_atomically
+from rollouts_core.run_directory import RunDirectory
+from tasks.records import RunScope, Stage
+
+REQUEST = "finish-asked"
+"""In the stage's directory here: the id of the run that is to pass the request on to the job."""
+LOOK_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class EndedForAnotherRunError(RolloutsError):
+    """The job that this run attached to was ended early for another run."""
+
+
+class EarlyEnd(BaseModel):
+    """What a stage's record says of its early end."""
+
+    step: int
+    num_steps: int
+    asked_by: str
+    """Id of the run."""
+
+    @property
+    def sentence(self) -> str:
+        """For people."""
+        return f"finished early at step {self.step} of {self.num_steps}"
+
+
+def read_early_end(directory: Path) -> EarlyEnd | None:
+    """How a stage ended early; None for one that did not, or that is not finished."""
+    try:
+        result = RunDirectory(directory).read_result()
+    except (OSError, ValueError):
+        return None  # damaged, or set aside this moment: whoever needs the record says so
+    early = result.get("finished_early") if isinstance(result, dict) else None
+    return EarlyEnd.model_validate(early) if early else None
+
+
+def is_left_behind(directory: Path, following: Path, run_id: str) -> bool:
+    """True where another run had the stage of this directory end early, so that a run has it in the following one."""
+    if (early := read_early_end(directory)) is not None:
+        return early.asked_by != run_id
+    return following.is_dir() and not RunDirectory(directory).result.is_file()
+
+
+def check_own_end(stage: Stage, scope: RunScope) -> None:
+    """Raise EndedForAnotherRunError where the stage ended early because another run asked for that."""
+    early = read_early_end(Path(stage.run_dir))
+    if early is not None and early.asked_by != scope.run_id:
+        raise EndedForAnotherRunError(
+            f"{stage.name} {early.sentence} for run {early.asked_by}, which trained it too: start this run again, and "
+            "it trains the rest"
+        )
+
+
+def begin_with_earlier(stage: Stage) -> str:
+    """Give a stage that has no checkpoints those of the one that it follows; says so, or "" where that is not due."""
+    own = RunDirectory(Path(stage.run_dir))
+    if not stage.begins_with:
+        return ""
+    earlier = RunDirectory(Path(stage.begins_with))
+    own.root.mkdir(parents=True, exist_ok=True)
+    with locked(own.root / ".begin.lock"):
+        if own.result.is_file() or list_checkpoints(own.checkpoints):
+            return ""
+        for path in list_checkpoints(earlier.checkpoints):
+            try:
+                verify_checkpoint(path)
+            except CheckpointError as error:
+                logger.warning("training goes on from before %s: %s", path.name, error)
+                break
+            adopt_checkpoint(path, own.checkpoints)
+        with suppress(FileNotFoundError):
+            shutil.copyfile(earlier.metrics, own.metrics)
+    found = list_checkpoints(own.checkpoints)
+    return f"has the checkpoints up to {found[-1].name} of {earlier.root}, which ended early" if found else ""
+
+
+def ask_run_to_finish(directory: Path, run_id: str) -> None:
+    """Have the run that follows the stage's job pass the request on."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(directory / REQUEST, run_id)
+
+
+@contextmanager
+def requests_passed_on(
+    session: Session, stage: Stage, run_dir: str, scope: RunScope, say: Callable[[str], None]
+) -> Iterator[None]:
+    """Pass requests of this run on to its job as long as the block runs, beside whatever it does.
+
+    Args:
+        run_dir: of the job, on its node.
+    """
+    is_over = threading.Event()
+    request = Path(stage.run_dir) / REQUEST
+
+    def look() -> None:
+        while not is_over.wait(LOOK_S):
+            try:
+                if request.read_text() == scope.run_id:
+                    status = ask_to_finish(session, run_dir, scope.run_id)
+                    if status.state is JobState.RUNNING:
+                        say("asked to finish after the step under way")
+                request.unlink()
+            except FileNotFoundError:
+                continue
+            except InfraError as error:
+                logger.warning("%s was not asked to finish: %s", run_dir, error)
+
+    thread = threading.Thread(target=look, name=f"requests to {run_dir}", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+    thread.join()

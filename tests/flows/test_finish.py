@@ -1,0 +1,157 @@
+"""Finish now: a training that somebody has end early, in whole runs, and what later runs make of it.
+
+Without these tests a shortened training could be taken for a whole one by every later run, take its checkpoints from
+under the run that asked, or end elsewhere than a training that nobody ended.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from flows.cli import app
+from infra.ledger import LEDGER_FILE, Ledger
+from rollouts_core.checkpoint import list_checkpoints, load_manifest
+from rollouts_core.metrics import read_metrics
+from tests.flows.conftest import Rollouts, wait_until
+from tests.flows.test_faults import digests_of, events_of, exits_of, last_run, paused, program_of, run_dir, run_until
+from tests.flows.test_up import api, served, trigger, up, wait_for_checkpoint, wait_for_state  # noqa: F401
+from tests.rollouts_core.histories import without_times
+from tests.small_pipeline import write_small_pipeline
+
+pytestmark = pytest.mark.slow
+
+NUM_STEPS = {"sft": 200, "rl": 40}
+CHECKPOINT_EVERY = 10
+
+
+def write_config(folder: Path, stage: str, **overrides: Any) -> Path:  # Any: settings of every type
+    """A pipeline of one training stage, long enough to be hit in its middle, with rewards that differ."""
+    training = {"num_steps": NUM_STEPS[stage], "checkpoint_every": CHECKPOINT_EVERY, "log_every": 1}
+    settings = {f"training__{stage}__{key}": value for key, value in training.items()}
+    reward_fn = "tests.rollouts_core.kill_rewards:grade_even_digits"
+    return write_small_pipeline(folder, mode=stage, rollout__reward_fn=reward_fn, **settings, **overrides)
+
+
+def finish_in_the_middle(rollouts: Rollouts, config: Path, stage: str) -> tuple[subprocess.Popen[bytes], Path, str]:
+    """A run whose training was asked to finish while it stood still; with its directory and what the command said."""
+    process, directory = run_until(rollouts, config, stage)
+    other = dataclasses.replace(rollouts, output=rollouts.output.with_name("other.txt"))
+    with paused(program_of(directory)):
+        code, said = other.run("finish", "small")
+        assert code == 0, said
+        wait_until((directory / "finish-1").exists, what="the request beside the job")
+    return process, directory, said
+
+
+@pytest.mark.parametrize("stage", ["sft", "rl"])
+def test_a_run_goes_on_with_what_it_has_and_the_next_one_trains_the_rest_as_if_nobody_had_asked(
+    rollouts: Rollouts, tmp_path: Path, stage: str
+) -> None:
+    num_steps = NUM_STEPS[stage]
+    config = write_config(tmp_path / "small", stage)
+    process, early, said = finish_in_the_middle(rollouts, config, stage)
+    assert f"{early.name} ends after the step under way, and the run goes on with what it has" in said
+    assert process.wait(240) == 0, rollouts.said()
+    assert f"{stage:<14} asked to finish after the step under way" in rollouts.said()
+    record = json.loads((early / "result.json").read_text())
+    run = last_run(rollouts)
+    step = record["finished_early"]["step"]
+    assert record["finished_early"] == {"step": step, "num_steps": num_steps, "asked_by": run["run_id"]}
+    assert CHECKPOINT_EVERY <= step < num_steps
+    assert record["checkpoints"][-1]["step"] == step
+    assert [event["step"] for event in events_of(early, "finished_early")] == [step]
+    assert exits_of(early) == ["exit-1.json"]
+    # What was selected, evaluated and handed over is one of the checkpoints that there are.
+    assert run["selected"][stage] in {entry["name"] for entry in record["checkpoints"]}
+    assert [each["stage"] for each in run["stages"]] == [stage, f"select-{stage}", "evaluate"]
+    sentence = f"finished early at step {step} of {num_steps}"
+    [report] = rollouts.store.glob("runs/*/report.html")
+    assert sentence in report.read_text()
+    kept = digests_of(early)
+
+    code, output = rollouts.run("run", str(config))
+    assert code == 0, output
+    (rest,) = set(rollouts.store.glob(f"stages/{stage}-*")) - {early}
+    assert f"{stage:<14} goes on from step {step}" in output
+    assert [event["step"] for event in events_of(rest, "resumed")] == [step]
+    assert last_run(rollouts)["stages"][0]["how"] == "ran"
+    assert digests_of(early) == kept
+
+    code, output = rollouts.run("run", str(config), "--fresh", stage)
+    assert code == 0, output
+    (straight,) = set(rollouts.store.glob(f"stages/{stage}-*")) - {early, rest}
+    assert digests_of(rest) == digests_of(straight)
+    ends = [list_checkpoints(directory / "checkpoints")[-1] for directory in (rest, straight)]
+    assert load_manifest(ends[0]).files == load_manifest(ends[1]).files
+    histories = [without_times(read_metrics(directory / "metrics.jsonl")) for directory in (rest, straight)]
+    assert histories[0] == histories[1]
+
+
+def test_the_deployment_finishes_a_run_whose_retry_keeps_the_shortened_training(
+    served: Rollouts,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    up(served, str(write_config(tmp_path / "small", "sft")))
+    run_id = trigger(served, "small")
+    sft = wait_for_checkpoint(served, "sft")
+    with paused(program_of(sft)):
+        second = trigger(served, "small", "run.name=second")
+        serving_log = served.store / "prefect/serving.log"
+        wait_until(lambda: "attached to the running job" in serving_log.read_text(), what="the second run to attach")
+        refused = trigger(served, "finish", f"finish.run={run_id}")
+        wait_for_state(served, refused, "FAILED")
+        message = api(served, "GET", f"/flow_runs/{refused}")["state"]["message"]
+        assert f"{sft.name} is trained for second-{second[:8]} too, which did not ask for less" in message
+        api(served, "POST", f"/flow_runs/{second}/set_state", {"state": {"type": "CANCELLING"}, "force": False})
+        wait_for_state(served, second, "CANCELLED")
+        asked = trigger(served, "finish", f"finish.run={run_id}")
+        wait_for_state(served, asked, "COMPLETED")
+        wait_until((sft / "finish-1").exists, what="the request beside the job")
+    wait_for_state(served, run_id, "COMPLETED")
+    step = json.loads((sft / "result.json").read_text())["finished_early"]["step"]
+    code, output = served.run("status")
+    assert code == 0
+    assert f"sft finished early at step {step} of {NUM_STEPS['sft']}" in output, output
+
+    code, output = served.run("finish", "small")
+    assert (code, output) == (
+        2,
+        f"rollouts: no process follows small-{run_id[:8]}: Retry it, or start it again, and ask then\n",
+    )
+    retry = {"state": {"type": "SCHEDULED", "name": "AwaitingRetry"}, "force": True}
+    api(served, "POST", f"/flow_runs/{run_id}/set_state", retry)
+    wait_until(
+        lambda: "sft            reused from" in (served.store / "prefect/serving.log").read_text(), what="the retry"
+    )
+    wait_for_state(served, run_id, "COMPLETED")
+    assert last_run(served)["stages"][0]["how"] == "reused"
+    assert run_dir(served, "sft") == sft
+
+
+def test_what_cannot_be_finished_is_one_sentence(tmp_path: Path) -> None:
+    def refusal(given: str) -> str:
+        outcome = CliRunner().invoke(app, ["finish", given, "--store", str(tmp_path)])
+        assert outcome.exit_code == 2, outcome.output
+        [sentence] = outcome.stderr.splitlines()
+        return sentence
+
+    assert "has no ledger" in refusal("small")
+    with Ledger(tmp_path / LEDGER_FILE) as ledger:
+        ledger.note_use("evaluate-1", "11111111-a", run="small-11111111")
+        ledger.note_use("sft-2", "22222222-b", run="small-22222222")
+        assert "there is no run large: at work are none" in refusal("large")
+        assert "small may be small-11111111 or small-22222222: name one of them" in refusal("small")
+        with ledger.living_run("11111111-a"):
+            assert "small-11111111 is not training at the moment" in refusal("small")
+            assert "no process follows small-22222222" in refusal("22222222")
+            ledger.add_lease(str(tmp_path / "stages/sft-2"), "11111111-a", "local")
+            outcome = CliRunner().invoke(app, ["finish", "small-11111111", "--store", str(tmp_path)])
+    assert outcome.exit_code == 0, outcome.output
+    assert (tmp_path / "stages/sft-2/finish-asked").read_text() == "11111111-a"
