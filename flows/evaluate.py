@@ -17,8 +17,7 @@ from flows.check import check_settings
 from flows.deployments import EVALUATE_FLOW
 from flows.evaluate_settings import EvaluateConfig
 from flows.form import FormNode, RunOptions
-from flows.pipeline import link_live_page, machine_of_the_run, open_scope
-from flows.server import held_server
+from flows.pipeline import known_to_live, link_live_page, machine_of_the_run, open_scope
 from rollouts_core.config import Config
 from tasks.bootstrap import bootstrap
 from tasks.caching import run_cached
@@ -48,7 +47,7 @@ def evaluate_model(evaluate: EvaluateConfig, config: Config, node: FormNode, run
     Of the configuration count `evaluation`, the graders of `rollout`, and `data.heldout`; nothing is trained.
     """
     scope = open_scope(run)
-    with held_server():
+    with known_to_live(scope):
         if deployment.id is not None:  # rollouts evaluate has checked already
             check_settings(config, node, run, evaluate)
         link_live_page(scope)

@@ -35,7 +35,7 @@ async def schedule_options(deployment: Deployment) -> dict[str, Any]:  # Any: ke
     settings = ScheduleConfig.model_validate(deployment.schedule) if deployment.schedule else None
     return {
         "concurrency_limit": ConcurrencyLimitConfig(limit=1, collision_strategy=_overlap_strategy(settings)),
-        "triggers": [data_trigger(deployment)],
+        "triggers": [data_trigger(deployment)] if deployment.flow == RETRAIN_FLOW else [],
         "paused": False,  # Prefect pauses deployments when the process that serves them ends
         "schedules": [] if settings is None else [build_schedule(settings, is_active=await is_active(deployment))],
     }
