@@ -21,7 +21,9 @@ from rollouts_core.checkpoint import list_checkpoints, load_manifest
 from rollouts_core.metrics import read_metrics
 from tests.flows.conftest import Rollouts, wait_until
 from tests.flows.test_faults import digests_of, events_of, exits_of, last_run, paused, program_of, run_dir, run_until
+from tests.flows.test_ssh import node_root, node_settings, server  # noqa: F401
 from tests.flows.test_up import api, served, trigger, up, wait_for_checkpoint, wait_for_state  # noqa: F401
+from tests.infra.ssh_server import SSHServer
 from tests.rollouts_core.histories import without_times
 from tests.small_pipeline import write_small_pipeline
 
@@ -133,6 +135,44 @@ def test_the_deployment_finishes_a_run_whose_retry_keeps_the_shortened_training(
     wait_for_state(served, run_id, "COMPLETED")
     assert last_run(served)["stages"][0]["how"] == "reused"
     assert run_dir(served, "sft") == sft
+
+
+def test_a_training_on_another_machine_is_finished_there_and_the_next_run_trains_the_rest_there(
+    rollouts: Rollouts,
+    server: SSHServer,  # noqa: F811
+    node_root: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    config = write_config(tmp_path / "small", "sft", node=node_settings(server, node_root))
+    process = rollouts.start("run", str(config))
+    wait_until(
+        lambda: (
+            any(events_of(path, "checkpoint") for path in node_root.glob("stages/sft-*")) or process.poll() is not None
+        ),
+        what="a checkpoint on the node",
+        timeout_s=240,
+    )
+    (there,) = node_root.glob("stages/sft-*")
+    other = dataclasses.replace(rollouts, output=tmp_path / "other.txt")
+    with paused(program_of(there)):
+        code, said = other.run("finish", "small")
+        assert code == 0, said
+        wait_until((there / "finish-1").exists, what="the request on the node")
+    assert process.wait(240) == 0, rollouts.said()
+    here = rollouts.store / "stages" / there.name
+    early = json.loads((here / "result.json").read_text())["finished_early"]
+    assert f"sft            finished early at step {early['step']} of {NUM_STEPS['sft']}" in rollouts.said()
+    assert not (here / "finish-asked").exists()
+
+    code, output = rollouts.run("run", str(config))
+    assert code == 0, output
+    (rest,) = set(node_root.glob("stages/sft-*")) - {there}
+    assert [event["step"] for event in events_of(rest, "resumed")] == [early["step"]]
+    steps = range(1, NUM_STEPS["sft"] + 1)
+    assert [line["step"] for line in read_metrics(rollouts.store / "stages" / rest.name / "metrics.jsonl")] == list(
+        steps
+    )
+    assert list_checkpoints(rest / "checkpoints")[-1].name == "step_000200"
 
 
 def test_what_cannot_be_finished_is_one_sentence(tmp_path: Path) -> None:
