@@ -32,8 +32,8 @@ from tests.small_pipeline import small_settings
         (
             "zzz",
             1,
-            "unknown key zzz; known are data, deployment, evaluation, mode, model, node, retrain, rollout, run, "
-            "schedule",
+            "unknown key zzz; known are data, deployment, evaluate, evaluation, mode, model, node, retrain, rollout, "
+            "run, schedule",
         ),
         ("model__pth", "x", "unknown key model.pth; did you mean path?"),
         ("data__promts", "x", "unknown key data.promts; did you mean prompts?"),

@@ -184,7 +184,7 @@ def test_prefect_accepts_schedules_and_limits_as_they_are_written(server: Shared
 @pytest.mark.parametrize(
     ("deployments", "store", "sentence"),
     [
-        ([deployment()], "runs", "--store runs is relative: name the workers' folder in full"),
+        ([deployment()], "runs", "--store runs is relative: name the folder of the workers' machine in full"),
         ([deployment(), deployment()], "/data", "two configurations are named small"),
         ([deployment(description="{{ $HOME }}")], "/data", "prefect.yaml takes for a placeholder"),
     ],
