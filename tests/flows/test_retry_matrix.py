@@ -5,8 +5,9 @@ undisturbed run trained, bit for bit; no machine, process or port is left. Witho
 go on from half a checkpoint, or pay for a second machine, and would still end with a report that looks right.
 
 A case has four factors: where it breaks, how, on which node, and by what it is asked for again. `make test-matrix`
-meets all pairs of their values that make sense, every place in every way among them. `make test` meets every place, and
-all pairs of the other factors, and of each of them with whether there is a job at the place.
+meets all pairs of their values that make sense, every place in every way among them: first, in few cases, every
+place, and all pairs of the other factors and of each of them with whether there is a job at the place. Of these few,
+`make test` takes as many as meet every way, node and demand: a case takes half a minute to two.
 
                  exception  job  flow  serving  sigterm  server  node
     provision        x       -    x      x        x        x      x       -: EXCLUDED says why
@@ -193,6 +194,11 @@ def pairs_by_job(case: Case) -> Pairs:
     return frozenset({*itertools.combinations((kind, *case.values[1:]), 2), (case.place,)})
 
 
+def values_of(case: Case) -> Pairs:
+    """Its values but the place, each by itself."""
+    return frozenset((value,) for value in case.values[1:])
+
+
 def cover(cases: Sequence[Case], met_by: Callable[[Case], Pairs], *, known: Iterable[Case] = ()) -> list[Case]:
     """Few cases that meet whatever all meet, but for what the known ones meet: each time the first with most of it."""
     missing = set().union(*map(met_by, cases)).difference(*map(met_by, known))
@@ -210,11 +216,19 @@ POSSIBLE = [
     if is_possible(case := Case(place=place, way=way, node=node, again=again))
 ]
 FEW = cover(POSSIBLE, pairs_by_job)
+FEWEST = cover(FEW, values_of)
 REST = cover(POSSIBLE, pairs_of, known=FEW)
 
 
 def marked(cases: Iterable[Case], *marks: pytest.MarkDecorator) -> list[Any]:  # Any: pytest's own
     return [pytest.param(case, id=case.name, marks=marks) for case in cases]
+
+
+CASES = [
+    *marked(FEWEST),
+    *marked([case for case in FEW if case not in FEWEST], pytest.mark.matrix),
+    *marked(REST, pytest.mark.matrix),
+]
 
 
 def test_every_place_is_broken_in_every_way_and_few_cases_meet_every_place_and_way() -> None:
@@ -224,11 +238,12 @@ def test_every_place_is_broken_in_every_way_and_few_cases_meet_every_place_and_w
     for factor in ("place", "way", "node", "again"):
         assert {getattr(case, factor) for case in FEW} == {getattr(case, factor) for case in POSSIBLE}
     assert all(is_possible(case) for case in every)
+    assert frozenset().union(*map(values_of, FEWEST)) == {(name,) for name in (*WAYS, *NODES, *AGAINS)}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("case", [*marked(FEW), *marked(REST, pytest.mark.matrix)])
+@pytest.mark.parametrize("case", CASES)
 def test_a_run_that_broke_is_completed_by_asking_again(
     case: Case, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
