@@ -78,7 +78,8 @@ def check_imports(root: str, code_dir: str) -> "dict[str, Any]":
     kept = _read_kept(root, "imports", identity) or {"folders": []}
     if code_dir not in kept["folders"]:
         sys.path.insert(0, code_dir)
-        importlib.import_module("rollouts_core.run_job")
+        for job in ("sft_job", "rl_job", "eval_job"):
+            importlib.import_module("rollouts_core." + job)
         _keep(root, "imports", identity, {"folders": [*kept["folders"], code_dir][-MAX_KEPT_FOLDERS:]})
     return {}
 

@@ -33,7 +33,6 @@ from rollouts_core.environments.protocol import describe_tools, is_multi_turn
 from rollouts_core.errors import RewardError
 from rollouts_core.generate import build_pending_group, complete_sample, create_conversation_generate_fn, sampling_seed
 from rollouts_core.model.loading import check_attention, load_hf_model, load_tokenizer, pad_token_id
-from rollouts_core.model.policy import compute_logprobs
 from rollouts_core.resolve import resolve_environment
 from rollouts_core.types import Prompt, Sample, group_samples
 
@@ -103,6 +102,8 @@ def scores_by_prompt(samples: Sequence[Sample]) -> list[float]:
 @torch.inference_mode()
 def score_demonstrations(model: ModelConfig, samples: Sequence[Sample]) -> list[float]:
     """Per demonstration, minus the mean loss of its trained tokens."""
+    from rollouts_core.model.policy import compute_logprobs  # models in training: two seconds that rewards can spare
+
     hf_model = load_hf_model(model).eval()
     check_attention(hf_model)
     pad_id = pad_token_id(load_tokenizer(model))

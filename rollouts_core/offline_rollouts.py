@@ -1,6 +1,6 @@
 """Rollouts that an earlier run recorded as the batches of RL: nothing is sampled, so no engine is needed.
 
-Not here: recording them (run_job.py), sampling new ones (rollout.py), training on either (rl.py).
+Not here: recording them (rl_job.py), sampling new ones (rollout.py), training on either (rl.py).
 
     samples/step_000001.jsonl, step_000002.jsonl, ...  ->  one batch each, in order, then again from the first
 

@@ -1,17 +1,21 @@
 """The files of a run directory, by name. docs/run_directory.md describes their contents.
 
-Not here: writing them (metrics.py, checkpoint.py, run_job.py).
+Not here: writing them (metrics.py, checkpoint.py, sft_job.py, rl_job.py, eval_job.py).
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rollouts_core.files import write_json
+from rollouts_core.files import write_atomically, write_json
+
+if TYPE_CHECKING:
+    from rollouts_core.types import Sample
 
 FORMAT = 1
 """Version of the directory's layout; a reader of another version must refuse it."""
@@ -76,6 +80,12 @@ class RunDirectory:
     def result(self) -> Path:
         """Out: the stage's record, written last; absent means not finished."""
         return self.root / "result.json"
+
+    def write_samples(self, name: str, samples: Sequence[Sample]) -> None:
+        """Write samples/<name>.jsonl."""
+        self.samples.mkdir(exist_ok=True)
+        lines = "".join(json.dumps(sample.to_json()) + "\n" for sample in samples)
+        write_atomically(self.samples / f"{name}.jsonl", lines)
 
     def write_result(self, result: dict[str, Any]) -> None:  # Any: JSON
         """Finish the stage."""

@@ -1,7 +1,7 @@
 """Do a job of kind serve: be the inference server that it describes until told to stop.
 
 Not here: the server itself (embedded/server.py), command lines of SGLang and vLLM (engines/launch.py), other jobs
-(run_job.py). Apart from that file because a server that is to answer within seconds cannot load transformers.
+(sft_job.py, rl_job.py, eval_job.py). A server that is to answer within seconds cannot load transformers.
 """
 
 from __future__ import annotations

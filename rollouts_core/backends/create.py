@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 
 from rollouts_core.algorithms.loss import LossFn
-from rollouts_core.backends.fsdp import create_fsdp_backend
 from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.backends.pytorch import create_pytorch_backend
 from rollouts_core.backends.ranks import Ranks
@@ -50,6 +49,8 @@ def create_backend(
     if ranks is None:
         create = _find_jax() if policy.backend == "jax" else create_pytorch_backend
     elif policy.backend == "pytorch":
+        from rollouts_core.backends.fsdp import create_fsdp_backend  # half a second that one process can spare
+
         create = partial(create_fsdp_backend, ranks=ranks)
     else:
         raise ConfigError(f'backend "{policy.backend}" trains in one process: give one GPU, or set backend = "pytorch"')

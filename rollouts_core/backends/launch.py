@@ -1,6 +1,7 @@
 """Start a job as several processes with torchrun, and end as they ended.
 
-Not here: what the processes do (run_job.py), how they talk (ranks.py). Nothing here imports torch before it is needed.
+Not here: what the processes do (sft_job.py, rl_job.py), how they talk (ranks.py). Nothing here imports torch before it
+is needed.
 
     python -m rollouts_core sft job.json                      the launcher, with torchrun's agent in it
         +-- RANK=0 python -m rollouts_core sft job.json       the leader

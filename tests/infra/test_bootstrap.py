@@ -127,7 +127,8 @@ class FakePackages:
         self.use_devices("")
         self.code_dir = folder / "code"
         (self.packages / "torch" / "__init__.py").write_text(TORCH.format(log=str(self.log), devices=str(self.devices)))
-        (self.code_dir / "rollouts_core" / "run_job.py").write_text("import torch\n")
+        for job in ("sft_job", "rl_job", "eval_job"):
+            (self.code_dir / "rollouts_core" / f"{job}.py").write_text("import torch\n")
         (tools / "nvidia-smi").write_text(NVIDIA_SMI.format(devices=self.devices, free=self.free))
         python = tools / "python"
         variables = f"PATH={tools}:$PATH PYTHONPATH={self.packages} PYTHONDONTWRITEBYTECODE=1"
@@ -202,7 +203,7 @@ def test_code_is_imported_once_and_other_code_too(tmp_path: Path) -> None:
     for code_dir in (other, fake.code_dir):
         fake.check_imports(code_dir)
     assert fake.num_imports == 2
-    (other / "rollouts_core" / "run_job.py").write_text("import no_such_module\n")
+    (other / "rollouts_core" / "rl_job.py").write_text("import no_such_module\n")
     shutil.copytree(other, tmp_path / "broken")
     for _ in range(2):
         with pytest.raises(PermanentInfraError, match=r"cannot import the training .*no_such_module"):

@@ -40,9 +40,9 @@ from rollouts_core.job import InputFile, InputModel, RLJob
 from rollouts_core.metrics import read_metrics
 from rollouts_core.offline_rollouts import OfflineRollouts, check_rollouts, read_rollouts
 from rollouts_core.rl import run_rl_training
+from rollouts_core.rl_job import write_rollouts
 from rollouts_core.rollout import AsyncRolloutManager
 from rollouts_core.run_directory import RunDirectory
-from rollouts_core.run_job import write_rollouts
 from rollouts_core.types import Sample
 from tests.rollouts_core.make import make_groups
 from tests.rollouts_core.served_engine import served_engine

@@ -1,0 +1,80 @@
+"""Do a job of kind eval or generate: sample from checkpoints, grade, and leave the stage's record.
+
+Not here: what the jobs are (job.py), sampling and scores (evaluate.py). Nothing here loads the training: of the
+transformers library that is the larger part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import asdict
+
+import torch
+
+from rollouts_core.comparison import estimate_mean, select_best
+from rollouts_core.data.dataset import load_prompts_from_jsonl, load_sft_dataset
+from rollouts_core.evaluate import evaluation_rollouts, generate_samples, score_demonstrations, scores_by_prompt
+from rollouts_core.job import EvalJob, GenerateJob, InputModel
+from rollouts_core.job_inputs import check_model, checked_file
+from rollouts_core.metrics import EventLog, JSONLLogger
+from rollouts_core.model.loading import load_tokenizer, silence_progress_bars
+from rollouts_core.resolve import resolve_reward_fn
+from rollouts_core.rewards import grade_group
+from rollouts_core.run_directory import RunDirectory, attempt_number
+
+
+def run_eval_job(job: EvalJob | GenerateJob, directory: RunDirectory) -> None:
+    """Do the job; its record exists when this returns."""
+    silence_progress_bars()
+    torch.set_num_threads(job.deployment.trainer_threads or os.cpu_count() or 1)
+    with EventLog(directory.events, attempt=attempt_number()) as events:
+        events.write("started", kind=job.kind, pid=os.getpid())
+    asyncio.run(score_checkpoints(job, directory) if isinstance(job, EvalJob) else sample_prompts(job, directory))
+
+
+async def score_checkpoints(job: EvalJob, directory: RunDirectory) -> None:
+    """Score every checkpoint on the same rows; the record has all scores and names the best."""
+    scored = []
+    with checked_file(job.data), JSONLLogger(directory.metrics, attempt=attempt_number()) as metrics_logger:
+        for number, checkpoint in enumerate(job.checkpoints, start=1):
+            check_model(checkpoint)
+            scores = await score_checkpoint(checkpoint, job, directory)
+            estimate = estimate_mean(scores)
+            metrics_logger.log({"score": estimate.mean}, number)
+            scored.append({"name": checkpoint.name, "step": checkpoint.step, "scores": scores, **asdict(estimate)})
+    best = job.checkpoints[select_best([float(entry["mean"]) for entry in scored])]
+    directory.write_result({"metric": job.evaluation.metric, "checkpoints": scored, "best": best.name})
+
+
+async def score_checkpoint(checkpoint: InputModel, job: EvalJob, directory: RunDirectory) -> list[float]:
+    """A score per row; what the checkpoint said lies in samples/."""
+    if job.evaluation.metric == "loss":
+        demonstrations = load_sft_dataset(
+            job.data.path,
+            load_tokenizer(checkpoint.model),
+            max_length=job.training.max_length,
+            train_on=job.training.train_on,
+            on_overlong=job.training.on_overlong,
+            max_rows=job.evaluation.max_prompts,
+        )
+        return score_demonstrations(checkpoint.model, demonstrations)
+    prompts = load_prompts_from_jsonl(job.data.path, max_rows=job.evaluation.max_prompts)
+    rollout = evaluation_rollouts(job.evaluation, job.rollout)
+    num_slots = job.deployment.max_running_requests
+    samples = await generate_samples(checkpoint.model, prompts, rollout, num_slots=num_slots)
+    graded = await grade_group(samples, resolve_reward_fn(rollout), timeout_s=rollout.reward_timeout_s)
+    directory.write_samples(checkpoint.name, graded)
+    return scores_by_prompt(graded)
+
+
+async def sample_prompts(job: GenerateJob, directory: RunDirectory) -> None:
+    """Sample and grade completions of prompts into samples/completions.jsonl."""
+    check_model(job.model)
+    with checked_file(job.prompts):
+        prompts = load_prompts_from_jsonl(job.prompts.path, max_rows=job.max_prompts)
+    num_slots = job.deployment.max_running_requests
+    samples = await generate_samples(job.model.model, prompts, job.rollout, num_slots=num_slots)
+    graded = await grade_group(samples, resolve_reward_fn(job.rollout), timeout_s=job.rollout.reward_timeout_s)
+    directory.write_samples("completions", graded)
+    directory.write_result({"num_samples": len(graded), **asdict(estimate_mean(scores_by_prompt(graded)))})

@@ -1,0 +1,147 @@
+"""Do a job of kind rl: improve a model by what engines sample from it, and leave the stage's record.
+
+Not here: what the job is (job.py), the loop (rl.py), its processes and signals (training_job.py), the engines' clients
+(job_engines.py).
+
+    job.json -> check every input -> load -> train -> result.json
+                                         |
+                                         +--> metrics.jsonl, events.jsonl, samples/, checkpoints/ on the way
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from rollouts_core.algorithms.loss import create_policy_loss
+from rollouts_core.backends.create import create_backend
+from rollouts_core.backends.protocol import TrainingBackend
+from rollouts_core.backends.ranks import Ranks
+from rollouts_core.data.data_buffer import DataBuffer
+from rollouts_core.data.dataset import load_prompts_from_jsonl
+from rollouts_core.engines import InferenceEngine
+from rollouts_core.environments.protocol import describe_tools
+from rollouts_core.generate import check_prompt_lengths, create_engine_generate_fn
+from rollouts_core.job import RLJob
+from rollouts_core.job_engines import keep_leases, open_engines, publish_target
+from rollouts_core.job_inputs import check_model, check_resume, checked_file
+from rollouts_core.metrics import EventLog, JSONLLogger
+from rollouts_core.model.loading import load_tokenizer, pad_token_id
+from rollouts_core.offline_rollouts import OfflineRollouts
+from rollouts_core.resolve import resolve_environment, resolve_generate_fn
+from rollouts_core.rl import run_rl_training
+from rollouts_core.rollout import AsyncRolloutManager
+from rollouts_core.run_directory import RunDirectory
+from rollouts_core.training_job import describe_training, run_training_job
+from rollouts_core.types import RolloutBatch
+
+
+def run_rl_job(job: RLJob, directory: RunDirectory) -> None:
+    """Improve a model; the record, which lists the checkpoints, exists when this returns."""
+    run_training_job(job, directory, create=partial(create_rl_backend, job), train=partial(train, job, directory))
+
+
+def create_rl_backend(job: RLJob, ranks: Ranks | None) -> TrainingBackend:
+    """The backend that the job trains with: that of one process, or this rank's part of that of several."""
+    training = job.training
+    return create_backend(
+        job.model.model,
+        training.optim,
+        create_policy_loss(training.loss),
+        num_steps=training.num_optim_steps,
+        policy=training.policy,
+        seed=job.replicated_rollout.seed,
+        temperature=job.rollout.sampling.temperature,
+        with_entropies=True,
+        with_values=training.with_values,
+        with_reference=training.with_reference,
+        ranks=ranks,
+    )
+
+
+async def train(job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None) -> None:
+    """Check, load and train; the record says how much there was to train on."""
+    with keep_leases(job.engines):
+        check_model(job.model)
+        train_on = train_on_recorded if job.rollouts else train_on_prompts
+        counts = await train_on(job, directory, events, ranks)
+    directory.write_result({**describe_training(job, directory), **counts})
+
+
+async def train_on_recorded(
+    job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None
+) -> dict[str, int]:
+    """Train on the rollouts of an earlier run; returns how many steps of it there are."""
+    assert job.rollouts is not None, "the job has prompts"
+    with checked_file(job.rollouts):
+        source = OfflineRollouts(Path(job.rollouts.path), job.rollout)
+        check_resume(job, directory)
+        await run_rl_loop(job, directory, events, create_rl_backend(job, ranks), source, [])
+    return {"num_steps": len(source.files)}
+
+
+async def train_on_prompts(
+    job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None
+) -> dict[str, int]:
+    """Train on what engines sample for prompts; returns how many prompts there are."""
+    assert job.prompts is not None, "the job has recorded rollouts"
+    with checked_file(job.prompts):
+        prompts = load_prompts_from_jsonl(job.prompts.path)
+    check_resume(job, directory)
+    backend = create_rl_backend(job, ranks)
+    tokenizer = load_tokenizer(job.model.model)
+    max_tokens = job.rollout.max_prompt_tokens
+    tools = describe_tools(resolve_environment(job.rollout))
+    check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=job.prompts.path, tools=tools)
+    data_buffer = DataBuffer(prompts, seed=job.replicated_rollout.seed)
+    await train_against_engines(job, directory, events, backend, data_buffer)
+    return {"num_prompts": len(prompts)}
+
+
+async def train_against_engines(
+    job: RLJob, directory: RunDirectory, events: EventLog, backend: TrainingBackend, data_buffer: DataBuffer
+) -> None:
+    """Open everything that sampling needs, and train on what is sampled."""
+    tokenizer, rollout = load_tokenizer(job.model.model), job.replicated_rollout
+    async with open_engines(job) as engines:
+        generate_fn = (
+            resolve_generate_fn(rollout)
+            if rollout.generate_fn
+            else create_engine_generate_fn(engines, tokenizer, rollout)
+        )
+        async with AsyncRolloutManager(data_buffer, rollout, generate_fn=generate_fn) as manager:
+            await run_rl_loop(job, directory, events, backend, manager, engines)
+
+
+async def run_rl_loop(
+    job: RLJob,
+    directory: RunDirectory,
+    events: EventLog,
+    backend: TrainingBackend,
+    source: AsyncRolloutManager | OfflineRollouts,
+    engines: Sequence[InferenceEngine],
+) -> None:
+    """Run the loop in the job's directory."""
+    with JSONLLogger(directory.metrics, attempt=events.attempt) as metrics_logger:
+        await run_rl_training(
+            backend,
+            source.data_buffer if isinstance(source, AsyncRolloutManager) else None,
+            source,
+            engines,
+            job.training,
+            metrics_logger,
+            target=publish_target(job, directory),
+            pad_id=pad_token_id(load_tokenizer(job.model.model)),
+            checkpoint_dir=directory.checkpoints,
+            inputs={"model": job.model.digest, "plugins": job.plugin_digest},
+            events=events,
+            on_batch=lambda step, batch: write_rollouts(directory, step, batch),
+            is_colocated=job.deployment.colocated,
+            is_end_asked=directory.end_request.exists,
+        )
+
+
+def write_rollouts(directory: RunDirectory, step: int, batch: RolloutBatch) -> None:
+    """Write the samples of an RL step to samples/."""
+    directory.write_samples(f"step_{step:06d}", batch.samples)
