@@ -27,6 +27,7 @@ from flows.form import Pipeline, RunOptions, load_pipeline
 from flows.live import find_live_pages, served_live_pages
 from flows.machines_cli import add_machine_commands
 from flows.models_cli import add_model_commands
+from flows.notify import notify
 from flows.password import own_password
 from flows.prefect_yaml import prefect_yaml
 from flows.preflight import check_evaluation, check_pipeline, check_writable
@@ -351,7 +352,7 @@ def announce_at(address: ServerAddress) -> Any:  # Any: a hook for flows of ever
     return announce
 
 
-for each in (up, down, status, finish, prefect_yaml, pull, prune):
+for each in (up, down, status, finish, notify, prefect_yaml, pull, prune):
     command(each)
 add_model_commands(app, explained)
 add_machine_commands(app, explained)

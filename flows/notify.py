@@ -1,0 +1,258 @@
+"""`rollouts notify`: messages when runs end, fail or wait for a person, by Prefect's own blocks and automations.
+
+    rollouts notify                                      who is told what
+    rollouts notify team --url-variable TEAM_URL         tell an address of Slack, or another webhook
+    rollouts notify sendgrid-email/night --on failed     tell a block that was made in Prefect's UI
+    rollouts notify team --remove                        no more
+
+An address is often a secret, so it is read from the environment and kept as a block. The messages are sent by the
+Prefect server, as long as it runs.
+"""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
+
+import typer
+
+from flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW
+from flows.prefect_api import RefusedError, ask
+from flows.preflight import check_writable
+from flows.server import ServerAddress, local_server, prefect_environment
+from flows.terminal import Store, console
+from rollouts_core.errors import ConfigError, InputError
+from rollouts_core.messages import first_line
+
+if TYPE_CHECKING:
+    from prefect.blocks.abstract import NotificationBlock
+
+
+class RunState(StrEnum):
+    """How runs end or wait, by the names that Prefect's UI shows."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CRASHED = "crashed"
+    CANCELLED = "cancelled"
+    SUSPENDED = "suspended"
+    """A retraining asks a person."""
+    PROMOTED = "promoted"
+    REJECTED = "rejected"
+    SKIPPED = "skipped"
+
+
+DEFAULT_STATES = tuple(state for state in RunState if state not in (RunState.CANCELLED, RunState.SKIPPED))
+"""All but what a person did just now, and what a schedule does every day."""
+
+TAG = "rollouts-notify"
+"""Marks the automations of this command among those of others."""
+NAME_PREFIX = "notify "
+SLACK_HOST = "hooks.slack.com"
+
+SUBJECT = "{{ flow_run.name }}: {{ flow_run.state.name }}"
+BODY = (
+    "The run {{ flow_run.name }} of {{ flow.name }} is {{ flow_run.state.name }}."
+    "{% if flow_run.state.message %} {{ flow_run.state.message }}{% endif %} {{ flow_run|ui_url }}"
+)
+FIRST_MESSAGE = "From now on you are told here when a run is {states}."
+
+
+def notify(
+    block: Annotated[
+        str,
+        typer.Argument(
+            metavar="[NAME]",
+            help="Whom to tell: a name for the address in --url-variable, or TYPE/NAME of a block in Prefect.",
+        ),
+    ] = "",
+    url_variable: Annotated[
+        str,
+        typer.Option(
+            metavar="VARIABLE",
+            help="Environment variable with the address, https://hooks.slack.com/... or that of another webhook.",
+        ),
+    ] = "",
+    on: Annotated[
+        list[RunState] | None,
+        typer.Option(help=f"State to tell of, repeatable; otherwise {', '.join(DEFAULT_STATES)}."),
+    ] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Tell it no more.")] = False,
+    store: Store = Path(".rollouts"),
+) -> None:
+    """Have Prefect send a message when runs end, fail or wait for a person; without NAME, show who is told what."""
+    check_request(block, url_variable, on, remove=remove)
+    url = read_url(url_variable) if url_variable else ""
+    check_writable(store)
+    with local_server(store) as address:
+        os.environ.update(prefect_environment(store.resolve(), address))
+        if not block:
+            for line in describe_notifications(address):
+                typer.echo(line)
+        elif remove:
+            remove_notification(address, block)
+            console.print(f"{block} is told nothing any more", markup=False)
+        else:
+            states = tuple(on or DEFAULT_STATES)
+            add_notification(address, block, url, states)
+            console.print(f"told           {block}: a message is there now, and more when runs are", markup=False)
+            console.print(f"               {join(states)}", markup=False)
+
+
+def check_request(block: str, url_variable: str, on: list[RunState] | None, *, remove: bool) -> None:
+    """Raise InputError for what cannot be meant, before any server is started."""
+    if not block and (url_variable or on or remove):
+        raise InputError("expected a NAME for whom to tell, as in: rollouts notify team --url-variable TEAM_URL")
+    if remove and (url_variable or on):
+        raise InputError("--remove goes with the NAME alone")
+    if "/" in block and url_variable:
+        raise InputError(f"expected a NAME without a slash for a new address, found {block}")
+
+
+def read_url(variable: str) -> str:
+    """The address that an environment variable holds.
+
+    Raises:
+        ConfigError: it holds none; what it holds is not repeated.
+    """
+    url = os.environ.get(variable, "").strip()
+    if not url:
+        raise ConfigError(f"--url-variable {variable}: the environment has no such variable, or it is empty")
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise ConfigError(
+            f"--url-variable {variable}: expected an address that begins with https://; for mail and other services "
+            "save a block in Prefect's UI, and give its TYPE/NAME, as in sendgrid-email/team"
+        )
+    return url
+
+
+def add_notification(address: ServerAddress, name: str, url: str, states: tuple[RunState, ...]) -> None:
+    """Send a first message, and have the server send one whenever a run comes into one of the states.
+
+    Raises:
+        ConfigError: there is no such block, or it cannot be told; nothing is changed then.
+    """
+    from prefect.blocks.notifications import NotificationBlock  # imports prefect, which reads the environment
+
+    block = make_block(name, url) if url else load_block(name)
+    assert isinstance(block, NotificationBlock), "both know nothing else"
+    try:
+        with block.raise_on_failure():
+            block.notify(FIRST_MESSAGE.format(states=join(states)), subject="rollouts")  # type: ignore[unused-coroutine]
+    except Exception as error:
+        raise ConfigError(f"{name} could not be told: {describe_failure(error)}") from error
+    document_id = block.save(name, overwrite=True) if url else block._block_document_id
+    previous = find_automations(address, name)
+    ask(address, "POST", "/automations/", render_automation(name, str(document_id), states))
+    for each in previous:
+        ask(address, "DELETE", f"/automations/{each['id']}")
+
+
+def make_block(name: str, url: str) -> NotificationBlock:
+    """A block for the address: Slack's, or that of other webhooks, which keeps the address as a secret."""
+    from prefect.blocks.notifications import CustomWebhookNotificationBlock, SlackWebhook
+
+    if urlsplit(url).hostname == SLACK_HOST:
+        return SlackWebhook(url=url)
+    content = {"subject": "{{subject}}", "text": "{{body}}"}
+    return CustomWebhookNotificationBlock(name=name, url="{{url}}", json_data=content, secrets={"url": url})
+
+
+def load_block(name: str) -> NotificationBlock:
+    """The block that somebody saved in Prefect.
+
+    Raises:
+        ConfigError: there is none, or it is no block that can be told something.
+    """
+    from prefect.blocks.core import Block
+    from prefect.blocks.notifications import NotificationBlock
+
+    if "/" not in name:
+        raise ConfigError(
+            f"expected TYPE/NAME of a block in Prefect, found {name}: save one under Blocks in the UI, for instance "
+            f"slack-webhook/{name}, or give an address with --url-variable"
+        )
+    try:
+        block = Block.load(name)
+    except ValueError as error:
+        raise ConfigError(f"there is no block {name} in Prefect: save it under Blocks in the UI") from error
+    if not isinstance(block, NotificationBlock):
+        raise ConfigError(f"the block {name} sends no messages: expected one that does, such as slack-webhook/NAME")
+    return block
+
+
+def render_automation(name: str, document_id: str, states: tuple[RunState, ...]) -> dict[str, Any]:  # Any: JSON
+    """The automation as the server takes it: when a run of ours comes into one of the states, tell the block."""
+    return {
+        "name": NAME_PREFIX + name,
+        "description": f"Made by `rollouts notify`: tells {name} of runs that are {join(states)}.",
+        "tags": [TAG],
+        "trigger": {
+            "type": "event",
+            "posture": "Reactive",
+            "expect": [f"prefect.flow-run.{state.capitalize()}" for state in states],
+            "match": {"prefect.resource.id": "prefect.flow-run.*"},
+            "match_related": {
+                "prefect.resource.role": "flow",
+                "prefect.resource.name": [FLOW, RETRAIN_FLOW, EVALUATE_FLOW],
+            },
+            "for_each": ["prefect.resource.id"],
+            "threshold": 1,
+            "within": 0,
+        },
+        "actions": [
+            {"type": "send-notification", "block_document_id": document_id, "subject": SUBJECT, "body": BODY},
+        ],
+    }
+
+
+def describe_notifications(address: ServerAddress) -> list[str]:
+    """A line for each that is told something."""
+    lines = []
+    for each in find_automations(address):
+        states = [expected.rpartition(".")[2].lower() for expected in each["trigger"]["expect"]]
+        ordered = [state for state in RunState if state in states]
+        paused = "" if each["enabled"] else " (paused in Prefect)"
+        lines.append(f"{each['name'].removeprefix(NAME_PREFIX)}: {', '.join(ordered)}{paused}")
+    return lines or ["nobody is told anything: rollouts notify NAME --url-variable VARIABLE adds an address"]
+
+
+def remove_notification(address: ServerAddress, name: str) -> None:
+    """Delete the automation, and the block of an address that this command made.
+
+    Raises:
+        ConfigError: it is told nothing.
+    """
+    automations = find_automations(address, name)
+    if not automations:
+        known = ", ".join(each["name"].removeprefix(NAME_PREFIX) for each in find_automations(address)) or "nobody"
+        raise ConfigError(f"{name} is told nothing: told is {known}")
+    for each in automations:
+        ask(address, "DELETE", f"/automations/{each['id']}")
+        if "/" in name:
+            continue
+        try:
+            ask(address, "DELETE", f"/block_documents/{each['actions'][0]['block_document_id']}")
+        except RefusedError:
+            continue  # somebody deleted it in the UI
+
+
+def find_automations(address: ServerAddress, name: str = "") -> list[dict[str, Any]]:  # Any: JSON
+    """Those that this command made, for one name or all."""
+    question = {"automations": {"tags": {"all_": [TAG]}}}
+    found = ask(address, "POST", "/automations/filter", question)
+    return [each for each in found if not name or each["name"] == NAME_PREFIX + name]
+
+
+def join(states: tuple[RunState, ...]) -> str:
+    """The states as words of a sentence."""
+    return " or ".join((", ".join(states[:-1]), states[-1]) if len(states) > 1 else states)
+
+
+def describe_failure(error: Exception) -> str:
+    """What the service said, without its address."""
+    log = getattr(error, "log", "")
+    return first_line(RuntimeError(log)) if log else type(error).__name__

@@ -1,0 +1,183 @@
+"""`rollouts notify` against a real Prefect server, with a service that takes the messages.
+
+Without these tests a run could fail at night and nobody would know, or the address of a team's channel could be read in
+a message, an automation or a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flows.cli import app
+from flows.notify import DEFAULT_STATES
+from flows.prefect_api import ask
+from flows.server import ServerAddress, local_server, prefect_environment, run_url
+from tests.flows.conftest import Rollouts, wait_until
+
+pytestmark = pytest.mark.slow
+
+SECRET = "T0SECRET"
+
+
+class Webhook(BaseHTTPRequestHandler):
+    """Keeps what is posted; the path /refuse answers that it is forbidden."""
+
+    server: WebhookServer
+
+    def do_POST(self) -> None:
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/refuse":
+            self.send_error(403)
+            return
+        self.server.messages.append(json.loads(content))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Not on the tests' terminal."""
+
+
+class WebhookServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Webhook)
+        self.messages: list[dict[str, str]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/{SECRET}"
+
+
+@pytest.fixture
+def webhook() -> Iterator[WebhookServer]:
+    with WebhookServer() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def server(rollouts: Rollouts) -> Iterator[ServerAddress]:
+    """The store's server, which stays up between the commands of a test."""
+    with local_server(rollouts.store) as address:
+        yield address
+
+
+def make_run(address: ServerAddress, name: str, *, flow: str = "sft-rl") -> str:
+    flow_id = ask(address, "POST", "/flows/", {"name": flow})["id"]
+    return str(ask(address, "POST", "/flow_runs/", {"flow_id": flow_id, "name": name})["id"])
+
+
+def set_state(address: ServerAddress, run_id: str, state: str, message: str = "", *, name: str = "") -> None:
+    asked = {"type": state.upper(), "name": name or state.capitalize(), "message": message}
+    ask(address, "POST", f"/flow_runs/{run_id}/set_state", {"state": asked, "force": True})
+
+
+def test_a_webhook_is_told_of_the_states_that_were_asked_for_until_it_is_removed(
+    rollouts: Rollouts, server: ServerAddress, webhook: WebhookServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEAM_URL", webhook.url)
+    said = ""
+    for states in ("completed", "failed"):  # what is asked later is what counts
+        code, output = rollouts.run("notify", "team", "--url-variable", "TEAM_URL", "--on", states, "--on", "promoted")
+        assert code == 0, output
+        said += output
+    assert [each["text"] for each in webhook.messages] == [
+        "From now on you are told here when a run is completed or promoted.",
+        "From now on you are told here when a run is failed or promoted.",
+    ]
+    code, listed = rollouts.run("notify")
+    assert (code, listed.splitlines()[-1]) == (0, "team: failed, promoted")
+    automations = ask(server, "POST", "/automations/filter", {})
+    assert SECRET not in said + listed + json.dumps(automations)
+
+    others, mine = make_run(server, "theirs", flow="another-teams"), make_run(server, "small-1")
+    set_state(server, others, "failed")
+    set_state(server, mine, "completed")
+    set_state(server, mine, "failed", "rl: out of {{ flow_run.id }} memory")
+    set_state(server, mine, "completed", "better by 0.1", name="Promoted")
+    wait_until(lambda: len(webhook.messages) == 4, what=f"two messages more than {webhook.messages}")
+    failed, promoted = sorted(webhook.messages[2:], key=lambda message: message["subject"])
+    assert (failed["subject"], promoted["subject"]) == ("small-1: Failed", "small-1: Promoted")
+    # What a run says is text, not a template.
+    assert failed["text"].startswith("The run small-1 of sft-rl is Failed. rl: out of {{ flow_run.id }} memory http")
+    assert failed["text"].endswith(f" {run_url(server, mine)}") and "better by 0.1" in promoted["text"]
+
+    code, output = rollouts.run("notify", "team", "--remove")
+    assert code == 0, output
+    assert ask(server, "POST", "/automations/filter", {}) == []
+    blocks = ask(server, "POST", "/block_documents/filter", {})
+    assert [each["name"] for each in blocks if each["name"] == "team"] == []
+    code, output = rollouts.run("notify", "team", "--remove")
+    assert (code, "rollouts: team is told nothing: told is nobody" in output) == (2, True)
+
+
+def test_a_block_of_the_ui_is_told(rollouts: Rollouts, server: ServerAddress, webhook: WebhookServer) -> None:
+    program = (
+        "import sys; from prefect.blocks.notifications import MattermostWebhook as Block;"
+        "Block(hostname='127.0.0.1', port=int(sys.argv[1]), secure=False, token='abcdefghijklmnop').save('night')"
+    )
+    # What somebody does in the UI, in a process of its own: prefect reads its environment once.
+    environment = {**os.environ, **prefect_environment(rollouts.store, server)}
+    subprocess.run([sys.executable, "-c", program, str(webhook.server_port)], env=environment, check=True)
+    code, output = rollouts.run("notify", "mattermost-webhook/night")
+    assert code == 0, output
+    code, listed = rollouts.run("notify")
+    assert (code, listed.splitlines()[-1]) == (0, f"mattermost-webhook/night: {', '.join(DEFAULT_STATES)}")
+    set_state(server, make_run(server, "small-2"), "crashed", "the worker is gone")
+    wait_until(lambda: len(webhook.messages) == 2, what="a message")
+    assert "small-2: Crashed" in webhook.messages[1]["text"] and "the worker is gone" in webhook.messages[1]["text"]
+    code, output = rollouts.run("notify", "mattermost-webhook/night", "--remove")
+    assert code == 0, output
+    blocks = ask(server, "POST", "/block_documents/filter", {})
+    assert "night" in [each["name"] for each in blocks], "it is not ours to delete"
+
+
+def test_what_cannot_be_told_is_one_sentence_and_changes_nothing(
+    rollouts: Rollouts, server: ServerAddress, webhook: WebhookServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REFUSED", webhook.url.replace(SECRET, "refuse"))
+    for arguments, sentence in (
+        (["team", "--url-variable", "REFUSED"], "team could not be told"),
+        (["team"], "expected TYPE/NAME of a block in Prefect, found team"),
+        (["slack-webhook/nobody"], "there is no block slack-webhook/nobody in Prefect"),
+    ):
+        code, output = rollouts.run("notify", *arguments)
+        assert code == 2 and f"rollouts: {sentence}" in output, output
+        assert "refuse" not in output and "Traceback" not in output
+    assert ask(server, "POST", "/automations/filter", {}) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--remove"], "expected a NAME for whom to tell"),
+        (["team", "--remove", "--on", "failed"], "--remove goes with the NAME alone"),
+        (["a/b", "--url-variable", "URL"], "expected a NAME without a slash for a new address, found a/b"),
+        (["team", "--url-variable", "NOT_THERE"], "--url-variable NOT_THERE: the environment has no such variable"),
+        (["team", "--url-variable", "URL"], "--url-variable URL: expected an address that begins with https://"),
+    ],
+)
+def test_what_cannot_be_meant_is_said_before_a_server_is_started(
+    arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("URL", SECRET)
+    result = CliRunner().invoke(app, ["notify", *arguments, "--store", str(tmp_path / "store")])
+    assert result.exit_code == 2 and sentence in result.output, result.output
+    assert SECRET not in result.output and not (tmp_path / "store").exists()
+
+
+def test_an_unknown_state_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["notify", "team", "--on", "exploded", "--store", str(tmp_path / "store")])
+    assert result.exit_code == 2 and "suspended" in result.output
