@@ -61,6 +61,8 @@ class Router:
             *(str(engine_python("sglang")), "-m", "sglang_router.launch_router", "--policy", "round_robin"),
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
+            # By default it asks an engine that had failed again a minute later.
+            *("--cb-timeout-duration-secs", "2"),
         ]
         with (self.folder / "router.txt").open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
