@@ -40,6 +40,7 @@ from rollouts_core.errors import RolloutsError
 from rollouts_core.job import InputModel
 from tasks.artifacts import is_finished
 from tasks.bootstrap import bootstrap
+from tasks.budget import stopped_in_time
 from tasks.caching import run_cached
 from tasks.candidate import register_candidate
 from tasks.engine import launch_engine, stop_engine
@@ -194,9 +195,9 @@ def known_to_live(scope: RunScope) -> Iterator[None]:
 
 @contextmanager
 def machine_of_the_run(node: NodeSettings, scope: RunScope) -> Iterator[Node]:
-    """The machine, given back when the block ends; what is rented ends when it expires."""
+    """The machine, given back when the block ends; work on a rented one ends before it expires, and it ends then."""
     machine = provision(node, scope)
-    with released_at_the_end(machine, scope), ended_when_expired(machine):
+    with released_at_the_end(machine, scope), ended_when_expired(machine), stopped_in_time(machine, scope):
         yield machine
 
 

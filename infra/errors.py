@@ -21,6 +21,7 @@
         ├── ProviderRefusedError  a provider refuses the key, the account or the request
         ├── MissingKeyError       the key of a provider is in no environment variable
         ├── MachineGoneError      a rented machine is no more; the same command goes on with another one
+        ├── BudgetUsedUpError     work on a rented machine was ended before its hours or its money were used up
         ├── StoreRefusedError     an object store refuses the credentials, the bucket or the request
         ├── ObjectMissingError    an object store has nothing at a URL
         └── ObjectDamagedError    an object is not the one that its manifest lists
@@ -199,6 +200,20 @@ class MissingKeyError(PermanentInfraError):
 
 class MachineGoneError(PermanentInfraError):
     """A rented machine is no more, and what ran on it neither; starting again goes on with another one."""
+
+
+class BudgetUsedUpError(PermanentInfraError):
+    """What a run did on a rented machine was ended, because its hours or the run's money are nearly used up."""
+
+    def __init__(self, machine: str) -> None:
+        super().__init__(machine)
+        self.machine = machine
+
+    def __str__(self) -> str:
+        return (
+            f"the work on {self.machine} was ended, because its hours (node.max_hours) or the run's money "
+            "(node.max_usd) are nearly used up: start it with more of them, and it goes on from the last checkpoint"
+        )
 
 
 class StoreUnavailableError(TransientInfraError):

@@ -196,7 +196,11 @@ def check_rentable(settings: RentedNode) -> str:
         raise PermanentInfraError(
             "no provider offers a machine that fits node.query now: see `rollouts gpus`, or widen it"
         )
-    return f"node: {describe_offer(offers[0])} is the cheapest of {len(offers)} offers"
+    cheapest = offers[0]
+    return (
+        f"node: {describe_offer(cheapest)} is the cheapest of {len(offers)} offers; {settings.max_usd:g} USD "
+        f"(node.max_usd) last {settings.max_usd / cheapest.usd_per_hour:.1f} h there"
+    )
 
 
 def describe_offer(offer: Offer) -> str:

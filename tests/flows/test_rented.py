@@ -9,6 +9,7 @@ from __future__ import annotations
 import getpass
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 
 from infra.ledger import Ledger
 from infra.node import RentedNode
-from infra.rentals import RentalState, all_rentals
+from infra.rentals import RentalState, all_rentals, change_rental
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from tasks.records import RunScope
 from tests.flows.breaking import rent, rented_node
@@ -69,7 +70,8 @@ def test_a_run_rents_a_machine_works_on_it_and_gives_it_back(
     (run,) = (rollouts.store / "runs").iterdir()
     verify_checkpoint(run / "checkpoint")
     assert (root / "setup.txt").read_text() == "once\n" and list(root.glob("stages/sft-*/result.json"))
-    assert KEY not in output and "is the cheapest of" in output and "the machines of the run cost 0." in output
+    assert KEY not in output and "is the cheapest of" in output and "5 USD (node.max_usd) last " in output
+    assert "the machines of the run cost 0." in output
     for path in [*rollouts.store.rglob("*"), *root.rglob("*")]:
         assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
 
@@ -87,6 +89,24 @@ def test_ctrl_c_fetches_the_last_checkpoint_and_gives_the_machine_back(
     assert process.wait(120) == 130, rollouts.said()
     assert fake.alive() == [] and rows(rollouts) == [RentalState.GONE]
     assert_last_checkpoint_is_here(rollouts, tmp_path / "machine", said=rollouts.said())
+
+
+def test_before_the_money_is_used_up_the_last_checkpoint_is_fetched_and_the_machine_given_back(
+    rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
+) -> None:
+    settings = node_settings(server, tmp_path / "machine")
+    long = SHORT | {"training__sft__num_steps": 100_000}
+    config = write_small_pipeline(tmp_path / "small", node=settings, **long)
+    process = rollouts.start("run", str(config))
+    wait_for_checkpoint(tmp_path / "machine")
+    with Ledger(rollouts.store / "ledger.db") as ledger:
+        [rental] = all_rentals(ledger)
+        change_rental(ledger, rental, expires_at=time.time() + 15)
+    assert process.wait(120) == 2, rollouts.said()
+    assert fake.alive() == [] and rows(rollouts) == [RentalState.GONE]
+    assert_last_checkpoint_is_here(rollouts, tmp_path / "machine", said=rollouts.said())
+    last_line = rollouts.said().strip().splitlines()[-1]
+    assert last_line.startswith(f"rollouts: the work on {rental.name} was ended, because its hours (node.max_hours) or")
 
 
 def test_of_a_killed_run_that_is_cancelled_the_last_checkpoint_is_fetched_too(

@@ -1,0 +1,84 @@
+"""Stop what a run does on a rented machine before its hours, or the run's money, are used up.
+
+Not here: ending the machine at that moment, whatever happens (infra/providers/rented.py), giving it back
+(provision.py).
+
+    ready ─────────────── work ───────────────┬── margin ──┐
+                                              │            └ the provider's machine is ended
+                                              └ jobs are cancelled, and write a last checkpoint, which is fetched
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from infra.errors import BudgetUsedUpError, InfraError
+from infra.jobs import cancel_job
+from infra.ledger import Ledger
+from infra.node import Node
+from infra.providers import open_session
+from infra.rentals import find_rental
+from tasks.records import RunScope
+from tasks.salvage import SALVAGE_S
+from tasks.stage import GRACE_S
+
+MARGIN_S = GRACE_S + SALVAGE_S
+MARGIN_SHARE = 0.2
+"""Of a time so short that `MARGIN_S` would leave little of it."""
+POLL_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def stopped_in_time(node: Node, scope: RunScope) -> Iterator[None]:
+    """While the block runs, the run's jobs on a rented machine are ended so early that what they have can be fetched.
+
+    Raises:
+        BudgetUsedUpError: they were, in place of what the block says about it.
+    """
+    if not node.is_rented:
+        yield
+        return
+    is_over, is_stopped = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(POLL_S):
+            if not is_stopped.is_set() and time.time() < end_of_work(node, scope):
+                continue
+            is_stopped.set()  # for good: a stage that begins now is ended too
+            try:
+                cancel_jobs(node, scope)
+            except InfraError as error:  # a thread of its own: nobody would see it
+                logger.warning("the jobs on %s could not be ended, and are tried again: %s", node.name, error)
+
+    thread = threading.Thread(target=watch, name=f"budget of {node.name}", daemon=True)
+    thread.start()
+    try:
+        yield
+    except InfraError as error:
+        if is_stopped.is_set():
+            raise BudgetUsedUpError(node.name) from error
+        raise
+    finally:
+        is_over.set()
+        thread.join(GRACE_S)
+
+
+def end_of_work(node: Node, scope: RunScope) -> float:
+    """When the jobs on a rented machine have to end, in seconds since 1970."""
+    with Ledger(scope.ledger_path) as ledger:
+        rental = find_rental(ledger, node.name)
+    assert rental is not None, f"{node.name} is rented, so it is in the ledger"
+    return rental.expires_at - min(MARGIN_S, MARGIN_SHARE * (rental.expires_at - rental.intended_at))
+
+
+def cancel_jobs(node: Node, scope: RunScope) -> None:
+    """End the run's jobs, the latest first: a training that still has its engine writes its checkpoint in peace."""
+    with Ledger(scope.ledger_path) as ledger, open_session(node) as session:
+        for lease in reversed(ledger.leases_of(scope.run_id)):
+            cancel_job(session, lease.run_dir, GRACE_S)
