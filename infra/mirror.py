@@ -92,8 +92,8 @@ def mirrored(session: Session, source: str, target: Path, *, interval_s: float =
 
 def _list(session: Session, source: str) -> dict[str, list[int]] | None:
     """Size and time of change of the node's files; of checkpoints only the whole ones."""
-    answer = session.run_program(Path(sender.__file__), ["list", source], timeout_s=LIST_TIMEOUT_S).stdout
-    files: dict[str, list[int]] | None = json.loads(answer.splitlines()[-1])
+    listed = session.run_program(Path(sender.__file__), ["list", source], timeout_s=LIST_TIMEOUT_S, may_repeat=True)
+    files: dict[str, list[int]] | None = json.loads(listed.stdout.splitlines()[-1])
     if files is None:
         return None
     for name in files:
