@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from infra import node_agent
-from infra.errors import NodeUnreachableError, PermanentInfraError
+from infra.errors import NodeUnreachableError, PermanentInfraError, RequestCutError
 from infra.node_agent import DATA, DONE, END_OF_INPUT, FRAME_HEAD, REQUEST
 from infra.ssh import Channel
 
@@ -89,7 +89,8 @@ class Agent:
         """The next bytes, in pieces as they come.
 
         Raises:
-            NodeUnreachableError: the connection broke, or nothing came in time; what was asked for may have happened.
+            RequestCutError: the connection broke; what was asked for may have happened.
+            NodeUnreachableError: nothing came in time; the same.
             PermanentInfraError: the node cannot run Python.
         """
         while num_bytes:
@@ -140,7 +141,7 @@ class Agent:
         """Say why a channel ended before the answer: Python could not be run there, or the connection broke."""
         exit_code = self._channel.exit_code()
         if exit_code is None:
-            raise NodeUnreachableError(self.address, "the connection broke")
+            raise RequestCutError(self.address, "the connection broke")
         said = self._channel.receive_stderr() or self._received
         reason = said.decode(errors="replace").strip().rpartition("\n")[2][:500]
         if exit_code in (126, 127):
@@ -148,7 +149,7 @@ class Agent:
                 f"{self.address} cannot run {self._python} ({reason}): install Python there, or set node.python"
             )
         # Another code than those of shells: something on the node ended the agent.
-        raise NodeUnreachableError(self.address, f"its end of the request died with code {exit_code}: {reason}")
+        raise RequestCutError(self.address, f"its end of the request died with code {exit_code}: {reason}")
 
 
 class AgentCall:
@@ -204,7 +205,8 @@ class AgentCall:
         """Kind and content of what the agent sends, in pieces as they come, up to its answer.
 
         Raises:
-            NodeUnreachableError: the connection broke, or nothing came in time; what was asked for may have happened.
+            RequestCutError: the connection broke; what was asked for may have happened.
+            NodeUnreachableError: nothing came in time; the same.
             PermanentInfraError: the node cannot run Python.
         """
         while True:

@@ -80,7 +80,8 @@ def probe_node(session: Session, node: Node) -> NodeReport:
         PermanentInfraError: its interpreter cannot be run.
     """
     program = session.place_program(Path(node_probe.__file__))
-    completed = session.run([node.python, program, "probe", node.root], timeout_s=PROBE_TIMEOUT_S, check=False)
+    argv = [node.python, program, "probe", node.root]
+    completed = session.run(argv, timeout_s=PROBE_TIMEOUT_S, check=False, may_repeat=True)
     lines = completed.stdout.splitlines()
     document = parse_object(lines[-1]) if lines else None
     if document is None:

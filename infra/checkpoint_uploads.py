@@ -6,7 +6,6 @@ Not here: what a run publishes at its end (publication.py), who trains.
 """
 
 import logging
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from infra.errors import InfraError
 from infra.object_store import ObjectStore
 from infra.publication import MANIFEST, send_folder
+from infra.repeating import repeating
 from infra.sync import list_files
 
 UPLOAD_INTERVAL_S = 30.0
@@ -27,34 +27,21 @@ def checkpoints_published(checkpoints: Path, url: str, *, interval_s: float = UP
 
     Leaving the block waits for the newest checkpoint to be there; an exception, an interrupt above all, does not.
     """
-    is_over, is_broken = threading.Event(), threading.Event()
+    published = ""
 
-    def publish_until_over() -> None:
-        published = ""
-        is_last = False
-        while not is_last:
-            is_last = is_over.wait(interval_s)
-            if is_broken.is_set():
-                return
-            newest = newest_checkpoint(checkpoints)
-            if newest is None or newest.name == published:
-                continue
-            try:
-                send_folder(ObjectStore(url), newest.name, {name: newest / name for name in list_files(newest)})
-                published = newest.name
-            except (InfraError, OSError) as error:  # OSError: the training has just removed it
-                logger.warning("%s was not published: %s", newest, error)
+    def publish() -> None:
+        nonlocal published
+        newest = newest_checkpoint(checkpoints)
+        if newest is None or newest.name == published:
+            return
+        try:
+            send_folder(ObjectStore(url), newest.name, {name: newest / name for name in list_files(newest)})
+            published = newest.name
+        except (InfraError, OSError) as error:  # OSError: the training has just removed it
+            logger.warning("%s was not published: %s", newest, error)
 
-    thread = threading.Thread(target=publish_until_over, name=f"publication of {checkpoints}", daemon=True)
-    thread.start()
-    try:
+    with repeating(publish, interval_s=interval_s, thread_name=f"publication of {checkpoints}", once_more=True):
         yield
-    except BaseException:
-        is_broken.set()
-        raise
-    finally:
-        is_over.set()
-    thread.join()
 
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:

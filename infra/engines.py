@@ -157,7 +157,7 @@ def check_engine_installed(session: Session, kind: str, *, python: str) -> None:
     interpreter = python or session.python
     find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({kind!r}) is None)"
     try:
-        session.run([interpreter, "-c", find], timeout_s=CHECK_TIMEOUT_S)
+        session.run([interpreter, "-c", find], timeout_s=CHECK_TIMEOUT_S, may_repeat=True)
     except PermanentInfraError as error:
         raise PermanentInfraError(
             f'rollout.engine.kind is "{kind}", but {interpreter} has no {kind}: install it, and name the interpreter '

@@ -4,8 +4,11 @@ The node's side of environment.py. Runs as a supervised job in its run directory
 Standard library only and one file, because it is sent to nodes by content.
 
     job.json      {"installer": "pip" or "uv", "index": URL or "", "requirements": [name==version, ...]}
-    env/          the environment; what an attempt that was killed has left is removed first
+    env/          the environment
+    tmp/          what the installer needs meanwhile
     result.json   {"python": path of its interpreter}, written when everything is installed
+
+What an attempt that was killed has left of the two folders is removed first.
 """
 
 import json
@@ -15,6 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+TEMPORARY = "tmp"
 SETTINGS = {"PYTHONNOUSERSITE": "1", "UV_SYSTEM_CERTS": "1", "UV_NATIVE_TLS": "1"}
 """uv believes the certificates that the node believes, as pip does; older versions know the second name."""
 
@@ -25,8 +29,10 @@ def main() -> int:
     """Build the environment of the working directory; returns the exit code."""
     directory = Path.cwd()
     job = json.loads((directory / "job.json").read_text())  # Any: JSON
-    environment = directory / "env"
-    shutil.rmtree(environment, ignore_errors=True)
+    environment, temporary = directory / "env", directory / TEMPORARY
+    for folder in (environment, temporary):
+        shutil.rmtree(folder, ignore_errors=True)
+    temporary.mkdir()
     lock = directory / "requirements.txt"
     lock.write_text("".join(line + "\n" for line in job["requirements"]))
     python = str(environment / "bin" / "python")
@@ -35,6 +41,8 @@ def main() -> int:
         install(environment, ["--requirement", str(lock), *(["--index-url", job["index"]] if job["index"] else [])])
     except subprocess.CalledProcessError as error:
         return error.returncode or 1
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     part = directory / "result.json.part"
     part.write_text(json.dumps({"python": python}))
     part.replace(directory / "result.json")
@@ -72,7 +80,8 @@ def run(command: "list[str]") -> None:
     """Run a command; what it says goes into the log."""
     sys.stdout.write("$ " + " ".join(command) + "\n")
     sys.stdout.flush()
-    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, env={**SETTINGS, **os.environ})
+    settings = {**SETTINGS, **os.environ, "TMPDIR": str(Path.cwd() / TEMPORARY)}
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, env=settings)
 
 
 if __name__ == "__main__":

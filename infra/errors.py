@@ -4,6 +4,7 @@
     ├── TransientInfraError       the same call may succeed later
     │   ├── CommandTimeoutError   a command on a node did not end in time
     │   ├── NodeUnreachableError  a node does not answer; whatever runs there may well run on
+    │   │   └── RequestCutError   the connection broke before the answer
     │   ├── JobLostError          a job's supervisor is gone (reboot, kill -9); starting again is the next attempt
     │   ├── ProviderUnavailableError  a provider of machines gives no usable answer
     │   ├── OfferGoneError        a provider did not create the machine that it offered; nothing was created
@@ -80,6 +81,10 @@ class NodeUnreachableError(TransientInfraError):
 
     def __str__(self) -> str:
         return f"{self.address} does not answer ({self.reason}): check its address and the network, then try again"
+
+
+class RequestCutError(NodeUnreachableError):
+    """The connection broke before the answer; what was asked for may have happened, or happen now."""
 
 
 class ProviderUnavailableError(TransientInfraError):

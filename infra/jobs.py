@@ -23,11 +23,9 @@ from typing import Any
 from infra import supervisor
 from infra.errors import (
     CommandFailedError,
-    CompletedCommand,
     FileMissingError,
     JobFailedError,
     JobLostError,
-    NodeUnreachableError,
     PermanentInfraError,
     TransientInfraError,
 )
@@ -287,18 +285,14 @@ def _call(
 ) -> JsonObject:
     """One verb of the supervisor; its answer is the last line that it prints."""
 
-    def ask() -> CompletedCommand:
-        parameters = (verb, run_dir, *arguments)
-        if verb == "start":  # it lives on as the job's supervisor, so it is a process with a name of its own
-            argv = [session.python, "-I", session.place_program(_SUPERVISOR), *parameters]
-            return session.run(argv, stdin=stdin, timeout_s=timeout_s, check=False)
-        return session.run_program(_SUPERVISOR, parameters, stdin=stdin, timeout_s=timeout_s, check=False)
-
-    try:
-        completed = ask()
-    except NodeUnreachableError as error:
-        logger.warning("%s of %s is asked for again: %s", verb, run_dir, error)
-        completed = ask()
+    parameters = (verb, run_dir, *arguments)
+    if verb == "start":  # it lives on as the job's supervisor, so it is a process with a name of its own
+        argv = [session.python, "-I", session.place_program(_SUPERVISOR), *parameters]
+        completed = session.run(argv, stdin=stdin, timeout_s=timeout_s, check=False, may_repeat=True)
+    else:
+        completed = session.run_program(
+            _SUPERVISOR, parameters, stdin=stdin, timeout_s=timeout_s, check=False, may_repeat=True
+        )
     lines = completed.stdout.splitlines()
     answer = supervisor.parse_object(lines[-1]) if lines else None
     if answer is None:

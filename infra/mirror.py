@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import shutil
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -23,6 +22,7 @@ from typing import Any
 
 from infra import receiver, sender
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
+from infra.repeating import repeating
 from infra.session import Session
 from infra.supervisor import locked, parse_object
 
@@ -72,28 +72,21 @@ def mirrored(session: Session, source: str, target: Path, *, interval_s: float =
 
     Leaving the block waits for the transfer under way; an exception, an interrupt above all, does not.
     """
-    is_over = threading.Event()
 
-    def pull_until_over() -> None:
-        while not is_over.wait(interval_s):
-            try:
-                pull_run(session, source, target)
-            except InfraError as error:
-                logger.warning("%s was not mirrored: %s", source, error)
+    def pull() -> None:
+        try:
+            pull_run(session, source, target)
+        except InfraError as error:
+            logger.warning("%s was not mirrored: %s", source, error)
 
-    thread = threading.Thread(target=pull_until_over, name=f"mirror of {source}", daemon=True)
-    thread.start()
-    try:
+    with repeating(pull, interval_s=interval_s, thread_name=f"mirror of {source}"):
         yield
-    finally:
-        is_over.set()
-    thread.join()
 
 
 def _list(session: Session, source: str) -> dict[str, list[int]] | None:
     """Size and time of change of the node's files; of checkpoints only the whole ones."""
-    answer = session.run_program(Path(sender.__file__), ["list", source], timeout_s=LIST_TIMEOUT_S).stdout
-    files: dict[str, list[int]] | None = json.loads(answer.splitlines()[-1])
+    listed = session.run_program(Path(sender.__file__), ["list", source], timeout_s=LIST_TIMEOUT_S, may_repeat=True)
+    files: dict[str, list[int]] | None = json.loads(listed.stdout.splitlines()[-1])
     if files is None:
         return None
     for name in files:

@@ -34,13 +34,14 @@ _TIMEOUT_S = 30.0
 
 def find_free_port(session: Session, host: str = LOOPBACK) -> int:
     """A port of the node on which nobody listens now."""
-    completed = session.run([session.python, "-I", "-c", _FIND_FREE, host], timeout_s=_TIMEOUT_S)
+    completed = session.run([session.python, "-I", "-c", _FIND_FREE, host], timeout_s=_TIMEOUT_S, may_repeat=True)
     return int(completed.stdout)
 
 
 def is_port_free(session: Session, host: str, port: int) -> bool:
     """True if a server on the node could listen on the port now."""
-    completed = session.run([session.python, "-I", "-c", _IS_FREE, host, str(port)], timeout_s=_TIMEOUT_S)
+    argv = [session.python, "-I", "-c", _IS_FREE, host, str(port)]
+    completed = session.run(argv, timeout_s=_TIMEOUT_S, may_repeat=True)
     return completed.stdout == b"free"
 
 

@@ -104,7 +104,7 @@ def prepare_directory(destination: Path, incoming: Path, needed_bytes: int) -> N
     free_bytes = shutil.disk_usage(destination.parent).free
     if free_bytes < needed_bytes + min(_SPARE_BYTES, needed_bytes // 8):
         raise CopyError(f"{destination} needs {needed_bytes} bytes, {free_bytes} are free", kind="disk_full")
-    incoming.mkdir()
+    incoming.mkdir(exist_ok=True)  # by the same call, whose answer was lost
 
 
 def accept_files(incoming: Path, stream: BinaryIO) -> dict[str, str]:

@@ -48,16 +48,36 @@ class Session(Protocol):
     def python(self) -> str:
         """The interpreter on the node that runs our programs there."""
 
-    def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float, check: bool = True) -> CompletedCommand:
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        timeout_s: float,
+        check: bool = True,
+        may_repeat: bool = False,
+    ) -> CompletedCommand:
         """Run one command to its end and return its record.
+
+        Args:
+            may_repeat: running it twice, even at the same time, does no harm; so it is run once more where the
+                connection breaks before the answer.
 
         Raises:
             CommandFailedError: it ended with another code than 0, and `check` is true.
             CommandTimeoutError: it did not end in time; it was killed.
+            RequestCutError: the connection broke before the answer.
         """
 
     def run_program(
-        self, source: Path, arguments: Sequence[str], *, stdin: bytes = b"", timeout_s: float, check: bool = True
+        self,
+        source: Path,
+        arguments: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        timeout_s: float,
+        check: bool = True,
+        may_repeat: bool = False,
     ) -> CompletedCommand:
         """`run` for a single-file Python program of ours, which has `main(argv)`; faster than that where it is far.
 
@@ -125,7 +145,15 @@ class LocalSession:
     def python(self) -> str:
         return self._python
 
-    def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float, check: bool = True) -> CompletedCommand:
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        timeout_s: float,
+        check: bool = True,
+        may_repeat: bool = False,
+    ) -> CompletedCommand:
         with _start_process(argv, stderr=subprocess.PIPE) as process:
             try:
                 stdout, stderr = process.communicate(stdin, timeout=timeout_s)
@@ -139,7 +167,14 @@ class LocalSession:
         return completed
 
     def run_program(
-        self, source: Path, arguments: Sequence[str], *, stdin: bytes = b"", timeout_s: float, check: bool = True
+        self,
+        source: Path,
+        arguments: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        timeout_s: float,
+        check: bool = True,
+        may_repeat: bool = False,
     ) -> CompletedCommand:
         return self.run([self._python, "-I", str(source), *arguments], stdin=stdin, timeout_s=timeout_s, check=check)
 

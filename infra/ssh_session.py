@@ -6,8 +6,8 @@ Every request is answered by a process on the node, the agent, whose text travel
 depends on the node's login shell but that it can start Python, and arguments are never interpreted. An agent answers
 one request at a time and waits for the next, so that a request costs one round trip; those that come at the same time
 take another agent, on a channel of its own. What matters quickly (commands, jobs, logs) and what is large (files) use
-connections of their own, opened when first needed and again when they have broken. A request that broke off is repeated
-only if nothing of it was sent.
+connections of their own, opened when first needed and again when they have broken. Often only a request that is not
+answered shows that; it is made once more, of another agent, where it does no harm to carry it out twice.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, get_args
+from typing import Literal, Self, TypeVar, get_args
 
 from infra import openssh
 from infra.agent_call import Agent, AgentCall, JsonObject
@@ -32,6 +32,7 @@ from infra.errors import (
     FileMissingError,
     InfraError,
     PermanentInfraError,
+    RequestCutError,
     TransientInfraError,
 )
 from infra.host_keys import HostKeyEvidence
@@ -43,13 +44,14 @@ from infra.session import MAX_READ_BYTES, split_lines
 from infra.ssh import SSHConnection, connect
 from infra.tunnel import forwarded_port
 
+AnswerT = TypeVar("AnswerT")
 Purpose = Literal["control", "bulk", "bulk 1", "bulk 2", "bulk 3"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 BULK: tuple[Purpose, ...] = ("bulk", "bulk 1", "bulk 2", "bulk 3")
 """Those after the first are for large files to a distant node."""
 
 OPEN_ATTEMPTS = 4
-"""So often a request is begun; what was sent of it is never sent again."""
+"""So often a request is begun."""
 ANSWER_MARGIN_S = 30.0
 """An answer may come this much later than the command's own time limit."""
 MAX_IDLE_AGENTS = 2
@@ -107,15 +109,32 @@ class SSHSession:
         """Why the host's key was believed; connects if need be."""
         return self._connection("control").host_key_evidence
 
-    def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float, check: bool = True) -> CompletedCommand:
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        timeout_s: float,
+        check: bool = True,
+        may_repeat: bool = False,
+    ) -> CompletedCommand:
         request = _run_request(argv, timeout_s=timeout_s, keep_open=False)
-        return self._run(request, argv, stdin=stdin, timeout_s=timeout_s, check=check)
+        completed = self._run(request, argv, stdin=stdin, timeout_s=timeout_s, may_repeat=may_repeat)
+        return _checked(completed) if check else completed
 
     def run_program(
-        self, source: Path, arguments: Sequence[str], *, stdin: bytes = b"", timeout_s: float, check: bool = True
+        self,
+        source: Path,
+        arguments: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        timeout_s: float,
+        check: bool = True,
+        may_repeat: bool = False,
     ) -> CompletedCommand:
         request, argv = self._program_request(source, arguments, timeout_s=timeout_s, keep_open=False)
-        return self._run(request, argv, stdin=stdin, timeout_s=timeout_s, check=check)
+        completed = self._run(request, argv, stdin=stdin, timeout_s=timeout_s, may_repeat=may_repeat)
+        return _checked(completed) if check else completed
 
     def _program_request(
         self, source: Path, arguments: Sequence[str], *, timeout_s: float | None, keep_open: bool
@@ -129,24 +148,24 @@ class SSHSession:
         return {**call, **limits}, [self._python, "-I", source.name, *arguments]
 
     def _run(
-        self, request: JsonObject, argv: Sequence[str], *, stdin: bytes, timeout_s: float, check: bool
+        self, request: JsonObject, argv: Sequence[str], *, stdin: bytes, timeout_s: float, may_repeat: bool
     ) -> CompletedCommand:
-        output: dict[bytes, list[bytes]] = {STDOUT: [], STDERR: []}
-        with self._ask("control", request, timeout_s=timeout_s + ANSWER_MARGIN_S) as call:
-            call.send_input([stdin], in_background=len(stdin) > _INLINE_BYTES)
-            for kind, content in call.frames():
-                output[kind].append(content)
-        if call.answer.get("timed_out"):
-            raise CommandTimeoutError(tuple(argv), timeout_s)
-        completed = CompletedCommand(
-            argv=tuple(argv),
-            exit_code=self._exit_code(argv, call.answer),
-            stdout=b"".join(output[STDOUT]),
-            stderr=b"".join(output[STDERR]),
-        )
-        if check and completed.exit_code != 0:
-            raise CommandFailedError(completed)
-        return completed
+        def run_once() -> CompletedCommand:
+            output: dict[bytes, list[bytes]] = {STDOUT: [], STDERR: []}
+            with self._ask("control", request, timeout_s=timeout_s + ANSWER_MARGIN_S) as call:
+                call.send_input([stdin], in_background=len(stdin) > _INLINE_BYTES)
+                for kind, content in call.frames():
+                    output[kind].append(content)
+            if call.answer.get("timed_out"):
+                raise CommandTimeoutError(tuple(argv), timeout_s)
+            return CompletedCommand(
+                argv=tuple(argv),
+                exit_code=self._exit_code(argv, call.answer),
+                stdout=b"".join(output[STDOUT]),
+                stderr=b"".join(output[STDERR]),
+            )
+
+        return self._repeated_if_cut(run_once) if may_repeat else run_once()
 
     @contextlib.contextmanager
     def stream(self, argv: Sequence[str], *, stdin: bytes = b"") -> Iterator[Iterator[bytes]]:
@@ -167,7 +186,7 @@ class SSHSession:
             yield chunks
 
     def write_file(self, path: str, content: bytes) -> None:
-        self._write(path, [content], "control")
+        self._repeated_if_cut(lambda: self._write(path, [content], "control"))
 
     def write_chunks(self, path: str, chunks: Iterable[bytes]) -> str | None:
         if not self._connection("control").is_far:
@@ -177,6 +196,9 @@ class SSHSession:
         return None
 
     def read_file(self, path: str) -> bytes:
+        return self._repeated_if_cut(lambda: self._read(path))
+
+    def _read(self, path: str) -> bytes:
         with self._ask("control", {"verb": "read", "path": path, "max_bytes": MAX_READ_BYTES + 1}) as call:
             call.send_input(())
             content = b"".join(chunk for _, chunk in call.frames())
@@ -209,10 +231,8 @@ class SSHSession:
     ) -> None:
         with self._lock:
             self._is_closed = True  # a thread that still uses it must not connect again
-            for agents in self._idle_agents.values():
-                for _, agent in agents:
-                    agent.end()
-                agents.clear()
+            for purpose in PURPOSES:
+                self._end_idle_agents(purpose)
             if self._openssh_client is not None:
                 self._openssh_client[0].close()
             for connection in self._connections.values():
@@ -233,6 +253,16 @@ class SSHSession:
                 logger.info("attempt %d to reach %s failed: %s", attempt, self._access.address, error)
                 time.sleep(0.25 * 2.0**attempt)
         raise AssertionError("the last attempt returns or raises")
+
+    def _repeated_if_cut(self, ask: Callable[[], AnswerT]) -> AnswerT:
+        """What a "control" request answers; made once more, over a new agent, where it was cut off before that."""
+        try:
+            return ask()
+        except RequestCutError as error:
+            logger.info("a request is made once more: %s", error)
+            with self._lock:
+                self._end_idle_agents("control")  # they may be as dead without its having been noticed
+            return ask()
 
     def _make_agent_ready(self) -> None:
         """Have an agent, with all programs so far, that answers the next request within one round trip."""
@@ -273,6 +303,12 @@ class SSHSession:
             if agent.is_alive and time.monotonic() - since < MAX_IDLE_S:
                 return agent
             agent.end()
+
+    def _end_idle_agents(self, purpose: Purpose) -> None:
+        """With the lock held."""
+        for _, agent in self._idle_agents[purpose]:
+            agent.end()
+        self._idle_agents[purpose].clear()
 
     def _new_agent(self, purpose: Purpose) -> Agent:
         if purpose == "bulk" and (client := self._openssh()) is not None:
@@ -366,6 +402,12 @@ class SSHSession:
             list(call.frames())
         _raise_if_refused(call.answer, path, call.num_sent_bytes)
         return str(call.answer["sha256"])
+
+
+def _checked(completed: CompletedCommand) -> CompletedCommand:
+    if completed.exit_code != 0:
+        raise CommandFailedError(completed)
+    return completed
 
 
 def _program_name(source: Path, text: str) -> str:

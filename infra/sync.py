@@ -78,7 +78,7 @@ def _publish(session: Session, files: Mapping[str, Path], sizes: Mapping[str, in
     incoming = str(place.with_name(f".{place.name}{receiver.INCOMING_MARK}{secrets.token_hex(8)}"))
     is_there = False
     try:
-        _call(session, ["prepare", destination, incoming, str(num_bytes)])
+        _call(session, ["prepare", destination, incoming, str(num_bytes)], may_repeat=True)
         digests, written = _copy_small_files(session, files, sizes, incoming)
         for name in sizes.keys() - digests.keys():
             digests[name], written[name] = _copy_file(session, files[name], sizes[name], f"{incoming}/{name}")
@@ -142,7 +142,7 @@ def _digests_if_identical(
     session: Session, files: Mapping[str, Path], destination: str, sizes: Mapping[str, int]
 ) -> dict[str, str] | None:
     """The digests of the source when the destination has the same; reads the source only if all sizes agree."""
-    there = _call(session, ["describe", destination])["files"]
+    there = _call(session, ["describe", destination], may_repeat=True)["files"]
     if there is None or {name: size for name, (size, _) in there.items()} != sizes:
         return None
     digests = {name: receiver.hash_file(files[name]) for name in sizes}
@@ -221,15 +221,23 @@ def _read_unchanged(source: Path, size: int) -> Iterator[bytes]:
 def _discard(session: Session, incoming: str) -> None:
     """Remove what is left of a copy; a lost node does it itself, a day later."""
     try:
-        _call(session, ["discard", incoming])
+        _call(session, ["discard", incoming], may_repeat=True)
     except InfraError as error:
         logger.warning("%s was left behind: %s", incoming, error)
 
 
 # Any: the answers are JSON objects.
-def _call(session: Session, arguments: Sequence[str], *, stdin: bytes = b"") -> dict[str, Any]:
-    program = Path(receiver.__file__)
-    completed = session.run_program(program, arguments, stdin=stdin, timeout_s=CALL_TIMEOUT_S, check=False)
+def _call(
+    session: Session, arguments: Sequence[str], *, stdin: bytes = b"", may_repeat: bool = False
+) -> dict[str, Any]:
+    completed = session.run_program(
+        Path(receiver.__file__),
+        arguments,
+        stdin=stdin,
+        timeout_s=CALL_TIMEOUT_S,
+        check=False,
+        may_repeat=may_repeat,
+    )
     lines = completed.stdout.splitlines()
     answer = parse_object(lines[-1]) if lines else None
     if answer is None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +22,7 @@ from pydantic import BaseModel
 
 from infra.errors import InfraError
 from infra.jobs import JobState, ask_to_finish
+from infra.repeating import repeating
 from infra.session import Session
 from infra.supervisor import locked
 from rollouts_core.checkpoint import adopt_checkpoint, list_checkpoints, verify_checkpoint
@@ -121,26 +121,19 @@ def requests_passed_on(
     Args:
         run_dir: of the job, on its node.
     """
-    is_over = threading.Event()
     request = Path(stage.run_dir) / REQUEST
 
     def look() -> None:
-        while not is_over.wait(LOOK_S):
-            try:
-                if request.read_text() == scope.run_id:
-                    status = ask_to_finish(session, run_dir, scope.run_id)
-                    if status.state is JobState.RUNNING:
-                        say("asked to finish after the step under way")
-                request.unlink()
-            except FileNotFoundError:
-                continue
-            except InfraError as error:
-                logger.warning("%s was not asked to finish: %s", run_dir, error)
+        try:
+            if request.read_text() == scope.run_id:
+                status = ask_to_finish(session, run_dir, scope.run_id)
+                if status.state is JobState.RUNNING:
+                    say("asked to finish after the step under way")
+            request.unlink()
+        except FileNotFoundError:
+            return
+        except InfraError as error:
+            logger.warning("%s was not asked to finish: %s", run_dir, error)
 
-    thread = threading.Thread(target=look, name=f"requests to {run_dir}", daemon=True)
-    thread.start()
-    try:
+    with repeating(look, interval_s=LOOK_S, thread_name=f"requests to {run_dir}"):
         yield
-    finally:
-        is_over.set()
-    thread.join()

@@ -199,4 +199,4 @@ def files_below(path: Path, name: str) -> Mapping[str, Path]:
 
 def exists_on_node(session: Session, path: str) -> bool:
     """True if there is a file or folder."""
-    return session.run(["test", "-e", path], timeout_s=CALL_TIMEOUT_S, check=False).exit_code == 0
+    return session.run(["test", "-e", path], timeout_s=CALL_TIMEOUT_S, check=False, may_repeat=True).exit_code == 0

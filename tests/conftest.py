@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,6 +26,36 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # As with Ctrl-C, fixtures end what they started: servers, engines and routers would outlive a killed session.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+# Tests make folders for temporary files that stay when they are killed. So a session has a place of its own for these,
+# which a process removes when the session has ended, however it did.
+REMOVE_AT_END = """
+import os, shutil, sys, time
+sys.stdin.read()
+for _ in range(300):  # those who write there may end a moment later
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    if not os.path.exists(sys.argv[1]):
+        break
+    time.sleep(0.1)
+"""
+_remover = pytest.StashKey[subprocess.Popen[bytes]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # of pytest-xdist, whose controller has been here
+        return
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest's own folders stay where they are
+    folder = tempfile.mkdtemp(prefix="rt-")  # short: names of sockets end after 107 bytes
+    Path(folder).chmod(0o1777)  # as /tmp: some tests have other users
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    command = [sys.executable, "-I", "-c", REMOVE_AT_END, folder]
+    config.stash[_remover] = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _remover in config.stash:
+        config.stash[_remover].communicate()
 
 
 @pytest.fixture(scope="session")

@@ -283,11 +283,11 @@ def set_up(session: Session, settings: RentedNode) -> None:
         return
     root = expand_root(session, session.python, settings.root)
     marker = f"{root}/.set-up-{hashlib.sha256(repr(settings.setup).encode()).hexdigest()[:16]}"
-    if session.run(["test", "-e", marker], timeout_s=CALL_TIMEOUT_S, check=False).exit_code == 0:
+    if session.run(["test", "-e", marker], timeout_s=CALL_TIMEOUT_S, check=False, may_repeat=True).exit_code == 0:
         return
     for command in settings.setup:
         session.run(["/bin/sh", "-c", command], timeout_s=SETUP_TIMEOUT_S)
-    session.run(["mkdir", "-p", root], timeout_s=CALL_TIMEOUT_S)
+    session.run(["mkdir", "-p", root], timeout_s=CALL_TIMEOUT_S, may_repeat=True)
     session.write_file(marker, b"")
 
 

@@ -50,7 +50,7 @@ def expand_root(session: Session, python: str, root: str) -> str:
     Raises:
         PermanentInfraError: the interpreter cannot be run, or it is not a usable path.
     """
-    completed = session.run([python, "-I", "-c", _EXPAND, root], timeout_s=CALL_TIMEOUT_S)
+    completed = session.run([python, "-I", "-c", _EXPAND, root], timeout_s=CALL_TIMEOUT_S, may_repeat=True)
     expanded = str(json.loads(completed.stdout))
     if expanded == "/":
         raise PermanentInfraError("node.root is / : name a directory of its own")

@@ -395,7 +395,7 @@ def open_bench(
     folder: Path,
     finished: Path,
     *,
-    todo: tuple[str, ...],
+    unknown_stages: tuple[str, ...],
     is_served: bool,
     is_rented: bool,
     settings: dict[str, Any],  # Any: settings of every type
@@ -405,14 +405,14 @@ def open_bench(
 
     Args:
         finished: a folder with `store`, and with `small`, the files that its run was made of.
-        todo: the stages that the store knows nothing of.
+        unknown_stages: those that the store is to know nothing of.
     """
     store, small, doors, machine = folder / "store", folder / "small", folder / "doors", folder / "machine"
     shutil.copytree(
         finished / "store", store, ignore=shutil.ignore_patterns("*.lock", "server.*", "ledger.db*", "runs")
     )
     shutil.copytree(finished / "small", small)
-    for stage in todo:
+    for stage in unknown_stages:
         for path in store.glob(f"stages/{stage}-*"):
             shutil.rmtree(path)
         for path in store.glob(f"prefect/results/{stage}-*"):

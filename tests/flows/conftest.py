@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from flows.server import local_server
+from tests.processes import dies_with_us
 from tests.small_pipeline import write_small_pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +36,7 @@ class Rollouts:
         store = ["--store", str(self.store)] if with_store else []
         with self.output.open("wb") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", "flows.cli", *arguments, *store],
+                [*dies_with_us("INT"), sys.executable, "-m", "flows.cli", *arguments, *store],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

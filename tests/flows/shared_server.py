@@ -6,6 +6,7 @@ Not here: what runs there (test_shared_server.py).
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import signal
 import socket
@@ -24,6 +25,7 @@ import pytest
 from flows.prefect_api import ask
 from flows.server import ServerAddress, ServerError
 from tests.flows.conftest import clean_environment, wait_until
+from tests.processes import dies_with_us
 
 USER = "prefect"
 AUTH = "people:secret"
@@ -75,7 +77,7 @@ class SharedServer:
         said = self.folder / "worker.log"
         with said.open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool],
+                [*dies_with_us("TERM"), sys.executable, "-m", "prefect", "worker", "start", "--pool", pool],
                 cwd=self.folder,
                 env=self.environment | {"PREFECT_WORKER_QUERY_SECONDS": "1"},
                 stdin=subprocess.DEVNULL,
@@ -104,7 +106,7 @@ def shared_server(folder: Path) -> Iterator[SharedServer]:
         server = SharedServer(address, folder)
         with (folder / "server.log").open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "prefect", "server", "start", "--no-ui", "--port", str(port)],
+                [*dies_with_us(), sys.executable, "-m", "prefect", "server", "start", "--no-ui", "--port", str(port)],
                 env=server.environment
                 | {"PREFECT_API_DATABASE_CONNECTION_URL": database_url, "PREFECT_SERVER_API_AUTH_STRING": AUTH},
                 stdin=subprocess.DEVNULL,
@@ -132,14 +134,14 @@ def postgres() -> Iterator[str]:
         if os.geteuid() == 0:
             user = next(name for name in OTHER_USERS if has_user(name))
             shutil.chown(folder, user)
-            as_user = ["runuser", "-u", user, "--"]
+            as_user = ["setpriv", "--reuid", user, "--regid", str(pwd.getpwnam(user).pw_gid), "--init-groups"]
         data, port = f"{folder}/data", free_port()
         initdb = [*as_user, str(programs / "initdb"), "-D", data, "-U", USER, "-A", "trust", "--no-sync", "-E", "UTF8"]
         made = subprocess.run(initdb, cwd=folder, capture_output=True, text=True)
         assert made.returncode == 0, made.stdout + made.stderr
         options = ("listen_addresses=127.0.0.1", "unix_socket_directories=", "fsync=off")
         settings = [word for option in options for word in ("-c", option)]
-        command = [*as_user, str(programs / "postgres"), "-D", data, "-p", str(port), *settings]
+        command = [*as_user, *dies_with_us("INT"), str(programs / "postgres"), "-D", data, "-p", str(port), *settings]
         with Path(folder, "log").open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, start_new_session=True)
         try:
@@ -147,8 +149,7 @@ def postgres() -> Iterator[str]:
             wait_until(lambda: subprocess.run(is_there).returncode == 0, what="PostgreSQL")
             yield f"postgresql+asyncpg://{USER}@127.0.0.1:{port}/postgres"
         finally:
-            pid = int(Path(data, "postmaster.pid").read_text().split()[0])
-            os.kill(pid, signal.SIGQUIT)  # at once
+            process.send_signal(signal.SIGINT)  # at once, but its shared memory goes too
             process.wait(30)
 
 

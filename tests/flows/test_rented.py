@@ -9,6 +9,7 @@ from __future__ import annotations
 import getpass
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +54,14 @@ def node_settings(server: SSHServer, root: Path) -> dict[str, Any]:
     return {**rented_node(server, root), "setup": [setup]}
 
 
+def start_run(
+    rollouts: Rollouts, node: dict[str, Any], folder: Path, *, num_steps: int
+) -> tuple[Path, subprocess.Popen[bytes]]:
+    """The configuration of a run that trains on such a node, and its process."""
+    config = write_small_pipeline(folder, node=node, **(SHORT | {"training__sft__num_steps": num_steps}))
+    return config, rollouts.start("run", str(config))
+
+
 def rows(rollouts: Rollouts) -> list[RentalState]:
     with Ledger(rollouts.store / "ledger.db") as ledger:
         return [rental.state for rental in all_rentals(ledger)]
@@ -80,9 +89,7 @@ def test_ctrl_c_fetches_the_last_checkpoint_and_gives_the_machine_back(
     rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
 ) -> None:
     settings = node_settings(server, tmp_path / "machine")
-    long = SHORT | {"training__sft__num_steps": 100_000}
-    config = write_small_pipeline(tmp_path / "small", node=settings, **long)
-    process = rollouts.start("run", str(config))
+    _, process = start_run(rollouts, settings, tmp_path / "small", num_steps=100_000)
     wait_for_checkpoint(tmp_path / "machine")
     assert len(fake.alive()) == 1
     process.send_signal(signal.SIGINT)
@@ -95,9 +102,7 @@ def test_before_the_money_is_used_up_the_last_checkpoint_is_fetched_and_the_mach
     rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
 ) -> None:
     settings = node_settings(server, tmp_path / "machine")
-    long = SHORT | {"training__sft__num_steps": 100_000}
-    config = write_small_pipeline(tmp_path / "small", node=settings, **long)
-    process = rollouts.start("run", str(config))
+    _, process = start_run(rollouts, settings, tmp_path / "small", num_steps=100_000)
     wait_for_checkpoint(tmp_path / "machine")
     with Ledger(rollouts.store / "ledger.db") as ledger:
         [rental] = all_rentals(ledger)
@@ -115,9 +120,7 @@ def test_of_a_killed_run_that_is_cancelled_the_last_checkpoint_is_fetched_too(
     from flows.cancellation import give_back_rented  # imports prefect, which the other tests do not need
 
     settings = node_settings(server, tmp_path / "machine")
-    long = SHORT | {"training__sft__num_steps": 100_000}
-    config = write_small_pipeline(tmp_path / "small", node=settings, **long)
-    process = rollouts.start("run", str(config))
+    _, process = start_run(rollouts, settings, tmp_path / "small", num_steps=100_000)
     wait_for_checkpoint(tmp_path / "machine")
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -150,8 +153,7 @@ def test_a_run_that_was_killed_goes_on_with_its_machine(
     rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
 ) -> None:
     settings = node_settings(server, tmp_path / "machine")
-    config = write_small_pipeline(tmp_path / "small", node=settings, **(SHORT | {"training__sft__num_steps": 100}))
-    process = rollouts.start("run", str(config))
+    config, process = start_run(rollouts, settings, tmp_path / "small", num_steps=100)
     rollouts.wait_until_said("sft            started", process)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -167,8 +169,7 @@ def test_a_machine_that_is_taken_away_ends_the_run_and_the_next_start_goes_on_el
     rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
 ) -> None:
     settings = node_settings(server, tmp_path / "machine")
-    config = write_small_pipeline(tmp_path / "small", node=settings, **(SHORT | {"training__sft__num_steps": 100}))
-    process = rollouts.start("run", str(config))
+    config, process = start_run(rollouts, settings, tmp_path / "small", num_steps=100)
     rollouts.wait_until_said("sft            started", process)
     [machine] = fake.alive()
     machine.status = "TERMINATED"

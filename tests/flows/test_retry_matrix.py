@@ -251,7 +251,7 @@ def test_a_run_that_broke_is_completed_by_asking_again(
     with open_bench(
         tmp_path,
         finished,
-        todo=(*(("engine",) if place.stage == "rl" else ()), *([place.stage] if place.stage else [])),
+        unknown_stages=(*(("engine",) if place.stage == "rl" else ()), *([place.stage] if place.stage else [])),
         is_served=case.again == "retry",
         is_rented=case.node == "rented",
         settings=SETTINGS,

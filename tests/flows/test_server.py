@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -144,7 +145,8 @@ def ask(address: ServerAddress, path: str, question: dict[str, Any]) -> Any:  # 
 
 @pytest.mark.slow
 def test_a_server_is_shared_stays_until_the_last_user_leaves_and_leaves_nothing(store: Path) -> None:
-    before = set(Path("/tmp").iterdir())
+    temporary = Path(tempfile.gettempdir())
+    before = set(temporary.iterdir())
     with local_server(store) as address:
         second_user, second_url = start_user(store)
         first_pid = keeper_pid(store)
@@ -156,7 +158,7 @@ def test_a_server_is_shared_stays_until_the_last_user_leaves_and_leaves_nothing(
     wait_until(lambda: not processes_of(store))
     assert not is_healthy(address)
     assert not (store / "prefect" / "server.json").exists()
-    assert not [path for path in set(Path("/tmp").iterdir()) - before if "prefect" in path.name]
+    assert not [path for path in set(temporary.iterdir()) - before if "prefect" in path.name]
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """A TCP proxy on loopback that holds everything back for a while: a long way in a bottle.
 
-    python tests/infra/delay_proxy.py TARGET_PORT ONE_WAY_MS      prints the port that it listens on
+    python tests/infra/delay_proxy.py TARGET_PORT ONE_WAY_MS      prints the port that it listens on; ends with its
+                                                                  standard input
 
 What arrives is passed on after the time of one way, in both directions, however much is under way; nothing limits the
 rate but the processor.
@@ -24,7 +25,7 @@ MAX_HELD_BYTES = 64 << 20
 def delayed_port(target_port: int, *, one_way_ms: float) -> Iterator[int]:
     """A port from which it is so far to the other, while the block runs."""
     command = [sys.executable, __file__, str(target_port), str(one_way_ms)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as proxy:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as proxy:
         assert proxy.stdout is not None
         try:
             yield int(proxy.stdout.readline())
@@ -72,7 +73,7 @@ async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, d
 
 
 async def serve(target_port: int, *, delay_s: float) -> None:
-    """Listen until the process ends."""
+    """Listen until nobody is left at the other end of standard input."""
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         target_reader, target_writer = await asyncio.open_connection("127.0.0.1", target_port, limit=READ_BYTES)
@@ -87,7 +88,7 @@ async def serve(target_port: int, *, delay_s: float) -> None:
     sys.stdout.write(f"{server.sockets[0].getsockname()[1]}\n")
     sys.stdout.flush()
     async with server:
-        await server.serve_forever()
+        await asyncio.to_thread(sys.stdin.read)
 
 
 if __name__ == "__main__":

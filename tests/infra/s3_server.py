@@ -1,6 +1,6 @@
 """A real S3 server (moto's) in a process of its own, and a way to it that can be cut.
 
-    python tests/infra/s3_server.py      prints the port that it listens on
+    python tests/infra/s3_server.py      prints the port that it listens on; ends with its standard input
 
 Not here: what is stored there (test_object_store.py and its neighbours).
 """
@@ -108,8 +108,9 @@ def use(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
 @contextmanager
 def running_s3_server() -> Iterator[S3Server]:
     """A server that ends with the block."""
+    pipe = subprocess.PIPE
     with subprocess.Popen(
-        [sys.executable, __file__], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, __file__], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
     ) as process:
         assert process.stdout is not None
         try:
@@ -193,12 +194,12 @@ class CuttablePort:
 
 
 def serve() -> None:
-    """Listen until the process ends."""
+    """Listen until nobody is left at the other end of standard input."""
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     sys.stdout.write(f"{server.get_host_and_port()[1]}\n")
     sys.stdout.flush()
-    threading.Event().wait()
+    sys.stdin.read()
 
 
 if __name__ == "__main__":

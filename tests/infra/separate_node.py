@@ -21,6 +21,7 @@ import pytest
 
 from infra.node import SSHAccess
 from tests.infra.ssh_server import fingerprint_of, make_key, sshd_config
+from tests.processes import dies_with_us
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 22
@@ -130,7 +131,7 @@ def separate_node(folder: Path, *, hidden: Sequence[Path]) -> Iterator[SeparateN
     values |= {"SSHD": str(programs["sshd"]), "PATH": _PATH}
     with (folder / "log").open("ab") as log:
         process = subprocess.Popen(
-            [*_UNSHARE, "sh", "-c", _INSIDE],
+            [*dies_with_us(), *_UNSHARE, "sh", "-c", _INSIDE],
             env=os.environ | values,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from infra.node import SSHAccess
+from tests.processes import dies_with_us
 
 _PRIVILEGE_SEPARATION_DIR = Path("/run/sshd")
 """Where sshd locks itself up when root starts it."""
@@ -37,7 +38,7 @@ class SSHServer:
         for path in (self.host_key_file, self.client_key_file):
             make_key(path)
         (folder / "authorized_keys").write_bytes(Path(f"{self.client_key_file}.pub").read_bytes())
-        self._command = [program, "-D", "-e", "-f", str(folder / "sshd_config")]
+        self._command = [*dies_with_us(), program, "-D", "-e", "-f", str(folder / "sshd_config")]
         self._process: subprocess.Popen[bytes] | None = None
         self._write_config(more_config)
 

@@ -164,11 +164,11 @@ def test_what_the_installer_said_last_is_told(session: Session, node: Node) -> N
 
 
 @pytest.mark.slow
-def test_an_installation_that_is_killed_is_made_anew(node: Node) -> None:
+def test_an_installation_that_is_killed_is_made_anew_and_leaves_nothing(node: Node) -> None:
     session = LocalSession(sys.executable)
 
     def kill() -> None:
-        wait_until(lambda: any(Path(node.root).glob("environments/*/env")))
+        wait_until(lambda: any(Path(node.root).glob("environments/*/tmp/*")))
         for meta in Path(node.root).glob("environments/*/.job/meta-1.json"):
             os.kill(json.loads(meta.read_text())["supervisor_pid"], signal.SIGKILL)
 
@@ -179,6 +179,7 @@ def test_an_installation_that_is_killed_is_made_anew(node: Node) -> None:
     killer.join()
     python = ensure_environment(session, node, SMALL, installer="pip")
     assert versions_seen(python, "orjson").split()[0] in SMALL[0]
+    assert not list(Path(node.root).glob("environments/*/tmp"))
 
 
 @pytest.mark.slow

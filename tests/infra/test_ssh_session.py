@@ -12,12 +12,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from infra.errors import CommandTimeoutError, NodeUnreachableError, PermanentInfraError
+from infra.errors import CommandTimeoutError, NodeUnreachableError, PermanentInfraError, RequestCutError
 from infra.jobs import JobState, cancel_job, follow_job, job_status, start_or_attach
 from infra.node_agent import END_OF_INPUT, FRAME_HEAD, REQUEST
 from infra.ssh_session import SSHSession
@@ -237,6 +239,48 @@ def test_an_agent_that_was_killed_while_it_waited_is_not_asked(ssh_session: SSHS
 # ── broken connections ──
 
 
+@pytest.mark.parametrize("verb", ["read", "write", "run", "program"])
+def test_a_harmless_request_that_is_cut_off_is_made_once_more(
+    fragile: SSHSession, server: SSHServer, tmp_path: Path, verb: str
+) -> None:
+    file, program = tmp_path / "file", tmp_path / "program.py"
+    file.write_bytes(b"content")
+    program.write_text("def main(argv):\n    print('content', end='')\n")
+    requests: dict[str, Callable[[], object]] = {
+        "read": lambda: fragile.read_file(str(file)),
+        "write": lambda: (fragile.write_file(str(tmp_path / "new"), b"content"), (tmp_path / "new").read_bytes())[1],
+        "run": lambda: fragile.run(["cat", str(file)], timeout_s=30, may_repeat=True).stdout,
+        "program": lambda: fragile.run_program(program, [], timeout_s=30, may_repeat=True).stdout,
+    }
+    with ask_and_cut_off(fragile, server, requests[verb]) as answer:
+        assert answer.result(30) == b"content"
+
+
+def test_any_other_request_that_is_cut_off_is_not(fragile: SSHSession, server: SSHServer, tmp_path: Path) -> None:
+    command = ["sh", "-c", f"echo once >> {tmp_path}/ran"]
+    with (
+        ask_and_cut_off(fragile, server, lambda: fragile.run(command, timeout_s=30)) as answer,
+        pytest.raises(RequestCutError),
+    ):
+        answer.result(30)
+    assert fragile.run(["echo", "next"], timeout_s=30).stdout == b"next\n"
+    assert not (tmp_path / "ran").exists()
+
+
+@contextmanager
+def ask_and_cut_off(
+    session: SSHSession, server: SSHServer, request: Callable[[], object]
+) -> Iterator["Future[object]"]:
+    """Ask over a connection that was used before and carries nothing any more, and then breaks."""
+    session.run(["true"], timeout_s=30)
+    server.signal_sessions(signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(request)
+        time.sleep(0.3)  # it is asked by then
+        server.signal_sessions(signal.SIGKILL)
+        yield answer
+
+
 def test_a_command_whose_connection_breaks_is_unknown_and_killed_and_the_next_one_works(
     fragile: SSHSession, server: SSHServer, tmp_path: Path
 ) -> None:
@@ -271,13 +315,14 @@ def test_a_copy_that_was_cut_off_can_be_made_again(fragile: SSHSession, server: 
     source.mkdir()
     for name, num_bytes in {"a": 3 << 20, "b": 3 << 20, "c": 40 << 20}.items():
         (source / name).write_bytes(os.urandom(num_bytes))
-    is_cut_off = threading.Event()
+    is_cut_off, seen = threading.Event(), set[Path]()
 
     def cut() -> None:  # a cut between two requests is no harm
         while not is_cut_off.is_set():
-            for _ in tmp_path.glob("out/.best.incoming-*/.c.*"):
+            parts = {part.parent for part in tmp_path.glob("out/.best.incoming-*/.c.*")}
+            if parts - seen:  # each copy once: what removes the rest of it needs a connection
                 server.signal_sessions(signal.SIGKILL)
-                is_cut_off.wait(0.1)  # for who was cut off to notice
+                seen.update(parts)
             time.sleep(0.001)
 
     cutting = threading.Thread(target=cut, daemon=True)
@@ -290,8 +335,7 @@ def test_a_copy_that_was_cut_off_can_be_made_again(fragile: SSHSession, server: 
     cutting.join()
     publish_directory(fragile, source, str(target))
     assert {p.name: p.read_bytes() for p in target.iterdir()} == {p.name: p.read_bytes() for p in source.iterdir()}
-    # What was left behind because nobody could be told to remove it is hidden, and goes a day later.
-    assert [path.name for path in target.parent.iterdir() if not path.name.startswith(".")] == ["best"]
+    assert [path.name for path in target.parent.iterdir()] == ["best"]
 
 
 def test_a_log_is_whole_although_its_connection_is_cut_again_and_again(

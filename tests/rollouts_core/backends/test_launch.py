@@ -177,7 +177,8 @@ def start_node(directory: Path, rank: int, port: int) -> subprocess.Popen[bytes]
     """One of two nodes, as docs/multi_gpu.md starts them."""
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test"]
     size = ["--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1", "--local-addr", "127.0.0.1"]
-    command = [sys.executable, "-m", "torch.distributed.run", *size, *rendezvous, "-m", "rollouts_core", "sft"]
+    logs = ["--log-dir", str(directory.with_name(f"{directory.name}-torchrun"))]
+    command = [sys.executable, "-m", "torch.distributed.run", *size, *rendezvous, *logs, "-m", "rollouts_core", "sft"]
     with (directory / "log.txt").open("ab") as log:
         return subprocess.Popen(
             [*command, str(directory / "job.json")],
