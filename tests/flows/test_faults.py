@@ -24,7 +24,7 @@ import tomli_w
 from flows.server import local_server
 from rollouts_core.checkpoint import list_checkpoints, load_manifest
 from rollouts_core.metrics import read_json_lines, read_metrics
-from tests.flows.conftest import Rollouts, processes_of, wait_until
+from tests.flows.conftest import Rollouts, join_home, processes_of, wait_until
 from tests.small_pipeline import small_settings, write_small_pipeline
 
 pytestmark = pytest.mark.slow
@@ -39,7 +39,6 @@ LONG: dict[str, Any] = {  # Any: settings of every type
 """Long enough to be hit in the middle, by whoever looks every tenth of a second."""
 GONE_S = 15.0
 """After a run that stopped its jobs, all processes are gone within this time: less than any lease."""
-NOT_STATE = shutil.ignore_patterns("*.lock", "server.*", "ui")
 
 
 # ── the kills ──
@@ -256,16 +255,15 @@ def test_fresh_trains_sft_anew_in_another_directory(rollouts: Rollouts, after_sf
 
 
 @pytest.fixture(scope="module")
-def finished_sft(tmp_path_factory: pytest.TempPathFactory, prefect_home: Path) -> Path:
+def finished_sft(tmp_path_factory: pytest.TempPathFactory, served_home: Path) -> Path:
     """A folder with the store of a finished run of SFT alone, and beside it the files of that run."""
     folder = tmp_path_factory.mktemp("finished")
+    join_home(served_home, folder / "store")
     config = write_small_pipeline(
         folder / "small", mode="sft", training__sft__num_steps=NUM_STEPS, training__sft__checkpoint_every=100
     )
-    shutil.copytree(prefect_home, folder / "store/prefect", ignore=NOT_STATE)
     code, output = Rollouts(folder / "store", folder / "output.txt").run("run", str(config))
     assert code == 0, output
-    wait_until(lambda: not processes_of(folder / "store"), what="the end of the server")
     return folder
 
 
@@ -273,8 +271,7 @@ def finished_sft(tmp_path_factory: pytest.TempPathFactory, prefect_home: Path) -
 def after_sft(rollouts: Rollouts, tmp_path: Path, finished_sft: Path) -> Path:
     """The configuration of a run that the store of `rollouts` holds already, finished."""
     shutil.rmtree(rollouts.store)
-    shutil.copytree(finished_sft / "store", rollouts.store, ignore=NOT_STATE)
-    shutil.rmtree(rollouts.store / "runs")
+    shutil.copytree(finished_sft / "store", rollouts.store, symlinks=True, ignore=shutil.ignore_patterns("runs"))
     shutil.copytree(finished_sft / "small", tmp_path / "small")
     return tmp_path / "small/small.toml"
 

@@ -19,8 +19,9 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_run_leaves_a_report_and_a_checkpoint_and_a_second_one_reuses_all_stages(
-    rollouts: Rollouts, tmp_path: Path
+    rollouts_alone: Rollouts, tmp_path: Path
 ) -> None:
+    rollouts = rollouts_alone
     config = write_small_pipeline(tmp_path / "small")
 
     code, output = rollouts.run("run", str(config))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -43,8 +44,13 @@ CANCEL_S = 30.0
 
 
 @pytest.fixture
-def served(rollouts: Rollouts) -> Iterator[Rollouts]:
-    """A store in which `up` may be called; whatever it started is ended, jobs too."""
+def served(rollouts_alone: Rollouts, quickstart_files: Path) -> Iterator[Rollouts]:
+    """A store in which `up` may be called; whatever it started is ended, jobs too.
+
+    What the first `up` of a store makes for the quickstart is there already.
+    """
+    rollouts = rollouts_alone
+    shutil.copytree(quickstart_files, rollouts.store / "quickstart")
     yield rollouts
     rollouts.run("down")
     for path in rollouts.store.glob("stages/*/.job/meta-*.json"):
@@ -114,8 +120,10 @@ def set_state(rollouts: Rollouts, run_id: str, state: str, **more: str) -> None:
 def test_up_outlives_its_terminal_is_joined_runs_what_is_asked_for_and_is_ended_by_down(
     served: Rollouts, folder: Path
 ) -> None:
+    shutil.rmtree(served.store / "quickstart")  # as it is before the first `up`
     said = up(served)
     assert "started" in said
+    assert list(served.store.glob("quickstart/seed-0/*.toml"))
     assert "deployments    quickstart, rl_math, sft_openwebtext, sft_qwen, sft_rl_gsm8k" in said
     assert "/v2/deployments" in said
     password = (served.store / "prefect/password").read_text()
