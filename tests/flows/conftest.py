@@ -67,12 +67,12 @@ def clean_environment() -> dict[str, str]:
     return kept | {"PYTHONPATH": str(ROOT)}
 
 
-def wait_until(is_true: Callable[[], bool], *, what: str, timeout_s: float = 120.0) -> None:
+def wait_until(is_true: Callable[[], bool], *, what: str, timeout_s: float = 120.0, every_s: float = 0.1) -> None:
     """Return when the condition holds; fail the test at the deadline."""
     deadline = time.monotonic() + timeout_s
     while not is_true():
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
-        time.sleep(0.1)
+        time.sleep(every_s)
 
 
 def processes_of(store: Path) -> list[str]:

@@ -41,6 +41,8 @@ pytestmark = pytest.mark.slow
 RUN_LINK = re.compile(r"/runs/flow-run/([0-9a-f-]{36})")
 CANCEL_S = 30.0
 """Prefect kills a flow that does not end this long after it was cancelled."""
+ASK_S = 0.5
+"""How often a server is asked: each question costs it and us some hundredths of a second."""
 
 
 @pytest.fixture
@@ -91,6 +93,7 @@ def wait_for_state(rollouts: Rollouts, run_id: str, state: str, *, timeout_s: fl
         lambda: state_of(rollouts, run_id) in (state, "FAILED", "COMPLETED", "CRASHED", "CANCELLED"),
         what=f"{run_id} {state}",
         timeout_s=timeout_s,
+        every_s=ASK_S,
     )
     run = api(rollouts, "GET", f"/flow_runs/{run_id}")
     log = (rollouts.store / "prefect/serving.log").read_text()
