@@ -1,4 +1,6 @@
-"""What every test shares: no hub is asked, and continuous integration skips nothing for what is missing there."""
+"""What every test shares: no hub is asked, whole pipelines begin, and continuous integration skips nothing for what is
+missing there.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,6 +79,13 @@ def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     s3_server.make_bucket(name)
     use(monkeypatch, s3_server.environment)
     return name
+
+
+@pytest.hookimpl(trylast=True)  # when the tests that `-m` leaves out are gone
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let the files with most runs of pipelines begin: short ones fill up the end, where all would wait for one."""
+    num_runs = Counter(item.path for item in items if "flows" in item.path.parts and item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -num_runs[item.path])
 
 
 EXCUSED = ("specs", "namespaces")

@@ -15,10 +15,10 @@ from rollouts_core.config import EngineKind, WeightTransfer
 from rollouts_core.metrics import read_metrics
 from rollouts_core.quickstart import write_quickstart_files
 from tests.engines.servers import engine_python
-from tests.flows.conftest import Rollouts, prefect_home, rollouts
+from tests.flows.conftest import Rollouts, prefect_home, rollouts, served_home
 from tests.small_pipeline import SIZE, small_settings
 
-__all__ = ["prefect_home", "rollouts"]  # fixtures of another folder
+__all__ = ["prefect_home", "rollouts", "served_home"]  # fixtures of another folder
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

@@ -31,10 +31,10 @@ from rollouts_core.metrics import read_metrics
 from tests.engines.conftest import SavedModel
 from tests.engines.servers import Server, engine_python, serving
 from tests.engines.test_contract import LOGPROB_TOLERANCE, ask, versions_of, worst_gap
-from tests.flows.conftest import Rollouts, prefect_home, rollouts
+from tests.flows.conftest import Rollouts, prefect_home, rollouts, served_home
 from tests.small_pipeline import write_small_pipeline
 
-__all__ = ["prefect_home", "rollouts"]  # fixtures of another folder
+__all__ = ["prefect_home", "rollouts", "served_home"]  # fixtures of another folder
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

@@ -31,7 +31,7 @@ from flows.up import find_serving
 from rollouts_core.metrics import read_json_lines
 from tests.flows.conftest import Rollouts, pids_of
 from tests.flows.test_faults import events_of, exits_of, program_of
-from tests.flows.test_up import flows_of, set_state, state_of, trigger, up
+from tests.flows.test_up import ASK_S, flows_of, set_state, state_of, trigger, up
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.ssh_server import SSHServer, running_server
@@ -139,7 +139,7 @@ class Bench:
         deadline = time.monotonic() + END_TIMEOUT_S
         while not self.is_over():
             assert time.monotonic() < deadline, f"it does not end:\n{self.said()[-3000:]}"
-            time.sleep(0.2)
+            time.sleep(ASK_S)
 
     # ── the node ──
 

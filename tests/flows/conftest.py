@@ -1,6 +1,8 @@
 """Whole pipelines for tests: a real Prefect server, real jobs, the `rollouts` command in processes of its own.
 
-A new Prefect database takes ten seconds of migrations, so one is made per test session and copied into each store.
+A server takes five seconds to start, so one runs for the whole test session, and the commands of most tests join it as
+that of their store. Tests of servers, deployments and databases have one of their own (`rollouts_alone`): its new
+database would take ten seconds of migrations, and is a copy of one that is made per session.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from flows.quickstart_files import quickstart_folder, write_missing_quickstart
 from flows.server import local_server
 from tests.processes import dies_with_us
 from tests.small_pipeline import write_small_pipeline
@@ -65,12 +68,12 @@ def clean_environment() -> dict[str, str]:
     return kept | {"PYTHONPATH": str(ROOT)}
 
 
-def wait_until(is_true: Callable[[], bool], *, what: str, timeout_s: float = 120.0) -> None:
+def wait_until(is_true: Callable[[], bool], *, what: str, timeout_s: float = 120.0, every_s: float = 0.1) -> None:
     """Return when the condition holds; fail the test at the deadline."""
     deadline = time.monotonic() + timeout_s
     while not is_true():
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
-        time.sleep(0.1)
+        time.sleep(every_s)
 
 
 def processes_of(store: Path) -> list[str]:
@@ -104,13 +107,56 @@ def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return store / "prefect"
 
 
+@pytest.fixture(scope="session")
+def served_home(tmp_path_factory: pytest.TempPathFactory, prefect_home: Path) -> Iterator[Path]:
+    """A Prefect home whose server runs as long as the session."""
+    store = tmp_path_factory.mktemp("served")
+    copy_home(prefect_home, store)
+    with local_server(store):
+        yield store / "prefect"
+    wait_until(lambda: not processes_of(store), what="the end of the session's server")
+
+
+def copy_home(home: Path, store: Path) -> None:
+    """Give a store the database of another one, whose server does not run."""
+    shutil.copytree(home, store / "prefect", ignore=shutil.ignore_patterns("*.lock", "server.*", "ui"))
+
+
+def join_home(home: Path, store: Path) -> None:
+    """Make the running server of a home that of a store, too; what Prefect's clients write stays the store's own."""
+    (store / "prefect").mkdir(parents=True)
+    for path in home.iterdir():
+        if path.is_file():  # locks, address, password, database
+            (store / "prefect" / path.name).symlink_to(path)
+
+
 @pytest.fixture
-def rollouts(tmp_path: Path, prefect_home: Path) -> Iterator[Rollouts]:
+def rollouts(tmp_path: Path, served_home: Path) -> Iterator[Rollouts]:
     """The `rollouts` command over an empty store; no process of it may be left when the test ends."""
-    store = tmp_path / "store"
-    shutil.copytree(prefect_home, store / "prefect", ignore=shutil.ignore_patterns("*.lock", "server.*", "ui"))
-    yield Rollouts(store, tmp_path / "output.txt")
+    join_home(served_home, tmp_path / "store")
+    yield from over_store(tmp_path)
+
+
+@pytest.fixture
+def rollouts_alone(tmp_path: Path, prefect_home: Path) -> Iterator[Rollouts]:
+    """The same with a server that its commands start, and that ends with them."""
+    copy_home(prefect_home, tmp_path / "store")
+    yield from over_store(tmp_path)
+
+
+def over_store(folder: Path) -> Iterator[Rollouts]:
+    """The command over `store` in a folder."""
+    store = folder / "store"
+    yield Rollouts(store, folder / "output.txt")
     wait_until(lambda: not processes_of(store), what=f"the end of {processes_of(store)}", timeout_s=30.0)
+
+
+@pytest.fixture(scope="session")
+def quickstart_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a store has in `quickstart` once its deployments were served."""
+    store = tmp_path_factory.mktemp("quickstart")
+    write_missing_quickstart(quickstart_folder(store, seed=0))
+    return store / "quickstart"
 
 
 @pytest.fixture(scope="session")

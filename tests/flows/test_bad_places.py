@@ -197,15 +197,15 @@ def test_a_reward_that_raises_on_some_completions_ends_the_run_and_the_engine(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["store", "root"])
-def test_a_disk_that_runs_full_during_sft_is_named(rollouts: Rollouts, folder: Path, place: str) -> None:
-    store = rollouts.store
+def test_a_disk_that_runs_full_during_sft_is_named(rollouts_alone: Rollouts, folder: Path, place: str) -> None:
+    store = rollouts_alone.store
     with small_disk(folder / "disk") as disk:
         overrides = {"node__root": str(disk), "node__min_free_gb": 0.0}
         if place == "store":
             shutil.copytree(store / "prefect", disk / "prefect")
             store = disk
         config = write_config(folder, mode="sft", training__sft__num_steps=400, **overrides)
-        command = dataclasses.replace(rollouts, store=store)
+        command = dataclasses.replace(rollouts_alone, store=store)
         process = command.start("run", str(config))
         checkpoints = "stages/sft-*/checkpoints/step_*"
         wait_until(lambda: any(disk.glob(checkpoints)) or process.poll() is not None, what="a checkpoint")

@@ -44,6 +44,7 @@ def test_models_are_scored_as_their_run_scored_them_once_and_from_everywhere(
     write_quickstart_files(folder, size=TINY_SIZE)
     settings = {"mode": "sft", "training__sft__num_steps": 10, "training__sft__checkpoint_every": 5}
     config = write_config(folder, run__publish=f"s3://{bucket}/team", run__register_as="mine", **settings)
+    up(served, str(config))  # the commands below join its server
     code, output = served.run("run", str(config))
     assert code == 0, output
     [run] = (served.store / "runs").iterdir()
@@ -73,7 +74,6 @@ def test_models_are_scored_as_their_run_scored_them_once_and_from_everywhere(
     assert code == 0, output
     assert (records(served)[-1]["comparison"], num_scorings(served)) == (None, 3)
 
-    up(served, str(config))
     code, output = served.run("run", "--deployment", "small-evaluate")
     assert (code, "small-evaluate needs a model: evaluate.model=production" in output) == (2, True), output
     with Ledger(served.store / LEDGER_FILE) as ledger:

@@ -24,7 +24,7 @@ import tomli_w
 from flows.server import local_server
 from rollouts_core.checkpoint import list_checkpoints, load_manifest
 from rollouts_core.metrics import read_json_lines, read_metrics
-from tests.flows.conftest import Rollouts, processes_of, wait_until
+from tests.flows.conftest import Rollouts, join_home, processes_of, wait_until
 from tests.small_pipeline import small_settings, write_small_pipeline
 
 pytestmark = pytest.mark.slow
@@ -39,16 +39,16 @@ LONG: dict[str, Any] = {  # Any: settings of every type
 """Long enough to be hit in the middle, by whoever looks every tenth of a second."""
 GONE_S = 15.0
 """After a run that stopped its jobs, all processes are gone within this time: less than any lease."""
-NOT_STATE = shutil.ignore_patterns("*.lock", "server.*", "ui")
 
 
 # ── the kills ──
 
 
 def test_a_killed_rl_fails_the_run_and_the_same_command_goes_on_from_its_checkpoint(
-    rollouts: Rollouts, tmp_path: Path
+    rollouts: Rollouts, after_sft: Path
 ) -> None:
-    config = write_small_pipeline(tmp_path / "small", **LONG)
+    config = after_sft
+    config.write_text(tomli_w.dumps(small_settings(**LONG, training__sft__checkpoint_every=100)))
     process, rl = run_until(rollouts, config, "rl")
     os.kill(program_of(rl), signal.SIGKILL)
     assert process.wait(60) == 1
@@ -59,7 +59,7 @@ def test_a_killed_rl_fails_the_run_and_the_same_command_goes_on_from_its_checkpo
     code, output = rollouts.run("run", str(config))
     assert code == 0, output
     states = task_states(rollouts.store, of_run=last_run(rollouts)["run_id"])
-    for stage in ("sft", "select-sft"):
+    for stage in ("sft", "select-sft"):  # of the run before both
         assert exits_of(run_dir(rollouts, stage)) == ["exit-1.json"]
         assert states[stage] == "Cached"
     assert exits_of(rl) == ["exit-1.json", "exit-2.json"]
@@ -76,51 +76,28 @@ def test_a_run_whose_supervisor_is_killed_resumes_by_itself(rollouts: Rollouts, 
     assert_resumed(sft, attempt=2)
 
 
-def test_a_terminated_and_a_killed_flow_leave_rl_running_and_the_next_start_attaches(
+def test_ctrl_c_ends_the_job_although_a_dead_flow_wanted_it_too_and_the_next_run_resumes_it(
     rollouts: Rollouts, tmp_path: Path
 ) -> None:
     config = write_small_pipeline(tmp_path / "small", mode="rl", **LONG)
     process, rl = run_until(rollouts, config, "rl")
-    end_flow(process, signal.SIGTERM)
-    assert_goes_on(rl)
-    with paused(program_of(rl)):
-        process = rollouts.start("run", str(config))
-        rollouts.wait_until_said("rl             attached to the running job", process)
-        end_flow(process, signal.SIGKILL)
-    assert_goes_on(rl)
-    with paused(program_of(rl)):
-        process = rollouts.start("run", str(config))
-        rollouts.wait_until_said("rl             attached to the running job", process)
-    assert process.wait(120) == 0, rollouts.said()
-    assert [entry["how"] for entry in last_run(rollouts)["stages"]] == ["attached", "ran", "ran"]
-    for each in (rl, run_dir(rollouts, "engine")):
-        assert exits_of(each) == ["exit-1.json"]
-        assert len(events_of(each, "started")) == 1
-    assert_nothing_is_left(rollouts)
-
-
-@pytest.mark.parametrize("stage", ["sft", "rl"])
-def test_ctrl_c_ends_the_job_although_a_dead_flow_wanted_it_too_and_the_next_run_resumes_it(
-    rollouts: Rollouts, tmp_path: Path, stage: str
-) -> None:
-    config = write_small_pipeline(tmp_path / "small", mode=stage, **LONG)
-    process, directory = run_until(rollouts, config, stage)
     end_flow(process, signal.SIGKILL)
-    with paused(program_of(directory)):
+    assert_goes_on(rl)
+    with paused(program_of(rl)):
         process = rollouts.start("run", str(config))
-        rollouts.wait_until_said(f"{stage:<14} attached to the running job", process)
+        rollouts.wait_until_said("rl             attached to the running job", process)
         process.send_signal(signal.SIGINT)
-        wait_until((directory / ".job/cancel-1").exists, what=f"the cancel request of {directory}")
+        wait_until((rl / ".job/cancel-1").exists, what=f"the cancel request of {rl}")
     assert process.wait(60) == 130, rollouts.said()
     assert "What is finished is kept: the same command goes on from there." in rollouts.said()
     assert "Traceback" not in rollouts.said()
     assert_nothing_is_left(rollouts)
-    assert json.loads((directory / "exit-1.json").read_text())["cancelled"]
+    assert json.loads((rl / "exit-1.json").read_text())["cancelled"]
 
     code, output = rollouts.run("run", str(config))
     assert code == 0, output
-    assert f"{stage:<14} goes on from step " in output
-    assert_resumed(directory, attempt=2)
+    assert "rl             goes on from step " in output
+    assert_resumed(rl, attempt=2)
 
 
 def test_of_two_engines_one_may_be_gone_for_good_and_rl_goes_on_with_the_other(
@@ -174,7 +151,7 @@ def test_two_runs_at_once_train_their_common_sft_once(rollouts: Rollouts, tmp_pa
     processes = [rollouts.start("run", str(config)), other.start("run", str(other_config))]
     codes = [process.wait(240) for process in processes]
     assert codes == [0, 0], f"{rollouts.said()}\n{other.said()}"
-    for stage in ("sft", "select-sft"):
+    for stage in ("sft", "select-sft"):  # of the run before both
         assert exits_of(run_dir(rollouts, stage)) == ["exit-1.json"]
         assert len(events_of(run_dir(rollouts, stage), "started")) == 1
     assert len(list(rollouts.store.glob("stages/rl-*"))) == 2
@@ -196,6 +173,17 @@ def test_ctrl_c_of_one_of_two_runs_leaves_their_common_sft_to_the_other(rollouts
 
 
 # ── what an earlier run left ──
+
+
+def test_sft_alone_ends_with_the_selected_sft_checkpoint(finished_sft: Path) -> None:
+    (run,) = (finished_sft / "store/runs").iterdir()
+    record = json.loads((run / "run.json").read_text())
+    assert [stage["stage"] for stage in record["stages"]] == ["sft", "select-sft", "evaluate"]
+    selected = record["selected"]["sft"]
+    (sft,) = (finished_sft / "store/stages").glob("sft-*")
+    assert (run / "checkpoint/model.safetensors").read_bytes() == (
+        sft / "checkpoints" / selected / "model.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -256,16 +244,15 @@ def test_fresh_trains_sft_anew_in_another_directory(rollouts: Rollouts, after_sf
 
 
 @pytest.fixture(scope="module")
-def finished_sft(tmp_path_factory: pytest.TempPathFactory, prefect_home: Path) -> Path:
+def finished_sft(tmp_path_factory: pytest.TempPathFactory, served_home: Path) -> Path:
     """A folder with the store of a finished run of SFT alone, and beside it the files of that run."""
     folder = tmp_path_factory.mktemp("finished")
+    join_home(served_home, folder / "store")
     config = write_small_pipeline(
         folder / "small", mode="sft", training__sft__num_steps=NUM_STEPS, training__sft__checkpoint_every=100
     )
-    shutil.copytree(prefect_home, folder / "store/prefect", ignore=NOT_STATE)
     code, output = Rollouts(folder / "store", folder / "output.txt").run("run", str(config))
     assert code == 0, output
-    wait_until(lambda: not processes_of(folder / "store"), what="the end of the server")
     return folder
 
 
@@ -273,8 +260,7 @@ def finished_sft(tmp_path_factory: pytest.TempPathFactory, prefect_home: Path) -
 def after_sft(rollouts: Rollouts, tmp_path: Path, finished_sft: Path) -> Path:
     """The configuration of a run that the store of `rollouts` holds already, finished."""
     shutil.rmtree(rollouts.store)
-    shutil.copytree(finished_sft / "store", rollouts.store, ignore=NOT_STATE)
-    shutil.rmtree(rollouts.store / "runs")
+    shutil.copytree(finished_sft / "store", rollouts.store, symlinks=True, ignore=shutil.ignore_patterns("runs"))
     shutil.copytree(finished_sft / "small", tmp_path / "small")
     return tmp_path / "small/small.toml"
 

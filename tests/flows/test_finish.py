@@ -22,7 +22,7 @@ from rollouts_core.metrics import read_metrics
 from tests.flows.conftest import Rollouts, wait_until
 from tests.flows.test_faults import digests_of, events_of, exits_of, last_run, paused, program_of, run_dir, run_until
 from tests.flows.test_ssh import node_root, node_settings, server  # noqa: F401
-from tests.flows.test_up import api, served, trigger, up, wait_for_checkpoint, wait_for_state  # noqa: F401
+from tests.flows.test_up import api, logs_of, served, trigger, up, wait_for_checkpoint, wait_for_state  # noqa: F401
 from tests.infra.ssh_server import SSHServer
 from tests.rollouts_core.histories import without_times
 from tests.small_pipeline import write_small_pipeline
@@ -52,11 +52,10 @@ def finish_in_the_middle(rollouts: Rollouts, config: Path, stage: str) -> tuple[
     return process, directory, said
 
 
-@pytest.mark.parametrize("stage", ["sft", "rl"])
 def test_a_run_goes_on_with_what_it_has_and_the_next_one_trains_the_rest_as_if_nobody_had_asked(
-    rollouts: Rollouts, tmp_path: Path, stage: str
+    rollouts: Rollouts, tmp_path: Path
 ) -> None:
-    num_steps = NUM_STEPS[stage]
+    stage, num_steps = "rl", NUM_STEPS["rl"]
     config = write_config(tmp_path / "small", stage)
     process, early, said = finish_in_the_middle(rollouts, config, stage)
     assert f"{early.name} ends after the step under way, and the run goes on with what it has" in said
@@ -113,11 +112,13 @@ def test_the_deployment_finishes_a_run_whose_retry_keeps_the_shortened_training(
         assert f"{sft.name} is trained for second-{second[:8]} too, which did not ask for less" in message
         api(served, "POST", f"/flow_runs/{second}/set_state", {"state": {"type": "CANCELLING"}, "force": False})
         wait_for_state(served, second, "CANCELLED")
+        wait_until(lambda: f"left the job in {sft} to another run" in logs_of(served, second), what="it being said")
         asked = trigger(served, "finish", f"finish.run={run_id}")
         wait_for_state(served, asked, "COMPLETED")
         wait_until((sft / "finish-1").exists, what="the request beside the job")
     wait_for_state(served, run_id, "COMPLETED")
     step = json.loads((sft / "result.json").read_text())["finished_early"]["step"]
+    assert exits_of(sft) == ["exit-1.json"]
     code, output = served.run("status")
     assert code == 0
     assert f"sft finished early at step {step} of {NUM_STEPS['sft']}" in output, output
@@ -168,11 +169,15 @@ def test_a_training_on_another_machine_is_finished_there_and_the_next_run_trains
     assert code == 0, output
     (rest,) = set(node_root.glob("stages/sft-*")) - {there}
     assert [event["step"] for event in events_of(rest, "resumed")] == [early["step"]]
-    steps = range(1, NUM_STEPS["sft"] + 1)
-    assert [line["step"] for line in read_metrics(rollouts.store / "stages" / rest.name / "metrics.jsonl")] == list(
-        steps
-    )
+    trained = read_metrics(rollouts.store / "stages" / rest.name / "metrics.jsonl")
+    assert [line["step"] for line in trained] == list(range(1, NUM_STEPS["sft"] + 1))
     assert list_checkpoints(rest / "checkpoints")[-1].name == "step_000200"
+
+    code, output = rollouts.run("run", str(config), "--fresh", "sft")
+    assert code == 0, output
+    (straight,) = set(node_root.glob("stages/sft-*")) - {there, rest}
+    assert digests_of(rest) == digests_of(straight)
+    assert without_times(trained) == without_times(read_metrics(straight / "metrics.jsonl"))
 
 
 def test_what_cannot_be_finished_is_one_sentence(tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_run_leaves_a_report_and_a_checkpoint_and_a_second_one_reuses_all_stages(
-    rollouts: Rollouts, tmp_path: Path
+    rollouts_alone: Rollouts, tmp_path: Path
 ) -> None:
+    rollouts = rollouts_alone
     config = write_small_pipeline(tmp_path / "small")
 
     code, output = rollouts.run("run", str(config))
@@ -39,34 +40,13 @@ def test_a_run_leaves_a_report_and_a_checkpoint_and_a_second_one_reuses_all_stag
     assert len(list((rollouts.store / "stages").glob("*/exit-1.json"))) == 6  # five stages and the engine, once each
 
 
-def test_sft_alone_ends_with_the_selected_sft_checkpoint(rollouts: Rollouts, tmp_path: Path) -> None:
-    config = write_small_pipeline(tmp_path / "small", mode="sft")
-    code, output = rollouts.run("run", str(config))
-    assert code == 0, output
-    (run,) = (rollouts.store / "runs").iterdir()
-    record = json.loads((run / "run.json").read_text())
-    assert [stage["stage"] for stage in record["stages"]] == ["sft", "select-sft", "evaluate"]
-    selected = record["selected"]["sft"]
-    (sft,) = (rollouts.store / "stages").glob("sft-*")
-    assert (run / "checkpoint/model.safetensors").read_bytes() == (
-        sft / "checkpoints" / selected / "model.safetensors"
-    ).read_bytes()
-
-
-def test_rl_alone_starts_from_the_given_model(rollouts: Rollouts, tmp_path: Path) -> None:
+def test_rl_alone_and_rl_from_its_rollouts_without_an_engine_train_the_same(rollouts: Rollouts, tmp_path: Path) -> None:
     config = write_small_pipeline(tmp_path / "small", mode="rl")
     code, output = rollouts.run("run", str(config))
     assert code == 0, output
     (run,) = (rollouts.store / "runs").iterdir()
     record = json.loads((run / "run.json").read_text())
     assert [stage["stage"] for stage in record["stages"]] == ["rl", "select-rl", "evaluate"]
-
-
-def test_rl_from_the_rollouts_of_an_earlier_run_trains_the_same_without_an_engine(
-    rollouts: Rollouts, tmp_path: Path
-) -> None:
-    config = write_small_pipeline(tmp_path / "small", mode="rl")
-    assert rollouts.run("run", str(config))[0] == 0
     (online,) = (rollouts.store / "stages").glob("rl-*")
     settings = small_settings(mode="rl", data__prompts="", data__rollouts=str(online / "samples"))
     (tmp_path / "small/offline.toml").write_text(tomli_w.dumps(settings))

@@ -21,6 +21,7 @@ from rollouts_core.checkpoint import verify_checkpoint
 from tests.flows.conftest import Rollouts, wait_until
 from tests.flows.test_faults import LONG, exits_of, paused, program_of
 from tests.flows.test_up import (  # noqa: F401
+    ASK_S,
     api,
     served,
     set_state,
@@ -117,7 +118,11 @@ def test_data_is_trained_on_once_and_new_data_is_trained_on_and_compared_with_pr
 
     for resource in ("rollouts.data.other", "rollouts.data.small"):
         say_updated(served, resource)
-    wait_until(lambda: [run["state_name"] for run in looks(served)] == ["Skipped"] * 2, what="one look, at an event")
+    wait_until(
+        lambda: [run["state_name"] for run in looks(served)] == ["Skipped"] * 2,
+        what="one look, at an event",
+        every_s=ASK_S,
+    )
 
     change_data(folder)
     name, message = retrain(served, "retrain.max_p_value=0.000001")
@@ -143,7 +148,7 @@ def test_a_person_is_asked_and_the_question_outlives_everything_until_it_is_answ
     config = write_config(folder, retrain__approval=True)
     up(served, str(config))
     run_id = trigger(served, "small-retrain")
-    wait_until(lambda: state_of(served, run_id) == "PAUSED", what="the question", timeout_s=180)
+    wait_until(lambda: state_of(served, run_id) == "PAUSED", what="the question", timeout_s=180, every_s=ASK_S)
     assert production(served) is None
     name, message = retrain(served)
     assert (name, message.endswith("which waits for approval")) == ("Skipped", True), message
@@ -167,7 +172,7 @@ def test_a_person_is_asked_and_the_question_outlives_everything_until_it_is_answ
 
     change_data(folder)
     run_id = trigger(served, "small-retrain")
-    wait_until(lambda: state_of(served, run_id) == "PAUSED", what="the second question", timeout_s=180)
+    wait_until(lambda: state_of(served, run_id) == "PAUSED", what="the second question", timeout_s=180, every_s=ASK_S)
     set_state(served, run_id, "CANCELLING")
     wait_until(lambda: state_of(served, run_id) == "CANCELLED", what="the end of the question")
     assert production(served) == promoted
@@ -223,6 +228,7 @@ def test_a_schedule_fires_by_itself_and_ends_with_its_table(served: Rollouts, fo
         ),
         what="a training and a look at unchanged data",
         timeout_s=300,
+        every_s=ASK_S,
     )
     code, output = served.run("status")
     assert (code, output.count("Scheduled")) == (0, 1), output

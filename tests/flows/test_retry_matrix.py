@@ -42,8 +42,8 @@ from infra.rentals import all_rentals
 from rollouts_core.checkpoint import load_manifest
 from tests.flows import breaking
 from tests.flows.breaking import Bench, open_bench
-from tests.flows.conftest import Rollouts, pids_of, wait_until
-from tests.flows.test_faults import GONE_S, NOT_STATE, digests_of, events_of, exits_of, last_run, program_of, run_dir
+from tests.flows.conftest import Rollouts, copy_home, pids_of, wait_until
+from tests.flows.test_faults import GONE_S, digests_of, events_of, exits_of, last_run, program_of, run_dir
 from tests.small_pipeline import write_small_pipeline
 
 SETTINGS: dict[str, Any] = {  # Any: settings of every type
@@ -362,11 +362,12 @@ def check_nothing_is_left(bench: Bench) -> None:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, prefect_home: Path) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory, prefect_home: Path, quickstart_files: Path) -> Path:
     """A folder with the store of a finished run, and beside it, in `small`, the files of that run."""
     folder = tmp_path_factory.mktemp("finished")
     config = write_small_pipeline(folder / "small", **SETTINGS)
-    shutil.copytree(prefect_home, folder / "store/prefect", ignore=NOT_STATE)
+    copy_home(prefect_home, folder / "store")
+    shutil.copytree(quickstart_files, folder / "store/quickstart")
     rollouts = Rollouts(folder / "store", folder / "output.txt")
     code, output = rollouts.run("run", str(config))
     assert code == 0, output

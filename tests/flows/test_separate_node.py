@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from rollouts_core.checkpoint import verify_checkpoint
-from tests.flows.conftest import Rollouts
+from tests.flows.conftest import Rollouts, join_home
 from tests.flows.test_ssh import SHORTER, stages_of
 from tests.infra.separate_node import SeparateNode, separate_node
 from tests.small_pipeline import write_small_pipeline
@@ -51,7 +51,7 @@ def node_settings(node: SeparateNode) -> dict[str, Any]:
 
 
 def test_a_run_on_a_machine_that_shares_nothing_ends_as_here_and_its_key_is_seen_nowhere(
-    rollouts: Rollouts, node: SeparateNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rollouts: Rollouts, served_home: Path, node: SeparateNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, CANARY)
     keyed = SHORTER | {"rollout__engine__api_key_variable": KEY_VARIABLE}
@@ -70,7 +70,7 @@ def test_a_run_on_a_machine_that_shares_nothing_ends_as_here_and_its_key_is_seen
     (run,) = (rollouts.store / "runs").iterdir()
     over_there = verify_checkpoint(run / "checkpoint")
     local_only = Rollouts(store=tmp_path / "other-store", output=tmp_path / "other-output")
-    local_only.store.mkdir()
+    join_home(served_home, local_only.store)
     code, output = local_only.run("run", str(write_small_pipeline(tmp_path / "small", **keyed)))
     assert code == 0, output
     (run,) = (local_only.store / "runs").iterdir()

@@ -8,7 +8,6 @@ the middle of the terminal display.
 import dataclasses
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -33,6 +32,7 @@ from flows.server import (
     prefect_environment,
     run_url,
 )
+from tests.flows.conftest import copy_home
 
 ROOT = Path(__file__).parents[2]
 GONE_TIMEOUT_S = 15.0
@@ -76,20 +76,11 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-@pytest.fixture(scope="module")
-def migrated_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store whose database exists: making one takes most of a first start."""
-    store = tmp_path_factory.mktemp("migrated")
-    with local_server(store):
-        pass
-    wait_until(lambda: not processes_of(store))
-    return store
-
-
 @pytest.fixture
-def store(migrated_store: Path, tmp_path: Path) -> Iterator[Path]:
+def store(prefect_home: Path, tmp_path: Path) -> Iterator[Path]:
+    """A store whose database exists: making one takes most of a first start."""
     copy = tmp_path / "store"
-    shutil.copytree(migrated_store, copy)
+    copy_home(prefect_home, copy)
     yield copy
     wait_until(lambda: not processes_of(copy))
 

@@ -21,6 +21,7 @@ from rollouts_core.errors import ConfigError
 from tests.flows.conftest import Rollouts, processes_of, wait_until
 from tests.flows.shared_server import SharedServer, shared_server
 from tests.flows.test_faults import LONG, assert_goes_on, events_of, exits_of, paused, program_of
+from tests.flows.test_up import ASK_S
 from tests.small_pipeline import write_small_pipeline
 
 POOL = "gpus"
@@ -55,7 +56,9 @@ def test_a_worker_runs_what_was_deployed_cancel_ends_its_job_and_a_retry_attache
         with paused(program_of(sft)):
             retry = {"state": {"type": "SCHEDULED", "name": "AwaitingRetry"}, "force": True}
             server.ask("POST", f"/flow_runs/{run_id}/set_state", retry)
-            wait_until(lambda: "attached to the running job" in logs_of(server, run_id), what="attaching")
+            wait_until(
+                lambda: "attached to the running job" in logs_of(server, run_id), what="attaching", every_s=ASK_S
+            )
         assert end_of(server, run_id, said) == "COMPLETED"
         assert exits_of(sft) == ["exit-1.json"]
         assert len(events_of(sft, "started")) == 1
@@ -87,7 +90,11 @@ def end_of(server: SharedServer, run_id: str, said: Path) -> str:
     def state() -> str:
         return str(server.ask("GET", f"/flow_runs/{run_id}")["state_type"])
 
-    wait_until(lambda: state() in ENDS, what=f"the end of {run_id}; the worker said {said.read_text()[-3000:]}")
+    wait_until(
+        lambda: state() in ENDS,
+        what=f"the end of {run_id}; the worker said {said.read_text()[-3000:]}",
+        every_s=ASK_S,
+    )
     return state()
 
 

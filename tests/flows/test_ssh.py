@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rollouts_core.checkpoint import verify_checkpoint
-from tests.flows.conftest import Rollouts, processes_of
+from tests.flows.conftest import Rollouts, join_home, processes_of
 from tests.infra.ssh_server import SSHServer, running_server
 from tests.small_pipeline import write_small_pipeline
 
@@ -60,7 +60,7 @@ def stages_of(store: Path) -> dict[str, Path]:
 
 
 def test_the_pipeline_over_ssh_ends_as_on_this_machine(
-    rollouts: Rollouts, server: SSHServer, node_root: Path, tmp_path: Path
+    rollouts: Rollouts, served_home: Path, server: SSHServer, node_root: Path, tmp_path: Path
 ) -> None:
     config = write_small_pipeline(tmp_path / "small", node=node_settings(server, node_root), **SHORTER)
     code, output = rollouts.run("run", str(config))
@@ -83,7 +83,7 @@ def test_the_pipeline_over_ssh_ends_as_on_this_machine(
     assert code == 0 and "reused" in output, output
 
     local_only = Rollouts(store=tmp_path / "other-store", output=tmp_path / "other-output")
-    local_only.store.mkdir()
+    join_home(served_home, local_only.store)
     code, output = local_only.run("run", str(local))
     assert code == 0, output
     (run,) = (local_only.store / "runs").iterdir()

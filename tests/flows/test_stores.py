@@ -26,7 +26,7 @@ def content_of(directory: Path) -> dict[str, bytes]:
 def test_a_run_publishes_its_results_and_the_next_one_begins_with_them(
     rollouts: Rollouts, bucket: str, s3_server: S3Server, tmp_path: Path
 ) -> None:
-    config = write_small_pipeline(tmp_path / "small", run__publish=f"s3://{bucket}/team/")
+    config = write_small_pipeline(tmp_path / "small", mode="sft", run__publish=f"s3://{bucket}/team/")
     url = f"s3://{bucket}/team/small"
     code, output = rollouts.run("run", str(config))
     assert code == 0, output

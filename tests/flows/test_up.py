@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,11 +23,12 @@ from flows.prefect_api import ask
 from flows.server import running_server
 from flows.up import find_serving
 from infra.ledger import Ledger
+from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from tests.flows.conftest import Rollouts, processes_of, wait_until
 from tests.flows.test_faults import (
     LONG,
+    NUM_STEPS,
     assert_goes_on,
-    assert_resumed,
     events_of,
     exits_of,
     paused,
@@ -40,11 +42,18 @@ pytestmark = pytest.mark.slow
 RUN_LINK = re.compile(r"/runs/flow-run/([0-9a-f-]{36})")
 CANCEL_S = 30.0
 """Prefect kills a flow that does not end this long after it was cancelled."""
+ASK_S = 0.5
+"""How often a server is asked: each question costs it and us some hundredths of a second."""
 
 
 @pytest.fixture
-def served(rollouts: Rollouts) -> Iterator[Rollouts]:
-    """A store in which `up` may be called; whatever it started is ended, jobs too."""
+def served(rollouts_alone: Rollouts, quickstart_files: Path) -> Iterator[Rollouts]:
+    """A store in which `up` may be called; whatever it started is ended, jobs too.
+
+    What the first `up` of a store makes for the quickstart is there already.
+    """
+    rollouts = rollouts_alone
+    shutil.copytree(quickstart_files, rollouts.store / "quickstart")
     yield rollouts
     rollouts.run("down")
     for path in rollouts.store.glob("stages/*/.job/meta-*.json"):
@@ -85,6 +94,7 @@ def wait_for_state(rollouts: Rollouts, run_id: str, state: str, *, timeout_s: fl
         lambda: state_of(rollouts, run_id) in (state, "FAILED", "COMPLETED", "CRASHED", "CANCELLED"),
         what=f"{run_id} {state}",
         timeout_s=timeout_s,
+        every_s=ASK_S,
     )
     run = api(rollouts, "GET", f"/flow_runs/{run_id}")
     log = (rollouts.store / "prefect/serving.log").read_text()
@@ -112,23 +122,27 @@ def set_state(rollouts: Rollouts, run_id: str, state: str, **more: str) -> None:
 
 
 def test_up_outlives_its_terminal_is_joined_runs_what_is_asked_for_and_is_ended_by_down(
-    served: Rollouts, folder: Path
+    served: Rollouts, tmp_path: Path
 ) -> None:
+    folder = tmp_path / "small"
+    config = write_small_pipeline(folder, mode="sft")
+    shutil.rmtree(served.store / "quickstart")  # as it is before the first `up`
     said = up(served)
     assert "started" in said
+    assert list(served.store.glob("quickstart/seed-0/*.toml"))
     assert "deployments    quickstart, rl_math, sft_openwebtext, sft_qwen, sft_rl_gsm8k" in said
     assert "/v2/deployments" in said
     password = (served.store / "prefect/password").read_text()
     assert f"log in with    {password}" in said
     first = find_serving(served.store)
-    said = up(served, str(folder / "small.toml"))
+    said = up(served, str(config))
     assert "joined" in said
     serving = find_serving(served.store)
     assert first is not None and serving is not None
     assert serving.pid == first.pid
     assert serving.deployments.keys() - first.deployments.keys() == {"small", "small-evaluate"}
 
-    by_command = trigger(served, "small", "run.name=asked", "mode=sft")
+    by_command = trigger(served, "small", "run.name=asked")
     address = running_server(served.store)
     assert address is not None
     found = api(served, "GET", "/deployments/name/sft-rl/small")
@@ -152,7 +166,7 @@ def test_up_outlives_its_terminal_is_joined_runs_what_is_asked_for_and_is_ended_
     assert code == 0
     assert f"server       {address.ui_url}" in output
     assert re.search(r"run +asked +Completed .* on local .*/runs/flow-run/", output), output
-    code, output = served.run("run", str(folder / "small.toml"))  # joins the server, with its password
+    code, output = served.run("run", str(config))  # joins the server, with its password
     assert code == 0, output
     assert f"follow it at   {address.ui_url}" in output
 
@@ -205,10 +219,10 @@ def test_what_cannot_be_is_one_sentence(served: Rollouts, tmp_path: Path) -> Non
         assert len(output.splitlines()) == 1
 
 
-def test_down_leaves_a_training_job_alone_and_a_retry_attaches_to_it(served: Rollouts, tmp_path: Path) -> None:
+def test_down_leaves_a_training_job_alone(served: Rollouts, tmp_path: Path) -> None:
     config = write_small_pipeline(tmp_path / "small", mode="sft", **LONG)
     up(served, str(config))
-    run_id = trigger(served, "small")
+    trigger(served, "small")
     sft = wait_for_checkpoint(served, "sft")
     with paused(program_of(sft)):
         code, output = served.run("down")
@@ -217,21 +231,9 @@ def test_down_leaves_a_training_job_alone_and_a_retry_attaches_to_it(served: Rol
         code, output = served.run("status")
         assert f"job          {sft} goes on on local" in output
     assert_goes_on(sft)
-    with paused(program_of(sft)):
-        up(served)
-        assert state_of(served, run_id) == "CRASHED"
-        set_state(served, run_id, "SCHEDULED", name="AwaitingRetry")
-        wait_until(
-            lambda: "sft            attached to the running job" in (served.store / "prefect/serving.log").read_text(),
-            what="the retry to attach",
-        )
-    wait_for_state(served, run_id, "COMPLETED")
-    assert exits_of(sft) == ["exit-1.json"]
 
 
-def test_a_cancelled_run_ends_its_job_after_a_checkpoint_and_a_new_run_goes_on_from_it(
-    served: Rollouts, tmp_path: Path
-) -> None:
+def test_a_cancelled_run_ends_its_job_and_leaves_a_whole_checkpoint(served: Rollouts, tmp_path: Path) -> None:
     config = write_small_pipeline(tmp_path / "small", mode="rl", **LONG)
     up(served, str(config))
     run_id = trigger(served, "small")
@@ -245,49 +247,23 @@ def test_a_cancelled_run_ends_its_job_after_a_checkpoint_and_a_new_run_goes_on_f
     wait_until(lambda: f"ended the job in {rl}" in logs_of(served, run_id), what="what was ended being said")
     assert "gave back local node" in logs_of(served, run_id)
     assert find_serving(served.store) is not None
-
-    again = trigger(served, "small")
-    wait_for_state(served, again, "COMPLETED")
-    assert_resumed(rl, attempt=2)
-
-
-def test_of_two_runs_that_want_a_job_the_cancelled_one_leaves_it_to_the_other(served: Rollouts, tmp_path: Path) -> None:
-    config = write_small_pipeline(tmp_path / "small", mode="sft", **LONG)
-    up(served, str(config))
-    first = trigger(served, "small")
-    sft = wait_for_checkpoint(served, "sft")
-    with paused(program_of(sft)):
-        second = trigger(served, "small", "run.name=second")
-        wait_until(
-            lambda: "sft            attached to the running job" in (served.store / "prefect/serving.log").read_text(),
-            what="the second run to attach",
-        )
-        set_state(served, first, "CANCELLING")
-        wait_for_state(served, first, "CANCELLED")
-    wait_until(lambda: f"left the job in {sft} to another run" in logs_of(served, first), what="it being said")
-    wait_for_state(served, second, "COMPLETED")
-    assert exits_of(sft) == ["exit-1.json"]
+    # What the next run goes on from is whole.
+    last = verify_checkpoint(list_checkpoints(rl / "checkpoints")[-1])
+    assert last.step == events_of(rl, "checkpoint")[-1]["step"] < NUM_STEPS
 
 
-def test_a_run_whose_processes_were_killed_becomes_crashed_and_can_be_retried_or_cancelled(
-    served: Rollouts, tmp_path: Path
-) -> None:
-    more = {"training__sft__num_steps": 50_000, "training__sft__checkpoint_every": 100}
-    up(served, str(write_small_pipeline(tmp_path / "small", **{**LONG, "mode": "sft", **more})))
+def test_a_run_whose_processes_were_killed_can_be_cancelled(served: Rollouts, tmp_path: Path) -> None:
+    longer = LONG | {"training__sft__num_steps": 2_000}
+    up(served, str(write_small_pipeline(tmp_path / "small", mode="sft", **longer)))
     run_id = trigger(served, "small")
     sft = wait_for_checkpoint(served, "sft")
     kill_serving_and_flow(served)
     assert_goes_on(sft)
-    up(served)
-    wait_for_state(served, run_id, "CRASHED")
-    set_state(served, run_id, "SCHEDULED", name="AwaitingRetry")
-    wait_until(
-        lambda: "sft            attached to the running job" in (served.store / "prefect/serving.log").read_text(),
-        what="the retry to attach",
-    )
-    kill_serving_and_flow(served)
-    up(served)
-    set_state(served, run_id, "CANCELLING")
+    with paused(program_of(sft)):
+        up(served)
+        assert state_of(served, run_id) == "RUNNING"
+        set_state(served, run_id, "CANCELLING")
+        wait_until((sft / ".job/cancel-1").exists, what=f"the cancel request of {sft}")
     wait_for_state(served, run_id, "CANCELLED")
     assert json.loads((sft / "exit-1.json").read_text())["cancelled"]
 
