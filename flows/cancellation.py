@@ -5,11 +5,17 @@ Not here: runs that fail or are interrupted (pipeline.py). A run is cancelled in
     state Cancelling ──> the serving process ──SIGTERM──> the flow: asks for its state, gives back what it holds
                                    └── when the flow has ended, or was killed after 30 s: gives back what it still holds
 
-A SIGTERM of another origin is no cancellation, and leaves everything for the next start.
+A SIGTERM of another origin is no cancellation, and leaves everything for the next start. A run of `rollouts run` has no
+serving process: its own looks now and then, and treats Cancel as Ctrl-C.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from uuid import UUID
 
@@ -19,7 +25,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import PrefectException
 from prefect.logging.loggers import flow_run_logger
-from prefect.states import State
+from prefect.states import Cancelled, State
 from pydantic import TypeAdapter
 
 from flows.form import FormNode
@@ -28,10 +34,12 @@ from infra.ledger import Ledger
 from infra.node import NodeSettings, RentedNode
 from infra.providers import provision_node
 from infra.providers.rented import find_rented, release_rentals
+from infra.repeating import repeating
 from tasks.provision import give_back
 from tasks.records import RunScope
 from tasks.stage import drop_leases
 
+LOOK_S = 5.0
 NODE_SETTINGS: TypeAdapter[NodeSettings] = TypeAdapter(FormNode)
 
 
@@ -43,6 +51,30 @@ def is_cancelled(run_id: str) -> bool:
     except (httpx.HTTPError, PrefectException):
         return False  # nothing may be ended because something is wrong with the server
     return state is not None and state.is_cancelling()
+
+
+@contextmanager
+def interrupted_when_cancelled(run_id: str) -> Iterator[None]:
+    """While the block runs, interrupt this process when somebody asks Prefect to cancel the run."""
+    is_asked = threading.Event()
+
+    def look() -> None:
+        if not is_asked.is_set() and is_cancelled(run_id):
+            is_asked.set()  # a second interrupt would disturb what the first one ends
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with repeating(look, interval_s=LOOK_S, thread_name="cancellation"):
+        yield
+
+
+def cancelled_if_asked(flow: Flow, flow_run: FlowRun, state: State) -> None:  # type: ignore[type-arg]
+    """Prefect's hook: a run that was interrupted because it was to be cancelled is not one that crashed."""
+    if flow_run.deployment_id is not None:
+        return  # the serving process says so
+    with get_client(sync_client=True) as client:
+        before = [each for each in client.read_flow_run_states(flow_run.id) if not each.is_crashed()]
+        if before and max(before, key=lambda each: each.timestamp).is_cancelling():
+            client.set_flow_run_state(flow_run.id, Cancelled(message=state.message), force=True)
 
 
 def release_after_cancellation(flow: Flow, flow_run: FlowRun, state: State) -> None:  # type: ignore[type-arg]

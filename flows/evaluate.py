@@ -12,7 +12,7 @@ from prefect import flow
 from prefect.runtime import deployment
 from pydantic import BaseModel
 
-from flows.cancellation import release_after_cancellation
+from flows.cancellation import cancelled_if_asked, release_after_cancellation
 from flows.check import check_settings
 from flows.deployments import EVALUATE_FLOW
 from flows.evaluate_settings import EvaluateConfig
@@ -40,6 +40,7 @@ class EvaluationResult(BaseModel):
     flow_run_name="{run.name}",
     persist_result=False,
     on_cancellation=[release_after_cancellation],
+    on_crashed=[cancelled_if_asked],
 )
 def evaluate_model(evaluate: EvaluateConfig, config: Config, node: FormNode, run: RunOptions) -> EvaluationResult:
     """Score a model on held-out rows, and compare it with another one.

@@ -15,7 +15,7 @@ Finished, failed, interrupted by Ctrl-C, or cancelled in Prefect: the run's jobs
 
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from uuid import uuid4
@@ -26,7 +26,12 @@ from prefect.exceptions import TerminationSignal
 from prefect.runtime import deployment, flow_run
 from pydantic import BaseModel
 
-from flows.cancellation import is_cancelled, release_after_cancellation
+from flows.cancellation import (
+    cancelled_if_asked,
+    interrupted_when_cancelled,
+    is_cancelled,
+    release_after_cancellation,
+)
 from flows.check import check_settings
 from flows.deployments import FLOW
 from flows.form import FormNode, RunOptions
@@ -81,6 +86,7 @@ class PipelineResult(BaseModel):
     flow_run_name="{run.name}",
     persist_result=False,
     on_cancellation=[release_after_cancellation],
+    on_crashed=[cancelled_if_asked],
 )
 def sft_rl(config: Config, node: FormNode, run: RunOptions) -> PipelineResult:
     """Turn a base model and data into a trained, evaluated checkpoint.
@@ -187,9 +193,11 @@ def link_live_page(scope: RunScope) -> None:
 def known_to_live(scope: RunScope) -> Iterator[None]:
     """Let everybody know that the run lives, and keep its server, as long as the block runs.
 
-    From its beginning on: a run that is tried again has died before, and its inputs may take long to fetch.
+    From its beginning on: a run that is tried again has died before, and its inputs may take long to fetch. Cancel ends
+    it, where no serving process sees to that.
     """
-    with held_server(), Ledger(scope.ledger_path) as ledger, ledger.living_run(scope.run_id):
+    ended = interrupted_when_cancelled(scope.run_id) if deployment.id is None else nullcontext()
+    with held_server(), Ledger(scope.ledger_path) as ledger, ledger.living_run(scope.run_id), ended:
         yield
 
 

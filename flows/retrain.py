@@ -22,7 +22,7 @@ from prefect.input import RunInput
 from prefect.states import Completed, State
 from pydantic import Field
 
-from flows.cancellation import release_after_cancellation
+from flows.cancellation import cancelled_if_asked, release_after_cancellation
 from flows.deployments import RETRAIN_FLOW
 from flows.form import FormNode, RunOptions
 from flows.pipeline import known_to_live, machine_of_the_run, open_scope, prepare, run_stages
@@ -54,6 +54,7 @@ class Approval(RunInput):
     flow_run_name="{run.name}",
     persist_result=False,
     on_cancellation=[release_after_cancellation],
+    on_crashed=[cancelled_if_asked],
 )
 def retrain_model(config: Config, node: FormNode, run: RunOptions, retrain: RetrainConfig) -> State[Any]:
     """Train on new data, compare with the model in production, and promote what is better.

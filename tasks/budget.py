@@ -22,6 +22,7 @@ from infra.ledger import Ledger
 from infra.node import Node
 from infra.providers import open_session
 from infra.rentals import find_rental
+from infra.repeating import repeating
 from tasks.records import RunScope
 from tasks.salvage import SALVAGE_S
 from tasks.stage import GRACE_S
@@ -29,7 +30,7 @@ from tasks.stage import GRACE_S
 MARGIN_S = GRACE_S + SALVAGE_S
 MARGIN_SHARE = 0.2
 """Of a time so short that `MARGIN_S` would leave little of it."""
-POLL_S = 5.0
+LOOK_S = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -44,29 +45,24 @@ def stopped_in_time(node: Node, scope: RunScope) -> Iterator[None]:
     if not node.is_rented:
         yield
         return
-    is_over, is_stopped = threading.Event(), threading.Event()
+    is_stopped = threading.Event()
 
-    def watch() -> None:
-        while not is_over.wait(POLL_S):
-            if not is_stopped.is_set() and time.time() < end_of_work(node, scope):
-                continue
-            is_stopped.set()  # for good: a stage that begins now is ended too
-            try:
-                cancel_jobs(node, scope)
-            except InfraError as error:  # a thread of its own: nobody would see it
-                logger.warning("the jobs on %s could not be ended, and are tried again: %s", node.name, error)
+    def look() -> None:
+        if not is_stopped.is_set() and time.time() < end_of_work(node, scope):
+            return
+        is_stopped.set()  # for good: a stage that begins now is ended too
+        try:
+            cancel_jobs(node, scope)
+        except InfraError as error:
+            logger.warning("the jobs on %s could not be ended, and are tried again: %s", node.name, error)
 
-    thread = threading.Thread(target=watch, name=f"budget of {node.name}", daemon=True)
-    thread.start()
     try:
-        yield
+        with repeating(look, interval_s=LOOK_S, thread_name=f"budget of {node.name}"):
+            yield
     except InfraError as error:
         if is_stopped.is_set():
             raise BudgetUsedUpError(node.name) from error
         raise
-    finally:
-        is_over.set()
-        thread.join(GRACE_S)
 
 
 def end_of_work(node: Node, scope: RunScope) -> float:

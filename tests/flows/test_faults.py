@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import httpx
 import pytest
 import tomli_w
 
+from flows.prefect_api import ask
 from flows.server import local_server
 from rollouts_core.checkpoint import list_checkpoints, load_manifest
 from rollouts_core.metrics import read_json_lines, read_metrics
@@ -170,6 +172,20 @@ def test_ctrl_c_of_one_of_two_runs_leaves_their_common_sft_to_the_other(rollouts
         assert first.wait(60) == 130, rollouts.said()
     assert second.wait(120) == 0, other.said()
     assert exits_of(sft) == ["exit-1.json"]
+
+
+def test_cancel_in_prefect_ends_a_run_of_a_terminal_as_ctrl_c_does(rollouts: Rollouts, tmp_path: Path) -> None:
+    process, sft = run_until(rollouts, write_small_pipeline(tmp_path / "small", mode="sft", **LONG), "sft")
+    (run_id,) = re.findall(r"/runs/flow-run/(\S+)", rollouts.said())
+    with local_server(rollouts.store) as address:
+        with paused(program_of(sft)):
+            cancel = {"state": {"type": "CANCELLING"}, "force": False}  # what the UI's button sends
+            ask(address, "POST", f"/flow_runs/{run_id}/set_state", cancel)
+            wait_until((sft / ".job/cancel-1").exists, what=f"the cancel request of {sft}")
+        assert process.wait(60) == 130, rollouts.said()
+        assert ask(address, "GET", f"/flow_runs/{run_id}")["state_type"] == "CANCELLED"
+    assert json.loads((sft / "exit-1.json").read_text())["cancelled"]
+    assert_nothing_is_left(rollouts)
 
 
 # ── what an earlier run left ──
