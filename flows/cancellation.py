@@ -29,6 +29,7 @@ from prefect.states import Cancelled, State
 from pydantic import TypeAdapter
 
 from flows.form import FormNode
+from flows.store import with_store
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.ledger import Ledger
 from infra.node import NodeSettings, RentedNode
@@ -85,7 +86,7 @@ def release_after_cancellation(flow: Flow, flow_run: FlowRun, state: State) -> N
 
 def release_leases(flow_run: FlowRun) -> str:
     """End the jobs that only this run wants, and say in a sentence what was done."""
-    options = flow_run.parameters.get("run", {})
+    options = with_store(flow_run.parameters.get("run", {}))
     store = Path(options.get("store", ".rollouts")).resolve()
     scope = RunScope(run_id=str(flow_run.id), run_name=options.get("name", flow_run.name), store=str(store))
     settings = NODE_SETTINGS.validate_python(flow_run.parameters["node"])

@@ -34,8 +34,9 @@ from flows.preflight import check_evaluation, check_pipeline, check_writable
 from flows.prune_cli import prune
 from flows.quickstart_files import CONFIG_NAME, quickstart_folder, write_quickstart
 from flows.server import ServerAddress, ServerError, local_server, prefect_environment, run_url
+from flows.store import STORE_VARIABLE
 from flows.stores_cli import pull
-from flows.terminal import STORE_VARIABLE, Port, Store, console
+from flows.terminal import Port, Store, console
 from flows.trigger import trigger_run
 from flows.up import down, status, up
 from infra.errors import JobFailedError, MachineGoneError, PermanentInfraError, TransientInfraError

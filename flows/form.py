@@ -23,6 +23,7 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator, m
 
 from flows.evaluate_settings import EvaluateConfig
 from flows.retrain_settings import LINE_PATTERN, RetrainConfig, ScheduleConfig, check_retraining
+from flows.store import with_store
 from infra.node import NODE_TYPES, LocalNode, NodeSettings
 from infra.object_store import check_url
 from rollouts_core.config import (
@@ -86,6 +87,8 @@ class RunOptions(Record):
     ever removed there."""
     register_as: str = Field("", pattern=LINE_PATTERN)
     """Register the final checkpoint as a candidate under this name, for `rollouts models promote`. Empty does not."""
+
+    _find_store = model_validator(mode="before")(with_store)
 
     @field_validator("publish")
     @classmethod

@@ -30,6 +30,7 @@ from flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW, load_deployment
 from flows.expired_machines import end_expired
 from flows.live import served_live_pages
 from flows.server import local_server, prefect_environment
+from flows.store import STORE_VARIABLE
 from flows.tools import FINISH_FLOW, REAP_FLOW
 from rollouts_core.errors import ConfigError
 
@@ -59,7 +60,8 @@ def serve_store(store: Path) -> None:
             "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": os.environ.get("PREFECT_LOGGING_LEVEL", "WARNING"),
             "PREFECT_RUNNER_POLL_FREQUENCY": f"{POLL_S:.0f}",
         }
-        os.environ.update({**prefect_environment(store, address), **preferences})
+        own = {STORE_VARIABLE: str(store.resolve())}
+        os.environ.update({**prefect_environment(store, address), **preferences, **own})
         asyncio.run(_serve(store.resolve()))
 
 

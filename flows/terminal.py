@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-STORE_VARIABLE = "ROLLOUTS_STORE"
+from flows.store import STORE_VARIABLE
 
 Store = Annotated[
     Path, typer.Option(envvar=STORE_VARIABLE, help="Folder that keeps stages, runs and Prefect's database.")

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from flows.retrain_settings import ScheduleConfig
+from flows.store import with_store
 from rollouts_core.config import Record, parse_config
 from rollouts_core.errors import ConfigError
 
@@ -33,6 +34,8 @@ class ReapConfig(Record):
     store: str = ".rollouts"
     """Folder whose ledger knows what is rented."""
 
+    _find_store = model_validator(mode="before")(with_store)
+
 
 class FinishConfig(Record):
     """Which run ends its training."""
@@ -41,6 +44,8 @@ class FinishConfig(Record):
     """The run that trains: its name, my-run-5793d50a, or its id, the end of its page's address."""
     store: str = ".rollouts"
     """Folder in which it runs."""
+
+    _find_store = model_validator(mode="before")(with_store)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -147,14 +147,18 @@ def test_up_outlives_its_terminal_is_joined_runs_what_is_asked_for_and_is_ended_
     assert address is not None
     found = api(served, "GET", "/deployments/name/sft-rl/small")
     curl = ["curl", "--silent", "--retry", "5", "--user", password, "--header", "Content-Type: application/json"]
-    curl += ["--data", "{}", f"{address.api_url}/deployments/{found['id']}/create_flow_run"]
+    curl += [
+        "--data",
+        '{"parameters": {"run": {"name": "by-http"}}}',
+        f"{address.api_url}/deployments/{found['id']}/create_flow_run",
+    ]
     answer = subprocess.run(curl, capture_output=True, text=True, check=True, timeout=30)
     assert "id" in answer.stdout, answer.stdout
     by_http = json.loads(answer.stdout)["id"]
     wait_for_state(served, by_command, "COMPLETED")
     wait_for_state(served, by_http, "COMPLETED")
     assert len(list(served.store.glob("stages/sft-*"))) == 1
-    assert {path.name.rpartition("-")[0] for path in served.store.glob("runs/*")} == {"asked", "small"}
+    assert {path.name.rpartition("-")[0] for path in served.store.glob("runs/*")} == {"asked", "by-http"}
 
     mistaken = trigger(served, "small", f"data.prompts={folder / 'missing.jsonl'}")
     wait_for_state(served, mistaken, "FAILED")
