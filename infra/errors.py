@@ -9,6 +9,7 @@
     │   ├── ProviderUnavailableError  a provider of machines gives no usable answer
     │   ├── OfferGoneError        a provider did not create the machine that it offered; nothing was created
     │   ├── UnclearAnswerError    a provider may or may not have created a machine
+    │   ├── UnfitMachineError     a fresh machine will not do; another one may
     │   ├── NoMachineError        no offer led to a machine that can be used
     │   ├── StillRentedError      a machine is not gone although its end was asked for; it may cost money
     │   └── StoreUnavailableError an object store does not answer, or what was sent did not arrive whole
@@ -205,6 +206,10 @@ class MissingKeyError(PermanentInfraError):
 
 class MachineGoneError(PermanentInfraError):
     """A rented machine is no more, and what ran on it neither; starting again goes on with another one."""
+
+
+class UnfitMachineError(TransientInfraError):
+    """A fresh machine will not do, and waiting does not help; another one may."""
 
 
 class BudgetUsedUpError(PermanentInfraError):

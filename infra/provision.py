@@ -25,6 +25,7 @@ from infra.errors import (
     StillRentedError,
     TransientInfraError,
     UnclearAnswerError,
+    UnfitMachineError,
 )
 from infra.ledger import Ledger
 from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
@@ -339,6 +340,8 @@ def _wait_until_usable(
                 return f"{rental.name} costs {price:.2f} USD/h, more than was offered and allowed", "", price
             if instance is not None and instance.has_address:
                 return "", check(rental, instance), price
+        except UnfitMachineError as error:
+            return str(error), "", price
         except (TransientInfraError, LoginError) as error:  # keys arrive late on fresh machines
             reason = str(error)
         if time.monotonic() - started + pace.poll_s > request.usable_within_s:

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from infra.acceptance import require_speed
 from infra.errors import (
     InfraError,
     MachineGoneError,
@@ -70,7 +71,7 @@ def provision_rented(settings: RentedNode, store: Path, run_id: str, say: Say) -
             say(f"ended {line}, which had expired or had never been used")
         for line in report.failures:
             say(line)
-        rental = rent_machine(request, ledger, clouds, check=partial(log_in, settings, mirror), say=say)
+        rental = rent_machine(request, ledger, clouds, check=partial(log_in, settings, mirror, say), say=say)
         instance = clouds[rental.provider].get(rental.instance_id)
     for line in report.kept:
         if rental.name not in line:
@@ -218,7 +219,8 @@ def build_request(settings: RentedNode, run_id: str) -> RentRequest:
     Raises:
         PermanentInfraError: the key to log in with cannot be read.
     """
-    sameness = settings.model_dump_json(exclude={"max_usd", "max_hours", "min_free_gb", "usable_within_minutes"})
+    demands = {"min_free_gb", "usable_within_minutes", "min_link_mbit", "min_disk_mb"}
+    sameness = settings.model_dump_json(exclude={"max_usd", "max_hours", *demands})
     return RentRequest(
         run_id=run_id,
         query=settings.query,
@@ -255,8 +257,12 @@ def access_to(instance: Instance, key_file: str) -> SSHAccess:
     return SSHAccess(host=instance.host, port=instance.port, user=instance.user, key_file=key_file, known_hosts=())
 
 
-def log_in(settings: RentedNode, store: Path, rental: Rental, instance: Instance) -> str:
-    """Log in, set the machine up where it is fresh, and return the fingerprint of its host key."""
+def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance: Instance) -> str:
+    """Log in, try and set the machine up where it is fresh, and return the fingerprint of its host key.
+
+    Raises:
+        UnfitMachineError: it is too slow.
+    """
     access = access_to(instance, settings.key_file)
     if rental.host_key:
         access = replace(access, host_key=rental.host_key)
@@ -267,6 +273,13 @@ def log_in(settings: RentedNode, store: Path, rental: Rental, instance: Instance
     known = store / KEYS_DIR / rental.name
     access = replace(access, known_hosts=(str(known),), first_use_file=str(known))
     with open_ssh(access, python=SETUP_PYTHON if settings.setup else settings.python) as session:
+        speed = require_speed(
+            session,
+            expand_root(session, session.python, settings.root),
+            min_link_mbit=settings.min_link_mbit,
+            min_disk_mb=settings.min_disk_mb,
+        )
+        say(f"measured {rental.name}: {speed}")
         set_up(session, settings)
         expand_root(session, settings.python, settings.root)
     policy = HostKeyPolicy(host=access.host, port=access.port, pinned="", known_hosts=(known,), first_use_file=None)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from flows.form import parse_pipeline
-from infra.errors import HostKeyError, MachineGoneError, PermanentInfraError
+from infra.errors import HostKeyError, MachineGoneError, NoMachineError, PermanentInfraError
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import Node, RentedNode
 from infra.providers import open_session, provision_node, release_node
@@ -91,7 +91,7 @@ def fake(ssh_server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fak
         yield fake
 
 
-def rent(server: SSHServer, tmp_path: Path) -> Node:
+def rent(server: SSHServer, tmp_path: Path, **more: Any) -> Node:  # Any: settings of every type
     settings = RentedNode.model_validate(
         {
             "query": {"gpu_types": ["H100"], "providers": ["runpod"]},
@@ -99,6 +99,7 @@ def rent(server: SSHServer, tmp_path: Path) -> Node:
             "key_file": str(server.client_key_file),
             "root": str(tmp_path / "machine"),
             "python": sys.executable,
+            **more,
         }
     )
     return provision_node(settings, tmp_path / "store", run_id="run")
@@ -122,6 +123,18 @@ def test_a_machine_is_found_where_it_is_now_and_known_by_its_key(
     release_node(node)
     with open_session(node) as session, pytest.raises(MachineGoneError, match="took it away"):
         session.run(["echo", "there"], timeout_s=30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("demand", ["min_link_mbit", "min_disk_mb"])
+def test_a_machine_that_is_too_slow_is_given_back_and_the_next_offer_taken(
+    fake: FakeRunPod, ssh_server: SSHServer, tmp_path: Path, demand: str
+) -> None:
+    several = {"providers": ["runpod"], "max_usd_per_gpu_hour": 20.0}
+    with pytest.raises(NoMachineError, match=rf"it is too slow \(\d+ Mbit/s to it and .*node\.{demand} (is )?1e\+09"):
+        rent(ssh_server, tmp_path, query=several, **{demand: 1e9})
+    assert fake.alive() == [] and len(fake.machines) > 1
+    assert not (tmp_path / "machine/.set-up").exists() and list(tmp_path.glob("machine/*")) == []
 
 
 @pytest.mark.slow

@@ -1,0 +1,104 @@
+"""Whether a fresh machine is fast enough to work on: its disk, and the link to it in both directions.
+
+Not here: what the machine has (node_probe.py), giving it back when it will not do (provision.py).
+
+Machines that are rented out are now and then behind a link on which a checkpoint takes an hour, often in one direction
+only, or have a disk of the network that writes as slowly.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from infra.errors import CommandTimeoutError, UnfitMachineError
+from infra.session import Session
+
+LINK_BYTES = 4 << 20
+DISK_BYTES = 64 << 20
+ALLOWANCE_S = 15.0
+"""For the start of an interpreter and round trips, on top of what the slowest speed that will do takes."""
+_BITS_PER_MBIT, _BYTES_PER_MB = 1e6, 1e6
+
+_TAKE = "import sys; sys.stdin.buffer.read()"
+_GIVE = "import os, sys; sys.stdout.buffer.write(os.urandom(int(sys.argv[1])))"
+_WRITE = """
+import os, sys, tempfile, time
+os.makedirs(sys.argv[1], exist_ok=True)
+piece = os.urandom(1 << 20)
+with tempfile.TemporaryFile(dir=sys.argv[1]) as file:
+    began = time.monotonic()
+    for _ in range(int(sys.argv[2]) >> 20):
+        file.write(piece)
+    file.flush()
+    os.fsync(file.fileno())
+    print(time.monotonic() - began)
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineSpeed:
+    """What was measured, at least: small amounts, with the time of a round trip."""
+
+    upload_mbit: float
+    """From here to the machine, in 10^6 bit per second."""
+    download_mbit: float
+    disk_mb: float
+    """Written to its disk, in 10^6 bytes per second."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.upload_mbit:.0f} Mbit/s to it and {self.download_mbit:.0f} from it, its disk writes "
+            f"{self.disk_mb:.0f} MB/s"
+        )
+
+
+def require_speed(session: Session, root: str, *, min_link_mbit: float, min_disk_mb: float) -> MachineSpeed:
+    """Measure a machine, in seconds where it is fast enough.
+
+    Args:
+        root: folder on the disk that is measured; it is made where it is not there.
+        min_link_mbit: 10^6 bit per second that have to get through, in either direction.
+        min_disk_mb: 10^6 bytes per second that its disk has to write.
+
+    Raises:
+        UnfitMachineError: it is slower.
+        InfraError: it cannot be asked.
+    """
+    bits = 8 * LINK_BYTES
+    link_s = ALLOWANCE_S + bits / (min_link_mbit * _BITS_PER_MBIT)
+    disk_s = ALLOWANCE_S + DISK_BYTES / (min_disk_mb * _BYTES_PER_MB)
+    payload = os.urandom(LINK_BYTES)
+
+    def take() -> float:
+        began = time.monotonic()
+        session.run([session.python, "-c", _TAKE], stdin=payload, timeout_s=link_s)
+        return time.monotonic() - began
+
+    def give() -> float:
+        began = time.monotonic()
+        session.run([session.python, "-c", _GIVE, str(LINK_BYTES)], timeout_s=link_s)
+        return time.monotonic() - began
+
+    def write() -> float:
+        completed = session.run([session.python, "-c", _WRITE, root, str(DISK_BYTES)], timeout_s=disk_s)
+        return float(completed.stdout)
+
+    found = MachineSpeed(
+        upload_mbit=_speed(take, bits / _BITS_PER_MBIT, link_s),
+        download_mbit=_speed(give, bits / _BITS_PER_MBIT, link_s),
+        disk_mb=_speed(write, DISK_BYTES / _BYTES_PER_MB, disk_s),
+    )
+    if min(found.upload_mbit, found.download_mbit) < min_link_mbit or found.disk_mb < min_disk_mb:
+        raise UnfitMachineError(
+            f"it is too slow ({found}; node.min_link_mbit is {min_link_mbit:g}, node.min_disk_mb {min_disk_mb:g})"
+        )
+    return found
+
+
+def _speed(move: Callable[[], float], amount: float, timeout_s: float) -> float:
+    """Amount per second; of what did not end in time what it would have been at most."""
+    try:
+        return amount / max(move(), 1e-3)
+    except CommandTimeoutError:
+        return amount / timeout_s
