@@ -48,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         if is_launched():
             die_with_parent()
         elif (number := num_processes(job)) > 1:
+            _look_for_garbage()
             return launch(
                 "rollouts_core",
                 [job.kind, str(arguments.job.resolve())],
