@@ -82,13 +82,15 @@ def _removed_before_and_after(folder: Path) -> Iterator[None]:
 def choose_exit_code(exit_codes: Mapping[int, int]) -> int:
     """The exit code that says most about why a job ended, negative for a signal.
 
-    One that tells the user to change something comes first, then a signal: the others often fail because of it.
+    One that tells the user to change something comes first, then a signal: the others often fail because of it. SIGTERM
+    is what torchrun ends the others with, as early as they had nothing left to do with it.
 
     Args:
         exit_codes: those of the processes that failed, by rank.
     """
     codes = list(exit_codes.values())
-    return next((code for code in codes if code == 2), min(codes) if min(codes) < 0 else codes[0])
+    own = [code for code in codes if code not in (-signal.SIGTERM, 128 + signal.SIGTERM)] or codes
+    return next((code for code in own if code == 2), min(own) if min(own) < 0 else own[0])
 
 
 def _end_like(exit_codes: Mapping[int, int]) -> int:

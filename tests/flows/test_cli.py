@@ -43,6 +43,7 @@ SURFACE = {
     "nodes": ["--store", "--all"],
     "reap": ["--store", "--spare", "--other-store"],
     "finish": ["RUN", "--store"],
+    "notify": ["[NAME]", "--url-variable", "--on", "--remove", "--store"],
     "prefect-yaml": ["CONFIG", "--pool", "--store", "--queue", "--job-variable"],
     "pull": ["URL", "DIR"],
     "up": ["[CONFIG]...", "--store", "--port"],

@@ -128,7 +128,11 @@ def test_only_training_asks_for_several_processes(base: InputModel) -> None:
 
 @pytest.mark.parametrize(
     ("exit_codes", "expected"),
-    [({0: 1}, 1), ({0: 2, 1: 1}, 2), ({1: 1, 0: 2}, 2), ({0: 1, 1: -9}, -9), ({0: 3}, 3)],
+    [
+        *(({0: 1}, 1), ({0: 2, 1: 1}, 2), ({1: 1, 0: 2}, 2), ({0: 1, 1: -9}, -9), ({0: 3}, 3)),
+        # torchrun ends the others by SIGTERM
+        *(({0: -15, 1: -9}, -9), ({0: 143, 1: -9}, -9), ({0: -15, 1: 1}, 1), ({0: -15, 1: 2}, 2), ({0: 143}, 143)),
+    ],
 )
 def test_the_exit_code_is_that_of_the_cause(exit_codes: dict[int, int], expected: int) -> None:
     assert choose_exit_code(exit_codes) == expected
