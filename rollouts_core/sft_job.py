@@ -52,7 +52,7 @@ def create_sft_backend(job: SFTJob, ranks: Ranks | None) -> TrainingBackend:
 
 
 async def train_on_demonstrations(job: SFTJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None) -> None:
-    """Check, load and train; what `events` must know is in the order in which it happened."""
+    """Check, load and train; the record lists the checkpoints."""
     check_model(job.model)
     tables = open_checked_datasets(job.data)
     check_resume(job, directory)

@@ -71,6 +71,21 @@ def test_the_orchestrator_stays_light(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("job", "spared"),
+    [
+        ("eval_job", "transformers.modeling_utils torch._dynamo torch.distributed.fsdp"),
+        ("sft_job", "aiohttp rollouts_core.backends.fsdp rollouts_core.embedded.app"),
+        ("rl_job", "rollouts_core.backends.fsdp"),
+        ("serve_job", "transformers"),
+    ],
+)
+def test_a_job_does_not_load_what_it_can_spare(job: str, spared: str) -> None:
+    code = f"import sys, rollouts_core.{job}; sys.exit(str(set({spared!r}.split()) & set(sys.modules) or ''))"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert loaded.stderr.strip() == ""
+
+
 def test_prefect_is_not_imported_before_its_environment_is_set() -> None:
     code = "import sys, flows.cli, flows.preflight; sys.exit('prefect' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
