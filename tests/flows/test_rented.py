@@ -62,6 +62,16 @@ def start_run(
     return config, rollouts.start("run", str(config))
 
 
+def train_until_checkpoint(
+    rollouts: Rollouts, server: SSHServer, folder: Path
+) -> tuple[dict[str, Any], subprocess.Popen[bytes]]:
+    """The settings of the node, and the process of a run that trains there for long and has a checkpoint."""
+    settings = node_settings(server, folder / "machine")
+    _, process = start_run(rollouts, settings, folder / "small", num_steps=100_000)
+    wait_for_checkpoint(folder / "machine")
+    return settings, process
+
+
 def rows(rollouts: Rollouts) -> list[RentalState]:
     with Ledger(rollouts.store / "ledger.db") as ledger:
         return [rental.state for rental in all_rentals(ledger)]
@@ -88,9 +98,7 @@ def test_a_run_rents_a_machine_works_on_it_and_gives_it_back(
 def test_ctrl_c_fetches_the_last_checkpoint_and_gives_the_machine_back(
     rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
 ) -> None:
-    settings = node_settings(server, tmp_path / "machine")
-    _, process = start_run(rollouts, settings, tmp_path / "small", num_steps=100_000)
-    wait_for_checkpoint(tmp_path / "machine")
+    _, process = train_until_checkpoint(rollouts, server, tmp_path)
     assert len(fake.alive()) == 1
     process.send_signal(signal.SIGINT)
     assert process.wait(120) == 130, rollouts.said()
@@ -101,9 +109,7 @@ def test_ctrl_c_fetches_the_last_checkpoint_and_gives_the_machine_back(
 def test_before_the_money_is_used_up_the_last_checkpoint_is_fetched_and_the_machine_given_back(
     rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
 ) -> None:
-    settings = node_settings(server, tmp_path / "machine")
-    _, process = start_run(rollouts, settings, tmp_path / "small", num_steps=100_000)
-    wait_for_checkpoint(tmp_path / "machine")
+    _, process = train_until_checkpoint(rollouts, server, tmp_path)
     with Ledger(rollouts.store / "ledger.db") as ledger:
         [rental] = all_rentals(ledger)
         change_rental(ledger, rental, expires_at=time.time() + 15)
@@ -119,9 +125,7 @@ def test_of_a_killed_run_that_is_cancelled_the_last_checkpoint_is_fetched_too(
 ) -> None:
     from flows.cancellation import give_back_rented  # imports prefect, which the other tests do not need
 
-    settings = node_settings(server, tmp_path / "machine")
-    _, process = start_run(rollouts, settings, tmp_path / "small", num_steps=100_000)
-    wait_for_checkpoint(tmp_path / "machine")
+    settings, process = train_until_checkpoint(rollouts, server, tmp_path)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     with Ledger(rollouts.store / "ledger.db") as ledger:
