@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ import pytest
 from infra.ports import find_free_port
 from infra.session import LocalSession
 from rollouts_core.config import DeploymentConfig, EngineConfig, EngineKind, ModelConfig
-from rollouts_core.engines import SGLangEngine, VLLMEngine
+from rollouts_core.engines import SGLangEngine, VLLMEngine, sweep
+from rollouts_core.engines.launch import LaunchCommand
 from rollouts_core.job import InputModel, ServeJob
 from rollouts_core.keys import read_key
 
@@ -110,3 +112,33 @@ def serving(kind: EngineKind, model_dir: Path, run_dir: Path, *, api_key_variabl
         yield server
     finally:
         server.kill()
+
+
+@contextmanager
+def started_by_hand(command: LaunchCommand, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """An engine that somebody starts without our job around it; what it leaves behind goes as that of ours does.
+
+    Args:
+        folder: gets its output, log.txt.
+    """
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    closed_at_the_end, held_by_the_engine = os.pipe()
+    subprocess.run([sys.executable, "-I", "-S", sweep.__file__, str(scratch)], stdin=closed_at_the_end, check=True)
+    os.close(closed_at_the_end)
+    with (folder / "log.txt").open("wb") as log:
+        process = subprocess.Popen(
+            command.argv,
+            env={**os.environ, **command.env, "TMPDIR": str(scratch)},
+            stdout=log,
+            stderr=log,
+            pass_fds=(held_by_the_engine,),
+            start_new_session=True,
+        )
+    os.close(held_by_the_engine)
+    try:
+        yield process
+    finally:
+        time.sleep(sweep.LOOK_S)  # what it made a moment ago has not been looked at
+        os.killpg(process.pid, signal.SIGKILL)  # while it starts it is deaf to SIGTERM
+        process.wait()

@@ -5,9 +5,8 @@ Without it a client that works here fails against the server that it is for.
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.engines.launch import render_launch
 from tests.engines.conftest import SavedModel
-from tests.engines.servers import Server, make_server
+from tests.engines.servers import Server, make_server, started_by_hand
 from tests.engines.test_contract import LOGPROB_TOLERANCE
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -83,17 +82,10 @@ def with_text(start: SavedModel, tmp_path: Path) -> Iterator[str]:
     """The address of an SGLang with a tokenizer, which the pipeline's have not: it finds stops in text."""
     server = make_server("sglang", start.directory, tmp_path / "run")
     command = render_launch(server.job, start.directory, on_gpu=False)
-    argv = [argument for argument in command.argv if argument != "--skip-tokenizer-init"]
-    with (tmp_path / "log.txt").open("wb") as log:
-        process = subprocess.Popen(
-            argv, env={**os.environ, **command.env}, stdout=log, stderr=log, start_new_session=True
-        )
-    server.process = process
-    try:
+    argv = tuple(argument for argument in command.argv if argument != "--skip-tokenizer-init")
+    with started_by_hand(replace(command, argv=argv), tmp_path):
         server.wait_until_ready(log=tmp_path / "log.txt")
         yield server.url
-    finally:
-        server.kill()
 
 
 STOPS: list[dict[str, Any]] = [  # Any: JSON

@@ -8,9 +8,6 @@ When the last assertion of the first test fails, vLLM has mended it: then `conte
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -26,7 +23,7 @@ from rollouts_core.engines.launch import render_launch
 from rollouts_core.errors import WeightSyncError
 from rollouts_core.job import InputModel, ServeJob
 from tests.engines.conftest import SavedModel
-from tests.engines.servers import START_TIMEOUT_S, engine_python
+from tests.engines.servers import START_TIMEOUT_S, engine_python, started_by_hand
 from tests.engines.test_contract import LOGPROB_TOLERANCE, ask, worst_gap
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -48,17 +45,10 @@ def url(start: SavedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         deployment=DeploymentConfig(max_running_requests=8),
     )
     command = render_launch(job, start.directory, on_gpu=False)
-    folder = tmp_path_factory.mktemp("by_hand")
-    env = {**os.environ, **command.env, "TMPDIR": str(folder)}
-    with (folder / "log.txt").open("wb") as output:
-        process = subprocess.Popen(command.argv, env=env, stdout=output, stderr=output, start_new_session=True)
     address = f"http://127.0.0.1:{job.port}"
-    try:
+    with started_by_hand(command, tmp_path_factory.mktemp("by_hand")):
         asyncio.run(wait_until_ready(address))
         yield address
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)  # while it starts it is deaf to SIGTERM
-        process.wait()
 
 
 def test_an_update_that_keeps_the_old_head_is_refused_and_the_canary_would_see_it(
