@@ -51,6 +51,7 @@ from tasks.candidate import register_candidate
 from tasks.engine import launch_engine, stop_engine
 from tasks.evaluate import evaluate_models
 from tasks.inputs import named_urls
+from tasks.places import note_named
 from tasks.plan import base_model, plan_evaluation, plan_rl, plan_selection, plan_sft, selected_model, with_engines
 from tasks.plan_node import with_enough_memory
 from tasks.provision import provision, release, release_now
@@ -116,7 +117,9 @@ def prepare(config: Config, node: NodeSettings, run: RunOptions, scope: RunScope
     if deployment.id is not None:  # rollouts run has checked already
         check_settings(config, node, run)
     link_live_page(scope)
-    return reach_stores(config, scope) if run.publish or named_urls(config) else config
+    local = reach_stores(config, scope) if run.publish or named_urls(config) else config
+    note_named(local.model_dump(mode="json"), Path(scope.store))
+    return local
 
 
 def run_stages(

@@ -1,4 +1,4 @@
-"""`rollouts prune`: make room in a store by removing stages that nothing refers to.
+"""`rollouts prune`: make room in a store by removing what nothing refers to any more.
 
 Not here: what is kept and why (tasks/prune.py), the other commands (cli.py).
 """
@@ -15,23 +15,23 @@ import typer
 from flows.machines_cli import at, render_table
 from flows.models_cli import open_registry
 from flows.terminal import Store
-from tasks.prune import FoundStage, plan_prune, remove_stages
+from tasks.prune import FoundFolder, plan_prune, remove_folders
 
 GB = 1e9
 
 
 def prune(
     store: Store = Path(".rollouts"),
-    days: Annotated[float, typer.Option(min=0, help="Stages that no run used for so many days are removed.")] = 30.0,
+    days: Annotated[float, typer.Option(min=0, help="What no run used for so many days is removed.")] = 30.0,
     max_gb: Annotated[
         float | None,
-        typer.Option(min=0, help="Remove more, longest unused first, until all stages take at most so many GB."),
+        typer.Option(min=0, help="Remove more, longest unused first, until the rest takes at most so many GB."),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Remove them; without it they are only shown.")] = False,
 ) -> None:
-    """Remove stages that were not used for long and that nothing refers to.
+    """Remove stages, checkpoints of runs and fetched inputs that were not used for long and that nothing refers to.
 
-    Never those that a registered model came from, that a run which goes on uses, or that a deployment names.
+    Never what a registered model came from, what a run which goes on uses, or what a deployment names.
     """
     root = store.resolve()
     with open_registry(store) as ledger:
@@ -39,25 +39,25 @@ def prune(
             root, ledger, unused_days=days, max_bytes=None if max_gb is None else int(max_gb * GB), now=time.time()
         )
         if plan.removed:
-            typer.echo(render_stages(plan.removed))
-        removed = remove_stages(root, ledger, plan) if yes else []
-    kept = f"{len(plan.kept)} stages of {total_gb(plan.kept):.3f} GB stay"
+            typer.echo(render_folders(plan.removed))
+        removed = remove_folders(root, ledger, plan) if yes else []
+    kept = f"{len(plan.kept)} folders of {total_gb(plan.kept):.3f} GB stay"
     num_spared = len(plan.removed) - len(removed)
     if not plan.removed:
         typer.echo(f"nothing to remove; {kept}")
     elif not yes:
-        typer.echo(f"would remove {len(plan.removed)} stages of {total_gb(plan.removed):.3f} GB with --yes; {kept}")
+        typer.echo(f"would remove {len(plan.removed)} folders of {total_gb(plan.removed):.3f} GB with --yes; {kept}")
     else:
         spared = f", {num_spared} that are used by now" if num_spared else ""
-        typer.echo(f"removed {len(removed)} stages of {total_gb(removed):.3f} GB; {kept}{spared}")
+        typer.echo(f"removed {len(removed)} folders of {total_gb(removed):.3f} GB; {kept}{spared}")
 
 
-def render_stages(stages: Sequence[FoundStage]) -> str:
-    """A line for each stage."""
-    rows = [(stage.name, f"{stage.num_bytes / GB:.3f}", at(stage.used_at)) for stage in stages]
-    return render_table(("STAGE", "GB", "LAST USED (UTC)"), rows)
+def render_folders(folders: Sequence[FoundFolder]) -> str:
+    """A line for each folder."""
+    rows = [(folder.name, f"{folder.num_bytes / GB:.3f}", at(folder.used_at)) for folder in folders]
+    return render_table(("FOLDER", "GB", "LAST USED (UTC)"), rows)
 
 
-def total_gb(stages: Sequence[FoundStage]) -> float:
-    """What stages take together."""
-    return sum(stage.num_bytes for stage in stages) / GB
+def total_gb(folders: Sequence[FoundFolder]) -> float:
+    """What folders take together."""
+    return sum(folder.num_bytes for folder in folders) / GB

@@ -11,6 +11,7 @@ whole file, and always by its size and by the object being still the same when a
 Not here: single objects (object_store.py), manifests (publication.py).
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ import shutil
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from infra.supervisor import locked
 PIECE_BYTES = 8 << 20
 NUM_STREAMS = 8
 """So many pieces are asked for at a time."""
+_INCOMING = ".incoming-"
 _PARTS = ".parts"
 _HASH_BYTES = 4 << 20
 
@@ -112,7 +114,7 @@ def download(store: ObjectStore, wanted: Sequence[WantedFile], target: Path) -> 
         ObjectDamagedError: an object is not what its manifest lists.
         DiskFullError: there is no room here.
     """
-    incoming = target.with_name(f".{target.name[:60]}.incoming-{digest_of(wanted)[:16]}")
+    incoming = target.with_name(f".{target.name[:60]}{_INCOMING}{digest_of(wanted)[:16]}")
     lock = incoming.with_name(f"{incoming.name}.lock")
     target.parent.mkdir(parents=True, exist_ok=True)
     with locked(lock):
@@ -126,6 +128,20 @@ def download(store: ObjectStore, wanted: Sequence[WantedFile], target: Path) -> 
             receiver.flush_directory(target.parent)
         shutil.rmtree(incoming, ignore_errors=True)
         lock.unlink(missing_ok=True)
+
+
+def is_being_fetched(folder: Path) -> bool:
+    """True while a process fetches something into the folder."""
+    for lock in folder.glob(f".*{_INCOMING}*.lock"):
+        with suppress(FileNotFoundError):
+            descriptor = os.open(lock, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: looking disturbs no other look
+            except BlockingIOError:
+                return True
+            finally:
+                os.close(descriptor)
+    return False
 
 
 def _fill(store: ObjectStore, wanted: Sequence[WantedFile], incoming: Path) -> None:

@@ -16,7 +16,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -232,6 +232,16 @@ class Ledger:
     def is_alive(self, run_id: str) -> bool:
         """True if the run said that it lives, and its process is there."""
         return self._run_lock_path(run_id).exists() and not self.has_died(run_id)
+
+    def living_runs(self) -> dict[str, float]:
+        """When each run that lives began at the latest, seconds since 1970, by its id."""
+        found = {}
+        for path in self._run_lock_path("").glob("*"):
+            with suppress(FileNotFoundError):  # it ended meanwhile
+                began_at = path.stat().st_mtime
+                if self.is_alive(path.name):
+                    found[path.name] = began_at
+        return found
 
     @contextmanager
     def living_run(self, run_id: str) -> Iterator[None]:

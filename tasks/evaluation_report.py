@@ -20,6 +20,7 @@ from rollouts_core.fingerprint import digest_model
 from rollouts_core.job import InputModel
 from rollouts_core.report import describe_results, render_results_markdown
 from tasks.model_names import NamedModel, find_named_model, with_heldout
+from tasks.places import note_named
 from tasks.progress import StageProgress, stage_console
 from tasks.records import RunScope, StageRecord
 from tasks.retries import TRIED_AGAIN
@@ -41,6 +42,7 @@ def find_inputs(
         found = {name: find_named_model(given, config, store, progress.say) for name, given in named.items()}
         for each in found.values():
             progress.say(f"{each.title}: {each.model.path}")
+        note_named([scored.data.heldout, *(each.model.path for each in found.values())], store)
     return scored, found
 
 

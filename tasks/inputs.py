@@ -10,14 +10,16 @@ Not here: how it is fetched (infra/download.py). This module does not import pre
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 from infra.download import digest_of, download, find_wanted
+from infra.ledger import LEDGER_FILE, Ledger
 from infra.object_store import ObjectStore, is_url
 from rollouts_core.config import Config
+from tasks.places import INPUTS
 
-FOLDER = "inputs"
 _DIGEST_CHARS = 16
 _DATA = ("sft_eval", "prompts", "rollouts", "selection", "heldout")
 
@@ -70,8 +72,12 @@ def bring_input(url: str, store: Path, say: Callable[[str], None]) -> Path:
     """Where the content of a URL lies in the store, fetched if need be."""
     source = ObjectStore(url)
     wanted = find_wanted(source)
-    path = store.resolve() / FOLDER / digest_of(wanted)[:_DIGEST_CHARS] / source.name
-    if not path.exists():
+    path = store.resolve() / INPUTS / digest_of(wanted)[:_DIGEST_CHARS] / source.name
+    with Ledger(store / LEDGER_FILE) as ledger, ledger.transaction():  # under its lock, prune moves folders away
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.utime(path.parent)
+        is_there = path.exists()
+    if not is_there:
         download(source, wanted, path)
         say(f"{url}: fetched {sum(each.size for each in wanted) / 1e6:.1f} MB to {path}")
     return path

@@ -1,58 +1,70 @@
-"""Find the stages of a store that nothing refers to any more, and remove them.
+"""Find what lies in a store that nothing refers to any more, and remove it.
 
 Not here: the command (flows/prune_cli.py), checkpoints that a stage itself deletes while it trains.
 
-    kept      in the lineage of a registered model | used by a run that lives | claimed by a job or under way
-              named by a stage that is kept, or by a configuration that is served
+    stages/<stage>             a stage with all it made
+    runs/<run>/checkpoint      the copy of a run's final checkpoint; its report and settings are small, and stay
+    inputs/<digest>            what a URL named; it is fetched again when it is needed
+
+    kept      in the lineage of a registered model | used by a run that lives, or since it began
+              claimed by a job or under way | named by a stage that is kept, or by a configuration that is served
     old       everything else that was last used longer ago than asked for
     large     and, oldest use first, as much more as is needed to fit
 
-A run notes that it uses a stage before it looks for it (caching.py), and a stage is moved away under the ledger's lock,
-after a last look at these notes: a run finds a stage whole, or not at all, and then does it again.
+A run notes that it uses something before it looks for it (caching.py, inputs.py, places.py), and what is removed is
+moved away under the ledger's lock, after a last look at these notes: a run finds it whole, or not at all, and then does
+it again.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
 import secrets
 import shutil
+import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from infra.download import is_being_fetched
 from infra.ledger import Ledger
 from infra.registry import Model, models, select_models
 from infra.supervisor import is_supervised
 from rollouts_core.files import remove_partial_directories
 from rollouts_core.run_directory import RunDirectory
+from tasks.places import INPUTS, NAMES, RUNS, STAGES, is_place, places_in
+from tasks.records import RUN_ID_CHARS
 
-STAGE_NAME = re.compile(r"[a-z][a-z-]*-[0-9a-f]{16}(-\d+)?")
 DAY_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundStage:
-    """A stage's directory in the store."""
+class FoundFolder:
+    """Something in the store that takes room."""
 
-    name: str
+    place: str
+    """Below the store: stages/<stage>, runs/<run> or inputs/<digest>."""
     num_bytes: int
+    """What removing it makes free: a file that lies here and elsewhere counts where it stays longest."""
     used_at: float
     """When a run used it last, seconds since 1970."""
     reason: str = ""
     """Why it is kept; empty where nothing refers to it."""
+
+    @property
+    def name(self) -> str:
+        """What is removed, for people."""
+        return f"{self.place}/checkpoint" if self.place.startswith(f"{RUNS}/") else self.place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
     """What would be removed, and what not."""
 
-    removed: tuple[FoundStage, ...]
-    kept: tuple[FoundStage, ...]
+    removed: tuple[FoundFolder, ...]
+    kept: tuple[FoundFolder, ...]
 
 
 def plan_prune(
@@ -61,136 +73,179 @@ def plan_prune(
     """What nothing refers to and was not used for so many days; and more of it, longest unused first, until all fits.
 
     Args:
-        max_bytes: what all stages together may take; None does not ask.
+        max_bytes: what everything together may take; None does not ask.
     """
     at = time.time() if now is None else now
-    found = sorted(find_stages(store, ledger), key=lambda stage: (stage.used_at, stage.name))
-    total = sum(stage.num_bytes for stage in found)
-    removed: list[FoundStage] = []
-    for stage in found:
-        is_old = at - stage.used_at > unused_days * DAY_S
+    found = sorted(find_folders(store, ledger), key=lambda folder: (folder.used_at, folder.place))
+    total = sum(folder.num_bytes for folder in found)
+    removed: list[FoundFolder] = []
+    for folder in found:
+        is_old = at - folder.used_at > unused_days * DAY_S
         is_too_much = max_bytes is not None and total > max_bytes
-        if not stage.reason and (is_old or is_too_much):
-            removed.append(stage)
-            total -= stage.num_bytes
-    return PrunePlan(removed=tuple(removed), kept=tuple(stage for stage in found if stage not in removed))
+        if not folder.reason and (is_old or is_too_much):
+            removed.append(folder)
+            total -= folder.num_bytes
+    return PrunePlan(removed=tuple(removed), kept=tuple(folder for folder in found if folder not in removed))
 
 
-def remove_stages(store: Path, ledger: Ledger, plan: PrunePlan) -> list[FoundStage]:
+def remove_folders(store: Path, ledger: Ledger, plan: PrunePlan) -> list[FoundFolder]:
     """Remove what the plan says, unless something refers to it by now; returns what was removed."""
-    remove_partial_directories(store / "stages")
-    done = []
-    for stage in plan.removed:
-        path = store / "stages" / stage.name
-        with ledger.transaction() as database:
-            is_used = any(ledger.is_alive(use.run_id) for use in ledger.stage_uses() if use.stage == stage.name)
-            is_named = stage.name in _lineages(select_models(database)) or stage.name in _named_by_deployments(store)
-            if is_used or is_named or stage.name in _claimed(ledger) or is_supervised(str(path)):
+    for parent in (store / STAGES, store / INPUTS, *(store / RUNS).glob("*")):
+        remove_partial_directories(parent)
+    done, doomed = [], []
+    with ledger.transaction() as database:
+        reasons = reasons_to_keep(store, ledger, [folder.place for folder in plan.removed], select_models(database))
+        for folder in plan.removed:
+            if folder.place in reasons:
                 continue
-            doomed = path.with_name(f".{stage.name}.partial-{secrets.token_hex(4)}")
-            try:
-                path.rename(doomed)
-            except FileNotFoundError:  # another prune was faster
-                continue
-            ledger.forget_uses(stage.name)
-        shutil.rmtree(doomed, ignore_errors=True)
-        done.append(stage)
+            aside = [moved for each in _removable(store / folder.place) if (moved := _move_aside(each)) is not None]
+            if aside:
+                done.append(folder)
+                doomed += aside
+            kind, _, name = folder.place.partition("/")
+            if kind == STAGES:
+                ledger.forget_uses(name)
+    for each in doomed:
+        shutil.rmtree(each, ignore_errors=True)
     return done
 
 
-def find_stages(store: Path, ledger: Ledger) -> list[FoundStage]:
-    """Every stage of the store, with the reason to keep it."""
-    paths = [path for path in sorted((store / "stages").glob("*")) if path.is_dir() and STAGE_NAME.fullmatch(path.name)]
-    reasons = _with_what_they_name(store, reasons_to_keep(store, ledger, paths))
-    used_at = {use.stage: use.used_at for use in ledger.stage_uses()}  # oldest first: the last one counts
-    return [
-        FoundStage(
-            name=path.name,
-            num_bytes=_num_bytes(path),
-            used_at=max(used_at.get(path.name, 0.0), path.stat().st_mtime),
-            reason=reasons.get(path.name, ""),
-        )
-        for path in paths
+def find_folders(store: Path, ledger: Ledger) -> list[FoundFolder]:
+    """Every folder of the store that takes room, with the reason to keep it."""
+    places = [
+        f"{kind}/{path.name}"
+        for kind in NAMES
+        for path in sorted((store / kind).glob("*"))
+        if path.is_dir() and is_place(kind, path.name) and _removable(path)
     ]
+    reasons = reasons_to_keep(store, ledger, places, models(ledger))
+    used_at = _last_uses(store, ledger, places)
+    found = [
+        FoundFolder(place=place, num_bytes=0, used_at=used_at[place], reason=reasons.get(place, "")) for place in places
+    ]
+    return _measured(store, found)
 
 
-def reasons_to_keep(store: Path, ledger: Ledger, paths: list[Path]) -> dict[str, str]:
-    """Why stages are kept that something outside of the stages refers to, by name."""
-    reasons: dict[str, str] = {}
-    reasons |= _named_by_deployments(store)
-    for path in paths:
-        if is_supervised(str(path)):
-            reasons[path.name] = "its job goes on"
-    uses = ledger.stage_uses()
-    alive = {run_id: ledger.is_alive(run_id) for run_id in {use.run_id for use in uses}}
-    reasons |= {use.stage: "used by a run that goes on" for use in uses if alive[use.run_id]}
-    reasons |= dict.fromkeys(_claimed(ledger), "claimed by a run")
-    return reasons | _lineages(models(ledger))
+def reasons_to_keep(store: Path, ledger: Ledger, places: Sequence[str], registered: Sequence[Model]) -> dict[str, str]:
+    """Why places are kept, these and those that kept ones name."""
+    reasons = _named_by_deployments(store)
+    reasons |= {place: what for place in places if (what := _work_under_way(store / place))}
+    reasons |= _wanted_by_runs(ledger, places)
+    reasons |= _lineages(registered)
+    began_at = min(ledger.living_runs().values(), default=None)
+    if began_at is not None:
+        used_at = _last_uses(store, ledger, places)
+        recent = [place for place in places if used_at[place] >= began_at]
+        reasons = dict.fromkeys(recent, "used since a run that goes on began") | reasons
+    return _with_what_they_name(store, reasons)
+
+
+def _work_under_way(path: Path) -> str:
+    """What is being done in a folder; empty where it is nothing."""
+    if is_supervised(str(path)):
+        return "its job goes on"
+    return "it is being fetched" if is_being_fetched(path) else ""
+
+
+def _wanted_by_runs(ledger: Ledger, places: Sequence[str]) -> dict[str, str]:
+    """The stages and outputs of runs that live, or that have a claim and did not die."""
+    alive = ledger.living_runs()
+    claims = [lease for lease in ledger.leases() if not ledger.has_died(lease.run_id)]
+    wanted_by = {run_id[:RUN_ID_CHARS] for run_id in (*alive, *(claim.run_id for claim in claims))}
+    reasons = {
+        f"{STAGES}/{use.stage}": "used by a run that goes on" for use in ledger.stage_uses() if use.run_id in alive
+    }
+    reasons |= {f"{STAGES}/{Path(claim.run_dir).name}": "claimed by a run" for claim in claims}
+    runs = [place for place in places if place.startswith(f"{RUNS}/")]
+    return reasons | {place: "its run goes on" for place in runs if place.rpartition("-")[2] in wanted_by}
 
 
 def _lineages(registered: Sequence[Model]) -> dict[str, str]:
-    """The stages that registered models came from, each with the reason to keep it."""
+    """What registered models came from, each with the reason to keep it."""
     reasons: dict[str, str] = {}
     for model in registered:
-        reasons |= dict.fromkeys([*model.stages, *_names_of(model.checkpoint)], f"{model.name} came from it")
+        places = {f"{STAGES}/{stage}" for stage in model.stages} | places_in(model.checkpoint)
+        reasons |= dict.fromkeys(places, f"{model.name} came from it")
     return reasons
 
 
 def _named_by_deployments(store: Path) -> dict[str, str]:
-    """The stages that configurations of deployments name, each with the reason to keep it."""
+    """What configurations of deployments name, each with the reason to keep it."""
     reasons: dict[str, str] = {}
     for path in sorted((store / "prefect/deployments").glob("*.json")):
-        reasons |= dict.fromkeys(_names_in(path), f"named by the deployment {path.stem}")
+        reasons |= dict.fromkeys(_places_in_file(path), f"named by the deployment {path.stem}")
     return reasons
 
 
-def _num_bytes(folder: Path) -> int:
-    """What the files of a folder take; a job may be removing some of them meanwhile."""
-    total = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):
-            total += path.lstat().st_size if path.is_file() else 0
-    return total
-
-
-def _claimed(ledger: Ledger) -> set[str]:
-    """The stages whose jobs are claimed by runs that have not died."""
-    return {Path(lease.run_dir).name for lease in ledger.leases() if not ledger.has_died(lease.run_id)}
-
-
 def _with_what_they_name(store: Path, reasons: Mapping[str, str]) -> dict[str, str]:
-    """The reasons, and one for each stage that a kept stage's job names, to any depth."""
+    """The reasons, and one for each place that a kept stage's job names, to any depth."""
     every, waiting = dict(reasons), list(reasons)
     while waiting:
-        name = waiting.pop()
-        for other in _names_in(RunDirectory(store / "stages" / name).job):
+        place = waiting.pop()
+        for other in _places_in_file(RunDirectory(store / place).job):
             if other not in every:
-                every[other] = f"{name} began with it"
+                every[other] = f"{place} began with it"
                 waiting.append(other)
     return every
 
 
-def _names_in(path: Path) -> set[str]:
-    """The stages that a JSON file names by path."""
+def _places_in_file(path: Path) -> set[str]:
+    """What a JSON file names by path."""
     try:
-        content = json.loads(path.read_text())
+        return places_in(json.loads(path.read_text()))
     except (OSError, ValueError):
         return set()
-    return {name for text in _texts(content) for name in _names_of(text)}
 
 
-def _names_of(text: str) -> set[str]:
-    """The stages in a path: the parts that are named as stages are, below `stages`."""
-    pairs = itertools.pairwise(Path(text).parts)
-    return {part for before, part in pairs if before == "stages" and STAGE_NAME.fullmatch(part)}
+def _last_uses(store: Path, ledger: Ledger, places: Sequence[str]) -> dict[str, float]:
+    """When each was used last; of a run, when something was written into its folder."""
+    uses: dict[str, float] = {}
+    for use in ledger.stage_uses():  # oldest first: the last one counts
+        uses[f"{STAGES}/{use.stage}"] = uses[f"{RUNS}/{use.run}"] = use.used_at
+    return {place: max(uses.get(place, 0.0), *_changed_at(store / place)) for place in places}
 
 
-def _texts(value: Any) -> Iterator[str]:  # Any: JSON
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _texts(each)
-    elif isinstance(value, list):
-        for each in value:
-            yield from _texts(each)
+def _changed_at(path: Path) -> list[float]:
+    """When names in a folder changed last, and of a run's also its files."""
+    paths = [path, *path.glob("*")] if path.parent.name == RUNS else [path]
+    times = [0.0]
+    for each in paths:
+        with suppress(FileNotFoundError):  # removed by another prune meanwhile
+            times.append(each.stat().st_mtime)
+    return times
+
+
+def _removable(path: Path) -> list[Path]:
+    """The folders that are removed: the place itself, or what a run's report does not need."""
+    if path.parent.name != RUNS:
+        return [path]
+    return [each for each in sorted(path.glob("*checkpoint*")) if each.is_dir()]
+
+
+def _move_aside(path: Path) -> Path | None:
+    """Where the folder lies now, out of the way of everybody; None where another prune was faster."""
+    doomed = path.with_name(f".{path.name.lstrip('.')}.partial-{secrets.token_hex(4)}")
+    try:
+        path.rename(doomed)
+    except FileNotFoundError:
+        return None
+    return doomed
+
+
+def _measured(store: Path, found: Sequence[FoundFolder]) -> list[FoundFolder]:
+    """The folders with their sizes; a file with several names counts where it is removed last."""
+    seen: set[tuple[int, int]] = set()
+    longest_first = sorted(found, key=lambda folder: (not folder.reason, -folder.used_at))
+    return [replace(folder, num_bytes=_num_bytes(store / folder.place, seen)) for folder in longest_first]
+
+
+def _num_bytes(place: Path, seen: set[tuple[int, int]]) -> int:
+    """What the files to be removed take, but those that were seen; a job may be removing some of them meanwhile."""
+    total = 0
+    for path in (each for folder in _removable(place) for each in folder.rglob("*")):
+        with suppress(OSError):
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode) and (status.st_dev, status.st_ino) not in seen:
+                seen.add((status.st_dev, status.st_ino))
+                total += status.st_size
+    return total

@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict
 from infra.ledger import LEDGER_FILE
 from rollouts_core.config import EngineKind
 
+RUN_ID_CHARS = 8
+"""So much of a run's id is part of the name of its folder."""
+
 How = Literal["ran", "attached", "reused"]
 
 
@@ -46,7 +49,7 @@ class RunScope(TaskRecord):
     @property
     def output_dir(self) -> Path:
         """Where the run's report and checkpoint are published."""
-        return Path(self.store) / "runs" / f"{self.run_name}-{self.run_id[:8]}"
+        return Path(self.store) / "runs" / f"{self.run_name}-{self.run_id[:RUN_ID_CHARS]}"
 
     @property
     def publication_url(self) -> str:

@@ -125,8 +125,8 @@ def test_pruning_shows_first_and_removes_only_when_told_and_never_a_lineage(stor
     shown = call(store, "prune").stdout
     assert old.name in shown
     assert of_model.name not in shown
-    assert "would remove 1 stages of 0.002 GB with --yes; 1 stages of 0.002 GB stay" in shown
+    assert "would remove 1 folders of 0.002 GB with --yes; 1 folders of 0.002 GB stay" in shown
     assert old.is_dir()
     assert "nothing to remove" in call(store, "prune", "--days", "200").stdout
-    assert "removed 1 stages of 0.002 GB; 1 stages" in call(store, "prune", "--yes").stdout
+    assert "removed 1 folders of 0.002 GB; 1 folders" in call(store, "prune", "--yes").stdout
     assert (of_model.is_dir(), old.exists()) == (True, False)

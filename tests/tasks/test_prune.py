@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,12 +19,15 @@ from infra.jobs import cancel_job, start_or_attach
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.registry import register_model, reject
 from infra.session import LocalSession
-from tasks.prune import DAY_S, plan_prune, remove_stages
+from tasks.inputs import bring_input
+from tasks.places import NAMES, note_named
+from tasks.prune import DAY_S, FoundFolder, plan_prune, remove_folders
 from tests.infra.shell_jobs import shell_spec
 
 NOW = 1_000 * DAY_S
 SFT, RL, EVALUATE = (f"{stage}-{16 * '0'}" for stage in ("sft", "rl", "evaluate"))
 OTHER = f"sft-{16 * '1'}"
+RUN, INPUT = "runs/mine-01234567", f"inputs/{16 * '2'}"
 SIZE = 1_000
 DYING_RUN = """
 import os, sys
@@ -35,6 +38,25 @@ with Ledger(Path(sys.argv[1])) as ledger, ledger.living_run("dead"):
     os.kill(os.getpid(), 9)
 """
 """A run that claims a job and is killed."""
+HOLDING = """
+import sys
+from pathlib import Path
+from infra.supervisor import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+"""A process that fetches, until its input ends."""
+PRUNING = f"""
+import sys
+from pathlib import Path
+from infra.ledger import LEDGER_FILE, Ledger
+from tasks.prune import plan_prune, remove_folders
+store = Path(sys.argv[1])
+with Ledger(store / LEDGER_FILE) as ledger:
+    print(len(remove_folders(store, ledger, plan_prune(store, ledger, unused_days=45, now={NOW}))))
+"""
+"""Another prune."""
 
 
 @pytest.fixture
@@ -61,21 +83,45 @@ def add_stage(store: Path, name: str, *, days: float) -> None:
     set_age(path, days=days)
 
 
+def add_run(store: Path, place: str = RUN, *, days: float) -> Path:
+    """The output of a run as it is: a report, and the copy of its checkpoint."""
+    path = store / place
+    (path / "checkpoint").mkdir(parents=True)
+    (path / "checkpoint/model.safetensors").write_bytes(bytes(SIZE))
+    (path / "report.html").write_text("report")
+    for each in (path / "report.html", path / "checkpoint", path):
+        set_age(each, days=days)
+    return path
+
+
+def add_input(store: Path, place: str = INPUT, *, days: float) -> Path:
+    path = store / place
+    path.mkdir(parents=True)
+    (path / "rows.jsonl").write_bytes(bytes(SIZE))
+    set_age(path, days=days)
+    return path
+
+
 def set_age(path: Path, *, days: float) -> None:
     os.utime(path, (NOW - days * DAY_S,) * 2)
 
 
 def removed(store: Path, ledger: Ledger, *, days: float, max_bytes: int | None = None) -> list[str]:
     plan = plan_prune(store, ledger, unused_days=days, max_bytes=max_bytes, now=NOW)
-    assert {stage.name for stage in plan.removed + plan.kept} == {path.name for path in (store / "stages").iterdir()}
-    return [stage.name for stage in plan.removed]
+    there = {f"{kind}/{path.name}" for kind in NAMES for path in (store / kind).glob("*")}
+    assert {folder.place for folder in plan.removed + plan.kept} == there
+    return names(plan.removed)
+
+
+def names(folders: Sequence[FoundFolder]) -> list[str]:
+    return [folder.place.removeprefix("stages/") for folder in folders]
 
 
 def test_what_was_not_used_for_long_is_removed_and_nothing_before_it_is_asked_for(store: Path, ledger: Ledger) -> None:
     assert removed(store, ledger, days=25) == [OTHER, EVALUATE]
     assert len(list((store / "stages").iterdir())) == 4
     plan = plan_prune(store, ledger, unused_days=25, now=NOW)
-    assert [stage.name for stage in remove_stages(store, ledger, plan)] == [OTHER, EVALUATE]
+    assert names(remove_folders(store, ledger, plan)) == [OTHER, EVALUATE]
     assert sorted(path.name for path in (store / "stages").iterdir()) == sorted([SFT, RL])
 
 
@@ -111,16 +157,16 @@ def test_a_run_that_began_after_the_look_keeps_its_stage(store: Path, ledger: Le
     plan = plan_prune(store, ledger, unused_days=25, now=NOW)
     with ledger.living_run("late"):
         ledger.note_use(OTHER, "late")
-        assert [stage.name for stage in remove_stages(store, ledger, plan)] == [EVALUATE]
+        assert names(remove_folders(store, ledger, plan)) == [EVALUATE]
     assert (store / "stages" / OTHER / "weights").stat().st_size == SIZE
 
 
 def test_a_stage_that_a_model_was_registered_from_after_the_look_stays(store: Path, ledger: Ledger) -> None:
     plan = plan_prune(store, ledger, unused_days=25, now=NOW)
-    assert {stage.name for stage in plan.removed} == {OTHER, EVALUATE}
+    assert set(names(plan.removed)) == {OTHER, EVALUATE}
     register_model(ledger, "a", checkpoint="runs/a", digest="d", run_id="r", stages=[OTHER], data={}, by="me")
-    assert [stage.name for stage in remove_stages(store, ledger, plan)] == [EVALUATE]
-    assert remove_stages(store, ledger, plan) == []
+    assert names(remove_folders(store, ledger, plan)) == [EVALUATE]
+    assert remove_folders(store, ledger, plan) == []
 
 
 def test_a_job_that_goes_on_keeps_its_stage(store: Path, ledger: Ledger) -> None:
@@ -145,5 +191,119 @@ def test_what_a_served_configuration_names_stays(store: Path, ledger: Ledger) ->
 def test_what_is_no_stage_is_not_touched(store: Path, ledger: Ledger) -> None:
     (store / "stages/notes").mkdir()
     plan = plan_prune(store, ledger, unused_days=0, max_bytes=0, now=NOW)
-    remove_stages(store, ledger, plan)
+    remove_folders(store, ledger, plan)
     assert [path.name for path in (store / "stages").iterdir()] == ["notes"]
+
+
+def test_of_a_run_the_checkpoint_goes_and_the_report_stays(store: Path, ledger: Ledger) -> None:
+    path = add_run(store, days=50)
+    (path / ".checkpoint.incoming-0123").mkdir()  # left by a process that was killed while it copied
+    (path / ".checkpoint.incoming-0123/model.safetensors").write_bytes(bytes(SIZE))
+    for each in (path / ".checkpoint.incoming-0123", path):
+        set_age(each, days=50)
+    plan = plan_prune(store, ledger, unused_days=45, now=NOW)
+    assert [(folder.name, folder.num_bytes) for folder in plan.removed] == [(f"{RUN}/checkpoint", 2 * SIZE)]
+    assert (path / "checkpoint/model.safetensors").is_file(), "a plan removes nothing"
+    assert names(remove_folders(store, ledger, plan)) == [RUN]
+    assert [each.name for each in path.iterdir()] == ["report.html"]
+    assert RUN not in names(plan_prune(store, ledger, unused_days=0, now=NOW).kept), "there is nothing to be removed"
+
+
+def test_stages_runs_and_inputs_share_the_age_and_the_size(store: Path, ledger: Ledger) -> None:
+    add_run(store, days=35)
+    add_input(store, days=45)
+    assert removed(store, ledger, days=32) == [INPUT, OTHER, RUN]
+    assert removed(store, ledger, days=100, max_bytes=3 * SIZE + 500) == [INPUT, OTHER, RUN]
+    assert removed(store, ledger, days=100, max_bytes=5 * SIZE + 500) == [INPUT]
+
+
+def test_a_file_of_two_names_makes_room_only_where_it_goes_last(store: Path, ledger: Ledger) -> None:
+    path = add_input(store, days=50)
+    (path / "weights").hardlink_to(store / "stages" / OTHER / "weights")  # of a stage used 40 days ago
+    set_age(path, days=50)
+    found = plan_prune(store, ledger, unused_days=100, now=NOW).kept
+    assert {folder.place: folder.num_bytes for folder in found if folder.place in (INPUT, f"stages/{OTHER}")} == {
+        INPUT: SIZE,
+        f"stages/{OTHER}": SIZE,
+    }
+    plan = plan_prune(store, ledger, unused_days=45, now=NOW)
+    assert names(remove_folders(store, ledger, plan)) == [INPUT]
+    assert (store / "stages" / OTHER / "weights").stat().st_size == SIZE
+
+
+def test_the_checkpoint_of_a_registered_model_stays(store: Path, ledger: Ledger) -> None:
+    path, other = add_run(store, days=50), add_run(store, "runs/other-76543210", days=50)
+    checkpoint = str((path / "checkpoint").relative_to(store))
+    register_model(ledger, "a", checkpoint=checkpoint, digest="d", run_id="r", stages=[], data={}, by="me")
+    assert [place for place in removed(store, ledger, days=0) if "runs/" in place] == ["runs/other-76543210"]
+    remove_folders(store, ledger, plan_prune(store, ledger, unused_days=0, max_bytes=0, now=NOW))
+    assert ((path / "checkpoint/model.safetensors").is_file(), (other / "checkpoint").exists()) == (True, False)
+
+
+def test_what_the_lineage_of_a_model_began_with_stays_wherever_it_lies(store: Path, ledger: Ledger) -> None:
+    start, data = add_run(store, days=50), add_input(store, days=50)
+    job = {"model": {"model": {"path": f"{start}/checkpoint"}}, "data": [{"path": f"{data}/rows.jsonl"}]}
+    (store / "stages" / SFT / "job.json").write_text(json.dumps(job))
+    register_model(ledger, "a", checkpoint="b", digest="d", run_id="r", stages=[RL], data={}, by="me")
+    assert set(removed(store, ledger, days=0, max_bytes=0)) == {EVALUATE, OTHER}
+
+
+def test_a_run_under_way_keeps_its_output_and_what_it_named_before_a_stage_did(store: Path, ledger: Ledger) -> None:
+    run, named = add_run(store, days=50), add_run(store, "runs/other-76543210", days=50)
+    data, unused = add_input(store, days=50), add_input(store, f"inputs/{16 * '3'}", days=50)
+    plan = plan_prune(store, ledger, unused_days=45, now=NOW)
+    assert len(plan.removed) == 4
+    with ledger.living_run("01234567-89ab"):
+        settings = {"model": {"path": f"{named}/checkpoint"}, "data": {"sft": [f"{data}/rows.jsonl"]}}
+        note_named(settings, store)
+        assert {RUN, "runs/other-76543210", INPUT}.isdisjoint(removed(store, ledger, days=0, max_bytes=0))
+        assert names(remove_folders(store, ledger, plan)) == [f"inputs/{16 * '3'}"], "a look before the run began"
+    assert all((path / "checkpoint").is_dir() for path in (run, named))
+    assert (data.exists(), unused.exists()) == (True, False)
+
+
+def test_an_input_that_a_run_has_just_looked_for_stays(store: Path, ledger: Ledger, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("row")
+    [folder] = {bring_input(f"file://{rows}", store, lambda _: None).parent for _ in range(2)}
+    set_age(folder, days=50)
+    plan = plan_prune(store, ledger, unused_days=45, now=NOW)
+    assert [each.place for each in plan.removed] == [f"inputs/{folder.name}"]
+    with ledger.living_run("alive"):
+        found = bring_input(f"file://{rows}", store, lambda said: pytest.fail(f"{said}: it is there"))
+        assert remove_folders(store, ledger, plan) == []
+        assert found.read_text() == "row"
+    set_age(folder, days=50)
+    assert len(remove_folders(store, ledger, plan)) == 1
+    assert bring_input(f"file://{rows}", store, lambda _: None).read_text() == "row", "it is fetched again"
+
+
+def test_an_input_that_is_being_fetched_stays(store: Path, ledger: Ledger) -> None:
+    path = add_input(store, days=50)
+    lock = path / ".rows.jsonl.incoming-0123456789abcdef.lock"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDING, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as fetching:
+        assert fetching.stdin is not None and fetching.stdout is not None
+        assert fetching.stdout.readline() == b"held\n"
+        set_age(path, days=50)
+        assert INPUT not in removed(store, ledger, days=0, max_bytes=0)
+        fetching.stdin.close()
+    assert INPUT in removed(store, ledger, days=0, max_bytes=0), "a process that was killed leaves its lock file"
+
+
+def test_two_at_once_remove_everything_once(store: Path, ledger: Ledger) -> None:
+    places = [add_input(store, f"inputs/{number:016x}", days=50) for number in range(200)]
+    command = [sys.executable, "-c", PRUNING, str(store)]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    counts = [int(process.communicate()[0]) for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert sum(counts) == len(places)
+    assert list((store / "inputs").iterdir()) == []
+
+
+def test_what_a_killed_prune_moved_away_is_removed_by_the_next_one(store: Path, ledger: Ledger) -> None:
+    for parent in (store / "inputs", store / RUN, store / "stages"):
+        (parent / ".x.partial-0123").mkdir(parents=True)
+    remove_folders(store, ledger, plan_prune(store, ledger, unused_days=100, now=NOW))
+    assert list(store.rglob(".x.partial-*")) == []

@@ -29,7 +29,7 @@ from infra.retrainings import Retraining, RetrainingState, retrainings
 from infra.session import LocalSession
 from infra.supervisor import is_supervised
 from rollouts_core.checkpoint import load_manifest, new_checkpoint, verify_checkpoint
-from tasks.prune import plan_prune, remove_stages
+from tasks.prune import plan_prune, remove_folders
 from tasks.retraining import Answer, Compared, Rules, retrain_once
 from tests.flows.conftest import processes_of, wait_until
 from tests.infra.shell_jobs import shell_spec
@@ -159,6 +159,6 @@ def test_a_month_ends_with_the_best_model_in_production_and_nothing_left_behind(
         wait_until(lambda: not processes_of(store), what="the end of all jobs", timeout_s=60)
         assert [path for path in (store / "stages").iterdir() if is_supervised(str(path))] == []
         assert [lease for lease in ledger.leases() if not ledger.has_died(lease.run_id)] == []
-        remove_stages(store, ledger, plan_prune(store, ledger, unused_days=0, max_bytes=0, now=time.time() + 1))
+        remove_folders(store, ledger, plan_prune(store, ledger, unused_days=0, max_bytes=0, now=time.time() + 1))
         lineage = {stage for model in models(ledger) for stage in model.stages}
         assert {path.name for path in (store / "stages").iterdir()} == lineage
