@@ -82,6 +82,7 @@ def write_evaluation(
             if BASELINE in found
             else None,
             "stage": record.model_dump(mode="json", exclude={"result"}),
+            "reused_from": record.result.get("reused_from", []),
         },
     )
     rows = [

@@ -36,6 +36,7 @@ from rollouts_core.errors import InputError
 from rollouts_core.keys import read_named_keys
 from rollouts_core.run_directory import RunDirectory
 from tasks.artifacts import find_damage, is_finished, set_damage_aside
+from tasks.earlier_scores import take_earlier_scores
 from tasks.early_end import begin_with_earlier, check_own_end, read_early_end, requests_passed_on
 from tasks.placement import place_stage
 from tasks.progress import StageProgress, stage_console
@@ -59,6 +60,8 @@ def run_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
             progress.say(f"done again, because what an earlier run left is damaged: {damage}")
         if begun := begin_with_earlier(stage):
             progress.say(begun)
+        if taken := take_earlier_scores(stage, scope):
+            progress.say(taken)
         how: How = "reused" if is_finished(stage) else run_on_node(stage, scope, node, progress)
         result = RunDirectory(Path(stage.run_dir)).read_result()
         assert result is not None, f"{stage.run_dir} is finished without a result.json"

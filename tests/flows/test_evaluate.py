@@ -62,17 +62,18 @@ def test_models_are_scored_as_their_run_scored_them_once_and_from_everywhere(
             key: of_run[of][key] for key in ("mean", "low", "high", "num_rows")
         }
     assert record["comparison"]["difference"] == of_run["sft"]["mean"] - of_run["base"]["mean"]
-    assert record["stage"]["how"] == "ran"
-
-    # The same weights by other names are not scored again: the run, the URL of what it published.
+    # What the run has scored is not scored again, nor are the same weights by other names: the run, the URL of what it
+    # published.
+    assert (record["stage"]["how"], record["reused_from"]) == ("reused", [run.name])
+    assert f"reused from run {run.name}, which scored the same" in output
     for name in (run.name, f"s3://{bucket}/team/small"):
         code, output = served.run("evaluate", str(config), name, "--against", str(folder / "base_model"))
         assert code == 0, output
         assert records(served)[-1]["stage"]["how"] == "reused"
-    assert num_scorings(served) == 2
+    assert num_scorings(served) == 1
     code, output = served.run("evaluate", str(config), run.name, "--data", str(folder / "selection.jsonl"))
     assert code == 0, output
-    assert (records(served)[-1]["comparison"], num_scorings(served)) == (None, 3)
+    assert (records(served)[-1]["comparison"], num_scorings(served)) == (None, 2)
 
     code, output = served.run("run", "--deployment", "small-evaluate")
     assert (code, "small-evaluate needs a model: evaluate.model=production" in output) == (2, True), output

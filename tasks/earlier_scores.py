@@ -1,0 +1,107 @@
+"""Take the scores of an evaluation from finished ones, where those scored the same models in the same way.
+
+    a run's evaluate-<a>:    base, sft          ──┐ each model by itself has an identity: its content, the rows and the
+    asked for, evaluate-<b>: baseline, model    <─┘ settings; what it is called is no part of that
+
+Not here: the same models under the same names, which are the same stage (plan.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infra.ledger import Ledger
+from rollouts_core.comparison import select_best
+from rollouts_core.files import link_or_copy, write_json
+from rollouts_core.fingerprint import fingerprint_job
+from rollouts_core.job import EvalJob, InputModel
+from rollouts_core.run_directory import RunDirectory
+from tasks.records import RunScope, Stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlierScore:
+    """A model's entry in the record of a finished evaluation."""
+
+    directory: RunDirectory
+    name: str
+    """What the evaluation called the model."""
+    entry: dict[str, Any]  # Any: JSON
+
+
+def take_earlier_scores(stage: Stage, scope: RunScope) -> str:
+    """Give an evaluation that was not begun the record that earlier ones add up to; says from where, or ""."""
+    own = RunDirectory(Path(stage.run_dir))
+    if stage.kind != "eval" or own.result.exists() or own.job.exists():
+        return ""
+    job = EvalJob.model_validate(stage.job)
+    if fingerprint_job(stage.name, job) != stage.fingerprint:  # a fresh start was asked for
+        return ""
+    earlier = find_scores(own.root.parent)
+    found = [earlier.get(identity_of(model, job)) for model in job.checkpoints]
+    scores = [score for score in found if score is not None]
+    if len(scores) < len(found):
+        return ""
+    reused_from = sorted({name_of_run(score.directory.root, scope) for score in scores})
+    entries = [
+        {**score.entry, "name": model.name, "step": model.step}
+        for score, model in zip(scores, job.checkpoints, strict=True)
+    ]
+    best = job.checkpoints[select_best([float(entry["mean"]) for entry in entries])]
+    own.root.mkdir(parents=True, exist_ok=True)
+    with suppress(FileNotFoundError):  # pruned this moment
+        for score, model in zip(scores, job.checkpoints, strict=True):
+            samples = score.directory.samples / f"{score.name}.jsonl"
+            if job.evaluation.metric != "loss" and not (own.samples / f"{model.name}.jsonl").exists():
+                link_or_copy(samples, own.samples / f"{model.name}.jsonl")
+        write_json(own.job, stage.job)
+        own.write_result(
+            {
+                "metric": job.evaluation.metric,
+                "checkpoints": entries,
+                "best": best.name,
+                "reused_from": reused_from,
+            }
+        )
+        return f"reused from run {' and '.join(reused_from)}, which scored the same"
+    return ""
+
+
+def find_scores(stages: Path) -> dict[str, EarlierScore]:
+    """What finished evaluations of these stages scored, by the identity of the model and the way."""
+    found: dict[str, EarlierScore] = {}
+    for directory, job, result in finished_evaluations(stages):
+        by_name = {entry["name"]: entry for entry in result["checkpoints"]}
+        for model in job.checkpoints:
+            score = EarlierScore(directory=directory, name=model.name, entry=by_name[model.name])
+            found.setdefault(identity_of(model, job), score)
+    return found
+
+
+def finished_evaluations(stages: Path) -> Iterator[tuple[RunDirectory, EvalJob, dict[str, Any]]]:  # Any: JSON
+    """The evaluations with a record whose job has, by the present rules, the identity that names the directory."""
+    for path in sorted(stages.glob("evaluate-*")):
+        directory = RunDirectory(path)
+        try:
+            job, result = EvalJob.model_validate_json(directory.job.read_text()), directory.read_result()
+        except (OSError, ValueError):  # of another version, damaged, or removed this moment
+            continue
+        name, _, fingerprint = path.name.partition("-")
+        if result is not None and fingerprint_job(name, job) == fingerprint:
+            yield directory, job, result
+
+
+def identity_of(model: InputModel, job: EvalJob) -> str:
+    """The identity of scoring one model alone, whatever it is called."""
+    alone = model.model_copy(update={"name": "", "step": 0})
+    return fingerprint_job("evaluate", job.model_copy(update={"checkpoints": (alone,)}))
+
+
+def name_of_run(directory: Path, scope: RunScope) -> str:
+    """The run that came to a stage first."""
+    with Ledger(scope.ledger_path) as ledger:
+        return next((use.run for use in ledger.stage_uses() if use.stage == directory.name and use.run), directory.name)

@@ -1,0 +1,151 @@
+"""Pins when an evaluation takes the scores of an earlier one: for the same models, rows and settings, by any name.
+
+Without it an evaluation by hand does again what the run that made the model did, or shows the scores of other rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.ledger import Ledger
+from infra.node import LocalNode, Node
+from infra.providers import provision_node
+from rollouts_core.comparison import estimate_mean
+from rollouts_core.config import Config
+from rollouts_core.files import write_json
+from rollouts_core.job import InputModel
+from rollouts_core.run_directory import RunDirectory
+from tasks.earlier_scores import take_earlier_scores
+from tasks.plan import base_model, plan_evaluation
+from tasks.records import RunScope, Stage
+from tasks.stage import run_stage
+from tests.tasks.test_plan import checkpoint, config_at
+
+SCORES = {"base": [0.0, 0.0, 1.0], "sft": [1.0, 0.0, 1.0]}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return config_at(tmp_path / "inputs")
+
+
+@pytest.fixture
+def models(config: Config, tmp_path: Path) -> dict[str, InputModel]:
+    """What the run evaluates."""
+    return {"base": base_model(config), "sft": checkpoint(tmp_path / "step_000020", b"weights")}
+
+
+def planned(
+    models: dict[str, InputModel], config: Config, run: str, fresh: Sequence[str] = ()
+) -> tuple[Stage, RunScope]:
+    store = Path(config.model.path).parent.parent / "store"
+    scope = RunScope(run_id=f"{run}-0123456789", run_name=run, store=str(store), fresh=tuple(fresh))
+    stage = plan_evaluation(models, config, scope, here(store))
+    with Ledger(scope.ledger_path) as ledger:
+        ledger.note_use(Path(stage.run_dir).name, scope.run_id, run=scope.output_dir.name)
+    return stage, scope
+
+
+def here(store: Path) -> Node:
+    return provision_node(LocalNode(), store)
+
+
+def finish(stage: Stage, scores: dict[str, list[float]]) -> RunDirectory:
+    """Leave what the job of an evaluation leaves."""
+    directory = RunDirectory(Path(stage.run_dir))
+    directory.samples.mkdir(parents=True)
+    entries: list[dict[str, Any]] = []  # Any: JSON
+    for model in stage.job["checkpoints"]:
+        values = scores[model["name"]]
+        estimate = estimate_mean(values)
+        figures = {"mean": estimate.mean, "low": estimate.low, "high": estimate.high, "num_rows": len(values)}
+        entries.append({"name": model["name"], "step": model["step"], "scores": values, **figures})
+        (directory.samples / f"{model['name']}.jsonl").write_text(f"what {model['name']} said")
+    write_json(directory.job, stage.job)
+    directory.write_result({"metric": "accuracy", "checkpoints": entries, "best": "sft"})
+    return directory
+
+
+def test_what_the_run_scored_is_taken_under_other_names_and_order(
+    config: Config, models: dict[str, InputModel]
+) -> None:
+    finish(planned(models, config, "trained")[0], SCORES)
+    stage, scope = planned({"model": models["sft"], "baseline": models["base"]}, config, "by-hand")
+    record = run_stage(stage, scope, here(Path(scope.store)))  # starts no job: its model could not be loaded
+    assert record.how == "reused"
+    assert [(each["name"], each["scores"]) for each in record.result["checkpoints"]] == [
+        ("model", SCORES["sft"]),
+        ("baseline", SCORES["base"]),
+    ]
+    assert (record.result["best"], record.result["metric"]) == ("model", "accuracy")
+    assert record.result["reused_from"] == ["trained-trained-"]
+    assert (Path(stage.run_dir) / "samples/model.jsonl").read_text() == "what sft said"
+    assert take_earlier_scores(stage, scope) == "", "it has its record now"
+
+
+def test_it_says_which_run_scored_it(config: Config, models: dict[str, InputModel]) -> None:
+    finish(planned(models, config, "trained")[0], SCORES)
+    stage, scope = planned({"model": models["sft"]}, config, "by-hand")
+    assert take_earlier_scores(stage, scope) == "reused from run trained-trained-, which scored the same"
+
+
+def test_models_of_several_runs_are_put_together(config: Config, models: dict[str, InputModel], tmp_path: Path) -> None:
+    other = checkpoint(tmp_path / "other", b"other weights")
+    finish(planned(models, config, "first")[0], SCORES)
+    finish(planned({"sft": other}, config, "second")[0], {"sft": [1.0, 1.0, 1.0]})
+    stage, scope = planned({"baseline": models["sft"], "model": other}, config, "by-hand")
+    assert take_earlier_scores(stage, scope).startswith("reused from run first-first-01 and second-second-0")
+    result = json.loads(Path(stage.run_dir, "result.json").read_text())
+    assert [each["scores"] for each in result["checkpoints"]] == [SCORES["sft"], [1.0, 1.0, 1.0]]
+
+
+def test_other_rows_settings_or_weights_are_scored(
+    config: Config, models: dict[str, InputModel], tmp_path: Path
+) -> None:
+    finish(planned(models, config, "trained")[0], SCORES)
+    sampled = config.evaluation.model_copy(update={"samples_per_prompt": 4})
+    retrained = checkpoint(tmp_path / "retrained", b"other weights")
+    for wanted, settings in (
+        ({"model": models["sft"]}, config.model_copy(update={"evaluation": sampled})),
+        ({"model": retrained}, config),
+        ({"baseline": models["base"], "model": retrained}, config),
+    ):
+        stage, scope = planned(wanted, settings, "by-hand")
+        assert take_earlier_scores(stage, scope) == ""
+        assert not Path(stage.run_dir).exists()
+    Path(config.data.heldout).write_text('{"rows": "others"}\n')
+    stage, scope = planned({"model": models["sft"]}, config, "by-hand")
+    assert take_earlier_scores(stage, scope) == ""
+
+
+def test_a_fresh_start_scores_again(config: Config, models: dict[str, InputModel]) -> None:
+    finish(planned(models, config, "trained")[0], SCORES)
+    assert take_earlier_scores(*planned({"model": models["sft"]}, config, "by-hand", fresh=["evaluate"])) == ""
+
+
+@pytest.mark.parametrize("broken", ["result.json", "job.json", "samples/sft.jsonl"])
+def test_what_is_not_whole_is_not_taken(config: Config, models: dict[str, InputModel], broken: str) -> None:
+    directory = finish(planned(models, config, "trained")[0], SCORES)
+    (directory.root / broken).unlink()
+    stage, scope = planned({"model": models["sft"]}, config, "by-hand")
+    assert take_earlier_scores(stage, scope) == ""
+    assert not Path(stage.run_dir, "result.json").exists()
+
+
+def test_a_record_of_other_rules_is_not_taken(config: Config, models: dict[str, InputModel]) -> None:
+    directory = finish(planned(models, config, "trained")[0], SCORES)
+    directory.root.rename(directory.root.with_name("evaluate-0123456789abcdef"))  # as an older version named it
+    assert take_earlier_scores(*planned({"model": models["sft"]}, config, "by-hand")) == ""
+
+
+def test_an_evaluation_that_was_begun_goes_on(config: Config, models: dict[str, InputModel]) -> None:
+    finish(planned(models, config, "trained")[0], SCORES)
+    stage, scope = planned({"model": models["sft"]}, config, "by-hand")
+    Path(stage.run_dir).mkdir()
+    write_json(Path(stage.run_dir, "job.json"), stage.job)
+    assert take_earlier_scores(stage, scope) == ""
