@@ -20,6 +20,7 @@ from pydantic import TypeAdapter
 from flows.evaluate_settings import EvaluateConfig
 from flows.form import FormNode, Pipeline, RunOptions
 from flows.preflight import check_evaluation, check_pipeline
+from flows.retrain_settings import RetrainConfig
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.node import NodeSettings
 from rollouts_core.config import Config
@@ -32,14 +33,20 @@ CODES: dict[type[Exception], int] = {InputError: 2, PermanentInfraError: 3, Tran
 
 
 @task(name="check", **TRIED_AGAIN)
-def check_settings(config: Config, node: NodeSettings, run: RunOptions, evaluate: EvaluateConfig | None = None) -> None:
+def check_settings(
+    config: Config,
+    node: NodeSettings,
+    run: RunOptions,
+    evaluate: EvaluateConfig | None = None,
+    retrain: RetrainConfig | None = None,
+) -> None:
     """Check everything that can be checked without training, or of an evaluation without scoring.
 
     Raises:
         InputError: the user must change something; one sentence.
         InfraError: the node or its provider does not answer as it should.
     """
-    parts = {"config": config, "node": node, "run": run, "evaluate": evaluate}
+    parts = {"config": config, "node": node, "run": run, "evaluate": evaluate, "retrain": retrain}
     settings = {name: part.model_dump(mode="json") for name, part in parts.items() if part is not None}
     with StageProgress("check", num_steps=0, console=stage_console()) as progress:
         checked = subprocess.run(
@@ -68,6 +75,7 @@ def main() -> None:
         node=TypeAdapter[NodeSettings](FormNode).validate_python(settings["node"]),
         run=RunOptions.model_validate(settings["run"]),
         evaluate=EvaluateConfig.model_validate(settings["evaluate"]) if "evaluate" in settings else None,
+        retrain=RetrainConfig.model_validate(settings["retrain"]) if "retrain" in settings else None,
     )
     check = check_pipeline if pipeline.evaluate is None else check_evaluation
     try:

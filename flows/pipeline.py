@@ -36,6 +36,7 @@ from flows.check import check_settings
 from flows.deployments import FLOW
 from flows.form import FormNode, RunOptions
 from flows.live import find_live_pages
+from flows.retrain_settings import RetrainConfig
 from flows.server import held_server
 from infra.ledger import Ledger
 from infra.node import Node, NodeSettings
@@ -112,10 +113,12 @@ def sft_rl(config: Config, node: FormNode, run: RunOptions) -> PipelineResult:
     return PipelineResult(report=report, checkpoint=checkpoint, verdict=sentence, published=published)
 
 
-def prepare(config: Config, node: NodeSettings, run: RunOptions, scope: RunScope) -> Config:
+def prepare(
+    config: Config, node: NodeSettings, run: RunOptions, scope: RunScope, retrain: RetrainConfig | None = None
+) -> Config:
     """Everything that comes before a machine; returns the configuration with its inputs in the store."""
     if deployment.id is not None:  # rollouts run has checked already
-        check_settings(config, node, run)
+        check_settings(config, node, run, retrain=retrain)
     link_live_page(scope)
     local = reach_stores(config, scope) if run.publish or named_urls(config) else config
     note_named(local.model_dump(mode="json"), Path(scope.store))

@@ -55,7 +55,8 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
         trained = check_training(config)
         check_query(pipeline.node.query, config)
         fitting = with_enough_memory(pipeline.node, config)
-        return [*findings, *describe_least_memory(fitting), check_rentable(fitting), *trained]
+        rented = [*describe_least_memory(fitting), check_rentable(fitting)]
+        return [*findings, *rented, *trained, *check_retrain(pipeline, config)]
     node = provision_node(pipeline.node, store)
     with open_session(node) as session:
         if config.mode != "sft" and not config.data.rollouts:
@@ -63,7 +64,7 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
             for port in config.deployment.engine_ports:
                 check_engine_port(session, port, node, api_key=key)
             check_engine(session, config.rollout.engine)
-    return [*findings, *check_training(config)]
+    return [*findings, *check_training(config), *check_retrain(pipeline, config)]
 
 
 def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
@@ -96,6 +97,18 @@ def check_training(config: Config) -> list[str]:
     from rollouts_core.validate import validate_config  # torch and transformers load here
 
     return validate_config(config)
+
+
+def check_retrain(pipeline: Pipeline, config: Config) -> list[str]:
+    """What it takes for a retraining to promote a model, where the pipeline is to be retrained.
+
+    Args:
+        config: that of the pipeline, with its inputs here.
+    """
+    from rollouts_core.validate import check_promotion  # torch and transformers load here
+
+    retrain = pipeline.retrain
+    return check_promotion(config, margin=retrain.margin, max_p_value=retrain.max_p_value) if retrain else []
 
 
 def describe_least_memory(node: RentedNode) -> list[str]:

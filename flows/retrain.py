@@ -93,7 +93,7 @@ class PipelineWork:
     def train(self, data: Mapping[str, str], production: Model | None) -> Compared:
         """Train, register the candidate and compare it, unless an earlier try did; finished stages are reused."""
         config, scope, line = self._config, self._scope, self._retrain.model or self._scope.run_name
-        local = prepare(config, self._node, self._run, scope)
+        local = prepare(config, self._node, self._run, scope, self._retrain)
         rivals = {"production": production_input(production, config, Path(scope.store))} if production else {}
         with machine_of_the_run(with_enough_memory(self._node, local), scope) as machine:
             checkpoint, records = run_stages(local, self._node, machine, scope, rivals=rivals)

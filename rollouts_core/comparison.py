@@ -6,12 +6,15 @@ prompt's completions, or minus the mean loss of a demonstration.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 NUM_RESAMPLES = 10_000
+LEAST_P_VALUE = 1 / (1 + NUM_RESAMPLES)
+"""No comparison has a smaller one."""
 CONFIDENCE = 0.95
 
 
@@ -68,11 +71,27 @@ def compare_paired(baseline: Sequence[float], candidate: Sequence[float], *, see
     assert len(baseline) == len(candidate), f"{len(baseline)} scores against {len(candidate)}"
     differences = np.asarray(candidate, dtype=np.float64) - np.asarray(baseline, dtype=np.float64)
     low, high = _bootstrap_interval(differences, seed)
-    signs = np.random.default_rng(seed).choice((-1.0, 1.0), size=(NUM_RESAMPLES, len(differences)))
-    flipped_means = (signs * differences).mean(axis=1)
-    num_as_large = int((flipped_means >= differences.mean() - 1e-12).sum())
-    p_value = (1 + num_as_large) / (1 + NUM_RESAMPLES)
+    p_value = _sign_flip_p_value(differences, seed)
     return Comparison(difference=float(differences.mean()), low=low, high=high, p_value=p_value)
+
+
+def least_p_value(num_rows: int) -> float:
+    """The p-value when every row got better by the same: with these rows no difference has a smaller one."""
+    return _sign_flip_p_value(np.ones(num_rows), 0)
+
+
+def least_wins(num_rows: int, *, margin: float, max_p_value: float) -> int:
+    """How many rows the candidate must get right that the baseline gets wrong, so that it counts as better.
+
+    With scores of 0 and 1, and no row the other way round: with such rows it takes more. More than `num_rows` where
+    even all of them would not do.
+    """
+
+    def is_enough(num_wins: int) -> bool:
+        differences = np.repeat([1.0 - margin, -margin], [num_wins, num_rows - num_wins])
+        return _sign_flip_p_value(differences, 0) <= max_p_value
+
+    return bisect.bisect_left(range(num_rows + 1), True, key=is_enough)
 
 
 def judge_improvement(
@@ -105,6 +124,13 @@ def judge_improvement(
 def select_best(mean_scores: Sequence[float]) -> int:
     """The place of the highest mean score; of equal ones the first, which has trained least."""
     return max(range(len(mean_scores)), key=lambda i: (mean_scores[i], -i))
+
+
+def _sign_flip_p_value(differences: np.ndarray, seed: int) -> float:
+    signs = np.random.default_rng(seed).choice((-1.0, 1.0), size=(NUM_RESAMPLES, len(differences)))
+    flipped_means = (signs * differences).mean(axis=1)
+    num_as_large = int((flipped_means >= differences.mean() - 1e-12).sum())
+    return (1 + num_as_large) / (1 + NUM_RESAMPLES)
 
 
 def _bootstrap_interval(values: np.ndarray, seed: int) -> tuple[float, float]:

@@ -6,6 +6,7 @@ Not here: the form of settings (config/), machines and ports (infra).
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from rollouts_core.config import Config, DatasetConfig, ModelConfig, name_of_function
+from rollouts_core.comparison import LEAST_P_VALUE, least_p_value, least_wins
+from rollouts_core.config import Config, DatasetConfig, ModelConfig, RolloutConfig, name_of_function
 from rollouts_core.data.dataset import (
     CHUNK_ROWS,
     check_disjoint,
@@ -27,6 +29,7 @@ from rollouts_core.data.dataset import (
 )
 from rollouts_core.data.rows import load_rows, open_rows
 from rollouts_core.embedded.architecture import load_architecture
+from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.environments.protocol import describe_tools
 from rollouts_core.errors import CheckpointError, ConfigError, DataError, EnvironmentUnavailableError, RewardError
 from rollouts_core.filters import FilterDecision, FilterFn
@@ -205,14 +208,54 @@ def num_embedded_tokens(model: ModelConfig) -> int | None:
 
 
 def check_num_rows(num_rows: int, max_p_value: float, *, source: str, setting: str) -> None:
-    """Raise ConfigError when so few rows are compared that no difference could count."""
-    least = 0.5**num_rows  # where every row got better: compare_paired flips signs
+    """Raise ConfigError when no difference could count: too few rows, or a p-value that no comparison has."""
+    if max_p_value < LEAST_P_VALUE:
+        raise ConfigError(
+            f"{setting} {max_p_value:g} lets nothing count: no comparison has a p-value below {LEAST_P_VALUE:.2g}: "
+            "raise it"
+        )
+    least = least_p_value(num_rows)
     if least > max_p_value:
+        enough = next(more for more in itertools.count(num_rows) if least_p_value(more) <= max_p_value)
         raise ConfigError(
             f"{source} gives {num_rows} rows to compare models on: were all better, p would be {least:.2g}, and "
-            f"{setting} lets at most {max_p_value:g} count: give {math.ceil(-math.log2(max_p_value))} rows or more, "
-            "or raise it"
+            f"{setting} lets at most {max_p_value:g} count: give {enough} rows or more, or raise it"
         )
+
+
+def check_promotion(config: Config, *, margin: float, max_p_value: float) -> list[str]:
+    """What it takes on `data.heldout` to show that a model is better by more than the margin, a sentence.
+
+    Raises:
+        ConfigError: nothing could show it.
+    """
+    if max_p_value >= 1:  # everything counts
+        return []
+    num_rows = sum(1 for _ in itertools.islice(load_rows(config.data.heldout), config.evaluation.max_prompts))
+    check_num_rows(num_rows, max_p_value, source="data.heldout", setting="retrain.max_p_value")
+    if config.evaluation.metric == "loss" or not grades_between_0_and_1(config.rollout):
+        return []
+    if margin >= 1:
+        raise ConfigError(
+            f"retrain.margin {margin:g} lets no model into production: rewards are between 0 and 1, so none is better "
+            "by more than 1: lower it"
+        )
+    num_wins = least_wins(num_rows, margin=margin, max_p_value=max_p_value)
+    if num_wins == 0:
+        return []
+    return [
+        f"retrain: to show a margin of {margin:g} with p <= {max_p_value:g}, a model must get at least {num_wins} of "
+        f"{num_rows} held-out prompts right that the other gets wrong, and more where it loses some"
+    ]
+
+
+def grades_between_0_and_1(rollout: RolloutConfig) -> bool:
+    """True where the rewards are those of a shipped function or environment alone that grades from 0 to 1."""
+    if rollout.rewards:
+        return False
+    if rollout.reward_fn != "":
+        return rollout.reward_fn in REWARDS
+    return rollout.environment in ENVIRONMENTS.keys() - {"verifiers"}  # whose tasksets reward as they like
 
 
 def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str) -> None:

@@ -125,7 +125,7 @@ def test_data_is_trained_on_once_and_new_data_is_trained_on_and_compared_with_pr
     )
 
     change_data(folder)
-    name, message = retrain(served, "retrain.max_p_value=0.000001")
+    name, message = retrain(served, "retrain.max_p_value=0.0002")
     assert name == "Rejected", message
     assert message.startswith("rejected small-2: small-2 did not improve on small-1 beyond noise")
     assert production(served) == first

@@ -5,6 +5,9 @@ Without it a mistyped schedule would be noticed by the model that is not there a
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -13,13 +16,17 @@ from typing import Any
 import pytest
 import tomli_w
 from prefect.client.schemas.schedules import CronSchedule
+from typer.testing import CliRunner
 
+from flows.cli import app
 from flows.cron import check_cron
 from flows.deployments import Deployment, deployments_of, load_deployments, overridden, save_deployments
+from flows.form import load_pipeline
 from flows.retrain_settings import ScheduleConfig
 from flows.schedules import build_schedule
 from rollouts_core.errors import InputError
 from tests.flows.conftest import Rollouts
+from tests.flows.refusals import refusal
 from tests.small_pipeline import small_settings
 
 
@@ -108,6 +115,29 @@ def test_a_schedule_of_data_that_cannot_change_is_refused(folder: Path) -> None:
     config.write_text(tomli_w.dumps({**settings, "retrain": {}, "schedule": {"cron": "0 3 * * *"}}))
     with pytest.raises(InputError, match="the schedule has no data that could change"):
         deployments_of(config)
+
+
+@pytest.mark.parametrize(
+    ("retrain", "words"),
+    [
+        ({"margin": 1.0}, "retrain.margin 1 lets no model into production"),
+        ({"max_p_value": 0.00001}, "retrain.max_p_value 1e-05 lets nothing count"),
+    ],
+)
+def test_what_can_never_promote_is_refused(folder: Path, retrain: dict[str, float], words: str) -> None:
+    config = write(folder, retrain=retrain)
+    assert words in refusal(config)
+    pipeline = load_pipeline(config)
+    parts = {"config": pipeline.config, "node": pipeline.node, "run": pipeline.run, "retrain": pipeline.retrain}
+    started = json.dumps({name: part.model_dump(mode="json") for name, part in parts.items() if part is not None})
+    command = [sys.executable, "-m", "flows.check"]  # what a retraining does first, in Prefect too
+    checked = subprocess.run(command, input=started, capture_output=True, text=True, cwd=folder, check=False)
+    assert (checked.returncode, words in checked.stderr) == (2, True), checked.stderr
+
+
+def test_what_it_takes_to_promote_is_said(folder: Path) -> None:
+    checked = CliRunner().invoke(app, ["validate", str(write(folder, retrain={"margin": 0.1})), "--store", str(folder)])
+    assert (checked.exit_code, "at least 8 of 20 held-out prompts" in " ".join(checked.output.split())) == (0, True)
 
 
 def test_a_bad_schedule_ends_the_command_before_anything_is_started(rollouts: Rollouts, folder: Path) -> None:

@@ -8,7 +8,15 @@ import random
 import numpy as np
 import pytest
 
-from rollouts_core.comparison import NUM_RESAMPLES, compare_paired, estimate_mean, judge_improvement, select_best
+from rollouts_core.comparison import (
+    NUM_RESAMPLES,
+    compare_paired,
+    estimate_mean,
+    judge_improvement,
+    least_p_value,
+    least_wins,
+    select_best,
+)
 
 
 def draw_scores(seed: int, share: float, num_rows: int = 200) -> list[float]:
@@ -117,3 +125,36 @@ def test_below_zero_a_margin_lets_an_equal_candidate_pass_and_a_worse_one_not() 
         candidate = [score - lost for score in scores]
         verdict = judge_improvement(scores, candidate, names=("a", "b"), max_p_value=0.01, margin=-0.05)
         assert verdict.is_improvement is is_improvement
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 50])
+@pytest.mark.parametrize("margin", [0.0, 0.2])
+def test_no_comparison_of_so_many_rows_has_a_smaller_p_value(num_rows: int, margin: float) -> None:
+    least = least_p_value(num_rows)
+    assert compare_paired([margin] * num_rows, [1.0] * num_rows).p_value == least
+    for seed in range(20):
+        assert compare_paired(draw_scores(seed, 0.1, num_rows), draw_scores(seed + 20, 0.9, num_rows)).p_value >= least
+
+
+@pytest.mark.parametrize(("num_rows", "margin"), [(7, 0.0), (20, 0.0), (20, 0.1), (100, 0.1), (100, 0.3)])
+def test_so_many_wins_are_enough_and_one_less_is_not(num_rows: int, margin: float) -> None:
+    num_wins = least_wins(num_rows, margin=margin, max_p_value=0.01)
+    assert margin * num_rows < num_wins <= num_rows
+
+    def is_better(wins: int) -> bool:
+        candidate = [1.0] * wins + [0.0] * (num_rows - wins)
+        names = ("a", "b")
+        return judge_improvement(
+            [0.0] * num_rows, candidate, names=names, max_p_value=0.01, margin=margin
+        ).is_improvement
+
+    assert (is_better(num_wins), is_better(num_wins - 1)) == (True, False)
+
+
+def test_where_all_rows_are_too_few_more_are_asked_for_than_there_are() -> None:
+    assert least_wins(6, margin=0.0, max_p_value=0.01) == 7
+    assert least_wins(100, margin=1.0, max_p_value=0.01) == 101
+
+
+def test_a_margin_that_lets_an_equal_candidate_pass_asks_for_no_win() -> None:
+    assert least_wins(20, margin=-0.1, max_p_value=0.01) == 0
