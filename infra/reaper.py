@@ -9,7 +9,9 @@ Not here: renting and giving back (provision.py). Who may be ended:
     named otherwise         not ours                                         never touched
     a row without machine   looked for again; after an hour it never existed
 
-A provider that cannot be asked is a failure of its own in the report: what it has is unknown, not nothing.
+Several may look at once, by hand, by a schedule and at the start of runs: whoever changes a machine's row first goes on
+with it, others leave it. A provider that cannot be asked is a failure of its own in the report: what it has is unknown,
+not nothing.
 """
 
 import logging
@@ -17,7 +19,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from infra.errors import InfraError, PermanentInfraError, ProviderUnavailableError
+from infra.errors import InfraError, PermanentInfraError, ProviderUnavailableError, TransientInfraError
 from infra.ledger import Ledger
 from infra.offers import CloudName, Instance, InstanceStatus
 from infra.providers.cloud import Cloud
@@ -27,14 +29,16 @@ from infra.rentals import (
     NAME_PREFIX,
     Rental,
     RentalState,
-    add_rental,
     change_rental,
     find_rental,
+    note_found,
     open_rentals,
 )
 
 UNSEEN_AFTER_S = 3600.0
 """A machine that was asked for and has not appeared for this long does not exist."""
+
+BEING_CHANGED = "somebody else ends it, or took it over, at this moment"
 
 logger = logging.getLogger(__name__)
 
@@ -130,17 +134,32 @@ def _judge_instance(
         )
         return
     if rental is None:
-        rental = _row_of(instance)
-        add_rental(ledger, rental)
-    elif rental.state is RentalState.INTENDED and not _why_wanted(rental, ledger, spare=False):
-        rental = adopt_machine(rental, instance.id, ledger, note="found by its name")
-    elif rental.state.is_over:  # it was refused, or gone, and is there all the same
+        rental = note_found(ledger, _row_of(instance))
+    if rental.state.is_over:  # it was refused, or gone, and is there all the same
+        if not _is_there(instance, cloud, report):
+            return  # it ended since it was listed
         changes = {"state": RentalState.RELEASING, "instance_id": instance.id, "ended_at": None}
         began = rental.rented_at or rental.intended_at
         reopened = change_rental(ledger, rental, **changes, rented_at=began, note="it is there all the same")
         _end(reopened or rental, ledger, cloud, report, pace=pace)
         return
+    if rental.state is RentalState.INTENDED and not _why_wanted(rental, ledger, spare=False):
+        try:
+            rental = adopt_machine(rental, instance.id, ledger, note="found by its name")
+        except TransientInfraError:
+            report.kept.append(f"{rental.name}: {BEING_CHANGED}")
+            return
     _end_unless_wanted(rental, ledger, cloud, report, spare=spare, pace=pace)
+
+
+def _is_there(instance: Instance, cloud: Cloud, report: ReapReport) -> bool:
+    """True if the provider has the machine now; one that cannot be asked is a failure, and it is looked at later."""
+    try:
+        found = cloud.get(instance.id)
+    except InfraError as error:
+        report.failures.append(str(error))
+        return False
+    return found is not None and found.status is not InstanceStatus.GONE
 
 
 def _judge_unlisted(
@@ -164,8 +183,13 @@ def _end_unless_wanted(
 
 
 def _end(rental: Rental, ledger: Ledger, cloud: Cloud, report: ReapReport, *, pace: Pace) -> None:
+    # Nothing is written where the row is not the one that was judged: another look ends it, or a run took it over.
+    claimed = change_rental(ledger, rental, state=RentalState.RELEASING)
+    if claimed is None:
+        report.kept.append(f"{rental.name}: {BEING_CHANGED}")
+        return
     try:
-        release_machine(rental, ledger, cloud, note="ended by the reaper", pace=pace)
+        release_machine(claimed, ledger, cloud, note="ended by the reaper", pace=pace)
     except InfraError as error:
         report.failures.append(str(error))
     else:

@@ -7,7 +7,9 @@ Not here: the database (ledger.py), when a row changes (provision.py, reaper.py)
 """
 
 import re
+import sqlite3
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -89,6 +91,15 @@ def add_rental(ledger: Ledger, rental: Rental) -> None:
     values = [getattr(rental, column) for column in Rental.__slots__]
     with ledger.transaction() as database:
         database.execute(f"INSERT INTO rentals ({_COLUMNS}) VALUES ({', '.join('?' * len(values))})", values)
+
+
+def note_found(ledger: Ledger, rental: Rental) -> Rental:
+    """The row of a machine that was found and had none; that of somebody else who found it in the same moment."""
+    with suppress(sqlite3.IntegrityError):
+        add_rental(ledger, rental)
+    found = find_rental(ledger, rental.name)
+    assert found is not None, f"{rental.name} has a row, and rows are never deleted"
+    return found
 
 
 def change_rental(ledger: Ledger, rental: Rental, **changes: Any) -> Rental | None:  # Any: values of columns

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +201,17 @@ def test_what_cannot_be_finished_is_one_sentence(tmp_path: Path) -> None:
             outcome = CliRunner().invoke(app, ["finish", "small-11111111", "--store", str(tmp_path)])
     assert outcome.exit_code == 0, outcome.output
     assert (tmp_path / "stages/sft-2/finish-asked").read_text() == "11111111-a"
+
+
+def test_several_who_ask_at_once_ask_for_the_same(tmp_path: Path) -> None:
+    run_id, training = "0123456789abcdef", f"sft-{16 * '0'}"
+    command = [sys.executable, "-c", "from flows.cli import app; app()", "finish", "small", "--store", str(tmp_path)]
+    with Ledger(tmp_path / LEDGER_FILE) as ledger, ledger.living_run(run_id):
+        ledger.note_use(training, run_id, run="small-01234567")
+        ledger.add_lease(str(tmp_path / "stages" / training), run_id, "local")
+        asking = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+        said = {process.communicate()[0] for process in asking}
+    assert [process.returncode for process in asking] == [0] * 4
+    assert said == {f"small-01234567: {training} ends after the step under way, and the run goes on with what it has\n"}
+    [request] = (tmp_path / "stages" / training).iterdir()
+    assert request.read_text() == run_id

@@ -51,6 +51,8 @@ class World:
     fake: FakeRunPod
     cloud: RunPod
     path: Path
+    url: str = ""
+    """Where the provider answers other processes."""
 
     def rent(self, request: RentRequest = REQUEST, check: Check = usable) -> Rental:
         with Ledger(self.path) as ledger:

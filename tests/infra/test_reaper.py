@@ -5,19 +5,22 @@ Without it a killed run's machine costs money for ever, or somebody else's is en
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from infra.ledger import Ledger
+from infra.offers import Instance
 from infra.providers.runpod import RunPod
 from infra.provision import release_machine
 from infra.reaper import UNSEEN_AFTER_S, ReapReport, reap
@@ -37,7 +40,7 @@ BODY = {"image": "x", "disk": 1, "ports": [], "env": {}, "cloud": "SECURE"} | {
 def world(tmp_path: Path) -> Iterator[World]:
     fake = FakeRunPod()
     with fake.served() as url, RunPod(KEY, url) as cloud:
-        yield World(fake, cloud, tmp_path / "ledger.db")
+        yield World(fake, cloud, tmp_path / "ledger.db", url)
 
 
 def rent_and_die(world: World) -> Rental:
@@ -132,6 +135,107 @@ def test_a_provider_that_cannot_be_asked_is_a_failure_and_nothing_is_forgotten(w
     with Ledger(world.path) as ledger:
         add_rental(ledger, replace(rental, name="rollouts-of-lambda", provider="lambda"))
     assert "there is no key of that provider" in reap_now(world).failures[0]
+
+
+class Interrupted:
+    """The provider, of which somebody else makes use between the first list that it gives and what follows from it."""
+
+    def __init__(self, cloud: RunPod, between: Callable[[], object]) -> None:
+        self._cloud = cloud
+        self._between: Callable[[], object] | None = between
+
+    def list_named(self, prefix: str) -> list[Instance]:
+        listed = self._cloud.list_named(prefix)
+        between, self._between = self._between, None
+        if between is not None:
+            between()
+        return listed
+
+    def __getattr__(self, name: str) -> Any:  # Any: the other methods of the provider
+        return getattr(self._cloud, name)
+
+
+def reap_interrupted(world: World, between: Callable[[], object]) -> ReapReport:
+    with Ledger(world.path) as ledger:
+        return reap(ledger, {"runpod": Interrupted(world.cloud, between)}, pace=PACE)
+
+
+def test_what_another_look_ended_since_the_list_is_not_taken_for_there(world: World) -> None:
+    rental = rent_and_die(world)
+    with Ledger(world.path) as ledger:
+        world.fake.add(f"rollouts-{ledger.identity}-run-a1-t1700000000", BODY)
+        others: list[ReapReport] = []
+        report = reap_interrupted(world, lambda: others.append(reap_now(world)))
+        assert (report.ended, report.failures, len(others[0].ended)) == ([], [], 2)
+        rows = all_rentals(ledger)
+        assert {row.state for row in rows} == {RentalState.GONE} and rental.name in {row.name for row in rows}
+        assert all("all the same" not in row.note for row in rows)
+
+
+def test_what_another_look_found_in_the_same_moment_does_not_end_this_one(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Ledger(world.path) as ledger:
+        names = [f"rollouts-{ledger.identity}-run-a{number}-t1700000000" for number in range(2)]
+        for name in names:
+            world.fake.add(name, BODY)
+        others: list[ReapReport] = []
+
+        def find_before_the_other(own: Ledger, name: str) -> Rental | None:
+            found = find_rental(own, name)
+            if not others:
+                others.append(ReapReport())
+                others.append(reap_now(world))
+            return found
+
+        monkeypatch.setattr("infra.reaper.find_rental", find_before_the_other)
+        report = reap_now(world)
+        assert (report.failures, len(others[1].ended)) == ([], 2)
+        assert {row.name: row.state for row in all_rentals(ledger)} == dict.fromkeys(names, RentalState.GONE)
+
+
+def test_a_machine_that_a_run_took_over_since_it_was_judged_is_its_own(world: World) -> None:
+    rental = rent_and_die(world)
+    with Ledger(world.path) as ledger, ledger.living_run("next"):
+
+        def take_over(_: Rental, __: Ledger, *, spare: bool) -> str:
+            change_rental(ledger, rental, run_id="next")
+            return ""
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("infra.reaper._why_wanted", take_over)
+            report = reap_now(world)
+        assert (report.ended, report.failures, len(report.kept)) == ([], [], 1)
+        assert len(world.fake.alive()) == 1
+        row = find_rental(ledger, rental.name)
+        assert row is not None and (row.state, row.run_id) == (RentalState.READY, "next")
+
+
+def test_several_looks_at_once_end_everything_and_none_fails(world: World, tmp_path: Path) -> None:
+    world.fake.faults.end_lag_s = 0.2
+    with Ledger(world.path) as ledger:
+        names = [f"rollouts-{ledger.identity}-run-a{number}-t1700000000" for number in range(8)]
+    for name in names:
+        world.fake.add(name, BODY)
+    rental = rent_and_die(world)
+    command = [sys.executable, "-m", "tests.infra.reaping", str(world.path), world.url, KEY]
+    looks = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(3)
+    ]
+    for look in looks:
+        assert look.stdout is not None and look.stdout.readline() == "ready\n"
+    for look in looks:
+        assert look.stdin is not None
+        look.stdin.write("begin\n")
+        look.stdin.flush()
+    reports = [json.loads(look.communicate()[0]) for look in looks]
+    assert [look.returncode for look in looks] == [0, 0, 0]
+    assert [report["failures"] for report in reports] == [[], [], []]
+    assert world.fake.alive() == []
+    ended = {line.split()[0] for report in reports for line in report["ended"]}
+    assert ended == {*names, rental.name}
+    with Ledger(world.path) as ledger:
+        assert {row.state for row in all_rentals(ledger)} == {RentalState.GONE}
 
 
 @pytest.mark.slow
