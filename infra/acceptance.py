@@ -40,34 +40,34 @@ with tempfile.TemporaryFile(dir=sys.argv[1]) as file:
 class MachineSpeed:
     """What was measured, at least: small amounts, with the time of a round trip."""
 
-    upload_mbit: float
+    upload_mbit_s: float
     """From here to the machine, in 10^6 bit per second."""
-    download_mbit: float
-    disk_mb: float
+    download_mbit_s: float
+    disk_mb_s: float
     """Written to its disk, in 10^6 bytes per second."""
 
     def __str__(self) -> str:
         return (
-            f"{self.upload_mbit:.0f} Mbit/s to it and {self.download_mbit:.0f} from it, its disk writes "
-            f"{self.disk_mb:.0f} MB/s"
+            f"{self.upload_mbit_s:.0f} Mbit/s to it and {self.download_mbit_s:.0f} from it, its disk writes "
+            f"{self.disk_mb_s:.0f} MB/s"
         )
 
 
-def require_speed(session: Session, root: str, *, min_link_mbit: float, min_disk_mb: float) -> MachineSpeed:
+def require_speed(session: Session, root: str, *, min_link_mbit_s: float, min_disk_mb_s: float) -> MachineSpeed:
     """Measure a machine, in seconds where it is fast enough.
 
     Args:
         root: folder on the disk that is measured; it is made where it is not there.
-        min_link_mbit: 10^6 bit per second that have to get through, in either direction.
-        min_disk_mb: 10^6 bytes per second that its disk has to write.
+        min_link_mbit_s: 10^6 bit per second that have to get through, in either direction.
+        min_disk_mb_s: 10^6 bytes per second that its disk has to write.
 
     Raises:
         UnfitMachineError: it is slower.
         InfraError: it cannot be asked.
     """
     bits = 8 * LINK_BYTES
-    link_s = ALLOWANCE_S + bits / (min_link_mbit * _BITS_PER_MBIT)
-    disk_s = ALLOWANCE_S + DISK_BYTES / (min_disk_mb * _BYTES_PER_MB)
+    link_s = ALLOWANCE_S + bits / (min_link_mbit_s * _BITS_PER_MBIT)
+    disk_s = ALLOWANCE_S + DISK_BYTES / (min_disk_mb_s * _BYTES_PER_MB)
     payload = os.urandom(LINK_BYTES)
 
     def take() -> float:
@@ -85,13 +85,14 @@ def require_speed(session: Session, root: str, *, min_link_mbit: float, min_disk
         return float(completed.stdout)
 
     found = MachineSpeed(
-        upload_mbit=_speed(take, bits / _BITS_PER_MBIT, link_s),
-        download_mbit=_speed(give, bits / _BITS_PER_MBIT, link_s),
-        disk_mb=_speed(write, DISK_BYTES / _BYTES_PER_MB, disk_s),
+        upload_mbit_s=_speed(take, bits / _BITS_PER_MBIT, link_s),
+        download_mbit_s=_speed(give, bits / _BITS_PER_MBIT, link_s),
+        disk_mb_s=_speed(write, DISK_BYTES / _BYTES_PER_MB, disk_s),
     )
-    if min(found.upload_mbit, found.download_mbit) < min_link_mbit or found.disk_mb < min_disk_mb:
+    if min(found.upload_mbit_s, found.download_mbit_s) < min_link_mbit_s or found.disk_mb_s < min_disk_mb_s:
         raise UnfitMachineError(
-            f"it is too slow ({found}; node.min_link_mbit is {min_link_mbit:g}, node.min_disk_mb {min_disk_mb:g})"
+            f"it is too slow ({found}; node.min_link_mbit_s is {min_link_mbit_s:g}, "
+            f"node.min_disk_mb_s {min_disk_mb_s:g})"
         )
     return found
 

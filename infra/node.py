@@ -115,10 +115,10 @@ class RentedNode(PackageSettings):
     need. They are shown in Prefect's pages: put no secret there."""
     usable_within_minutes: float = Field(default=20.0, gt=0, le=120)
     """A machine that cannot be logged in to after this long is given back, and another one rented."""
-    min_link_mbit: float = Field(default=8.0, gt=0, allow_inf_nan=False)
+    min_link_mbit_s: float = Field(default=8.0, gt=0, allow_inf_nan=False)
     """A fresh machine to which or from which fewer megabits per second get through is given back, and another one
     rented."""
-    min_disk_mb: float = Field(default=20.0, gt=0, allow_inf_nan=False)
+    min_disk_mb_s: float = Field(default=20.0, gt=0, allow_inf_nan=False)
     """The same for one whose disk writes fewer megabytes per second."""
     root: str = "~/rollouts"
     """Directory on the machine for run directories, inputs and code; begins with / or ~/."""

@@ -219,7 +219,7 @@ def build_request(settings: RentedNode, run_id: str) -> RentRequest:
     Raises:
         PermanentInfraError: the key to log in with cannot be read.
     """
-    demands = {"min_free_gb", "usable_within_minutes", "min_link_mbit", "min_disk_mb"}
+    demands = {"min_free_gb", "usable_within_minutes", "min_link_mbit_s", "min_disk_mb_s"}
     sameness = settings.model_dump_json(exclude={"max_usd", "max_hours", *demands})
     return RentRequest(
         run_id=run_id,
@@ -276,8 +276,8 @@ def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance
         speed = require_speed(
             session,
             expand_root(session, session.python, settings.root),
-            min_link_mbit=settings.min_link_mbit,
-            min_disk_mb=settings.min_disk_mb,
+            min_link_mbit_s=settings.min_link_mbit_s,
+            min_disk_mb_s=settings.min_disk_mb_s,
         )
         say(f"measured {rental.name}: {speed}")
         set_up(session, settings)

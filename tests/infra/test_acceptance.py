@@ -18,8 +18,8 @@ from infra.session import LocalSession, Session
 
 def test_what_is_fast_enough_is_measured_and_leaves_nothing(session: Session, tmp_path: Path) -> None:
     root = tmp_path / "root"
-    speed = require_speed(session, str(root), min_link_mbit=0.1, min_disk_mb=0.1)
-    assert min(speed.upload_mbit, speed.download_mbit) > 0.1 and speed.disk_mb > 0.1
+    speed = require_speed(session, str(root), min_link_mbit_s=0.1, min_disk_mb_s=0.1)
+    assert min(speed.upload_mbit_s, speed.download_mbit_s) > 0.1 and speed.disk_mb_s > 0.1
     assert list(root.iterdir()) == []
 
 
@@ -28,7 +28,7 @@ def test_what_is_slower_is_refused_with_what_was_measured(link: float, disk: flo
     with pytest.raises(
         UnfitMachineError, match=r"too slow \(\d+ Mbit/s to it and \d+ from it, its disk writes \d+ MB/s"
     ):
-        require_speed(LocalSession(sys.executable), str(tmp_path), min_link_mbit=link, min_disk_mb=disk)
+        require_speed(LocalSession(sys.executable), str(tmp_path), min_link_mbit_s=link, min_disk_mb_s=disk)
 
 
 @pytest.mark.parametrize("slow", ["stdin", "urandom(int", "fsync"])
@@ -40,4 +40,4 @@ def test_one_that_is_slow_in_one_way_only_is_not_waited_for(
     python.chmod(0o755)
     monkeypatch.setattr(acceptance, "ALLOWANCE_S", 3.0)
     with pytest.raises(UnfitMachineError, match="too slow"):
-        require_speed(LocalSession(str(python)), str(tmp_path / "root"), min_link_mbit=100.0, min_disk_mb=100.0)
+        require_speed(LocalSession(str(python)), str(tmp_path / "root"), min_link_mbit_s=100.0, min_disk_mb_s=100.0)

@@ -126,7 +126,7 @@ def test_a_machine_is_found_where_it_is_now_and_known_by_its_key(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("demand", ["min_link_mbit", "min_disk_mb"])
+@pytest.mark.parametrize("demand", ["min_link_mbit_s", "min_disk_mb_s"])
 def test_a_machine_that_is_too_slow_is_given_back_and_the_next_offer_taken(
     fake: FakeRunPod, ssh_server: SSHServer, tmp_path: Path, demand: str
 ) -> None:
