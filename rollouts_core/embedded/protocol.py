@@ -228,6 +228,8 @@ def finish_reason_to_json(reason: FinishReason, num_tokens: int) -> dict[str, Js
             return {"type": "length", "length": num_tokens}
         case "abort":
             return {"type": "abort", "message": reason.message}
+        case "error":
+            raise AssertionError(f"it is answered as an error, not as a completion: {reason.message}")
 
 
 def _prompts(body: Mapping[str, Json], encode: Callable[[str], list[int]] | None) -> tuple[list[tuple[int, ...]], bool]:

@@ -12,7 +12,6 @@ Letters: B rows, V vocabulary.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from rollouts_core.embedded.decoder import Decoder
+from rollouts_core.embedded.patterns import PatternSearch, Search
 from rollouts_core.embedded.sampling import (
     SamplingParams,
     SamplingRows,
@@ -33,17 +33,20 @@ from rollouts_core.embedded.sampling import (
 )
 
 NO_TOKEN = -1
+MAX_SEARCH_S, MAX_SEARCH_S_PER_TOKEN = 1.0, 1e-3
+"""Processor time that the search for a completion's stop patterns may take, and how much more for each of its tokens.
+All other completions wait for it. A pattern that is no trap needs a tenth of a millisecond for 10,000 characters."""
 
 
 class FinishReason(NamedTuple):
     """Why a completion ended."""
 
-    kind: Literal["stop", "length", "abort"]
-    """A stop token or string, the limit, or from outside."""
+    kind: Literal["stop", "length", "abort", "error"]
+    """A stop token or string, the limit, from outside, or what was asked for cannot be done."""
     token_id: int = NO_TOKEN
     """The stop token, for "stop"."""
     message: str = ""
-    """Who ended it, for "abort"."""
+    """Who ended it, for "abort"; what to change, for "error"."""
     string: str = ""
     """The stop string or pattern, for "stop" without a stop token."""
 
@@ -165,6 +168,8 @@ class RunningBatch:
         self._num_output = np.zeros(slots, dtype=np.int64)
         self._max_output = np.zeros(slots, dtype=np.int64)
         self._stop_ids = np.full((slots, 1), NO_TOKEN, dtype=np.int64)
+        self._search_s = np.zeros(slots)
+        self._patterns = PatternSearch()
         self._output_ids = np.zeros((slots, length), dtype=np.int64)
         self._output_logprobs = np.zeros((slots, length), dtype=np.float32)
 
@@ -177,6 +182,10 @@ class RunningBatch:
     def num_free(self) -> int:
         """Requests that could be admitted now."""
         return self._decoder.num_slots - self.num_rows
+
+    def close(self) -> None:
+        """End what searches for patterns."""
+        self._patterns.close()
 
     def step(self, admitted: Sequence[Partial] = ()) -> list[tuple[Partial, FinishReason]]:
         """Take in requests and sample one more token for every row; return the requests that ended."""
@@ -235,6 +244,7 @@ class RunningBatch:
         self._set_stop_ids(row, [] if params.ignore_eos else sorted(self._ends_of(params)))
         self._num_cached[row] = len(partial.request.input_ids) + count
         self._num_output[row] = count
+        self._search_s[row] = 0.0
         self._max_output[row] = self._output_limit(partial)
         self._output_ids[row, :count] = partial.output_ids
         self._output_logprobs[row, :count] = partial.output_logprobs
@@ -273,12 +283,11 @@ class RunningBatch:
         last_token = self._last_token[:count]
         is_stopped = (last_token[:, None] == self._stop_ids[:count]).any(1)
         is_full: NDArray[np.bool_] = self._num_output[:count] >= self._max_output[:count]
-        with_stop = np.flatnonzero(self._sampling.has_stop_B[:count]).tolist()
-        strings = {row: found for row in with_stop if (found := self._stop_string(row) or self._stop_pattern(row))}
-        rows = sorted({*np.flatnonzero(is_stopped | is_full).tolist(), *strings})
+        stops = self._find_stops(np.flatnonzero(self._sampling.has_stop_B[:count]).tolist())
+        rows = sorted({*np.flatnonzero(is_stopped | is_full).tolist(), *stops})
         reasons = [
-            FinishReason("stop", string=strings[row])
-            if row in strings
+            stops[row]
+            if row in stops
             else FinishReason("stop", token_id=int(last_token[row]))
             if is_stopped[row]
             else FinishReason("length")
@@ -287,6 +296,19 @@ class RunningBatch:
         finished = [(self.partial(row), reason) for row, reason in zip(rows, reasons, strict=True)]
         self._drop_rows(rows)
         return finished
+
+    def _find_stops(self, rows: list[int]) -> dict[int, FinishReason]:
+        """Of these rows those that a stop string or pattern ends, or the search for one."""
+        stops = {row: FinishReason("stop", string=string) for row in rows if (string := self._stop_string(row))}
+        searched = [row for row in rows if row not in stops and self._partials[row].request.params.stop_regex]
+        for row, found in zip(searched, self._patterns.find(list(map(self._pattern_search, searched))), strict=True):
+            self._search_s[row] += found.seconds
+            if found.problem:
+                message = f"The search for stop_regex in the completion {found.problem}: give a simpler pattern."
+                stops[row] = FinishReason("error", message=message)
+            elif found.pattern:
+                stops[row] = FinishReason("stop", string=found.pattern)
+        return stops
 
     def _stop_string(self, row: int) -> str:
         """The stop string that a row's text ends in, or nearly: its last token may go on behind it."""
@@ -300,16 +322,13 @@ class RunningBatch:
         tail = self._tokenizer.decode(tail_ids, skip_special_tokens=False)
         return next((string for string in wanted if string in tail), "")
 
-    def _stop_pattern(self, row: int) -> str:
-        """The pattern that a row's text matches anywhere."""
-        wanted = self._partials[row].request.params.stop_regex
-        if not wanted:
-            return ""
+    def _pattern_search(self, row: int) -> Search:
+        """The search for a row's patterns in its text, with the time that is left for it."""
         assert self._tokenizer is not None, "the scheduler refuses stop patterns where there is no tokenizer"
-        text = self._tokenizer.decode(
-            self._output_ids[row, : self._num_output[row]].tolist(), skip_special_tokens=False
-        )
-        return next((pattern for pattern in wanted if re.search(pattern, text)), "")
+        count = int(self._num_output[row])
+        limit_s = MAX_SEARCH_S + MAX_SEARCH_S_PER_TOKEN * count - float(self._search_s[row])
+        text = self._tokenizer.decode(self._output_ids[row, :count].tolist(), skip_special_tokens=False)
+        return Search(patterns=self._partials[row].request.params.stop_regex, text=text, limit_s=limit_s)
 
     def _drop_rows(self, rows: list[int]) -> None:
         """Close the gaps with the last rows; `rows` are in rising order."""
@@ -322,7 +341,7 @@ class RunningBatch:
     def _move_row(self, source: int, target: int) -> None:
         self._decoder.move_slot(source, target, length=int(self._num_cached[source]))
         columns = (self._last_token, self._num_cached, self._num_output, self._max_output, self._stop_ids)
-        for column in columns:
+        for column in (*columns, self._search_s):
             column[target] = column[source]
         count = self._num_output[source]
         self._output_ids[target, :count] = self._output_ids[source, :count]

@@ -134,6 +134,8 @@ class Scheduler:
     def submit(self, request: GenerationRequest, *, on_progress: ProgressListener | None = None) -> Future[Completion]:
         """Queue a request; the future resolves to its completion, also when it is aborted.
 
+        It fails with RequestError where the search for its stop patterns takes too long.
+
         Args:
             request: what to complete.
             on_progress: called in the generation thread after every step, with the tokens so far.
@@ -260,6 +262,8 @@ class Scheduler:
         except Exception as error:
             logger.exception("the generation thread failed")
             self._fail(f"the generation thread failed: {error!r}; restart the engine")
+        finally:
+            self._batch.close()
 
     def _wait_for_work(self) -> bool:
         """Block until there is something to do; False when the engine closes."""
@@ -337,7 +341,10 @@ class Scheduler:
             with self._wake:
                 done = self._pending.pop(partial.request.request_id)
                 self._listeners.pop(partial.request.request_id, None)
-            done.set_result(complete(partial, reason, weight_version=self.weight_version))
+            if reason.kind == "error":
+                done.set_exception(RequestError(reason.message))
+            else:
+                done.set_result(complete(partial, reason, weight_version=self.weight_version))
 
     def _report_progress(self) -> None:
         with self._wake:

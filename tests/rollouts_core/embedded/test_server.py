@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -144,12 +145,16 @@ def test_a_stream_sends_what_exists_then_the_answer_then_done(scheduler: Schedul
 @pytest.fixture
 def texts(model: PreTrainedModel, tmp_path: Path) -> Iterator[Scheduler]:
     """A scheduler of a model with a tokenizer: token i is the character 33 + i, and text has spaces in between."""
-    directory = save_model(model, tmp_path)
+    directory = add_tokenizer(save_model(model, tmp_path))
+    with Scheduler(Decoder(directory, num_slots=2), model_dir=directory) as scheduler:
+        yield scheduler
+
+
+def add_tokenizer(directory: Path) -> Path:
     tokenizer = Tokenizer(models.WordLevel({chr(33 + index): index for index in range(61)}, unk_token="!"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.save(str(directory / "tokenizer.json"))
-    with Scheduler(Decoder(directory, num_slots=2), model_dir=directory) as scheduler:
-        yield scheduler
+    return directory
 
 
 @pytest.mark.parametrize("keeps_stop", [False, True])
@@ -176,6 +181,34 @@ def test_a_pattern_ends_a_completion_and_stays_in_its_text(texts: Scheduler) -> 
     assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": pattern}
     assert stopped["output_ids"] == whole["output_ids"][:7]
     assert stopped["text"].split(" ") == words[:7]
+
+
+TRAP = {"stop_regex": r"^(A ?|A ?)*$!", "logit_bias": {str(ord("A") - 33): 100.0}, "max_new_tokens": 200}
+"""A completion of nothing but A, and a pattern that has two ways to read each of them: 2**200 steps at its end."""
+
+
+def test_a_pattern_without_end_ends_its_own_request_alone(texts: Scheduler) -> None:
+    async def converse(client: httpx.AsyncClient) -> None:
+        async def complete(**params: Any) -> httpx.Response:
+            body = {"text": "%", "sampling_params": {"max_new_tokens": 100, "ignore_eos": True, **params}}
+            return await client.post("/generate", json=body)
+
+        trapped, *others = await asyncio.gather(
+            complete(**TRAP), *(complete(stop_regex="[0-9]{101}") for _ in range(3))
+        )
+        assert trapped.status_code == 400
+        assert "The search for stop_regex in the completion took too long" in trapped.json()["error"]["message"]
+        assert [other.status_code for other in others] == [200] * 3
+        assert [other.json()["meta_info"]["completion_tokens"] for other in others] == [100] * 3
+
+    talk(texts, converse)
+    assert texts.is_healthy and texts.num_running == 0
+
+
+def test_a_stream_whose_pattern_has_no_end_says_so(texts: Scheduler) -> None:
+    body = {"text": "%", "stream": True, "sampling_params": {"ignore_eos": True, **TRAP}}
+    events = ask(texts, "POST", "/generate", body).text.split("\n\n")
+    assert "took too long" in events[-3] and events[-2] == "data: [DONE]"
 
 
 def test_several_completions_of_a_prompt_are_those_of_the_seeds_that_follow(scheduler: Scheduler) -> None:
@@ -401,6 +434,25 @@ def serving(model_dir: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
             yield process, process.stdout.readline().strip()
         finally:
             process.kill()
+
+
+@pytest.mark.slow
+def test_others_are_answered_beside_patterns_without_end(model: PreTrainedModel, tmp_path: Path) -> None:
+    directory = add_tokenizer(save_model(model, tmp_path))
+    with serving(directory) as (process, url), httpx.Client(base_url=url, timeout=120.0) as client:
+
+        def complete(**params: Any) -> httpx.Response:
+            body = {"text": "%", "sampling_params": {"max_new_tokens": 50, "ignore_eos": True, **params}}
+            return client.post("/generate", json=body)
+
+        with ThreadPoolExecutor(8) as pool:
+            trapped = [pool.submit(complete, **TRAP) for _ in range(4)]
+            others = [pool.submit(complete) for _ in range(20)]
+            assert {each.result().status_code for each in others} == {200}
+            assert {each.result().status_code for each in trapped} == {400}
+        assert client.get("/health").status_code == 200
+        process.terminate()
+        assert process.wait(TIMEOUT_S) == 0
 
 
 @pytest.mark.slow

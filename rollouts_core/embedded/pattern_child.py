@@ -1,0 +1,31 @@
+"""The program of the process that searches for patterns, for patterns.py, which says what goes to and fro.
+
+It imports nothing of this project and is started without the packages that are installed.
+"""
+
+import json
+import re
+import resource
+import signal
+import sys
+import time
+
+MAX_MEMORY_BYTES = 1 << 30
+
+
+def main() -> None:
+    """Answer batches of searches until the input ends; one that uses up its time ends this process."""
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which closes our input when it ends
+    for line in sys.stdin:
+        for patterns, text, limit_s in json.loads(line):
+            began = time.process_time()
+            signal.setitimer(signal.ITIMER_PROF, limit_s)  # Python's own handlers would not run inside a search
+            found = next((pattern for pattern in patterns if re.search(pattern, text)), "")
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            sys.stdout.write(f"{json.dumps([found, time.process_time() - began])}\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
