@@ -102,7 +102,7 @@ def find_rented(settings: RentedNode, store: Path, run_id: str) -> Node | None:
 
 
 def _node_of(rental: Rental, instance: Instance, settings: RentedNode, mirror: Path) -> Node:
-    access = replace(access_to(instance, settings.key_file), host_key=rental.host_key)
+    access = replace(access_to(instance, settings), host_key=rental.host_key)
     with open_ssh(access, python=settings.python) as session:
         root = expand_root(session, settings.python, settings.root)
     return Node(
@@ -219,12 +219,14 @@ def build_request(settings: RentedNode, run_id: str) -> RentRequest:
     Raises:
         PermanentInfraError: the key to log in with cannot be read.
     """
+    from infra.login_keys import read_public_key  # paramiko loads here
+
     demands = {"min_free_gb", "usable_within_minutes", "min_link_mbit", "min_disk_mb"}
     sameness = settings.model_dump_json(exclude={"max_usd", "max_hours", *demands})
     return RentRequest(
         run_id=run_id,
         query=settings.query,
-        public_key=read_public_key(settings.key_file),
+        public_key=read_public_key(key_file=settings.key_file, key_variable=settings.key_variable),
         image=settings.image,
         purpose=hashlib.sha256(sameness.encode()).hexdigest()[:16],
         max_usd=settings.max_usd,
@@ -233,28 +235,16 @@ def build_request(settings: RentedNode, run_id: str) -> RentRequest:
     )
 
 
-def read_public_key(key_file: str) -> str:
-    """The public half of a key, as a line of authorized_keys.
-
-    Raises:
-        PermanentInfraError: there is none.
-    """
-    path = Path(f"{key_file}.pub").expanduser()
-    try:
-        words = path.read_text().split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise PermanentInfraError(
-            f"the public key {path} cannot be read ({error}): make a key by `ssh-keygen -t ed25519`, or name "
-            "another as node.key_file"
-        ) from error
-    if len(words) < 2 or not words[0].startswith(("ssh-", "ecdsa-", "sk-")):
-        raise PermanentInfraError(f"{path} is no public key of OpenSSH: name another key as node.key_file")
-    return " ".join(words[:2])
-
-
-def access_to(instance: Instance, key_file: str) -> SSHAccess:
+def access_to(instance: Instance, settings: RentedNode) -> SSHAccess:
     """How the machine is reached now, with nothing known about its host key."""
-    return SSHAccess(host=instance.host, port=instance.port, user=instance.user, key_file=key_file, known_hosts=())
+    return SSHAccess(
+        host=instance.host,
+        port=instance.port,
+        user=instance.user,
+        key_file=settings.key_file,
+        key_variable=settings.key_variable,
+        known_hosts=(),
+    )
 
 
 def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance: Instance) -> str:
@@ -263,7 +253,7 @@ def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance
     Raises:
         UnfitMachineError: it is too slow.
     """
-    access = access_to(instance, settings.key_file)
+    access = access_to(instance, settings)
     if rental.host_key:
         access = replace(access, host_key=rental.host_key)
         fingerprint = rental.host_key
