@@ -32,7 +32,7 @@ from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import Node, RentedNode, SSHAccess
 from infra.offers import Instance, Offer
 from infra.providers.cloud import Cloud
-from infra.providers.clouds import open_clouds, require_keys
+from infra.providers.clouds import account_of, credentials_in_use, open_clouds, require_keys
 from infra.providers.ssh import CALL_TIMEOUT_S, PROGRAMS_DIR, expand_root
 from infra.provision import Pace, RentRequest, release_machine, rent_machine, search_offers
 from infra.reaper import reap
@@ -66,7 +66,9 @@ def provision_rented(settings: RentedNode, store: Path, run_id: str, say: Say) -
     mirror = store.expanduser().absolute()
     request = build_request(settings, run_id)
     with Ledger(mirror / LEDGER_FILE) as ledger, open_clouds(names) as clouds:
-        report = reap(ledger, clouds, spare=True, pace=Pace(gone_within_s=REAP_WITHIN_S))
+        report = reap(
+            ledger, clouds, spare=True, credentials=request.credentials, pace=Pace(gone_within_s=REAP_WITHIN_S)
+        )
         for line in report.ended:
             say(f"ended {line}, which had expired or had never been used")
         for line in report.failures:
@@ -94,8 +96,8 @@ def find_rented(settings: RentedNode, store: Path, run_id: str) -> Node | None:
     with Ledger(mirror / LEDGER_FILE) as ledger:
         usable = [rental for rental in rentals_of(ledger, run_id) if not rental.state.is_over and rental.host_key]
     for rental in usable:
-        with open_clouds([rental.provider]) as clouds:
-            instance = clouds[rental.provider].get(rental.instance_id)
+        with account_of(rental) as cloud:
+            instance = cloud.get(rental.instance_id)
         if instance is not None and instance.has_address and instance.status.may_become_usable:
             return _node_of(rental, instance, settings, mirror)
     return None
@@ -140,8 +142,8 @@ def release_rentals(store: Path, run_id: str) -> list[str]:
             if not rental.instance_id:  # nobody knows yet whether it was made
                 done.append(f"{rental.name} may be rented at {rental.provider}: `rollouts reap` finds and ends it")
                 continue
-            with open_clouds([rental.provider]) as clouds:
-                release_machine(rental, ledger, clouds[rental.provider])
+            with account_of(rental) as cloud:
+                release_machine(rental, ledger, cloud)
             done.append(f"gave back {rental.name} at {rental.provider}")
     return done
 
@@ -229,6 +231,7 @@ def build_request(settings: RentedNode, run_id: str) -> RentRequest:
         public_key=read_public_key(key_file=settings.key_file, key_variable=settings.key_variable),
         image=settings.image,
         purpose=hashlib.sha256(sameness.encode()).hexdigest()[:16],
+        credentials=credentials_in_use(),
         max_usd=settings.max_usd,
         max_hours=settings.max_hours,
         usable_within_s=settings.usable_within_minutes * 60,
@@ -332,5 +335,5 @@ def rental_of(node: Node) -> Iterator[tuple[Ledger, Rental, Cloud]]:
         rental = find_rental(ledger, node.name)
         if rental is None:
             raise PermanentInfraError(f"the ledger of {node.mirror} knows no machine {node.name}: was it replaced?")
-        with open_clouds([rental.provider]) as clouds:
-            yield ledger, rental, clouds[rental.provider]
+        with account_of(rental) as cloud:
+            yield ledger, rental, cloud
