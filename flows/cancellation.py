@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,8 +28,9 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import PrefectException
 from prefect.logging.loggers import flow_run_logger
 from prefect.states import Cancelled, State
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
+from flows.credentials import run_with_credentials
 from flows.form import FormNode
 from flows.store import with_store
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
@@ -36,12 +39,23 @@ from infra.node import NodeSettings, RentedNode
 from infra.providers import provision_node
 from infra.providers.rented import find_rented, release_rentals
 from infra.repeating import repeating
+from rollouts_core.errors import ConfigError
 from tasks.provision import give_back
 from tasks.records import RunScope
 from tasks.stage import drop_leases
 
 LOOK_S = 5.0
 NODE_SETTINGS: TypeAdapter[NodeSettings] = TypeAdapter(FormNode)
+NOT_ENDED = "its jobs could not be ended ({error}): end them on the node, or start the run again and cancel it"
+
+
+class HeldByRun(BaseModel):
+    """What is to be given back for a run that is no more."""
+
+    run_id: str
+    run_name: str
+    store: str
+    node: NodeSettings
 
 
 def is_cancelled(run_id: str) -> bool:
@@ -80,16 +94,30 @@ def cancelled_if_asked(flow: Flow, flow_run: FlowRun, state: State) -> None:  # 
 
 def release_after_cancellation(flow: Flow, flow_run: FlowRun, state: State) -> None:  # type: ignore[type-arg]
     """Prefect's hook: give back what the run's own process did not come to, because it was killed."""
-    said = release_leases(flow_run)
-    flow_run_logger(flow_run, flow).info("cancelled: %s", said)
+    flow_run_logger(flow_run, flow).info("cancelled: %s", release_for(flow_run))
 
 
-def release_leases(flow_run: FlowRun) -> str:
-    """End the jobs that only this run wants, and say in a sentence what was done."""
+def release_for(flow_run: FlowRun) -> str:
+    """Give back what the run holds, with its own credentials, and say in a sentence what was done."""
     options = with_store(flow_run.parameters.get("run", {}))
-    store = Path(options.get("store", ".rollouts")).resolve()
-    scope = RunScope(run_id=str(flow_run.id), run_name=options.get("name", flow_run.name), store=str(store))
-    settings = NODE_SETTINGS.validate_python(flow_run.parameters["node"])
+    held = HeldByRun(
+        run_id=str(flow_run.id),
+        run_name=options.get("name", flow_run.name),
+        store=str(Path(options.get("store", ".rollouts")).resolve()),
+        node=NODE_SETTINGS.validate_python(flow_run.parameters["node"]),
+    )
+    if not (credentials := options.get("credentials", "")):
+        return release_leases(held)
+    try:
+        return run_with_credentials(credentials, __spec__.name, [held.model_dump_json()])
+    except (ConfigError, TransientInfraError, subprocess.CalledProcessError) as error:
+        return NOT_ENDED.format(error=error)
+
+
+def release_leases(held: HeldByRun) -> str:
+    """End the jobs that only this run wants, and say in a sentence what was done."""
+    scope = RunScope(run_id=held.run_id, run_name=held.run_name, store=held.store)
+    settings, store = held.node, Path(held.store)
     try:
         if isinstance(settings, RentedNode):
             return "; ".join(give_back_rented(settings, scope)) or "nothing was left to give back"
@@ -98,7 +126,7 @@ def release_leases(flow_run: FlowRun) -> str:
                 return "nothing was left to give back"
         return "; ".join(give_back(provision_node(settings, store), scope))
     except (PermanentInfraError, TransientInfraError) as error:
-        return f"its jobs could not be ended ({error}): end them on the node, or start the run again and cancel it"
+        return NOT_ENDED.format(error=error)
 
 
 def give_back_rented(settings: RentedNode, scope: RunScope) -> list[str]:
@@ -111,3 +139,7 @@ def give_back_rented(settings: RentedNode, scope: RunScope) -> list[str]:
         done = [f"its jobs end with the machine ({error})"]
     drop_leases(scope)
     return done + release_rentals(store, scope.run_id)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(release_leases(HeldByRun.model_validate_json(sys.argv[1])))

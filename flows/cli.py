@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
+from flows.credentials_cli import credentials, with_credentials
 from flows.deployments import evaluation_options
 from flows.evaluate_settings import EvaluateConfig
 from flows.finish import finish
@@ -199,8 +200,10 @@ def quickstart(
 def validate(config: ConfigFile, store: ConfiguredStore = None) -> None:
     """Check everything about CONFIG that can be checked without training."""
     pipeline = load_pipeline(config)
-    for finding in check_pipeline(pipeline, store or Path(pipeline.run.store)):
-        console.print(f"ok  {finding}")
+    place = store or Path(pipeline.run.store)
+    with with_credentials(pipeline.run.credentials, place):
+        for finding in check_pipeline(pipeline, place):
+            console.print(f"ok  {finding}")
 
 
 @command
@@ -304,19 +307,20 @@ def run_checked(
 ) -> ResultT:
     """What a flow returns whose settings were checked first, run in this process against the store's server."""
     store = Path(pipeline.run.store).resolve()
-    for finding in check(pipeline, store):
-        console.print(f"checked        {finding}")
-    console.print("prefect        looking for a server (one with a new database takes ten seconds)")
-    with local_server(store, port=port) as address:
-        os.environ.update(prefect_environment(store, address))
-        try:
-            return run_it(pipeline, address)
-        except InputError:
-            raise
-        except Exception:
-            console.print()  # what Prefect says when its server refuses ends without a line break
-            check_writable(store)  # on a full disk Prefect, or a job, fails in ways that do not name the disk
-            raise
+    with with_credentials(pipeline.run.credentials, store, port=port):
+        for finding in check(pipeline, store):
+            console.print(f"checked        {finding}")
+        console.print("prefect        looking for a server (one with a new database takes ten seconds)")
+        with local_server(store, port=port) as address:
+            os.environ.update(prefect_environment(store, address))
+            try:
+                return run_it(pipeline, address)
+            except InputError:
+                raise
+            except Exception:
+                console.print()  # what Prefect says when its server refuses ends without a line break
+                check_writable(store)  # on a full disk Prefect, or a job, fails in ways that do not name the disk
+                raise
 
 
 def own_command() -> str:
@@ -353,7 +357,7 @@ def announce_at(address: ServerAddress) -> Any:  # Any: a hook for flows of ever
     return announce
 
 
-for each in (up, down, status, finish, notify, prefect_yaml, pull, prune):
+for each in (up, down, status, finish, notify, credentials, prefect_yaml, pull, prune):
     command(each)
 add_model_commands(app, explained)
 add_machine_commands(app, explained)

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from flows.cancellation import cancelled_if_asked, release_after_cancellation
 from flows.check import check_settings
+from flows.credentials import take_credentials
 from flows.deployments import EVALUATE_FLOW
 from flows.evaluate_settings import EvaluateConfig
 from flows.form import FormNode, RunOptions
@@ -47,6 +48,7 @@ def evaluate_model(evaluate: EvaluateConfig, config: Config, node: FormNode, run
 
     Of the configuration count `evaluation`, the graders of `rollout`, and `data.heldout`; nothing is trained.
     """
+    take_credentials(run.credentials)
     scope = open_scope(run)
     with known_to_live(scope):
         if deployment.id is not None:  # rollouts evaluate has checked already

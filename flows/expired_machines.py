@@ -2,23 +2,33 @@
 
 Not here: what is ended and what is spared (infra/reaper.py). The process that serves deployments looks now and then, as
 a timer with `rollouts reap --spare` would; the deployment `reap` looks when somebody, or its schedule, asks (reap.py).
+
+Machines that were rented with named credentials are looked at by a program of their own, which has these:
+
+    python -m flows.expired_machines STORE [--spare] ──> the report as JSON
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import subprocess
+import sys
+from dataclasses import asdict
 from pathlib import Path
 
-from infra.errors import PermanentInfraError, TransientInfraError
+from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.offers import CLOUD_NAMES
-from infra.providers.clouds import clouds_with_keys, open_clouds
+from infra.providers.clouds import clouds_with_keys, credentials_in_use, open_clouds
 from infra.provision import Pace
 from infra.reaper import ReapReport, reap
 from infra.rentals import open_rentals
+from rollouts_core.errors import ConfigError
 
 PACE = Pace(gone_within_s=60.0)
 """What is not gone by then is looked at again the next time."""
+SPARE = "--spare"
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +46,11 @@ def look_at_machines(store: Path, *, spare: bool = True, everywhere: bool = Fals
     if not (store / LEDGER_FILE).exists():
         return ReapReport()
     with Ledger(store / LEDGER_FILE) as ledger:
-        providers = {rental.provider for rental in open_rentals(ledger)}
-        providers |= set(clouds_with_keys(CLOUD_NAMES)[0]) if everywhere else set()
-        if not providers:
-            return ReapReport()
-        with open_clouds(sorted(providers)) as clouds:
-            return reap(ledger, clouds, spare=spare, pace=PACE)
+        named = {rental.credentials for rental in open_rentals(ledger)} - {credentials_in_use()}
+    report = _look_at_own(store, spare=spare, everywhere=everywhere)
+    for name in sorted(named):
+        report.add(_look_with(name, store, spare=spare))
+    return report
 
 
 def end_expired(store: Path) -> list[str]:
@@ -56,3 +65,43 @@ def end_expired(store: Path) -> list[str]:
     for line in report.failures:
         logger.warning("%s", line)
     return report.ended
+
+
+def _look_at_own(store: Path, *, spare: bool, everywhere: bool) -> ReapReport:
+    """Look at the machines in the accounts whose keys this process has."""
+    own = credentials_in_use()
+    with Ledger(store / LEDGER_FILE) as ledger:
+        providers = {rental.provider for rental in open_rentals(ledger) if rental.credentials == own}
+        providers |= set(clouds_with_keys(CLOUD_NAMES)[0]) if everywhere else set()
+        if not providers:
+            return ReapReport()
+        with open_clouds(sorted(providers)) as clouds:
+            return reap(ledger, clouds, spare=spare, credentials=own, pace=PACE)
+
+
+def _look_with(name: str, store: Path, *, spare: bool) -> ReapReport:
+    """Look at the machines that were rented with other credentials."""
+    if not name:
+        return ReapReport(failures=["machines that were rented without named credentials are not looked at here"])
+    from flows.credentials import run_with_credentials  # imports prefect, which reads the environment
+
+    try:
+        said = run_with_credentials(name, __spec__.name, [str(store), *([SPARE] if spare else [])])
+    except (ConfigError, TransientInfraError) as error:
+        return ReapReport(failures=[f"machines of the credentials {name} cannot be looked at: {error}"])
+    except subprocess.CalledProcessError as error:
+        return ReapReport(failures=[f"machines of the credentials {name} could not be looked at: {error.stderr}"])
+    return ReapReport(**json.loads(said))
+
+
+def main() -> None:
+    """Look at what this process has the keys of, and print the report."""
+    try:
+        report = _look_at_own(Path(sys.argv[1]), spare=SPARE in sys.argv[2:], everywhere=False)
+    except InfraError as error:
+        report = ReapReport(failures=[str(error)])
+    sys.stdout.write(json.dumps(asdict(report)))
+
+
+if __name__ == "__main__":
+    main()

@@ -41,6 +41,8 @@ from rollouts_core.functions import resolve_function
 from rollouts_core.messages import closest_name, first_line
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+CREDENTIALS_PATTERN = r"^([a-z0-9][a-z0-9-]{0,63})?$"
+"""Prefect's names of blocks; empty names none."""
 StageName = Literal["sft", "select-sft", "rl", "select-rl", "evaluate"]
 
 
@@ -80,11 +82,14 @@ class RunOptions(Record):
     """Stages that are done anew although an earlier run finished the same."""
     publish: str = ""
     """URL of an object store, for example s3://bucket/folder: the final checkpoint and the report are published in its
-    folder of the run's name. Credentials are found in the worker's environment variables. Empty publishes nothing."""
+    folder of the run's name. Empty publishes nothing."""
 
     publish_checkpoints: bool = False
     """Publish checkpoints also while they are trained, with all that it takes to go on from them. Nothing of them is
     ever removed there."""
+    credentials: str = Field("", pattern=CREDENTIALS_PATTERN)
+    """Name of the credentials, a block of Prefect's, whose keys of providers, machines and stores the run uses. Empty
+    takes the environment variables of the process that serves the run."""
     register_as: str = Field("", pattern=LINE_PATTERN)
     """Register the final checkpoint as a candidate under this name, for `rollouts models promote`. Empty does not."""
 

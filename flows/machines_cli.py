@@ -17,14 +17,15 @@ from typing import Annotated, Any, cast
 
 import typer
 
+from flows.credentials_cli import CredentialsName, with_credentials
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.offers import CLOUD_NAMES, CloudName, GPUQuery, Offer
 from infra.providers.cloud import Cloud
-from infra.providers.clouds import ENDPOINTS, clouds_with_keys, open_clouds, require_keys
-from infra.reaper import reap, release_named
+from infra.providers.clouds import ENDPOINTS, account_of, clouds_with_keys, open_clouds, require_keys
+from infra.reaper import ReapReport, reap, release_named
 from infra.rentals import NAME_PREFIX, Rental, all_rentals, find_rental, open_rentals
-from rollouts_core.errors import InputError
+from rollouts_core.errors import ConfigError, InputError
 
 Explained = Callable[[Callable[..., None]], Callable[..., None]]
 
@@ -59,6 +60,8 @@ def gpus(
         list[str] | None, typer.Option(help=f"Only this provider: {', '.join(CLOUD_NAMES)}. Repeatable.")
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Lines.")] = 30,
+    credentials: CredentialsName = "",
+    store: Store = Path(".rollouts"),
 ) -> None:
     """Search the offers of all providers whose keys are in the environment, cheapest first."""
     query = GPUQuery(
@@ -73,9 +76,10 @@ def gpus(
         min_cuda=check_version(min_cuda),
         providers=check_providers(provider or []),
     )
-    names = require_keys(query.providers)
-    with open_clouds(names) as clouds:
-        offers, failures = search_in_parallel(query, clouds)
+    with with_credentials(credentials, store):
+        names = require_keys(query.providers)
+        with open_clouds(names) as clouds:
+            offers, failures = search_in_parallel(query, clouds)
     if offers:
         typer.echo(render_offers(offers[:limit]))
     if len(offers) > limit:
@@ -194,6 +198,7 @@ def show(name: MachineName, store: Store = Path(".rollouts")) -> None:
         "run": rental.run_id,
         "machine": f"{rental.gpu} at {rental.provider}{', ' + rental.region if rental.region else ''}",
         "id": rental.instance_id or "not known",
+        "credentials": rental.credentials or "keys of the environment",
         "state": rental.state.value,
         "price": f"{rental.usd_per_hour:.2f} USD/h",
         "cost so far": f"{rental.usd(time.time()):.2f} USD",
@@ -202,9 +207,9 @@ def show(name: MachineName, store: Store = Path(".rollouts")) -> None:
         "host key": rental.host_key or "not known",
         "note": rental.note or "-",
     }
-    if rental.instance_id and rental.provider in clouds_with_keys(CLOUD_NAMES)[0]:
-        with open_clouds([rental.provider]) as clouds:
-            instance = clouds[rental.provider].get(rental.instance_id)
+    if rental.instance_id and (rental.credentials or rental.provider in clouds_with_keys(CLOUD_NAMES)[0]):
+        with with_credentials(rental.credentials, store), account_of(rental) as cloud:
+            instance = cloud.get(rental.instance_id)
         facts["provider says"] = "it is gone" if instance is None else instance.status.value
         if instance is not None and instance.has_address:
             facts["login"] = f"ssh -p {instance.port} {instance.user}@{instance.host}"
@@ -215,7 +220,10 @@ def release(name: MachineName, store: Store = Path(".rollouts")) -> None:
     """End a machine, whoever uses it, and return when its provider has it no more."""
     with open_ledger(store) as ledger:
         rental = find_rental(ledger, name)
-        with open_clouds([rental.provider] if rental and not rental.state.is_over else []) as clouds:
+        with (
+            with_credentials(rental.credentials if rental else "", store),
+            open_clouds([rental.provider] if rental and not rental.state.is_over else []) as clouds,
+        ):
             gone = release_named(name, ledger, clouds)
     typer.echo(f"{gone.name} is {gone.state.value}; it cost {gone.usd(time.time()):.2f} USD")
 
@@ -232,9 +240,12 @@ def reap_now(
     """End every machine of this store that no living run wants, and print what is left."""
     # A store that is no more left machines and no ledger: any other can end them, also an empty one.
     with Ledger(store / LEDGER_FILE) if other_store else open_ledger(store) as ledger:
-        names = require_keys(CLOUD_NAMES)
-        with open_clouds(names) as clouds:
+        named = sorted({rental.credentials for rental in open_rentals(ledger)} - {""})
+        providers = clouds_with_keys(CLOUD_NAMES)[0] if named else require_keys(CLOUD_NAMES)
+        with open_clouds(providers) as clouds:
             report = reap(ledger, clouds, spare=spare, other_ledger=other_store)
+        for name in named:
+            report.add(reap_with(name, store, ledger, spare=spare))
     for title, lines in (("ended", report.ended), ("kept", report.kept), ("another store's", report.foreign)):
         for line in lines:
             typer.echo(f"{title:16} {line}")
@@ -243,6 +254,15 @@ def reap_now(
     if report.failures:
         raise TransientInfraError("not everything could be looked at, or ended: the same command tries again")
     typer.echo(f"{len(report.ended)} ended, {len(report.kept)} kept")
+
+
+def reap_with(credentials: str, store: Path, ledger: Ledger, *, spare: bool) -> ReapReport:
+    """End what nobody wants of what was rented with these credentials."""
+    try:
+        with with_credentials(credentials, store), open_clouds(clouds_with_keys(CLOUD_NAMES)[0]) as clouds:
+            return reap(ledger, clouds, spare=spare, credentials=credentials)
+    except ConfigError as error:
+        return ReapReport(failures=[f"machines of the credentials {credentials} cannot be looked at: {error}"])
 
 
 def open_ledger(store: Path, *, nothing: str = "nothing was rented by it") -> Ledger:

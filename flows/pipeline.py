@@ -33,6 +33,7 @@ from flows.cancellation import (
     release_after_cancellation,
 )
 from flows.check import check_settings
+from flows.credentials import take_credentials
 from flows.deployments import FLOW
 from flows.form import FormNode, RunOptions
 from flows.live import find_live_pages
@@ -97,6 +98,7 @@ def sft_rl(config: Config, node: FormNode, run: RunOptions) -> PipelineResult:
         NoImprovementError: RL did not improve on the model it started from beyond noise; the report is written, and
             nothing is published.
     """
+    take_credentials(run.credentials)
     scope = open_scope(run)
     with known_to_live(scope):
         local = prepare(config, node, run, scope)

@@ -23,6 +23,7 @@ from prefect.states import Completed, State
 from pydantic import Field
 
 from flows.cancellation import cancelled_if_asked, release_after_cancellation
+from flows.credentials import take_credentials
 from flows.deployments import RETRAIN_FLOW
 from flows.form import FormNode, RunOptions
 from flows.pipeline import known_to_live, machine_of_the_run, open_scope, prepare, run_stages
@@ -61,6 +62,7 @@ def retrain_model(config: Config, node: FormNode, run: RunOptions, retrain: Retr
 
     Ends in the state Skipped, Promoted or Rejected, whose message says why.
     """
+    take_credentials(run.credentials)
     scope = open_scope(run)
     rules = Rules(needs_approval=retrain.approval, force=retrain.force, max_failures=retrain.max_failures)
     line = retrain.model or scope.run_name

@@ -68,11 +68,13 @@ def serve_store(store: Path) -> None:
 async def _serve(store: Path) -> None:
     from prefect.runner import Runner  # reads the environment that was just set
 
+    from flows.credentials import Credentials
     from flows.lost_runs import LostRuns
 
     home = store / "prefect"
     runner = Runner(name="rollouts", query_seconds=POLL_S)
     served: dict[str, str] = {}
+    await Credentials.register_type_and_schema()  # so that the UI offers to save some
     await _register(runner, store, served)
     running = asyncio.create_task(runner.start())
     while not runner.started and not running.done():

@@ -118,6 +118,7 @@ _MIGRATIONS = (
         ) STRICT, WITHOUT ROWID
         """,
     ),
+    ("ALTER TABLE rentals ADD COLUMN credentials TEXT NOT NULL DEFAULT ''",),
 )
 """What brings a ledger from each format to the next; formats count from 0, an empty file."""
 SCHEMA_VERSION = len(_MIGRATIONS)

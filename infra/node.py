@@ -25,6 +25,8 @@ ROOT = re.compile(r"(/|~/)[^\x00-\x1f]+")
 INTERPRETER = re.compile(r"/[\w./+ -]+")
 """An absolute path of characters that every login shell leaves alone inside quotes."""
 INDEX = re.compile(r"(https?://[^\s@]+)?")
+VARIABLE = r"^([A-Za-z_][A-Za-z0-9_]*)?$"
+"""The name of an environment variable, or none."""
 SSH_PORT = 22
 
 
@@ -72,6 +74,9 @@ class SSHNode(PackageSettings):
     """The machine, as user@host or user@host:port; an IPv6 address in brackets."""
     key_file: str = ""
     """Private key to log in with. Leave it empty to use those of the SSH agent and of ~/.ssh."""
+    key_variable: str = Field("", pattern=VARIABLE)
+    """Environment variable that holds the private key itself, in place of key_file: ROLLOUTS_SSH_KEY where the run's
+    credentials have it."""
     host_key: str = ""
     """Fingerprint of the machine's key, as `ssh-keygen -l` prints it. Leave it empty to look it up in known_hosts."""
     known_hosts: str = "~/.ssh/known_hosts"
@@ -110,6 +115,9 @@ class RentedNode(PackageSettings):
     empty to use the provider's usual one."""
     key_file: str = "~/.ssh/id_ed25519"
     """Private key to log in with; its public half, the same name with .pub, is given to the machine."""
+    key_variable: str = Field("", pattern=VARIABLE)
+    """Environment variable that holds the private key itself, in place of key_file: ROLLOUTS_SSH_KEY where the run's
+    credentials have it."""
     setup: tuple[str, ...] = ()
     """Shell commands that are run once on a fresh machine, for example to install what the packages of this project
     need. They are shown in Prefect's pages: put no secret there."""
@@ -179,6 +187,8 @@ class SSHAccess:
     user: str
     key_file: str = ""
     """The private key; empty takes those of the agent and of ~/.ssh."""
+    key_variable: str = ""
+    """The environment variable with the private key, in place of `key_file`."""
     host_key: str = ""
     """The fingerprint that the host's key must have, SHA256:...; empty asks `known_hosts`."""
     known_hosts: tuple[str, ...] = ("~/.ssh/known_hosts",)

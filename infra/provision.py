@@ -80,6 +80,8 @@ class RentRequest:
     image: str = ""
     purpose: str
     """Hash of everything that makes one machine as good as another."""
+    credentials: str = ""
+    """Name of those whose accounts are used."""
     max_usd: float
     """What all machines of the run may cost together."""
     max_hours: float
@@ -165,11 +167,15 @@ def adopt_machine(rental: Rental, instance_id: str, ledger: Ledger, *, note: str
 
 
 def _inherited(request: RentRequest, ledger: Ledger) -> list[Rental]:
-    """The run's own machines that are not over, and those that dead runs with the same settings left."""
-    own = [rental for rental in rentals_of(ledger, request.run_id) if not rental.state.is_over]
+    """The run's own machines that are not over, and those that dead runs with the same settings left.
+
+    None in other accounts: there nothing can be said about them.
+    """
+    ours = [rental for rental in all_rentals(ledger) if rental.credentials == request.credentials]
+    own = [rental for rental in ours if rental.run_id == request.run_id and not rental.state.is_over]
     if own:
         return own
-    for rental in all_rentals(ledger):
+    for rental in ours:
         is_fit = rental.state is RentalState.READY and rental.purpose == request.purpose
         if is_fit and rental.expires_at > time.time() and ledger.has_died(rental.run_id):
             mine = change_rental(ledger, rental, run_id=request.run_id, note=f"left by run {rental.run_id}")
@@ -258,6 +264,7 @@ def _intend(request: RentRequest, offer: Offer, ledger: Ledger) -> Rental:
         run_id=request.run_id,
         provider=offer.provider,
         purpose=request.purpose,
+        credentials=request.credentials,
         gpu=f"{offer.gpu_count}x {offer.gpu_type}",
         region=offer.region,
         usd_per_hour=offer.usd_per_hour,

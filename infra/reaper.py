@@ -55,6 +55,13 @@ class ReapReport:
     failures: list[str] = field(default_factory=list)
     """What could not be looked at, or not be ended."""
 
+    def add(self, other: "ReapReport") -> None:
+        """Take over what another look found."""
+        self.ended += other.ended
+        self.kept += other.kept
+        self.foreign += other.foreign
+        self.failures += other.failures
+
 
 def reap(
     ledger: Ledger,
@@ -62,11 +69,13 @@ def reap(
     *,
     spare: bool = False,
     other_ledger: str = "",
+    credentials: str = "",
     pace: Pace = PATIENT,
 ) -> ReapReport:
-    """End every machine of ours that nobody wants.
+    """End every machine of ours that nobody wants, of those in the given accounts.
 
     Args:
+        credentials: the name of those by which the accounts were opened; machines of others are left to them.
         spare: machines of dead runs are kept until they expire, so that the next start can go on with them.
         other_ledger: the identity of another ledger, for instance of a store that was deleted, all of whose machines
             are ended too.
@@ -79,12 +88,21 @@ def reap(
             report.failures.append(str(error))
             continue
         for instance in listed:
-            _judge_instance(instance, ledger, cloud, report, spare=spare, other_ledger=other_ledger, pace=pace)
-        unlisted = {rental.name for rental in open_rentals(ledger)} - {instance.name for instance in listed}
-        for rental in open_rentals(ledger):
-            if rental.provider == name and rental.name in unlisted:
+            _judge_instance(
+                instance,
+                ledger,
+                cloud,
+                report,
+                spare=spare,
+                other_ledger=other_ledger,
+                credentials=credentials,
+                pace=pace,
+            )
+        names = {instance.name for instance in listed}
+        for rental in _rentals_by(credentials, ledger):
+            if rental.provider == name and rental.name not in names:
                 _judge_unlisted(rental, ledger, cloud, report, spare=spare, pace=pace)
-    without_key = [rental for rental in open_rentals(ledger) if rental.provider not in clouds]
+    without_key = [rental for rental in _rentals_by(credentials, ledger) if rental.provider not in clouds]
     report.failures += [
         f"{rental.name} at {rental.provider} cannot be looked at: there is no key of that provider"
         for rental in without_key
@@ -114,6 +132,10 @@ def release_named(name: str, ledger: Ledger, clouds: Mapping[CloudName, Cloud], 
     return release_machine(rental, ledger, cloud, note="ended by hand", pace=pace)
 
 
+def _rentals_by(credentials: str, ledger: Ledger) -> list[Rental]:
+    return [rental for rental in open_rentals(ledger) if rental.credentials == credentials]
+
+
 def _judge_instance(
     instance: Instance,
     ledger: Ledger,
@@ -122,6 +144,7 @@ def _judge_instance(
     *,
     spare: bool,
     other_ledger: str,
+    credentials: str,
     pace: Pace,
 ) -> None:
     match = NAME.fullmatch(instance.name)
@@ -134,7 +157,7 @@ def _judge_instance(
         )
         return
     if rental is None:
-        rental = note_found(ledger, _row_of(instance))
+        rental = note_found(ledger, _row_of(instance, credentials))
     if rental.state.is_over:  # it was refused, or gone, and is there all the same
         if not _is_there(instance, cloud, report):
             return  # it ended since it was listed
@@ -206,7 +229,7 @@ def _why_wanted(rental: Rental, ledger: Ledger, *, spare: bool) -> str:
     return f"whose next start may take it until {expires} UTC" if spare and rental.state is RentalState.READY else ""
 
 
-def _row_of(instance: Instance) -> Rental:
+def _row_of(instance: Instance, credentials: str) -> Rental:
     """A row for a machine that carries our name and that the ledger does not know: already expired."""
     now = time.time()
     return Rental(
@@ -214,6 +237,7 @@ def _row_of(instance: Instance) -> Rental:
         run_id="",
         provider=instance.provider,
         purpose="",
+        credentials=credentials,
         state=RentalState.RENTED,
         instance_id=instance.id,
         gpu="unknown",

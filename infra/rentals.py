@@ -52,6 +52,8 @@ class Rental:
     provider: CloudName
     purpose: str
     """Hash of the settings that it was rented by: a later run with the same may take it over."""
+    credentials: str = ""
+    """Name of the credentials whose account it is in; empty for keys of the environment."""
     state: RentalState = RentalState.INTENDED
     instance_id: str = ""
     """The provider's name for it; empty as long as nobody knows it."""

@@ -1,7 +1,7 @@
 """Open one authenticated SSH connection to a node, notice when its peer is dead, and open channels on it.
 
-Not here: what is said on a channel (ssh_session.py), which host key is right (host_keys.py). Only this file knows
-paramiko, whose defaults are not for us; each departure is explained where it is made.
+Not here: what is said on a channel (ssh_session.py), which host key is right (host_keys.py), which keys of ours there
+are (login_keys.py). paramiko's defaults are not for us; each departure is explained where it is made.
 
     connect ── TCP ── key exchange ── host key checked ── login ── SSHConnection ── open_command / open_tunnel
 """
@@ -10,12 +10,10 @@ import contextlib
 import logging
 import os
 import socket
-import stat
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +21,7 @@ import paramiko
 
 from infra.errors import LoginError, NodeUnreachableError, PermanentInfraError, TransientInfraError
 from infra.host_keys import HostKey, HostKeyEvidence, HostKeyPolicy
+from infra.login_keys import LoginKey, load_keys
 from infra.node import SSHAccess
 
 CONNECT_TIMEOUT_S = 15.0
@@ -43,7 +42,6 @@ _NEAR_S = 0.005
 _NEAR_WINDOW_BYTES, _FAR_WINDOW_BYTES = 2 << 20, 16 << 20
 """Over a long way the window limits the speed; over a short one a large window costs two fifths of it. This is the
 window of what we receive; the server decides on the other."""
-_DEFAULT_KEY_FILES = ("id_ed25519", "id_ecdsa", "id_rsa")
 _DROPPED = (paramiko.SSHException, OSError, EOFError)
 
 logger = logging.getLogger(__name__)
@@ -330,62 +328,6 @@ def _open_socket(access: SSHAccess) -> socket.socket:
 
 
 # ── login ──
-
-
-@dataclass(frozen=True, slots=True)
-class LoginKey:
-    """A key of ours."""
-
-    key: Any  # paramiko has no types
-    file: str
-    """Where it lies in the clear; empty where the agent has it."""
-
-
-def load_keys(access: SSHAccess) -> Iterator[LoginKey]:
-    """The keys to log in with: the one of the settings, or those of the agent and of ~/.ssh.
-
-    Raises:
-        LoginError: the key of the settings cannot be used, or there is none at all.
-    """
-    agent_keys = list(paramiko.Agent().get_keys())
-    if access.key_file:
-        yield _load_key(Path(access.key_file).expanduser(), access.address, agent_keys)
-        return
-    yield from (LoginKey(key, "") for key in agent_keys)
-    num_files = 0
-    for name in _DEFAULT_KEY_FILES:
-        path = Path.home() / ".ssh" / name
-        if path.is_file():
-            num_files += 1
-            yield _load_key(path, access.address, agent_keys)
-    if not agent_keys and not num_files:
-        raise LoginError(access.address, "there is no key in the agent or in ~/.ssh: name one as node.key_file")
-
-
-def _load_key(path: Path, address: str, agent_keys: list[Any]) -> LoginKey:  # Any: paramiko has no types
-    """The private key in a file; the agent's copy of it when the file is encrypted."""
-    try:
-        mode = stat.S_IMODE(path.stat().st_mode)
-        if mode & 0o077:
-            raise LoginError(address, f"others may read the key {path} (mode {mode:04o}): chmod 600 it")
-        return LoginKey(paramiko.PKey.from_path(path), str(path))
-    except (TypeError, paramiko.PasswordRequiredException) as error:  # encrypted
-        for key in agent_keys:
-            if _is_public_part(key, path):
-                return LoginKey(key, "")
-        raise LoginError(address, f"the key {path} is encrypted: give it to the agent by `ssh-add {path}`") from error
-    except OSError as error:
-        raise LoginError(address, f"the key {path} cannot be read: {error.strerror}") from error
-    except (ValueError, paramiko.SSHException) as error:
-        raise LoginError(address, f"{path} is no private key that can be used: {describe(error)}") from error
-
-
-def _is_public_part(key: Any, path: Path) -> bool:  # Any: paramiko has no types
-    public = Path(f"{path}.pub")
-    try:
-        return key.get_base64() in public.read_text().split()
-    except OSError:
-        return False
 
 
 def _log_in(transport: Any, access: SSHAccess, keys: Sequence[LoginKey]) -> str:  # Any: paramiko has no types

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rollouts_core.errors import ConfigError
+
+HUB_TOKEN = "HF_TOKEN"
+"""The variable in which Hugging Face's libraries look for a token."""
 
 
 def read_key(variable: str, setting: str) -> str:
@@ -48,3 +52,15 @@ def read_named_keys(job: Mapping[str, Any]) -> dict[str, str]:  # Any: JSON
     named = {engine.get("api_key_variable", ""): "rollout.engine"}
     named |= dict.fromkeys((reward["api_key_variable"] for reward in rollout.get("rewards", ())), "rollout.rewards")
     return {variable: read_key(variable, setting) for variable, setting in named.items() if variable}
+
+
+def read_hub_token(job: Mapping[str, Any]) -> dict[str, str]:  # Any: JSON
+    """The variable with the hub's token, for a job that reads a dataset of the hub and where there is one.
+
+    Args:
+        job: the content of its job.json.
+    """
+    datasets = job["data"] if job["kind"] == "sft" else ()
+    reads_hub = any(not Path(dataset["path"]).is_absolute() for dataset in datasets)
+    token = os.environ.get(HUB_TOKEN, "")
+    return {HUB_TOKEN: token} if reads_hub and token else {}

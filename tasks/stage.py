@@ -33,7 +33,7 @@ from infra.providers import open_session
 from infra.session import Session
 from rollouts_core.backends.allocator import KEPT_MEMORY
 from rollouts_core.errors import InputError
-from rollouts_core.keys import read_named_keys
+from rollouts_core.keys import read_hub_token, read_named_keys
 from rollouts_core.run_directory import RunDirectory
 from tasks.artifacts import find_damage, is_finished, set_damage_aside
 from tasks.earlier_scores import take_earlier_scores
@@ -142,8 +142,9 @@ def job_environment(stage: Stage) -> dict[str, str]:
     """
     ranks = stage.job["deployment"]["engine_gpu_ranks" if stage.kind == "serve" else "trainer_gpu_ranks"]
     gpus = {"CUDA_VISIBLE_DEVICES": ",".join(str(rank) for rank in ranks)} if ranks else {}
+    keys = read_named_keys(stage.job) | read_hub_token(stage.job)
     is_own_engine = stage.kind == "serve" and stage.job["engine"]["kind"] == "embedded"
-    return gpus | read_named_keys(stage.job) | (KEPT_MEMORY if stage.kind in ("sft", "rl") or is_own_engine else {})
+    return gpus | keys | (KEPT_MEMORY if stage.kind in ("sft", "rl") or is_own_engine else {})
 
 
 def how_it_began(status: JobStatus) -> How:

@@ -26,7 +26,7 @@ CONFINED = {
     "torch": ("rollouts_core/",),
     "transformers": ("rollouts_core/",),
     "jax": ("rollouts_core/backends/jax_model.py", "rollouts_core/backends/jax.py"),
-    "paramiko": ("infra/ssh.py",),
+    "paramiko": ("infra/ssh.py", "infra/login_keys.py"),
     "fsspec": ("infra/object_store.py",),
 }
 

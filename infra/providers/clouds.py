@@ -1,6 +1,7 @@
 """Which providers of rented machines there are, and how accounts at them are opened.
 
-Not here: what each can do (cloud.py). The keys are in environment variables and nowhere else.
+Not here: what each can do (cloud.py). The keys are in environment variables and nowhere else; where they came from a
+named set of credentials, a variable has its name.
 """
 
 import os
@@ -16,6 +17,10 @@ from infra.providers.prime import Prime
 from infra.providers.runpod import RunPod
 from infra.providers.shadeform import Shadeform
 from infra.providers.vast import Vast
+from infra.rentals import Rental
+
+CREDENTIALS_VARIABLE = "ROLLOUTS_CREDENTIALS"
+"""Names the credentials from which the keys in the environment came."""
 
 _ACCOUNTS = {account.name: account for account in (RunPod, Lambda, Prime, Shadeform, Vast)}
 ENDPOINTS: Mapping[CloudName, Endpoint] = {name: account.endpoint for name, account in _ACCOUNTS.items()}
@@ -32,6 +37,28 @@ def open_account(name: CloudName) -> Cloud:
     if not key:
         raise MissingKeyError(f"there is no key for {endpoint.title}: put it into the variable {endpoint.key_variable}")
     return _ACCOUNTS[name](key, os.environ.get(endpoint.url_variable, ""))
+
+
+@contextmanager
+def account_of(rental: Rental) -> Iterator[Cloud]:
+    """The account that a machine is in.
+
+    Raises:
+        MissingKeyError: this process has not the key of that account.
+    """
+    if rental.credentials != credentials_in_use():
+        whose = f"the credentials {rental.credentials}" if rental.credentials else "keys of the environment"
+        raise MissingKeyError(
+            f"{rental.name} was rented with {whose}, and this process has others: name the same, as "
+            "run.credentials or with --credentials"
+        )
+    with open_account(rental.provider) as cloud:
+        yield cloud
+
+
+def credentials_in_use() -> str:
+    """The name of the credentials from which this process has its keys; empty where it was simply started with them."""
+    return os.environ.get(CREDENTIALS_VARIABLE, "")
 
 
 def clouds_with_keys(names: Sequence[CloudName]) -> tuple[list[CloudName], list[CloudName]]:

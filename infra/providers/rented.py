@@ -32,7 +32,7 @@ from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import Node, RentedNode, SSHAccess
 from infra.offers import Instance, Offer
 from infra.providers.cloud import Cloud
-from infra.providers.clouds import open_clouds, require_keys
+from infra.providers.clouds import account_of, credentials_in_use, open_clouds, require_keys
 from infra.providers.ssh import CALL_TIMEOUT_S, PROGRAMS_DIR, expand_root
 from infra.provision import Pace, RentRequest, release_machine, rent_machine, search_offers
 from infra.reaper import reap
@@ -66,7 +66,9 @@ def provision_rented(settings: RentedNode, store: Path, run_id: str, say: Say) -
     mirror = store.expanduser().absolute()
     request = build_request(settings, run_id)
     with Ledger(mirror / LEDGER_FILE) as ledger, open_clouds(names) as clouds:
-        report = reap(ledger, clouds, spare=True, pace=Pace(gone_within_s=REAP_WITHIN_S))
+        report = reap(
+            ledger, clouds, spare=True, credentials=request.credentials, pace=Pace(gone_within_s=REAP_WITHIN_S)
+        )
         for line in report.ended:
             say(f"ended {line}, which had expired or had never been used")
         for line in report.failures:
@@ -94,15 +96,15 @@ def find_rented(settings: RentedNode, store: Path, run_id: str) -> Node | None:
     with Ledger(mirror / LEDGER_FILE) as ledger:
         usable = [rental for rental in rentals_of(ledger, run_id) if not rental.state.is_over and rental.host_key]
     for rental in usable:
-        with open_clouds([rental.provider]) as clouds:
-            instance = clouds[rental.provider].get(rental.instance_id)
+        with account_of(rental) as cloud:
+            instance = cloud.get(rental.instance_id)
         if instance is not None and instance.has_address and instance.status.may_become_usable:
             return _node_of(rental, instance, settings, mirror)
     return None
 
 
 def _node_of(rental: Rental, instance: Instance, settings: RentedNode, mirror: Path) -> Node:
-    access = replace(access_to(instance, settings.key_file), host_key=rental.host_key)
+    access = replace(access_to(instance, settings), host_key=rental.host_key)
     with open_ssh(access, python=settings.python) as session:
         root = expand_root(session, settings.python, settings.root)
     return Node(
@@ -140,8 +142,8 @@ def release_rentals(store: Path, run_id: str) -> list[str]:
             if not rental.instance_id:  # nobody knows yet whether it was made
                 done.append(f"{rental.name} may be rented at {rental.provider}: `rollouts reap` finds and ends it")
                 continue
-            with open_clouds([rental.provider]) as clouds:
-                release_machine(rental, ledger, clouds[rental.provider])
+            with account_of(rental) as cloud:
+                release_machine(rental, ledger, cloud)
             done.append(f"gave back {rental.name} at {rental.provider}")
     return done
 
@@ -219,42 +221,33 @@ def build_request(settings: RentedNode, run_id: str) -> RentRequest:
     Raises:
         PermanentInfraError: the key to log in with cannot be read.
     """
+    from infra.login_keys import read_public_key  # paramiko loads here
+
     demands = {"min_free_gb", "usable_within_minutes", "min_link_mbit_s", "min_disk_mb_s"}
     sameness = settings.model_dump_json(exclude={"max_usd", "max_hours", *demands})
     return RentRequest(
         run_id=run_id,
         query=settings.query,
-        public_key=read_public_key(settings.key_file),
+        public_key=read_public_key(key_file=settings.key_file, key_variable=settings.key_variable),
         image=settings.image,
         purpose=hashlib.sha256(sameness.encode()).hexdigest()[:16],
+        credentials=credentials_in_use(),
         max_usd=settings.max_usd,
         max_hours=settings.max_hours,
         usable_within_s=settings.usable_within_minutes * 60,
     )
 
 
-def read_public_key(key_file: str) -> str:
-    """The public half of a key, as a line of authorized_keys.
-
-    Raises:
-        PermanentInfraError: there is none.
-    """
-    path = Path(f"{key_file}.pub").expanduser()
-    try:
-        words = path.read_text().split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise PermanentInfraError(
-            f"the public key {path} cannot be read ({error}): make a key by `ssh-keygen -t ed25519`, or name "
-            "another as node.key_file"
-        ) from error
-    if len(words) < 2 or not words[0].startswith(("ssh-", "ecdsa-", "sk-")):
-        raise PermanentInfraError(f"{path} is no public key of OpenSSH: name another key as node.key_file")
-    return " ".join(words[:2])
-
-
-def access_to(instance: Instance, key_file: str) -> SSHAccess:
+def access_to(instance: Instance, settings: RentedNode) -> SSHAccess:
     """How the machine is reached now, with nothing known about its host key."""
-    return SSHAccess(host=instance.host, port=instance.port, user=instance.user, key_file=key_file, known_hosts=())
+    return SSHAccess(
+        host=instance.host,
+        port=instance.port,
+        user=instance.user,
+        key_file=settings.key_file,
+        key_variable=settings.key_variable,
+        known_hosts=(),
+    )
 
 
 def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance: Instance) -> str:
@@ -263,7 +256,7 @@ def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance
     Raises:
         UnfitMachineError: it is too slow.
     """
-    access = access_to(instance, settings.key_file)
+    access = access_to(instance, settings)
     if rental.host_key:
         access = replace(access, host_key=rental.host_key)
         fingerprint = rental.host_key
@@ -342,5 +335,5 @@ def rental_of(node: Node) -> Iterator[tuple[Ledger, Rental, Cloud]]:
         rental = find_rental(ledger, node.name)
         if rental is None:
             raise PermanentInfraError(f"the ledger of {node.mirror} knows no machine {node.name}: was it replaced?")
-        with open_clouds([rental.provider]) as clouds:
-            yield ledger, rental, clouds[rental.provider]
+        with account_of(rental) as cloud:
+            yield ledger, rental, cloud

@@ -67,6 +67,7 @@ def read_access(settings: SSHNode, store: Path) -> SSHAccess:
         port=int(parts["port"] or SSH_PORT),
         user=parts["user"],
         key_file=settings.key_file,
+        key_variable=settings.key_variable,
         host_key=settings.host_key,
         known_hosts=(settings.known_hosts, first_use_file),
         first_use_file=first_use_file if settings.trust_first_use else "",

@@ -7,9 +7,11 @@ that it rents out is this one, by a real SSH server.
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +19,10 @@ from typing import Any
 
 import pytest
 
+from flows.server import local_server, prefect_environment
 from infra.ledger import Ledger
-from infra.node import RentedNode
 from infra.rentals import RentalState, all_rentals, change_rental
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
-from tasks.records import RunScope
 from tests.flows.breaking import rent, rented_node
 from tests.flows.conftest import Rollouts, wait_until
 from tests.infra.fake_cloud import KEY
@@ -31,6 +32,7 @@ from tests.small_pipeline import write_small_pipeline
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+LONG = {"mode": "sft", "training__sft__num_steps": 100_000, "training__sft__checkpoint_every": 10}
 SHORT = {"mode": "sft", "training__sft__num_steps": 20, "training__sft__checkpoint_every": 10}
 
 
@@ -120,22 +122,51 @@ def test_before_the_money_is_used_up_the_last_checkpoint_is_fetched_and_the_mach
     assert last_line.startswith(f"rollouts: the work on {rental.name} was ended, because its hours (node.max_hours) or")
 
 
-def test_of_a_killed_run_that_is_cancelled_the_last_checkpoint_is_fetched_too(
-    rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
+def test_of_a_killed_run_that_is_cancelled_the_last_checkpoint_is_fetched_with_the_credentials_of_the_run(
+    rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flows.cancellation import give_back_rented  # imports prefect, which the other tests do not need
-
-    settings, process = train_until_checkpoint(rollouts, server, tmp_path)
+    key = server.client_key_file.read_text()
+    monkeypatch.setenv("TEAM_SSH_KEY", key)
+    code, output = rollouts.run("credentials", "cancelled-team", "TEAM_SSH_KEY", "RUNPOD_API_KEY")
+    assert code == 0, output
+    for name in ("TEAM_SSH_KEY", "RUNPOD_API_KEY"):
+        monkeypatch.delenv(name)
+    node = node_settings(server, tmp_path / "machine") | {"key_file": "", "key_variable": "TEAM_SSH_KEY"}
+    run = {"name": "small", "credentials": "cancelled-team", "store": str(rollouts.store)}
+    config = write_small_pipeline(tmp_path / "small", node=node, run=run, **LONG)
+    process = rollouts.start("run", str(config))
+    wait_for_checkpoint(tmp_path / "machine")
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     with Ledger(rollouts.store / "ledger.db") as ledger:
-        [lease] = ledger.leases()
-    scope = RunScope(run_id=lease.run_id, run_name="small", store=str(rollouts.store))
-    said = give_back_rented(RentedNode.model_validate(settings), scope)
+        [lease], [rental] = ledger.leases(), all_rentals(ledger)
+    assert rental.credentials == "cancelled-team" and len(fake.alive()) == 1
+    said = cancel(rollouts, lease.run_id, {"run": run, "node": node})
     assert fake.alive() == [] and len(fake.machines) == 1 and rows(rollouts) == [RentalState.GONE]
-    assert_last_checkpoint_is_here(rollouts, tmp_path / "machine", said="; ".join(said))
-    assert give_back_rented(RentedNode.model_validate(settings), scope) == [], "nothing is left, and nothing is rented"
-    assert len(fake.machines) == 1
+    assert_last_checkpoint_is_here(rollouts, tmp_path / "machine", said=said)
+    said = cancel(rollouts, lease.run_id, {"run": run, "node": node})
+    assert said == "nothing was left to give back" and len(fake.machines) == 1, "nothing is rented for this"
+    for path in [*rollouts.store.rglob("*"), *tmp_path.glob("machine/**/*"), rollouts.output]:
+        content = path.read_bytes() if path.is_file() else b""
+        assert KEY.encode() not in content and key.splitlines()[3].encode() not in content, path
+
+
+def cancel(rollouts: Rollouts, run_id: str, parameters: dict[str, Any]) -> str:
+    """What the serving process says that it did for a cancelled run whose own process was killed."""
+    with local_server(rollouts.store) as address:
+        environment = {**os.environ, **prefect_environment(rollouts.store, address)}
+        arguments = [sys.executable, "-c", CANCEL, run_id, json.dumps(parameters)]
+        return subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+CANCEL = """
+import json, sys, uuid
+from prefect.client.schemas.objects import FlowRun
+from flows.cancellation import release_for
+
+run = FlowRun(id=uuid.UUID(sys.argv[1]), flow_id=uuid.uuid4(), parameters=json.loads(sys.argv[2]))
+sys.stdout.write(release_for(run))
+"""
 
 
 def wait_for_checkpoint(machine: Path) -> None:

@@ -21,12 +21,11 @@ from infra.errors import HostKeyError, MachineGoneError, NoMachineError, Permane
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import Node, RentedNode
 from infra.providers import open_session, provision_node, release_node
-from infra.providers.rented import read_public_key
 from infra.rentals import RentalState, all_rentals
 from rollouts_core.errors import ConfigError
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
-from tests.infra.ssh_server import SSHServer, make_key, running_server
+from tests.infra.ssh_server import SSHServer, running_server
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = {name: f"/data/{name}.jsonl" for name in ("sft", "prompts", "selection", "heldout")}
@@ -69,16 +68,6 @@ def test_a_misfit_is_one_sentence(change: dict[str, Any], expected: str) -> None
 def test_the_money_has_to_be_named() -> None:
     with pytest.raises(ConfigError, match="max_usd is missing"):
         parse({"provider": "provision", "python": "/p"})
-
-
-def test_only_the_public_half_of_a_key_is_read(tmp_path: Path) -> None:
-    make_key(tmp_path / "key")
-    assert re.fullmatch(r"ssh-ed25519 [A-Za-z0-9+/=]+", read_public_key(str(tmp_path / "key")))
-    with pytest.raises(PermanentInfraError, match="ssh-keygen"):
-        read_public_key(str(tmp_path / "none"))
-    (tmp_path / "odd.pub").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\n")
-    with pytest.raises(PermanentInfraError, match="no public key"):
-        read_public_key(str(tmp_path / "odd"))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Pins with which variables a stage's process starts: its GPUs, and the allocator that they need.
+"""Pins with which variables a stage's process starts: its GPUs, its keys, and the allocator that it needs.
 
 Without it a stage would compute on another's GPU, or train a fifth slower without anybody noticing.
 """
@@ -17,13 +17,13 @@ from tasks.records import Stage
 from tasks.stage import job_environment
 
 
-def stage(kind: str, *, engine: str = "embedded", **deployment: tuple[int, ...]) -> Stage:
+def stage(kind: str, *, engine: str = "embedded", data: str = "/data.jsonl", **deployment: tuple[int, ...]) -> Stage:
     ranks = {"trainer_gpu_ranks": (), "engine_gpu_ranks": (), **deployment}
     return Stage(
         name=kind,
         fingerprint="f",
         run_dir="/nowhere",
-        job={"kind": kind, "deployment": ranks, "engine": {"kind": engine}},
+        job={"kind": kind, "deployment": ranks, "engine": {"kind": engine}, "data": [{"path": data}]},
         num_steps=1,
         timeout_s=1,
     )
@@ -36,6 +36,14 @@ def test_a_stage_sees_its_own_gpus(kind: str, gpus: str) -> None:
     found = job_environment(stage(kind, trainer_gpu_ranks=(0, 1), engine_gpu_ranks=(2,)))
     assert found["CUDA_VISIBLE_DEVICES"] == gpus
     assert "CUDA_VISIBLE_DEVICES" not in job_environment(stage(kind))
+
+
+def test_the_hubs_token_goes_only_to_a_job_that_reads_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "token")
+    assert job_environment(stage("sft", data="team/private"))["HF_TOKEN"] == "token"
+    assert "HF_TOKEN" not in job_environment(stage("sft")) | job_environment(stage("rl"))
+    monkeypatch.delenv("HF_TOKEN")
+    assert "HF_TOKEN" not in job_environment(stage("sft", data="team/private"))
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("sft", True), ("rl", True), ("evaluate", False), ("serve", True)])

@@ -1,0 +1,139 @@
+"""Credentials as blocks of Prefect: what one holds becomes the environment of the process of a run that names it.
+
+    Blocks in the UI, or `rollouts credentials` ──> block rollouts-credentials/team, encrypted
+    run.credentials = "team" ──> environment of the run's process ──> whoever reads RUNPOD_API_KEY, AWS_..., and so on
+
+No value is ever a parameter, so none is shown, logged or kept with the run. What must be done for a run by another
+process, such as the end of its machine, is done in a process that has the same credentials. Not here: who reads the
+variables (infra/providers/clouds.py, infra/login_keys.py, infra/object_store.py, rollouts_core/keys.py).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+from prefect.blocks.core import Block
+from prefect.client.orchestration import get_client
+from prefect.exceptions import PrefectHTTPStatusError
+from prefect.types import SecretDict
+from pydantic import Field, SecretStr
+
+from infra.errors import TransientInfraError
+from infra.node import VARIABLE
+from infra.providers.clouds import CREDENTIALS_VARIABLE
+from rollouts_core.errors import ConfigError
+
+TYPE_NAME, TYPE_SLUG = "Rollouts credentials", "rollouts-credentials"
+NOTHING = SecretStr("")
+
+
+class Credentials(Block):
+    """Keys that runs may use by name: `run.credentials`. Leave empty what they do not need."""
+
+    _block_type_name = TYPE_NAME
+    _block_type_slug = TYPE_SLUG
+    _description = "Keys of providers, machines and stores that pipelines of rollouts use by name."
+
+    rollouts_ssh_key: SecretStr = Field(
+        NOTHING,
+        title="SSH private key",
+        description="Without passphrase, from -----BEGIN to END-----. Machines use it where node.key_variable is "
+        "ROLLOUTS_SSH_KEY.",
+    )
+    runpod_api_key: SecretStr = Field(NOTHING, title="RunPod API key")
+    lambda_api_key: SecretStr = Field(NOTHING, title="Lambda API key")
+    prime_api_key: SecretStr = Field(NOTHING, title="Prime Intellect API key")
+    shadeform_api_key: SecretStr = Field(NOTHING, title="Shadeform API key")
+    vast_api_key: SecretStr = Field(NOTHING, title="Vast.ai API key")
+    hf_token: SecretStr = Field(NOTHING, title="Hugging Face token", description="For datasets of the hub.")
+    aws_access_key_id: SecretStr = Field(NOTHING, title="S3 access key", description="For s3:// URLs.")
+    aws_secret_access_key: SecretStr = Field(NOTHING, title="S3 secret key")
+    aws_endpoint_url: SecretStr = Field(NOTHING, title="S3 address", description="Of another service than Amazon's.")
+    aws_default_region: SecretStr = Field(NOTHING, title="S3 region")
+    more: SecretDict = Field(
+        SecretDict({}),
+        title="More variables",
+        description='Such as {"JUDGE_KEY": "..."}: what api_key_variable of a setting names.',
+    )
+
+
+FIELDS = {name.upper(): name for name, field in Credentials.model_fields.items() if field.annotation is SecretStr}
+"""The block's fields, by the variables that they stand for."""
+
+
+def take_credentials(name: str) -> None:
+    """Put what the block holds into the environment of this process; nothing where none is named.
+
+    Raises:
+        ConfigError: there is no such block, or it has something that is no variable.
+        TransientInfraError: Prefect does not answer.
+    """
+    if name:
+        os.environ.update(variables_of(name))
+
+
+def variables_of(name: str) -> dict[str, str]:
+    """The environment that the block stands for: its variables, and its name.
+
+    Raises:
+        ConfigError: there is no such block, or it has something that is no variable.
+    """
+    if (variables := find_credentials().get(name)) is None:
+        raise ConfigError(
+            f"Prefect has no credentials named {name}: save them in the UI under Blocks, as {TYPE_NAME}, or by "
+            f"rollouts credentials {name} VARIABLE..."
+        )
+    if wrong := [variable for variable in variables if not re.match(VARIABLE, variable)]:
+        raise ConfigError(f"the credentials {name} have {wrong[0]!r}, which is no name of an environment variable")
+    return {**variables, CREDENTIALS_VARIABLE: name}
+
+
+def find_credentials() -> dict[str, dict[str, str]]:
+    """The variables of all blocks of the type, by the block's name.
+
+    No block is made of them: Prefect would send an event about its use, also where the command ends at once.
+
+    Raises:
+        TransientInfraError: Prefect does not answer.
+    """
+    try:
+        with get_client(sync_client=True) as client:
+            found = client.read_block_documents_by_type(TYPE_SLUG)
+    except PrefectHTTPStatusError as error:
+        if error.response.status_code == httpx.codes.NOT_FOUND:
+            return {}  # nobody has saved any on this server
+        raise TransientInfraError(f"Prefect does not show its credentials: {error.response.status_code}") from error
+    except httpx.HTTPError as error:
+        raise TransientInfraError(f"Prefect does not answer: {error}") from error
+    return {each.name: variables_in(each.data) for each in found if each.name}
+
+
+def variables_in(content: dict[str, Any]) -> dict[str, str]:  # Any: JSON
+    """The variables that a block holds, without those that are empty."""
+    held = {variable: content.get(name) for variable, name in FIELDS.items()} | (content.get("more") or {})
+    return {name: str(value) for name, value in held.items() if value}
+
+
+def block_of(variables: Mapping[str, str]) -> Credentials:
+    """The block that holds the variables."""
+    fields = {name: SecretStr(variables.get(variable, "")) for variable, name in FIELDS.items()}
+    more = {variable: value for variable, value in variables.items() if variable not in FIELDS}
+    return Credentials(**fields, more=SecretDict(more))
+
+
+def run_with_credentials(name: str, module: str, arguments: Sequence[str] = ()) -> str:
+    """What a module of ours prints, as a program of its own that has the credentials.
+
+    Raises:
+        ConfigError: there are no such credentials.
+        subprocess.CalledProcessError: it failed.
+    """
+    environment = {**os.environ, **variables_of(name)}
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout

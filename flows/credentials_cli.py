@@ -1,0 +1,141 @@
+"""`rollouts credentials`: what Prefect keeps of keys, and how other commands use them.
+
+    rollouts credentials                                     which there are, and what each holds
+    rollouts credentials team RUNPOD_API_KEY HF_TOKEN        save these variables of the environment
+    rollouts credentials team --remove
+
+Values are read from the environment, kept encrypted by Prefect, and never printed. Not here: the block
+(credentials.py). This module does not import prefect: it runs before Prefect's environment is set.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.form import CREDENTIALS_PATTERN
+from flows.preflight import check_writable
+from flows.server import local_server, prefect_environment
+from flows.terminal import Store, console
+from rollouts_core.errors import ConfigError, InputError
+
+CredentialsName = Annotated[
+    str, typer.Option("--credentials", metavar="NAME", help="Use the keys of these credentials; see that command.")
+]
+
+
+def credentials(
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="What runs call them: run.credentials.")] = "",
+    variables: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[VARIABLE]...", help="Variables of this environment to save in them."),
+    ] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Forget them.")] = False,
+    store: Store = Path(".rollouts"),
+) -> None:
+    """Save keys under a NAME in Prefect, for runs that it starts; without NAME, show which there are.
+
+    rollouts credentials team RUNPOD_API_KEY AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY
+    """
+    check_request(name, variables or [], remove=remove)
+    values = read_variables(variables or [])
+    check_writable(store)
+    with local_server(store) as address:
+        os.environ.update(prefect_environment(store.resolve(), address))
+        if not name:
+            for line in describe_credentials():
+                typer.echo(line)
+        elif remove:
+            remove_credentials(name)
+            console.print(f"{name} is forgotten", markup=False)
+        else:
+            held = save_credentials(name, values)
+            console.print(f"saved          {name} holds {', '.join(held)}", markup=False)
+            console.print(f'               [run] credentials = "{name}" uses it', markup=False)
+
+
+@contextmanager
+def with_credentials(name: str, store: Path, *, port: int = 0) -> Iterator[None]:
+    """While the block runs, this process has the keys of the credentials, and the server that keeps them.
+
+    Nothing is done where none is named.
+
+    Raises:
+        ConfigError: there are no such credentials.
+    """
+    if not name:
+        yield
+        return
+    before = dict(os.environ)
+    with local_server(store, port=port) as address:
+        os.environ.update(prefect_environment(store.resolve(), address))
+        from flows.credentials import take_credentials  # imports prefect, which reads the environment
+
+        take_credentials(name)
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def check_request(name: str, variables: Sequence[str], *, remove: bool) -> None:
+    """Raise InputError for what cannot be meant, before any server is started."""
+    if remove and (variables or not name):
+        raise InputError("--remove goes with the NAME alone")
+    if name and not remove and not variables:
+        raise InputError(
+            f"expected the variables to save in {name}, as in: rollouts credentials {name} RUNPOD_API_KEY; "
+            "without a NAME it shows which credentials there are"
+        )
+    if not re.fullmatch(CREDENTIALS_PATTERN, name):
+        raise InputError(f"{name!r} is no name of credentials: expected lower-case letters, digits and dashes")
+
+
+def read_variables(variables: Sequence[str]) -> dict[str, str]:
+    """The values that the environment has.
+
+    Raises:
+        ConfigError: it lacks one.
+    """
+    for variable in variables:
+        if not os.environ.get(variable):
+            raise ConfigError(f"the environment has no variable {variable}, or it is empty: export it first")
+    return {variable: os.environ[variable] for variable in variables}
+
+
+def save_credentials(name: str, values: Mapping[str, str]) -> list[str]:
+    """Save the values beside those that the block holds already; returns the variables that it holds then."""
+    from flows.credentials import block_of, find_credentials
+
+    held = find_credentials().get(name, {}) | values
+    block_of(held).save(name, overwrite=True)
+    return sorted(held)
+
+
+def remove_credentials(name: str) -> None:
+    """Delete the block.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from flows.credentials import Credentials, find_credentials
+
+    if name not in find_credentials():
+        raise ConfigError(f"Prefect has no credentials named {name}: rollouts credentials shows which there are")
+    Credentials.delete(name)
+
+
+def describe_credentials() -> list[str]:
+    """A line for each: its name and the variables that it holds."""
+    from flows.credentials import find_credentials
+
+    found = find_credentials()
+    lines = [f"{name}: {', '.join(sorted(variables)) or 'empty'}" for name, variables in sorted(found.items())]
+    return lines or ["there are no credentials: rollouts credentials NAME VARIABLE... saves some"]

@@ -1,0 +1,93 @@
+"""Pins the keys that are given as an environment variable: every type, however its lines arrive, never repeated.
+
+Without it a machine is not let in on whose key was saved as a secret, or a message of a failed login shows the key.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.errors import LoginError, PermanentInfraError
+from infra.login_keys import load_keys, read_key_variable, read_public_key
+from infra.node import SSHAccess
+from infra.ssh import connect
+from tests.infra.ssh_server import SSHServer, make_key
+
+VARIABLE = "ROLLOUTS_SSH_KEY"
+
+
+@pytest.mark.parametrize("key_type", ["ed25519", "ecdsa", "rsa"])
+@pytest.mark.parametrize(
+    "mangle",
+    [
+        lambda text: text,
+        lambda text: text.strip(),
+        lambda text: text.replace("\n", " "),  # what a field of one line makes of it
+        lambda text: text.replace("\n", ""),
+        lambda text: text.replace("\n", "\\n"),
+        lambda text: text.replace("\n", "\r\n"),
+    ],
+    ids=["as it is", "stripped", "spaces", "joined", "escaped", "windows"],
+)
+def test_a_key_of_every_type_is_read_however_its_lines_arrived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key_type: str, mangle: Callable[[str], str]
+) -> None:
+    make_key(tmp_path / "key", key_type=key_type)
+    monkeypatch.setenv(VARIABLE, mangle((tmp_path / "key").read_text()))
+    public = " ".join((tmp_path / "key.pub").read_text().split()[:2])
+    assert read_public_key(key_file="", key_variable=VARIABLE) == public
+    assert read_public_key(key_file=str(tmp_path / "key"), key_variable="") == public
+
+
+def test_what_cannot_be_used_is_said_without_repeating_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with pytest.raises(PermanentInfraError, match=r"is not set: export the private key in it .* run\.credentials"):
+        read_key_variable(VARIABLE)
+    make_key(tmp_path / "encrypted", passphrase="passphrase")
+    make_key(tmp_path / "key")
+    encrypted, key = (tmp_path / "encrypted").read_text(), (tmp_path / "key").read_text()
+    for text, reason in (
+        (encrypted, "is encrypted"),
+        ("hunter2", "holds no private key that can be used"),
+        (key[:200], "holds no private key that can be used"),
+    ):
+        monkeypatch.setenv(VARIABLE, text)
+        with pytest.raises(PermanentInfraError, match=reason) as refusal:
+            read_key_variable(VARIABLE)
+        assert not any(line in str(refusal.value) for line in text.splitlines()[1:-1] or [text])
+
+
+def test_only_the_public_half_of_a_key_is_read(tmp_path: Path) -> None:
+    make_key(tmp_path / "key")
+    assert re.fullmatch(
+        r"ssh-ed25519 [A-Za-z0-9+/=]+", read_public_key(key_file=str(tmp_path / "key"), key_variable="")
+    )
+    with pytest.raises(PermanentInfraError, match="ssh-keygen"):
+        read_public_key(key_file=str(tmp_path / "none"), key_variable="")
+    (tmp_path / "odd.pub").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\n")
+    with pytest.raises(PermanentInfraError, match="no public key"):
+        read_public_key(key_file=str(tmp_path / "odd"), key_variable="")
+
+
+def test_a_login_takes_the_key_of_the_variable_and_no_other(
+    ssh_server: SSHServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access = replace(ssh_server.access, key_file="", key_variable=VARIABLE)
+    monkeypatch.setenv(VARIABLE, ssh_server.client_key_file.read_text())
+    connect(access).close()
+    monkeypatch.setenv(VARIABLE, ssh_server.host_key_file.read_text())
+    with pytest.raises(LoginError, match="is not let in"):
+        connect(access)
+    monkeypatch.delenv(VARIABLE)
+    with pytest.raises(LoginError, match=f"node.key_variable {VARIABLE} is not set"):
+        list(load_keys(replace(access, key_file=str(ssh_server.client_key_file))))
+
+
+def test_a_key_variable_comes_before_a_key_file(ssh_server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    access: SSHAccess = replace(ssh_server.access, key_file="/nowhere", key_variable=VARIABLE)
+    monkeypatch.setenv(VARIABLE, ssh_server.client_key_file.read_text())
+    [key] = load_keys(access)
+    assert key.file == ""
