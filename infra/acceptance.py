@@ -1,6 +1,8 @@
-"""Whether a fresh machine is fast enough to work on: its disk, and the link to it in both directions.
+"""Whether a fresh machine will do: its GPUs compute, its disk and the link to it in both directions are fast enough.
 
-Not here: what the machine has (node_probe.py), giving it back when it will not do (provision.py).
+Not here: what else the machine has (node_probe.py), giving it back when it will not do (provision.py).
+
+On one of many machines that are rented out the driver lists GPUs and can use none of them.
 
 Machines that are rented out are now and then behind a link on which a checkpoint takes an hour, often in one direction
 only, or have a disk of the network that writes as slowly.
@@ -10,9 +12,12 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
-from infra.errors import CommandTimeoutError, UnfitMachineError
+from infra import gpu_trial
+from infra.errors import CommandFailedError, CommandTimeoutError, TransientInfraError, UnfitMachineError
 from infra.session import Session
+from infra.supervisor import parse_object
 
 LINK_BYTES = 4 << 20
 DISK_BYTES = 64 << 20
@@ -34,6 +39,39 @@ with tempfile.TemporaryFile(dir=sys.argv[1]) as file:
     os.fsync(file.fileno())
     print(time.monotonic() - began)
 """
+
+
+GPU_TIMEOUT_S = 120.0
+"""Eight GPUs without persistence take a minute to wake up."""
+NOT_READY = 802
+"""CUDA_ERROR_SYSTEM_NOT_READY: what joins the GPUs of a large machine is still being started."""
+
+
+def require_gpus(session: Session, num_gpus: int) -> str:
+    """Have every GPU of a machine compute something; returns what was found, in words.
+
+    Raises:
+        UnfitMachineError: fewer of them can than were paid for.
+        TransientInfraError: they are not ready so far.
+    """
+    program = Path(gpu_trial.__file__).read_bytes()
+    try:
+        completed = session.run([session.python, "-I", "-"], stdin=program, timeout_s=GPU_TIMEOUT_S)
+    except CommandTimeoutError as error:
+        raise UnfitMachineError(f"its GPUs did not answer within {GPU_TIMEOUT_S:.0f} s") from error
+    found = parse_object(completed.stdout)
+    if found is None:
+        raise CommandFailedError(completed)
+    if not found["has_driver"]:
+        return "no driver of NVIDIA's, so no GPU was tried"
+    if found["code"] == NOT_READY:
+        raise TransientInfraError(f"its GPUs are not ready ({found['problem']})")
+    names = found["gpus"]
+    if found["problem"] or len(names) < num_gpus:
+        raise UnfitMachineError(
+            f"{len(names)} of its {num_gpus} GPUs can compute ({found['problem'] or 'the driver has no more'})"
+        )
+    return f"{len(names)}x {' and '.join(sorted(set(names)))}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

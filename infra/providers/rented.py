@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infra.acceptance import require_speed
+from infra.acceptance import require_gpus, require_speed
 from infra.errors import (
     InfraError,
     MachineGoneError,
@@ -254,7 +254,7 @@ def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance
     """Log in, try and set the machine up where it is fresh, and return the fingerprint of its host key.
 
     Raises:
-        UnfitMachineError: it is too slow.
+        UnfitMachineError: its GPUs cannot compute, or it is too slow.
     """
     access = access_to(instance, settings)
     if rental.host_key:
@@ -266,13 +266,14 @@ def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance
     known = store / KEYS_DIR / rental.name
     access = replace(access, known_hosts=(str(known),), first_use_file=str(known))
     with open_ssh(access, python=SETUP_PYTHON if settings.setup else settings.python) as session:
+        gpus = require_gpus(session, settings.query.gpu_count)
         speed = require_speed(
             session,
             expand_root(session, session.python, settings.root),
             min_link_mbit_s=settings.min_link_mbit_s,
             min_disk_mb_s=settings.min_disk_mb_s,
         )
-        say(f"measured {rental.name}: {speed}")
+        say(f"tried {rental.name}: {gpus}; {speed}")
         set_up(session, settings)
         expand_root(session, settings.python, settings.root)
     policy = HostKeyPolicy(host=access.host, port=access.port, pinned="", known_hosts=(known,), first_use_file=None)

@@ -1,18 +1,22 @@
-"""Pins that a fresh machine is measured in both directions, and that one that answers too slowly is not waited for.
+"""Pins what a fresh machine has to show: GPUs that compute, a link that is fast in both directions, a disk.
 
-Without it an hour of checkpoints over a slow link is paid for before anybody notices.
+Without it an hour of checkpoints over a slow link, or an environment on a machine with a dead GPU, is paid for before
+anybody notices. The driver is a stand-in: that a GPU passes is seen on a machine with one, by
+`python infra/gpu_trial.py`.
 """
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from infra import acceptance
-from infra.acceptance import require_speed
-from infra.errors import UnfitMachineError
+from infra.acceptance import require_gpus, require_speed
+from infra.errors import TransientInfraError, UnfitMachineError
 from infra.session import LocalSession, Session
 
 
@@ -41,3 +45,62 @@ def test_one_that_is_slow_in_one_way_only_is_not_waited_for(
     monkeypatch.setattr(acceptance, "ALLOWANCE_S", 3.0)
     with pytest.raises(UnfitMachineError, match="too slow"):
         require_speed(LocalSession(str(python)), str(tmp_path / "root"), min_link_mbit_s=100.0, min_disk_mb_s=100.0)
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a library that answers as a driver does, by what the environment says."""
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("there is no C compiler on this machine")
+    folder = tmp_path_factory.mktemp("driver")
+    source = Path(__file__).with_name("stub_driver.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(source)], check=True)
+    return folder
+
+
+def machine_with(driver: Path, folder: Path, **variables: int) -> Session:
+    """A machine whose driver has such GPUs."""
+    python = folder / "python"
+    given = " ".join(f"{name}={value}" for name, value in variables.items())
+    python.write_text(f'#!/bin/sh\nexec env LD_LIBRARY_PATH={driver} {given} {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return LocalSession(str(python))
+
+
+def test_gpus_that_compute_are_named(driver: Path, tmp_path: Path) -> None:
+    assert require_gpus(machine_with(driver, tmp_path, STUB_GPUS=8), 8) == "8x Stub GPU"
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"STUB_GPUS": 1}, r"1 of its 2 GPUs can compute \(the driver has no more\)"),
+        ({"STUB_GPUS": 2, "STUB_FORGETS": 1}, r"0 of its 2 .*\(GPU 0: its memory does not hold what it wrote\)"),
+        ({"STUB_GPUS": 2, "STUB_SECOND": 46}, r"1 of its 2 .*\(GPU 1: cuDevicePrimaryCtxRetain answers 46 \(unknown"),
+        ({"STUB_GPUS": 2, "STUB_INIT": 100}, r"0 of its 2 .*\(GPU 0: cuInit answers 100"),
+    ],
+)
+def test_a_machine_whose_gpus_cannot_compute_is_refused(
+    driver: Path, tmp_path: Path, variables: dict[str, int], reason: str
+) -> None:
+    with pytest.raises(UnfitMachineError, match=reason):
+        require_gpus(machine_with(driver, tmp_path, **variables), 2)
+
+
+def test_gpus_that_are_not_ready_are_asked_again(driver: Path, tmp_path: Path) -> None:
+    with pytest.raises(TransientInfraError, match=r"not ready .*802 \(system not yet initialized\)") as refusal:
+        require_gpus(machine_with(driver, tmp_path, STUB_GPUS=8, STUB_INIT=802), 8)
+    assert not isinstance(refusal.value, UnfitMachineError)
+
+
+def test_a_machine_without_the_driver_is_left_to_the_check_of_its_environment(session: Session) -> None:
+    assert require_gpus(session, 1) == "no driver of NVIDIA's, so no GPU was tried"
+
+
+def test_gpus_that_do_not_answer_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nsleep 600\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(acceptance, "GPU_TIMEOUT_S", 0.5)
+    with pytest.raises(UnfitMachineError, match="did not answer within"):
+        require_gpus(LocalSession(str(python)), 1)
