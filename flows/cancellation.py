@@ -24,10 +24,10 @@ from uuid import UUID
 import httpx
 from prefect import Flow
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import PrefectException
 from prefect.logging.loggers import flow_run_logger
-from prefect.states import Cancelled, State
+from prefect.states import Cancelled
 from pydantic import BaseModel, TypeAdapter
 
 from flows.credentials import run_with_credentials

@@ -114,7 +114,7 @@ def save_credentials(name: str, values: Mapping[str, str]) -> list[str]:
     """Save the values beside those that the block holds already; returns the variables that it holds then."""
     from flows.credentials import block_of, find_credentials
 
-    held = find_credentials().get(name, {}) | values
+    held = {**find_credentials().get(name, {}), **values}
     block_of(held).save(name, overwrite=True)
     return sorted(held)
 

@@ -135,7 +135,7 @@ def add_notification(address: ServerAddress, name: str, url: str, states: tuple[
     Raises:
         ConfigError: there is no such block, or it cannot be told; nothing is changed then.
     """
-    from prefect.blocks.notifications import NotificationBlock  # imports prefect, which reads the environment
+    from prefect.blocks.abstract import NotificationBlock  # imports prefect, which reads the environment
 
     block = make_block(name, url) if url else load_block(name)
     assert isinstance(block, NotificationBlock), "both know nothing else"
@@ -167,8 +167,8 @@ def load_block(name: str) -> NotificationBlock:
     Raises:
         ConfigError: there is none, or it is no block that can be told something.
     """
+    from prefect.blocks.abstract import NotificationBlock
     from prefect.blocks.core import Block
-    from prefect.blocks.notifications import NotificationBlock
 
     if "/" not in name:
         raise ConfigError(

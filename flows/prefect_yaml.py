@@ -81,13 +81,14 @@ def render_prefect_yaml(
         work_pool["job_variables"] = dict(job_variables)
     # Without a word about it, workers would have to have the folder in which `prefect deploy` was called.
     content = {"pull": [], "deployments": [_describe(each, store, work_pool) for each in deployments]}
-    return _HEADER + yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    text: str = yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return _HEADER + text
 
 
 _HEADER = "# Written by `rollouts prefect-yaml`; `prefect deploy --all` makes these deployments.\n"
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
     """Writes lines as lines, and what occurs twice twice: an alias says little to who reads the file."""
 
     def ignore_aliases(self, data: object) -> bool:

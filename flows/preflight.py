@@ -7,7 +7,9 @@ This module does not import prefect: it runs before Prefect's environment is set
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -182,12 +184,16 @@ def is_own_engine(session: Session, port: int, node: Node, *, api_key: str = "")
     return served is not None and served.is_relative_to(node.root)
 
 
+MODEL_PATHS: Mapping[str, Callable[[Any], str]] = {  # Any: JSON
+    "/model_info": lambda answer: answer["model_path"],  # the embedded engine and SGLang
+    "/v1/models": lambda answer: answer["data"][0]["root"],  # vLLM
+}
+"""Where engines of each kind say which folder their model is from, and how the answer is read."""
+
+
 def served_model(url: str, *, api_key: str = "") -> Path | None:
     """The folder of the model that an engine of any kind serves; None when none answers."""
-    for path, find in (
-        ("/model_info", lambda answer: answer["model_path"]),  # the embedded engine and SGLang
-        ("/v1/models", lambda answer: answer["data"][0]["root"]),  # vLLM
-    ):
+    for path, find in MODEL_PATHS.items():
         try:
             answer = httpx.get(
                 f"{url}{path}", timeout=ENGINE_ANSWER_TIMEOUT_S, trust_env=False, headers=key_header(api_key)

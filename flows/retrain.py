@@ -17,9 +17,10 @@ from typing import Any
 
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
+from prefect.client.schemas.objects import State
 from prefect.flow_runs import suspend_flow_run
 from prefect.input import RunInput
-from prefect.states import Completed, State
+from prefect.states import Completed
 from pydantic import Field
 
 from flows.cancellation import cancelled_if_asked, release_after_cancellation
