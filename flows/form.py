@@ -80,6 +80,9 @@ class RunOptions(Record):
     """Folder that keeps everything: stages, runs, Prefect's database. Relative to where the command is given."""
     fresh: tuple[StageName, ...] = ()
     """Stages that are done anew although an earlier run finished the same."""
+    restarts: int = Field(2, ge=0, le=10)
+    """How many times a run that `rollouts up` serves is started again by itself after its process was killed, by -9 or
+    with the machine."""
     publish: str = ""
     """URL of an object store, for example s3://bucket/folder: the final checkpoint and the report are published in its
     folder of the run's name. Empty publishes nothing."""

@@ -1,26 +1,36 @@
-"""Runs that Prefect believes to be under way although their process is gone: killed by -9, or the machine went down.
+"""Runs whose process was killed: by -9, for want of memory, or with the machine. They are started again by themselves.
 
-Not here: runs that end by themselves. Prefect has no eye for these; a run that stays Running can neither be retried
-nor cancelled.
+Not here: runs that fail, or end otherwise by themselves. Prefect has no eye for a process that vanished together with
+the one that served it: a run that stays Running can neither be retried nor cancelled.
 
-    Running    and no process  ->  Crashed: Retry attaches to its jobs
+    Running    and no process  ->  Crashed
     Cancelling and no process  ->  its jobs end, Cancelled
+    Crashed    by a signal     ->  AwaitingRetry, `run.restarts` times; it attaches to its jobs
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
+from datetime import UTC, datetime
 from pathlib import Path
 from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import PrefectClient, get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
-from prefect.client.schemas.objects import FlowRun, StateType
-from prefect.states import Cancelled, Crashed, State
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterDeploymentId,
+    FlowRunFilterEndTime,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.states import Cancelled, Crashed, Scheduled
 
-from flows.cancellation import release_leases
+from flows.cancellation import release_for
+from flows.form import RunOptions
 from infra.errors import TransientInfraError
 from infra.ledger import Ledger
 
@@ -31,21 +41,41 @@ UNDER_WAY = FlowRunFilter(
 )
 
 
+GONE = "its process is gone; its jobs, if any, go on, and Retry attaches to them"
+BY_SIGNAL = re.compile(r"exited with (non-zero )?status code:? -\d+")
+"""What Prefect says of the process of a run that a signal ended."""
+AGAIN = "AwaitingRetry"
+STARTED_AGAIN = "started again, because its process was killed"
+
+
+def crashed_since(moment: datetime) -> FlowRunFilter:
+    """Runs of deployments that are Crashed, and became so after that moment."""
+    return FlowRunFilter(
+        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CRASHED])),
+        end_time=FlowRunFilterEndTime(after_=moment),
+        deployment_id=FlowRunFilterDeploymentId(is_null_=False),
+    )
+
+
 class LostRuns:
     """What was found at the last look: a run counts as lost when two looks find the same."""
 
     def __init__(self, store: Path) -> None:
         self._ledger_path = store / "ledger.db"
         self._suspects: set[tuple[UUID, UUID]] = set()
+        self._began = datetime.now(UTC)
 
     async def look(self) -> None:
-        """Mark the runs that were lost at the last look already."""
+        """Mark the runs that were lost at the last look already, and start again those that were killed."""
         try:
             async with get_client() as client:
                 runs = await client.read_flow_runs(flow_run_filter=UNDER_WAY, limit=200)
                 suspects = {(run.id, run.state_id): run for run in runs if run.state_id and self._is_lost(run)}
                 for known in suspects.keys() & self._suspects:
                     await _mark(client, suspects[known])
+                for run in await client.read_flow_runs(flow_run_filter=crashed_since(self._began), limit=200):
+                    if self._is_lost(run):  # of this store, and its process is gone by now
+                        await _start_again(client, run)
         except (httpx.HTTPError, TransientInfraError) as error:
             logger.warning("lost runs could not be looked for: %s", error)
             return
@@ -59,9 +89,29 @@ class LostRuns:
 async def _mark(client: PrefectClient, run: FlowRun) -> None:
     state: State
     if run.state_type is StateType.CANCELLING:
-        said = await asyncio.to_thread(release_leases, run)
+        said = await asyncio.to_thread(release_for, run)
         state = Cancelled(message=f"its process was gone; {said}")
     else:
-        state = Crashed(message="its process is gone; its jobs, if any, go on, and Retry attaches to them")
+        state = Crashed(message=GONE)
     await client.set_flow_run_state(run.id, state, force=True)
     logger.warning("run %s (%s) was marked %s: %s", run.name, run.id, state.name, state.message)
+
+
+async def _start_again(client: PrefectClient, run: FlowRun) -> None:
+    """Have a run whose process was killed start once more, unless that was done as often as it may be."""
+    if run.state is None or not was_killed(run.state):
+        return
+    allowed = run.parameters.get("run", {}).get("restarts", RunOptions().restarts)
+    states = await client.read_flow_run_states(run.id)
+    number = 1 + sum(state.name == AGAIN and (state.message or "").startswith(STARTED_AGAIN) for state in states)
+    if number > allowed:
+        return
+    again: State = Scheduled(name=AGAIN, message=f"{STARTED_AGAIN} ({number} of {allowed}); it attaches to its jobs")
+    await client.set_flow_run_state(run.id, again, force=True)
+    logger.warning("run %s (%s) is %s", run.name, run.id, again.message)
+
+
+def was_killed(state: State) -> bool:
+    """Whether a crashed run was ended by a signal that it could do nothing about."""
+    message = state.message or ""
+    return message == GONE or BY_SIGNAL.search(message) is not None

@@ -47,7 +47,7 @@ def small_settings(**overrides: Any) -> dict[str, Any]:  # Any: settings of ever
         "evaluation": {"max_p_value": 1.0},
         "deployment": {"trainer_threads": 1},
         "node": {"min_free_gb": 0.1},
-        "run": {"name": "small"},
+        "run": {"name": "small", "restarts": 0},
     }
     for dotted, value in overrides.items():
         *sections, key = dotted.split("__")

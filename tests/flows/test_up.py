@@ -272,6 +272,37 @@ def test_a_run_whose_processes_were_killed_can_be_cancelled(served: Rollouts, tm
     assert json.loads((sft / "exit-1.json").read_text())["cancelled"]
 
 
+def test_a_run_whose_process_is_killed_is_started_again_as_often_as_it_may_be(served: Rollouts, tmp_path: Path) -> None:
+    config = write_small_pipeline(tmp_path / "small", mode="sft", run={"name": "small", "restarts": 1}, **LONG)
+    up(served, str(config))
+    run_id = trigger(served, "small")
+    sft = wait_for_checkpoint(served, "sft")
+    with paused(program_of(sft)):
+        kill_flow(served)
+        wait_until(
+            lambda: "attached to the running job" in logs_of(served, run_id), what="the second start", every_s=ASK_S
+        )
+        states = api(served, "GET", f"/flow_run_states/?flow_run_id={run_id}")
+        said = "started again, because its process was killed (1 of 1); it attaches to its jobs"
+        assert [state["message"] for state in states if state["name"] == "AwaitingRetry"] == [said]
+        kill_serving_and_flow(served)
+        up(served)
+        wait_for_state(served, run_id, "CRASHED")
+        log = served.store / "prefect/serving.log"
+        wait_until(lambda: f"({run_id}) was marked Crashed" in log.read_text(), what="the mark")
+        set_state(served, run_id, "SCHEDULED", name="AwaitingRetry")  # a person may, however often
+    wait_for_state(served, run_id, "COMPLETED")
+    assert exits_of(sft) == ["exit-1.json"]
+
+
+def kill_flow(rollouts: Rollouts) -> None:
+    """kill -9 of the only flow."""
+    serving = find_serving(rollouts.store)
+    assert serving is not None
+    (flow,) = flows_of(serving.pid)
+    os.kill(flow, signal.SIGKILL)
+
+
 def test_a_run_counts_as_living_while_its_settings_are_checked(served: Rollouts, folder: Path) -> None:
     up(served, str(folder / "small.toml"))
     run_id = trigger(served, "small")
