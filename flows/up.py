@@ -126,7 +126,7 @@ def status(store: Store = Path(".rollouts")) -> None:
     for line in describe_runs(address, store.resolve()) if address else []:
         typer.echo(f"run          {line}")
     for job in going_jobs(store.resolve()):
-        if not (job.has_run and address):
+        if job.waits_for or not (job.has_run and address):
             typer.echo(f"job          {job.sentence()}")
     for line in describe_machines(store.resolve()):
         typer.echo(f"machine      {line}")

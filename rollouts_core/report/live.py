@@ -135,6 +135,8 @@ def describe_state(
         return "finished"
     if events and events[-1]["event"] == "failed":
         return f"failed: {events[-1].get('message', '')}"
+    if events and events[-1]["event"] == "waits_for_gpus":
+        return str(events[-1]["message"])
     took = f"for {format_seconds(max(0.0, now - stage.began_at))}"
     if not metrics:
         return f"under way {took}"
