@@ -27,6 +27,7 @@ from infra.jobs import (
 from infra.session import LocalSession
 from infra.supervisor import GPU_LOCKS_VARIABLE, find_gpu_slots, find_processes, internal_path, read_json
 from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end, wait_until
+from tests.nvidia_smi import install_nvidia_smi
 
 SESSION = LocalSession(sys.executable)
 HOLD = "echo has it; while [ ! -e end ]; do sleep 0.02; done; echo '{}' > result.json"
@@ -260,20 +261,10 @@ def test_a_folder_of_locks_that_somebody_else_made_is_refused(
         start(make_job("job", "0"))
 
 
-NVIDIA_SMI = """#!/bin/sh
-echo "$@" | grep -q -- --query-gpu=uuid || exit 6
-printf 'GPU-b0a1\\nGPU-a7c2\\n'
-"""
-
-
 @pytest.fixture
 def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for nvidia-smi that knows two."""
-    (tmp_path / "bin").mkdir()
-    program = tmp_path / "bin/nvidia-smi"
-    program.write_text(NVIDIA_SMI)
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    install_nvidia_smi(tmp_path / "bin", monkeypatch)
 
 
 @pytest.mark.usefixtures("two_gpus")
