@@ -119,13 +119,18 @@ def test_a_trainer_and_its_engine_have_their_gpus_together_and_others_wait_for_b
     end(other)
 
 
-def test_jobs_that_want_several_gpus_in_any_order_all_get_them(make_job: JobMaker) -> None:
-    orders = [("0", "1", "2"), ("2", "1", "0"), ("1", "2"), ("2", "0")]
-    specs = [make_job(f"job{i}", *order, script="echo '{}' > result.json") for i, order in enumerate(orders)]
-    for spec in specs:
-        start_or_attach(SESSION, spec)
-    for spec in specs:
-        require_finished(SESSION, wait_for_end(SESSION, Path(spec.run_dir)))
+def test_jobs_take_their_gpus_in_one_order_whatever_they_are_told_so_that_two_never_wait_for_each_other(
+    make_job: JobMaker,
+) -> None:
+    first = make_job("first", "1")
+    forwards, backwards = make_job("forwards", "0", "1"), make_job("backwards", "1", "0")
+    assert start(first) == ""
+    assert "GPU 1, held by run run-of-first" in start(forwards)
+    assert "GPU 0, held by run run-of-forwards" in start(backwards)
+    end(first)
+    for spec in (forwards, backwards):
+        wait_until_it_has_its_gpus(spec)
+        end(spec)
 
 
 def test_a_job_that_waits_keeps_what_it_has_so_that_it_is_not_passed_by_for_ever(make_job: JobMaker) -> None:
