@@ -3,10 +3,12 @@
 Not here: what is served (deployments.py), how this process is started and ended (up.py), the flow (pipeline.py).
 
     rollouts up ──starts──> serving ──shared lock──> the Prefect server, which stays as long as this process
-                               └─ a run of a deployment ──> a process with the flow ──> jobs, which need neither
+                               ├─ a run of a deployment ──> a process with the flow ──> jobs, which need neither
+                               └─ a tool that trains nothing ──> the same, without waiting for a slot
 
     serving.lock   held as long as this process lives
-    serving.json   written when every deployment is registered: pid, since, deployments with their digests
+    gpu_slots      how many runs go at once; a change takes effect within a second (gpu_slots.py)
+    serving.json   written when every deployment is registered: pid, since, deployments with their digests, gpu_slots
     serving.log    what this process and its flows said
 
 SIGTERM ends it and the flows, and leaves their jobs: the next start, or Retry, attaches to them.
@@ -22,16 +24,18 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW, load_deployments, parameters_for
 from flows.expired_machines import end_expired
+from flows.gpu_slots import load_gpu_slots
 from flows.live import served_live_pages
 from flows.server import local_server, prefect_environment
 from flows.store import STORE_VARIABLE
-from flows.tools import FINISH_FLOW, REAP_FLOW
+from flows.tools import FINISH_FLOW, REAP_FLOW, TOOLS
 from rollouts_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,26 +76,31 @@ async def _serve(store: Path) -> None:
     from flows.lost_runs import LostRuns
 
     home = store / "prefect"
-    runner = Runner(name="rollouts", query_seconds=POLL_S)
+    # A run that says that another one is to finish must not be queued behind that one.
+    runner = Runner(name="rollouts", query_seconds=POLL_S, limit=load_gpu_slots(home))
+    tools = Runner(name="rollouts-tools", query_seconds=POLL_S, limit=None)
     served: dict[str, str] = {}
     await Credentials.register_type_and_schema()  # so that the UI offers to save some
-    await _register(runner, store, served)
-    running = asyncio.create_task(runner.start())
-    while not runner.started and not running.done():
+    await _register(runner, tools, store, served)
+    running = [asyncio.create_task(each.start()) for each in (runner, tools)]
+    while not (runner.started and tools.started) and not _has_ended(running):
         await asyncio.sleep(0.02)
     stop = asyncio.Event()
     # Not what Prefect does at SIGTERM, which is to cancel every run.
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    _write_state(home, served)
+    gpu_slots = apply_gpu_slots(runner, home)
+    _write_state(home, served, gpu_slots)
     ending = asyncio.create_task(_end_expired_machines(store))
     lost = LostRuns(store)
     looked_at = time.monotonic()
-    while not stop.is_set() and not running.done():
+    while not stop.is_set() and not _has_ended(running):
         with suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), LOOK_S)
-        if await _register(runner, store, served):
-            _write_state(home, served)
+        is_new = await _register(runner, tools, store, served)
+        was, gpu_slots = gpu_slots, apply_gpu_slots(runner, home)
+        if is_new or gpu_slots != was:
+            _write_state(home, served, gpu_slots)
         if time.monotonic() - looked_at > LOST_S:
             looked_at = time.monotonic()
             await lost.look()
@@ -99,11 +108,31 @@ async def _serve(store: Path) -> None:
             os.ftruncate(sys.stderr.fileno(), 0)
     ending.cancel()
     await asyncio.to_thread(_end_flows)
-    if not running.done():
-        await runner.astop()
-    await asyncio.wait([running], timeout=RUNNER_END_S)
-    if running.done() and not running.cancelled() and (error := running.exception()):
-        raise error
+    for each, task in zip((runner, tools), running, strict=True):
+        if not task.done():
+            await each.astop()
+    await asyncio.wait(running, timeout=RUNNER_END_S)
+    for task in running:
+        if task.done() and not task.cancelled() and (error := task.exception()):
+            raise error
+
+
+def _has_ended(running: Sequence[asyncio.Task[None]]) -> bool:
+    return any(task.done() for task in running)
+
+
+def apply_gpu_slots(runner: Runner, home: Path) -> int:
+    """Have a started runner begin as many runs at once as the store says; returns how many that is.
+
+    When it is made smaller, runs that go on go on, and no other begins until enough of them have ended.
+    """
+    limiter = runner._limiter  # Prefect itself takes another limit at a start alone
+    assert limiter is not None, "the runner has a limit, and was started"
+    try:
+        limiter.total_tokens = load_gpu_slots(home)
+    except ConfigError as error:
+        logger.warning("%s", error)
+    return int(limiter.total_tokens)
 
 
 async def _end_expired_machines(store: Path) -> None:
@@ -113,7 +142,7 @@ async def _end_expired_machines(store: Path) -> None:
         await asyncio.sleep(EXPIRED_S)
 
 
-async def _register(runner: Runner, store: Path, served: dict[str, str]) -> bool:
+async def _register(runner: Runner, tools: Runner, store: Path, served: dict[str, str]) -> bool:
     """Make Prefect's deployments those of the store; returns whether something was new."""
     from flows.evaluate import evaluate_model
     from flows.finish_flow import finish_run
@@ -136,7 +165,7 @@ async def _register(runner: Runner, store: Path, served: dict[str, str]) -> bool
         return False
     fresh = [each for each in deployments.values() if served.get(each.name) != each.digest]
     for deployment in fresh:
-        deployment_id = await runner.aadd_flow(
+        deployment_id = await (tools if deployment.flow in TOOLS else runner).aadd_flow(
             flows[deployment.flow],
             name=deployment.name,
             description=deployment.description,
@@ -149,8 +178,8 @@ async def _register(runner: Runner, store: Path, served: dict[str, str]) -> bool
     return bool(fresh)
 
 
-def _write_state(home: Path, served: dict[str, str]) -> None:
-    state = {"pid": os.getpid(), "since": time.time(), "deployments": served}
+def _write_state(home: Path, served: dict[str, str], gpu_slots: int) -> None:
+    state = {"pid": os.getpid(), "since": time.time(), "deployments": served, "gpu_slots": gpu_slots}
     partial = home / f"serving.json.{os.getpid()}"
     partial.write_text(json.dumps(state))
     partial.replace(home / "serving.json")

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW
@@ -22,6 +22,8 @@ from infra.ledger import LEDGER_FILE, Lease, Ledger
 from infra.node import LocalNode
 from infra.providers import open_session, provision_node
 from infra.rentals import open_rentals
+from rollouts_core.metrics import read_json_lines
+from rollouts_core.run_directory import RunDirectory
 from tasks.early_end import read_early_end
 
 SUFFIX = re.compile(r"-[0-9a-f]{3}$")
@@ -44,12 +46,15 @@ class GoingJob:
     """False for a job on a node that was not asked."""
     has_run: bool
     """False when every run that wanted it is gone."""
+    waits_for: str = ""
+    """A sentence about the GPU that it waits for, and who has that; empty while it works."""
 
     def sentence(self) -> str:
         """For people."""
         state = "goes on" if self.is_known_to_run else "may go on"
         owner = "" if self.has_run else ", without a run: the next one that needs it attaches to it"
-        return f"{self.run_dir} {state} on {self.node}{owner}"
+        waits = f", {self.waits_for}" if self.waits_for else ""
+        return f"{self.run_dir} {state} on {self.node}{waits}{owner}"
 
 
 def describe_runs(address: ServerAddress, store: Path) -> list[str]:
@@ -130,10 +135,25 @@ def going_jobs(store: Path) -> list[GoingJob]:
         is_here = node == local.name
         if is_here and not _is_running(run_dir, store):
             continue
+        mirror = store / "stages" / PurePosixPath(run_dir).name
         with Ledger(store / LEDGER_FILE) as ledger:
             has_run = not all(ledger.has_died(lease.run_id) for lease in leases)
-        found.append(GoingJob(run_dir=run_dir, node=node, is_known_to_run=is_here, has_run=has_run))
+        found.append(
+            GoingJob(
+                run_dir=run_dir,
+                node=node,
+                is_known_to_run=is_here,
+                has_run=has_run,
+                waits_for=waits_for_gpus(RunDirectory(mirror)),
+            )
+        )
     return found
+
+
+def waits_for_gpus(directory: RunDirectory) -> str:
+    """What a job that has not ended waits for, as far as its events have come here; empty when for nothing."""
+    events = read_json_lines(directory.events)
+    return str(events[-1]["message"]) if events and events[-1]["event"] == "waits_for_gpus" else ""
 
 
 def describe_machines(store: Path) -> list[str]:

@@ -31,6 +31,7 @@ from flows.deployments import (
     save_deployments,
     tool_deployments,
 )
+from flows.gpu_slots import DEFAULT_GPU_SLOTS, save_gpu_slots
 from flows.live import find_live_pages
 from flows.locks import lock_file, open_lock, try_lock
 from flows.password import password_file
@@ -57,6 +58,8 @@ class Serving:
     """Seconds since 1970."""
     deployments: dict[str, str]
     """Digests by name."""
+    gpu_slots: int = DEFAULT_GPU_SLOTS
+    """So many runs go at once."""
 
 
 def up(
@@ -65,6 +68,13 @@ def up(
     ] = None,
     store: Store = Path(".rollouts"),
     port: Port = 0,
+    gpu_slots: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Runs that go at once, further ones are queued; kept in the store. 0 leaves it as it is, 5 at first.",
+        ),
+    ] = 0,
 ) -> None:
     """Start Prefect with a deployment per preset, and per CONFIG, in the background; `rollouts down` ends it.
 
@@ -73,11 +83,12 @@ def up(
     own = [deployment for path in configs or [] for deployment in deployments_of(path)]
     check_writable(store)
     with local_server(store, port=port) as address:
-        is_new = ensure_serving(store.resolve(), own)
+        is_new = ensure_serving(store.resolve(), own, gpu_slots=gpu_slots)
         serving = find_serving(store)
         assert serving is not None, "it was ready a moment ago"
     console.print(f"{'started' if is_new else 'joined'}        process {serving.pid}, which outlives this terminal")
     console.print(f"deployments    {describe_deployments(serving)}")
+    console.print(f"gpu slots      {describe_gpu_slots(serving)}")
     console.print(f"start a run    {address.ui_url}/deployments, or rollouts run --deployment quickstart", markup=False)
     if live := find_live_pages(store):
         console.print(f"watch runs     {live.url}", markup=False)
@@ -119,6 +130,7 @@ def status(store: Store = Path(".rollouts")) -> None:
     if serving:
         since = datetime.fromtimestamp(serving.since).astimezone().strftime("%Y-%m-%d %H:%M:%S")
         typer.echo(f"serving      process {serving.pid} since {since}: {describe_deployments(serving)}")
+        typer.echo(f"gpu slots    {describe_gpu_slots(serving)}")
     else:
         typer.echo("serving      none: rollouts up starts it")
     if live := find_live_pages(store):
@@ -126,14 +138,17 @@ def status(store: Store = Path(".rollouts")) -> None:
     for line in describe_runs(address, store.resolve()) if address else []:
         typer.echo(f"run          {line}")
     for job in going_jobs(store.resolve()):
-        if not (job.has_run and address):
+        if job.waits_for or not (job.has_run and address):
             typer.echo(f"job          {job.sentence()}")
     for line in describe_machines(store.resolve()):
         typer.echo(f"machine      {line}")
 
 
-def ensure_serving(store: Path, own: list[Deployment]) -> bool:
+def ensure_serving(store: Path, own: list[Deployment], *, gpu_slots: int = 0) -> bool:
     """Return when the deployments are served; True if the process that does it was started now.
+
+    Args:
+        gpu_slots: how many runs go at once from now on; 0 leaves that as it is.
 
     Raises:
         ServerError: it does not start; the message has the end of its log.
@@ -147,13 +162,15 @@ def ensure_serving(store: Path, own: list[Deployment]) -> bool:
             quickstart = write_missing_quickstart(quickstart_folder(store, seed=0))
             save_deployments(home, [*preset_deployments(Path.cwd(), quickstart), *tool_deployments()])
         save_deployments(home, own)
+        if gpu_slots:
+            save_gpu_slots(home, gpu_slots)
         if is_new:
             _start_serving(store, home)
         wanted = {name: each.digest for name, each in load_deployments(home).items()}
         deadline = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline:
             serving = find_serving(store)
-            if serving and wanted.items() <= serving.deployments.items():
+            if serving and wanted.items() <= serving.deployments.items() and gpu_slots in (0, serving.gpu_slots):
                 return is_new
             if serving is None and not _is_locked(home):
                 raise ServerError(
@@ -179,6 +196,11 @@ def describe_deployments(serving: Serving) -> str:
     names = [name for name in serving.deployments if name not in evaluations and name not in TOOLS]
     tools = [name for name in serving.deployments if name in TOOLS]
     return f"{', '.join(names)}; {evaluation_name('NAME')} scores models as NAME does; {', '.join(tools)}"
+
+
+def describe_gpu_slots(serving: Serving) -> str:
+    """How many runs go at once, for people."""
+    return f"{serving.gpu_slots}: as many runs go at once, further ones are queued"
 
 
 def require_serving(store: Path) -> Serving:

@@ -10,7 +10,7 @@ restarted by its supervisor on the same port; one whose lease nobody renews ends
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
@@ -98,6 +98,7 @@ def wait_until_engine_ready(
     run_dir: str,
     timeout_s: float,
     also_renew: Sequence[str] = (),
+    on_wait: Callable[[str], None] = lambda sentence: None,
     is_idle: bool = False,
     api_key: str = "",
     transport: httpx.BaseTransport | None = None,
@@ -108,16 +109,18 @@ def wait_until_engine_ready(
         kind: a key of `PROBES`.
         port: where it listens on the node's loopback.
         also_renew: run directories of engines that are ready and wait for this one: their leases go on.
+        on_wait: takes a sentence about the GPU that the engine waits for, whenever that changes.
         api_key: what it wants requests to carry; empty for an engine without.
         is_idle: no trainer uses the engine, so a pause was left behind by one that was killed, and is ended.
 
     Raises:
         JobFailedError: the engine ended first; the message says why, as far as its log tells.
         JobLostError: the same, by a reboot or a kill -9 of its supervisor.
-        TransientInfraError: it was not ready in time; it still runs.
+        TransientInfraError: it was not ready in time, from when it had its GPUs; it still runs.
     """
     started = time.monotonic()
     deadline = started + timeout_s
+    waited_for = ""
     # No proxy leads to loopback.
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with (
@@ -135,6 +138,11 @@ def wait_until_engine_ready(
             status = renew_lease(session, run_dir)  # it may load for longer than its lease lasts
             if status.state != JobState.RUNNING:
                 raise_engine_failure(session, status)
+            if status.waits_for:
+                deadline = time.monotonic() + timeout_s
+            if status.waits_for not in ("", waited_for):
+                waited_for = status.waits_for
+                on_wait(waited_for)
             for waiting in also_renew:
                 renew_lease(session, waiting)
             time.sleep(POLL_S)

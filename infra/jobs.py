@@ -30,9 +30,10 @@ from infra.errors import (
     TransientInfraError,
 )
 from infra.session import Session
-from infra.supervisor import JobSpec
+from infra.supervisor import FIRST_GPU, JobSpec
 
 __all__ = [
+    "FIRST_GPU",
     "FollowOffsets",
     "JobExit",
     "JobSpec",
@@ -111,8 +112,10 @@ class JobStatus:
     attached: bool
     """True from `start_or_attach` when nothing had to be started."""
     pid: int | None
-    """The program's process on the node, while it runs."""
+    """The program's process on the node, while it runs; None while it waits for GPUs."""
     restarts: int
+    waits_for: str
+    """Which GPU it waits for before its program is started, and who has that; else empty."""
     log_size: int
     """Bytes in log.txt."""
     exit: JobExit | None

@@ -2,7 +2,7 @@
 
 Not here: the node's side (sender.py), copies in the other direction (sync.py).
 
-    logs, metrics, events     what is new is appended; a reader here sees them grow
+    logs, metrics, events, …  what is new is appended; a reader here sees them grow
     everything else           into .incoming/, at the offset where the last try broke off; its digest compared, renamed
     order                     a checkpoint's manifest after its other files, result.json after everything
     checkpoints               only those with a manifest; those that the job has deleted are deleted here too
@@ -28,7 +28,7 @@ from infra.supervisor import locked, parse_object
 
 LIST_TIMEOUT_S = 60.0
 PULL_INTERVAL_S = 10.0
-APPENDED = ("log.txt", "metrics.jsonl", "events.jsonl")
+APPENDED = ("log.txt", "metrics.jsonl", "events.jsonl", "gpu_use.jsonl")
 MANIFEST, RESULT = "manifest.json", "result.json"
 INCOMING = ".incoming"
 LOCK = ".mirror.lock"

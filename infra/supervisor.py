@@ -24,6 +24,8 @@ Each verb but `follow` prints one JSON object, `{"error": sentence}` with exit c
 The program's processes are found as descendants of the supervisor and, when that is gone, by the variable
 ROLLOUTS_JOB=<run directory> in their environment. Where there is no /proc (macOS), by the program's process group.
 The run directory has to be on a disk whose flock() works between the processes of the node.
+
+A job that was given GPUs begins when no other has them: see GPUSlots. While it waits it is RUNNING, without a pid.
 """
 
 from __future__ import annotations
@@ -38,12 +40,14 @@ import json
 import math
 import os
 import select
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +61,10 @@ JsonObject = dict[str, Any]
 INTERNAL_DIR = ".job"
 JOB_VARIABLE = "ROLLOUTS_JOB"
 ATTEMPT_VARIABLE = "ROLLOUTS_ATTEMPT"
+GPU_LOCKS_VARIABLE = "ROLLOUTS_GPU_LOCKS"
+"""Another folder for the locks of GPUs, for instance one that containers share."""
+FIRST_GPU = "first"
+"""Stands for the GPU that a program takes that is told of none; for nothing where there is no GPU."""
 
 POLL_S = 0.1
 LEFTOVER_GRACE_S = 2.0
@@ -64,6 +72,10 @@ LEFTOVER_GRACE_S = 2.0
 UNKILLABLE_AFTER_S = 10.0
 """Leftovers that SIGKILL has not ended by then are counted and left to the kernel."""
 CANCEL_MARGIN_S = 15.0
+GPU_POLL_S = 0.5
+NVIDIA_SMI_TIMEOUT_S = 30.0
+CANNOT_START_CODE = 127
+"""Of a program that could not be started when its GPUs were free; what a shell says of a missing command."""
 MAX_BACKOFF_S = 30.0
 LOG_TAIL_BYTES = 64 << 10
 READ_BYTES = 256 << 10
@@ -110,6 +122,12 @@ class JobSpec:
     """The job ends when nobody has renewed its lease for this time; 0 is no lease."""
     max_log_bytes: int = 256 << 20
     """What one attempt may add to log.txt; above it only the end of the output is kept."""
+    gpus: tuple[str, ...] = ()
+    """What it was given, by number as nvidia-smi counts, or FIRST_GPU; the job begins when no other has any of them."""
+    gpu_group: str = ""
+    """Jobs with the same name here have their GPUs together; empty for one that shares with nobody."""
+    run_name: str = ""
+    """Who asked for it, for people whose jobs wait."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +172,7 @@ def parse_spec(text: bytes) -> JobSpec:
     """The spec that a client sent, as `dataclasses.asdict` and JSON made it."""
     try:
         document = json.loads(text)
-        spec = JobSpec(**{**document, "argv": tuple(document["argv"])})
+        spec = JobSpec(**{**document, "argv": tuple(document["argv"]), "gpus": tuple(document["gpus"])})
     except (ValueError, TypeError, KeyError) as error:
         raise JobError(f"the spec on standard input is not one of this version: {error}") from error
     if not spec.argv or spec.max_log_bytes <= 0:
@@ -252,6 +270,7 @@ def read_status(run_dir: str) -> JsonObject:
         "attached": False,
         "pid": meta.get("pid") if is_alive else None,
         "restarts": meta.get("restarts", 0),
+        "waits_for": meta.get("waits_for", "") if is_alive else "",
         "log_size": file_size(Path(run_dir, "log.txt")),
         "exit": exit_record,
         "reason": "",
@@ -477,6 +496,177 @@ def become_subreaper() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+# ── GPUs ──
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GPUSlot:
+    """A GPU that one job, or one group of jobs, has at a time."""
+
+    name: str
+    """The same for every job of the machine: its UUID, or its number where nvidia-smi tells none."""
+    label: str
+    """What people call it."""
+
+
+def find_gpu_slots(wanted: Sequence[str], visible: str | None) -> list[GPUSlot]:
+    """The GPUs that a spec means on this machine, in the order in which every job takes them.
+
+    Args:
+        visible: CUDA_VISIBLE_DEVICES of a program that is told of no GPUs; None where it is not set.
+    """
+    if not wanted:
+        return []
+    uuids = list_gpu_uuids()
+    first = "0" if visible is None else visible.split(",")[0].strip()
+    slots = {}
+    for each in wanted:
+        if each == FIRST_GPU and (not uuids or first in ("", "-1")):
+            continue
+        gpu = first if each == FIRST_GPU else each
+        number = next((n for n, uuid in enumerate(uuids) if gpu in (str(n), uuid)), None)
+        name = f"number-{gpu}" if number is None else uuids[number]
+        slots[name] = GPUSlot(name=name.replace("/", "_"), label=f"GPU {gpu if number is None else number}")
+    return [slots[name] for name in sorted(slots)]
+
+
+def list_gpu_uuids() -> list[str]:
+    """The UUIDs of the machine's GPUs, by number; none where nvidia-smi does not tell them."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=NVIDIA_SMI_TIMEOUT_S).stdout
+    except (OSError, subprocess.SubprocessError):
+        traceback.print_exc()
+        return []
+    return [line.strip() for line in answer.splitlines() if line.strip().startswith(("GPU-", "MIG-"))]
+
+
+class GPUSlots:
+    """The GPUs of a job, each with a lock that it holds until the last of its processes is gone.
+
+    A lock is the flock of a file. It is taken for ever by the supervisor and handed down to the program and what that
+    forks, so it stays when the supervisor is killed and the GPU is still in use, and the kernel gives it up whatever
+    happens. What the file says, in JSON, is for people, and names the group.
+
+        shared lock      held by each job of the group that the file names
+        exclusive lock   taken for a moment, to see that nobody holds it
+        mutex            held while all of that is looked at and changed
+
+    Every job takes its GPUs in the same order and keeps those that it has while it waits for the next one, so a job
+    that wants several gets them, and two never wait for each other. Jobs that need each other are one group, each of
+    which takes the GPUs of all.
+    """
+
+    def __init__(self, spec: JobSpec, slots: Sequence[GPUSlot]) -> None:
+        self._spec = spec
+        self._slots = slots
+        self._group = spec.gpu_group or spec.run_dir
+        self._held: dict[str, int] = {}
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """The open files that hold the locks."""
+        return tuple(self._held.values())
+
+    def take(self) -> str:
+        """Take what can be had; returns a sentence about the first GPU that another job has, empty when all are ours.
+
+        Raises:
+            OSError: the folder of locks, or a file there, cannot be written.
+        """
+        missing = [slot for slot in self._slots if slot.name not in self._held]
+        if not missing:
+            return ""
+        folder = open_gpu_locks_folder()
+        with locked(folder / "mutex"):
+            for slot in missing:
+                descriptor = os.open(folder / f"{slot.name}.json", os.O_RDWR | os.O_CREAT, 0o600)
+                try:
+                    holder = self._find_holder(descriptor)
+                    if not holder:
+                        self._held[slot.name] = descriptor
+                finally:
+                    if slot.name not in self._held:
+                        os.close(descriptor)
+                if holder:
+                    return f"waits for {slot.label}, {holder}"
+        return ""
+
+    def release(self) -> None:
+        """Give up the supervisor's own hold."""
+        for descriptor in self._held.values():
+            os.close(descriptor)
+        self._held.clear()
+
+    def _find_holder(self, descriptor: int) -> str:
+        """Who else has the GPU; empty when it is ours from now on."""
+        found = parse_object(os.pread(descriptor, READ_BYTES, 0)) or {}
+        is_ours = found.get("group") == self._group
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not is_ours:
+                return f"held by {describe_gpu_holder(found)}"
+            others = [job for job in found["jobs"] if job != self._spec.run_dir]
+            since = found["since"]
+        else:
+            left = [] if is_ours else [pid for job in found.get("jobs", []) for pid in find_processes(job)]
+            if left:  # a killed supervisor leaves processes that did not inherit its lock
+                processes = ", ".join(str(pid) for pid in left)
+                return f"used by processes {processes}, which are left of {describe_gpu_holder(found)}"
+            others = []
+            since = datetime.now(timezone.utc).isoformat(timespec="seconds")  # noqa: UP017 - see the head
+        holder = {
+            "group": self._group,
+            "run": self._spec.run_name,
+            "jobs": [*others, self._spec.run_dir],
+            "pid": os.getpid(),
+            "since": since,
+        }
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(holder).encode() + b"\n", 0)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # others take the mutex before they look
+        return ""
+
+
+def describe_gpu_holder(holder: Mapping[str, Any]) -> str:
+    """For people who wait: what the file of a GPU's lock says."""
+    if not holder:
+        return "a job that is just taking it"
+    run = f"run {holder['run']} " if holder["run"] else ""
+    return f"{run}(job {holder['jobs'][-1]}) since {holder['since']}"
+
+
+def open_gpu_locks_folder() -> Path:
+    """The folder with the locks of this machine's GPUs for all runs of this user.
+
+    Raises:
+        OSError: it cannot be made, or somebody else made it.
+    """
+    folder = Path(os.environ.get(GPU_LOCKS_VARIABLE) or f"/tmp/rollouts-gpus-{os.getuid()}")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise PermissionError(
+            f"{folder}, where locks of GPUs are kept, is not a folder of yours: remove it, or name another one in "
+            f"{GPU_LOCKS_VARIABLE}"
+        )
+    return folder
+
+
+def append_event(run_dir: str, attempt: int, event: str, **details: Any) -> None:  # Any: JSON
+    """Append an event, as the program will; on a full disk it is left out."""
+    path = Path(run_dir, "events.jsonl")
+    line = {"event": event, "attempt": attempt, "time": round(time.time(), 3), **details}
+    with contextlib.suppress(OSError), path.open("a+b") as file:
+        file.seek(0)
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)  # an attempt that was killed may have torn its last line
+        file.write(json.dumps(line).encode() + b"\n")
+
+
 # ── what a supervisor holds ──
 
 
@@ -633,22 +823,29 @@ def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
         "log_offset": file_size(log_path),
         "pid": None,
         "restarts": 0,
+        "waits_for": "",
     }
-    requests = StopRequests(spec, attempt)
     try:
         exit_fd = preallocate_exit_record(spec.run_dir, attempt)
         internal_path(spec.run_dir, "lease").touch()
         write_meta(spec.run_dir, meta)
-        program = spawn_program(spec, attempt)
+        slots = GPUSlots(spec, find_gpu_slots(spec.gpus, os.environ.get("CUDA_VISIBLE_DEVICES")))
+        waits_for = slots.take()
+        program = None if waits_for else spawn_program(spec, attempt, slots.descriptors)
     except (OSError, ValueError, subprocess.SubprocessError) as error:  # ValueError: a zero byte in an argument
         for name in (f"meta-{attempt}.json", f"exit-{attempt}.json"):
             internal_path(spec.run_dir, name).unlink(missing_ok=True)
         report(report_fd, {"error": f"{spec.argv[0]} cannot be started: {error}"})
         return
-    update_meta(spec.run_dir, {**meta, "pid": program.process.pid})
+    update_meta(spec.run_dir, {**meta, "pid": program and program.process.pid, "waits_for": waits_for})
     report(report_fd, {})
     with CappedLog(log_path, spec.max_log_bytes) as log:
-        ending, restarts = run_with_restarts(program, spec, meta, log, requests)
+        started_program = program or wait_and_spawn(spec, meta, slots, waits_for, log)
+        if isinstance(started_program, Program):
+            ending, restarts = run_with_restarts(started_program, spec, meta, log, slots.descriptors)
+        else:
+            ending, restarts = started_program, 0
+    slots.release()  # before anybody hears of the end: the next job may want them at once
     record = {
         "attempt": attempt,
         "code": ending.code,
@@ -705,10 +902,47 @@ def write_exit_record(run_dir: str, attempt: int, descriptor: int, record: JsonO
     internal_path(run_dir, f"exit-{attempt}.json").rename(exit_path(run_dir, attempt))
 
 
+def wait_and_spawn(
+    spec: JobSpec, meta: JsonObject, slots: GPUSlots, waits_for: str, log: CappedLog
+) -> Program | Ending:
+    """Start the program when the job's GPUs are free; how the job ended, when it was ended before that.
+
+    The time limit does not count here. The lease does: nobody who is gone waits for a GPU.
+    """
+    began = time.monotonic()
+    requests = StopRequests(dataclasses.replace(spec, timeout_s=0.0), meta["attempt"])
+    said, current = "", waits_for
+    try:
+        while current:
+            if current != said:
+                said = current
+                log.note(current)
+                update_meta(spec.run_dir, {**meta, "waits_for": current})
+                append_event(spec.run_dir, meta["attempt"], "waits_for_gpus", message=current)
+            if stopped_by := requests.wait(GPU_POLL_S):
+                log.note(f"{stopped_by} before its GPUs were free")
+                return _ending_without_program(128 + signal.SIGTERM, stopped_by)
+            current = slots.take()
+        # Before the program is there, which appends to the same file.
+        append_event(spec.run_dir, meta["attempt"], "has_gpus", waited_s=round(time.monotonic() - began, 1))
+        program = spawn_program(spec, meta["attempt"], slots.descriptors)
+    except OSError as error:
+        log.note(f"{spec.argv[0]} cannot be started: {error}")
+        return _ending_without_program(CANNOT_START_CODE)
+    update_meta(spec.run_dir, {**meta, "pid": program.process.pid})
+    return program
+
+
+def _ending_without_program(code: int, stopped_by: str = "") -> Ending:
+    is_stopped = signal.SIGTERM if stopped_by else None
+    return Ending(code=code, signal=is_stopped, oom=False, stopped_by=stopped_by, leftover_processes=0)
+
+
 def run_with_restarts(
-    program: Program, spec: JobSpec, meta: JsonObject, log: CappedLog, requests: StopRequests
+    program: Program, spec: JobSpec, meta: JsonObject, log: CappedLog, gpu_locks: Sequence[int]
 ) -> tuple[Ending, int]:
     """Watch the program to its final end; returns that end and the number of restarts before it."""
+    requests = StopRequests(spec, meta["attempt"])
     for restarts in range(spec.max_restarts):
         ending = watch_program(program, spec, log, requests)
         if ending.code == 0 or ending.stopped_by:
@@ -719,7 +953,7 @@ def run_with_restarts(
         if stopped_by:
             return dataclasses.replace(ending, stopped_by=stopped_by), restarts
         try:
-            program = spawn_program(spec, meta["attempt"])
+            program = spawn_program(spec, meta["attempt"], gpu_locks)
         except OSError as error:
             log.note(f"the program cannot be started again: {error}")
             return ending, restarts
@@ -727,8 +961,11 @@ def run_with_restarts(
     return watch_program(program, spec, log, requests), spec.max_restarts
 
 
-def spawn_program(spec: JobSpec, attempt: int) -> Program:
+def spawn_program(spec: JobSpec, attempt: int, gpu_locks: Sequence[int] = ()) -> Program:
     """Start the program in a session of its own; on Linux the kernel kills it when this process dies.
+
+    Args:
+        gpu_locks: open files that it inherits.
 
     Raises:
         OSError: its executable cannot be run.
@@ -753,6 +990,7 @@ def spawn_program(spec: JobSpec, attempt: int) -> Program:
             stdout=program_fd,
             stderr=program_fd,
             start_new_session=True,
+            pass_fds=gpu_locks,
             preexec_fn=die_with_supervisor,
         )
     except OSError:

@@ -49,7 +49,7 @@ class JSONLLogger:
 
     def __init__(self, path: str | Path, *, attempt: int = 1) -> None:
         self.attempt = attempt
-        self._file = _open_for_lines(Path(path))
+        self._file = open_for_lines(Path(path))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Append the metrics of a step."""
@@ -75,7 +75,7 @@ class EventLog:
     def __init__(self, path: str | Path, *, attempt: int = 1) -> None:
         self.path = Path(path)
         self.attempt = attempt
-        self._file = _open_for_lines(self.path)
+        self._file = open_for_lines(self.path)
 
     def write(self, event: str, **details: Any) -> None:  # Any: JSON
         """Append an event; it is on disk when this returns."""
@@ -109,7 +109,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _open_for_lines(path: Path) -> FileIO:
+def open_for_lines(path: Path) -> FileIO:
     """`path` opened for appending whole lines, after cutting a torn last one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_file() and (content := path.read_bytes()) and not content.endswith(b"\n"):

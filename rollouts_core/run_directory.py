@@ -1,6 +1,6 @@
 """The files of a run directory, by name. docs/run_directory.md describes their contents.
 
-Not here: writing them (metrics.py, checkpoint.py, sft_job.py, rl_job.py, eval_job.py).
+Not here: writing them (metrics.py, gpu_use.py, checkpoint.py, sft_job.py, rl_job.py, eval_job.py).
 """
 
 from __future__ import annotations
@@ -55,6 +55,11 @@ class RunDirectory:
     def events(self) -> Path:
         """Out: started, resumed, checkpoint, weights_published, failed, ..."""
         return self.root / "events.jsonl"
+
+    @property
+    def gpu_use(self) -> Path:
+        """Out: how busy and how full the GPUs were, one object per sample; absent without GPUs."""
+        return self.root / "gpu_use.jsonl"
 
     @property
     def samples(self) -> Path:

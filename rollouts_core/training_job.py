@@ -20,6 +20,7 @@ from rollouts_core.backends.launch import is_follower, is_launched
 from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.backends.ranks import Ranks, join_ranks
 from rollouts_core.checkpoint import list_checkpoints, load_manifest
+from rollouts_core.gpu_use import gpus_in_use, sampled_gpu_use
 from rollouts_core.job import RLJob, SFTJob
 from rollouts_core.metrics import EventLog
 from rollouts_core.model.loading import silence_progress_bars
@@ -47,7 +48,9 @@ def run_training_job(
         if ranks is not None and not ranks.is_leader:
             _follow(create(ranks))
             return
-        with EventLog(directory.events, attempt=attempt_number()) as events:
+        attempt = attempt_number()
+        sampled = sampled_gpu_use(directory.gpu_use, gpus_in_use(job), attempt=attempt)
+        with EventLog(directory.events, attempt=attempt) as events, sampled:
             events.write("started", kind=job.kind, pid=os.getpid())
             asyncio.run(until_sigterm(train(events, ranks)))
 

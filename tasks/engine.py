@@ -20,7 +20,7 @@ from tasks.placement import place_stage
 from tasks.plan import plan_engine
 from tasks.progress import StageProgress, stage_console
 from tasks.records import EngineRecord, RunScope, Stage
-from tasks.stage import GRACE_S, job_spec, running_job
+from tasks.stage import GRACE_S, gpus_of, job_spec, running_job
 
 MAX_RESTARTS = 3
 LEASE_S = 60.0
@@ -52,7 +52,15 @@ def launch_engine(
         at_port = stage.model_copy(update={"job": {**stage.job, "port": port}})
         start_or_attach(
             session,
-            job_spec(at_port, session, code_dir=placement.code_dir, max_restarts=MAX_RESTARTS, lease_s=LEASE_S),
+            job_spec(
+                at_port,
+                session,
+                scope,
+                gpus=gpus_of(rl),
+                code_dir=placement.code_dir,
+                max_restarts=MAX_RESTARTS,
+                lease_s=LEASE_S,
+            ),
         )
         url = f"http://{LOOPBACK}:{port}"
         wait_until_engine_ready(
@@ -63,6 +71,7 @@ def launch_engine(
             timeout_s=engine.start_timeout_s,
             api_key=read_key(engine.api_key_variable, "rollout.engine"),
             also_renew=[each.run_dir for each in ready],
+            on_wait=progress.say,
             # The RL job pauses its engine now and then, and ends that itself as long as it lives.
             is_idle=running is not None and job_status(session, rl.run_dir).state is not JobState.RUNNING,
         )

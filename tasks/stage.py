@@ -17,6 +17,7 @@ from typing import Any
 from infra.checkpoint_uploads import checkpoints_published
 from infra.errors import PermanentInfraError
 from infra.jobs import (
+    FIRST_GPU,
     JobSpec,
     JobState,
     JobStatus,
@@ -90,7 +91,8 @@ def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgre
         placement = place_stage(session, stage, node)
         run_dir = placement.stage.run_dir
         ledger.add_lease(run_dir, scope.run_id, node.name)
-        status = start_or_attach(session, job_spec(placement.stage, session, code_dir=placement.code_dir))
+        spec = job_spec(placement.stage, session, scope, gpus=gpus_of(stage), code_dir=placement.code_dir)
+        status = start_or_attach(session, spec)
         how = how_it_began(status)
         with checkpoints_published_of(stage, scope):
             with mirrored(session, run_dir, Path(stage.run_dir)) if node.is_remote else nullcontext():
@@ -115,11 +117,19 @@ def checkpoints_published_of(stage: Stage, scope: RunScope) -> AbstractContextMa
 
 
 def job_spec(
-    stage: Stage, session: Session, *, code_dir: str = "", max_restarts: int = 0, lease_s: float = 0.0
+    stage: Stage,
+    session: Session,
+    scope: RunScope,
+    *,
+    gpus: tuple[str, ...],
+    code_dir: str = "",
+    max_restarts: int = 0,
+    lease_s: float = 0.0,
 ) -> JobSpec:
     """The stage as a job for a node's supervisor.
 
     Args:
+        gpus: what it waits for; an RL and its engines, which have the same fingerprint, have them together.
         code_dir: where the job imports from; empty where it finds everything by itself.
     """
     return JobSpec(
@@ -131,7 +141,25 @@ def job_spec(
         grace_s=GRACE_S,
         max_restarts=max_restarts,
         lease_s=lease_s,
+        gpus=gpus,
+        gpu_group=stage.fingerprint,
+        run_name=scope.output_dir.name,
     )
+
+
+def gpus_of(stage: Stage) -> tuple[str, ...]:
+    """The GPUs that nobody else may use while the stage's job runs; of an RL those of its engines too.
+
+    Two RLs that each had some of them would wait for each other for ever, so every job of an RL takes all of them.
+    """
+    deployment = stage.job["deployment"]
+    trainer, engines = deployment["trainer_gpu_ranks"], deployment["engine_gpu_ranks"]
+    shares_cpu = deployment["trainer_processes"] > 1 and not trainer
+    gpus = [] if shares_cpu else [str(rank) for rank in trainer] or [FIRST_GPU]
+    # The embedded engine computes on the CPU, and recorded rollouts need no engine.
+    if stage.kind == "rl" and stage.job["rollout"]["engine"]["kind"] != "embedded" and not stage.job["rollouts"]:
+        gpus += [str(rank) for rank in engines] or [FIRST_GPU]
+    return tuple(dict.fromkeys(gpus))
 
 
 def job_environment(stage: Stage) -> dict[str, str]:
@@ -141,7 +169,12 @@ def job_environment(stage: Stage) -> dict[str, str]:
         ConfigError: a variable that is to hold a key is not set here.
     """
     ranks = stage.job["deployment"]["engine_gpu_ranks" if stage.kind == "serve" else "trainer_gpu_ranks"]
-    gpus = {"CUDA_VISIBLE_DEVICES": ",".join(str(rank) for rank in ranks)} if ranks else {}
+    # Counted as nvidia-smi counts, which is how locks are named: CUDA itself counts the fastest GPU first.
+    gpus = (
+        {"CUDA_VISIBLE_DEVICES": ",".join(str(rank) for rank in ranks), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        if ranks
+        else {}
+    )
     keys = read_named_keys(stage.job) | read_hub_token(stage.job)
     is_own_engine = stage.kind == "serve" and stage.job["engine"]["kind"] == "embedded"
     return gpus | keys | (KEPT_MEMORY if stage.kind in ("sft", "rl") or is_own_engine else {})
@@ -166,6 +199,10 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
     def on_event(event: dict[str, Any]) -> None:  # Any: JSON
         if event["event"] == "resumed":
             progress.say(f"goes on from step {event['step']}")
+        if event["event"] == "waits_for_gpus" and event["attempt"] == status.attempt:
+            progress.say(event["message"])
+        if event["event"] == "has_gpus" and event["attempt"] == status.attempt:
+            progress.say(f"has its GPUs, after {event['waited_s']:.0f} s")
         if event["event"] == "failed" and event["attempt"] == status.attempt:
             complaints.append(event["message"])
 

@@ -64,6 +64,7 @@ class Chart:
     """The selected one is last and so drawn on top."""
     mark_x: float | None = None
     """Where the selected checkpoint lies, on a curve."""
+    x_name: str = "step"
     legend: tuple[Line, ...] = ()
     """(CSS class, label) per series, for charts with several."""
 

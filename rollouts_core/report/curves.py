@@ -7,9 +7,9 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from rollouts_core.metrics import read_metrics
+from rollouts_core.metrics import read_json_lines, read_metrics
 from rollouts_core.report.charts import (
     CHART_BOTTOM,
     CHART_TOP,
@@ -30,6 +30,10 @@ from rollouts_core.report.results import (
 from rollouts_core.run_directory import RunDirectory
 
 MAX_CURVE_POINTS = 80
+NUM_COLORS = 4
+"""Of GPUs, in style.html.jinja; further ones are dashed."""
+MAX_PAUSE_S = 60.0
+"""What lies between two samples of GPUs takes at most this much of the axis: a job may rest for days."""
 SECONDS = {"generate_s": "generate", "train_s": "train", "publish_s": "publish"}
 
 
@@ -98,6 +102,7 @@ def load_curves(report: ReportInput) -> list[CurveSection]:
         mark_step = selected_step(selection, report.selected.get(stage, ""))
         charts = [draw_curve(metrics, curve, mark_step=mark_step) for curve in CURVES[stage]]
         charts.append(draw_seconds(metrics))
+        charts += draw_gpu_use(read_json_lines(RunDirectory(directory).gpu_use))
         sections.append(CurveSection(title=LABELS[stage], charts=tuple(chart for chart in charts if chart is not None)))
     return sections
 
@@ -155,6 +160,59 @@ def draw_seconds(metrics: Sequence[Mapping[str, float]]) -> Chart | None:
         y_ticks=axis_ticks(y_axis, max_ticks=5),
         areas=tuple(areas),
         legend=tuple(Line(f"series-{i}", label) for i, label in enumerate(SECONDS.values(), start=1)),
+    )
+
+
+def draw_gpu_use(samples: Sequence[Mapping[str, Any]]) -> list[Chart]:  # Any: JSON
+    """How busy and how full each GPU was, over the time that the job was under way; none where nothing was sampled."""
+    gaps_s = [min(after["time"] - before["time"], MAX_PAUSE_S) for before, after in itertools.pairwise(samples)]
+    minutes = [seconds / 60.0 for seconds in itertools.accumulate(gaps_s, initial=0.0)]
+    used: dict[int, list[tuple[float, float]]] = {}
+    filled: dict[int, list[tuple[float, float]]] = {}
+    total_gib = 0.0
+    for minute, sample in zip(minutes, samples, strict=False):  # minutes has one without samples, too
+        for reading in sample["gpus"]:
+            if "use_percent" in reading:
+                used.setdefault(reading["gpu"], []).append((minute, reading["use_percent"]))
+            if "memory_gib" in reading:
+                filled.setdefault(reading["gpu"], []).append((minute, reading["memory_gib"]))
+            total_gib = max(total_gib, reading.get("total_gib", 0.0))
+    charts = []
+    if used:
+        mean = statistics.fmean(percent for points in used.values() for _, percent in points)
+        note = "Share of the time in which a GPU computed, in percent."
+        charts.append(_draw_gpus("GPU use", f"mean {format_number(round(mean))} %", note, used, high=100.0))
+    if filled:
+        most = max(gib for points in filled.values() for _, gib in points)
+        of = f" of {format_number(total_gib)}" if total_gib else ""
+        note = "Memory that is taken on each GPU, by whomever, in GiB."
+        charts.append(_draw_gpus("GPU memory", f"most {format_number(most)}{of} GiB", note, filled, high=total_gib))
+    return charts
+
+
+def _draw_gpus(
+    title: str, headline: str, note: str, points: Mapping[int, Sequence[tuple[float, float]]], *, high: float
+) -> Chart:
+    """A line per GPU over minutes; the axis reaches from zero to `high` at least."""
+    x_axis = step_axis([minute for each in points.values() for minute, _ in each])
+    values = [value for each in points.values() for _, value in each]
+    y_axis = padded_axis([0.0, high, *values], CHART_BOTTOM, CHART_TOP)
+    lines, legend = [], []
+    for index, gpu in enumerate(sorted(points)):
+        css = f"gpu-{index % NUM_COLORS + 1}" + (" dashed" if index >= NUM_COLORS else "")
+        buckets = thin_points(points[gpu])
+        lines.append(Line(css, line_path([(axis_place(x_axis, b.step), axis_place(y_axis, b.mean)) for b in buckets])))
+        legend.append(Line(css, f"GPU {gpu}"))
+    is_thinned = any(len(each) > MAX_CURVE_POINTS for each in points.values())
+    return Chart(
+        title=title,
+        headline=headline,
+        note=note + (" Means of neighbouring samples." if is_thinned else ""),
+        x_ticks=axis_ticks(x_axis, max_ticks=6, is_whole=True),
+        y_ticks=axis_ticks(y_axis, max_ticks=5),
+        lines=tuple(lines),
+        x_name="minutes under way",
+        legend=tuple(legend) if len(legend) > 1 else (),
     )
 
 

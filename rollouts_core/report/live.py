@@ -15,7 +15,7 @@ from typing import Any
 
 from rollouts_core.metrics import read_json_lines, read_metrics
 from rollouts_core.report.charts import Chart, format_number, format_seconds
-from rollouts_core.report.curves import CURVES, draw_curve, draw_seconds
+from rollouts_core.report.curves import CURVES, draw_curve, draw_gpu_use, draw_seconds
 from rollouts_core.report.page import page_templates
 from rollouts_core.report.transcripts import ShownText, completion_text, shorten_text
 from rollouts_core.run_directory import RunDirectory
@@ -107,6 +107,7 @@ def describe_stage(stage: LiveStage, *, now: float) -> ShownStage:
     kind = stage.name if stage.name in CURVES else ""
     is_finished = files.result.is_file()
     charts = [draw_curve(metrics, curve, mark_step=None) for curve in CURVES[kind]] if kind else []
+    charts += [draw_seconds(metrics), *draw_gpu_use(read_json_lines(files.gpu_use))] if kind else []
     samples_of, samples = newest_samples(files.samples) if kind == "rl" else ("", ())
     return ShownStage(
         name=stage.name,
@@ -114,7 +115,7 @@ def describe_stage(stage: LiveStage, *, now: float) -> ShownStage:
         state=describe_state(stage, metrics, events, is_finished=is_finished, now=now),
         done=100.0 * min(1.0, step / stage.num_steps) if stage.num_steps and not is_finished else 0.0,
         numbers=tuple((name.replace("_", " "), format_number(last[name])) for name in NUMBERS if name in last),
-        charts=tuple(chart for chart in [*charts, draw_seconds(metrics)] if chart is not None) if kind else (),
+        charts=tuple(chart for chart in charts if chart is not None),
         samples=samples,
         samples_of=samples_of,
         events=tuple(describe_event(event) for event in events[: -MAX_EVENTS - 1 : -1]),
@@ -135,6 +136,8 @@ def describe_state(
         return "finished"
     if events and events[-1]["event"] == "failed":
         return f"failed: {events[-1].get('message', '')}"
+    if events and events[-1]["event"] == "waits_for_gpus":
+        return str(events[-1]["message"])
     took = f"for {format_seconds(max(0.0, now - stage.began_at))}"
     if not metrics:
         return f"under way {took}"

@@ -15,7 +15,10 @@ import pytest
 from flows.live import find_live_pages, served_live_pages
 from flows.password import own_password
 from infra.ledger import LEDGER_FILE, Ledger
+from rollouts_core.gpu_use import sampled_gpu_use
 from rollouts_core.report.live import MAX_EVENTS, LiveStage, describe_stage, seconds_left
+from tests.flows.conftest import wait_until
+from tests.nvidia_smi import install_nvidia_smi
 
 NOW = 1_000_000.0
 HOSTILE = "<script>alert(1)</script>"
@@ -94,6 +97,21 @@ def test_a_run_is_listed_and_shown_with_what_its_model_wrote_as_text(store: Path
     assert visitor.get("/runs/mine-01234567").headers["content-security-policy"] != policy
 
 
+def test_the_use_of_gpus_is_drawn_where_there_are_any(
+    store: Path, visitor: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "GPU" not in visitor.get("/runs/mine-01234567").text
+    install_nvidia_smi(tmp_path / "bin", monkeypatch)
+    path = store / "stages/rl-1/gpu_use.jsonl"
+    with sampled_gpu_use(path, ["0", "1"], attempt=1):
+        wait_until(path.is_file, what="the file of samples")
+        wait_until(lambda: path.read_text().endswith("\n"), what="a sample")
+    page = visitor.get("/runs/mine-01234567").text
+    assert "<figcaption><b>GPU use</b><span>mean 97 %</span>" in page and "minutes under way" in page
+    assert "<figcaption><b>GPU memory</b><span>most 61.2 of 79.6 GiB</span>" in page
+    assert page.count('<i class="gpu-2"></i>GPU 1</span>') == 1, "it tells no use"
+
+
 def test_the_report_is_there_when_it_is_written(store: Path, visitor: httpx.Client) -> None:
     assert visitor.get("/runs/mine-01234567/report").status_code == 404
     assert "report</a>" not in visitor.get("/runs/mine-01234567").text
@@ -135,6 +153,10 @@ def test_a_stage_says_how_far_it_is_and_what_happened_last(tmp_path: Path) -> No
     with (run_dir / "events.jsonl").open("a") as events:
         events.write(json.dumps({"event": "failed", "attempt": 1, "time": NOW, "message": "no disk"}) + "\n")
     assert describe_stage(stage, now=NOW).state == "failed: no disk"
+    with (run_dir / "events.jsonl").open("a") as events:
+        said = {"event": "waits_for_gpus", "attempt": 2, "time": NOW, "message": "waits for GPU 0, held by run b"}
+        events.write(json.dumps(said) + "\n")
+    assert describe_stage(stage, now=NOW).state == "waits for GPU 0, held by run b"
     (run_dir / "result.json").write_text("{}")
     finished = describe_stage(stage, now=NOW)
     assert finished.state == "finished" and finished.done == 0.0

@@ -13,9 +13,10 @@ import pytest
 
 from infra.engines import PROBES, check_engine_installed, explain_engine_log, wait_until_engine_ready
 from infra.errors import JobFailedError, PermanentInfraError, TransientInfraError
-from infra.jobs import start_or_attach
+from infra.jobs import cancel_job, start_or_attach
 from infra.ports import find_free_port, is_port_free
-from infra.session import Session
+from infra.session import LocalSession, Session
+from infra.supervisor import GPU_LOCKS_VARIABLE
 from tests.infra.shell_jobs import shell_spec, wait_for_end
 
 SERVER = """
@@ -49,6 +50,29 @@ def test_an_engine_is_ready_when_it_has_generated(session: Session, run_dir: Pat
     wait_until_engine_ready(session, kind=kind, port=port, run_dir=str(run_dir), timeout_s=20)
     asked = [json.loads(line) for line in (run_dir / "asked.jsonl").read_text().splitlines()]
     assert asked == [list(PROBES[kind])]
+
+
+@pytest.mark.slow
+def test_the_time_to_start_in_begins_when_the_engine_has_its_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(GPU_LOCKS_VARIABLE, str(tmp_path / "locks"))
+    session, said = LocalSession(sys.executable), list[str]()
+    port = find_free_port(session)
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine/engine.py").write_text(SERVER)
+    first = shell_spec(tmp_path / "first", "sleep 4", gpus=("0",), run_name="earlier")
+    second = shell_spec(tmp_path / "engine", f"exec {sys.executable} -I engine.py {port}", gpus=("0",), lease_s=30.0)
+    start_or_attach(session, first)
+    start_or_attach(session, second)
+    try:
+        wait_until_engine_ready(
+            session, kind="vllm", port=port, run_dir=second.run_dir, timeout_s=3, on_wait=said.append
+        )
+    finally:
+        cancel_job(session, second.run_dir, grace_s=0.2)
+    [sentence] = said
+    assert sentence.startswith(f"waits for GPU 0, held by run earlier (job {first.run_dir})")
 
 
 @pytest.mark.slow

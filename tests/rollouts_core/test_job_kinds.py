@@ -50,6 +50,7 @@ from rollouts_core.job_inputs import checked_file
 from rollouts_core.metrics import read_json_lines, read_metrics
 from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.types import Sample, sample_from_json
+from tests.nvidia_smi import install_nvidia_smi
 from tests.rollouts_core.kill_rewards import grade_even_digits
 from tests.rollouts_core.model.test_logit_transforms import make_model
 from tests.rollouts_core.served_engine import engine_url
@@ -167,6 +168,18 @@ def test_a_finished_stage_is_extended_by_another_that_goes_on_from_it(
     assert load_manifest(ends[0]).files == load_manifest(ends[1]).files
     assert [entry["name"] for entry in result["checkpoints"]] == ["step_000004", "step_000006"]
     assert all(entry["score"] < 0 for entry in result["checkpoints"])  # minus a loss
+
+
+def test_a_training_leaves_the_use_of_its_gpus_where_there_are_any(
+    base: InputModel, quickstart_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    do(sft_job(base, quickstart_dir), tmp_path / "without")
+    assert not (tmp_path / "without/gpu_use.jsonl").exists()
+    install_nvidia_smi(tmp_path / "bin", monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    do(sft_job(base, quickstart_dir), tmp_path / "with")
+    [sample, *_] = read_json_lines(tmp_path / "with/gpu_use.jsonl")
+    assert (sample["attempt"], [reading["use_percent"] for reading in sample["gpus"]]) == (1, [97.0])
 
 
 def test_settings_of_the_policy_reach_the_training(base: InputModel, quickstart_dir: Path, tmp_path: Path) -> None:

@@ -192,6 +192,16 @@ def test_the_page_shows_every_part(full_report: ReportInput) -> None:
     assert [part for part in parts if part not in page] == []
 
 
+def test_the_use_of_gpus_is_shown_where_it_was_sampled(full_report: ReportInput) -> None:
+    assert "GPU" not in render_report(full_report)
+    assert full_report.rl_dir is not None
+    reading = {"gpu": 0, "use_percent": 41.0, "memory_gib": 7.0, "total_gib": 24.0}
+    line = json.dumps({"time": 1.0, "attempt": 1, "gpus": [reading]})
+    RunDirectory(full_report.rl_dir).gpu_use.write_text(line + "\n")
+    page = render_report(full_report)
+    assert page.count("<b>GPU use</b><span>mean 41 %</span>") == 1 and "most 7 of 24 GiB" in page
+
+
 def test_the_same_input_gives_the_same_bytes(full_report: ReportInput) -> None:
     assert render_report(full_report) == render_report(full_report)
 

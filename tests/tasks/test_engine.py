@@ -18,11 +18,12 @@ from infra.jobs import JobState, cancel_job, job_status, start_or_attach
 from infra.node import LocalNode, Node
 from infra.providers import provision_node
 from infra.session import LocalSession
+from infra.supervisor import GPU_LOCKS_VARIABLE
 from rollouts_core.errors import ConfigError
 from tasks import engine
 from tasks.plan import base_model, plan_rl
 from tasks.records import RunScope, Stage
-from tasks.stage import job_environment
+from tasks.stage import gpus_of, job_environment, job_spec
 from tests.flows.conftest import processes_of, wait_until
 from tests.infra.shell_jobs import shell_spec
 from tests.small_pipeline import write_small_pipeline
@@ -93,6 +94,29 @@ def test_a_key_reaches_the_engine_and_those_who_ask_it_and_lies_in_no_file(
         cancel_job(LocalSession(sys.executable), record.run_dir, 1.0)
 
 
+def test_an_engine_holds_the_gpus_of_its_rl_for_it_against_another_run(
+    rl: Stage, scope: RunScope, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(GPU_LOCKS_VARIABLE, str(tmp_path / "locks"))
+    session = LocalSession(sys.executable)
+    on_gpu = rl.model_copy(update={"job": deepcopy(rl.job)})
+    on_gpu.job["deployment"]["trainer_gpu_ranks"] = [0]
+    record = engine.launch_engine.fn(on_gpu, 0, scope, node)
+    other = shell_spec(tmp_path / "other", "sleep 60", gpus=("0",))
+    try:
+        waits_for = start_or_attach(session, other).waits_for
+        assert f"held by run {scope.output_dir.name} (job {record.run_dir})" in waits_for
+        spec = job_spec(on_gpu, session, scope, gpus=gpus_of(on_gpu))
+        assert start_or_attach(session, spec).waits_for == ""
+        cancel_job(session, record.run_dir, 1.0)
+        assert f"(job {rl.run_dir})" in job_status(session, other.run_dir).waits_for
+        cancel_job(session, rl.run_dir, 1.0)
+        wait_until(lambda: job_status(session, other.run_dir).pid is not None, what="the GPU for the other run")
+    finally:
+        for run_dir in (record.run_dir, rl.run_dir, other.run_dir):
+            cancel_job(session, run_dir, 1.0)
+
+
 def pause(url: str) -> None:
     assert httpx.post(f"{url}/pause_generation", json={"mode": "in_place"}).status_code == 200
 
@@ -111,7 +135,8 @@ def test_a_pause_that_a_killed_trainer_left_behind_is_ended_and_that_of_a_living
         assert engine.launch_engine.fn(rl, 0, scope, node) == first
         assert not is_paused(first.url)
 
-        job = {**rl.job, "rollout": {**rl.job["rollout"], "engine": {"start_timeout_s": 1.0}}}
+        impatient = {**rl.job["rollout"]["engine"], "start_timeout_s": 1.0}
+        job = {**rl.job, "rollout": {**rl.job["rollout"], "engine": impatient}}
         start_or_attach(session, shell_spec(Path(rl.run_dir), "sleep 60"))
         pause(first.url)
         with pytest.raises(TransientInfraError, match="did not generate within 1 s"):

@@ -1,20 +1,28 @@
-"""Pins with which variables a stage's process starts: its GPUs, its keys, and the allocator that it needs.
+"""Pins with which variables a stage's process starts, its GPUs, keys and allocator, and which GPUs it waits for.
 
-Without it a stage would compute on another's GPU, or train a fifth slower without anybody noticing.
+Without it a stage would compute on another's GPU, train a fifth slower, or wait, without anybody noticing.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from infra.jobs import FIRST_GPU, start_or_attach
+from infra.session import LocalSession
+from infra.supervisor import GPU_LOCKS_VARIABLE
 from rollouts_core.backends.allocator import KEPT_MEMORY
+from tasks.progress import StageProgress
 from tasks.records import Stage
-from tasks.stage import job_environment
+from tasks.stage import follow_until_finished, gpus_of, job_environment
+from tests.infra.shell_jobs import shell_spec, wait_until
 
 
 def stage(kind: str, *, engine: str = "embedded", data: str = "/data.jsonl", **deployment: tuple[int, ...]) -> Stage:
@@ -35,6 +43,7 @@ def stage(kind: str, *, engine: str = "embedded", data: str = "/data.jsonl", **d
 def test_a_stage_sees_its_own_gpus(kind: str, gpus: str) -> None:
     found = job_environment(stage(kind, trainer_gpu_ranks=(0, 1), engine_gpu_ranks=(2,)))
     assert found["CUDA_VISIBLE_DEVICES"] == gpus
+    assert found["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert "CUDA_VISIBLE_DEVICES" not in job_environment(stage(kind))
 
 
@@ -44,6 +53,58 @@ def test_the_hubs_token_goes_only_to_a_job_that_reads_from_the_hub(monkeypatch: 
     assert "HF_TOKEN" not in job_environment(stage("sft")) | job_environment(stage("rl"))
     monkeypatch.delenv("HF_TOKEN")
     assert "HF_TOKEN" not in job_environment(stage("sft", data="team/private"))
+
+
+def with_ranks(kind: str, trainer: tuple[int, ...], engines: tuple[int, ...], **job: object) -> Stage:
+    """A stage with what decides which GPUs it waits for."""
+    made = stage(kind, trainer_gpu_ranks=trainer, engine_gpu_ranks=engines)
+    deployment = {**made.job["deployment"], "trainer_processes": job.pop("trainer_processes", 0)}
+    rollout = {"engine": {"kind": job.pop("engine", "vllm")}}
+    return made.model_copy(
+        update={"job": {**made.job, "deployment": deployment, "rollout": rollout, "rollouts": None, **job}}
+    )
+
+
+@pytest.mark.parametrize(
+    ("waiting", "gpus"),
+    [
+        (with_ranks("sft", (0, 1), (2,)), ("0", "1")),
+        (with_ranks("eval", (0, 1), (2,)), ("0", "1")),
+        (with_ranks("sft", (), (2,)), (FIRST_GPU,)),
+        (with_ranks("sft", (), (), trainer_processes=2), ()),
+        (with_ranks("rl", (0, 1), (2,)), ("0", "1", "2")),
+        (with_ranks("rl", (0, 1), (0, 1)), ("0", "1")),
+        (with_ranks("rl", (), ()), (FIRST_GPU,)),
+        (with_ranks("rl", (1,), ()), ("1", FIRST_GPU)),
+        (with_ranks("rl", (1,), (2,), engine="embedded"), ("1",)),
+        (with_ranks("rl", (1,), (2,), rollouts={"path": "recorded"}), ("1",)),
+    ],
+)
+def test_a_stage_waits_for_the_gpus_that_it_uses_and_an_rl_for_those_of_its_engines_too(
+    waiting: Stage, gpus: tuple[str, ...]
+) -> None:
+    assert gpus_of(waiting) == gpus
+
+
+def test_the_progress_of_a_stage_says_for_whom_it_waits_and_when_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(GPU_LOCKS_VARIABLE, str(tmp_path / "locks"))
+    session, said = LocalSession(sys.executable), io.StringIO()
+    script = "while [ ! -e ../end ]; do sleep 0.02; done; echo '{}' > result.json"
+    first, second = (shell_spec(tmp_path / each, script, gpus=("0",), run_name=each) for each in ("first", "second"))
+    start_or_attach(session, first)
+    status = start_or_attach(session, second)
+    with StageProgress("sft", num_steps=1, console=Console(file=said, width=200)) as progress:
+        following = threading.Thread(target=follow_until_finished, args=(session, status, progress))
+        following.start()
+        try:
+            wait_until(lambda: f"waits for GPU 0, held by run first (job {first.run_dir})" in said.getvalue())
+            assert "has its GPUs" not in said.getvalue()
+        finally:
+            (tmp_path / "end").touch()
+            following.join()
+    assert said.getvalue().splitlines()[1].startswith("sft            has its GPUs, after")
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("sft", True), ("rl", True), ("evaluate", False), ("serve", True)])

@@ -1,0 +1,114 @@
+"""How busy the GPUs of a training are, and how much of their memory is taken, sampled while it goes on.
+
+Not here: which GPUs it has (config/deployment.py), drawing the curves (report/curves.py).
+
+    nvidia-smi, every ten seconds, in a thread ──> gpu_use.jsonl
+        {"time": ..., "attempt": 1, "gpus": [{"gpu": 0, "use_percent": 97.0, "memory_gib": 61.2, "total_gib": 79.6}]}
+
+What a GPU does not tell is left out of its object. A machine without nvidia-smi has no such file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from rollouts_core.job import RLJob, SFTJob
+from rollouts_core.metrics import open_for_lines
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 10.0
+TIMEOUT_S = 30.0
+"""nvidia-smi takes seconds on a machine whose driver is not kept loaded."""
+END_S = 5.0
+QUERY = "--query-gpu=index,utilization.gpu,memory.used,memory.total"
+MIB_PER_GIB = 1024.0
+
+
+@contextmanager
+def sampled_gpu_use(path: Path, gpus: Sequence[str], *, attempt: int, interval_s: float = INTERVAL_S) -> Iterator[None]:
+    """Append to the file what nvidia-smi says of the GPUs, as long as the block runs.
+
+    Args:
+        gpus: numbers or UUIDs, as nvidia-smi understands them.
+    """
+    if not gpus or shutil.which("nvidia-smi") is None:
+        yield
+        return
+    ended = threading.Event()
+    sample = partial(_sample_until, ended, path, gpus, attempt=attempt, interval_s=interval_s)
+    thread = threading.Thread(target=sample, name="use of GPUs", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(END_S)
+
+
+def _sample_until(ended: threading.Event, path: Path, gpus: Sequence[str], *, attempt: int, interval_s: float) -> None:
+    has_failed = False
+    with open_for_lines(path) as file:
+        while True:
+            try:
+                readings = query_gpu_use(gpus)
+            except (OSError, subprocess.SubprocessError) as error:
+                if not has_failed:
+                    logger.warning("the use of GPUs %s is not known: %s", ",".join(gpus), error)
+                has_failed, readings = True, []
+            line = {"time": round(time.time(), 3), "attempt": attempt, "gpus": readings}
+            try:
+                if readings:
+                    file.write(json.dumps(line).encode() + b"\n")
+            except OSError as error:  # another line would stand behind half of this one
+                logger.warning("%s is not continued: %s", path, error)
+                return
+            if ended.wait(interval_s):
+                return
+
+
+def query_gpu_use(gpus: Sequence[str]) -> list[dict[str, float]]:
+    """What nvidia-smi says of the GPUs at the moment.
+
+    Raises:
+        OSError, SubprocessError: it cannot be run, or fails.
+    """
+    command = ["nvidia-smi", f"--id={','.join(gpus)}", QUERY, "--format=csv,noheader,nounits"]
+    return parse_gpu_use(subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S).stdout)
+
+
+def parse_gpu_use(text: str) -> list[dict[str, float]]:
+    """The readings in lines of number, use in percent, used and total MiB; words such as [N/A] are no readings."""
+    found = []
+    for line in text.splitlines():
+        gpu, *cells = (cell.strip() for cell in line.split(","))
+        if not gpu.isdigit():
+            continue
+        reading: dict[str, float] = {"gpu": int(gpu)}
+        for name, cell in zip(("use_percent", "memory_gib", "total_gib"), cells, strict=False):
+            try:
+                value = float(cell)
+            except ValueError:
+                continue
+            reading[name] = value if name == "use_percent" else round(value / MIB_PER_GIB, 3)
+        found.append(reading)
+    return found
+
+
+def gpus_in_use(job: SFTJob | RLJob) -> list[str]:
+    """The GPUs of this process, and of the engines that an RL has on this machine; none on the CPU."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+    gpus = [gpu.strip() for gpu in visible if gpu.strip() not in ("", "-1")]
+    if isinstance(job, RLJob) and job.rollouts is None and job.rollout.engine.kind != "embedded":
+        gpus += [str(rank) for rank in job.deployment.engine_gpu_ranks or (0,)]
+    return list(dict.fromkeys(gpus))

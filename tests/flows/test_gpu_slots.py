@@ -1,0 +1,66 @@
+"""As many runs go at once as there are slots, the others are queued in Prefect, and tools wait for nobody.
+
+Without these tests a second run could sit beside the first one on a GPU for nothing, a change of the number could need
+a restart, or a run could not be finished because its own slot is taken.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flows.gpu_slots import DEFAULT_GPU_SLOTS, load_gpu_slots, save_gpu_slots
+from rollouts_core.errors import ConfigError
+from tests.flows.conftest import Rollouts, wait_until
+from tests.flows.test_faults import LONG, paused, program_of
+from tests.flows.test_up import (
+    api,
+    served,  # noqa: F401
+    set_state,
+    state_of,
+    trigger,
+    up,
+    wait_for_checkpoint,
+    wait_for_state,
+)
+from tests.small_pipeline import write_small_pipeline
+
+
+def test_the_number_is_kept_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+    assert load_gpu_slots(tmp_path) == DEFAULT_GPU_SLOTS
+    save_gpu_slots(tmp_path, 12)
+    assert load_gpu_slots(tmp_path) == 12
+    for text in ("", "0", "many"):
+        (tmp_path / "gpu_slots").write_text(text)
+        with pytest.raises(ConfigError, match="gpu_slots is not a number of slots: delete it"):
+            load_gpu_slots(tmp_path)
+
+
+@pytest.mark.slow
+def test_runs_beyond_the_slots_are_queued_until_there_is_one(served: Rollouts, tmp_path: Path) -> None:  # noqa: F811
+    config = write_small_pipeline(tmp_path / "small", mode="sft", **LONG)
+    assert "gpu slots      1: as many runs go at once" in up(served, str(config), "--gpu-slots", "1")
+    first = trigger(served, "small")
+    with paused(program_of(wait_for_checkpoint(served, "sft"))):
+        second = trigger(served, "small", "run.name=second")
+        tool = trigger(served, "finish", "finish.run=nobody")
+        wait_for_state(served, tool, "FAILED")
+        wait_until(
+            lambda: api(served, "GET", f"/flow_runs/{second}")["state_name"] == "Late", what="the queue", every_s=0.5
+        )
+        code, output = served.run("status")
+        assert code == 0 and "gpu slots    1:" in output and "second               Late" in output, output
+
+        assert "gpu slots      2: as many" in up(served, "--gpu-slots", "2")
+        wait_for_state(served, second, "RUNNING")
+        third = trigger(served, "small", "run.name=third")
+        assert "gpu slots      1: as many" in up(served, "--gpu-slots", "1")
+        assert [state_of(served, run) for run in (first, second, third)] == ["RUNNING", "RUNNING", "SCHEDULED"]
+        for run in (third, second, first):
+            set_state(served, run, "CANCELLING" if run != third else "CANCELLED")
+    for run in (first, second, third):
+        wait_for_state(served, run, "CANCELLED")
+
+    served.run("down")
+    assert "gpu slots      1: as many" in up(served)

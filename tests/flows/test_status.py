@@ -1,0 +1,46 @@
+"""Pins that somebody who asks how things are learns why a job does nothing.
+
+Without it a run that waits for a GPU looks like one that hangs.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows.up import status
+from infra.jobs import cancel_job, start_or_attach
+from infra.ledger import LEDGER_FILE, Ledger
+from infra.node import LocalNode
+from infra.providers import provision_node
+from infra.session import LocalSession
+from infra.supervisor import GPU_LOCKS_VARIABLE
+from tests.infra.shell_jobs import shell_spec
+
+
+def test_a_job_that_waits_for_a_gpu_says_for_whom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(GPU_LOCKS_VARIABLE, str(tmp_path / "locks"))
+    session = LocalSession(sys.executable)
+    first, second = (
+        shell_spec(tmp_path / f"stages/sft-{each}", "sleep 60", gpus=("0",), run_name=f"run-{each}") for each in "ab"
+    )
+    node = provision_node(LocalNode(), tmp_path)
+    with Ledger(tmp_path / LEDGER_FILE) as ledger:
+        for spec in (first, second):
+            ledger.add_lease(spec.run_dir, spec.run_name, node.name)
+            start_or_attach(session, spec)
+        alive = [ledger.living_run(spec.run_name) for spec in (first, second)]
+        try:
+            with alive[0], alive[1]:
+                status(tmp_path)
+        finally:
+            for spec in (second, first):
+                cancel_job(session, spec.run_dir, grace_s=0.2)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("job")]
+    waits = f"waits for GPU 0, held by run run-a (job {first.run_dir}) since"
+    assert [waits in line for line in lines if second.run_dir in line] == [True]
+    assert not any("waits for" in line for line in lines if line.split()[1] == first.run_dir)
