@@ -23,6 +23,8 @@ from infra.node import LocalNode
 from infra.providers import open_session, provision_node
 from infra.rentals import open_rentals
 from tasks.early_end import read_early_end
+from tasks.model_aliases import models_of_runs
+from tasks.records import RUN_ID_CHARS
 
 SUFFIX = re.compile(r"-[0-9a-f]{3}$")
 """What Prefect puts after the name of a task that gives none of its own."""
@@ -64,9 +66,15 @@ def describe_runs(address: ServerAddress, store: Path) -> list[str]:
         running = {"task_runs": {"state": {"type": {"any_": ["RUNNING"]}}}}
         tasks = ask(address, "POST", "/task_runs/filter", {**of_runs, **running})
     nodes = {lease.run_id: lease.node for lease in _leases(store)}
-    early = early_ends(store)
+    early, registered = early_ends(store), models_of_runs(store)
     return [
-        describe_run(run, tasks, nodes, address) + "".join(f"  {said}" for said in early.get(run["id"], []))
+        "  ".join(
+            (
+                describe_run(run, tasks, nodes, address),
+                *early.get(run["id"], []),
+                *(f"made {model}" for model in registered.get(run["id"][:RUN_ID_CHARS], [])),
+            )
+        )
         for run in [*runs, *ended]
     ]
 
