@@ -35,6 +35,7 @@ from infra.registry import (
 )
 from rollouts_core.errors import InputError
 from tasks.candidate import check_whole
+from tasks.model_aliases import note_in_reports
 
 Store = Annotated[Path, typer.Option(envvar="ROLLOUTS_STORE", help="Folder whose ledger knows the models.")]
 ModelName = Annotated[str, typer.Argument(metavar="NAME|ID", help="Name or id, as `rollouts models` shows it.")]
@@ -101,6 +102,7 @@ def promote_by_hand(name: ModelName, store: Store = Path(".rollouts"), reason: R
         model = find_model(ledger, name)
         check_whole(model, store.resolve())
         promote(ledger, model, by=getpass.getuser(), reason=reason)
+        note_in_reports(store.resolve(), ledger)
     typer.echo(f"{model.name} is in production: {store.resolve() / model.checkpoint}")
 
 
@@ -110,6 +112,7 @@ def roll_back(line: Line = "", store: Store = Path(".rollouts"), reason: Reason 
         chosen = only_line(ledger, line)
         check_whole(find_replaced(ledger, chosen), store.resolve())
         model = rollback(ledger, chosen, by=getpass.getuser(), reason=reason)
+        note_in_reports(store.resolve(), ledger)
     typer.echo(f"{model.name} is in production again: {store.resolve() / model.checkpoint}")
 
 
@@ -118,6 +121,7 @@ def forget(name: ModelName, store: Store = Path(".rollouts")) -> None:
     with open_registry(store) as ledger:
         model = find_model(ledger, name)
         forget_model(ledger, model)
+        note_in_reports(store.resolve(), ledger, forgotten=model)
     typer.echo(f"{model.name} is no model any more; its checkpoint is still {store.resolve() / model.checkpoint}")
 
 

@@ -35,6 +35,7 @@ from infra.registry import Alias, Model, current
 from infra.retrainings import Retraining, find_retraining
 from rollouts_core.config import Config
 from tasks.candidate import candidate_name, judge_candidate, production_input, register_candidate, render_comparison
+from tasks.model_aliases import note_in_reports
 from tasks.plan_node import with_enough_memory
 from tasks.records import RunScope
 from tasks.report import write_report
@@ -70,6 +71,7 @@ def retrain_model(config: Config, node: FormNode, run: RunOptions, retrain: Retr
     work = PipelineWork(config, node, run, retrain, scope)
     with known_to_live(scope), Ledger(scope.ledger_path) as ledger:
         outcome = retrain_once(ledger, work, run_id=scope.run_id, line=line, rules=rules)
+        note_in_reports(Path(scope.store), ledger)
         if outcome.is_promotion and run.publish:
             production, row = current(ledger, line, Alias.PRODUCTION), find_retraining(ledger, scope.run_id)
             if production is not None and row is not None and production.id == row.model_id:  # not put back meanwhile

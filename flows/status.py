@@ -25,6 +25,8 @@ from infra.rentals import open_rentals
 from rollouts_core.metrics import read_json_lines
 from rollouts_core.run_directory import RunDirectory
 from tasks.early_end import read_early_end
+from tasks.model_aliases import models_of_runs
+from tasks.records import RUN_ID_CHARS
 
 SUFFIX = re.compile(r"-[0-9a-f]{3}$")
 """What Prefect puts after the name of a task that gives none of its own."""
@@ -69,9 +71,15 @@ def describe_runs(address: ServerAddress, store: Path) -> list[str]:
         running = {"task_runs": {"state": {"type": {"any_": ["RUNNING"]}}}}
         tasks = ask(address, "POST", "/task_runs/filter", {**of_runs, **running})
     nodes = {lease.run_id: lease.node for lease in _leases(store)}
-    early = early_ends(store)
+    early, registered = early_ends(store), models_of_runs(store)
     return [
-        describe_run(run, tasks, nodes, address) + "".join(f"  {said}" for said in early.get(run["id"], []))
+        "  ".join(
+            (
+                describe_run(run, tasks, nodes, address),
+                *early.get(run["id"], []),
+                *(f"made {model}" for model in registered.get(run["id"][:RUN_ID_CHARS], [])),
+            )
+        )
         for run in [*runs, *ended]
     ]
 

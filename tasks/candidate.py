@@ -17,6 +17,7 @@ from rollouts_core.config import Config, ModelConfig
 from rollouts_core.errors import CheckpointError
 from rollouts_core.job import InputModel
 from tasks.artifacts import find_checkpoint_damage
+from tasks.model_aliases import note_in_reports
 from tasks.records import RunScope, StageRecord
 from tasks.retraining import Compared
 
@@ -36,7 +37,7 @@ def register_candidate(
     """
     folder = Path(checkpoint)
     with Ledger(scope.ledger_path) as ledger:
-        return register_model(
+        model = register_model(
             ledger,
             line,
             checkpoint=str(folder.relative_to(scope.store)),
@@ -46,6 +47,8 @@ def register_candidate(
             data=data,
             by=f"run {scope.run_name}",
         )
+        note_in_reports(Path(scope.store), ledger)
+    return model
 
 
 def production_input(model: Model, config: Config, store: Path) -> InputModel:

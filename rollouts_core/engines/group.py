@@ -5,7 +5,8 @@ Not here: what the server is told meanwhile (sending.py).
     WeightGroup     a store listens where the server reaches it
     connect         beside the server's own call; returns when its ranks are there
     broadcast       beside the server's own call; the bytes of one bucket
-    close           also amid a broadcast: the server's end fails, and nobody waits for it
+    close           also amid a broadcast: the server's end fails, and nobody waits for it; amid a connect before the
+                    first rank came, as where the server refuses: that ends
 
 Each server has a group of its own: one that dies or stands still holds no other up, and one that comes back gets a new
 group without the others. Its price is that the weights leave the trainer once for each server.
@@ -37,7 +38,8 @@ from rollouts_core.errors import EngineUnavailableError
 GroupBackend = Literal["gloo", "nccl"]
 TIMEOUT_S = 120.0
 """For the server's ranks to come, and for one bucket to be received."""
-POLL_S = 0.001
+POLL_S, JOIN_POLL_S = 0.001, 0.02
+LEFT = "it was given up"
 DEVICES: dict[GroupBackend, str] = {"gloo": "cpu", "nccl": "cuda"}
 """Where the trainer sends from; also the name under which torch's groups begin to find each other."""
 
@@ -83,6 +85,9 @@ class WeightGroup:
         store = PrefixStore(f"{self.device}/", PrefixStore(f"{self.name}/", PrefixStore(self.name, self._store)))
         with self._failures_named("did not join"):
             self._group = self._connect_nccl(store) if self.backend == "nccl" else self._connect_gloo(store)
+            if self._is_left:
+                self.close()
+                raise RuntimeError(LEFT)
 
     def broadcast(self, flat: Tensor) -> None:
         """Send bytes; returns when this end of the group has done so.
@@ -98,7 +103,7 @@ class WeightGroup:
             deadline = time.monotonic() + TIMEOUT_S
             while not work.is_completed():
                 if self._is_left:
-                    raise RuntimeError("it was given up")
+                    raise RuntimeError(LEFT)
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"not within {TIMEOUT_S:g} s")
                 time.sleep(POLL_S)
@@ -112,10 +117,21 @@ class WeightGroup:
         threading.Thread(target=_let_go, args=(held,), name="group that was left", daemon=True).start()
 
     def _connect_gloo(self, store: PrefixStore) -> Any:  # Any: see __init__
+        self._wait_for_a_rank()
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # as torch's own tests do
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address)]
         options._timeout = timedelta(seconds=TIMEOUT_S)
         return dist.ProcessGroupGloo(store, 0, 1 + self.num_ranks, options)
+
+    def _wait_for_a_rank(self) -> None:
+        """Return when a rank of the server has come; gloo's own wait cannot be given up before its timeout."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while self._store.num_keys() == 0:  # whoever comes counts itself there
+            if self._is_left:
+                raise RuntimeError(LEFT)
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"not within {TIMEOUT_S:g} s")
+            time.sleep(JOIN_POLL_S)
 
     def _connect_nccl(self, store: PrefixStore) -> Any:  # Any: see __init__
         options = dist.ProcessGroupNCCL.Options()

@@ -1,7 +1,12 @@
 """The report of a pipeline run, as one HTML page and as Markdown."""
 
 from rollouts_core.report.inputs import ReportInput, StageSummary
-from rollouts_core.report.page import render_report, render_results_markdown, render_summary_markdown
+from rollouts_core.report.page import (
+    render_report,
+    render_results_markdown,
+    render_summary_markdown,
+    with_registered_name,
+)
 from rollouts_core.report.results import Results, describe_results
 
 __all__ = [
@@ -12,4 +17,5 @@ __all__ = [
     "render_report",
     "render_results_markdown",
     "render_summary_markdown",
+    "with_registered_name",
 ]

@@ -1,8 +1,9 @@
 """Write one page about one pipeline run: what was trained on what, how good it is, and how to use it.
 
 Not here: running or scoring anything. The page is a function of the files in the run directories and of `ReportInput`:
-one HTML file without scripts or external resources, the same bytes for the same input. The other files of this package
-turn numbers into records with places and texts; page.html.jinja only lays them out.
+one HTML file without scripts or external resources, the same bytes for the same input; the name of its model in the
+registry is put in later. The other files of this package turn numbers into records with places and texts;
+page.html.jinja only lays them out.
 
     evaluation_dir  result.json, samples/   -> results.py, transcripts.py
     sft_dir, rl_dir job.json, metrics.jsonl -> trainings.py, curves.py
@@ -15,6 +16,7 @@ import json
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from rollouts_core.comparison import NUM_RESAMPLES
 from rollouts_core.job import EvalJob
@@ -32,6 +34,8 @@ MODES = {
     "sft+rl": "supervised fine-tuning, then reinforcement learning",
 }
 MAX_EXAMPLE_CHARS = 80
+REGISTERED_NAME = ("<!-- registered as -->", "<!-- that was it -->")
+"""What the name in the registry stands between, which is not known yet when the page is made, and changes."""
 
 
 def render_report(report: ReportInput) -> str:
@@ -56,8 +60,18 @@ def render_report(report: ReportInput) -> str:
             total_time=format_seconds(sum(stage.seconds for stage in report.stages)),
             python_code=usage_code(report),
             num_resamples=NUM_RESAMPLES,
+            registered_name=Markup("".join(REGISTERED_NAME)),
         )
     )
+
+
+def with_registered_name(page: str, name: str) -> str:
+    """A rendered report that says what its model is called in the registry; nothing for an empty name."""
+    before, after = REGISTERED_NAME
+    start, _, rest = page.partition(before)
+    _, mark, end = rest.partition(after)
+    said = escape(f"In the registry: {name}" if name else "")
+    return f"{start}{before}{said}{after}{end}" if mark else page
 
 
 def page_templates() -> Environment:

@@ -48,6 +48,9 @@ def test_models_are_scored_as_their_run_scored_them_once_and_from_everywhere(
     code, output = served.run("run", str(config))
     assert code == 0, output
     [run] = (served.store / "runs").iterdir()
+    assert "In the registry: mine-1 (candidate)" in (run / "report.html").read_text()
+    code, output = served.run("status")
+    assert (code, "made mine-1 (candidate)" in output) == (0, True), output
     [stage] = (served.store / "stages").glob("evaluate-*")
     of_run = {entry["name"]: entry for entry in json.loads((stage / "result.json").read_text())["checkpoints"]}
 

@@ -6,6 +6,7 @@ Without it somebody serves another model than the registry says, or loses a stag
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from typer.testing import CliRunner, Result
 
 from flows.cli import app
 from infra.ledger import LEDGER_FILE, Ledger
-from infra.registry import Alias, Model, current, note_evaluation, promote, register_model
+from infra.registry import Alias, Model, current, models, note_evaluation, promote, register_model, reject
 from rollouts_core.checkpoint import load_manifest, new_checkpoint
+from tasks.model_aliases import models_of_runs
 
 FIGURES = {
     "mean": 0.625,
@@ -130,3 +132,43 @@ def test_pruning_shows_first_and_removes_only_when_told_and_never_a_lineage(stor
     assert "nothing to remove" in call(store, "prune", "--days", "200").stdout
     assert "removed 1 folders of 0.002 GB; 1 folders" in call(store, "prune", "--yes").stdout
     assert (of_model.is_dir(), old.exists()) == (True, False)
+
+
+def test_reports_and_runs_say_what_their_model_is_called_now(store: Path) -> None:
+    pages = [store / f"runs/small-{number}/report.html" for number in (1, 2)]
+    for page in pages:
+        page.write_text("<p><!-- registered as --><!-- that was it --></p>")
+
+    def said() -> list[str]:
+        return [re.sub("<.*?>", "", page.read_text()).removeprefix("In the registry: ") for page in pages]
+
+    assert call(store, "models", "promote", "small-2").exit_code == 0
+    assert said() == ["small-1", "small-2 (production)"]
+    assert models_of_runs(store) == {"run-1": ["small-1"], "run-2": ["small-2 (production)"]}
+    pages[1].unlink()  # what somebody removed is no obstacle
+    assert call(store, "models", "rollback").exit_code == 0
+    assert re.sub("<.*?>", "", pages[0].read_text()) == "In the registry: small-1 (production)"
+    assert models_of_runs(store) == {"run-1": ["small-1 (production)"], "run-2": ["small-2"]}
+    assert models_of_runs(store / "nowhere") == {}
+    pages[1].write_text("<p><!-- registered as -->In the registry: small-2<!-- that was it --></p>")
+    register(store, 3)  # takes the candidacy
+    with Ledger(store / LEDGER_FILE) as ledger:
+        made = register_model(
+            ledger, "small", checkpoint="runs/x/checkpoint", digest="d", run_id="r", stages=[], data={}, by="me"
+        )
+        reject(ledger, made, by="me", reason="worse")
+    (store / "runs/x").mkdir()
+    (store / "runs/x/report.html").write_text(
+        "<p><!-- registered as -->In the registry: small-4<!-- that was it --></p>"
+    )
+    assert call(store, "models", "forget", "small-4").exit_code == 0
+    assert (store / "runs/x/report.html").read_text() == "<p><!-- registered as --><!-- that was it --></p>"
+
+
+def test_the_run_that_made_the_same_model_again_shows_it_too(store: Path) -> None:
+    with Ledger(store / LEDGER_FILE) as ledger:
+        [first, _] = models(ledger)
+        again = "runs/small-89abcdef/checkpoint"
+        values = {"digest": first.digest, "run_id": "89abcdef-0123", "stages": [], "data": {}, "by": "run small"}
+        register_model(ledger, "small", checkpoint=again, **values)
+    assert models_of_runs(store)["89abcdef"] == models_of_runs(store)["run-1"] == ["small-1 (production)"]

@@ -29,7 +29,13 @@ from rollouts_core.config import (
 from rollouts_core.errors import DataError
 from rollouts_core.job import EvalJob, InputDataset, InputFile, InputModel, RLJob, SFTJob
 from rollouts_core.metrics import JSONLLogger
-from rollouts_core.report import ReportInput, StageSummary, render_report, render_summary_markdown
+from rollouts_core.report import (
+    ReportInput,
+    StageSummary,
+    render_report,
+    render_summary_markdown,
+    with_registered_name,
+)
 from rollouts_core.report.charts import Axis, axis_place, axis_ticks, format_number, format_seconds
 from rollouts_core.report.curves import metric_points, thin_points
 from rollouts_core.report.page import usage_code
@@ -406,3 +412,15 @@ def test_of_a_conversation_every_turn_behind_the_prompt_is_shown() -> None:
     sample = Sample(prompt=conversation[:2], response=":140", metadata={"conversation": conversation})
     assert completion_text(sample) == "assistant: <calc>57+83</calc>\ntool: 140\nassistant: :140"
     assert completion_text(Sample(response=":140")) == ":140"
+
+
+def test_the_name_in_the_registry_is_put_into_a_page_that_is_there_and_replaced(full_report: ReportInput) -> None:
+    mark = "<!-- registered as -->"
+    page = render_report(replace(full_report, run_name=mark, settings_toml=mark))
+    assert "In the registry" not in page
+    named = with_registered_name(page, "small-2 (candidate)")
+    assert named.count("<p><!-- registered as -->In the registry: small-2 (candidate)<!-- that was it --></p>") == 1
+    promoted = with_registered_name(named, "small-2 (production)")
+    assert "candidate)" not in promoted and promoted == with_registered_name(page, "small-2 (production)")
+    assert "<b>" not in with_registered_name("<!-- registered as --><!-- that was it -->", "<b>")
+    assert with_registered_name("<p>an older report</p>", "small-1") == "<p>an older report</p>"

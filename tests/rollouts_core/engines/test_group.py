@@ -137,6 +137,38 @@ def test_ranks_that_do_not_come_are_waited_for_until_a_deadline(monkeypatch: pyt
         WeightGroup(URL, "gloo", num_ranks=1).connect()
 
 
+def test_a_group_that_the_server_refused_to_join_is_waited_for_by_nobody() -> None:
+    errors: list[EngineUnavailableError] = []
+
+    def connect() -> None:
+        try:
+            group.connect()
+        except EngineUnavailableError as error:
+            errors.append(error)
+
+    group = WeightGroup(URL, "gloo", num_ranks=1)
+    joining = Thread(target=connect)
+    joining.start()
+    group.close()
+    joining.join(group_module.TIMEOUT_S / 2)
+    assert not joining.is_alive()
+    assert [str(error) for error in errors] == [f"{URL} did not join by gloo: it was given up"]
+
+
+def test_ranks_that_come_late_are_joined() -> None:
+    group = WeightGroup(URL, "gloo", num_ranks=1)
+    joining = Thread(target=group.connect)
+    joining.start()
+    joining.join(0.5)
+    assert joining.is_alive()
+    with ServerEnd(group, 1).process as process:
+        assert process.stdout is not None and process.stdout.readline() == "joined\n"
+        joining.join(60)
+        assert not joining.is_alive()
+        group.close()
+        process.kill()
+
+
 def test_the_store_listens_on_the_way_to_the_server_alone() -> None:
     group = WeightGroup(URL, "gloo", num_ranks=1)
     listening = subprocess.run(["cat", "/proc/net/tcp", "/proc/net/tcp6"], capture_output=True, text=True, check=True)

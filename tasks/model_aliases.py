@@ -1,0 +1,65 @@
+"""Say what models are called now where people look at the run that made them: in its report, and in `rollouts status`.
+
+A report is a page that anybody may open from the disk, so it is written anew when an alias changes.
+
+Not here: who changes aliases (infra/registry.py), the other parts of the page (rollouts_core/report/).
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from infra.ledger import LEDGER_FILE, Ledger
+from infra.registry import Alias, Model, current, models
+from rollouts_core.files import write_atomically
+from tasks.places import RUNS, places_in
+from tasks.records import RUN_ID_CHARS
+
+
+def describe_models(ledger: Ledger) -> list[tuple[Model, str]]:
+    """Every model with its name and aliases: "small-3 (production)"."""
+    every = models(ledger)
+    named: dict[int, list[str]] = {}
+    for line in {model.line for model in every}:
+        for alias in Alias:
+            if (model := current(ledger, line, alias)) is not None:
+                named.setdefault(model.id, []).append(alias.value)
+    return [(model, _describe(model, named.get(model.id, []))) for model in every]
+
+
+def models_of_runs(store: Path) -> dict[str, list[str]]:
+    """What the models of each run are called, by the first characters of the run's id."""
+    if not (store / LEDGER_FILE).is_file():
+        return {}
+    found: dict[str, list[str]] = {}
+    with Ledger(store / LEDGER_FILE) as ledger:
+        for model, described in describe_models(ledger):
+            for run in _runs_of(model):
+                found.setdefault(run, []).append(described)
+    return found
+
+
+def note_in_reports(store: Path, ledger: Ledger, *, forgotten: Model | None = None) -> None:
+    """Let the report of each run that made a model say what that is called now, and that of a forgotten one nothing."""
+    from rollouts_core.report import with_registered_name  # numpy loads here, which `rollouts status` need not wait for
+
+    for model, described in [*describe_models(ledger), *([(forgotten, "")] if forgotten else [])]:
+        folders = {store / Path(model.checkpoint).parent}
+        folders.update(folder for run in _runs_of(model) for folder in (store / RUNS).glob(f"*-{run}"))
+        for report in (folder / "report.html" for folder in folders):
+            with suppress(FileNotFoundError):  # it was removed, or the checkpoint is none of a run
+                page = report.read_text()
+                noted = with_registered_name(page, described)
+                if noted != page:
+                    write_atomically(report, noted)
+
+
+def _runs_of(model: Model) -> set[str]:
+    """The run that made it first, and the one whose folder has it now, where another one made the same again."""
+    folders = [place for place in places_in(model.checkpoint) if place.startswith(f"{RUNS}/")]
+    return {model.run_id[:RUN_ID_CHARS], *(folder[-RUN_ID_CHARS:] for folder in folders)} - {""}
+
+
+def _describe(model: Model, aliases: list[str]) -> str:
+    return f"{model.name} ({', '.join(aliases)})" if aliases else model.name
