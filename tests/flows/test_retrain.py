@@ -148,7 +148,7 @@ def test_a_person_is_asked_and_the_question_outlives_everything_until_it_is_answ
     config = write_config(folder, retrain__approval=True)
     up(served, str(config))
     run_id = trigger(served, "small-retrain")
-    wait_until(lambda: state_of(served, run_id) == "PAUSED", what="the question", timeout_s=180, every_s=ASK_S)
+    wait_until(lambda: state_of(served, run_id) == "PAUSED", what="the question", timeout_s=480, every_s=ASK_S)
     assert production(served) is None
     name, message = retrain(served)
     assert (name, message.endswith("which waits for approval")) == ("Skipped", True), message
@@ -172,7 +172,7 @@ def test_a_person_is_asked_and_the_question_outlives_everything_until_it_is_answ
 
     change_data(folder)
     run_id = trigger(served, "small-retrain")
-    wait_until(lambda: state_of(served, run_id) == "PAUSED", what="the second question", timeout_s=180, every_s=ASK_S)
+    wait_until(lambda: state_of(served, run_id) == "PAUSED", what="the second question", timeout_s=480, every_s=ASK_S)
     set_state(served, run_id, "CANCELLING")
     wait_until(lambda: state_of(served, run_id) == "CANCELLED", what="the end of the question")
     assert production(served) == promoted

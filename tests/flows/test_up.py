@@ -89,7 +89,7 @@ def state_of(rollouts: Rollouts, run_id: str) -> str:
     return str(api(rollouts, "GET", f"/flow_runs/{run_id}")["state_type"])
 
 
-def wait_for_state(rollouts: Rollouts, run_id: str, state: str, *, timeout_s: float = 180.0) -> None:
+def wait_for_state(rollouts: Rollouts, run_id: str, state: str, *, timeout_s: float = 480.0) -> None:
     wait_until(
         lambda: state_of(rollouts, run_id) in (state, "FAILED", "COMPLETED", "CRASHED", "CANCELLED"),
         what=f"{run_id} {state}",
