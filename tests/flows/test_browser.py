@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from flows.server import ServerAddress, running_server
+from infra.login_keys import read_public_key
 from tests.flows.conftest import Rollouts, wait_until
 from tests.flows.test_faults import LONG, exits_of, program_of, run_dir
 from tests.flows.test_up import api, served, state_of, trigger, up, wait_for_checkpoint, wait_for_state  # noqa: F401
+from tests.infra.ssh_server import make_key
 from tests.small_pipeline import write_small_pipeline
 
 if TYPE_CHECKING:
@@ -114,6 +116,31 @@ def test_the_form_has_help_texts_and_bounds_and_its_run_is_watched_to_the_end(
     page.get_by_text("Completed", exact=True).first.wait_for()
     assert state_of(served, run["id"]) == "COMPLETED"
     assert [path.name for path in (run_dir(served, "sft") / "checkpoints").iterdir()] == ["step_000020"]
+
+
+def test_credentials_are_saved_in_the_ui_and_a_key_survives_its_field_of_one_line(
+    served: Rollouts,  # noqa: F811
+    page: Page,
+    tmp_path: Path,
+) -> None:
+    make_key(tmp_path / "key")
+    key = (tmp_path / "key").read_text()
+    up(served)
+    open_page(page, served, "/blocks/catalog/rollouts-credentials/create")
+    page.get_by_label("Name", exact=True).fill("from-the-ui")
+    page.get_by_label(re.compile("^RunPod API key")).fill("runpod-key")
+    page.get_by_label(re.compile("^SSH private key")).fill(key)
+    page.get_by_role("button", name="Save").click()
+    page.wait_for_url(re.compile("/blocks/block/"))
+    code, listed = served.run("credentials")
+    assert (code, listed) == (0, "from-the-ui: ROLLOUTS_SSH_KEY, RUNPOD_API_KEY\n")
+    slug = "/block_types/slug/rollouts-credentials/block_documents/name/from-the-ui?include_secrets=true"
+    held = api(served, "GET", slug)["data"]["rollouts_ssh_key"]
+    assert "\n" not in held.strip() and key.splitlines()[1] in held, "as the field has left it"
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("ROLLOUTS_SSH_KEY", held)
+        public = read_public_key(key_file="", key_variable="ROLLOUTS_SSH_KEY")
+    assert public == read_public_key(key_file=str(tmp_path / "key"), key_variable="")
 
 
 def test_a_run_that_failed_in_rl_is_retried_by_a_button_and_sft_is_shown_as_reused(
