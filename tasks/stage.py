@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from infra.checkpoint_uploads import checkpoints_published
@@ -26,7 +28,7 @@ from infra.jobs import (
     require_finished,
     start_or_attach,
 )
-from infra.ledger import Ledger
+from infra.ledger import Lease, Ledger
 from infra.mirror import mirrored, pull_run
 from infra.node import Node
 from infra.providers import open_session
@@ -37,6 +39,7 @@ from rollouts_core.keys import read_named_keys
 from rollouts_core.run_directory import RunDirectory
 from tasks.artifacts import find_damage, is_finished, set_damage_aside
 from tasks.early_end import begin_with_earlier, check_own_end, read_early_end, requests_passed_on
+from tasks.engine_keys import own_keys
 from tasks.placement import place_stage
 from tasks.progress import StageProgress, stage_console
 from tasks.records import How, RunScope, Stage, StageRecord
@@ -87,7 +90,10 @@ def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgre
         placement = place_stage(session, stage, node)
         run_dir = placement.stage.run_dir
         ledger.add_lease(run_dir, scope.run_id, node.name)
-        status = start_or_attach(session, job_spec(placement.stage, session, code_dir=placement.code_dir))
+        keys = own_keys(placement.stage.job, scope)
+        status = start_or_attach(
+            session, job_spec(placement.stage, session, code_dir=placement.code_dir, known_keys=keys)
+        )
         how = how_it_began(status)
         with checkpoints_published_of(stage, scope):
             with mirrored(session, run_dir, Path(stage.run_dir)) if node.is_remote else nullcontext():
@@ -112,18 +118,25 @@ def checkpoints_published_of(stage: Stage, scope: RunScope) -> AbstractContextMa
 
 
 def job_spec(
-    stage: Stage, session: Session, *, code_dir: str = "", max_restarts: int = 0, lease_s: float = 0.0
+    stage: Stage,
+    session: Session,
+    *,
+    code_dir: str = "",
+    known_keys: Mapping[str, str] = MappingProxyType({}),
+    max_restarts: int = 0,
+    lease_s: float = 0.0,
 ) -> JobSpec:
     """The stage as a job for a node's supervisor.
 
     Args:
         code_dir: where the job imports from; empty where it finds everything by itself.
+        known_keys: variables that need not be set here.
     """
     return JobSpec(
         run_dir=stage.run_dir,
         argv=(session.python, "-m", "rollouts_core", stage.kind, f"{stage.run_dir}/job.json"),
         job=stage.job,
-        env=job_environment(stage) | ({"PYTHONPATH": code_dir} if code_dir else {}),
+        env=job_environment(stage, known_keys) | ({"PYTHONPATH": code_dir} if code_dir else {}),
         timeout_s=stage.timeout_s,
         grace_s=GRACE_S,
         max_restarts=max_restarts,
@@ -131,8 +144,11 @@ def job_spec(
     )
 
 
-def job_environment(stage: Stage) -> dict[str, str]:
+def job_environment(stage: Stage, known_keys: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
     """The variables of the stage's process: GPUs and keys, where the settings name some, and how it gets memory.
+
+    Args:
+        known_keys: variables that need not be set here.
 
     Raises:
         ConfigError: a variable that is to hold a key is not set here.
@@ -140,7 +156,8 @@ def job_environment(stage: Stage) -> dict[str, str]:
     ranks = stage.job["deployment"]["engine_gpu_ranks" if stage.kind == "serve" else "trainer_gpu_ranks"]
     gpus = {"CUDA_VISIBLE_DEVICES": ",".join(str(rank) for rank in ranks)} if ranks else {}
     is_own_engine = stage.kind == "serve" and stage.job["engine"]["kind"] == "embedded"
-    return gpus | read_named_keys(stage.job) | (KEPT_MEMORY if stage.kind in ("sft", "rl") or is_own_engine else {})
+    kept_memory = KEPT_MEMORY if stage.kind in ("sft", "rl") or is_own_engine else {}
+    return gpus | read_named_keys(stage.job, known_keys) | kept_memory
 
 
 def how_it_began(status: JobStatus) -> How:
@@ -173,11 +190,11 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
     require_finished(session, ended)
 
 
-def stop_leased_jobs(scope: RunScope, node: Node) -> tuple[list[str], list[str]]:
-    """Give up this run's claims; returns the run directories of the jobs that ended, and of those that others want."""
+def stop_leased_jobs(scope: RunScope, node: Node, leases: Sequence[Lease]) -> tuple[list[str], list[str]]:
+    """Give up the run's claims on jobs of a node; returns the directories of those that ended, and that others want."""
     ended, left = [], []
     with Ledger(scope.ledger_path) as ledger, open_session(node) as session:
-        for lease in ledger.leases_of(scope.run_id):
+        for lease in leases:
             if ledger.drop_lease(lease.run_dir, scope.run_id) == 0:
                 cancel_job(session, lease.run_dir, GRACE_S)
                 ended.append(lease.run_dir)
@@ -186,10 +203,19 @@ def stop_leased_jobs(scope: RunScope, node: Node) -> tuple[list[str], list[str]]
     return ended, left
 
 
-def drop_leases(scope: RunScope) -> None:
-    """Give up this run's claims on jobs that are no more."""
+def leases_on(scope: RunScope, node: Node) -> dict[str, list[Lease]]:
+    """This run's claims, by the name of the machine of the unit that they are on."""
+    by_machine: dict[str, list[Lease]] = {each.name: [] for each in (node, *node.engine_nodes)}
     with Ledger(scope.ledger_path) as ledger:
         for lease in ledger.leases_of(scope.run_id):
+            by_machine[node.named(lease.node).name].append(lease)
+    return by_machine
+
+
+def drop_leases(scope: RunScope, leases: Sequence[Lease] | None = None) -> None:
+    """Give up this run's claims on jobs that are no more: all, or some."""
+    with Ledger(scope.ledger_path) as ledger:
+        for lease in ledger.leases_of(scope.run_id) if leases is None else leases:
             ledger.drop_lease(lease.run_dir, scope.run_id)
 
 

@@ -1,12 +1,14 @@
-"""A node that shares no file, no port and no process with us: an sshd in Linux namespaces of its own, behind one link.
+"""Nodes that share no file, no port and no process with us: an sshd in Linux namespaces of its own, behind one link.
 
 this machine  10.73.n.1 ── veth, can be cut ── 10.73.n.2  sshd and its jobs
                                                           a folder in memory, theirs alone; ours are hidden
+                                               10.74.n.1 ── veth ── 10.74.n.2  another node: a network of theirs alone
 """
 
 from __future__ import annotations
 
 import getpass
+import itertools
 import os
 import shutil
 import socket
@@ -25,6 +27,8 @@ from tests.processes import dies_with_us
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 22
+NUMBERS = itertools.count(os.getpid() * 4)
+"""Of links: no two processes that run at a time have the same, as long as none makes more than four."""
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin:/sbin"
 _UNSHARE = ("unshare", "--net", "--mount", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
 _PRIVILEGE_SEPARATION_DIR = Path("/run/sshd")
@@ -121,7 +125,7 @@ def separate_node(folder: Path, *, hidden: Sequence[Path]) -> Iterator[SeparateN
     make_key(client_key)
     shutil.copy(f"{host_key}.pub", f"{folder / 'host_key'}.pub")
     shutil.copy(f"{client_key}.pub", keys / "authorized_keys")
-    number = os.getpid() % 16384
+    number = next(NUMBERS) % 16384
     here, there = (f"10.73.{number // 64}.{number % 64 * 4 + end}" for end in (1, 2))
     (keys / "sshd_config").write_text(sshd_config(there, PORT, own / "keys/host_key", own / "keys/authorized_keys"))
     ours, theirs = f"rn{number}a", f"rn{number}b"
@@ -161,6 +165,48 @@ def separate_node(folder: Path, *, hidden: Sequence[Path]) -> Iterator[SeparateN
         process.communicate()
         with suppress(subprocess.CalledProcessError):  # it goes with the node's end, at once or soon
             _ip("link", "del", ours)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateLink:
+    """A network of two nodes alone."""
+
+    addresses: tuple[str, str]
+    """Of the first and of the second node."""
+    ends: tuple[str, str]
+    init_pids: tuple[int, int]
+
+    @contextmanager
+    def cut_off(self) -> Iterator[None]:
+        """No packet passes inside the block."""
+        self._set("down")
+        try:
+            yield
+        finally:
+            self._set("up")
+
+    def _set(self, state: str) -> None:
+        for end, pid in zip(self.ends, self.init_pids, strict=True):
+            _inside(pid, "ip", "link", "set", end, state)
+
+
+@contextmanager
+def private_link(first: SeparateNode, second: SeparateNode) -> Iterator[PrivateLink]:
+    """A link between two nodes, which goes with them."""
+    number = next(NUMBERS) % 16384
+    ends, pids = (f"rn{number}p", f"rn{number}q"), (first.init_pid, second.init_pid)
+    addresses = tuple(f"10.74.{number // 64}.{number % 64 * 4 + end}" for end in (1, 2))
+    _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+    for end, pid, address in zip(ends, pids, addresses, strict=True):
+        _ip("link", "set", end, "netns", str(pid))
+        _inside(pid, "ip", "address", "add", f"{address}/30", "dev", end)
+        _inside(pid, "ip", "link", "set", end, "up")
+    yield PrivateLink(addresses=(addresses[0], addresses[1]), ends=ends, init_pids=pids)
+
+
+def _inside(pid: int, *command: str) -> None:
+    """Run a command in the network of a node."""
+    subprocess.run(["nsenter", f"--net=/proc/{pid}/ns/net", *command], check=True, env=os.environ | {"PATH": _PATH})
 
 
 def _why_not_isolated() -> str:

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
-from infra.errors import TransientInfraError
+from infra.errors import NodeUnreachableError, TransientInfraError
 from infra.jobs import JobState, cancel_job, job_status, start_or_attach
-from infra.node import LocalNode, Node
+from infra.node import LocalNode, Node, SSHAccess
 from infra.providers import provision_node
 from infra.session import LocalSession
 from rollouts_core.errors import ConfigError
 from tasks import engine
 from tasks.plan import base_model, plan_rl
-from tasks.records import RunScope, Stage
+from tasks.records import EngineRecord, RunScope, Stage
 from tasks.stage import job_environment
 from tests.flows.conftest import processes_of, wait_until
 from tests.infra.shell_jobs import shell_spec
+from tests.infra.ssh_server import make_key
 from tests.small_pipeline import write_small_pipeline
 
 pytestmark = pytest.mark.slow
@@ -137,3 +139,30 @@ def test_an_engine_is_shared_by_the_runs_that_want_it_and_ends_with_the_last(
         assert processes_of(Path(scope.store)) == []
     finally:
         cancel_job(session, first.run_dir, 1.0)
+
+
+def test_an_rl_on_another_machine_is_looked_for_there(rl: Stage, scope: RunScope, node: Node, tmp_path: Path) -> None:
+    """Else its pause would count as one that a killed trainer left behind, amid its update of the weights."""
+    session = LocalSession(sys.executable)
+    far = replace(node, root=str(tmp_path / "far"), mirror=node.root)
+    over_there = far.path_on_node(rl.run_dir)
+    assert over_there.startswith(far.root)
+    assert not engine.is_training(session, rl, far)
+    start_or_attach(session, shell_spec(Path(over_there), "sleep 60"))
+    try:
+        assert engine.is_training(session, rl, far)
+    finally:
+        cancel_job(session, over_there, 1.0)
+
+
+def test_an_engine_on_a_machine_that_is_lost_is_no_failure_and_one_beside_the_trainer_is(
+    scope: RunScope, node: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_key(tmp_path / "key")
+    nobody = SSHAccess(host="127.0.0.1", port=1, user="me", key_file=str(tmp_path / "key"))
+    lost = replace(node, name="me@127.0.0.1:1", provider="ssh", access=nobody, address="127.0.0.1")
+    record = EngineRecord(url="http://127.0.0.1:2", run_dir="/engine", node=lost.name)
+    engine.stop_engine.fn(record, scope, replace(node, engine_nodes=(lost,)))
+    assert "me@127.0.0.1:1 does not answer" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(NodeUnreachableError):
+        engine.stop_engine.fn(record, scope, lost)
