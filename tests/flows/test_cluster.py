@@ -7,6 +7,7 @@ by whoever looks, or a machine that is lost could end a run without saying which
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.namespaces
 
 @dataclass(frozen=True)
 class Cluster:
-    """Two nodes and what connects them; this machine reaches each by another way."""
+    """Two nodes and what connects them."""
 
     trainer: SeparateNode
     engines: SeparateNode
@@ -36,8 +37,13 @@ class Cluster:
     @property
     def settings(self) -> dict[str, Any]:  # Any: settings of every type
         """The table [node]."""
-        engines = {key: value for key, value in node_settings(self.engines).items() if key != "provider"}
-        return {**node_settings(self.trainer), "engine_nodes": [{**engines, "address": self.link.addresses[1]}]}
+        return {**node_settings(self.trainer), "engine_nodes": [engine_node_settings(self.engines, self.link)]}
+
+
+def engine_node_settings(node: SeparateNode, link: PrivateLink) -> dict[str, Any]:  # Any: settings of every type
+    """A table [[node.engine_nodes]]: this machine reaches the node by another way than the trainer does."""
+    settings = {key: value for key, value in node_settings(node).items() if key != "provider"}
+    return {**settings, "address": link.addresses[1]}
 
 
 @pytest.fixture
@@ -93,14 +99,7 @@ def test_a_machine_of_engines_that_is_lost_is_named_and_the_same_command_complet
     longer |= {"training__rl__keep_checkpoints": 2, "rollout__engine__start_timeout_s": 60.0}
     config = write_small_pipeline(tmp_path / "small", mode="rl", node=cluster.settings, **longer)
     process = rollouts.start("run", str(config))
-    wait_until(
-        lambda: (
-            bool(cluster.trainer.files("root/stages/rl-*/checkpoints/*/manifest.json")) or process.poll() is not None
-        ),
-        what="a checkpoint of RL",
-        timeout_s=400.0,
-    )
-    assert process.poll() is None, rollouts.said()
+    wait_for_a_checkpoint(rollouts, cluster, process)
     lost = cluster.engines.access.address
     with cluster.engines.cut_off(), cluster.link.cut_off():
         assert process.wait(300) == 1, rollouts.said()
@@ -116,6 +115,41 @@ def test_a_machine_of_engines_that_is_lost_is_named_and_the_same_command_complet
     resumed = [json.loads(line) for line in (rl / "events.jsonl").read_text().splitlines()]
     assert [event["attempt"] for event in resumed if event["event"] == "resumed"] == [2]
     assert cluster.trainer.commands() == cluster.engines.commands() == []
+
+
+def test_of_two_machines_of_engines_one_may_be_lost_and_rl_goes_on_with_the_other(
+    rollouts: Rollouts, cluster: Cluster, tmp_path: Path
+) -> None:
+    with (
+        separate_node(tmp_path / "second", hidden=[rollouts.store, tmp_path / "small"]) as second,
+        private_link(cluster.trainer, second) as link,
+    ):
+        settings = cluster.settings
+        settings["engine_nodes"].append(engine_node_settings(second, link))
+        longer = SHORTER | {"training__rl__num_steps": 30, "training__rl__checkpoint_every": 2}
+        config = write_small_pipeline(tmp_path / "small", mode="rl", node=settings, **longer)
+        process = rollouts.start("run", str(config))
+        wait_for_a_checkpoint(rollouts, cluster, process)
+        with second.cut_off(), link.cut_off():
+            assert process.wait(400) == 0, rollouts.said()
+            said = rollouts.said().replace("\n", " ")
+            assert f"could not be ended at http://{link.addresses[1]}:" in said
+            assert f"the engines on {second.access.address} end by themselves" in said
+            wait_until(lambda: not second.commands(), what="the end of the engine without a lease")
+        assert cluster.trainer.commands() == cluster.engines.commands() == []
+    (rl,) = (path.parent for path in cluster.trainer.files("root/stages/rl-*/result.json"))
+    assert len(list(rl.glob("exit-*.json"))) == 1
+
+
+def wait_for_a_checkpoint(rollouts: Rollouts, cluster: Cluster, process: subprocess.Popen[bytes]) -> None:
+    """Return amid RL."""
+    found = "root/stages/rl-*/checkpoints/*/manifest.json"
+    wait_until(
+        lambda: bool(cluster.trainer.files(found)) or process.poll() is not None,
+        what="a checkpoint of RL",
+        timeout_s=400.0,
+    )
+    assert process.poll() is None, rollouts.said()
 
 
 def test_machines_that_do_not_reach_each_other_end_a_run_before_it_trains(

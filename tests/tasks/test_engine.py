@@ -6,6 +6,8 @@ loads slowly is ended before its first token.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from copy import deepcopy
 from dataclasses import replace
@@ -21,10 +23,11 @@ from infra.providers import provision_node
 from infra.session import LocalSession
 from rollouts_core.errors import ConfigError
 from tasks import engine
+from tasks.engine_keys import own_engine_key
 from tasks.plan import base_model, plan_rl
 from tasks.records import EngineRecord, RunScope, Stage
 from tasks.stage import job_environment
-from tests.flows.conftest import processes_of, wait_until
+from tests.flows.conftest import pids_of, processes_of, wait_until
 from tests.infra.shell_jobs import shell_spec
 from tests.infra.ssh_server import make_key
 from tests.small_pipeline import write_small_pipeline
@@ -166,3 +169,38 @@ def test_an_engine_on_a_machine_that_is_lost_is_no_failure_and_one_beside_the_tr
     assert "me@127.0.0.1:1 does not answer" in " ".join(capsys.readouterr().err.split())
     with pytest.raises(NodeUnreachableError):
         engine.stop_engine.fn(record, scope, lost)
+
+
+def test_an_engine_on_a_node_of_its_own_asks_for_the_stores_key_and_comes_back_on_both_its_ports(
+    tmp_path: Path, scope: RunScope, node: Node
+) -> None:
+    """The nodes are folders of this machine, and their network is its loopback."""
+    from flows.form import load_pipeline
+
+    far = replace(node, name="far", root=str(tmp_path / "far"), address="127.0.0.1")
+    cluster = replace(node, engine_nodes=(far,))
+    config = load_pipeline(write_small_pipeline(tmp_path / "small", mode="rl")).config
+    rl = plan_rl(base_model(config), config, scope, cluster)
+    session = LocalSession(sys.executable)
+    record = engine.launch_engine.fn(rl, 0, scope, cluster)
+    try:
+        assert (record.node, Path(record.run_dir).parents[1]) == ("far", tmp_path / "far")
+        key = {"Authorization": f"Bearer {own_engine_key(Path(scope.store))}"}
+        assert httpx.get(f"{record.url}/model_info").status_code == httpx.post(record.lease_url).status_code == 401
+        assert httpx.post(record.lease_url, headers=key).status_code == 204
+        assert engine.launch_engine.fn(rl, 0, scope, cluster) == record  # attaches
+
+        (program,) = servers_of(far)
+        os.kill(program, signal.SIGKILL)
+        wait_until(lambda: not servers_of(far) <= {program}, what="another process of the engine")
+        assert engine.launch_engine.fn(rl, 0, scope, cluster) == record
+        assert httpx.post(record.lease_url, headers=key).status_code == 204
+        engine.stop_engine.fn(record, scope, cluster)
+        assert processes_of(tmp_path / "far") == []
+    finally:
+        cancel_job(session, record.run_dir, 1.0)
+
+
+def servers_of(node: Node) -> set[int]:
+    """The processes of engines on a node."""
+    return {pid for pid, command in pids_of(Path(node.root)).items() if " serve " in command}
