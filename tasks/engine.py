@@ -106,7 +106,7 @@ def stop_engine(engine: EngineRecord, scope: RunScope, node: Node) -> None:
         if own is node:
             raise
         with StageProgress("engine", num_steps=0, console=stage_console()) as progress:
-            progress.say(f"could not be ended at {engine.url} ({error})")
+            progress.say(f"{engine.url} is not reached, it ends by itself within a minute ({error})")
 
 
 def is_training(session: Session, rl: Stage, node: Node) -> bool:

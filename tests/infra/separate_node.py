@@ -8,8 +8,8 @@ this machine  10.73.n.1 ── veth, can be cut ── 10.73.n.2  sshd and its j
 from __future__ import annotations
 
 import getpass
-import itertools
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -27,8 +27,8 @@ from tests.processes import dies_with_us
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 22
-NUMBERS = itertools.count(os.getpid() * 4)
-"""Of links: no two processes that run at a time have the same, as long as none makes more than four."""
+MAX_LINKS = 16384
+"""So many networks of four addresses are in 10.73.0.0/16."""
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin:/sbin"
 _UNSHARE = ("unshare", "--net", "--mount", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
 _PRIVILEGE_SEPARATION_DIR = Path("/run/sshd")
@@ -125,7 +125,7 @@ def separate_node(folder: Path, *, hidden: Sequence[Path]) -> Iterator[SeparateN
     make_key(client_key)
     shutil.copy(f"{host_key}.pub", f"{folder / 'host_key'}.pub")
     shutil.copy(f"{client_key}.pub", keys / "authorized_keys")
-    number = next(NUMBERS) % 16384
+    number = _free_number()
     here, there = (f"10.73.{number // 64}.{number % 64 * 4 + end}" for end in (1, 2))
     (keys / "sshd_config").write_text(sshd_config(there, PORT, own / "keys/host_key", own / "keys/authorized_keys"))
     ours, theirs = f"rn{number}a", f"rn{number}b"
@@ -193,7 +193,7 @@ class PrivateLink:
 @contextmanager
 def private_link(first: SeparateNode, second: SeparateNode) -> Iterator[PrivateLink]:
     """A link between two nodes, which goes with them."""
-    number = next(NUMBERS) % 16384
+    number = _free_number()
     ends, pids = (f"rn{number}p", f"rn{number}q"), (first.init_pid, second.init_pid)
     addresses = tuple(f"10.74.{number // 64}.{number % 64 * 4 + end}" for end in (1, 2))
     _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
@@ -202,6 +202,14 @@ def private_link(first: SeparateNode, second: SeparateNode) -> Iterator[PrivateL
         _inside(pid, "ip", "address", "add", f"{address}/30", "dev", end)
         _inside(pid, "ip", "link", "set", end, "up")
     yield PrivateLink(addresses=(addresses[0], addresses[1]), ends=ends, init_pids=pids)
+
+
+def _free_number() -> int:
+    """The number of a link that no test of any process has now."""
+    while True:
+        number = secrets.randbelow(MAX_LINKS)
+        if not any(Path(f"/sys/class/net/rn{number}{end}").exists() for end in "abpq"):
+            return number
 
 
 def _inside(pid: int, *command: str) -> None:
