@@ -140,6 +140,26 @@ def test_of_two_machines_of_engines_one_may_be_lost_and_rl_goes_on_with_the_othe
     assert len(list(rl.glob("exit-*.json"))) == 1
 
 
+def test_rl_keeps_its_engine_on_another_machine_when_the_command_is_killed(
+    rollouts: Rollouts, cluster: Cluster, tmp_path: Path
+) -> None:
+    """Nobody else renews its lease then."""
+    longer = SHORTER | {"training__rl__num_steps": 300, "training__rl__checkpoint_every": 20}
+    config = write_small_pipeline(tmp_path / "small", mode="rl", node=cluster.settings, **longer)
+    process = rollouts.start("run", str(config))
+    wait_for_a_checkpoint(rollouts, cluster, process)
+    process.kill()
+    process.wait()
+    wait_until(
+        lambda: bool(cluster.trainer.files("root/stages/rl-*/exit-1.json")), what="the end of RL", timeout_s=400.0
+    )
+    assert cluster.trainer.files("root/stages/rl-*/result.json")
+    code, output = rollouts.run("run", str(config))
+    assert code == 0, output
+    assert len(cluster.trainer.files("root/stages/rl-*/exit-*.json")) == 1
+    assert cluster.trainer.commands() == cluster.engines.commands() == []
+
+
 def wait_for_a_checkpoint(rollouts: Rollouts, cluster: Cluster, process: subprocess.Popen[bytes]) -> None:
     """Return amid RL."""
     found = "root/stages/rl-*/checkpoints/*/manifest.json"
