@@ -35,7 +35,7 @@ from flows.form import FormNode
 from flows.store import with_store
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.ledger import Ledger
-from infra.node import NodeSettings, RentedNode
+from infra.node import NodeSettings, RentedNode, without_engine_nodes
 from infra.providers import provision_node
 from infra.providers.rented import find_rented, release_rentals
 from infra.repeating import repeating
@@ -117,16 +117,31 @@ def release_for(flow_run: FlowRun) -> str:
 def release_leases(held: HeldByRun) -> str:
     """End the jobs that only this run wants, and say in a sentence what was done."""
     scope = RunScope(run_id=held.run_id, run_name=held.run_name, store=held.store)
-    settings, store = held.node, Path(held.store)
+    settings = held.node
     try:
         if isinstance(settings, RentedNode):
             return "; ".join(give_back_rented(settings, scope)) or "nothing was left to give back"
         with Ledger(scope.ledger_path) as ledger:
             if not ledger.leases_of(scope.run_id):
                 return "nothing was left to give back"
-        return "; ".join(give_back(provision_node(settings, store), scope))
+        return "; ".join(give_back_reached(settings, scope))
     except (PermanentInfraError, TransientInfraError) as error:
         return NOT_ENDED.format(error=error)
+
+
+def give_back_reached(settings: NodeSettings, scope: RunScope) -> list[str]:
+    """What was done with the machines of a run that is over; one of engines that does not answer hinders nothing."""
+    store = Path(scope.store)
+    try:
+        return give_back(provision_node(settings, store), scope)
+    except InfraError as error:
+        alone = without_engine_nodes(settings)
+        if alone == settings:
+            raise
+        trainer, reason = provision_node(alone, store), error
+    with Ledger(scope.ledger_path) as ledger:
+        drop_leases(scope, [lease for lease in ledger.leases_of(scope.run_id) if lease.node != trainer.name])
+    return [f"the engines end by themselves within a minute ({reason})", *give_back(trainer, scope)]
 
 
 def give_back_rented(settings: RentedNode, scope: RunScope) -> list[str]:

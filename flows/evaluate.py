@@ -19,6 +19,7 @@ from flows.deployments import EVALUATE_FLOW
 from flows.evaluate_settings import EvaluateConfig
 from flows.form import FormNode, RunOptions
 from flows.pipeline import known_to_live, link_live_page, machine_of_the_run, open_scope
+from infra.node import without_engine_nodes
 from rollouts_core.config import Config
 from tasks.bootstrap import bootstrap
 from tasks.caching import run_cached
@@ -55,8 +56,9 @@ def evaluate_model(evaluate: EvaluateConfig, config: Config, node: FormNode, run
             check_settings(config, node, run, evaluate)
         link_live_page(scope)
         scored, found = find_inputs(evaluate.model, evaluate.against, evaluate.data, config, scope)
-        with machine_of_the_run(node, scope) as machine:
-            machine = bootstrap(machine, scored, node, trains=False)
+        scoring = without_engine_nodes(node)
+        with machine_of_the_run(scoring, scope) as machine:
+            machine = bootstrap(machine, scored, scoring, trains=False)
             stage = plan_evaluation(as_inputs(found), scored, scope, machine)
             record = run_cached(evaluate_models, stage, scope, machine)
         path, summary = write_evaluation(record, found, evaluate.data or config.data.heldout, scope)

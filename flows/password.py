@@ -6,9 +6,10 @@ must not be able to.
 """
 
 import base64
-import os
 import secrets
 from pathlib import Path
+
+from infra.secret_file import own_secret, read_secret
 
 FILE_NAME = "password"
 USER = "rollouts"
@@ -22,33 +23,12 @@ def password_file(home: Path) -> Path:
 
 def own_password(home: Path) -> str:
     """Return the password, `rollouts:<token>`, after making one where there is none."""
-    path = password_file(home)
-    if (known := read_password(home)) is not None:
-        return known
-    partial = home / f"{FILE_NAME}.{os.getpid()}"
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(f"{USER}:{secrets.token_urlsafe(18)}")
-        file.flush()
-        os.fsync(file.fileno())
-    try:
-        os.link(partial, path)  # of two processes that make one at once, the first one counts
-    except FileExistsError:
-        if read_password(home) is None:  # it is empty: written when the disk was full
-            partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    made = read_password(home)
-    assert made is not None, f"{path} was just written"
-    return made
+    return own_secret(password_file(home), lambda: f"{USER}:{secrets.token_urlsafe(18)}")
 
 
 def read_password(home: Path) -> str | None:
     """Return the password of a server that was started once; None where there is none."""
-    try:
-        return password_file(home).read_text().strip() or None
-    except FileNotFoundError:
-        return None
+    return read_secret(password_file(home))
 
 
 def basic_authorization(password: str) -> str:

@@ -166,7 +166,7 @@ def run_rl(start: InputModel, config: Config, scope: RunScope, machine: Node) ->
     if is_finished(stage):
         return run_cached(train_rl, stage, scope, machine)
     engines: list[EngineRecord] = []
-    ports = [] if config.data.rollouts else config.deployment.engine_ports
+    ports = [] if config.data.rollouts else config.deployment.engine_ports * max(1, len(machine.engine_nodes))
     for index, port in enumerate(ports):
         engines.append(launch_engine(stage, port, scope, machine, index, engines))
     record = run_cached(train_rl, with_engines(stage, engines), scope, machine)

@@ -16,18 +16,19 @@ import httpx
 from flows.form import Pipeline
 from infra.engines import check_engine_installed
 from infra.errors import PermanentInfraError
-from infra.node import Node, RentedNode
+from infra.node import Node, NodeSettings, RentedNode, SSHNode, without_engine_nodes
 from infra.object_store import ObjectStore
 from infra.offers import GPUQuery
-from infra.ports import LOOPBACK, check_port
+from infra.ports import check_port
 from infra.providers import open_session, provision_node
 from infra.providers.rented import check_rentable
 from infra.publication import check_writable_store
-from infra.session import Session
+from infra.session import LOOPBACK, Session
 from rollouts_core.config import Config, DataConfig, EngineConfig
 from rollouts_core.errors import ConfigError
 from rollouts_core.keys import key_header, read_key
 from rollouts_core.resource_needs import checkpoint_disk_bytes
+from tasks.engine_keys import own_engine_key
 from tasks.inputs import bring_inputs
 from tasks.model_names import find_named_model, with_heldout
 from tasks.plan_node import with_enough_memory
@@ -46,6 +47,7 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
         InputError, PermanentInfraError: one sentence about what does not work.
         StoreUnavailableError: an object store does not answer.
     """
+    check_engine_nodes(pipeline.config, pipeline.node)
     check_writable(store)
     check_files(pipeline.config.data)
     findings: list[str] = []
@@ -60,12 +62,15 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
         rented = [*describe_least_memory(fitting), check_rentable(fitting)]
         return [*findings, *rented, *trained, *check_retrain(pipeline, config)]
     node = provision_node(pipeline.node, store)
-    with open_session(node) as session:
-        if config.mode != "sft" and not config.data.rollouts:
-            key = read_key(config.rollout.engine.api_key_variable, "rollout.engine")
-            for port in config.deployment.engine_ports:
-                check_engine_port(session, port, node, api_key=key)
-            check_engine(session, config.rollout.engine)
+    if config.mode != "sft" and not config.data.rollouts:
+        key = read_key(config.rollout.engine.api_key_variable, "rollout.engine")
+        own_key = own_engine_key(store) if node.engine_nodes and not key else ""
+        with open_session(node) as trainer:
+            for each in node.engine_nodes or (node,):
+                with open_session(each) as session:
+                    for port in config.deployment.engine_ports:
+                        check_engine_port(session, port, each, trainer=trainer, api_key=key or own_key)
+                    check_engine(session, config.rollout.engine)
     return [*findings, *check_training(config), *check_retrain(pipeline, config)]
 
 
@@ -88,7 +93,7 @@ def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
     if isinstance(pipeline.node, RentedNode):
         findings.append(check_rentable(pipeline.node))
     else:
-        provision_node(pipeline.node, store)
+        provision_node(without_engine_nodes(pipeline.node), store)
     from rollouts_core.validate import validate_evaluation  # torch and transformers load here
 
     return findings + validate_evaluation(config, models)
@@ -134,12 +139,46 @@ def check_query(query: GPUQuery, config: Config) -> None:
         )
 
 
-def check_engine_port(session: Session, port: int, node: Node, *, api_key: str = "") -> None:
-    """Raise ConfigError when something else than an engine of ours listens on the port of the node."""
-    if is_own_engine(session, port, node, api_key=api_key):
+def check_engine_nodes(config: Config, node: NodeSettings) -> None:
+    """Raise ConfigError when engines cannot be on nodes of their own with these settings."""
+    if not isinstance(node, SSHNode) or not node.engine_nodes:
+        return
+    engine = config.rollout.engine
+    if config.mode == "sft" or config.data.rollouts:
+        what = 'mode "sft"' if config.mode == "sft" else "data.rollouts"
+        raise ConfigError(f"node.engine_nodes: {what} samples nothing, so there are no engines: leave the nodes out")
+    if config.deployment.colocated:
+        raise ConfigError(
+            "node.engine_nodes: with deployment.colocated engines and trainer share GPUs, which they cannot on "
+            "different nodes: leave one of them out"
+        )
+    if engine.kind == "vllm":
+        raise ConfigError(
+            "node.engine_nodes: an engine on another node is sent its weights, which vLLM cannot be: choose the kind "
+            "sglang or embedded, or leave the nodes out"
+        )
+    if engine.weight_transfer == "tensors":
+        raise ConfigError(
+            'node.engine_nodes: rollout.engine.weight_transfer "tensors" maps memory of the trainer, which is on '
+            'another node: leave it out, or choose "gloo" or "nccl"'
+        )
+    if engine.router_url and not engine.api_key_variable:
+        raise ConfigError(
+            "node.engine_nodes: engines on other nodes ask for a key, and the router at rollout.engine.router_url has "
+            "to know it: name the variable that holds it as rollout.engine.api_key_variable"
+        )
+
+
+def check_engine_port(session: Session, port: int, node: Node, *, trainer: Session, api_key: str = "") -> None:
+    """Raise ConfigError when something else than an engine of ours listens on the port of the node.
+
+    Args:
+        trainer: the session of the node from which engines are asked.
+    """
+    if is_own_engine(trainer, port, node, api_key=api_key):
         return
     try:
-        check_port(session, port)
+        check_port(session, port, node.address or LOOPBACK)
     except PermanentInfraError as error:
         raise ConfigError(f"deployment.engine_port: {error}") from error
 
@@ -175,11 +214,11 @@ def check_files(data: DataConfig) -> None:
             raise ConfigError(f"data.{name}: {path} does not exist")
 
 
-def is_own_engine(session: Session, port: int, node: Node, *, api_key: str = "") -> bool:
+def is_own_engine(trainer: Session, port: int, node: Node, *, api_key: str = "") -> bool:
     """True when the engine of an earlier run answers on the port of the node: a run may attach to it."""
     if port == 0:
         return False
-    with session.forward(port) as local_port:
+    with trainer.forward(port, node.address or LOOPBACK) as local_port:
         served = served_model(f"http://{LOOPBACK}:{local_port}", api_key=api_key)
     return served is not None and served.is_relative_to(node.root)
 

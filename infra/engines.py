@@ -18,8 +18,7 @@ import httpx
 
 from infra.errors import JobFailedError, JobLostError, PermanentInfraError, TransientInfraError
 from infra.jobs import JobState, JobStatus, describe_exit, read_log_tail, renew_lease
-from infra.ports import LOOPBACK
-from infra.session import Session
+from infra.session import LOOPBACK, Session
 
 POLL_S = 0.5
 COMPLETION_TIMEOUT_S = 40.0
@@ -95,9 +94,11 @@ def wait_until_engine_ready(
     *,
     kind: str,
     port: int,
+    host: str = LOOPBACK,
+    trainer: Session | None = None,
     run_dir: str,
     timeout_s: float,
-    also_renew: Sequence[str] = (),
+    also_renew: Sequence[tuple[Session, str]] = (),
     on_wait: Callable[[str], None] = lambda sentence: None,
     is_idle: bool = False,
     api_key: str = "",
@@ -107,8 +108,11 @@ def wait_until_engine_ready(
 
     Args:
         kind: a key of `PROBES`.
-        port: where it listens on the node's loopback.
-        also_renew: run directories of engines that are ready and wait for this one: their leases go on.
+        port: where it listens on the node.
+        host: the same.
+        trainer: the session of the node from which it is asked, where that is another one.
+        also_renew: engines that are ready and wait for this one, by the sessions of their nodes and their run
+            directories: their leases go on.
         on_wait: takes a sentence about the GPU that the engine waits for, whenever that changes.
         api_key: what it wants requests to carry; empty for an engine without.
         is_idle: no trainer uses the engine, so a pause was left behind by one that was killed, and is ended.
@@ -124,7 +128,7 @@ def wait_until_engine_ready(
     # No proxy leads to loopback.
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with (
-        session.forward(port) as local_port,
+        (trainer or session).forward(port, host) as local_port,
         httpx.Client(transport=transport, trust_env=False, headers=headers) as client,
     ):
         url = f"http://{LOOPBACK}:{local_port}"
@@ -143,8 +147,8 @@ def wait_until_engine_ready(
             if status.waits_for not in ("", waited_for):
                 waited_for = status.waits_for
                 on_wait(waited_for)
-            for waiting in also_renew:
-                renew_lease(session, waiting)
+            for place, waiting in also_renew:
+                renew_lease(place, waiting)
             time.sleep(POLL_S)
     last_line = read_log_tail(session, run_dir).strip().rpartition("\n")[2]
     raise TransientInfraError(

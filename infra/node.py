@@ -1,4 +1,4 @@
-"""What a person says about a machine (settings), and what the pipeline knows about one that it has (`Node`).
+"""What a person says about machines (settings), and what the pipeline knows about one that it has (`Node`).
 
 Not here: how one is had (providers/), what it can do (bootstrap.py), how it is talked to (session.py).
 """
@@ -6,10 +6,11 @@ Not here: how one is had (providers/), what it can do (bootstrap.py), how it is 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from infra.offers import GPUQuery
 
@@ -63,13 +64,9 @@ class PackageSettings(BaseModel):
         return check_form(value, info)
 
 
-class SSHNode(PackageSettings):
-    """A machine of yours that is reached over SSH: nothing is rented and nothing is released."""
+class SSHMachine(PackageSettings):
+    """How a machine of yours is logged in to, and what is where on it."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True, title="A machine over SSH")
-
-    provider: Literal["ssh"] = "ssh"
-    """Where the stages run: on a machine that is reached over SSH."""
     host: str
     """The machine, as user@host or user@host:port; an IPv6 address in brackets."""
     key_file: str = ""
@@ -94,6 +91,60 @@ class SSHNode(PackageSettings):
     @classmethod
     def _check_form(cls, value: str, info: ValidationInfo) -> str:
         return check_form(value, info)
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The host and port of the login."""
+        parts = HOST.fullmatch(self.host)
+        assert parts is not None, self.host
+        return parts["host"] or parts["ipv6"], int(parts["port"] or SSH_PORT)
+
+
+class EngineNode(SSHMachine):
+    """A machine for inference engines, beside the one that trains: the weights are sent to it over the network."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, title="A machine for engines")
+
+    address: str = ""
+    """The machine's IP address in the network that it shares with the one that trains: its engines listen there. Leave
+    it empty where that is the address in `host`."""
+
+    @property
+    def reached_at(self) -> str:
+        """The IP address at which its engines listen."""
+        return self.address or self.place[0]
+
+    @model_validator(mode="after")
+    def _check_address(self) -> Self:
+        if not is_ip_address(self.reached_at):
+            raise ValueError(
+                f"address: expected the IP address of {self.place[0]} in the network that it shares with the machine "
+                f"that trains, found {self.address!r}"
+            )
+        return self
+
+
+class SSHNode(SSHMachine):
+    """A machine of yours that is reached over SSH, or several that are one unit: nothing is rented or released."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True, title="A machine over SSH")
+
+    provider: Literal["ssh"] = "ssh"
+    """Where the stages run: on a machine that is reached over SSH."""
+    engine_nodes: tuple[EngineNode, ...] = ()
+    """Machines for the inference engines of RL, each with `deployment.num_engines` of them; everything else runs on
+    the machine above. Leave it empty to have the engines there too."""
+
+    @model_validator(mode="after")
+    def _check_places(self) -> Self:
+        places = [self.place, *(node.place for node in self.engine_nodes)]
+        if twice := [place for place in places if places.count(place) > 1]:
+            host, port = twice[0]
+            raise ValueError(
+                f"engine_nodes: {host}:{port} is named twice: each machine of a run is another one; for several "
+                "engines on each give deployment.num_engines"
+            )
+        return self
 
 
 class RentedNode(PackageSettings):
@@ -158,6 +209,15 @@ def check_form(value: str, info: ValidationInfo) -> str:
     return value
 
 
+def is_ip_address(text: str) -> bool:
+    """Whether it is an address, not a name."""
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
 _FORMS = {
     "host": (HOST, "user@host or user@host:port"),
     "host_key": (FINGERPRINT, "a fingerprint as `ssh-keygen -l` prints it, SHA256:..."),
@@ -169,6 +229,12 @@ _FORMS = {
 
 NodeSettings = Annotated[LocalNode | SSHNode | RentedNode, Field(discriminator="provider")]
 """Any provider's settings."""
+
+
+def without_engine_nodes(settings: NodeSettings) -> NodeSettings:
+    """The settings of the machine that trains alone, for work that needs no engine."""
+    return settings.model_copy(update={"engine_nodes": ()}) if isinstance(settings, SSHNode) else settings
+
 
 NODE_TYPES: Mapping[str, type[LocalNode] | type[SSHNode] | type[RentedNode]] = {
     "local": LocalNode,
@@ -221,6 +287,10 @@ class Node:
     """True when it costs money until it is given back."""
     believed_by: str = ""
     """Why its host key was believed: pinned, known_hosts or first_use; empty for this machine."""
+    address: str = ""
+    """Where engines on it listen for a trainer on another node; empty where the trainer is on the same one."""
+    engine_nodes: tuple["Node", ...] = ()
+    """The nodes of the engines, where they have some of their own: all of them are one unit."""
 
     @property
     def is_remote(self) -> bool:
@@ -231,6 +301,14 @@ class Node:
     def local_root(self) -> str:
         """Where this machine keeps what lies below `root` on the node."""
         return self.mirror or self.root
+
+    def node_of_engine(self, index: int, *, num_per_node: int) -> "Node":
+        """The node of one of the engines, which fill one node after the other."""
+        return self.engine_nodes[index // num_per_node] if self.engine_nodes else self
+
+    def named(self, name: str) -> "Node":
+        """The engines' node of that name; this one for any other name."""
+        return next((each for each in self.engine_nodes if each.name == name), self)
 
     def path_on_node(self, path: str) -> str:
         """Where a path below `local_root` lies on the node.

@@ -4,9 +4,7 @@ A port that is free now may be taken a moment later: who binds it must still be 
 """
 
 from infra.errors import PermanentInfraError
-from infra.session import Session
-
-LOOPBACK = "127.0.0.1"
+from infra.session import LOOPBACK, Session
 
 _FIND_FREE = """
 import socket, sys
@@ -45,11 +43,11 @@ def is_port_free(session: Session, host: str, port: int) -> bool:
     return completed.stdout == b"free"
 
 
-def check_port(session: Session, port: int) -> None:
-    """Return if a server on the node could listen on the loopback port now; 0 always can.
+def check_port(session: Session, port: int, host: str = LOOPBACK) -> None:
+    """Return if a server on the node could listen on the port now; 0 always can.
 
     Raises:
         PermanentInfraError: another process listens there.
     """
-    if port and not is_port_free(session, LOOPBACK, port):
+    if port and not is_port_free(session, host, port):
         raise PermanentInfraError(f"port {port} is in use by another process: choose another, or 0 for any free one")

@@ -36,6 +36,8 @@ from infra.errors import (
 MAX_READ_BYTES = 64 << 20
 """The largest file that `read_file` returns; what is larger is read by offset or copied."""
 
+LOOPBACK = "127.0.0.1"
+
 _READ_BYTES = 256 << 10
 
 logger = logging.getLogger(__name__)
@@ -102,8 +104,8 @@ class Session(Protocol):
     ) -> AbstractContextManager[Iterator[bytes]]:
         """`pipe` of what `run_program` runs."""
 
-    def forward(self, port: int) -> AbstractContextManager[int]:
-        """A port on this machine's loopback that leads to the port on the node's, while the block runs."""
+    def forward(self, port: int, host: str = LOOPBACK) -> AbstractContextManager[int]:
+        """A port on this machine's loopback that leads where the node finds host and port, while the block runs."""
 
     def write_file(self, path: str, content: bytes) -> None:
         """Write a file atomically; its missing parent directories are made."""
@@ -212,7 +214,8 @@ class LocalSession:
             )
 
     @contextlib.contextmanager
-    def forward(self, port: int) -> Iterator[int]:
+    def forward(self, port: int, host: str = LOOPBACK) -> Iterator[int]:
+        assert host == LOOPBACK, f"{host}: this machine needs no way to others"
         yield port
 
     def write_file(self, path: str, content: bytes) -> None:

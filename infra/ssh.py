@@ -170,15 +170,14 @@ class SSHConnection:
             raise NodeUnreachableError(self.address, describe(error)) from error
         return SSHChannel(channel, self.address)
 
-    def open_tunnel(self, port: int) -> SSHChannel:
-        """A channel to a port on the node's own loopback.
+    def open_tunnel(self, port: int, host: str) -> SSHChannel:
+        """A channel to where the node finds host and port.
 
         Raises:
             NodeUnreachableError: the connection has broken.
             TransientInfraError: nobody listens there.
         """
-        loopback = "127.0.0.1"
-        return SSHChannel(self._open("direct-tcpip", (loopback, port), (loopback, 0)), self.address)
+        return SSHChannel(self._open("direct-tcpip", (host, port), ("127.0.0.1", 0)), self.address)
 
     def close(self) -> None:
         """Drop the connection with everything on it."""

@@ -40,7 +40,7 @@ from infra.node import SSHAccess
 from infra.node_agent import STDERR, STDOUT
 from infra.openssh import OpenSSH
 from infra.parallel_write import ParallelWrite
-from infra.session import MAX_READ_BYTES, split_lines
+from infra.session import LOOPBACK, MAX_READ_BYTES, split_lines
 from infra.ssh import SSHConnection, connect
 from infra.tunnel import forwarded_port
 
@@ -219,8 +219,8 @@ class SSHSession:
         return path
 
     @contextlib.contextmanager
-    def forward(self, port: int) -> Iterator[int]:
-        with forwarded_port(lambda: self._connection("control").open_tunnel(port)) as local_port:
+    def forward(self, port: int, host: str = LOOPBACK) -> Iterator[int]:
+        with forwarded_port(lambda: self._connection("control").open_tunnel(port, host)) as local_port:
             yield local_port
 
     def __enter__(self) -> Self:

@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable, Iterator
 
 from infra.errors import InfraError, NodeUnreachableError
+from infra.session import LOOPBACK
 from infra.ssh import SSHChannel
 
-LOOPBACK = "127.0.0.1"
 _PIECE_BYTES = 64 << 10
 
 logger = logging.getLogger(__name__)

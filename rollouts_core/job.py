@@ -70,6 +70,8 @@ class EngineAddress(Record):
     """Base URL, reachable from the job."""
     lease_file: str
     """File whose modification time the job renews, so that the engine outlives neither it nor a crash by long."""
+    lease_url: str = ""
+    """Where the job asks for that instead, since the file is on another node; empty where it is on the job's own."""
 
 
 class SFTJob(Record):
@@ -176,6 +178,8 @@ class ServeJob(Record):
     """Address to listen on."""
     port: int = Field(ge=0, le=65535, json_schema_extra=PLACEMENT)
     """Port to listen on."""
+    lease_port: int = Field(0, ge=0, le=65535, json_schema_extra=PLACEMENT)
+    """Port at which a trainer on another node renews the lease; 0 where it is on the same one."""
     context_length: int = Field(ge=2)
     """Prompt and completion tokens of one request at most."""
     engine: EngineConfig = EngineConfig()

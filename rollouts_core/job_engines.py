@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+
+import httpx
 
 from rollouts_core.engines import (
     Endpoint,
@@ -23,10 +25,11 @@ from rollouts_core.engines import (
 )
 from rollouts_core.engines.in_flight import InterruptibleEngine
 from rollouts_core.job import EngineAddress, RLJob
-from rollouts_core.keys import read_key
+from rollouts_core.keys import key_header, read_key
 from rollouts_core.run_directory import RunDirectory
 
 LEASE_RENEWAL_S = 5.0
+RENEWAL_TIMEOUT_S = 5.0
 POOLED_RESTART_TIMEOUT_S = 5.0
 """With other engines at hand, the completions of one that vanished are asked of them, while it restarts."""
 
@@ -75,24 +78,41 @@ def route(job: RLJob, clients: Sequence[SGLangEngine | VLLMEngine], pool: Engine
 
 
 @contextmanager
-def keep_leases(addresses: Sequence[EngineAddress]) -> Iterator[None]:
-    """Renew the engines' leases as long as the block runs: in a thread, because a train step may block for minutes."""
+def keep_leases(addresses: Sequence[EngineAddress], api_key: str = "") -> Iterator[None]:
+    """Renew the engines' leases as long as the block runs: in threads, because a train step may block for minutes.
+
+    Args:
+        api_key: what engines on other nodes want requests to carry.
+    """
     is_over = threading.Event()
 
-    def renew() -> None:
+    def renew(address: EngineAddress) -> None:
         while True:
-            for address in addresses:
-                Path(address.lease_file).touch()
+            renew_lease(address, api_key)
             if is_over.wait(LEASE_RENEWAL_S):
                 return
 
-    renewal = threading.Thread(target=renew, name="engine leases", daemon=True)
-    renewal.start()
+    renewals = [
+        threading.Thread(target=renew, args=(address,), name=f"lease of {address.url}", daemon=True)
+        for address in addresses
+    ]
+    for renewal in renewals:
+        renewal.start()
     try:
         yield
     finally:
         is_over.set()
-        renewal.join()
+        for renewal in renewals:
+            renewal.join()
+
+
+def renew_lease(address: EngineAddress, api_key: str) -> None:
+    """Say once that the engine is wanted; where nobody answers, it is asked again soon anyway."""
+    if not address.lease_url:
+        Path(address.lease_file).touch()
+        return
+    with suppress(httpx.TransportError):
+        httpx.post(address.lease_url, headers=key_header(api_key), timeout=RENEWAL_TIMEOUT_S, trust_env=False)
 
 
 def publish_target(job: RLJob, directory: RunDirectory) -> PublishTarget:

@@ -9,26 +9,30 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rollouts_core.errors import ConfigError
 
 HUB_TOKEN = "HF_TOKEN"
 """The variable in which Hugging Face's libraries look for a token."""
+OWN_KEY_VARIABLE = "ROLLOUTS_OWN_ENGINE_KEY"
+"""Holds the key of engines on other nodes than their trainer, where the settings name none: the run has made it."""
 
 
-def read_key(variable: str, setting: str) -> str:
+def read_key(variable: str, setting: str, known: Mapping[str, str] = MappingProxyType({})) -> str:
     """The key that an environment variable holds; empty where none is named.
 
     Args:
         setting: the section that names the variable, for the message.
+        known: variables that are not looked up.
 
     Raises:
         ConfigError: the variable is not set.
     """
     if not variable:
         return ""
-    if not (key := os.environ.get(variable)):
+    if not (key := known.get(variable) or os.environ.get(variable)):
         raise ConfigError(f"{setting}: api_key_variable {variable} is not set: export it where the run is started")
     return key
 
@@ -38,20 +42,29 @@ def key_header(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def read_named_keys(job: Mapping[str, Any]) -> dict[str, str]:  # Any: JSON
+def engine_key_variable(job: Mapping[str, Any]) -> str:  # Any: JSON
+    """The variable that a job names for its engine's key; empty where it names none."""
+    engine = job.get("engine", job.get("rollout", {}).get("engine", {}))
+    return str(engine.get("api_key_variable", ""))
+
+
+def read_named_keys(
+    job: Mapping[str, Any],  # Any: JSON
+    known: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, str]:
     """The variables that a job's engine and rewards name, with their keys.
 
     Args:
         job: the content of its job.json.
+        known: variables that are not looked up.
 
     Raises:
         ConfigError: one of them is not set.
     """
-    rollout = job.get("rollout", {})
-    engine = job.get("engine", rollout.get("engine", {}))
-    named = {engine.get("api_key_variable", ""): "rollout.engine"}
-    named |= dict.fromkeys((reward["api_key_variable"] for reward in rollout.get("rewards", ())), "rollout.rewards")
-    return {variable: read_key(variable, setting) for variable, setting in named.items() if variable}
+    rewards = job.get("rollout", {}).get("rewards", ())
+    named = {engine_key_variable(job): "rollout.engine"}
+    named |= dict.fromkeys((reward["api_key_variable"] for reward in rewards), "rollout.rewards")
+    return {variable: read_key(variable, setting, known) for variable, setting in named.items() if variable}
 
 
 def read_hub_token(job: Mapping[str, Any]) -> dict[str, str]:  # Any: JSON

@@ -26,6 +26,7 @@ from rollouts_core.generate import check_prompt_lengths, create_engine_generate_
 from rollouts_core.job import RLJob
 from rollouts_core.job_engines import keep_leases, open_engines, publish_target
 from rollouts_core.job_inputs import check_model, check_resume, checked_file
+from rollouts_core.keys import read_key
 from rollouts_core.metrics import EventLog, JSONLLogger
 from rollouts_core.model.loading import load_tokenizer, pad_token_id
 from rollouts_core.offline_rollouts import OfflineRollouts
@@ -62,7 +63,7 @@ def create_rl_backend(job: RLJob, ranks: Ranks | None) -> TrainingBackend:
 
 async def train(job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None) -> None:
     """Check, load and train; the record says how much there was to train on."""
-    with keep_leases(job.engines):
+    with keep_leases(job.engines, read_key(job.rollout.engine.api_key_variable, "rollout.engine")):
         check_model(job.model)
         train_on = train_on_recorded if job.rollouts else train_on_prompts
         counts = await train_on(job, directory, events, ranks)

@@ -82,6 +82,11 @@ class RunDirectory:
         return self.root / f"finish-{attempt_number()}"
 
     @property
+    def lease_file(self) -> Path:
+        """In: its modification time says when somebody last wanted the job."""
+        return self.root / ".job" / "lease"
+
+    @property
     def result(self) -> Path:
         """Out: the stage's record, written last; absent means not finished."""
         return self.root / "result.json"

@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rollouts_core.embedded.server import API_KEY_VARIABLE, is_loopback, serve
+from rollouts_core.embedded.server import API_KEY_VARIABLE, bind_port, is_loopback, serve
+from rollouts_core.errors import InputError
 from rollouts_core.job import ServeJob
 from rollouts_core.keys import read_key
+from rollouts_core.lease_service import start_lease_service
 from rollouts_core.metrics import EventLog
 from rollouts_core.run_directory import RunDirectory, attempt_number
 
@@ -20,6 +22,8 @@ def run_serve_job(job: ServeJob, directory: RunDirectory) -> None:
     """Serve until told to stop; SGLang and vLLM take this process over."""
     with EventLog(directory.events, attempt=attempt_number()) as events:
         events.write("started", kind=job.kind, pid=os.getpid())
+        if job.lease_port:
+            offer_renewals(job, directory)
         if job.engine.kind != "embedded":
             from rollouts_core.engines.launch import exec_engine  # its clients take a second to load
 
@@ -33,6 +37,21 @@ def run_serve_job(job: ServeJob, directory: RunDirectory) -> None:
             context_length=job.context_length,
             api_key=engine_key(job),
         )
+
+
+def offer_renewals(job: ServeJob, directory: RunDirectory) -> None:
+    """Let a trainer on another node renew the lease.
+
+    Raises:
+        InputError: there is no key that would protect it, or the port is in use.
+    """
+    if not engine_key(job):
+        raise InputError(
+            f"lease_port {job.lease_port} is reached from other machines, where it needs an API key: name its variable "
+            "as engine.api_key_variable"
+        )
+    with bind_port(job.host, job.lease_port) as listener:
+        start_lease_service(listener, str(directory.lease_file), job.engine.api_key_variable or API_KEY_VARIABLE)
 
 
 def engine_key(job: ServeJob) -> str:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.engines import check_engine_installed, wait_until_engine_ready
+from infra.errors import InfraError
 from infra.jobs import JobState, cancel_job, job_status, renew_lease, start_or_attach
 from infra.ledger import Ledger
 from infra.node import Node
-from infra.ports import LOOPBACK, check_port, find_free_port
+from infra.ports import check_port, find_free_port
 from infra.providers import open_session
 from infra.session import Session
 from rollouts_core.job import ServeJob
 from rollouts_core.keys import read_key
+from tasks.engine_keys import own_keys
 from tasks.placement import place_stage
 from tasks.plan import plan_engine
 from tasks.progress import StageProgress, stage_console
 from tasks.records import EngineRecord, RunScope, Stage
-from tasks.stage import GRACE_S, gpus_of, job_spec, running_job
+from tasks.stage import GRACE_S, gpus_of, gpus_of_engines, job_spec, running_job
 
 MAX_RESTARTS = 3
 LEASE_S = 60.0
@@ -34,67 +38,103 @@ def launch_engine(
     """An engine of this RL stage, ready to generate: the one that already serves it, or a new one.
 
     Args:
+        node: the one that trains.
         ready: the stage's engines that wait for this one; they are kept alive meanwhile.
     """
+    own = node.node_of_engine(index, num_per_node=rl.job["deployment"]["num_engines"])
     with (
         StageProgress("engine", num_steps=0, console=stage_console()) as progress,
         Ledger(scope.ledger_path) as ledger,
-        open_session(node) as session,
+        ExitStack() as stack,
     ):
-        placement = place_stage(session, plan_engine(rl, wanted_port, node, index), node)
+        sessions = {each.name: stack.enter_context(open_session(each)) for each in (node, *node.engine_nodes)}
+        session = sessions[own.name]
+        placement = place_stage(session, plan_engine(rl, wanted_port, own, index), own)
         stage = placement.stage
-        engine = ServeJob.model_validate(stage.job).engine
-        if engine.kind != "embedded":
-            check_engine_installed(session, engine.kind, python=engine.python)
-        ledger.add_lease(stage.run_dir, scope.run_id, node.name)
+        job = ServeJob.model_validate(stage.job)
+        if job.engine.kind != "embedded":
+            check_engine_installed(session, job.engine.kind, python=job.engine.python)
+        ledger.add_lease(stage.run_dir, scope.run_id, own.name)
         running = running_job(session, stage.run_dir)
-        port = running["port"] if running else choose_port(session, wanted_port)
-        at_port = stage.model_copy(update={"job": {**stage.job, "port": port}})
+        ports = choose_ports(session, job, is_elsewhere=own is not node) if running is None else ports_of(running)
+        keys = own_keys(stage.job, scope)
         start_or_attach(
             session,
             job_spec(
-                at_port,
+                stage.model_copy(update={"job": {**stage.job, **ports}}),
                 session,
                 scope,
-                gpus=gpus_of(rl),
+                gpus=gpus_of(rl, node) if own is node else gpus_of_engines(rl),
                 code_dir=placement.code_dir,
+                known_keys=keys,
                 max_restarts=MAX_RESTARTS,
                 lease_s=LEASE_S,
             ),
         )
-        url = f"http://{LOOPBACK}:{port}"
+        url = url_of(job.host, ports["port"])
         wait_until_engine_ready(
             session,
-            kind=engine.kind,
-            port=port,
+            kind=job.engine.kind,
+            port=ports["port"],
+            host=job.host,
+            trainer=sessions[node.name],
             run_dir=stage.run_dir,
-            timeout_s=engine.start_timeout_s,
-            api_key=read_key(engine.api_key_variable, "rollout.engine"),
-            also_renew=[each.run_dir for each in ready],
+            timeout_s=job.engine.start_timeout_s,
+            api_key=read_key(job.engine.api_key_variable, "rollout.engine", keys),
+            also_renew=[(sessions[node.named(each.node).name], each.run_dir) for each in ready],
             on_wait=progress.say,
             # The RL job pauses its engine now and then, and ends that itself as long as it lives.
-            is_idle=running is not None and job_status(session, rl.run_dir).state is not JobState.RUNNING,
+            is_idle=running is not None and not is_training(sessions[node.name], rl, node),
         )
         renew_lease(session, stage.run_dir)  # the RL job takes over when it has loaded its model
         progress.say(f"{'still answers' if running else 'answers'} at {url}")
-    return EngineRecord(provider=engine.kind, url=url, run_dir=stage.run_dir)
+    return EngineRecord(
+        provider=job.engine.kind,
+        url=url,
+        run_dir=stage.run_dir,
+        node=own.name,
+        lease_url=url_of(job.host, ports["lease_port"]) if own is not node else "",
+    )
 
 
 @task(name="stop-engine", cache_policy=NO_CACHE)
 def stop_engine(engine: EngineRecord, scope: RunScope, node: Node) -> None:
-    """End the engine, unless another run still wants it."""
-    with Ledger(scope.ledger_path) as ledger, open_session(node) as session:
-        if ledger.drop_lease(engine.run_dir, scope.run_id) == 0:
-            cancel_job(session, engine.run_dir, GRACE_S)
+    """End the engine, unless another run still wants it; one whose machine is lost, beside others, ends by itself."""
+    own = node.named(engine.node)
+    try:
+        with Ledger(scope.ledger_path) as ledger, open_session(own) as session:
+            if ledger.drop_lease(engine.run_dir, scope.run_id) == 0:
+                cancel_job(session, engine.run_dir, GRACE_S)
+    except InfraError as error:
+        if own is node:
+            raise
+        with StageProgress("engine", num_steps=0, console=stage_console()) as progress:
+            progress.say(f"{engine.url} is not reached, it ends by itself within a minute ({error})")
 
 
-def choose_port(session: Session, wanted_port: int) -> int:
-    """The wanted port, or a free one for 0.
+def is_training(session: Session, rl: Stage, node: Node) -> bool:
+    """Whether the RL job is under way on its node."""
+    return job_status(session, node.path_on_node(rl.run_dir)).state is JobState.RUNNING
+
+
+def choose_ports(session: Session, job: ServeJob, *, is_elsewhere: bool) -> dict[str, int]:
+    """The ports of a new engine: the wanted one, or a free one for 0, and one for its lease where that is needed.
 
     Raises:
         PermanentInfraError: another process listens on the wanted port.
     """
-    if wanted_port == 0:
-        return find_free_port(session)
-    check_port(session, wanted_port)
-    return wanted_port
+    check_port(session, job.port, job.host)
+    port, lease_port = job.port or find_free_port(session, job.host), 0
+    while is_elsewhere and lease_port in (0, port):
+        lease_port = find_free_port(session, job.host)
+    return {"port": port, "lease_port": lease_port}
+
+
+def ports_of(running: Mapping[str, Any]) -> dict[str, int]:  # Any: JSON
+    """The ports of an engine that is under way."""
+    return {"port": running["port"], "lease_port": running["lease_port"]}
+
+
+def url_of(host: str, port: int) -> str:
+    """Where a server listens."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

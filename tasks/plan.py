@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from infra.node import Node
+from infra.session import LOOPBACK
 from rollouts_core.config import (
     MIN_ENGINE_CONTEXT,
     Config,
@@ -21,6 +22,7 @@ from rollouts_core.config import (
 from rollouts_core.data.rows import digest_path, resolve_revision
 from rollouts_core.fingerprint import digest_checkpoint, digest_model, digest_plugins, fingerprint_job
 from rollouts_core.job import EngineAddress, EvalJob, InputDataset, InputFile, InputModel, Job, RLJob, ServeJob, SFTJob
+from rollouts_core.keys import OWN_KEY_VARIABLE
 from tasks.early_end import is_left_behind
 from tasks.records import EngineRecord, RunScope, Stage, StageRecord
 
@@ -60,32 +62,51 @@ def plan_rl(start: InputModel, config: Config, scope: RunScope, node: Node) -> S
         rollouts=input_file(config.data.rollouts) if config.data.rollouts else None,
         training=config.training.rl,
         resume_digest=digest_checkpoint(config.training.rl.resume_from),
-        rollout=config.rollout,
+        rollout=with_engines_elsewhere(config.rollout) if node.engine_nodes else config.rollout,
         plugin_digest=plugin_digest(config),
         deployment=config.deployment,
     )
     return build_stage("rl", job, scope, node, num_steps=config.training.rl.num_steps)
 
 
+def with_engines_elsewhere(rollout: RolloutConfig) -> RolloutConfig:
+    """The settings where trainer and engines are on different nodes: weights are sent, and a key is asked for."""
+    engine = rollout.engine
+    changed = {
+        "weight_transfer": "gloo" if engine.weight_transfer == "auto" else engine.weight_transfer,
+        "api_key_variable": engine.api_key_variable or OWN_KEY_VARIABLE,
+    }
+    return rollout.model_copy(update={"engine": engine.model_copy(update=changed)})
+
+
 def with_engines(rl: Stage, engines: Sequence[EngineRecord]) -> Stage:
     """The RL stage with the engines that it may use."""
     addresses = tuple(
-        EngineAddress(provider=engine.provider, url=engine.url, lease_file=engine.lease_file) for engine in engines
+        EngineAddress(
+            provider=engine.provider, url=engine.url, lease_file=engine.lease_file, lease_url=engine.lease_url
+        )
+        for engine in engines
     )
     job = RLJob.model_validate(rl.job).model_copy(update={"engines": addresses})
     return rl.model_copy(update={"job": job.model_dump(mode="json")})
 
 
 def plan_engine(rl: Stage, port: int, node: Node, index: int = 0) -> Stage:
-    """An engine of an RL stage: its start weights are the RL's start model, its identity is the RL stage's."""
+    """An engine of an RL stage: its start weights are the RL's start model, its identity is the RL stage's.
+
+    Args:
+        node: the one that it runs on.
+        index: its number among all engines; each node has as many of them, with GPUs of the same ranks.
+    """
     rl_job = RLJob.model_validate(rl.job)
-    rollout = rl_job.rollout
+    rollout, deployment = rl_job.rollout, rl_job.deployment
     job = ServeJob(
         model=rl_job.model,
+        host=node.address or LOOPBACK,
         port=port,
         context_length=rollout.engine.context_length or needed_context(rollout),
         engine=rollout.engine,
-        deployment=rl_job.deployment.of_engine(index),
+        deployment=deployment.of_engine(index % deployment.num_engines),
     )
     return Stage(
         name="engine",

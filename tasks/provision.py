@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.errors import InfraError
-from infra.ledger import Ledger
+from infra.ledger import Lease, Ledger
 from infra.node import Node, NodeSettings
 from infra.providers import provision_node, release_node
 from infra.rentals import usd_spent
 from tasks.progress import StageProgress, stage_console
 from tasks.records import RunScope
 from tasks.salvage import salvage
-from tasks.stage import drop_leases, stop_leased_jobs
+from tasks.stage import drop_leases, leases_on, stop_leased_jobs
 
 
 @task(name="provision", cache_policy=NO_CACHE)
 def provision(settings: NodeSettings, scope: RunScope) -> Node:
-    """The node that the settings ask for."""
+    """The node that the settings ask for, with those of its engines."""
     with StageProgress("provision", num_steps=0, console=stage_console()) as progress:
         node = provision_node(settings, Path(scope.store), run_id=scope.run_id, say=progress.say)
-        key = f" (its key: {node.believed_by})" if node.believed_by else ""
-        progress.say(f"{node.provider} node {node.name}{key}, run directories below {node.root}/stages")
+        for each in (node, *node.engine_nodes):
+            key = f" (its key: {each.believed_by})" if each.believed_by else ""
+            kind = "node" if each is node else "engines' node"
+            progress.say(f"{each.provider} {kind} {each.name}{key}, run directories below {each.root}/stages")
     return node
 
 
@@ -33,28 +36,48 @@ def give_back(node: Node, scope: RunScope) -> list[str]:
     """End every job that only this run wants, then give the node back; returns what was done, a sentence each.
 
     What stopped jobs have on another machine is fetched before. A rented machine is given back also where its jobs
-    cannot be reached: they end with it.
+    cannot be reached: they end with it. Engines that cannot be reached end by themselves.
     """
+    leases = leases_on(scope, node)
     try:
-        ended, left = stop_leased_jobs(scope, node)
-        done = [
-            *(f"ended the job in {run_dir}" for run_dir in ended),
-            *(f"left the job in {run_dir} to another run that wants it" for run_dir in left),
-            *(salvage(scope, node) if node.is_remote else []),
-        ]
+        done = end_jobs(node, leases[node.name], scope)
+        done += salvage(scope, node) if node.is_remote else []
     except InfraError as error:
         if not node.is_rented:
             raise
         drop_leases(scope)
         done = [f"its jobs end with the machine ({error})"]
     finally:
+        engines_done = [
+            done for each in node.engine_nodes for done in give_back_engines(each, leases[each.name], scope)
+        ]
         release_node(node)
-    done.append(f"gave back {node.provider} node {node.name}")
+    done += [*engines_done, f"gave back {node.provider} node {node.name}"]
     if node.is_rented:
         with Ledger(scope.ledger_path) as ledger:
             usd = usd_spent(ledger, scope.run_id, time.time())
         done.append(f"the machines of the run cost {usd:.2f} USD")
     return done
+
+
+def end_jobs(node: Node, leases: Sequence[Lease], scope: RunScope) -> list[str]:
+    """End the jobs on a node that only this run wants; returns what was done, a sentence each."""
+    ended, left = stop_leased_jobs(scope, node, leases)
+    return [
+        *(f"ended the job in {run_dir}" for run_dir in ended),
+        *(f"left the job in {run_dir} to another run that wants it" for run_dir in left),
+    ]
+
+
+def give_back_engines(node: Node, leases: Sequence[Lease], scope: RunScope) -> list[str]:
+    """Give back a node of engines; where it does not answer they end by themselves: nobody renews their leases."""
+    try:
+        done = end_jobs(node, leases, scope) if leases else []
+    except InfraError as error:
+        drop_leases(scope, leases)
+        done = [f"the engines on {node.name} end by themselves within a minute ({error})"]
+    release_node(node)
+    return [*done, f"gave back {node.provider} node {node.name}"]
 
 
 def release_now(node: Node, scope: RunScope) -> None:

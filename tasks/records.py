@@ -101,6 +101,10 @@ class EngineRecord(TaskRecord):
     provider: EngineKind = "embedded"
     url: str
     run_dir: str
+    node: str = ""
+    """The name of the node that it runs on."""
+    lease_url: str = ""
+    """Where a trainer on another node renews its lease."""
 
     @property
     def lease_file(self) -> str:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from infra.checkpoint_uploads import checkpoints_published
@@ -27,7 +29,7 @@ from infra.jobs import (
     require_finished,
     start_or_attach,
 )
-from infra.ledger import Ledger
+from infra.ledger import Lease, Ledger
 from infra.mirror import mirrored, pull_run
 from infra.node import Node
 from infra.providers import open_session
@@ -39,6 +41,7 @@ from rollouts_core.run_directory import RunDirectory
 from tasks.artifacts import find_damage, is_finished, set_damage_aside
 from tasks.earlier_scores import take_earlier_scores
 from tasks.early_end import begin_with_earlier, check_own_end, read_early_end, requests_passed_on
+from tasks.engine_keys import own_keys
 from tasks.placement import place_stage
 from tasks.progress import StageProgress, stage_console
 from tasks.records import How, RunScope, Stage, StageRecord
@@ -91,7 +94,14 @@ def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgre
         placement = place_stage(session, stage, node)
         run_dir = placement.stage.run_dir
         ledger.add_lease(run_dir, scope.run_id, node.name)
-        spec = job_spec(placement.stage, session, scope, gpus=gpus_of(stage), code_dir=placement.code_dir)
+        spec = job_spec(
+            placement.stage,
+            session,
+            scope,
+            gpus=gpus_of(stage, node),
+            code_dir=placement.code_dir,
+            known_keys=own_keys(placement.stage.job, scope),
+        )
         status = start_or_attach(session, spec)
         how = how_it_began(status)
         with checkpoints_published_of(stage, scope):
@@ -123,6 +133,7 @@ def job_spec(
     *,
     gpus: tuple[str, ...],
     code_dir: str = "",
+    known_keys: Mapping[str, str] = MappingProxyType({}),
     max_restarts: int = 0,
     lease_s: float = 0.0,
 ) -> JobSpec:
@@ -131,12 +142,13 @@ def job_spec(
     Args:
         gpus: what it waits for; an RL and its engines, which have the same fingerprint, have them together.
         code_dir: where the job imports from; empty where it finds everything by itself.
+        known_keys: variables that need not be set here.
     """
     return JobSpec(
         run_dir=stage.run_dir,
         argv=(session.python, "-m", "rollouts_core", stage.kind, f"{stage.run_dir}/job.json"),
         job=stage.job,
-        env=job_environment(stage) | ({"PYTHONPATH": code_dir} if code_dir else {}),
+        env=job_environment(stage, known_keys) | ({"PYTHONPATH": code_dir} if code_dir else {}),
         timeout_s=stage.timeout_s,
         grace_s=GRACE_S,
         max_restarts=max_restarts,
@@ -147,23 +159,33 @@ def job_spec(
     )
 
 
-def gpus_of(stage: Stage) -> tuple[str, ...]:
-    """The GPUs that nobody else may use while the stage's job runs; of an RL those of its engines too.
+def gpus_of(stage: Stage, node: Node) -> tuple[str, ...]:
+    """The node's GPUs that nobody else may use while the stage's job runs; of an RL those of its engines there too.
 
     Two RLs that each had some of them would wait for each other for ever, so every job of an RL takes all of them.
     """
     deployment = stage.job["deployment"]
-    trainer, engines = deployment["trainer_gpu_ranks"], deployment["engine_gpu_ranks"]
+    trainer = deployment["trainer_gpu_ranks"]
     shares_cpu = deployment["trainer_processes"] > 1 and not trainer
     gpus = [] if shares_cpu else [str(rank) for rank in trainer] or [FIRST_GPU]
-    # The embedded engine computes on the CPU, and recorded rollouts need no engine.
-    if stage.kind == "rl" and stage.job["rollout"]["engine"]["kind"] != "embedded" and not stage.job["rollouts"]:
-        gpus += [str(rank) for rank in engines] or [FIRST_GPU]
+    # Recorded rollouts need no engine.
+    if stage.kind == "rl" and not stage.job["rollouts"] and not node.engine_nodes:
+        gpus += gpus_of_engines(stage)
     return tuple(dict.fromkeys(gpus))
 
 
-def job_environment(stage: Stage) -> dict[str, str]:
+def gpus_of_engines(rl: Stage) -> tuple[str, ...]:
+    """The GPUs that the engines of an RL use, on each node that has some; the embedded engine computes on the CPU."""
+    if rl.job["rollout"]["engine"]["kind"] == "embedded":
+        return ()
+    return tuple(str(rank) for rank in rl.job["deployment"]["engine_gpu_ranks"]) or (FIRST_GPU,)
+
+
+def job_environment(stage: Stage, known_keys: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
     """The variables of the stage's process: GPUs and keys, where the settings name some, and how it gets memory.
+
+    Args:
+        known_keys: variables that need not be set here.
 
     Raises:
         ConfigError: a variable that is to hold a key is not set here.
@@ -175,7 +197,7 @@ def job_environment(stage: Stage) -> dict[str, str]:
         if ranks
         else {}
     )
-    keys = read_named_keys(stage.job) | read_hub_token(stage.job)
+    keys = read_named_keys(stage.job, known_keys) | read_hub_token(stage.job)
     is_own_engine = stage.kind == "serve" and stage.job["engine"]["kind"] == "embedded"
     return gpus | keys | (KEPT_MEMORY if stage.kind in ("sft", "rl") or is_own_engine else {})
 
@@ -214,11 +236,11 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
     require_finished(session, ended)
 
 
-def stop_leased_jobs(scope: RunScope, node: Node) -> tuple[list[str], list[str]]:
-    """Give up this run's claims; returns the run directories of the jobs that ended, and of those that others want."""
+def stop_leased_jobs(scope: RunScope, node: Node, leases: Sequence[Lease]) -> tuple[list[str], list[str]]:
+    """Give up the run's claims on jobs of a node; returns the directories of those that ended, and that others want."""
     ended, left = [], []
     with Ledger(scope.ledger_path) as ledger, open_session(node) as session:
-        for lease in ledger.leases_of(scope.run_id):
+        for lease in leases:
             if ledger.drop_lease(lease.run_dir, scope.run_id) == 0:
                 cancel_job(session, lease.run_dir, GRACE_S)
                 ended.append(lease.run_dir)
@@ -227,10 +249,19 @@ def stop_leased_jobs(scope: RunScope, node: Node) -> tuple[list[str], list[str]]
     return ended, left
 
 
-def drop_leases(scope: RunScope) -> None:
-    """Give up this run's claims on jobs that are no more."""
+def leases_on(scope: RunScope, node: Node) -> dict[str, list[Lease]]:
+    """This run's claims, by the name of the machine of the unit that they are on."""
+    by_machine: dict[str, list[Lease]] = {each.name: [] for each in (node, *node.engine_nodes)}
     with Ledger(scope.ledger_path) as ledger:
         for lease in ledger.leases_of(scope.run_id):
+            by_machine[node.named(lease.node).name].append(lease)
+    return by_machine
+
+
+def drop_leases(scope: RunScope, leases: Sequence[Lease] | None = None) -> None:
+    """Give up this run's claims on jobs that are no more: all, or some."""
+    with Ledger(scope.ledger_path) as ledger:
+        for lease in ledger.leases_of(scope.run_id) if leases is None else leases:
             ledger.drop_lease(lease.run_dir, scope.run_id)
 
 

@@ -1,14 +1,15 @@
-"""A machine of the user's own, reached over SSH: nothing to rent, nothing to release.
+"""Machines of the user's own, reached over SSH: nothing to rent, nothing to release.
 
 Not here: the session itself (ssh_session.py), what the machine must have (bootstrap.py).
 """
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from infra.errors import PermanentInfraError
-from infra.node import HOST, SSH_PORT, Node, SSHAccess, SSHNode
+from infra.node import HOST, Node, SSHAccess, SSHMachine, SSHNode
 from infra.session import Session
 
 FIRST_USE_FILE = "known_hosts"
@@ -21,7 +22,19 @@ logger = logging.getLogger(__name__)
 
 
 def provision_ssh(settings: SSHNode, store: Path) -> Node:
-    """The node record of the machine; logs in once, so that whatever is wrong with that is said now.
+    """The node record of the machine, with those of its engines' machines: all of them, or an error about one.
+
+    Raises:
+        NodeUnreachableError, HostKeyError, LoginError: one sentence about a connection.
+        PermanentInfraError: an interpreter cannot be run, or a `root` is not a usable path.
+    """
+    node = reach_machine(settings, store)
+    engine_nodes = (replace(reach_machine(each, store), address=each.reached_at) for each in settings.engine_nodes)
+    return replace(node, engine_nodes=tuple(engine_nodes))
+
+
+def reach_machine(settings: SSHMachine, store: Path) -> Node:
+    """The node record of one machine; logs in once, so that whatever is wrong with that is said now.
 
     Raises:
         NodeUnreachableError, HostKeyError, LoginError: one sentence about the connection.
@@ -57,14 +70,15 @@ def expand_root(session: Session, python: str, root: str) -> str:
     return expanded
 
 
-def read_access(settings: SSHNode, store: Path) -> SSHAccess:
+def read_access(settings: SSHMachine, store: Path) -> SSHAccess:
     """How the settings say that the machine is reached."""
+    host, port = settings.place
     parts = HOST.fullmatch(settings.host)
     assert parts is not None, settings.host
     first_use_file = str(store.expanduser().absolute() / FIRST_USE_FILE)
     return SSHAccess(
-        host=parts["host"] or parts["ipv6"],
-        port=int(parts["port"] or SSH_PORT),
+        host=host,
+        port=port,
         user=parts["user"],
         key_file=settings.key_file,
         key_variable=settings.key_variable,

@@ -23,9 +23,11 @@ class DeploymentConfig(Record):
     """Processes that train together, each with a GPU of its own; 0 takes as many as there are trainer_gpu_ranks, or
     one. Without trainer_gpu_ranks they share the CPU, which is for trying things out."""
     engine_gpu_ranks: tuple[GpuRank, ...] = Field((), json_schema_extra=PLACEMENT)
-    """GPUs of the inference engines, shared evenly between them; those of one engine hold its model together."""
+    """GPUs of the inference engines, shared evenly between them; those of one engine hold its model together. Where
+    engines have nodes of their own, GPUs of each of these nodes."""
     num_engines: int = Field(1, ge=1, json_schema_extra=PLACEMENT)
-    """Inference engines that sample for RL; when one fails, the others go on."""
+    """Inference engines that sample for RL; when one fails, the others go on. Where engines have nodes of their own, as
+    many on each."""
     colocated: bool = Field(False, json_schema_extra=PLACEMENT)
     """Whether engines and trainer share GPUs: the engines hand their memory over while the trainer trains, and are
     given the weights after each step. SGLang and vLLM can on GPUs alone; the embedded engine has no memory to give."""
@@ -34,7 +36,8 @@ class DeploymentConfig(Record):
     engine_threads: int = Field(1, ge=1, json_schema_extra=PLACEMENT)
     """CPU threads of the inference engine."""
     engine_port: int = Field(0, ge=0, le=MAX_PORT, json_schema_extra=PLACEMENT)
-    """Port of the engine on the node's loopback address, of the first where there are several; 0 chooses free ones."""
+    """Port of the engine on its node, of the first where there are several; 0 chooses free ones. It listens on the
+    loopback address, or, where engines have nodes of their own, at the node's address."""
     max_running_requests: int = Field(128, ge=1, json_schema_extra=PLACEMENT)
     """Completions that the engine generates at the same time."""
     stage_timeout_minutes: int = Field(24 * 60, ge=1, json_schema_extra=PLACEMENT)

@@ -5,6 +5,7 @@ Not here: its GPUs, ports and number (deployment.py), how it is started (engines
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -13,6 +14,12 @@ from rollouts_core.config.record import PLACEMENT, Finite, Record
 
 EngineKind = Literal["embedded", "sglang", "vllm"]
 WeightTransfer = Literal["auto", "gloo", "nccl", "tensors"]
+TRANSFERS: Mapping[EngineKind, tuple[WeightTransfer, ...]] = {
+    "embedded": ("auto", "gloo"),
+    "sglang": ("auto", "gloo", "nccl", "tensors"),
+    "vllm": ("auto",),
+}
+"""The ways in which weights can go to each kind of engine."""
 MIN_ENGINE_CONTEXT = 25
 """Tokens that an engine of another kind than the embedded one has to have room for: it is asked for a few, to prove its
 weights (engines/canary.py)."""
@@ -39,9 +46,9 @@ class EngineConfig(Record):
     extra_args: tuple[str, ...] = ()
     """Further arguments of the server's command line, for instance ["--mem-fraction-static", "0.7"]."""
     weight_transfer: WeightTransfer = Field("auto", json_schema_extra=PLACEMENT)
-    """How new weights reach the engine. auto: by memory or files of the trainer that it reads. The others are for
-    SGLang. gloo: over the network. nccl: over the network, from GPU to GPU. tensors: it maps memory of the trainer, of
-    the GPU that both share or, without GPUs, of the machine."""
+    """How new weights reach the engine. auto: by memory or files of the trainer that it reads. gloo: over the network,
+    to the kinds embedded and sglang. The others are for sglang. nccl: over the network, from GPU to GPU. tensors: it
+    maps memory of the trainer, of the GPU that both share or, without GPUs, of the machine."""
     router_url: str = Field("", pattern=r"^(https?://[^/]+)?$", json_schema_extra=PLACEMENT)
     """Where a router of sglang-router listens that chooses among the engines, as the trainer reaches it; empty lets the
     trainer choose. Its engines are told to it. Not with vLLM."""
@@ -53,10 +60,10 @@ class EngineConfig(Record):
         given = {"python": self.python, "extra_args": self.extra_args, "dtype": self.dtype.removeprefix("auto")}
         if self.kind == "embedded" and (named := [name for name, value in given.items() if value]):
             raise ValueError(f'engine.{named[0]} is a setting of the kinds "sglang" and "vllm": leave it out')
-        if self.weight_transfer != "auto" and self.kind != "sglang":
+        if self.weight_transfer not in TRANSFERS[self.kind]:
             raise ValueError(
-                f'engine.weight_transfer "{self.weight_transfer}" is a way of SGLang, the engine is {self.kind}: leave '
-                "it out, or choose the kind sglang"
+                f'engine.weight_transfer "{self.weight_transfer}" is no way to an engine of the kind {self.kind}: '
+                f"choose {' or '.join(TRANSFERS[self.kind])}, or the kind sglang"
             )
         if self.router_url and self.kind == "vllm":
             raise ValueError("engine.router_url is a router of SGLang, the engine is vllm: leave it out")

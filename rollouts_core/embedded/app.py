@@ -30,12 +30,15 @@ from rollouts_core.embedded.protocol import (
     ContractError,
     GenerateCall,
     Json,
+    bucket_from_json,
     checksums_to_json,
     completion_to_json,
+    group_from_json,
     parse_generate,
     progress_to_json,
     segments_from_json,
 )
+from rollouts_core.embedded.receiving import WeightReceiver
 from rollouts_core.embedded.running import Completion, GenerationRequest, Partial
 from rollouts_core.embedded.sampling import SamplingParams
 from rollouts_core.embedded.scheduler import PauseMode, RequestError, Scheduler
@@ -55,6 +58,8 @@ class ServedModel:
 
     scheduler: Scheduler
     """Generates, and owns the weights."""
+    receiver: WeightReceiver
+    """Takes weights that are sent."""
     tokenizer: Tokenizer | None
     """Turns text into token ids and back; None where the model directory has no tokenizer.json."""
 
@@ -85,9 +90,9 @@ class ServedModel:
 Endpoint = Callable[[ServedModel, Request], Awaitable[Response]]
 
 
-def build_app(scheduler: Scheduler) -> Starlette:
-    """The endpoints over `scheduler`; whoever started the scheduler closes it."""
-    model = ServedModel(scheduler=scheduler, tokenizer=scheduler.tokenizer)
+def build_app(scheduler: Scheduler, receiver: WeightReceiver | None = None) -> Starlette:
+    """The endpoints over `scheduler`; whoever made it closes it, and the receiver, where it is not the app's own."""
+    model = ServedModel(scheduler=scheduler, receiver=receiver or WeightReceiver(), tokenizer=scheduler.tokenizer)
     endpoints: dict[str, tuple[Endpoint, list[str]]] = {
         "/generate": (_generate, ["POST", "PUT"]),
         "/health": (_health, ["GET"]),
@@ -96,6 +101,11 @@ def build_app(scheduler: Scheduler) -> Starlette:
         "/server_info": (_server_info, ["GET"]),
         "/update_weights_from_disk": (_update_weights_from_disk, ["POST"]),
         "/update_weights_from_segments": (_update_weights_from_segments, ["POST"]),
+        "/init_weights_update_group": (_init_weights_update_group, ["POST"]),
+        "/destroy_weights_update_group": (_destroy_weights_update_group, ["POST"]),
+        "/begin_weight_update": (_begin_weight_update, ["POST"]),
+        "/update_weights_from_distributed": (_update_weights_from_distributed, ["POST"]),
+        "/end_weight_update": (_end_weight_update, ["POST"]),
         "/update_weight_version": (_update_weight_version, ["POST"]),
         "/weights_checker": (_weights_checker, ["GET", "POST"]),
         "/pause_generation": (_pause_generation, ["POST"]),
@@ -223,6 +233,35 @@ async def _update_weights_from_segments(model: ServedModel, request: Request) ->
         return _json({"success": False, "message": str(error)}, status=400)
     digests = await asyncio.wrap_future(model.scheduler.weight_digests())
     return _json({"success": True, "weight_version": model.scheduler.weight_version, "checksums": digests})
+
+
+async def _init_weights_update_group(model: ServedModel, request: Request) -> Response:
+    await model.receiver.join(group_from_json(await _read_object(request)))
+    return _json({"success": True, "message": "Succeeded to initialize custom process group."})
+
+
+async def _destroy_weights_update_group(model: ServedModel, request: Request) -> Response:
+    model.receiver.leave(_string(await _read_object(request), "group_name"))
+    return _json({"success": True, "message": "Succeeded to destroy custom process group."})
+
+
+async def _begin_weight_update(model: ServedModel, _: Request) -> Response:
+    model.receiver.begin()
+    return _json({"success": True, "message": "Succeeded to begin weight update."})
+
+
+async def _update_weights_from_distributed(model: ServedModel, request: Request) -> Response:
+    """Keep a bucket of tensors that is broadcast to this server; they are loaded at the end of the update."""
+    await model.receiver.receive(bucket_from_json(await _read_object(request)))
+    return _json({"success": True, "message": "Succeeded to update parameter online."})
+
+
+async def _end_weight_update(model: ServedModel, _: Request) -> Response:
+    """Load what was sent, all of the model or nothing."""
+    if tensors := model.receiver.end():
+        update = model.scheduler.update_weights(model.scheduler.model_dir, tensors=tensors, weight_version=None)
+        await asyncio.wrap_future(update)
+    return _json({"success": True, "message": "Succeeded to end weight update."})
 
 
 async def _update_weight_version(model: ServedModel, request: Request) -> Response:

@@ -173,6 +173,16 @@ class Decoder:
         self._replace_weights(tensors, kept=kept, source="the published segments")
         self._segment_ids = segment_ids
 
+    @torch.inference_mode()
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace every weight by those in memory, or raise `CheckpointError` and keep all old ones.
+
+        Their digests are of the decoder's number format, whatever they came in, as with other servers.
+        """
+        self._replace_weights(tensors, source="what was sent")
+        self._file_dtypes = dict.fromkeys(tensors, self.dtype)
+        self._segment_ids = {}
+
     def _replace_weights(self, tensors: Mapping[str, Tensor], *, source: str, kept: Collection[str] = ()) -> None:
         """Replace all weights but those that are kept, after all checks."""
         views = self._weights.by_name
@@ -189,7 +199,7 @@ class Decoder:
         self._file_dtypes = kept_dtypes | {name: tensor.dtype for name, tensor in tensors.items()}
 
     def weight_digests(self) -> dict[str, str]:
-        """sha256 per tensor of the weights in use, under the names and in the number format of their file."""
+        """sha256 per tensor of the weights in use, under the names and in the number format of their file, if any."""
         views = {**self._weights.by_name, HEAD: self._weights.head.weight_NK}
         return digest_tensors({name: views[name].to(dtype) for name, dtype in self._file_dtypes.items()})
 

@@ -16,6 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from rollouts_core.embedded.receiving import BucketCall, GroupCall
 from rollouts_core.embedded.running import Completion, FinishReason, GenerationRequest, Partial, WeightSpan, complete
 from rollouts_core.embedded.sampling import MAX_SEED, MIN_SEED, SamplingParams
 from rollouts_core.embedded.scheduler import RequestError
@@ -42,6 +45,9 @@ NEUTRAL_VALUES: Mapping[str, tuple[Json, ...]] = {
     **dict.fromkeys(("stream_interval", "custom_params", "watermark"), ()),
 }
 """Sampling parameters that this engine does not have, with the values (besides null) that change nothing."""
+
+SENT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Number formats of weights that are sent, as requests name them."""
 
 UNSUPPORTED_FIELDS = (
     *("input_embeds", "image_data", "video_data", "audio_data", "top_logprobs_num", "token_ids_logprob"),
@@ -212,6 +218,65 @@ def segments_from_json(value: Json) -> tuple[SegmentAddress, ...]:
     ):
         raise ContractError(f"segments must name at least one, by strings, found {_show(value)}")
     return segments
+
+
+def group_from_json(body: Mapping[str, Json]) -> GroupCall:
+    """Which group is to be joined.
+
+    Raises:
+        ContractError: a field is missing or of another type.
+        RequestError: a backend that this engine does not have.
+    """
+    if (backend := body.get("backend", "nccl")) != "gloo":
+        raise RequestError(f"backend {_show(backend)} is not supported by the embedded engine: give gloo.")
+    for name, kind in {"master_address": str, "master_port": int, "rank_offset": int, "world_size": int}.items():
+        if not isinstance(body.get(name), kind):
+            raise ContractError(f"invalid type: {_show(body.get(name))} for `{name}`, expected {kind.__name__}")
+    return GroupCall(
+        name=_group_name(body),
+        address=body["master_address"],
+        port=body["master_port"],
+        rank=body["rank_offset"],
+        size=body["world_size"],
+    )
+
+
+def bucket_from_json(body: Mapping[str, Json]) -> BucketCall:
+    """Which tensors are about to arrive.
+
+    Raises:
+        ContractError: names, dtypes and shapes are no lists of the same length, or of other types.
+        RequestError: a form or a number format that this engine does not take.
+    """
+    if (load_format := body.get("load_format")) != "flattened_bucket":
+        raise RequestError(
+            f"load_format {_show(load_format)} is not supported by the embedded engine: give flattened_bucket."
+        )
+    names, dtypes, shapes = (body.get(field) for field in ("names", "dtypes", "shapes"))
+    lists = [each for each in (names, dtypes, shapes) if isinstance(each, list)]
+    if len({len(each) for each in lists}) != 1 or len(lists) != 3:
+        raise ContractError("names, dtypes and shapes must be lists of the same length")
+    assert names is not None and dtypes is not None and shapes is not None, "they are lists"
+    if not all(isinstance(name, str) for name in names) or not all(_is_shape(shape) for shape in shapes):
+        raise ContractError("names must be strings, and shapes lists of numbers of 0 or more")
+    if unknown := [dtype for dtype in dtypes if dtype not in SENT_DTYPES]:
+        raise RequestError(f"dtype {_show(unknown[0])} is not supported, expected one of {', '.join(SENT_DTYPES)}.")
+    return BucketCall(
+        group=_group_name(body),
+        dtypes={name: SENT_DTYPES[dtype] for name, dtype in zip(names, dtypes, strict=True)},
+        shapes={name: tuple(shape) for name, shape in zip(names, shapes, strict=True)},
+    )
+
+
+def _group_name(body: Mapping[str, Json]) -> str:
+    name = body.get("group_name", "weight_update_group")
+    if not isinstance(name, str):
+        raise ContractError(f"invalid type: {_show(name)} for `group_name`, expected a string")
+    return name
+
+
+def _is_shape(value: Json) -> bool:
+    return isinstance(value, list) and all(_is_integer(length) and length >= 0 for length in value)
 
 
 def logprobs_to_json(token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> list[tuple[float, int, None]]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Literal, Self, TypeVar
 
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.offline import check_request, choose_seed
@@ -62,9 +63,11 @@ class WeightUpdate:
     """Weights that wait to be loaded."""
 
     model_dir: Path
-    """Directory with the safetensors files, or, for weights in segments, with config.json alone."""
+    """Directory with the safetensors files, or, for weights that lie elsewhere, with config.json alone."""
     segments: tuple[SegmentAddress, ...] = ()
     """Where the weights lie; empty where they lie in the directory."""
+    tensors: Mapping[str, Tensor] | None = None
+    """The weights themselves, where they were sent."""
     weight_version: str | None
     """Name of the new weights; None keeps the old name."""
     done: Future[int]
@@ -190,17 +193,25 @@ class Scheduler:
         return self._between_steps(self._resume)
 
     def update_weights(
-        self, model_dir: Path, *, weight_version: str | None, segments: tuple[SegmentAddress, ...] = ()
+        self,
+        model_dir: Path,
+        *,
+        weight_version: str | None,
+        segments: tuple[SegmentAddress, ...] = (),
+        tensors: Mapping[str, Tensor] | None = None,
     ) -> Future[int]:
         """Load other weights, at once if paused, else when the running requests have ended.
 
         Args:
             segments: where they lie; by default they are in the directory.
+            tensors: the weights themselves, where they were sent.
 
         The future resolves to the number of paused requests, or fails with `CheckpointError`: then all old weights
         are still in place.
         """
-        update = WeightUpdate(model_dir=model_dir, segments=segments, weight_version=weight_version, done=Future())
+        update = WeightUpdate(
+            model_dir=model_dir, segments=segments, tensors=tensors, weight_version=weight_version, done=Future()
+        )
         update.done.set_running_or_notify_cancel()
         queued = self._between_steps(lambda: self._updates.append(update))
         queued.add_done_callback(lambda done: _pass_on_error(done, update.done))
@@ -305,7 +316,9 @@ class Scheduler:
     def _load_weights(self, update: WeightUpdate) -> None:
         num_paused = self._batch.num_rows
         try:
-            if update.segments:
+            if update.tensors is not None:
+                self.decoder.load_tensors(update.tensors)
+            elif update.segments:
                 self.decoder.load_segments(update.segments, model_dir=update.model_dir)
             else:
                 self.decoder.load_weights(update.model_dir)

@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
+from rollouts_core.embedded.receiving import WeightReceiver
 from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.errors import EngineError, InputError
 
@@ -86,8 +87,10 @@ def serve(
         decoder = _load_decoder(model_dir, num_slots=max_running_requests, context_length=context_length)
         url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         with Scheduler(decoder, model_dir=model_dir) as scheduler:
+            receiver = WeightReceiver()
+            app = build_app(scheduler, receiver)
             config = uvicorn.Config(
-                require_key(build_app(scheduler), api_key) if api_key else build_app(scheduler),
+                require_key(app, api_key) if api_key else app,
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -95,7 +98,7 @@ def serve(
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
             )
-            server = _Server(config, scheduler, on_ready=partial(_announce, url, on_ready))
+            server = _Server(config, scheduler, receiver, on_ready=partial(_announce, url, on_ready))
             with _signals_stop(server):
                 server.run(sockets=[listener])
     if server.failure:
@@ -156,9 +159,12 @@ def bind_port(host: str, port: int) -> socket.socket:
 class _Server(uvicorn.Server):
     """Uvicorn, which ends running requests before it waits for connections to close."""
 
-    def __init__(self, config: uvicorn.Config, scheduler: Scheduler, *, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, scheduler: Scheduler, receiver: WeightReceiver, *, on_ready: Callable[[], None]
+    ) -> None:
         super().__init__(config)
         self._scheduler = scheduler
+        self._receiver = receiver
         self._on_ready = on_ready
         self.failure = ""
         """Why the generation thread ended by itself; empty while it lives."""
@@ -174,7 +180,8 @@ class _Server(uvicorn.Server):
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End all requests with the tokens they have, then close connections."""
+        """End all requests with the tokens they have, and what arrives, then close connections."""
+        self._receiver.close()
         await asyncio.to_thread(self._scheduler.close)
         await super().shutdown(sockets)
 

@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 from uuid import uuid4
@@ -33,12 +32,14 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does not list them
 
+from rollouts_core.embedded.gloo import connect_gloo, let_go, name_store, wait_for
+from rollouts_core.embedded.gloo import find_address_towards as find_own_address
 from rollouts_core.errors import EngineUnavailableError
 
 GroupBackend = Literal["gloo", "nccl"]
 TIMEOUT_S = 120.0
 """For the server's ranks to come, and for one bucket to be received."""
-POLL_S, JOIN_POLL_S = 0.001, 0.02
+JOIN_POLL_S = 0.02
 LEFT = "it was given up"
 DEVICES: dict[GroupBackend, str] = {"gloo": "cpu", "nccl": "cuda"}
 """Where the trainer sends from; also the name under which torch's groups begin to find each other."""
@@ -81,8 +82,7 @@ class WeightGroup:
         Raises:
             EngineUnavailableError: they did not come.
         """
-        # As torch.distributed names the place where the server's end looks.
-        store = PrefixStore(f"{self.device}/", PrefixStore(f"{self.name}/", PrefixStore(self.name, self._store)))
+        store = name_store(self._store, self.name, self.device)
         with self._failures_named("did not join"):
             self._group = self._connect_nccl(store) if self.backend == "nccl" else self._connect_gloo(store)
             if self._is_left:
@@ -100,28 +100,17 @@ class WeightGroup:
         options.rootRank, options.rootTensor = 0, 0
         with self._failures_named("did not take a bucket of weights"):
             work = self._group.broadcast([flat.to(self.device)], options)
-            deadline = time.monotonic() + TIMEOUT_S
-            while not work.is_completed():
-                if self._is_left:
-                    raise RuntimeError(LEFT)
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"not within {TIMEOUT_S:g} s")
-                time.sleep(POLL_S)
-            work.wait()  # raises what it ended with
+            wait_for(work, timeout_s=TIMEOUT_S, is_left=lambda: self._is_left)
 
     def close(self) -> None:
         """Leave the group, whatever its other ranks do; a broadcast that is under way fails."""
         self._is_left = True
         held, self._group = [self._group], None
-        # Not here, nor by who waits: gloo sends on until its timeout, and the end of the group waits for that.
-        threading.Thread(target=_let_go, args=(held,), name="group that was left", daemon=True).start()
+        let_go(held)
 
     def _connect_gloo(self, store: PrefixStore) -> Any:  # Any: see __init__
         self._wait_for_a_rank()
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # as torch's own tests do
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address)]
-        options._timeout = timedelta(seconds=TIMEOUT_S)
-        return dist.ProcessGroupGloo(store, 0, 1 + self.num_ranks, options)
+        return connect_gloo(store, rank=0, size=1 + self.num_ranks, address=self.address, timeout_s=TIMEOUT_S)
 
     def _wait_for_a_rank(self) -> None:
         """Return when a rank of the server has come; gloo's own wait cannot be given up before its timeout."""
@@ -150,13 +139,6 @@ class WeightGroup:
             raise EngineUnavailableError(f"{self.url} {what} by {self.backend}: {first_line}") from error
 
 
-def _let_go(held: list[Any]) -> None:  # Any: see WeightGroup
-    """End the only reference to a group."""
-    with suppress(RuntimeError, AttributeError):  # it failed already, or never began
-        held[0].abort()
-    held.clear()
-
-
 def is_nccl_usable() -> bool:
     """Whether this process has a GPU, and a torch that sends from it."""
     return torch.cuda.is_available() and dist.is_nccl_available()
@@ -170,9 +152,6 @@ def find_address_towards(url: str) -> str:
     """
     where = httpx.URL(url)
     try:
-        family, kind, _, _, place = socket.getaddrinfo(where.host, where.port or 80, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(place)  # nothing is sent
-            return str(probe.getsockname()[0])
+        return find_own_address(where.host, where.port or 80)
     except OSError as error:
         raise EngineUnavailableError(f"{url}: no way leads there ({error})") from error

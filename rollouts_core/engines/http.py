@@ -16,6 +16,7 @@ import asyncio
 import json
 import logging
 import math
+import socket
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ import aiohttp
 import anyio
 import httpx
 import orjson
+from aiohttp import AddrInfoType
 from httpx_aiohttp import AiohttpTransport
 
 from rollouts_core.concurrency import in_short_thread
@@ -53,6 +55,10 @@ PROBE_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 10.0
 UPDATE_TIMEOUT = httpx.Timeout(600.0, connect=CONNECT_TIMEOUT_S)
 """Loading weights takes long; that a server takes the connection does not."""
+IDLE_CONNECTION_S = 5.0
+"""A connection that nothing was asked by for this long is closed."""
+LOST_MACHINE_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
+"""A machine that acknowledges nothing for 30 s is gone, whatever its server is about to answer."""
 DONE_OR_QUEUED = (200, 202)
 """What a server answers that has done what it was asked, or, as a router, is about to."""
 MAX_SPANNED_VERSIONS = 64
@@ -171,7 +177,28 @@ def create_transport() -> httpx.AsyncBaseTransport:
     Those of aiohttp: httpx's own pool looks at every connection whenever a request begins or ends. With 128 requests
     under way that costs 20 times the processor time.
     """
-    return AiohttpTransport(limits=httpx.Limits(max_connections=0))  # 0: no limit; None would be aiohttp's default
+    return AiohttpTransport(client=_open_session)
+
+
+def _open_session() -> aiohttp.ClientSession:
+    connector = aiohttp.TCPConnector(
+        limit=0,  # none
+        keepalive_timeout=IDLE_CONNECTION_S,
+        ssl=httpx.create_ssl_context(),
+        socket_factory=_open_socket,
+    )
+    return aiohttp.ClientSession(connector=connector)
+
+
+def _open_socket(address: AddrInfoType) -> socket.socket:
+    """A socket that notices when the machine at the other end is gone: an answer may be waited for for long."""
+    family, kind, protocol, _, _ = address
+    opened = socket.socket(family, kind, protocol)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in LOST_MACHINE_OPTIONS.items():
+        if hasattr(socket, name):  # not every system has all of them
+            opened.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return opened
 
 
 class WeightKeeper:

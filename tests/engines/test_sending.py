@@ -1,4 +1,4 @@
-"""Pins that weights which are sent to SGLang, not written to files, arrive whole and proved, and that nobody hangs.
+"""Pins that weights which are sent to an engine, not written to files, arrive whole and proved, and that nobody hangs.
 
 Without it a trainer on another machine than its engines trains on samples of older weights, or waits for ever for an
 engine that died while it was sent new ones.
@@ -33,17 +33,16 @@ from tests.engines.test_contract import LOGPROB_TOLERANCE, ask, versions_of, wor
 from tests.engines.test_in_flight import REQUESTS, is_seen_at_work, start_all
 from tests.rollouts_core.embedded.tiny_models import expected_logprobs
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
-WAYS = ["gloo", "tensors"]
 SMALL_BUCKET = 20_000
 """Bytes: some tensors of the small models together, the largest alone."""
 
 
-@pytest.fixture(scope="module")
-def other(start: SavedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A second SGLang."""
-    with serving("sglang", start.directory, tmp_path_factory.mktemp("other") / "run") as running:
+@pytest.fixture
+def other(server: Server, start: SavedModel, tmp_path: Path) -> Iterator[Server]:
+    """A second server of the same kind."""
+    with serving(server.job.engine.kind, start.directory, tmp_path / "run") as running:
         yield running
 
 
@@ -52,11 +51,18 @@ def sent(saved: SavedModel, version: str, way: SentBy) -> SentWeights:
     return SentWeights(version=version, model_dir=saved.directory, tensors=tensors, transfer=way)
 
 
-only_sglang = pytest.mark.parametrize("server", ["sglang"], indirect=True)
+every_way = pytest.mark.parametrize(
+    ("server", "way"),
+    [
+        pytest.param("embedded", "gloo", marks=pytest.mark.slow),
+        pytest.param("sglang", "gloo", marks=pytest.mark.engine),
+        pytest.param("sglang", "tensors", marks=pytest.mark.engine),
+    ],
+    indirect=["server"],
+)
 
 
-@only_sglang
-@pytest.mark.parametrize("way", WAYS)
+@every_way
 @pytest.mark.parametrize("bucket_bytes", [SMALL_BUCKET, 2**29])
 def test_what_is_sent_is_served_and_proved(
     server: Server,
@@ -82,8 +88,7 @@ def test_what_is_sent_is_served_and_proved(
     assert worst_gap(trained, ask(), after[0]) < LOGPROB_TOLERANCE
 
 
-@only_sglang
-@pytest.mark.parametrize("way", WAYS)
+@every_way
 @pytest.mark.parametrize("in_flight", ["finish", "abort", "continue"])
 def test_every_token_is_of_the_version_that_its_span_names(
     server: Server, start: SavedModel, trained: SavedModel, way: SentBy, in_flight: InFlight
@@ -109,8 +114,7 @@ def test_every_token_is_of_the_version_that_its_span_names(
     assert "start-1" in seen
 
 
-@only_sglang
-@pytest.mark.parametrize("way", WAYS)
+@every_way
 def test_no_completion_is_of_half_the_weights_while_nobody_holds_requests_back(
     server: Server, start: SavedModel, trained: SavedModel, way: SentBy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,8 +135,7 @@ def test_no_completion_is_of_half_the_weights_while_nobody_holds_requests_back(
         assert worst_gap(models[version], request, completion) < LOGPROB_TOLERANCE
 
 
-@only_sglang
-@pytest.mark.parametrize("way", WAYS)
+@every_way
 def test_a_trainer_goes_on_where_one_was_killed_amid_sending(server: Server, trained: SavedModel, way: SentBy) -> None:
     for path, body in (
         ("/update_weight_version", {"new_version": "mine-3, loading", "abort_all_requests": False}),
@@ -148,8 +151,7 @@ def test_a_trainer_goes_on_where_one_was_killed_amid_sending(server: Server, tra
     assert worst_gap(trained, ask(), asyncio.run(take_over())[0]) < LOGPROB_TOLERANCE
 
 
-@only_sglang
-@pytest.mark.parametrize("way", WAYS)
+@every_way
 def test_a_model_of_other_shapes_is_refused_before_it_is_sent(
     server: Server, start: SavedModel, tmp_path: Path, way: SentBy
 ) -> None:
@@ -165,12 +167,11 @@ def test_a_model_of_other_shapes_is_refused_before_it_is_sent(
     assert versions_of(asyncio.run(send_the_other())) == {"start-4"}
 
 
-@only_sglang
-@pytest.mark.parametrize("way", WAYS)
+@every_way
 def test_where_checksums_cannot_be_compared_a_canary_knows_what_was_sent(
     server: Server, start: SavedModel, trained: SavedModel, way: SentBy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, where SGLang's checksums come out of a kernel of its own."""
+    """As those of SGLang on a GPU, which come out of a kernel of its own."""
     held_tensors = SGLangEngine._held_tensors
 
     async def incomparable(engine: SGLangEngine) -> object:
@@ -192,8 +193,7 @@ def test_where_checksums_cannot_be_compared_a_canary_knows_what_was_sent(
     asyncio.run(send())
 
 
-@only_sglang
-@pytest.mark.parametrize("way", WAYS)
+@every_way
 def test_an_engine_that_stands_still_holds_no_other_up_and_rejoins_when_it_was_started_anew(
     server: Server, other: Server, start: SavedModel, trained: SavedModel, way: SentBy
 ) -> None:

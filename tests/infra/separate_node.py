@@ -1,13 +1,15 @@
-"""A node that shares no file, no port and no process with us: an sshd in Linux namespaces of its own, behind one link.
+"""Nodes that share no file, no port and no process with us: an sshd in Linux namespaces of its own, behind one link.
 
 this machine  10.73.n.1 ── veth, can be cut ── 10.73.n.2  sshd and its jobs
                                                           a folder in memory, theirs alone; ours are hidden
+                                               10.74.n.1 ── veth ── 10.74.n.2  another node: a network of theirs alone
 """
 
 from __future__ import annotations
 
 import getpass
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -25,6 +27,8 @@ from tests.processes import dies_with_us
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 22
+MAX_LINKS = 16384
+"""So many networks of four addresses are in 10.73.0.0/16."""
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin:/sbin"
 _UNSHARE = ("unshare", "--net", "--mount", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
 _PRIVILEGE_SEPARATION_DIR = Path("/run/sshd")
@@ -121,7 +125,7 @@ def separate_node(folder: Path, *, hidden: Sequence[Path]) -> Iterator[SeparateN
     make_key(client_key)
     shutil.copy(f"{host_key}.pub", f"{folder / 'host_key'}.pub")
     shutil.copy(f"{client_key}.pub", keys / "authorized_keys")
-    number = os.getpid() % 16384
+    number = _free_number()
     here, there = (f"10.73.{number // 64}.{number % 64 * 4 + end}" for end in (1, 2))
     (keys / "sshd_config").write_text(sshd_config(there, PORT, own / "keys/host_key", own / "keys/authorized_keys"))
     ours, theirs = f"rn{number}a", f"rn{number}b"
@@ -161,6 +165,56 @@ def separate_node(folder: Path, *, hidden: Sequence[Path]) -> Iterator[SeparateN
         process.communicate()
         with suppress(subprocess.CalledProcessError):  # it goes with the node's end, at once or soon
             _ip("link", "del", ours)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateLink:
+    """A network of two nodes alone."""
+
+    addresses: tuple[str, str]
+    """Of the first and of the second node."""
+    ends: tuple[str, str]
+    init_pids: tuple[int, int]
+
+    @contextmanager
+    def cut_off(self) -> Iterator[None]:
+        """No packet passes inside the block."""
+        self._set("down")
+        try:
+            yield
+        finally:
+            self._set("up")
+
+    def _set(self, state: str) -> None:
+        for end, pid in zip(self.ends, self.init_pids, strict=True):
+            _inside(pid, "ip", "link", "set", end, state)
+
+
+@contextmanager
+def private_link(first: SeparateNode, second: SeparateNode) -> Iterator[PrivateLink]:
+    """A link between two nodes, which goes with them."""
+    number = _free_number()
+    ends, pids = (f"rn{number}p", f"rn{number}q"), (first.init_pid, second.init_pid)
+    addresses = tuple(f"10.74.{number // 64}.{number % 64 * 4 + end}" for end in (1, 2))
+    _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+    for end, pid, address in zip(ends, pids, addresses, strict=True):
+        _ip("link", "set", end, "netns", str(pid))
+        _inside(pid, "ip", "address", "add", f"{address}/30", "dev", end)
+        _inside(pid, "ip", "link", "set", end, "up")
+    yield PrivateLink(addresses=(addresses[0], addresses[1]), ends=ends, init_pids=pids)
+
+
+def _free_number() -> int:
+    """The number of a link that no test of any process has now."""
+    while True:
+        number = secrets.randbelow(MAX_LINKS)
+        if not any(Path(f"/sys/class/net/rn{number}{end}").exists() for end in "abpq"):
+            return number
+
+
+def _inside(pid: int, *command: str) -> None:
+    """Run a command in the network of a node."""
+    subprocess.run(["nsenter", f"--net=/proc/{pid}/ns/net", *command], check=True, env=os.environ | {"PATH": _PATH})
 
 
 def _why_not_isolated() -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from infra.bootstrap import GpuReport, NodeNeeds, NodeReport, check_imports, check_node, probe_node
 from infra.errors import CommandFailedError, PermanentInfraError
@@ -229,7 +230,8 @@ def test_an_interpreter_that_is_none_is_named(tmp_path: Path) -> None:
 def test_a_local_node_is_plain_json_and_uses_the_store_and_our_interpreter(tmp_path: Path) -> None:
     node = provision_node(LocalNode.model_validate({"provider": "local", "gpu_type": "of another form"}), tmp_path)
     assert node == Node(name="local", provider="local", root=str(tmp_path), python=sys.executable)
-    assert Node(**json.loads(json.dumps(dataclasses.asdict(node)))) == node
+    record = json.loads(json.dumps(dataclasses.asdict(node)))
+    assert TypeAdapter(Node).validate_python(record) == node
     release_node(node)
     assert tmp_path.exists()
 

@@ -13,7 +13,7 @@ import pytest
 
 from rollouts_core.config import DeploymentConfig, ModelConfig, RLTrainingConfig, RolloutConfig, SFTTrainingConfig
 from rollouts_core.gpu_use import gpus_in_use, parse_gpu_use, sampled_gpu_use
-from rollouts_core.job import InputDataset, InputFile, InputModel, RLJob, SFTJob
+from rollouts_core.job import EngineAddress, InputDataset, InputFile, InputModel, RLJob, SFTJob
 from rollouts_core.metrics import read_json_lines
 from rollouts_core.report.charts import CHART_BOTTOM
 from rollouts_core.report.curves import MAX_PAUSE_S, draw_gpu_use
@@ -114,8 +114,18 @@ def test_the_gpus_of_an_rl_are_its_own_and_those_of_its_engines(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     deployment = DeploymentConfig(engine_gpu_ranks=engine_ranks)
     rollout = RolloutConfig.model_validate({"reward_fn": "exact_match", "engine": {"kind": engine}})
-    job = RLJob(model=MODEL, prompts=ROWS, training=RLTrainingConfig(), rollout=rollout, deployment=deployment)
+    here = EngineAddress.model_validate({"provider": engine, "url": "http://127.0.0.1:3", "lease_file": "/lease"})
+    job = RLJob(
+        model=MODEL,
+        prompts=ROWS,
+        training=RLTrainingConfig(),
+        rollout=rollout,
+        deployment=deployment,
+        engines=(here,),
+    )
     assert gpus_in_use(job) == expected
+    elsewhere = here.model_copy(update={"lease_url": "http://10.0.0.2:4"})
+    assert gpus_in_use(job.model_copy(update={"engines": (elsewhere,)})) == expected[: len((visible or "0").split(","))]
 
 
 def test_an_sft_has_no_engines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,26 +6,31 @@ loads slowly is ended before its first token.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
-from infra.errors import TransientInfraError
+from infra.errors import NodeUnreachableError, TransientInfraError
 from infra.jobs import JobState, cancel_job, job_status, start_or_attach
-from infra.node import LocalNode, Node
+from infra.node import LocalNode, Node, SSHAccess
 from infra.providers import provision_node
 from infra.session import LocalSession
 from infra.supervisor import GPU_LOCKS_VARIABLE
 from rollouts_core.errors import ConfigError
 from tasks import engine
+from tasks.engine_keys import own_engine_key
 from tasks.plan import base_model, plan_rl
-from tasks.records import RunScope, Stage
+from tasks.records import EngineRecord, RunScope, Stage
 from tasks.stage import gpus_of, job_environment, job_spec
-from tests.flows.conftest import processes_of, wait_until
+from tests.flows.conftest import pids_of, processes_of, wait_until
 from tests.infra.shell_jobs import shell_spec
+from tests.infra.ssh_server import make_key
 from tests.small_pipeline import write_small_pipeline
 
 pytestmark = pytest.mark.slow
@@ -106,7 +111,7 @@ def test_an_engine_holds_the_gpus_of_its_rl_for_it_against_another_run(
     try:
         waits_for = start_or_attach(session, other).waits_for
         assert f"held by run {scope.output_dir.name} (job {record.run_dir})" in waits_for
-        spec = job_spec(on_gpu, session, scope, gpus=gpus_of(on_gpu))
+        spec = job_spec(on_gpu, session, scope, gpus=gpus_of(on_gpu, node))
         assert start_or_attach(session, spec).waits_for == ""
         cancel_job(session, record.run_dir, 1.0)
         assert f"(job {rl.run_dir})" in job_status(session, other.run_dir).waits_for
@@ -162,3 +167,66 @@ def test_an_engine_is_shared_by_the_runs_that_want_it_and_ends_with_the_last(
         assert processes_of(Path(scope.store)) == []
     finally:
         cancel_job(session, first.run_dir, 1.0)
+
+
+def test_an_rl_on_another_machine_is_looked_for_there(rl: Stage, scope: RunScope, node: Node, tmp_path: Path) -> None:
+    """Else its pause would count as one that a killed trainer left behind, amid its update of the weights."""
+    session = LocalSession(sys.executable)
+    far = replace(node, root=str(tmp_path / "far"), mirror=node.root)
+    over_there = far.path_on_node(rl.run_dir)
+    assert over_there.startswith(far.root)
+    assert not engine.is_training(session, rl, far)
+    start_or_attach(session, shell_spec(Path(over_there), "sleep 60"))
+    try:
+        assert engine.is_training(session, rl, far)
+    finally:
+        cancel_job(session, over_there, 1.0)
+
+
+def test_an_engine_on_a_machine_that_is_lost_is_no_failure_and_one_beside_the_trainer_is(
+    scope: RunScope, node: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_key(tmp_path / "key")
+    nobody = SSHAccess(host="127.0.0.1", port=1, user="me", key_file=str(tmp_path / "key"))
+    lost = replace(node, name="me@127.0.0.1:1", provider="ssh", access=nobody, address="127.0.0.1")
+    record = EngineRecord(url="http://127.0.0.1:2", run_dir="/engine", node=lost.name)
+    engine.stop_engine.fn(record, scope, replace(node, engine_nodes=(lost,)))
+    said = " ".join(capsys.readouterr().err.split())
+    assert "http://127.0.0.1:2 is not reached, it ends by itself within a minute (me@127.0.0.1:1" in said
+    with pytest.raises(NodeUnreachableError):
+        engine.stop_engine.fn(record, scope, lost)
+
+
+def test_an_engine_on_a_node_of_its_own_asks_for_the_stores_key_and_comes_back_on_both_its_ports(
+    tmp_path: Path, scope: RunScope, node: Node
+) -> None:
+    """The nodes are folders of this machine, and their network is its loopback."""
+    from flows.form import load_pipeline
+
+    far = replace(node, name="far", root=str(tmp_path / "far"), address="127.0.0.1")
+    cluster = replace(node, engine_nodes=(far,))
+    config = load_pipeline(write_small_pipeline(tmp_path / "small", mode="rl")).config
+    rl = plan_rl(base_model(config), config, scope, cluster)
+    session = LocalSession(sys.executable)
+    record = engine.launch_engine.fn(rl, 0, scope, cluster)
+    try:
+        assert (record.node, Path(record.run_dir).parents[1]) == ("far", tmp_path / "far")
+        key = {"Authorization": f"Bearer {own_engine_key(Path(scope.store))}"}
+        assert httpx.get(f"{record.url}/model_info").status_code == httpx.post(record.lease_url).status_code == 401
+        assert httpx.post(record.lease_url, headers=key).status_code == 204
+        assert engine.launch_engine.fn(rl, 0, scope, cluster) == record  # attaches
+
+        (program,) = servers_of(far)
+        os.kill(program, signal.SIGKILL)
+        wait_until(lambda: not servers_of(far) <= {program}, what="another process of the engine")
+        assert engine.launch_engine.fn(rl, 0, scope, cluster) == record
+        assert httpx.post(record.lease_url, headers=key).status_code == 204
+        engine.stop_engine.fn(record, scope, cluster)
+        assert processes_of(tmp_path / "far") == []
+    finally:
+        cancel_job(session, record.run_dir, 1.0)
+
+
+def servers_of(node: Node) -> set[int]:
+    """The processes of engines on a node."""
+    return {pid for pid, command in pids_of(Path(node.root)).items() if " serve " in command}

@@ -5,6 +5,7 @@ Without it a change that matters is answered with an old checkpoint, or hours of
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rollouts_core.config import MIN_ENGINE_CONTEXT, Config, DataConfig, ModelCo
 from rollouts_core.engines.canary import canary_requests
 from rollouts_core.errors import CheckpointError
 from rollouts_core.job import InputModel
+from rollouts_core.keys import OWN_KEY_VARIABLE
 from tasks.plan import (
     base_model,
     plan_engine,
@@ -129,7 +131,7 @@ def test_engines_and_ports_are_no_part_of_the_identity_of_rl(
     placed = with_engines(rl, [EngineRecord(url="http://127.0.0.1:30000", run_dir="/engine")])
     assert (placed.fingerprint, placed.run_dir) == (rl.fingerprint, rl.run_dir)
     assert placed.job["engines"] == [
-        {"provider": "embedded", "url": "http://127.0.0.1:30000", "lease_file": "/engine/.job/lease"}
+        {"provider": "embedded", "url": "http://127.0.0.1:30000", "lease_file": "/engine/.job/lease", "lease_url": ""}
     ]
     on_other_port = config_at(tmp_path / "inputs", deployment={"engine_port": 30001, "trainer_threads": 2})
     assert plan_rl(base_model(config), on_other_port, scope, node).fingerprint == rl.fingerprint
@@ -155,6 +157,35 @@ def test_several_engines_of_an_rl_share_its_gpus_and_have_directories_of_their_o
     assert len({engine.run_dir for engine in engines}) == 2
     with pytest.raises(ValidationError, match="names 3 GPUs for num_engines 2"):
         config_at(tmp_path / "inputs", deployment={"num_engines": 2, "engine_gpu_ranks": [0, 1, 2]})
+
+
+def test_engines_on_nodes_of_their_own_are_sent_weights_and_ask_for_a_key_and_rl_stays_the_same(
+    config: Config, tmp_path: Path, scope: RunScope, node: Node
+) -> None:
+    cluster = replace(node, engine_nodes=(replace(node, name="far", address="10.0.0.2"),))
+    alone, elsewhere = (plan_rl(base_model(config), config, scope, each) for each in (node, cluster))
+    assert elsewhere.fingerprint == alone.fingerprint
+    engine = elsewhere.job["rollout"]["engine"]
+    assert (engine["weight_transfer"], engine["api_key_variable"]) == ("gloo", OWN_KEY_VARIABLE)
+    named = {"engine": {"kind": "sglang", "weight_transfer": "nccl", "api_key_variable": "MY_KEY"}}
+    kept = plan_rl(base_model(config), config_at(tmp_path / "inputs", rollout=named), scope, cluster)
+    assert kept.job["rollout"]["engine"].items() >= named["engine"].items()
+
+
+def test_each_node_has_as_many_engines_which_share_its_gpus(tmp_path: Path, scope: RunScope, node: Node) -> None:
+    placement = {"num_engines": 2, "engine_gpu_ranks": [4, 5, 6, 7]}
+    config = config_at(tmp_path / "inputs", deployment=placement, rollout={"engine": {"kind": "sglang"}})
+    far = [replace(node, name=f"far{number}", address=f"10.0.0.{number}") for number in (2, 3)]
+    cluster = replace(node, engine_nodes=tuple(far))
+    nodes = [cluster.node_of_engine(index, num_per_node=2) for index in range(4)]
+    assert nodes == [far[0], far[0], far[1], far[1]]
+    assert node.node_of_engine(1, num_per_node=2) is node
+    rl = plan_rl(base_model(config), config, scope, cluster)
+    engines = [plan_engine(rl, 0, each, index) for index, each in enumerate(nodes)]
+    assert [engine.job["host"] for engine in engines] == ["10.0.0.2", "10.0.0.2", "10.0.0.3", "10.0.0.3"]
+    ranks = [engine.job["deployment"]["engine_gpu_ranks"] for engine in engines]
+    assert ranks == [[4, 5], [6, 7], [4, 5], [6, 7]]
+    assert len({engine.run_dir for engine in engines}) == 4
 
 
 @pytest.mark.parametrize(("kind", "context"), [("embedded", 8), ("sglang", 25), ("vllm", 25)])

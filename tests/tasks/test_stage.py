@@ -10,18 +10,20 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from infra.jobs import FIRST_GPU, start_or_attach
+from infra.node import Node
 from infra.session import LocalSession
 from infra.supervisor import GPU_LOCKS_VARIABLE
 from rollouts_core.backends.allocator import KEPT_MEMORY
 from tasks.progress import StageProgress
 from tasks.records import Stage
-from tasks.stage import follow_until_finished, gpus_of, job_environment
+from tasks.stage import follow_until_finished, gpus_of, gpus_of_engines, job_environment
 from tests.infra.shell_jobs import shell_spec, wait_until
 
 
@@ -65,6 +67,10 @@ def with_ranks(kind: str, trainer: tuple[int, ...], engines: tuple[int, ...], **
     )
 
 
+ALONE = Node(name="here", provider="local", root="/nowhere", python="python")
+WITH_ENGINES_ELSEWHERE = replace(ALONE, engine_nodes=(replace(ALONE, name="there"),))
+
+
 @pytest.mark.parametrize(
     ("waiting", "gpus"),
     [
@@ -83,7 +89,14 @@ def with_ranks(kind: str, trainer: tuple[int, ...], engines: tuple[int, ...], **
 def test_a_stage_waits_for_the_gpus_that_it_uses_and_an_rl_for_those_of_its_engines_too(
     waiting: Stage, gpus: tuple[str, ...]
 ) -> None:
-    assert gpus_of(waiting) == gpus
+    assert gpus_of(waiting, ALONE) == gpus
+
+
+def test_engines_on_machines_of_their_own_hold_gpus_there() -> None:
+    rl = with_ranks("rl", (0, 1), (2,))
+    assert gpus_of(rl, WITH_ENGINES_ELSEWHERE) == ("0", "1") and gpus_of_engines(rl) == ("2",)
+    assert gpus_of_engines(with_ranks("rl", (0,), ())) == (FIRST_GPU,)
+    assert gpus_of_engines(with_ranks("rl", (0,), (1,), engine="embedded")) == ()
 
 
 def test_the_progress_of_a_stage_says_for_whom_it_waits_and_when_it_begins(

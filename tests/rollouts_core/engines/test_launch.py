@@ -23,6 +23,7 @@ import yaml
 from pydantic import ValidationError
 
 from rollouts_core.config import Config, DeploymentConfig, EngineConfig, EngineKind, ModelConfig
+from rollouts_core.config.engine import TRANSFERS
 from rollouts_core.engines.launch import MAX_SOCKET_PATH, check_host, exec_engine, render_key, render_launch
 from rollouts_core.errors import ConfigError
 from rollouts_core.job import InputModel, ServeJob
@@ -127,11 +128,14 @@ def test_an_engine_on_the_trainers_gpus_is_started_so_that_it_can_hand_memory_ov
         render_launch(job_of(engine, colocated=True), Path("/models/m"), on_gpu=False)
 
 
-@pytest.mark.parametrize("kind", ["embedded", "vllm"])
-def test_weights_are_sent_to_sglang_alone(kind: str) -> None:
-    assert EngineConfig(kind="sglang", weight_transfer="gloo").weight_transfer == "gloo"
-    with pytest.raises(ValidationError, match=rf'weight_transfer "gloo" is a way of SGLang, the engine is {kind}'):
-        EngineConfig.model_validate({"kind": kind, "weight_transfer": "gloo"})
+@pytest.mark.parametrize(
+    ("kind", "way"), [("embedded", "nccl"), ("embedded", "tensors"), ("vllm", "gloo"), ("vllm", "nccl")]
+)
+def test_weights_are_sent_only_in_ways_that_the_engine_has(kind: EngineKind, way: str) -> None:
+    for other in TRANSFERS[kind]:
+        assert EngineConfig(kind=kind, weight_transfer=other).weight_transfer == other
+    with pytest.raises(ValidationError, match=rf'weight_transfer "{way}" is no way to an engine of the kind {kind}'):
+        EngineConfig.model_validate({"kind": kind, "weight_transfer": way})
 
 
 def test_a_router_is_one_of_sglang() -> None:

@@ -1,0 +1,77 @@
+"""Find out whether two nodes reach each other's ports, before a run stands on it.
+
+Not here: what they say to each other later.
+
+    engine's node    listens at its address
+    trainer's node   listens at its own address towards that, connects, tells its port
+    engine's node    connects back, which answers both
+"""
+
+from infra.errors import CommandFailedError, CommandTimeoutError, PermanentInfraError
+from infra.node import Node
+from infra.session import Session
+
+PATIENCE_S = 10.0
+"""For one connection to come about."""
+CALL_TIMEOUT_S = 3 * PATIENCE_S
+
+_LISTEN = """
+import socket, sys
+address, patience_s = sys.argv[1], float(sys.argv[2])
+family = socket.AF_INET6 if ":" in address else socket.AF_INET
+try:
+    listener = socket.create_server((address, 0), family=family)
+except OSError as error:
+    sys.exit(f"nothing can listen there: {error.strerror}")
+listener.settimeout(2 * patience_s)
+print(listener.getsockname()[1], flush=True)
+peer, place = listener.accept()
+peer.settimeout(patience_s)
+port = int(peer.makefile().readline())
+try:
+    socket.create_connection((place[0], port), patience_s).close()
+    peer.sendall(b"both ways")
+except OSError as error:
+    peer.sendall(f"{place[0]}:{port} does not answer: {error}".encode())
+"""
+_CONNECT = """
+import socket, sys
+address, port, patience_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+try:
+    peer = socket.create_connection((address, port), patience_s)
+except OSError as error:
+    sys.exit(f"{address}:{port} does not answer: {error}")
+own = peer.getsockname()[0]
+listener = socket.create_server((own, 0), family=peer.family)
+peer.settimeout(2 * patience_s)
+peer.sendall(f"{listener.getsockname()[1]}\\n".encode())
+answer = peer.makefile().read()
+if answer != "both ways":
+    sys.exit(answer or "it ended the connection")
+"""
+
+
+def check_both_ways(trainer: Session, trainer_node: Node, engine: Session, engine_node: Node) -> None:
+    """Return if each of the nodes can connect to any port of the other.
+
+    Raises:
+        PermanentInfraError: one of them cannot; one sentence.
+    """
+    listen = [engine.python, "-I", "-c", _LISTEN, engine_node.address, str(PATIENCE_S)]
+    try:
+        with engine.stream(listen) as lines:
+            port = next(lines).decode().strip()
+            connect = [trainer.python, "-I", "-c", _CONNECT, engine_node.address, port, str(PATIENCE_S)]
+            trainer.run(connect, timeout_s=CALL_TIMEOUT_S)
+    except (CommandFailedError, CommandTimeoutError, StopIteration) as error:
+        raise PermanentInfraError(
+            f"{trainer_node.name} and its engines' node {engine_node.name} do not reach each other by "
+            f"{engine_node.address} ({_reason(error)}): give the address of a network that they share, and open all "
+            "ports between them"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """The last line of what the program said."""
+    said = error.completed.stderr.decode(errors="replace").strip() if isinstance(error, CommandFailedError) else ""
+    return said.rpartition("\n")[2] or str(error) or "it said nothing"

@@ -1,0 +1,146 @@
+"""Take weights that a trainer sends: the server's end of process groups, and what has arrived of an update.
+
+Not here: the trainer's end (engines/group.py), loading what arrived (scheduler.py), the form of requests (protocol.py).
+
+    begin -> receive a bucket, another, ... -> end: all that arrived, to be loaded at once
+    join, leave: a group, which outlives many updates
+
+SGLang loads each bucket as it comes. Here they are kept apart until the end, so an update that broke off leaves the old
+weights as they were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
+
+from rollouts_core.concurrency import in_short_thread
+from rollouts_core.embedded.gloo import connect_gloo, find_address_towards, let_go, name_store, wait_for
+from rollouts_core.embedded.scheduler import RequestError
+from rollouts_core.errors import EngineUnavailableError
+
+TIMEOUT_S = 120.0
+"""For the trainer to be there, and for one bucket to arrive."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCall:
+    """A group that is to be joined."""
+
+    name: str
+    """The trainer's name of it."""
+    address: str
+    """Where the trainer's store listens."""
+    port: int
+    """Its port."""
+    rank: int
+    """This server's number in the group; 0 is the trainer."""
+    size: int
+    """How many are in the group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketCall:
+    """Tensors that are about to arrive, their bytes one after the other."""
+
+    group: str
+    """The name of the group that they come by."""
+    dtypes: Mapping[str, torch.dtype]
+    """By the tensor's name, in the order of the bytes."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """By the tensor's name."""
+
+
+class WeightReceiver:
+    """Groups with trainers, and the update that is open; used by the thread of one event loop, and closed there."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, Any] = {}  # Any: ProcessGroupGloo, which not every build of torch has
+        self._arrived: dict[str, Tensor] | None = None
+        """None while no update is open."""
+
+    def begin(self) -> None:
+        """Open an update; what one that was never ended has left is forgotten."""
+        self._arrived = {}
+
+    def end(self) -> dict[str, Tensor]:
+        """Close the update; returns what arrived.
+
+        Raises:
+            RequestError: none is open.
+        """
+        if self._arrived is None:
+            raise RequestError("No weight update is open: begin one.")
+        arrived, self._arrived = self._arrived, None
+        return arrived
+
+    async def join(self, call: GroupCall) -> None:
+        """Become part of a group.
+
+        Raises:
+            EngineUnavailableError: the trainer is not there.
+        """
+        with _failures_named(f"{call.address}:{call.port} is not there as a trainer"):
+            self._groups[call.name] = await in_short_thread(partial(_connect, call))
+
+    async def receive(self, call: BucketCall) -> None:
+        """Keep a bucket for the end of the update.
+
+        Raises:
+            RequestError: no update is open, or there is no such group.
+            EngineUnavailableError: the bucket did not arrive.
+        """
+        if (arrived := self._arrived) is None:
+            raise RequestError("No weight update is open: begin one.")
+        if call.group not in self._groups:
+            raise RequestError(f"There is no group {call.group}: initialize it.")
+        sizes = [math.prod(shape) * call.dtypes[name].itemsize for name, shape in call.shapes.items()]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        with _failures_named("the weights did not arrive"):
+            await in_short_thread(partial(self._receive_bytes, call.group, flat))
+        for (name, shape), piece in zip(call.shapes.items(), torch.split(flat, sizes), strict=True):
+            arrived[name] = piece.view(call.dtypes[name]).view(shape)
+
+    def leave(self, name: str) -> None:
+        """Leave a group, also amid a bucket; one that is not known is no error."""
+        if name in self._groups:
+            let_go([self._groups.pop(name)])  # no other name: the last reference waits for the group's end
+
+    def close(self) -> None:
+        """Leave all groups."""
+        for name in list(self._groups):
+            self.leave(name)
+
+    def _receive_bytes(self, name: str, flat: Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        work = self._groups[name].broadcast([flat], options)
+        wait_for(work, timeout_s=TIMEOUT_S, is_left=lambda: name not in self._groups)
+
+
+def _connect(call: GroupCall) -> Any:  # Any: see WeightReceiver
+    store = TCPStore(
+        call.address, call.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S)
+    )
+    address = find_address_towards(call.address, call.port)
+    place = name_store(store, call.name, "cpu")
+    return connect_gloo(place, rank=call.rank, size=call.size, address=address, timeout_s=TIMEOUT_S)
+
+
+@contextmanager
+def _failures_named(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, OSError) as error:  # all of torch's errors of networks and groups are RuntimeErrors
+        first_line = str(error).partition("\n")[0]
+        raise EngineUnavailableError(f"{what}: {first_line}") from error

@@ -1,0 +1,80 @@
+"""Run beside an engine: renew its lease whenever a trainer on another node asks for that.
+
+Not here: who asks (job_engines.py), what becomes of an engine without a lease (infra/supervisor.py). Run as a file, by
+an interpreter without packages: it imports nothing of ours.
+
+    trainer's node ── POST, Authorization: Bearer KEY ──> the lease file's modification time is now
+
+It ends with the engine, whose end closes this process's standard input.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+import subprocess
+import sys
+import threading
+from functools import partial
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+REQUEST_TIMEOUT_S = 10.0
+
+
+def start_lease_service(listener: socket.socket, lease_file: str, key_variable: str) -> None:
+    """Start the service as a process that ends when this one, or what it becomes by exec, has ended.
+
+    Args:
+        key_variable: the environment variable with the key that requests must carry.
+    """
+    closed_at_the_end, held_by_the_engine = os.pipe()
+    descriptor = listener.fileno()
+    subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, str(descriptor), str(int(listener.family)), lease_file, key_variable],
+        stdin=closed_at_the_end,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[descriptor],
+    )
+    os.close(closed_at_the_end)
+    os.set_inheritable(held_by_the_engine, True)
+
+
+class Renewal(BaseHTTPRequestHandler):
+    """One request."""
+
+    timeout = REQUEST_TIMEOUT_S
+
+    def __init__(self, *arguments: object, lease_file: str, key: str) -> None:
+        self._lease_file, self._key = lease_file, key
+        super().__init__(*arguments)  # type: ignore[arg-type]  # what the server passes on
+
+    def do_POST(self) -> None:
+        """Renew, for whoever has the key."""
+        given = self.headers.get("Authorization", "").encode()
+        is_known = hmac.compare_digest(given, f"Bearer {self._key}".encode())
+        if is_known:
+            os.utime(self._lease_file)
+        self.send_response(HTTPStatus.NO_CONTENT if is_known else HTTPStatus.UNAUTHORIZED)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *values: object) -> None:
+        """Say nothing: there is a request every few seconds."""
+
+
+def serve_renewals(listener: socket.socket, lease_file: str, key: str) -> None:
+    """Answer until standard input is closed."""
+    server = ThreadingHTTPServer(
+        listener.getsockname()[:2], partial(Renewal, lease_file=lease_file, key=key), bind_and_activate=False
+    )
+    server.socket.close()
+    server.socket = listener
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    sys.stdin.buffer.read()
+
+
+if __name__ == "__main__":
+    with socket.socket(int(sys.argv[2]), socket.SOCK_STREAM, fileno=int(sys.argv[1])) as inherited:
+        serve_renewals(inherited, sys.argv[3], os.environ[sys.argv[4]])

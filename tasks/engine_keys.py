@@ -1,0 +1,28 @@
+"""The key of engines on other nodes than their trainer, where the settings name none: one per store.
+
+Not here: keys that the settings name, and who asks for any (rollouts_core/keys.py).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from infra.secret_file import own_secret
+from rollouts_core.keys import OWN_KEY_VARIABLE, engine_key_variable
+from tasks.records import RunScope
+
+KEY_FILE = "engine-key"
+
+
+def own_engine_key(store: Path) -> str:
+    """The store's key for engines; made once, in a file that only its owner can read."""
+    return own_secret(store / KEY_FILE, lambda: secrets.token_urlsafe(32))
+
+
+def own_keys(job: Mapping[str, Any], scope: RunScope) -> dict[str, str]:  # Any: JSON
+    """The variables of a job that nobody has to export, with their keys."""
+    is_own = engine_key_variable(job) == OWN_KEY_VARIABLE
+    return {OWN_KEY_VARIABLE: own_engine_key(Path(scope.store))} if is_own else {}

@@ -1,0 +1,85 @@
+"""Pins what is refused about machines for engines, in one sentence and before anything is started.
+
+Without it a run with two machines trains for hours until it finds that its engines cannot be given weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.form import parse_pipeline
+from flows.preflight import check_engine_nodes
+from infra.node import EngineNode, LocalNode, SSHNode, without_engine_nodes
+from rollouts_core.errors import ConfigError
+from tests.small_pipeline import small_settings
+
+TRAINER = {"provider": "ssh", "host": "me@box", "python": "/opt/venv/bin/python"}
+ENGINES = {"host": "me@10.0.0.2:2222", "python": "/opt/venv/bin/python"}
+
+
+def node_of(*engine_nodes: dict[str, Any], **changes: Any) -> dict[str, Any]:  # Any: settings of every type
+    return {**TRAINER, "engine_nodes": list(engine_nodes), **changes}
+
+
+def parse(node: dict[str, Any], **overrides: Any) -> Any:  # Any: settings of every type
+    return parse_pipeline(small_settings(node=node, **overrides), Path("a.toml"))
+
+
+def test_engines_listen_at_the_address_in_host_unless_another_is_given() -> None:
+    node = parse(node_of(ENGINES, {**ENGINES, "host": "me@far", "address": "fd00::2"})).node
+    assert isinstance(node, SSHNode)
+    assert [each.reached_at for each in node.engine_nodes] == ["10.0.0.2", "fd00::2"]
+    assert without_engine_nodes(node).engine_nodes == ()  # type: ignore[union-attr]
+    assert without_engine_nodes(LocalNode()) == LocalNode()
+    assert all(field["description"] for field in EngineNode.model_json_schema()["properties"].values())
+
+
+@pytest.mark.parametrize(
+    ("node", "sentence"),
+    [
+        (node_of(ENGINES, ENGINES), "engine_nodes: 10.0.0.2:2222 is named twice"),
+        (node_of({**ENGINES, "host": "you@box:22", "address": "10.0.0.2"}), "engine_nodes: box:22 is named twice"),
+        (node_of({**ENGINES, "host": "me@far"}), "expected the IP address of far in the network that it shares"),
+        (node_of({**ENGINES, "address": "far"}), "found 'far'"),
+        (node_of({**ENGINES, "host": "far"}), "expected user@host"),
+        (node_of({"host": "me@10.0.0.2"}), "engine_nodes.0.python is missing"),
+        (node_of({**ENGINES, "hosts": "x"}), "unknown key engine_nodes.0.hosts"),
+        (node_of({**ENGINES, "provider": "ssh"}), "unknown key engine_nodes.0.provider"),
+        ({"provider": "local", "engine_nodes": [ENGINES]}, "unknown key node.engine_nodes"),
+        ({**TRAINER, "engine_nodes": "me@10.0.0.2"}, "engine_nodes"),
+    ],
+)
+def test_a_misfit_is_one_sentence(node: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(node)
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ({"mode": "sft"}, 'mode "sft" samples nothing'),
+        ({"deployment__colocated": True}, "with deployment.colocated engines and trainer share GPUs"),
+        ({"rollout__engine__kind": "vllm"}, "which vLLM cannot be"),
+        (
+            {"rollout__engine": {"kind": "sglang", "weight_transfer": "tensors"}},
+            '"tensors" maps memory of the trainer, which is on another node',
+        ),
+        ({"rollout__engine__router_url": "http://10.0.0.1:30100"}, "name the variable that holds it"),
+    ],
+)
+def test_what_engines_on_other_machines_cannot_do_is_one_sentence(overrides: dict[str, Any], sentence: str) -> None:
+    pipeline = parse(node_of(ENGINES), **overrides)
+    with pytest.raises(ConfigError) as caught:
+        check_engine_nodes(pipeline.config, pipeline.node)
+    assert str(caught.value).startswith("node.engine_nodes: ") and sentence in str(caught.value)
+    check_engine_nodes(pipeline.config, without_engine_nodes(pipeline.node))
+
+
+def test_engines_on_other_machines_are_no_refusal_by_themselves() -> None:
+    for engine in ({}, {"kind": "sglang"}, {"kind": "sglang", "weight_transfer": "nccl"}, {"weight_transfer": "gloo"}):
+        pipeline = parse(node_of(ENGINES), rollout__engine=engine)
+        check_engine_nodes(pipeline.config, pipeline.node)

@@ -1,0 +1,209 @@
+"""Pins what becomes of weights that are sent to the embedded engine: all of them are served, or the old ones.
+
+Without it an engine whose trainer was killed amid an update could serve half of two models, or never end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from rollouts_core.config import SamplingConfig
+from rollouts_core.embedded import receiving
+from rollouts_core.embedded.weights import read_tensors
+from rollouts_core.engines import Completion, GenerationRequest, SGLangEngine
+from rollouts_core.engines.group import WeightGroup
+from rollouts_core.engines.sent import SentWeights, flatten
+from tests.rollouts_core.embedded.tiny_models import expected_logprobs
+from tests.rollouts_core.served_engine import engine_url
+
+pytestmark = pytest.mark.timeout(120)
+
+REQUEST = GenerationRequest(
+    prompt_tokens=[3, 4, 5], sampling=SamplingConfig(max_new_tokens=8), stop_token_ids=(), seed=1
+)
+SERVE = """
+import sys
+from pathlib import Path
+from rollouts_core.embedded.server import serve
+serve(Path(sys.argv[1]), port=0, on_ready=lambda url: print(url, flush=True))
+"""
+
+
+@pytest.fixture
+def url(model_dir: Path) -> Iterator[str]:
+    with engine_url(model_dir) as url:
+        yield url
+
+
+def post(url: str, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{url}{path}", json=body, timeout=60.0)
+
+
+def joined_group(url: str) -> WeightGroup:
+    """A group with the server, joined by both."""
+    group = WeightGroup(url, "gloo", num_ranks=1)
+    connecting = Thread(target=group.connect)
+    connecting.start()
+    answer = post(
+        url,
+        "/init_weights_update_group",
+        master_address=group.address,
+        master_port=group.port,
+        rank_offset=1,
+        world_size=2,
+        group_name=group.name,
+        backend="gloo",
+    )
+    connecting.join()
+    assert answer.json()["success"], answer.text
+    return group
+
+
+def bucket_of(group: WeightGroup, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:  # Any: JSON
+    return {
+        "names": list(tensors),
+        "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        "group_name": group.name,
+        "load_format": "flattened_bucket",
+    }
+
+
+def digests_of(url: str) -> Any:  # Any: JSON
+    return httpx.get(f"{url}/weights_checker", timeout=60.0).json()["ranks"][0]["checksums"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_of_any_number_format_are_served_and_proved(
+    url: str, other_dir: Path, other_model: PreTrainedModel, dtype: torch.dtype
+) -> None:
+    tensors = {name: tensor.to(dtype) for name, tensor in read_tensors(other_dir).items()}
+    weights = SentWeights(version="w-1", model_dir=other_dir, tensors=tensors, transfer="gloo")
+
+    async def send() -> list[Completion]:
+        async with SGLangEngine(url) as engine:
+            await engine.load_weights(weights, "w-1")
+            return await engine.generate([REQUEST])
+
+    [completion] = asyncio.run(send())
+    assert {version for version, _, _ in completion.version_spans} == {"w-1"}
+    rounded = deepcopy(other_model)
+    for parameter in rounded.parameters():
+        parameter.data = parameter.data.to(dtype).float()
+    expected = expected_logprobs(rounded, REQUEST.prompt_tokens, completion.tokens)
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_an_update_that_broke_off_leaves_the_old_weights(url: str, other_dir: Path) -> None:
+    before, tensors = digests_of(url), read_tensors(other_dir)
+    group = joined_group(url)
+    try:
+        first = dict([next(iter(tensors.items()))])
+        assert post(url, "/begin_weight_update").status_code == 200
+        sending = Thread(target=group.broadcast, args=(flatten(first),))
+        sending.start()
+        assert post(url, "/update_weights_from_distributed", **bucket_of(group, first)).status_code == 200
+        sending.join()
+        ended = post(url, "/end_weight_update")
+        assert (ended.status_code, "lacks" in ended.json()["error"]["message"]) == (400, True)
+        assert digests_of(url) == before
+        nothing_open = post(url, "/update_weights_from_distributed", **bucket_of(group, first))
+        assert (nothing_open.status_code, "begin one" in nothing_open.text) == (400, True)
+    finally:
+        group.close()
+
+
+def test_a_trainer_that_vanishes_amid_a_bucket_is_noticed_and_another_one_is_taken(url: str, other_dir: Path) -> None:
+    tensors = read_tensors(other_dir)
+    group = joined_group(url)
+    assert post(url, "/begin_weight_update").status_code == 200
+    closing = Thread(target=group.close)
+    closing.start()
+    arrived = post(url, "/update_weights_from_distributed", **bucket_of(group, tensors))
+    assert (arrived.status_code, "the weights did not arrive" in arrived.text) == (503, True)
+
+    async def send() -> None:
+        async with SGLangEngine(url) as engine:
+            weights = SentWeights(version="w-2", model_dir=other_dir, tensors=tensors, transfer="gloo")
+            await engine.load_weights(weights, "w-2")
+
+    asyncio.run(send())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/init_weights_update_group", {"backend": "nccl"}, "give gloo"),
+        ("/init_weights_update_group", {"backend": "gloo", "master_address": 7}, "master_address"),
+        ("/update_weights_from_distributed", {"load_format": None}, "give flattened_bucket"),
+        (
+            "/update_weights_from_distributed",
+            {"load_format": "flattened_bucket", "names": ["a"], "dtypes": [], "shapes": []},
+            "of the same length",
+        ),
+        (
+            "/update_weights_from_distributed",
+            {"load_format": "flattened_bucket", "names": ["a"], "dtypes": ["int64"], "shapes": [[1]]},
+            "dtype str `int64` is not supported",
+        ),
+        (
+            "/update_weights_from_distributed",
+            {"load_format": "flattened_bucket", "names": ["a"], "dtypes": ["float32"], "shapes": [[-1]]},
+            "numbers of 0 or more",
+        ),
+        ("/end_weight_update", {}, "begin one"),
+    ],
+)
+def test_what_the_engine_cannot_take_is_refused_by_name(url: str, path: str, body: dict[str, Any], said: str) -> None:
+    answer = post(url, path, **body)
+    assert (answer.status_code, said in answer.text) == (400, True), answer.text
+
+
+def test_a_bucket_of_a_group_that_nobody_joined_is_refused(url: str) -> None:
+    assert post(url, "/begin_weight_update").status_code == 200
+    body = {"names": [], "dtypes": [], "shapes": [], "load_format": "flattened_bucket", "group_name": "strangers"}
+    answer = post(url, "/update_weights_from_distributed", **body)
+    assert (answer.status_code, "There is no group strangers" in answer.text) == (400, True)
+
+
+@pytest.mark.slow
+def test_a_server_that_waits_for_weights_ends_when_it_is_told_to(model_dir: Path, other_dir: Path) -> None:
+    """Its own deadline is two minutes, and that of its supervisor ten seconds."""
+    with subprocess.Popen([sys.executable, "-c", SERVE, str(model_dir)], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
+            group = joined_group(url)
+            assert post(url, "/begin_weight_update").status_code == 200
+            with pytest.raises(httpx.ReadTimeout):  # it waits for a bucket that never comes
+                body = bucket_of(group, read_tensors(other_dir))
+                httpx.post(f"{url}/update_weights_from_distributed", json=body, timeout=2.0)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+            group.close()
+        finally:
+            process.kill()
+
+
+def test_a_trainer_that_is_not_there_is_waited_for_until_a_deadline(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiving, "TIMEOUT_S", 1.0)
+    body = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+    answer = post(url, "/init_weights_update_group", **body)
+    assert (answer.status_code, "127.0.0.1:1 is not there as a trainer" in answer.text) == (503, True)
+
+
+def test_a_group_that_nobody_joined_can_be_left(url: str) -> None:
+    assert post(url, "/destroy_weights_update_group", group_name="strangers").status_code == 200

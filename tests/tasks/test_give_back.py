@@ -1,0 +1,51 @@
+"""Pins that a machine of engines that is lost keeps nobody from giving back the others.
+
+Without it the jobs of a run go on for want of one machine that does not answer, and its error hides why the run failed.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.jobs import JobState, job_status, start_or_attach
+from infra.ledger import Ledger
+from infra.node import Node, SSHAccess
+from infra.session import LocalSession
+from tasks.provision import give_back
+from tasks.records import RunScope
+from tests.infra.shell_jobs import shell_spec
+from tests.infra.ssh_server import make_key
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_jobs_end_on_each_machine_of_the_unit_and_one_that_is_lost_is_named(tmp_path: Path) -> None:
+    node = Node(name="trainer", provider="local", root=str(tmp_path), python=sys.executable)
+    make_key(tmp_path / "key")
+    nobody = SSHAccess(host="127.0.0.1", port=1, user="me", key_file=str(tmp_path / "key"))
+    engines = replace(node, name="engines", address="127.0.0.1")
+    lost = replace(node, name="me@127.0.0.1:1", provider="ssh", mirror=str(tmp_path / "store"), access=nobody)
+    scope = RunScope(run_id="run-a", run_name="small", store=str(tmp_path / "store"))
+    session = LocalSession(sys.executable)
+    with Ledger(scope.ledger_path) as ledger:
+        for directory, name in (("rl-1", "trainer"), ("engine-1-0", "engines"), ("engine-1-1", lost.name)):
+            ledger.add_lease(str(tmp_path / directory), scope.run_id, name)
+        for directory in ("rl-1", "engine-1-0"):
+            start_or_attach(session, shell_spec(tmp_path / directory, "sleep 60"))
+        said = give_back(replace(node, engine_nodes=(engines, lost)), scope)
+        assert ledger.leases_of(scope.run_id) == []
+    for directory in ("rl-1", "engine-1-0"):
+        assert job_status(session, str(tmp_path / directory)).state is not JobState.RUNNING
+        assert f"ended the job in {tmp_path / directory}" in said
+    (about_the_lost,) = [sentence for sentence in said if "by themselves" in sentence]
+    assert about_the_lost.startswith("the engines on me@127.0.0.1:1 end by themselves within a minute (")
+    assert "me@127.0.0.1:1 does not answer" in about_the_lost
+    assert [sentence for sentence in said if sentence.startswith("gave back")] == [
+        "gave back local node engines",
+        "gave back ssh node me@127.0.0.1:1",
+        "gave back local node trainer",
+    ]
