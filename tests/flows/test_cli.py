@@ -47,7 +47,7 @@ SURFACE = {
     "credentials": ["[NAME]", "[VARIABLE]...", "--remove", "--store"],
     "prefect-yaml": ["CONFIG", "--pool", "--store", "--queue", "--job-variable"],
     "pull": ["URL", "DIR"],
-    "up": ["[CONFIG]...", "--store", "--port"],
+    "up": ["[CONFIG]...", "--store", "--port", "--gpu-slots"],
     "watch": ["--store"],
     "down": ["--store"],
     "status": ["--store"],
@@ -150,9 +150,8 @@ def test_a_configuration_means_the_same_in_every_form(folder: Path, form: str) -
         path.write_text(PYTHON_CONFIG.format(content=repr(small_settings())))
     else:
         settings = {key: value for key, value in small_settings().items() if key not in ("node", "run")}
-        content = (
-            f"Pipeline(config=Config(**{settings!r}), node=LocalNode(min_free_gb=0.1), run=RunOptions(name='small'))"
-        )
+        parts = f"config=Config(**{settings!r}), node=LocalNode(min_free_gb=0.1)"
+        content = f"Pipeline({parts}, run=RunOptions(name='small', restarts=0))"
         path.write_text(PYTHON_CONFIG.format(content=content))
     assert load_pipeline(path) == expected
 
