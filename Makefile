@@ -1,6 +1,7 @@
 # make quickstart   the whole pipeline on this machine, with data and a model that it makes itself
 # make test         every test but those of real engines; `make test-fast` leaves out those that start servers, jobs or pipelines
-# make test-matrix  every place x every way in which a run can break, half an hour; `make test` has a tenth of these cases
+# make test-matrix  more of what `make test` has a sample of, 40 minutes: every place x every way in which a run can break,
+#                   seeds of the quickstart, machines of engines that are lost
 # make engines      SGLang and vLLM for a CPU, in .engines/, 7 GB; `make test-engines` tests against them
 # make check        lint, format, types
 # make bench        docs/benchmarks.md: this library side by side with others, half an hour on an idle machine
@@ -24,9 +25,9 @@ test: $(READY)
 test-fast: $(READY)
 	$(PYTEST) -m "not slow and not engine"
 
-# All cases lie in one file: they are spread one by one.
+# Most lie in one file: they are spread one by one.
 test-matrix: $(READY)
-	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 tests/flows/test_retry_matrix.py
+	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 -m matrix tests/flows
 
 test-engines: $(READY) engines
 	$(BIN)/python -m pytest -m engine tests/engines

@@ -117,6 +117,7 @@ def test_a_machine_of_engines_that_is_lost_is_named_and_the_same_command_complet
     assert cluster.trainer.commands() == cluster.engines.commands() == []
 
 
+@pytest.mark.matrix
 def test_of_two_machines_of_engines_one_may_be_lost_and_rl_goes_on_with_the_other(
     rollouts: Rollouts, cluster: Cluster, tmp_path: Path
 ) -> None:

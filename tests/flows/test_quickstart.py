@@ -16,7 +16,7 @@ from tests.flows.conftest import Rollouts
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in (1, 2))])
 def test_the_quickstart_improves_held_out_accuracy_at_every_stage(rollouts: Rollouts, seed: int) -> None:
     code, output = rollouts.run("quickstart", "--seed", str(seed))
     assert code == 0, output
