@@ -4,10 +4,11 @@ The run then completes; finished stages are not done again; a job that lives is 
 undisturbed run trained, bit for bit; no machine, process or port is left. Without these tests a retry could train anew,
 go on from half a checkpoint, or pay for a second machine, and would still end with a report that looks right.
 
-A case has four factors: where it breaks, how, on which node, and by what it is asked for again. `make test-matrix`
-meets all pairs of their values that make sense, every place in every way among them: first, in few cases, every
+A case has four factors: where it breaks, how, on which node, and by what it is asked for again. These cases
+meet all pairs of their values that make sense, every place in every way among them: first, in few cases, every
 place, and all pairs of the other factors and of each of them with whether there is a job at the place. Of these few,
-`make test` takes as many as meet every way, node and demand: a case takes half a minute to two.
+`make test` takes as many as meet every way, node and demand, `make test-matrix` the others: a case takes half a minute
+to two.
 
                  exception  job  flow  serving  sigterm  server  node
     provision        x       -    x      x        x        x      x       -: EXCLUDED says why
