@@ -50,7 +50,7 @@ from tasks.bootstrap import bootstrap
 from tasks.budget import stopped_in_time
 from tasks.caching import run_cached
 from tasks.candidate import register_candidate
-from tasks.engine import launch_engine, stop_engine
+from tasks.engine import kept_alive, launch_engine, stop_engine
 from tasks.evaluate import evaluate_models
 from tasks.inputs import named_urls
 from tasks.places import note_named
@@ -169,7 +169,8 @@ def run_rl(start: InputModel, config: Config, scope: RunScope, machine: Node) ->
     ports = [] if config.data.rollouts else config.deployment.engine_ports * max(1, len(machine.engine_nodes))
     for index, port in enumerate(ports):
         engines.append(launch_engine(stage, port, scope, machine, index, engines))
-    record = run_cached(train_rl, with_engines(stage, engines), scope, machine)
+    with kept_alive(engines, machine):
+        record = run_cached(train_rl, with_engines(stage, engines), scope, machine)
     for engine in engines:
         stop_engine(engine, scope, machine)
     return record

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from prefect import task
@@ -16,6 +17,7 @@ from infra.ledger import Ledger
 from infra.node import Node
 from infra.ports import check_port, find_free_port
 from infra.providers import open_session
+from infra.repeating import repeating
 from infra.session import Session
 from rollouts_core.job import ServeJob
 from rollouts_core.keys import read_key
@@ -29,6 +31,8 @@ from tasks.stage import GRACE_S, gpus_of, gpus_of_engines, job_spec, running_job
 MAX_RESTARTS = 3
 LEASE_S = 60.0
 """An engine that no RL job renews for this long ends by itself."""
+
+logger = logging.getLogger(__name__)
 
 
 @task(name="launch-engine", cache_policy=NO_CACHE)
@@ -95,6 +99,33 @@ def launch_engine(
         node=own.name,
         lease_url=url_of(job.host, ports["lease_port"]) if own is not node else "",
     )
+
+
+@contextmanager
+def kept_alive(engines: Sequence[EngineRecord], node: Node) -> Iterator[None]:
+    """Renew the leases of engines on nodes of their own as long as the block runs.
+
+    Their trainer does it once it trains; before that it may have to wait for its GPUs. Those on its own node wait for
+    the same GPUs as it does.
+    """
+    elsewhere = [engine for engine in engines if engine.lease_url]
+    if not elsewhere:
+        yield
+        return
+    with ExitStack() as stack:
+        sessions: dict[str, Session] = {}
+
+        def renew() -> None:
+            for engine in elsewhere:
+                try:
+                    if engine.node not in sessions:
+                        sessions[engine.node] = stack.enter_context(open_session(node.named(engine.node)))
+                    renew_lease(sessions[engine.node], engine.run_dir)
+                except InfraError as error:  # the trainer says what becomes of it
+                    logger.info("the lease of %s was not renewed: %s", engine.url, error)
+
+        with repeating(renew, interval_s=LEASE_S / 4, thread_name="engines' leases"):
+            yield
 
 
 @task(name="stop-engine", cache_policy=NO_CACHE)

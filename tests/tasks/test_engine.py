@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -230,3 +231,24 @@ def test_an_engine_on_a_node_of_its_own_asks_for_the_stores_key_and_comes_back_o
 def servers_of(node: Node) -> set[int]:
     """The processes of engines on a node."""
     return {pid for pid, command in pids_of(Path(node.root)).items() if " serve " in command}
+
+
+def test_engines_on_machines_of_their_own_are_kept_until_their_trainer_has_its_gpus(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "LEASE_S", 1.0)
+    there = replace(node, name="there")
+    unreachable = SSHAccess(host="127.0.0.1", port=1, user="nobody")
+    lost = replace(node, name="lost", provider="ssh", mirror=str(tmp_path / "mirror"), access=unreachable)
+    machines = replace(node, engine_nodes=(lost, there))
+    session = LocalSession(sys.executable)
+    spec = shell_spec(tmp_path / "engine", "sleep 60", lease_s=1.5)
+    start_or_attach(session, spec)
+    engines = [
+        EngineRecord(url=f"http://{name}:1", run_dir=spec.run_dir, node=name, lease_url="http://there:2")
+        for name in ("lost", "there")
+    ]
+    with engine.kept_alive(engines, machines):
+        time.sleep(4.0)
+        assert job_status(session, spec.run_dir).state is JobState.RUNNING
+    wait_until(lambda: job_status(session, spec.run_dir).state is not JobState.RUNNING, what="the end of the engine")
