@@ -141,6 +141,7 @@ def test_of_two_machines_of_engines_one_may_be_lost_and_rl_goes_on_with_the_othe
     assert len(list(rl.glob("exit-*.json"))) == 1
 
 
+@pytest.mark.matrix
 def test_rl_keeps_its_engine_on_another_machine_when_the_command_is_killed(
     rollouts: Rollouts, cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -50,6 +50,7 @@ def node_settings(node: SeparateNode) -> dict[str, Any]:
     }
 
 
+@pytest.mark.matrix  # with an engine elsewhere in test_cluster.py
 def test_a_run_on_a_machine_that_shares_nothing_ends_as_here_and_its_key_is_seen_nowhere(
     rollouts: Rollouts, served_home: Path, node: SeparateNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
