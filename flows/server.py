@@ -31,7 +31,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,7 +97,9 @@ class ServerAddress:
     """What it asks for, `user:token`; empty where the user's own settings say it."""
 
 
-def local_server(store: Path, *, port: int = 0) -> AbstractContextManager[ServerAddress]:
+def local_server(
+    store: Path, *, port: int = 0, meanwhile: Callable[[ServerAddress], object] | None = None
+) -> AbstractContextManager[ServerAddress]:
     """Return a context in which the Prefect server of `store` answers.
 
     A server of this store that already runs is joined, on whichever port it has; one that was killed is started again
@@ -106,6 +108,7 @@ def local_server(store: Path, *, port: int = 0) -> AbstractContextManager[Server
 
     Args:
         port: 0 takes 4200 if it is free, otherwise any free port.
+        meanwhile: what can be done while the server starts; called once, in any case, with where it will answer.
 
     Raises:
         ServerError: On entering: the store cannot be written, the port is taken, the server does not come up,
@@ -113,8 +116,8 @@ def local_server(store: Path, *, port: int = 0) -> AbstractContextManager[Server
     """
     named_url = os.environ.get("PREFECT_API_URL", "").rstrip("/")
     if named_url and named_url != os.environ.get(OWN_API_URL):
-        return _named_server(named_url)
-    return _shared_server(_home(store), port)
+        return _named_server(named_url, meanwhile)
+    return _shared_server(_home(store), port, meanwhile)
 
 
 def running_server(store: Path) -> ServerAddress | None:
@@ -198,7 +201,7 @@ def _without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextmanager
-def _named_server(api_url: str) -> Iterator[ServerAddress]:
+def _named_server(api_url: str, meanwhile: Callable[[ServerAddress], object] | None = None) -> Iterator[ServerAddress]:
     request = urllib.request.Request(f"{api_url}/health")
     if key := os.environ.get("PREFECT_API_KEY"):
         request.add_header("Authorization", f"Bearer {key}")
@@ -216,7 +219,10 @@ def _named_server(api_url: str) -> Iterator[ServerAddress]:
             f"PREFECT_API_URL is set to {api_url}, where nothing answers ({error}): "
             "start that server, or unset it to use one of this store"
         ) from error
-    yield ServerAddress(api_url=api_url, ui_url=_named_ui_url(api_url), is_local=False)
+    address = ServerAddress(api_url=api_url, ui_url=_named_ui_url(api_url), is_local=False)
+    if meanwhile:
+        meanwhile(address)
+    yield address
 
 
 def _named_ui_url(api_url: str) -> str:
@@ -231,20 +237,24 @@ def _named_ui_url(api_url: str) -> str:
 
 
 @contextmanager
-def _shared_server(home: Path, port: int) -> Iterator[ServerAddress]:
+def _shared_server(
+    home: Path, port: int, meanwhile: Callable[[ServerAddress], object] | None
+) -> Iterator[ServerAddress]:
     with ExitStack() as held:
         try:
             # Blocks with secrets lie in the database, and the key to them too.
             home.mkdir(mode=0o700, parents=True, exist_ok=True)
             own_password(home)
             users_lock = held.enter_context(lock_file(home / "users.lock"))
-            address = _join_or_start(home, users_lock, port=port)
+            address = _join_or_start(home, users_lock, port=port, meanwhile=meanwhile)
         except OSError as error:
             raise ServerError(f"the store cannot be written ({error}): choose another one, or make room") from error
         yield address
 
 
-def _join_or_start(home: Path, users_lock: int, *, port: int) -> ServerAddress:
+def _join_or_start(
+    home: Path, users_lock: int, *, port: int, meanwhile: Callable[[ServerAddress], object] | None
+) -> ServerAddress:
     """Return the address of a healthy server that will not stop while `users_lock` is open."""
     with _start_lock(home):
         # Only a keeper that holds start.lock too ever holds users.lock exclusively.
@@ -262,6 +272,9 @@ def _join_or_start(home: Path, users_lock: int, *, port: int) -> ServerAddress:
                 finally:
                     os.close(keeper_lock)
         address = _read_address(home)
+        if address is not None and meanwhile:
+            meanwhile(address)
+            meanwhile = None
         # The file may be of a keeper that is gone and its port somebody else's: ask for the keeper again.
         if address is not None and _is_healthy(address) and _is_kept(home, address):
             return address

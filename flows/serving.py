@@ -17,6 +17,7 @@ SIGTERM ends it and the flows, and leaves their jobs: the next start, or Retry, 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import multiprocessing
@@ -33,7 +34,7 @@ from flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW, load_deployment
 from flows.expired_machines import end_expired
 from flows.gpu_slots import load_gpu_slots
 from flows.live import served_live_pages
-from flows.server import local_server, prefect_environment
+from flows.server import ServerAddress, ServerError, local_server, prefect_environment
 from flows.store import STORE_VARIABLE
 from flows.tools import FINISH_FLOW, REAP_FLOW, TOOLS
 from rollouts_core.errors import ConfigError
@@ -59,18 +60,48 @@ MAX_LOG_BYTES = 8 * 1024 * 1024
 
 def serve_store(store: Path) -> None:
     """Serve the store's deployments until SIGTERM."""
-    with local_server(store) as address, served_live_pages(store):
+    loaded_for: list[ServerAddress] = []
+
+    def load(address: ServerAddress) -> None:
         preferences = {
             "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": os.environ.get("PREFECT_LOGGING_LEVEL", "WARNING"),
             "PREFECT_RUNNER_POLL_FREQUENCY": f"{POLL_S:.0f}",
         }
         own = {STORE_VARIABLE: str(store.resolve())}
         os.environ.update({**prefect_environment(store, address), **preferences, **own})
+        gc.disable()  # a fifth of the imports' time
+        offered_flows()  # two seconds that a new server takes anyway
+        gc.enable()
+        gc.freeze()
+        loaded_for.append(address)
+
+    with local_server(store, meanwhile=load) as address, served_live_pages(store):
+        if loaded_for != [address]:
+            raise ServerError(
+                f"the server of {store} moved to {address.api_url} while it started: run rollouts up again"
+            )
         asyncio.run(_serve(store.resolve()))
 
 
+def offered_flows() -> dict[str, Flow[..., Any]]:  # Any: what they return
+    """The flows by their names; Prefect, which is loaded here, reads the environment once."""
+    from flows.evaluate import evaluate_model
+    from flows.finish_flow import finish_run
+    from flows.pipeline import sft_rl
+    from flows.reap import reap_machines
+    from flows.retrain import retrain_model
+
+    return {
+        FLOW: sft_rl,
+        RETRAIN_FLOW: retrain_model,
+        EVALUATE_FLOW: evaluate_model,
+        REAP_FLOW: reap_machines,
+        FINISH_FLOW: finish_run,
+    }
+
+
 async def _serve(store: Path) -> None:
-    from prefect.runner import Runner  # reads the environment that was just set
+    from prefect.runner import Runner
 
     from flows.credentials import Credentials
     from flows.lost_runs import LostRuns
@@ -144,20 +175,9 @@ async def _end_expired_machines(store: Path) -> None:
 
 async def _register(runner: Runner, tools: Runner, store: Path, served: dict[str, str]) -> bool:
     """Make Prefect's deployments those of the store; returns whether something was new."""
-    from flows.evaluate import evaluate_model
-    from flows.finish_flow import finish_run
-    from flows.pipeline import sft_rl
-    from flows.reap import reap_machines
-    from flows.retrain import retrain_model
     from flows.schedules import drop_schedules, schedule_options
 
-    flows: dict[str, Flow[..., Any]] = {  # Any: what they return
-        FLOW: sft_rl,
-        RETRAIN_FLOW: retrain_model,
-        EVALUATE_FLOW: evaluate_model,
-        REAP_FLOW: reap_machines,
-        FINISH_FLOW: finish_run,
-    }
+    flows = offered_flows()
     try:
         deployments = load_deployments(store / "prefect")
     except ConfigError as error:

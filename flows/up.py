@@ -37,7 +37,7 @@ from flows.locks import lock_file, open_lock, try_lock
 from flows.password import password_file
 from flows.preflight import check_writable
 from flows.quickstart_files import quickstart_folder, write_missing_quickstart
-from flows.server import ROOT, ServerError, local_server, running_server
+from flows.server import ROOT, ServerAddress, ServerError, local_server, running_server
 from flows.status import describe_machines, describe_runs, going_jobs
 from flows.terminal import Port, Store, console
 from flows.tools import TOOLS
@@ -82,10 +82,14 @@ def up(
     """
     own = [deployment for path in configs or [] for deployment in deployments_of(path)]
     check_writable(store)
-    with local_server(store, port=port) as address:
-        is_new = ensure_serving(store.resolve(), own, gpu_slots=gpu_slots)
-        serving = find_serving(store)
-        assert serving is not None, "it was ready a moment ago"
+    is_new = False
+
+    def begin(_: ServerAddress) -> None:
+        nonlocal is_new
+        is_new = begin_serving(store.resolve(), own, gpu_slots=gpu_slots)
+
+    with local_server(store, port=port, meanwhile=begin) as address:
+        serving = wait_until_served(store.resolve(), gpu_slots=gpu_slots)
     console.print(f"{'started' if is_new else 'joined'}        process {serving.pid}, which outlives this terminal")
     console.print(f"deployments    {describe_deployments(serving)}")
     console.print(f"gpu slots      {describe_gpu_slots(serving)}")
@@ -144,14 +148,13 @@ def status(store: Store = Path(".rollouts")) -> None:
         typer.echo(f"machine      {line}")
 
 
-def ensure_serving(store: Path, own: list[Deployment], *, gpu_slots: int = 0) -> bool:
-    """Return when the deployments are served; True if the process that does it was started now.
+def begin_serving(store: Path, own: list[Deployment], *, gpu_slots: int = 0) -> bool:
+    """Start the process that serves the deployments, `own` too; False where it runs, and will take up `own`.
+
+    It needs the store's server, but not at once.
 
     Args:
         gpu_slots: how many runs go at once from now on; 0 leaves that as it is.
-
-    Raises:
-        ServerError: it does not start; the message has the end of its log.
     """
     home = store / "prefect"
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -166,17 +169,28 @@ def ensure_serving(store: Path, own: list[Deployment], *, gpu_slots: int = 0) ->
             save_gpu_slots(home, gpu_slots)
         if is_new:
             _start_serving(store, home)
-        wanted = {name: each.digest for name, each in load_deployments(home).items()}
-        deadline = time.monotonic() + READY_TIMEOUT_S
-        while time.monotonic() < deadline:
-            serving = find_serving(store)
-            if serving and wanted.items() <= serving.deployments.items() and gpu_slots in (0, serving.gpu_slots):
-                return is_new
-            if serving is None and not _is_locked(home):
-                raise ServerError(
-                    f"the deployments could not be served; {home / 'serving.log'} ends with: {_tail(home)}"
-                )
-            time.sleep(POLL_S)
+    return is_new
+
+
+def wait_until_served(store: Path, *, gpu_slots: int = 0) -> Serving:
+    """Return when every deployment of the store is served.
+
+    Args:
+        gpu_slots: how many runs are to go at once; 0: any number.
+
+    Raises:
+        ServerError: the process does not start; the message has the end of its log.
+    """
+    home = store / "prefect"
+    wanted = {name: each.digest for name, each in load_deployments(home).items()}
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < deadline:
+        serving = find_serving(store)
+        if serving and wanted.items() <= serving.deployments.items() and gpu_slots in (0, serving.gpu_slots):
+            return serving
+        if serving is None and not _is_locked(home):
+            raise ServerError(f"the deployments could not be served; {home / 'serving.log'} ends with: {_tail(home)}")
+        time.sleep(POLL_S)
     raise ServerError(f"the deployments were not served within {READY_TIMEOUT_S:.0f} s; see {home / 'serving.log'}")
 
 
