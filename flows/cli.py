@@ -310,7 +310,7 @@ def run_checked(
     with with_credentials(pipeline.run.credentials, store, port=port):
         for finding in check(pipeline, store):
             console.print(f"checked        {finding}")
-        console.print("prefect        looking for a server (one with a new database takes ten seconds)")
+        console.print("prefect        looking for a server (one with a new database takes eight seconds)")
         with local_server(store, port=port) as address:
             os.environ.update(prefect_environment(store, address))
             try:

@@ -336,6 +336,8 @@ def _server_environment(home: Path, port: int) -> dict[str, str]:
             "PREFECT_SERVER_API_AUTH_STRING": own_password(home),
             "PREFECT_SERVER_UI_API_URL": f"{base_url(port)}/api",
             "PREFECT_UI_URL": f"{base_url(port)}/v2",  # for links in the messages of automations
+            # Kept in memory, the slot of a retraining is gone with a killed server, and Prefect ends the run for it.
+            "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
             # Prefect unpacks the UI before it serves it, by default into site-packages, which may be
             # read-only and is shared by servers that start at the same time.
             "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "ui"),

@@ -18,11 +18,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from flows.password import basic_authorization, own_password, password_file
+from flows.password import own_password, password_file
+from flows.prefect_api import ask
 from flows.server import (
     HOST,
     OWN_API_URL,
@@ -124,16 +124,6 @@ def keeper_pid(store: Path) -> int:
     return int(json.loads((store / "prefect" / "server.json").read_text())["pid"])
 
 
-def ask(address: ServerAddress, path: str, question: dict[str, Any]) -> Any:  # whatever JSON the server answers
-    request = urllib.request.Request(
-        f"{address.api_url}{path}",
-        json.dumps(question).encode(),
-        {"Content-Type": "application/json", "Authorization": basic_authorization(address.password)},
-    )
-    with urllib.request.urlopen(request, timeout=10) as response:
-        return json.load(response)
-
-
 @pytest.mark.slow
 def test_a_server_is_shared_stays_until_the_last_user_leaves_and_leaves_nothing(store: Path) -> None:
     temporary = Path(tempfile.gettempdir())
@@ -204,15 +194,31 @@ def test_a_killed_server_comes_back_on_its_port_where_runs_look_for_it(store: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_the_only_run_of_a_deployment_keeps_its_slot_when_the_server_is_killed(store: Path) -> None:
+    """Otherwise Prefect ends a retraining at its next renewal: within four minutes, without a word of the server."""
+    with local_server(store) as address:
+        flow_id = ask(address, "POST", "/flows/", {"name": "retrain"})["id"]
+        deployment = {"flow_id": flow_id, "name": "nightly", "concurrency_limit": 1}
+        deployment_id = ask(address, "POST", "/deployments/", deployment)["id"]
+        run_id = ask(address, "POST", f"/deployments/{deployment_id}/create_flow_run", {})["id"]
+        pending = ask(address, "POST", f"/flow_runs/{run_id}/set_state", {"state": {"type": "PENDING"}})["state"]
+        lease_id = pending["state_details"]["deployment_concurrency_lease_id"]
+        assert lease_id
+        os.kill(keeper_pid(store), signal.SIGKILL)
+        with local_server(store) as again:
+            ask(again, "POST", f"/v2/concurrency_limits/leases/{lease_id}/renew", {"lease_duration": 300})
+
+
 def test_a_flow_leaves_its_run_and_its_lines_on_the_server_and_none_on_the_terminal(store: Path) -> None:
     flow = subprocess.run(
         [sys.executable, "-c", FLOW_USER, str(store)], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert (flow.returncode, flow.stdout, flow.stderr) == (0, "", "")
     with local_server(store) as address:
-        (run,) = ask(address, "/flow_runs/filter", {"flows": {"name": {"any_": ["counting"]}}})
-        (task_run,) = ask(address, "/task_runs/filter", {})
-        messages = [line["message"] for line in ask(address, "/logs/filter", {})]
+        (run,) = ask(address, "POST", "/flow_runs/filter", {"flows": {"name": {"any_": ["counting"]}}})
+        (task_run,) = ask(address, "POST", "/task_runs/filter", {})
+        messages = [line["message"] for line in ask(address, "POST", "/logs/filter", {})]
         navigation = urllib.request.Request(run_url(address, run["id"]), headers={"Accept": "text/html"})
         page = urllib.request.urlopen(navigation, timeout=10).read().decode()
     assert (run["state_type"], task_run["state_type"]) == ("COMPLETED", "COMPLETED")
@@ -240,9 +246,9 @@ def test_nobody_is_answered_without_the_password_which_only_the_owner_can_read(s
         assert address.password not in repr(address)
         assert address.password not in (store / "prefect" / "server.json").read_text()
         for stranger in ("", "rollouts:guessed"):
-            with pytest.raises(urllib.error.HTTPError, match="401"):
-                ask(dataclasses.replace(address, password=stranger), "/flow_runs/filter", {})
-        assert ask(address, "/flow_runs/filter", {}) == []
+            with pytest.raises(ServerError, match="401"):
+                ask(dataclasses.replace(address, password=stranger), "POST", "/flow_runs/filter", {})
+        assert ask(address, "POST", "/flow_runs/filter", {}) == []
     assert password_file(store / "prefect").stat().st_mode & 0o077 == 0
 
 
