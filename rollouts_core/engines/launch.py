@@ -146,7 +146,7 @@ def _scratch_folder() -> dict[str, str]:
     os.set_inheritable(held_by_the_engine, True)
     # What was compiled is kept: it takes a minute.
     compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{inherited}/torchinductor_{os.getuid()}"
-    return {"TMPDIR": folder, "VLLM_RPC_BASE_PATH": folder, "TORCHINDUCTOR_CACHE_DIR": compiled}
+    return {**sweep.scratch_variables(folder), "VLLM_RPC_BASE_PATH": folder, "TORCHINDUCTOR_CACHE_DIR": compiled}
 
 
 def weights_dtype(job: ServeJob, model_dir: Path) -> str:

@@ -27,6 +27,14 @@ END_S = 300.0
 """Processes that outlive the first one of the engine by more are no longer waited for, and keep what they map."""
 
 
+def scratch_variables(folder: str) -> dict[str, str]:
+    """What an engine has to have in its environment so that its processes are found, and leave their files there."""
+    return {
+        "TMPDIR": folder,
+        "SPT_NOENV": "1",  # setproctitle, by which engines name their processes, would write over the environment
+    }
+
+
 def find_processes(folder: str) -> list[Path]:
     """The processes that have the folder as TMPDIR."""
     marker = b"\0TMPDIR=" + folder.encode() + b"\0"

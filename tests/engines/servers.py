@@ -129,7 +129,7 @@ def started_by_hand(command: LaunchCommand, folder: Path) -> Iterator[subprocess
     with (folder / "log.txt").open("wb") as log:
         process = subprocess.Popen(
             command.argv,
-            env={**os.environ, **command.env, "TMPDIR": str(scratch)},
+            env={**os.environ, **command.env, **sweep.scratch_variables(str(scratch))},
             stdout=log,
             stderr=log,
             pass_fds=(held_by_the_engine,),

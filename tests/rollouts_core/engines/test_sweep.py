@@ -63,7 +63,7 @@ class Engine:
             [sys.executable, str(program), *mapped],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "TMPDIR": str(folder)},
+            env={**os.environ, **sweep.scratch_variables(str(folder))},
             start_new_session=True,
             text=True,
         )
