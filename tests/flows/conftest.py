@@ -20,6 +20,7 @@ import pytest
 
 from flows.quickstart_files import quickstart_folder, write_missing_quickstart
 from flows.server import local_server
+from rollouts_core.checkpoint import verify_checkpoint
 from tests.processes import dies_with_us
 from tests.small_pipeline import write_small_pipeline
 
@@ -128,6 +129,21 @@ def join_home(home: Path, store: Path) -> None:
     for path in home.iterdir():
         if path.is_file():  # locks, address, password, database
             (store / "prefect" / path.name).symlink_to(path)
+
+
+def digest_trained_here(config: Path, home: Path, folder: Path) -> str:
+    """The digest of the checkpoint to which the configuration leads on this machine, in a store of its own."""
+    rollouts = Rollouts(folder / "other-store", folder / "other-output")
+    join_home(home, rollouts.store)
+    code, output = rollouts.run("run", str(config))
+    assert code == 0, output
+    return digest_of_the_run(rollouts)
+
+
+def digest_of_the_run(rollouts: Rollouts) -> str:
+    """The digest of the checkpoint of the only run of a store."""
+    (run,) = (rollouts.store / "runs").iterdir()
+    return verify_checkpoint(run / "checkpoint").digest
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from rollouts_core.checkpoint import verify_checkpoint
-from tests.flows.conftest import Rollouts, join_home, wait_until
+from tests.flows.conftest import Rollouts, digest_of_the_run, digest_trained_here, wait_until
 from tests.flows.test_separate_node import Watch, node_settings
 from tests.flows.test_ssh import SHORTER
 from tests.infra.separate_node import PrivateLink, SeparateNode, private_link, separate_node
@@ -81,14 +80,8 @@ def test_a_run_with_its_engine_on_another_machine_ends_as_on_one_and_its_key_is_
     assert len(ours) > 50 and len(theirs) > 50
     assert [path for path in (*ours, *theirs) if key_file.read_bytes() in path.read_bytes()] == [key_file]
 
-    (run,) = (rollouts.store / "runs").iterdir()
-    on_two = verify_checkpoint(run / "checkpoint")
-    local_only = Rollouts(store=tmp_path / "other-store", output=tmp_path / "other-output")
-    join_home(served_home, local_only.store)
-    code, output = local_only.run("run", str(write_small_pipeline(tmp_path / "small", **SHORTER)))
-    assert code == 0, output
-    (run,) = (local_only.store / "runs").iterdir()
-    assert verify_checkpoint(run / "checkpoint").digest == on_two.digest
+    local_config = write_small_pipeline(tmp_path / "small", **SHORTER)
+    assert digest_of_the_run(rollouts) == digest_trained_here(local_config, served_home, tmp_path)
 
 
 def test_a_machine_of_engines_that_is_lost_is_named_and_the_same_command_completes_when_it_is_back(

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from rollouts_core.checkpoint import verify_checkpoint
-from tests.flows.conftest import Rollouts, join_home
+from tests.flows.conftest import Rollouts, digest_of_the_run, digest_trained_here
 from tests.flows.test_ssh import SHORTER, stages_of
 from tests.infra.separate_node import SeparateNode, separate_node
 from tests.small_pipeline import write_small_pipeline
@@ -68,14 +68,8 @@ def test_a_run_on_a_machine_that_shares_nothing_ends_as_here_and_its_key_is_seen
     assert len(ours) > 50 and len(theirs) > 50
     assert [path for path in (*ours, *theirs) if CANARY.encode() in path.read_bytes()] == []
 
-    (run,) = (rollouts.store / "runs").iterdir()
-    over_there = verify_checkpoint(run / "checkpoint")
-    local_only = Rollouts(store=tmp_path / "other-store", output=tmp_path / "other-output")
-    join_home(served_home, local_only.store)
-    code, output = local_only.run("run", str(write_small_pipeline(tmp_path / "small", **keyed)))
-    assert code == 0, output
-    (run,) = (local_only.store / "runs").iterdir()
-    assert verify_checkpoint(run / "checkpoint").digest == over_there.digest
+    local_config = write_small_pipeline(tmp_path / "small", **keyed)
+    assert digest_of_the_run(rollouts) == digest_trained_here(local_config, served_home, tmp_path)
 
 
 def test_training_goes_on_while_the_link_is_cut_and_its_results_come_afterwards(
