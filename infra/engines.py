@@ -120,6 +120,7 @@ def wait_until_engine_ready(
     Raises:
         JobFailedError: the engine ended first; the message says why, as far as its log tells.
         JobLostError: the same, by a reboot or a kill -9 of its supervisor.
+        PermanentInfraError: it wants another key.
         TransientInfraError: it was not ready in time, from when it had its GPUs; it still runs.
     """
     started = time.monotonic()
@@ -178,10 +179,20 @@ def check_engine_installed(session: Session, kind: str, *, python: str) -> None:
 
 
 def has_generated(client: httpx.Client, kind: str, url: str, *, timeout_s: float) -> bool:
-    """True if the engine answered a request for one token with a completion."""
+    """True if the engine answered a request for one token with a completion.
+
+    Raises:
+        PermanentInfraError: it wants another key, now and later.
+    """
     path, request = PROBES[kind]
     try:
         response = client.post(f"{url}{path}", json=request, timeout=timeout_s)
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            raise PermanentInfraError(
+                "the engine of this stage is there already and wants another key: it was started with another value of "
+                "rollout.engine.api_key_variable, or by the run of another store, whose own key it has. Run again with "
+                "that key, or when the engine has ended: within a minute after its run"
+            )
         return response.status_code == httpx.codes.OK and isinstance(response.json(), dict)
     except (httpx.TransportError, ValueError):  # not listening yet, or something else answers with no JSON
         return False

@@ -26,7 +26,8 @@ class Engine(http.server.BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with open("asked.jsonl", "a") as asked:
             asked.write(json.dumps([self.path, body]) + "\\n")
-        self.send_response(200)
+        has_key = self.headers["Authorization"] in (None, "Bearer right")
+        self.send_response(200 if has_key else 401)
         self.end_headers()
         self.wfile.write(b"{}")
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Engine).serve_forever()
@@ -50,6 +51,18 @@ def test_an_engine_is_ready_when_it_has_generated(session: Session, run_dir: Pat
     wait_until_engine_ready(session, kind=kind, port=port, run_dir=str(run_dir), timeout_s=20)
     asked = [json.loads(line) for line in (run_dir / "asked.jsonl").read_text().splitlines()]
     assert asked == [list(PROBES[kind])]
+
+
+@pytest.mark.slow
+def test_an_engine_with_another_key_is_not_waited_for(session: Session, run_dir: Path) -> None:
+    port = find_free_port(session)
+    run_dir.mkdir()
+    (run_dir / "engine.py").write_text(SERVER)
+    start_or_attach(session, shell_spec(run_dir, f"exec {sys.executable} -I engine.py {port}"))
+    for_it = {"kind": "sglang", "port": port, "run_dir": str(run_dir), "timeout_s": 20}
+    wait_until_engine_ready(session, **for_it, api_key="right")
+    with pytest.raises(PermanentInfraError, match=r"wants another key(.|\n)*rollout\.engine\.api_key_variable"):
+        wait_until_engine_ready(session, **for_it, api_key="another")
 
 
 @pytest.mark.slow
