@@ -293,12 +293,16 @@ def reach_step(stage: str, *, step: int, is_saved: bool) -> Callable[[Bench], No
     """The training is past a step, and has a checkpoint or none."""
 
     def reach(bench: Bench) -> None:
+        def has_checkpoint() -> bool:
+            return bool(events_of(bench.directory(stage), "checkpoint"))
+
         def is_there() -> bool:
-            return any(line["step"] >= step for line in read_json_lines(bench.directory(stage) / "metrics.jsonl"))
+            steps = [line["step"] for line in read_json_lines(bench.directory(stage) / "metrics.jsonl")]
+            return max(steps, default=0) >= step and (has_checkpoint() or not is_saved)  # it is written beside steps
 
         bench.wait(is_there, f"step {step} of {stage}")
         bench.freeze(program_of(bench.directory(stage)))
-        assert bool(events_of(bench.directory(stage), "checkpoint")) is is_saved, "the step was chosen badly"
+        assert has_checkpoint() is is_saved, "the step was chosen badly"
         assert exits_of(bench.directory(stage)) == [], "it ended before it could be held"
 
     return reach
