@@ -2,7 +2,7 @@
 
 Not here: who starts it (launch.py). Run as a file, by an interpreter without packages: it imports nothing of ours.
 
-    while the engine runs     which files of /dev/shm its processes map, by /proc/<pid>/maps
+    while the engine runs     which files of /dev/shm its processes map, by /proc/<pid>/maps, whenever there are others
     when it has ended         those that were made after its start, and that no process maps any more, are removed
 
 vLLM and SGLang leave shared memory behind when they are killed, under names that say nothing of who made it. The
@@ -22,7 +22,10 @@ from pathlib import Path
 SHARED_MEMORY = Path("/dev/shm")
 PREFIXES = ("psm_", "sem.mp-", "sglang_")
 """Shared memory and semaphores of multiprocessing, and SGLang's own. What else a process maps may be another's."""
-LOOK_S = 2.0
+LOOK_S = 0.2
+"""How often it is looked whether there is new shared memory: what an engine makes as its last is known so soon."""
+NUM_LOOKS = 10
+"""So often the processes are looked at after that: a file may be there before it is mapped."""
 END_S = 300.0
 """Processes that outlive the first one of the engine by more are no longer waited for, and keep what they map."""
 
@@ -89,8 +92,14 @@ def find_left_behind(inodes: set[int], began: float) -> list[Path]:
 def sweep(folder: str, closes_at_the_end: int, began: float) -> None:
     """Return when the engine has ended and nothing of it is left."""
     seen: set[int] = set()
+    known: list[str] = []
+    looks_left = NUM_LOOKS
     while not select.select([closes_at_the_end], [], [], LOOK_S)[0]:
-        seen |= mapped_by(find_processes(folder))
+        if (names := sorted(path.name for path in SHARED_MEMORY.iterdir())) != known:
+            known, looks_left = names, NUM_LOOKS
+        if looks_left:
+            looks_left -= 1
+            seen |= mapped_by(find_processes(folder))
     deadline = time.monotonic() + END_S
     while (left := find_processes(folder)) and time.monotonic() < deadline:
         seen |= mapped_by(left)
