@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 failed, 2 something that the user must change, 130 interru
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import gc
 import os
@@ -34,12 +35,13 @@ from flows.prefect_yaml import prefect_yaml
 from flows.preflight import check_evaluation, check_pipeline, check_writable
 from flows.prune_cli import prune
 from flows.quickstart_files import CONFIG_NAME, quickstart_folder, write_quickstart
-from flows.server import ServerAddress, ServerError, local_server, prefect_environment, run_url
+from flows.server import ServerAddress, ServerError, local_server, named_url, prefect_environment, run_url
 from flows.store import STORE_VARIABLE
 from flows.stores_cli import pull
 from flows.terminal import Port, Store, console
 from flows.trigger import trigger_run
 from flows.up import down, status, up
+from flows.upkeep import look_after
 from infra.errors import JobFailedError, MachineGoneError, PermanentInfraError, TransientInfraError
 from rollouts_core.config import parse_config
 from rollouts_core.errors import InputError, RolloutsError
@@ -220,7 +222,11 @@ def ui(store: Store = Path(".rollouts"), port: Port = 0) -> None:
 
 @command
 def watch(store: Store = Path(".rollouts")) -> None:
-    """Serve pages with the curves and samples of runs that are under way, until Ctrl-C."""
+    """Serve pages with the curves and samples of runs that are under way, until Ctrl-C.
+
+    With PREFECT_API_URL also look after the runs of that server whose process was on this machine and is gone: they
+    become Crashed, and are started again, `run.restarts` times.
+    """
     check_writable(store)
     if address := find_live_pages(store):
         console.print(f"the runs of {store} can be watched already, at {address.url}", markup=False)
@@ -228,6 +234,12 @@ def watch(store: Store = Path(".rollouts")) -> None:
     with served_live_pages(store) as address:
         console.print(f"watch the runs of {store} at {address.url} (Ctrl-C ends it)", markup=False)
         console.print(f"log in with {own_password(store.resolve() / 'prefect')}", markup=False)
+        if named_url():
+            with local_server(store) as shared:
+                os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")  # what it does is said
+                os.environ.update(prefect_environment(store, shared))
+                console.print(f"looks after the runs of {shared.ui_url} whose process was here", markup=False)
+                asyncio.run(look_after(store.resolve()))
         while True:
             time.sleep(3600)
 

@@ -114,10 +114,15 @@ def local_server(
         ServerError: On entering: the store cannot be written, the port is taken, the server does not come up,
             or the one of PREFECT_API_URL does not answer.
     """
-    named_url = os.environ.get("PREFECT_API_URL", "").rstrip("/")
-    if named_url and named_url != os.environ.get(OWN_API_URL):
-        return _named_server(named_url, meanwhile)
+    if url := named_url():
+        return _named_server(url, meanwhile)
     return _shared_server(_home(store), port, meanwhile)
+
+
+def named_url() -> str:
+    """The address of the server that the user named by PREFECT_API_URL; empty where nobody did."""
+    url = os.environ.get("PREFECT_API_URL", "").rstrip("/")
+    return "" if url == os.environ.get(OWN_API_URL) else url
 
 
 def running_server(store: Path) -> ServerAddress | None:

@@ -31,12 +31,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW, load_deployments, parameters_for
-from flows.expired_machines import end_expired
 from flows.gpu_slots import load_gpu_slots
 from flows.live import served_live_pages
 from flows.server import ServerAddress, ServerError, local_server, prefect_environment
 from flows.store import STORE_VARIABLE
 from flows.tools import FINISH_FLOW, REAP_FLOW, TOOLS
+from flows.upkeep import look_after
 from rollouts_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,10 +48,6 @@ logger = logging.getLogger(__name__)
 POLL_S = 2.0
 """How often Prefect's server is asked for runs to start, and for those to cancel."""
 LOOK_S = 1.0
-LOST_S = 15.0
-"""How often runs are looked for whose process is gone; one that is found twice is marked."""
-EXPIRED_S = 120.0
-"""How often rented machines are looked at."""
 FLOWS_END_S = 20.0
 """After this long a flow that was told to end is killed; its jobs stay either way."""
 RUNNER_END_S = 10.0
@@ -104,7 +100,6 @@ async def _serve(store: Path) -> None:
     from prefect.runner import Runner
 
     from flows.credentials import Credentials
-    from flows.lost_runs import LostRuns
 
     home = store / "prefect"
     # A run that says that another one is to finish must not be queued behind that one.
@@ -122,28 +117,23 @@ async def _serve(store: Path) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     gpu_slots = apply_gpu_slots(runner, home)
     _write_state(home, served, gpu_slots)
-    ending = asyncio.create_task(_end_expired_machines(store))
-    lost = LostRuns(store)
-    looked_at = time.monotonic()
-    while not stop.is_set() and not _has_ended(running):
+    upkeep = asyncio.create_task(look_after(store))
+    while not stop.is_set() and not _has_ended([*running, upkeep]):
         with suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), LOOK_S)
         is_new = await _register(runner, tools, store, served)
         was, gpu_slots = gpu_slots, apply_gpu_slots(runner, home)
         if is_new or gpu_slots != was:
             _write_state(home, served, gpu_slots)
-        if time.monotonic() - looked_at > LOST_S:
-            looked_at = time.monotonic()
-            await lost.look()
         if os.fstat(sys.stderr.fileno()).st_size > MAX_LOG_BYTES:
             os.ftruncate(sys.stderr.fileno(), 0)
-    ending.cancel()
+    upkeep.cancel()
     await asyncio.to_thread(_end_flows)
     for each, task in zip((runner, tools), running, strict=True):
         if not task.done():
             await each.astop()
-    await asyncio.wait(running, timeout=RUNNER_END_S)
-    for task in running:
+    await asyncio.wait([*running, upkeep], timeout=RUNNER_END_S)
+    for task in (*running, upkeep):
         if task.done() and not task.cancelled() and (error := task.exception()):
             raise error
 
@@ -164,13 +154,6 @@ def apply_gpu_slots(runner: Runner, home: Path) -> int:
     except ConfigError as error:
         logger.warning("%s", error)
     return int(limiter.total_tokens)
-
-
-async def _end_expired_machines(store: Path) -> None:
-    """Now and then, beside everything else: providers may take long to answer."""
-    while True:
-        await asyncio.to_thread(end_expired, store)
-        await asyncio.sleep(EXPIRED_S)
 
 
 async def _register(runner: Runner, tools: Runner, store: Path, served: dict[str, str]) -> bool:

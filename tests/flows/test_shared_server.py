@@ -9,7 +9,10 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,7 @@ from tests.flows.conftest import Rollouts, processes_of, wait_until
 from tests.flows.shared_server import SharedServer, shared_server
 from tests.flows.test_faults import LONG, assert_goes_on, events_of, exits_of, paused, program_of
 from tests.flows.test_up import ASK_S
+from tests.processes import dies_with_us
 from tests.small_pipeline import write_small_pipeline
 
 POOL = "gpus"
@@ -75,6 +79,56 @@ def test_a_worker_runs_what_was_deployed_cancel_ends_its_job_and_a_retry_attache
         wait_until(lambda: len(exits_of(anew)) == 1, what="the end of the job")
         assert f"ended the job in {anew}" in logs_of(server, run_id)
     wait_until(lambda: not processes_of(store), what=f"the end of {processes_of(store)}", timeout_s=30.0)
+
+
+@pytest.mark.slow
+def test_a_run_whose_worker_died_with_it_is_found_and_started_again_by_who_watches(
+    server: SharedServer, tmp_path: Path
+) -> None:
+    config = write_small_pipeline(tmp_path / "small", mode="sft", run__restarts=2, **LONG)
+    store = tmp_path / "store"
+    config = config.rename(config.with_name("lost.toml"))
+    code, text = Rollouts(store, tmp_path / "prefect.yaml").run("prefect-yaml", str(config), "--pool", POOL)
+    assert code == 0, text
+    server.prefect("deploy", "--all", cwd=tmp_path)
+    with server.worker(POOL):
+        run_id = start(server, "lost")
+        [sft] = wait_for_sft(store)
+        flow = flow_process(run_id)
+        worker = int(Path(f"/proc/{flow}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(worker, signal.SIGKILL)  # first, so that it says nothing of its run
+        os.kill(flow, signal.SIGKILL)
+    with server.worker(POOL) as said:
+        with paused(program_of(sft)), watching(server, store) as watched:
+            wait_until(
+                lambda: "attached to the running job" in logs_of(server, run_id),
+                what=f"attaching; who watches said {watched.read_text()}",
+                every_s=ASK_S,
+            )
+        assert end_of(server, run_id, said) == "COMPLETED"
+    assert exits_of(sft) == ["exit-1.json"]
+    states = server.ask("GET", f"/flow_run_states/?flow_run_id={run_id}")
+    assert [state["name"] for state in states if state["type"] == "CRASHED"] == ["Crashed"]
+    assert "(1 of 2)" in next(state["message"] for state in states if state["name"] == "AwaitingRetry")
+
+
+@contextmanager
+def watching(server: SharedServer, store: Path) -> Iterator[Path]:
+    """Somebody who watches the store on the workers' machine; yields what they see."""
+    said = server.folder / "watched.txt"
+    with said.open("wb") as output:
+        process = subprocess.Popen(
+            [*dies_with_us("TERM"), sys.executable, "-m", "flows.cli", "watch", "--store", str(store)],
+            env=server.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        yield said
+    finally:
+        process.terminate()
+        process.wait(30)
 
 
 def start(server: SharedServer, name: str, parameters: dict[str, object] | None = None) -> str:
