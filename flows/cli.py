@@ -36,6 +36,7 @@ from flows.preflight import check_evaluation, check_pipeline, check_writable
 from flows.prune_cli import prune
 from flows.quickstart_files import CONFIG_NAME, quickstart_folder, write_quickstart
 from flows.server import ServerAddress, ServerError, local_server, named_url, prefect_environment, run_url
+from flows.silent_runs import SILENT_MINUTES, mark_silent_runs
 from flows.store import STORE_VARIABLE
 from flows.stores_cli import pull
 from flows.terminal import Port, Store, console
@@ -221,7 +222,17 @@ def ui(store: Store = Path(".rollouts"), port: Port = 0) -> None:
 
 
 @command
-def watch(store: Store = Path(".rollouts")) -> None:
+def watch(
+    store: Store = Path(".rollouts"),
+    silent_after: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="MINUTES",
+            help="With PREFECT_API_URL: that server marks runs Crashed that sent no heartbeat for so long.",
+        ),
+    ] = SILENT_MINUTES,
+) -> None:
     """Serve pages with the curves and samples of runs that are under way, until Ctrl-C.
 
     With PREFECT_API_URL also look after the runs of that server whose process was on this machine and is gone: they
@@ -238,6 +249,7 @@ def watch(store: Store = Path(".rollouts")) -> None:
             with local_server(store) as shared:
                 os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")  # what it does is said
                 os.environ.update(prefect_environment(store, shared))
+                mark_silent_runs(shared, after_minutes=silent_after)
                 console.print(f"looks after the runs of {shared.ui_url} whose process was here", markup=False)
                 asyncio.run(look_after(store.resolve()))
         while True:

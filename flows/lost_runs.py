@@ -6,6 +6,7 @@ the one that served it: a run that stays Running can neither be retried nor canc
     Running    and no process  ->  Crashed
     Cancelling and no process  ->  its jobs end, Cancelled
     Crashed    by a signal     ->  AwaitingRetry, `run.restarts` times; it attaches to its jobs
+    Crashed    by the server   ->  the same (silent_runs.py)
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from uuid import UUID
 
@@ -31,6 +32,7 @@ from prefect.states import Cancelled, Crashed, Scheduled
 
 from flows.cancellation import release_for
 from flows.form import RunOptions
+from flows.silent_runs import SILENT
 from infra.errors import TransientInfraError
 from infra.ledger import Ledger
 
@@ -45,6 +47,8 @@ GONE = "its process is gone; its jobs, if any, go on, and Retry attaches to them
 BY_SIGNAL = re.compile(r"exited with (non-zero )?status code:? -\d+")
 """What Prefect says of the process of a run that a signal ended."""
 AGAIN = "AwaitingRetry"
+AWAY = timedelta(days=1)
+"""Runs of a machine that was gone for no longer, which the server marked meanwhile, are started again."""
 STARTED_AGAIN = "started again, because its process was killed"
 
 
@@ -73,13 +77,18 @@ class LostRuns:
                 suspects = {(run.id, run.state_id): run for run in runs if run.state_id and self._is_lost(run)}
                 for known in suspects.keys() & self._suspects:
                     await _mark(client, suspects[known])
-                for run in await client.read_flow_runs(flow_run_filter=crashed_since(self._began), limit=200):
-                    if self._is_lost(run):  # of this store, and its process is gone by now
+                for run in await client.read_flow_runs(flow_run_filter=crashed_since(self._began - AWAY), limit=200):
+                    if self._is_new(run) and self._is_lost(run):  # of this store, and its process is gone by now
                         await _start_again(client, run)
         except (httpx.HTTPError, TransientInfraError) as error:
             logger.warning("lost runs could not be looked for: %s", error)
             return
         self._suspects = set(suspects)
+
+    def _is_new(self, run: FlowRun) -> bool:
+        """Whether it crashed while this process looked, or while no machine of it was there to look."""
+        crashed = run.end_time
+        return (crashed is not None and crashed > self._began) or (run.state is not None and was_silent(run.state))
 
     def _is_lost(self, run: FlowRun) -> bool:
         with Ledger(self._ledger_path) as ledger:
@@ -114,4 +123,9 @@ async def _start_again(client: PrefectClient, run: FlowRun) -> None:
 def was_killed(state: State) -> bool:
     """Whether a crashed run was ended by a signal that it could do nothing about."""
     message = state.message or ""
-    return message == GONE or BY_SIGNAL.search(message) is not None
+    return message == GONE or was_silent(state) or BY_SIGNAL.search(message) is not None
+
+
+def was_silent(state: State) -> bool:
+    """Whether the server marked the run, because its machine was gone."""
+    return (state.message or "").startswith(SILENT)

@@ -1,6 +1,7 @@
 """The process that serves a store's deployments: each run that is asked for becomes a process of its own.
 
-Not here: what is served (deployments.py), how this process is started and ended (up.py), the flow (pipeline.py).
+Not here: what is served (deployments.py), how this process is started and ended (up.py), the flow (pipeline.py),
+looking after its runs (upkeep.py).
 
     rollouts up ──starts──> serving ──shared lock──> the Prefect server, which stays as long as this process
                                ├─ a run of a deployment ──> a process with the flow ──> jobs, which need neither

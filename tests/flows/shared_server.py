@@ -79,7 +79,7 @@ class SharedServer:
             process = subprocess.Popen(
                 [*dies_with_us("TERM"), sys.executable, "-m", "prefect", "worker", "start", "--pool", pool],
                 cwd=self.folder,
-                env=self.environment | {"PREFECT_WORKER_QUERY_SECONDS": "1"},
+                env=self.environment | {"PREFECT_WORKER_QUERY_SECONDS": "1", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -48,7 +48,7 @@ SURFACE = {
     "prefect-yaml": ["CONFIG", "--pool", "--store", "--queue", "--job-variable"],
     "pull": ["URL", "DIR"],
     "up": ["[CONFIG]...", "--store", "--port", "--gpu-slots"],
-    "watch": ["--store"],
+    "watch": ["--store", "--silent-after"],
     "down": ["--store"],
     "status": ["--store"],
     "prune": ["--store", "--days", "--max-gb", "--yes"],

@@ -12,16 +12,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import yaml
 
 from flows.deployments import RETRAIN_FLOW, Deployment, deployments_of
+from flows.lost_runs import GONE
 from flows.prefect_yaml import render_prefect_yaml
+from flows.silent_runs import SILENT, mark_silent_runs
 from rollouts_core.errors import ConfigError
-from tests.flows.conftest import Rollouts, processes_of, wait_until
+from tests.flows.conftest import Rollouts, pids_of, processes_of, wait_until
 from tests.flows.shared_server import SharedServer, shared_server
 from tests.flows.test_faults import LONG, assert_goes_on, events_of, exits_of, paused, program_of
 from tests.flows.test_up import ASK_S
@@ -82,15 +84,19 @@ def test_a_worker_runs_what_was_deployed_cancel_ends_its_job_and_a_retry_attache
 
 
 @pytest.mark.slow
-def test_a_run_whose_worker_died_with_it_is_found_and_started_again_by_who_watches(
-    server: SharedServer, tmp_path: Path
+@pytest.mark.parametrize("is_machine_gone", [False, True])
+def test_a_run_whose_worker_died_with_it_is_found_and_started_again(
+    server: SharedServer, tmp_path: Path, is_machine_gone: bool
 ) -> None:
+    """By who watches on its machine; where that is gone too, the server marks it, and it starts when that is back."""
     config = write_small_pipeline(tmp_path / "small", mode="sft", run__restarts=2, **LONG)
     store = tmp_path / "store"
     config = config.rename(config.with_name("lost.toml"))
     code, text = Rollouts(store, tmp_path / "prefect.yaml").run("prefect-yaml", str(config), "--pool", POOL)
     assert code == 0, text
     server.prefect("deploy", "--all", cwd=tmp_path)
+    if is_machine_gone:
+        mark_silent_runs(server.address, after_minutes=1)
     with server.worker(POOL):
         run_id = start(server, "lost")
         [sft] = wait_for_sft(store)
@@ -98,18 +104,23 @@ def test_a_run_whose_worker_died_with_it_is_found_and_started_again_by_who_watch
         worker = int(Path(f"/proc/{flow}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(worker, signal.SIGKILL)  # first, so that it says nothing of its run
         os.kill(flow, signal.SIGKILL)
-    with server.worker(POOL) as said:
-        with paused(program_of(sft)), watching(server, store) as watched:
+    with paused(program_of(sft)):
+        if is_machine_gone:
+            assert end_of(server, run_id, server.folder / "worker.log") == "CRASHED"
+        with server.worker(POOL) as said, watching(server, store) as watched:
             wait_until(
                 lambda: "attached to the running job" in logs_of(server, run_id),
-                what=f"attaching; who watches said {watched.read_text()}",
+                what=f"attaching; see {watched} and {said}",
                 every_s=ASK_S,
             )
-        assert end_of(server, run_id, said) == "COMPLETED"
-    assert exits_of(sft) == ["exit-1.json"]
     states = server.ask("GET", f"/flow_run_states/?flow_run_id={run_id}")
-    assert [state["name"] for state in states if state["type"] == "CRASHED"] == ["Crashed"]
+    [crashed] = [state["message"] for state in states if state["type"] == "CRASHED"]
+    assert crashed.startswith(SILENT if is_machine_gone else GONE)
     assert "(1 of 2)" in next(state["message"] for state in states if state["name"] == "AwaitingRetry")
+    assert len(events_of(sft, "started")) == 1
+    for pid in pids_of(store):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager

@@ -1,0 +1,65 @@
+"""Runs that a server for several people has not heard of: an automation on the server marks them Crashed.
+
+Not here: runs whose process is gone from a machine that is there (lost_runs.py), which is known within half a minute.
+This is for a machine that is gone itself, with everybody who could look.
+
+    a run's process ── heartbeat every three minutes ──> server: none for SILENT_MINUTES, and no other event ──> Crashed
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW
+from flows.prefect_api import ask
+from flows.server import ServerAddress
+
+NAME = "rollouts: silent runs"
+TAG = "rollouts-silent-runs"
+SILENT = "nothing was heard of its process for"
+"""How the message of a run that was marked begins."""
+SILENT_MINUTES = 10
+"""Prefect's processes send a heartbeat every three (PREFECT_FLOWS_HEARTBEAT_FREQUENCY)."""
+
+
+def mark_silent_runs(address: ServerAddress, *, after_minutes: int = SILENT_MINUTES) -> None:
+    """Have the server mark runs of this project Crashed that it has not heard of; what it was told before is replaced.
+
+    Raises:
+        ServerError: it cannot be asked.
+    """
+    previous = ask(address, "POST", "/automations/filter", {"automations": {"tags": {"all_": [TAG]}}})
+    ask(address, "POST", "/automations/", render_automation(after_minutes))
+    for each in previous:
+        ask(address, "DELETE", f"/automations/{each['id']}")
+
+
+def render_automation(after_minutes: int) -> dict[str, Any]:  # Any: JSON
+    """The automation as the server takes it."""
+    return {
+        "name": NAME,
+        "description": f"Made by `rollouts watch`: marks runs Crashed without a heartbeat for {after_minutes} minutes.",
+        "tags": [TAG],
+        "trigger": {
+            "type": "event",
+            "posture": "Proactive",
+            "after": ["prefect.flow-run.heartbeat"],
+            "expect": ["prefect.flow-run.*"],  # the next one, or that it ended, was paused, waits for a retry
+            "match": {"prefect.resource.id": "prefect.flow-run.*"},
+            "match_related": {
+                "prefect.resource.role": "flow",
+                "prefect.resource.name": [FLOW, RETRAIN_FLOW, EVALUATE_FLOW],
+            },
+            "for_each": ["prefect.resource.id"],
+            "threshold": 1,
+            "within": 60 * after_minutes,
+        },
+        "actions": [
+            {
+                "type": "change-flow-run-state",
+                "state": "CRASHED",
+                "name": "Crashed",
+                "message": f"{SILENT} {after_minutes} minutes; its jobs, if any, go on, and Retry attaches to them",
+            }
+        ],
+    }
