@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 CHROMIUM = shutil.which("chromium")
 PAGE_TIMEOUT_MS = 120_000
+PICTURES = Path(__file__).parents[2] / "build" / "screenshots"
+"""What the browser saw, for whoever looks at a run of the tests; a run replaces those of the last one."""
 
 
 @pytest.fixture
@@ -57,8 +60,14 @@ def open_page(page: Page, rollouts: Rollouts, path: str) -> None:
     page.keyboard.press("Enter")
 
 
-def assert_live_page_moves(page: Page, rollouts: Rollouts, run_id: str) -> None:
-    """The run links a page with curves and samples, which goes on by itself while RL does."""
+def keep_picture(page: Page, name: str) -> None:
+    """Keep what the page shows at this moment."""
+    page.screenshot(path=PICTURES / f"{name}.png", full_page=True)
+
+
+@contextmanager
+def live_page(page: Page, rollouts: Rollouts, run_id: str, path: str = "") -> Iterator[Page]:
+    """The page that a run links, or one below it, in a browser that has logged in there."""
     of_run = {"artifacts": {"flow_run_id": {"any_": [run_id]}, "key": {"any_": ["live"]}}}
     (artifact,) = api(rollouts, "POST", "/artifacts/filter", of_run)
     link = re.search(r"http://127\.0\.0\.1:\d+/runs/[\w-]+", artifact["data"])
@@ -67,15 +76,22 @@ def assert_live_page_moves(page: Page, rollouts: Rollouts, run_id: str) -> None:
     assert page.context.browser is not None
     visitor = page.context.browser.new_context(http_credentials={"username": user, "password": password}).new_page()
     visitor.set_default_timeout(PAGE_TIMEOUT_MS)
-    visitor.goto(link[0])
-    visitor.get_by_role("figure", name=re.compile("^Reward")).wait_for()
-    visitor.locator("#rl", has_text="Samples of step").wait_for()
-    assert visitor.locator("#sft").get_by_text("finished").is_visible()
-    state = visitor.locator("#rl > p").first
-    seen = state.inner_text()
-    assert re.match(r"step \d+ of 400", seen), seen
-    wait_until(lambda: state.inner_text().split(",")[0] != seen.split(",")[0], what="the next step on the page")
+    visitor.goto(link[0] + path)
+    yield visitor
     visitor.context.close()
+
+
+def assert_live_page_moves(page: Page, rollouts: Rollouts, run_id: str) -> None:
+    """The run links a page with curves and samples, which goes on by itself while RL does."""
+    with live_page(page, rollouts, run_id) as visitor:
+        visitor.get_by_role("figure", name=re.compile("^Reward")).wait_for()
+        visitor.locator("#rl", has_text="Samples of step").wait_for()
+        assert visitor.locator("#sft").get_by_text("finished").is_visible()
+        state = visitor.locator("#rl > p").first
+        seen = state.inner_text()
+        assert re.match(r"step \d+ of 400", seen), seen
+        keep_picture(visitor, "live page")
+        wait_until(lambda: state.inner_text().split(",")[0] != seen.split(",")[0], what="the next step on the page")
 
 
 def address_of(rollouts: Rollouts) -> ServerAddress:
@@ -105,6 +121,7 @@ def test_the_form_has_help_texts_and_bounds_and_its_run_is_watched_to_the_end(
     refusal = steps.evaluate("input => input.validationMessage")
     assert refusal == "Value must be greater than or equal to 1."
     assert posts == []
+    keep_picture(page, "form with a bound violated")
 
     steps.fill("20")
     with page.expect_response(lambda response: "create_flow_run" in response.url) as answer:
@@ -114,8 +131,13 @@ def test_the_form_has_help_texts_and_bounds_and_its_run_is_watched_to_the_end(
     assert run["parameters"]["config"]["training"]["sft"]["num_steps"] == 20
     page.goto(f"{address_of(served).ui_url}/runs/flow-run/{run['id']}", wait_until="domcontentloaded")
     page.get_by_text("Completed", exact=True).first.wait_for()
+    keep_picture(page, "run completed")
     assert state_of(served, run["id"]) == "COMPLETED"
     assert [path.name for path in (run_dir(served, "sft") / "checkpoints").iterdir()] == ["step_000020"]
+    with live_page(page, served, run["id"], "/report") as report:
+        report.get_by_role("heading", level=1).wait_for()
+        report.get_by_role("figure").first.wait_for()
+        keep_picture(report, "report")
 
 
 def test_credentials_are_saved_in_the_ui_and_a_key_survives_its_field_of_one_line(
@@ -130,6 +152,7 @@ def test_credentials_are_saved_in_the_ui_and_a_key_survives_its_field_of_one_lin
     page.get_by_label("Name", exact=True).fill("from-the-ui")
     page.get_by_label(re.compile("^RunPod API key")).fill("runpod-key")
     page.get_by_label(re.compile("^SSH private key")).fill(key)
+    keep_picture(page, "credentials")
     page.get_by_role("button", name="Save").click()
     page.wait_for_url(re.compile("/blocks/block/"))
     code, listed = served.run("credentials")
@@ -158,6 +181,7 @@ def test_a_run_that_failed_in_rl_is_retried_by_a_button_and_sft_is_shown_as_reus
 
     open_page(page, served, f"/runs/flow-run/{run_id}")
     page.get_by_text("Failed", exact=True).first.wait_for()
+    keep_picture(page, "run failed")
     page.get_by_role("button", name="Open menu").click()
     page.get_by_role("menuitem", name="Retry").click()
     page.get_by_role("alertdialog").get_by_role("button", name="Retry").click()
@@ -165,5 +189,6 @@ def test_a_run_that_failed_in_rl_is_retried_by_a_button_and_sft_is_shown_as_reus
     wait_for_state(served, run_id, "COMPLETED")
     page.goto(f"{address_of(served).ui_url}/runs/flow-run/{run_id}?tab=TaskRuns", wait_until="domcontentloaded")
     page.get_by_text("Cached", exact=True).first.wait_for()
+    keep_picture(page, "run retried, SFT cached")
     assert exits_of(run_dir(served, "sft")) == ["exit-1.json"]
     assert exits_of(rl) == ["exit-1.json", "exit-2.json"]
