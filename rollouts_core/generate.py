@@ -193,15 +193,19 @@ def check_prompt_lengths(
     max_tokens: int,
     source: str,
     tools: Sequence[dict[str, Any]] = (),  # Any: JSON schemas
-) -> None:
-    """Raise DataError for the first prompt of more than `max_tokens` tokens, the description of `tools` included."""
-    lengths = map(len, tokenize_prompts(tokenizer, [prompt.messages for prompt in prompts], tools))
+) -> int:
+    """Raise DataError for the first prompt of more than `max_tokens` tokens; returns the tokens of the longest.
+
+    The description of `tools` is included.
+    """
+    lengths = [len(tokens) for tokens in tokenize_prompts(tokenizer, [prompt.messages for prompt in prompts], tools)]
     for prompt, num_tokens in zip(prompts, lengths, strict=True):
         if num_tokens > max_tokens:
             raise DataError(
                 f"{source}, row {prompt.row}: the prompt {prompt.id!r} has {num_tokens} tokens, the limit is "
                 f"{max_tokens}: shorten it or raise rollout.max_prompt_tokens"
             )
+    return max(lengths, default=0)
 
 
 def sampling_seed(seed: int, group_index: int, index: int, turn: int = 0) -> int:

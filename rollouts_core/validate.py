@@ -373,5 +373,14 @@ def _load_checked_prompts(path: str, config: Config, tokenizer: PreTrainedTokeni
     prompts = load_prompts_from_jsonl(path)
     tools = describe_tools(resolve_environment(config.rollout))
     max_tokens = config.rollout.max_prompt_tokens
-    check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=path, tools=tools)
+    longest = check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=path, tools=tools)
+    num_positions = load_architecture(Path(config.model.path)).max_context_length
+    max_new_tokens = config.rollout.sampling.max_new_tokens
+    needed = longest + max_new_tokens + ENGINE_MARGIN_TOKENS
+    if needed > num_positions:
+        raise ConfigError(
+            f"{path}: its longest prompt has {longest} tokens, and with the {max_new_tokens} of "
+            f"rollout.sampling.max_new_tokens needs {needed} positions, the model at {config.model.path} has "
+            f"{num_positions}: lower it, or leave long prompts out"
+        )
     return prompts

@@ -156,6 +156,12 @@ def test_a_model_that_does_not_fit_is_named(folder: Path, change: Change, words:
     assert_refused(folder / "small.toml", words)
 
 
+def test_a_model_that_has_no_room_for_what_selection_samples_is_named_before_sft(folder: Path) -> None:
+    change_json("config.json", max_position_embeddings=40)(folder / "base_model")
+    config = write_config(folder, mode="sft", rollout__max_prompt_tokens=32)
+    assert_refused(config, "selection.jsonl: its longest prompt has", "needs 4", "the model at", "has 40")
+
+
 @pytest.mark.parametrize("name", ["some_model", "some_org/some_model", "~/some_model"])
 def test_a_model_that_is_no_folder_is_named_without_asking_a_hub(folder: Path, name: str) -> None:
     assert_refused(write_config(folder, model__path=name), f"model.path: {name} is not a folder")
