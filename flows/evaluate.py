@@ -8,6 +8,9 @@ Not here: the stage that scores, which is the one of `sft-rl` (tasks/evaluate.py
 
 # No postponed annotations here: the process of a served run gets the flow by value, without the names of this module.
 
+from collections.abc import Mapping
+from functools import partial
+
 from prefect import flow
 from prefect.runtime import deployment
 from pydantic import BaseModel
@@ -18,14 +21,15 @@ from flows.credentials import take_credentials
 from flows.deployments import EVALUATE_FLOW
 from flows.evaluate_settings import EvaluateConfig
 from flows.form import FormNode, RunOptions
-from flows.pipeline import known_to_live, link_live_page, machine_of_the_run, open_scope
-from infra.node import without_engine_nodes
+from flows.pipeline import known_to_live, link_live_page, machine_of_the_run, open_scope, run_on
+from infra.node import Node, without_engine_nodes
 from rollouts_core.config import Config
-from tasks.bootstrap import bootstrap
-from tasks.caching import run_cached
+from rollouts_core.job import InputModel
 from tasks.evaluate import evaluate_models
 from tasks.evaluation_report import as_inputs, find_inputs, write_evaluation
+from tasks.finished import RunStage
 from tasks.plan import plan_evaluation
+from tasks.records import RunScope, StageRecord
 
 
 class EvaluationResult(BaseModel):
@@ -57,9 +61,15 @@ def evaluate_model(evaluate: EvaluateConfig, config: Config, node: FormNode, run
         link_live_page(scope)
         scored, found = find_inputs(evaluate.model, evaluate.against, evaluate.data, config, scope)
         scoring = without_engine_nodes(node)
-        with machine_of_the_run(scoring, scope) as machine:
-            machine = bootstrap(machine, scored, scoring, trains=False)
-            stage = plan_evaluation(as_inputs(found), scored, scope, machine)
-            record = run_cached(evaluate_models, stage, scope, machine)
+        stages = partial(score_models, as_inputs(found), scored, scope)
+        with machine_of_the_run(scoring, scored, scope, stages, trains=False) as machine:
+            record = stages(machine, partial(run_on, machine, scope))
         path, summary = write_evaluation(record, found, evaluate.data or config.data.heldout, scope)
     return EvaluationResult(record=path, summary=summary)
+
+
+def score_models(
+    models: Mapping[str, InputModel], config: Config, scope: RunScope, machine: Node, run: RunStage
+) -> StageRecord:
+    """The only stage."""
+    return run(evaluate_models, plan_evaluation(models, config, scope, machine))

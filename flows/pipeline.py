@@ -14,8 +14,9 @@ Finished, failed, interrupted by Ctrl-C, or cancelled in Prefect: the run's jobs
 # No postponed annotations here: the process of a served run gets the flow by value, without the names of this module.
 
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from uuid import uuid4
@@ -52,12 +53,22 @@ from tasks.caching import run_cached
 from tasks.candidate import register_candidate
 from tasks.engine import kept_alive, launch_engine, stop_engine
 from tasks.evaluate import evaluate_models
+from tasks.finished import RunStage, StageTask, machine_to_spare
 from tasks.inputs import named_urls
 from tasks.places import note_named
-from tasks.plan import base_model, plan_evaluation, plan_rl, plan_selection, plan_sft, selected_model, with_engines
+from tasks.plan import (
+    base_model,
+    engine_ports,
+    plan_evaluation,
+    plan_rl,
+    plan_selection,
+    plan_sft,
+    selected_model,
+    with_engines,
+)
 from tasks.plan_node import with_enough_memory
 from tasks.provision import provision, release, release_now
-from tasks.records import EngineRecord, RunScope, StageRecord
+from tasks.records import EngineRecord, RunScope, Stage, StageRecord
 from tasks.report import write_report
 from tasks.rl import train_rl
 from tasks.select import select_checkpoint
@@ -103,8 +114,10 @@ def sft_rl(config: Config, node: FormNode, run: RunOptions) -> PipelineResult:
     with known_to_live(scope):
         local = prepare(config, node, run, scope)
         data = digest_sources(watched_sources(config, ())) if run.register_as else {}  # as it is before training
-        with machine_of_the_run(with_enough_memory(node, local), scope) as machine:
-            checkpoint, records = run_stages(local, node, machine, scope)
+        stages = partial(run_stages, local, scope)
+        with machine_of_the_run(with_enough_memory(node, local), local, scope, stages) as machine:
+            final, records = stages(machine, partial(run_on, machine, scope))
+            checkpoint = sync_results(final, scope)
             report, verdict = write_report(records, config, node, checkpoint, scope)
         if verdict is not None and not verdict.is_improvement:
             raise NoImprovementError(f"{verdict.sentence}; the report is {report}")
@@ -129,48 +142,48 @@ def prepare(
 
 def run_stages(
     config: Config,
-    node: NodeSettings,
-    machine: Node,
     scope: RunScope,
+    machine: Node,
+    run: RunStage,
     *,
     rivals: Mapping[str, InputModel] = MappingProxyType({}),
-) -> tuple[str, list[StageRecord]]:
-    """Every stage of the mode, in order; returns the folder of the final checkpoint and the stages' records.
+) -> tuple[InputModel, list[StageRecord]]:
+    """Every stage of the mode, in order; returns the final checkpoint and the stages' records.
 
     Args:
+        run: does a stage, or takes what it left.
         rivals: further models that are evaluated on the same prompts, by name.
     """
-    machine = bootstrap(machine, config, node)
     models = {"base": base_model(config)}
     records: list[StageRecord] = []
     if config.mode != "rl":
-        sft = run_cached(train_sft, plan_sft(config, scope, machine), scope, machine)
-        selection = run_cached(select_checkpoint, plan_selection(sft, config, scope, machine), scope, machine)
+        sft = run(train_sft, plan_sft(config, scope, machine))
+        selection = run(select_checkpoint, plan_selection(sft, config, scope, machine))
         models["sft"] = selected_model(sft, selection, config)
         records += [sft, selection]
     if config.mode != "sft":
-        rl = run_rl(models.get("sft", models["base"]), config, scope, machine)
-        selection = run_cached(select_checkpoint, plan_selection(rl, config, scope, machine), scope, machine)
+        rl = run(train_rl, plan_rl(models.get("sft", models["base"]), config, scope, machine))
+        selection = run(select_checkpoint, plan_selection(rl, config, scope, machine))
         models["rl"] = selected_model(rl, selection, config)
         records += [rl, selection]
-    evaluation = run_cached(
-        evaluate_models, plan_evaluation({**models, **rivals}, config, scope, machine), scope, machine
-    )
-    checkpoint = sync_results(models.get("rl") or models["sft"], scope)
-    return checkpoint, [*records, evaluation]
+    evaluation = run(evaluate_models, plan_evaluation({**models, **rivals}, config, scope, machine))
+    return models.get("rl") or models["sft"], [*records, evaluation]
 
 
-def run_rl(start: InputModel, config: Config, scope: RunScope, machine: Node) -> StageRecord:
-    """RL with its engines beside it, if it needs any, unless an earlier run finished the same."""
-    stage = plan_rl(start, config, scope, machine)
-    if is_finished(stage):
-        return run_cached(train_rl, stage, scope, machine)
+def run_on(machine: Node, scope: RunScope, task: StageTask, stage: Stage) -> StageRecord:
+    """A stage on the machine, RL with its engines beside it, unless an earlier run finished the same."""
+    if task is train_rl and not is_finished(stage):
+        return run_with_engines(machine, scope, stage)
+    return run_cached(task, stage, scope, machine)
+
+
+def run_with_engines(machine: Node, scope: RunScope, rl: Stage) -> StageRecord:
+    """RL with its engines beside it, if it needs any."""
     engines: list[EngineRecord] = []
-    ports = [] if config.data.rollouts else config.deployment.engine_ports * max(1, len(machine.engine_nodes))
-    for index, port in enumerate(ports):
-        engines.append(launch_engine(stage, port, scope, machine, index, engines))
+    for index, port in enumerate(engine_ports(rl, machine)):
+        engines.append(launch_engine(rl, port, scope, machine, index, engines))
     with kept_alive(engines, machine):
-        record = run_cached(train_rl, with_engines(stage, engines), scope, machine)
+        record = run_cached(train_rl, with_engines(rl, engines), scope, machine)
     for engine in engines:
         stop_engine(engine, scope, machine)
     return record
@@ -211,11 +224,24 @@ def known_to_live(scope: RunScope) -> Iterator[None]:
 
 
 @contextmanager
-def machine_of_the_run(node: NodeSettings, scope: RunScope) -> Iterator[Node]:
-    """The machine, given back when the block ends; work on a rented one ends before it expires, and it ends then."""
-    machine = provision(node, scope)
+def machine_of_the_run(
+    settings: NodeSettings,
+    config: Config,
+    scope: RunScope,
+    stages: Callable[[Node, RunStage], object],
+    *,
+    trains: bool = True,
+) -> Iterator[Node]:
+    """The machine, ready for the stages and given back when the block ends; nothing is rented where all are finished.
+
+    Work on a rented one ends before it expires, and it ends then.
+    """
+    if (nowhere := machine_to_spare(settings, scope, stages)) is not None:
+        yield nowhere
+        return
+    machine = provision(settings, scope)
     with released_at_the_end(machine, scope), ended_when_expired(machine), stopped_in_time(machine, scope):
-        yield machine
+        yield bootstrap(machine, config, settings, trains=trains)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ Retry does the same.
 # No postponed annotations here: the process of a served run gets the flow by value, without the names of this module.
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from flows.cancellation import cancelled_if_asked, release_after_cancellation
 from flows.credentials import take_credentials
 from flows.deployments import RETRAIN_FLOW
 from flows.form import FormNode, RunOptions
-from flows.pipeline import known_to_live, machine_of_the_run, open_scope, prepare, run_stages
+from flows.pipeline import known_to_live, machine_of_the_run, open_scope, prepare, run_on, run_stages
 from flows.retrain_settings import RetrainConfig
 from infra.ledger import Ledger
 from infra.node import NodeSettings
@@ -41,6 +42,7 @@ from tasks.records import RunScope
 from tasks.report import write_report
 from tasks.retraining import Answer, Compared, Rules, retrain_once
 from tasks.stores import publish_results
+from tasks.sync import sync_results
 from tasks.watch import digest_sources, watched_sources
 
 
@@ -100,8 +102,10 @@ class PipelineWork:
         config, scope, line = self._config, self._scope, self._retrain.model or self._scope.run_name
         local = prepare(config, self._node, self._run, scope, self._retrain)
         rivals = {"production": production_input(production, config, Path(scope.store))} if production else {}
-        with machine_of_the_run(with_enough_memory(self._node, local), scope) as machine:
-            checkpoint, records = run_stages(local, self._node, machine, scope, rivals=rivals)
+        stages = partial(run_stages, local, scope, rivals=rivals)
+        with machine_of_the_run(with_enough_memory(self._node, local), local, scope, stages) as machine:
+            final, records = stages(machine, partial(run_on, machine, scope))
+            checkpoint = sync_results(final, scope)
             write_report(records, config, self._node, checkpoint, scope)
         model = register_candidate(line, checkpoint, records, data, scope)
         compared = judge_candidate(

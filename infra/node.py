@@ -29,6 +29,8 @@ INDEX = re.compile(r"(https?://[^\s@]+)?")
 VARIABLE = r"^([A-Za-z_][A-Za-z0-9_]*)?$"
 """The name of an environment variable, or none."""
 SSH_PORT = 22
+NO_PROVIDER = "none"
+"""The provider of what stands for a machine where none is needed."""
 
 
 class LocalNode(BaseModel):
@@ -318,3 +320,8 @@ class Node:
         """
         relative = PurePosixPath(path).relative_to(self.local_root)
         return str(PurePosixPath(self.root) / relative)
+
+
+def no_machine(store: str) -> Node:
+    """What stands for a machine where all results are in the store already: no job can be run there."""
+    return Node(name="no machine", provider=NO_PROVIDER, root=store, python="")

@@ -91,6 +91,12 @@ def with_engines(rl: Stage, engines: Sequence[EngineRecord]) -> Stage:
     return rl.model_copy(update={"job": job.model_dump(mode="json")})
 
 
+def engine_ports(rl: Stage, node: Node) -> list[int]:
+    """The ports of the engines of an RL stage, each node's in turn; none where it trains on recorded rollouts."""
+    job = RLJob.model_validate(rl.job)
+    return [] if job.rollouts else job.deployment.engine_ports * max(1, len(node.engine_nodes))
+
+
 def plan_engine(rl: Stage, port: int, node: Node, index: int = 0) -> Stage:
     """An engine of an RL stage: its start weights are the RL's start model, its identity is the RL stage's.
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.node import Node, NodeSettings
+from infra.errors import PermanentInfraError
+from infra.node import NO_PROVIDER, Node, NodeSettings
 from infra.providers.local import open_local_session, provision_local, release_local
 from infra.providers.rented import open_rented_session, provision_rented, release_rented
 from infra.providers.ssh import open_ssh_session, provision_ssh, release_ssh
@@ -63,5 +64,14 @@ def release_node(node: Node) -> None:
 
 
 def open_session(node: Node) -> Session:
-    """A session on the node, to be used in a `with` block."""
+    """A session on the node, to be used in a `with` block.
+
+    Raises:
+        PermanentInfraError: there is no machine, because nothing was left to do on one.
+    """
+    if node.provider == NO_PROVIDER:
+        raise PermanentInfraError(
+            "no machine was rented, because every stage was finished when the run began, and one of them is not any "
+            "more: start the run again"
+        )
     return PROVIDERS[node.provider].open_session(node)

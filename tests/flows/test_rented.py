@@ -96,6 +96,18 @@ def test_a_run_rents_a_machine_works_on_it_and_gives_it_back(
     for path in [*rollouts.store.rglob("*"), *root.rglob("*")]:
         assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
 
+    # The same once more, and scores that the run has: there is nothing to do on a machine.
+    for command in (["run", str(config)], ["evaluate", str(config), run.name, "--against", "base"]):
+        code, output = rollouts.run(*command)
+        assert (code, "every stage is finished: nothing is rented" in output) == (0, True), output
+    assert len(fake.machines) == 1
+    again = next(
+        path for path in (rollouts.store / "runs").iterdir() if (path / "report.html").is_file() and path != run
+    )
+    stages = json.loads((again / "run.json").read_text())["stages"]
+    assert [stage["how"] for stage in stages] == ["reused"] * 3
+    verify_checkpoint(again / "checkpoint")
+
 
 def test_ctrl_c_fetches_the_last_checkpoint_and_gives_the_machine_back(
     rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path

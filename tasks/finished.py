@@ -1,0 +1,73 @@
+"""Find out, before a machine is rented, whether a run has anything left to do on one.
+
+A run with the settings and data of an earlier one, an evaluation of models that were scored before, a run that was
+killed while it wrote its report: their stages are finished, and a machine would cost money for nothing.
+
+Not here: taking what is finished (caching.py), which stages there are (flows/pipeline.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from prefect import Task
+
+from infra.ledger import Ledger
+from infra.node import Node, NodeSettings, RentedNode, no_machine
+from infra.rentals import open_rentals
+from rollouts_core.run_directory import RunDirectory
+from tasks.artifacts import is_finished
+from tasks.earlier_scores import take_earlier_scores
+from tasks.progress import StageProgress, stage_console
+from tasks.records import RunScope, Stage, StageRecord
+
+StageTask = Task[[Stage, RunScope, Node], StageRecord]
+RunStage = Callable[[StageTask, Stage], StageRecord]
+"""Does a stage, or takes it from somewhere."""
+
+
+class _UnfinishedError(Exception):
+    """A stage is left to do."""
+
+
+def machine_to_spare(
+    settings: NodeSettings, scope: RunScope, run_stages: Callable[[Node, RunStage], object]
+) -> Node | None:
+    """What stands for a rented machine on which nothing would be done; None where a machine is needed.
+
+    Args:
+        run_stages: goes through the stages of the run, each by the function that it is given.
+    """
+    if not isinstance(settings, RentedNode) or has_machine_to_end(scope):
+        return None
+    nowhere = no_machine(scope.store)
+    try:
+        run_stages(nowhere, lambda _, stage: take_finished(stage, scope))
+    except _UnfinishedError:
+        return None
+    with StageProgress("provision", num_steps=0, console=stage_console()) as progress:
+        progress.say("every stage is finished: nothing is rented")
+    return nowhere
+
+
+def take_finished(stage: Stage, scope: RunScope) -> StageRecord:
+    """The record of a finished stage, also of an evaluation that finished ones add up to."""
+    take_earlier_scores(stage, scope)
+    result = RunDirectory(Path(stage.run_dir)).read_result() if is_finished(stage) else None
+    if result is None:
+        raise _UnfinishedError
+    return StageRecord(
+        stage=stage.name,
+        fingerprint=stage.fingerprint,
+        run_dir=stage.run_dir,
+        how="reused",
+        seconds=0.0,
+        result=result,
+    )
+
+
+def has_machine_to_end(scope: RunScope) -> bool:
+    """Whether the run, or one that died, has a machine: provisioning takes it over, and the end of the run ends it."""
+    with Ledger(scope.ledger_path) as ledger:
+        return any(rental.run_id == scope.run_id or ledger.has_died(rental.run_id) for rental in open_rentals(ledger))
