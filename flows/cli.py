@@ -36,7 +36,7 @@ from flows.preflight import check_evaluation, check_pipeline, check_writable
 from flows.prune_cli import prune
 from flows.quickstart_files import CONFIG_NAME, quickstart_folder, write_quickstart
 from flows.server import ServerAddress, ServerError, local_server, named_url, prefect_environment, run_url
-from flows.silent_runs import SILENT_MINUTES, mark_silent_runs
+from flows.silent_runs import LEAST_MINUTES, SILENT_MINUTES, mark_silent_runs
 from flows.store import STORE_VARIABLE
 from flows.stores_cli import pull
 from flows.terminal import Port, Store, console
@@ -227,9 +227,10 @@ def watch(
     silent_after: Annotated[
         int,
         typer.Option(
-            min=1,
+            min=LEAST_MINUTES,
             metavar="MINUTES",
-            help="With PREFECT_API_URL: that server marks runs Crashed that sent no heartbeat for so long.",
+            help="With PREFECT_API_URL: that server marks runs Crashed that sent no heartbeat for so long. "
+            "They send one every three minutes, or every PREFECT_FLOWS_HEARTBEAT_FREQUENCY seconds.",
         ),
     ] = SILENT_MINUTES,
 ) -> None:

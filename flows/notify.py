@@ -14,12 +14,12 @@ from __future__ import annotations
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 import typer
 
-from flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW
+from flows.automations import EACH_RUN_OF_OURS, Automation, delete_automation, find_automations, put_automation
 from flows.prefect_api import RefusedError, ask
 from flows.preflight import check_writable
 from flows.server import ServerAddress, local_server, prefect_environment
@@ -145,10 +145,7 @@ def add_notification(address: ServerAddress, name: str, url: str, states: tuple[
     except Exception as error:
         raise ConfigError(f"{name} could not be told: {describe_failure(error)}") from error
     document_id = block.save(name, overwrite=True) if url else block._block_document_id
-    previous = find_automations(address, name)
-    ask(address, "POST", "/automations/", render_automation(name, str(document_id), states))
-    for each in previous:
-        ask(address, "DELETE", f"/automations/{each['id']}")
+    put_automation(address, render_automation(name, str(document_id), states))
 
 
 def make_block(name: str, url: str) -> NotificationBlock:
@@ -184,23 +181,16 @@ def load_block(name: str) -> NotificationBlock:
     return block
 
 
-def render_automation(name: str, document_id: str, states: tuple[RunState, ...]) -> dict[str, Any]:  # Any: JSON
+def render_automation(name: str, document_id: str, states: tuple[RunState, ...]) -> Automation:
     """The automation as the server takes it: when a run of ours comes into one of the states, tell the block."""
     return {
         "name": NAME_PREFIX + name,
         "description": f"Made by `rollouts notify`: tells {name} of runs that are {join(states)}.",
         "tags": [TAG],
         "trigger": {
-            "type": "event",
+            **EACH_RUN_OF_OURS,
             "posture": "Reactive",
             "expect": [f"prefect.flow-run.{state.capitalize()}" for state in states],
-            "match": {"prefect.resource.id": "prefect.flow-run.*"},
-            "match_related": {
-                "prefect.resource.role": "flow",
-                "prefect.resource.name": [FLOW, RETRAIN_FLOW, EVALUATE_FLOW],
-            },
-            "for_each": ["prefect.resource.id"],
-            "threshold": 1,
             "within": 0,
         },
         "actions": [
@@ -212,7 +202,7 @@ def render_automation(name: str, document_id: str, states: tuple[RunState, ...])
 def describe_notifications(address: ServerAddress) -> list[str]:
     """A line for each that is told something."""
     lines = []
-    for each in find_automations(address):
+    for each in find_automations(address, TAG):
         states = [expected.rpartition(".")[2].lower() for expected in each["trigger"]["expect"]]
         ordered = [state for state in RunState if state in states]
         paused = "" if each["enabled"] else " (paused in Prefect)"
@@ -226,25 +216,19 @@ def remove_notification(address: ServerAddress, name: str) -> None:
     Raises:
         ConfigError: it is told nothing.
     """
-    automations = find_automations(address, name)
+    automations = find_automations(address, TAG, name=NAME_PREFIX + name)
     if not automations:
-        known = ", ".join(each["name"].removeprefix(NAME_PREFIX) for each in find_automations(address)) or "nobody"
+        told = [each["name"].removeprefix(NAME_PREFIX) for each in find_automations(address, TAG)]
+        known = ", ".join(told) or "nobody"
         raise ConfigError(f"{name} is told nothing: told is {known}")
     for each in automations:
-        ask(address, "DELETE", f"/automations/{each['id']}")
+        delete_automation(address, each)
         if "/" in name:
             continue
         try:
             ask(address, "DELETE", f"/block_documents/{each['actions'][0]['block_document_id']}")
         except RefusedError:
             continue  # somebody deleted it in the UI
-
-
-def find_automations(address: ServerAddress, name: str = "") -> list[dict[str, Any]]:  # Any: JSON
-    """Those that this command made, for one name or all."""
-    question = {"automations": {"tags": {"all_": [TAG]}}}
-    found = ask(address, "POST", "/automations/filter", question)
-    return [each for each in found if not name or each["name"] == NAME_PREFIX + name]
 
 
 def join(states: tuple[RunState, ...]) -> str:

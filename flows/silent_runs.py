@@ -8,10 +8,7 @@ This is for a machine that is gone itself, with everybody who could look.
 
 from __future__ import annotations
 
-from typing import Any
-
-from flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW
-from flows.prefect_api import ask
+from flows.automations import EACH_RUN_OF_OURS, Automation, put_automation
 from flows.server import ServerAddress
 
 NAME = "rollouts: silent runs"
@@ -19,7 +16,9 @@ TAG = "rollouts-silent-runs"
 SILENT = "nothing was heard of its process for"
 """How the message of a run that was marked begins."""
 SILENT_MINUTES = 10
-"""Prefect's processes send a heartbeat every three (PREFECT_FLOWS_HEARTBEAT_FREQUENCY)."""
+LEAST_MINUTES = 5
+"""Prefect's processes send a heartbeat every three (PREFECT_FLOWS_HEARTBEAT_FREQUENCY): so long are living runs
+silent, and a heartbeat may come late."""
 
 
 def mark_silent_runs(address: ServerAddress, *, after_minutes: int = SILENT_MINUTES) -> None:
@@ -28,30 +27,20 @@ def mark_silent_runs(address: ServerAddress, *, after_minutes: int = SILENT_MINU
     Raises:
         ServerError: it cannot be asked.
     """
-    previous = ask(address, "POST", "/automations/filter", {"automations": {"tags": {"all_": [TAG]}}})
-    ask(address, "POST", "/automations/", render_automation(after_minutes))
-    for each in previous:
-        ask(address, "DELETE", f"/automations/{each['id']}")
+    put_automation(address, render_automation(after_minutes))
 
 
-def render_automation(after_minutes: int) -> dict[str, Any]:  # Any: JSON
+def render_automation(after_minutes: int) -> Automation:
     """The automation as the server takes it."""
     return {
         "name": NAME,
         "description": f"Made by `rollouts watch`: marks runs Crashed without a heartbeat for {after_minutes} minutes.",
         "tags": [TAG],
         "trigger": {
-            "type": "event",
+            **EACH_RUN_OF_OURS,
             "posture": "Proactive",
             "after": ["prefect.flow-run.heartbeat"],
             "expect": ["prefect.flow-run.*"],  # the next one, or that it ended, was paused, waits for a retry
-            "match": {"prefect.resource.id": "prefect.flow-run.*"},
-            "match_related": {
-                "prefect.resource.role": "flow",
-                "prefect.resource.name": [FLOW, RETRAIN_FLOW, EVALUATE_FLOW],
-            },
-            "for_each": ["prefect.resource.id"],
-            "threshold": 1,
             "within": 60 * after_minutes,
         },
         "actions": [
