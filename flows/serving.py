@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,27 +58,26 @@ MAX_LOG_BYTES = 8 * 1024 * 1024
 
 def serve_store(store: Path) -> None:
     """Serve the store's deployments until SIGTERM."""
-    loaded_for: list[ServerAddress] = []
-
-    def load(address: ServerAddress) -> None:
-        preferences = {
-            "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": os.environ.get("PREFECT_LOGGING_LEVEL", "WARNING"),
-            "PREFECT_RUNNER_POLL_FREQUENCY": f"{POLL_S:.0f}",
-        }
-        own = {STORE_VARIABLE: str(store.resolve())}
-        os.environ.update({**prefect_environment(store, address), **preferences, **own})
-        gc.disable()  # a fifth of the imports' time
-        offered_flows()  # two seconds that a new server takes anyway
-        gc.enable()
-        gc.freeze()
-        loaded_for.append(address)
-
-    with local_server(store, meanwhile=load) as address, served_live_pages(store):
-        if loaded_for != [address]:
+    with local_server(store, meanwhile=partial(_load_flows, store)) as address, served_live_pages(store):
+        if os.environ["PREFECT_API_URL"] != address.api_url:
             raise ServerError(
                 f"the server of {store} moved to {address.api_url} while it started: run rollouts up again"
             )
         asyncio.run(_serve(store.resolve()))
+
+
+def _load_flows(store: Path, address: ServerAddress) -> None:
+    """Import Prefect, which reads the environment, and the flows: two seconds that a new server takes anyway."""
+    preferences = {
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": os.environ.get("PREFECT_LOGGING_LEVEL", "WARNING"),
+        "PREFECT_RUNNER_POLL_FREQUENCY": f"{POLL_S:.0f}",
+    }
+    own = {STORE_VARIABLE: str(store.resolve())}
+    os.environ.update({**prefect_environment(store, address), **preferences, **own})
+    gc.disable()  # a fifth of the imports' time
+    offered_flows()
+    gc.enable()
+    gc.freeze()
 
 
 def offered_flows() -> dict[str, Flow[..., Any]]:  # Any: what they return
