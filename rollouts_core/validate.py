@@ -180,14 +180,21 @@ def check_model_files(config: Config) -> None:
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} was cut or is damaged ({first_line(error)}): copy it again") from error
     if is_generating:
-        num_positions = load_architecture(folder).max_context_length
-        needed = config.rollout.max_prompt_tokens + config.rollout.sampling.max_new_tokens + ENGINE_MARGIN_TOKENS
-        if config.mode != "sft" and needed > num_positions:
-            raise ConfigError(
-                f"rollout.max_prompt_tokens {config.rollout.max_prompt_tokens} and rollout.sampling.max_new_tokens "
-                f"{config.rollout.sampling.max_new_tokens} need {needed} positions, the model at {folder} has "
-                f"{num_positions}: lower one of them"
-            )
+        num_positions = load_architecture(folder).max_context_length  # refuses what no engine can serve
+        if config.mode != "sft":
+            longest = config.rollout.max_prompt_tokens
+            check_positions(f"prompts of {longest} tokens (rollout.max_prompt_tokens)", longest, num_positions, config)
+
+
+def check_positions(prompts: str, num_prompt_tokens: int, num_positions: int, config: Config) -> None:
+    """Raise ConfigError when prompts of so many tokens with their completions are longer than the model can see."""
+    max_new_tokens = config.rollout.sampling.max_new_tokens
+    needed = num_prompt_tokens + max_new_tokens + ENGINE_MARGIN_TOKENS
+    if needed > num_positions:
+        raise ConfigError(
+            f"{prompts} with completions of {max_new_tokens} (rollout.sampling.max_new_tokens) need {needed} "
+            f"positions, the model at {config.model.path} has {num_positions}: lower one of them"
+        )
 
 
 def check_model_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -375,12 +382,5 @@ def _load_checked_prompts(path: str, config: Config, tokenizer: PreTrainedTokeni
     max_tokens = config.rollout.max_prompt_tokens
     longest = check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=path, tools=tools)
     num_positions = load_architecture(Path(config.model.path)).max_context_length
-    max_new_tokens = config.rollout.sampling.max_new_tokens
-    needed = longest + max_new_tokens + ENGINE_MARGIN_TOKENS
-    if needed > num_positions:
-        raise ConfigError(
-            f"{path}: its longest prompt has {longest} tokens, and with the {max_new_tokens} of "
-            f"rollout.sampling.max_new_tokens needs {needed} positions, the model at {config.model.path} has "
-            f"{num_positions}: lower it, or leave long prompts out"
-        )
+    check_positions(f"{path}: prompts of {longest} tokens", longest, num_positions, config)
     return prompts

@@ -147,7 +147,10 @@ def cut_weights(model: Path) -> None:
             change_json("config.json", architectures=["GPT2LMHeadModel"]),
             "does not support architecture GPT2",
         ),
-        (change_json("config.json", max_position_embeddings=40), "need 63 positions, the model at"),
+        (
+            change_json("config.json", max_position_embeddings=40),
+            "(rollout.sampling.max_new_tokens) need 63 positions, the model at",
+        ),
         (lambda model: (model / "config.json").write_text("{"), "config.json"),
     ],
 )
@@ -159,7 +162,7 @@ def test_a_model_that_does_not_fit_is_named(folder: Path, change: Change, words:
 def test_a_model_that_has_no_room_for_what_selection_samples_is_named_before_sft(folder: Path) -> None:
     change_json("config.json", max_position_embeddings=40)(folder / "base_model")
     config = write_config(folder, mode="sft", rollout__max_prompt_tokens=32)
-    assert_refused(config, "selection.jsonl: its longest prompt has", "needs 4", "the model at", "has 40")
+    assert_refused(config, "selection.jsonl: prompts of ", "need 4", "the model at", "has 40")
 
 
 @pytest.mark.parametrize("name", ["some_model", "some_org/some_model", "~/some_model"])
