@@ -1,4 +1,4 @@
-"""What it costs a training that logs every step to be followed by a flow, with its progress, live page and ledger.
+"""What it costs a training that logs every step to be followed by a flow, with its progress and ledger.
 
     python benchmarks/metric_lines.py [--rounds 5] [--steps 3000]
 
