@@ -19,8 +19,7 @@ from flows.cancellation import cancelled_if_asked, release_after_cancellation
 from flows.check import check_settings
 from flows.credentials import take_credentials
 from flows.deployments import EVALUATE_FLOW
-from flows.evaluate_settings import EvaluateConfig
-from flows.form import FormNode, RunOptions
+from flows.form import FormConfig, FormEvaluate, FormNode, FormRun
 from flows.pipeline import known_to_live, link_live_page, machine_of_the_run, open_scope, run_on
 from infra.node import Node, without_engine_nodes
 from rollouts_core.config import Config
@@ -48,7 +47,7 @@ class EvaluationResult(BaseModel):
     on_cancellation=[release_after_cancellation],
     on_crashed=[cancelled_if_asked],
 )
-def evaluate_model(evaluate: EvaluateConfig, config: Config, node: FormNode, run: RunOptions) -> EvaluationResult:
+def evaluate_model(evaluate: FormEvaluate, config: FormConfig, node: FormNode, run: FormRun) -> EvaluationResult:
     """Score a model on held-out rows, and compare it with another one.
 
     Of the configuration count `evaluation`, the graders of `rollout`, and `data.heldout`; nothing is trained.

@@ -16,10 +16,20 @@ from __future__ import annotations
 import re
 import runpy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
 from flows.evaluate_settings import EvaluateConfig
 from flows.retrain_settings import LINE_PATTERN, RetrainConfig, ScheduleConfig, check_retraining
@@ -38,7 +48,7 @@ from rollouts_core.config import (
 )
 from rollouts_core.errors import ConfigError
 from rollouts_core.functions import resolve_function
-from rollouts_core.messages import closest_name, first_line
+from rollouts_core.messages import closest_name, explain_validation_error, first_line
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 CREDENTIALS_PATTERN = r"^([a-z0-9][a-z0-9-]{0,63})?$"
@@ -67,8 +77,28 @@ def without_stale(settings: Any) -> Any:  # Any: unchecked input
     return {key: value for key, value in settings.items() if key not in stale and key in own}
 
 
+def in_one_sentence(
+    record: type[BaseModel],
+    settings: Any,  # Any: unchecked input
+    validate: ValidatorFunctionWrapHandler,
+) -> Any:  # Any: the record
+    """The settings as a record; what does not fit is one sentence on the run's page, as it is for files."""
+    try:
+        return validate(settings)
+    except ValidationError as error:
+        sentence = explain_validation_error(error, record, source="the form")
+        is_of_another_version = any(each["type"] in ("extra_forbidden", "missing") for each in error.errors())
+        raise ValueError(f"{sentence} ({OTHER_VERSION})" if is_of_another_version else sentence) from error
+
+
+OTHER_VERSION = (
+    "if another version made the deployment, make it again: rollouts down and rollouts up CONFIG, or on a shared "
+    "server rollouts prefect-yaml and prefect deploy --all"
+)
+
 FormNode = Annotated[NodeSettings, BeforeValidator(without_stale)]
 """A node's settings as Prefect's form posts them; files are read strictly."""
+FormConfig = Annotated[Config, WrapValidator(partial(in_one_sentence, Config))]
 
 
 class RunOptions(Record):
@@ -108,6 +138,11 @@ class RunOptions(Record):
         if self.publish_checkpoints and not self.publish:
             raise ValueError("publish_checkpoints needs publish, the URL to publish them at")
         return self
+
+
+FormRun = Annotated[RunOptions, WrapValidator(partial(in_one_sentence, RunOptions))]
+FormRetrain = Annotated[RetrainConfig, WrapValidator(partial(in_one_sentence, RetrainConfig))]
+FormEvaluate = Annotated[EvaluateConfig, WrapValidator(partial(in_one_sentence, EvaluateConfig))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ from flows.cancellation import (
 from flows.check import check_settings
 from flows.credentials import take_credentials
 from flows.deployments import FLOW
-from flows.form import FormNode, RunOptions
+from flows.form import FormConfig, FormNode, FormRun, RunOptions
 from flows.live import find_live_pages
 from flows.retrain_settings import RetrainConfig
 from flows.server import held_server
@@ -102,7 +102,7 @@ class PipelineResult(BaseModel):
     on_cancellation=[release_after_cancellation],
     on_crashed=[cancelled_if_asked],
 )
-def sft_rl(config: Config, node: FormNode, run: RunOptions) -> PipelineResult:
+def sft_rl(config: FormConfig, node: FormNode, run: FormRun) -> PipelineResult:
     """Turn a base model and data into a trained, evaluated checkpoint.
 
     Raises:

@@ -27,7 +27,7 @@ from pydantic import Field
 from flows.cancellation import cancelled_if_asked, release_after_cancellation
 from flows.credentials import take_credentials
 from flows.deployments import RETRAIN_FLOW
-from flows.form import FormNode, RunOptions
+from flows.form import FormConfig, FormNode, FormRetrain, FormRun, RunOptions
 from flows.pipeline import known_to_live, machine_of_the_run, open_scope, prepare, run_on, run_stages
 from flows.retrain_settings import RetrainConfig
 from infra.ledger import Ledger
@@ -61,7 +61,7 @@ class Approval(RunInput):
     on_cancellation=[release_after_cancellation],
     on_crashed=[cancelled_if_asked],
 )
-def retrain_model(config: Config, node: FormNode, run: RunOptions, retrain: RetrainConfig) -> State[Any]:
+def retrain_model(config: FormConfig, node: FormNode, run: FormRun, retrain: FormRetrain) -> State[Any]:
     """Train on new data, compare with the model in production, and promote what is better.
 
     Ends in the state Skipped, Promoted or Rejected, whose message says why.

@@ -105,6 +105,16 @@ def test_models_are_scored_as_their_run_scored_them_once_and_from_everywhere(
     failed = trigger(served, "small-evaluate", "evaluate.model=gone")
     wait_for_state(served, failed, "FAILED")
     assert "there is no model gone" in api(served, "GET", f"/flow_runs/{failed}")["state"]["message"]
+    # Made by a version that had another setting.
+    older = api(served, "GET", "/deployments/name/evaluate/small-evaluate")
+    parameters = {**older["parameters"], "config": {**older["parameters"]["config"], "gone": 1}}
+    changes = {"parameters": parameters, "enforce_parameter_schema": False}
+    api(served, "PATCH", f"/deployments/{older['id']}", changes)
+    asked = {"parameters": {"evaluate": {"model": "production"}}}
+    failed = api(served, "POST", f"/deployments/{older['id']}/create_flow_run", asked)["id"]
+    wait_for_state(served, failed, "FAILED")
+    message = api(served, "GET", f"/flow_runs/{failed}")["state"]["message"]
+    assert "unknown key gone; known are" in message and "if another version made the deployment, make it" in message
 
 
 def refused(config: Path, *arguments: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from prefect.exceptions import ParameterTypeError
 from prefect.utilities.callables import parameter_schema
 from pydantic import TypeAdapter
 
@@ -88,3 +89,24 @@ def test_what_the_form_keeps_of_the_ssh_tab_does_not_keep_packages_from_a_rented
     node = NODE.validate_python(stale)
     assert isinstance(node, RentedNode)
     assert (node.install, node.key_file) == ("uv", "~/.ssh/id_ed25519")
+
+
+def sentence(**changed: Any) -> str:  # Any: what somebody posts
+    """What is said of what the form posts."""
+    base = {"mode": "sft", "model": {"path": "/m"}, "data": {"sft": "a", "selection": "b", "heldout": "c"}}
+    posted = {"config": base, "node": {"provider": "local"}, "run": {}, **changed}
+    with pytest.raises(ParameterTypeError) as refused:
+        sft_rl.validate_parameters(posted)
+    [line] = str(refused.value).splitlines()[1:]
+    return line
+
+
+def test_what_another_version_posts_is_one_sentence_with_what_to_do() -> None:
+    said = sentence(run={"nane": "x", "store": "/s"})
+    assert "unknown key nane; did you mean name? (if another version made the deployment, make it again" in said
+    assert "the form: model is missing (and 1 more) (if another version" in sentence(config={"mode": "sft"})
+
+
+def test_a_value_out_of_bounds_is_one_sentence_without_more() -> None:
+    said = sentence(run={"restarts": 99, "store": "/s"})
+    assert said.endswith("the form: restarts: input should be less than or equal to 10, found 99")
