@@ -5,7 +5,7 @@ Not here: what the settings mean (rollouts_core/config/, infra/node.py).
 A file is the core's `Config` at its top level, with further tables:
 
     mode = "sft+rl"        [model] [data] [training.sft] [rollout] ...     -> Config
-    [node] provider = "local" | "ssh" | "provision"                       -> NodeSettings
+    [node] provider = "local" | "ssh" | "instance" | "provision"          -> NodeSettings
     [run]  name = "quickstart"                                            -> RunOptions
     [retrain], [schedule]: for `rollouts up`, not for a single run        -> RetrainConfig, ScheduleConfig
     [evaluate] model = "production"                                       -> EvaluateConfig, for `rollouts evaluate`

@@ -85,8 +85,8 @@ class HostKeyPolicy:
             raise HostKeyError(
                 self.address,
                 shown.fingerprint,
-                f"the settings expect {self.pinned}: somebody else may be answering; change node.host_key only if you "
-                "know why the key is new",
+                f"expected is {self.pinned}, which the settings name or an earlier login noted: somebody else may be "
+                "answering; give another node.host_key only if you know why the key is new",
             )
         if known := self.known_keys():
             if any(hmac.compare_digest(key.blob, shown.blob) for key in known):
@@ -126,6 +126,12 @@ class HostKeyPolicy:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def noted_fingerprint(path: Path) -> str:
+    """The fingerprint of the key that a first login noted in a file of the machine's own; empty where none was."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return HostKey(lines[-1].split()[1], base64.b64decode(lines[-1].split()[2])).fingerprint if lines else ""
 
 
 def parse_known_hosts(text: str, address: str) -> Iterator[tuple[str, HostKey]]:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from infra.offers import GPUQuery
+from infra.offers import CLOUD_NAMES, GPUQuery
 
 HOST = re.compile(
     r"""(?P<user>[A-Za-z0-9_][\w.-]*) @
@@ -26,6 +26,8 @@ ROOT = re.compile(r"(/|~/)[^\x00-\x1f]+")
 INTERPRETER = re.compile(r"/[\w./+ -]+")
 """An absolute path of characters that every login shell leaves alone inside quotes."""
 INDEX = re.compile(r"(https?://[^\s@]+)?")
+INSTANCE = re.compile(rf"({'|'.join(CLOUD_NAMES)}):[A-Za-z0-9][A-Za-z0-9_-]{{0,127}}")
+"""A provider's name and its own name for a machine."""
 VARIABLE = r"^([A-Za-z_][A-Za-z0-9_]*)?$"
 """The name of an environment variable, or none."""
 SSH_PORT = 22
@@ -149,6 +151,42 @@ class SSHNode(SSHMachine):
         return self
 
 
+class InstanceNode(PackageSettings):
+    """A machine that you rented yourself: its provider says where it is, and it runs on when the run has ended."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", use_attribute_docstrings=True, title="A machine that you rented"
+    )
+
+    provider: Literal["instance"] = "instance"
+    """Where the stages run: on a machine that you rented yourself. Its provider's key is in an environment variable of
+    the worker, for example RUNPOD_API_KEY."""
+    instance: str
+    """The machine, as PROVIDER:ID, for example runpod:abc123; providers are runpod, lambda, prime, shadeform and
+    vast."""
+    key_file: str = ""
+    """Private key to log in with. Leave it empty to use those of the SSH agent and of ~/.ssh."""
+    key_variable: str = Field("", pattern=VARIABLE)
+    """Environment variable that holds the private key itself, in place of key_file: ROLLOUTS_SSH_KEY where the run's
+    credentials have it."""
+    host_key: str = ""
+    """Fingerprint of the machine's key, as `ssh-keygen -l` prints it. Leave it empty to believe the first one that it
+    shows, and no other later."""
+    root: str = "~/rollouts"
+    """Directory on the machine for run directories, inputs and code; begins with / or ~/."""
+    install: Literal["nothing", "pip", "uv"] = "uv"
+    """Install the packages of this project on the machine, into an environment of their own below `root`, once."""
+    python: str = "/usr/bin/python3"
+    """Python interpreter on the machine, 3.11 or newer; where `install` is `nothing`, with the packages."""
+    min_free_gb: float = Field(default=10.0, ge=0, allow_inf_nan=False)
+    """Refuse to start when the disk of `root` has less free space than this, in GB (10^9 bytes)."""
+
+    @field_validator("instance", "host_key", "root", "python")
+    @classmethod
+    def _check_form(cls, value: str, info: ValidationInfo) -> str:
+        return check_form(value, info)
+
+
 class RentedNode(PackageSettings):
     """A machine that is rented for the run, and given back when it ends."""
 
@@ -222,6 +260,7 @@ def is_ip_address(text: str) -> bool:
 
 _FORMS = {
     "host": (HOST, "user@host or user@host:port"),
+    "instance": (INSTANCE, f"PROVIDER:ID, for example runpod:abc123, of one of {', '.join(CLOUD_NAMES)}"),
     "host_key": (FINGERPRINT, "a fingerprint as `ssh-keygen -l` prints it, SHA256:..."),
     "root": (ROOT, "a path on the machine that begins with / or ~/"),
     "python": (INTERPRETER, "the absolute path of a Python interpreter on the machine"),
@@ -229,7 +268,7 @@ _FORMS = {
 }
 
 
-NodeSettings = Annotated[LocalNode | SSHNode | RentedNode, Field(discriminator="provider")]
+NodeSettings = Annotated[LocalNode | SSHNode | InstanceNode | RentedNode, Field(discriminator="provider")]
 """Any provider's settings."""
 
 
@@ -238,9 +277,10 @@ def without_engine_nodes(settings: NodeSettings) -> NodeSettings:
     return settings.model_copy(update={"engine_nodes": ()}) if isinstance(settings, SSHNode) else settings
 
 
-NODE_TYPES: Mapping[str, type[LocalNode] | type[SSHNode] | type[RentedNode]] = {
+NODE_TYPES: Mapping[str, type[LocalNode] | type[SSHNode] | type[InstanceNode] | type[RentedNode]] = {
     "local": LocalNode,
     "ssh": SSHNode,
+    "instance": InstanceNode,
     "provision": RentedNode,
 }
 """The settings of each provider, by its name."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from infra.errors import PermanentInfraError
 from infra.node import NO_PROVIDER, Node, NodeSettings
+from infra.providers.instance import open_instance_session, provision_instance, release_instance
 from infra.providers.local import open_local_session, provision_local, release_local
 from infra.providers.rented import open_rented_session, provision_rented, release_rented
 from infra.providers.ssh import open_ssh_session, provision_ssh, release_ssh
@@ -42,6 +43,11 @@ PROVIDERS: Mapping[str, Provider] = {
         provision=lambda settings, store, run_id, say: provision_ssh(settings, store),
         release=release_ssh,
         open_session=open_ssh_session,
+    ),
+    "instance": Provider(
+        provision=lambda settings, store, run_id, say: provision_instance(settings, store, say),
+        release=release_instance,
+        open_session=open_instance_session,
     ),
     "provision": Provider(provision=provision_rented, release=release_rented, open_session=open_rented_session),
 }

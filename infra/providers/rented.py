@@ -29,7 +29,7 @@ from infra.errors import (
 )
 from infra.host_keys import HostKeyPolicy
 from infra.ledger import LEDGER_FILE, Ledger
-from infra.node import Node, RentedNode, SSHAccess
+from infra.node import InstanceNode, Node, RentedNode, SSHAccess
 from infra.offers import Instance, Offer
 from infra.providers.cloud import Cloud
 from infra.providers.clouds import account_of, credentials_in_use, open_clouds, require_keys
@@ -238,7 +238,7 @@ def build_request(settings: RentedNode, run_id: str) -> RentRequest:
     )
 
 
-def access_to(instance: Instance, settings: RentedNode) -> SSHAccess:
+def access_to(instance: Instance, settings: RentedNode | InstanceNode) -> SSHAccess:
     """How the machine is reached now, with nothing known about its host key."""
     return SSHAccess(
         host=instance.host,

@@ -21,6 +21,8 @@ import pytest
 
 from flows.server import local_server, prefect_environment
 from infra.ledger import Ledger
+from infra.offers import GPUQuery, MachineSpec
+from infra.providers.clouds import open_account
 from infra.rentals import RentalState, all_rentals, change_rental
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from tests.flows.breaking import rent, rented_node
@@ -33,6 +35,7 @@ from tests.small_pipeline import write_small_pipeline
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LONG = {"mode": "sft", "training__sft__num_steps": 100_000, "training__sft__checkpoint_every": 10}
+OF_RENTING = ("query", "max_usd")
 SHORT = {"mode": "sft", "training__sft__num_steps": 20, "training__sft__checkpoint_every": 10}
 
 
@@ -107,6 +110,22 @@ def test_a_run_rents_a_machine_works_on_it_and_gives_it_back(
     stages = json.loads((again / "run.json").read_text())["stages"]
     assert [stage["how"] for stage in stages] == ["reused"] * 3
     verify_checkpoint(again / "checkpoint")
+
+
+def test_a_run_on_a_machine_that_somebody_rented_leaves_it_there(
+    rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
+) -> None:
+    with open_account("runpod") as cloud:
+        mine = cloud.create(cloud.search(GPUQuery())[0], MachineSpec(name="mine", public_key="", disk_gb=10))
+    node = {key: value for key, value in rented_node(server, tmp_path / "machine").items() if key not in OF_RENTING}
+    node |= {"provider": "instance", "instance": f"runpod:{mine}"}
+    code, output = rollouts.run("run", str(write_small_pipeline(tmp_path / "small", node=node, **SHORT)))
+    assert code == 0, output
+    assert f"runpod:{mine} is yours and costs 2.99 USD/h: nobody here ends it" in output
+    assert f"gave back instance node runpod:{mine}" in output and [each.id for each in fake.alive()] == [mine]
+    assert rows(rollouts) == [] and list((tmp_path / "machine").glob("stages/sft-*/result.json"))
+    [run] = (rollouts.store / "runs").iterdir()
+    verify_checkpoint(run / "checkpoint")
 
 
 def test_ctrl_c_fetches_the_last_checkpoint_and_gives_the_machine_back(

@@ -49,7 +49,7 @@ def test_a_pinned_key_is_believed_and_no_other_even_if_a_file_knows_it(
 ) -> None:
     known_hosts.write_text("h " + Path(f"{key_file}.pub").read_text())
     assert replace(policy, pinned=key.fingerprint).check(key) is HostKeyEvidence.PINNED
-    with pytest.raises(HostKeyError, match=r"h shows the host key SHA256:\S+, but the settings expect SHA256:x"):
+    with pytest.raises(HostKeyError, match=r"h shows the host key SHA256:\S+, but expected is SHA256:x"):
         replace(policy, pinned="SHA256:x").check(key)
 
 

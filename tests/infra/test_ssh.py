@@ -52,7 +52,7 @@ def test_the_reason_why_a_key_was_believed_is_known(ssh_server: SSHServer, tmp_p
 
 
 def test_a_wrong_or_unknown_host_key_ends_it_before_a_login(server: SSHServer, tmp_path: Path) -> None:
-    with pytest.raises(HostKeyError, match="the settings expect SHA256:other"):
+    with pytest.raises(HostKeyError, match="expected is SHA256:other"):
         connect(replace(server.access, host_key="SHA256:other"))
     with pytest.raises(HostKeyError, match="nobody has confirmed it"):
         connect(unpinned(server.access))

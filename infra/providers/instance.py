@@ -1,0 +1,145 @@
+"""A machine that somebody rented by other means: its provider says where it is; it is never ended, nor counted as ours.
+
+Not here: machines that a run rents itself (rented.py), machines whose address is known (ssh.py).
+
+    runpod:abc123 ── provider: address, price ── login ── Node ... sessions ask for the address again ... left as it is
+
+The host key is believed at the first login, noted in the store for this machine, and demanded ever after, whatever
+address the machine has meanwhile. `host_key` in the settings names it from the beginning.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from infra.errors import MachineGoneError, PermanentInfraError, ProviderUnavailableError, TransientInfraError
+from infra.host_keys import noted_fingerprint
+from infra.node import InstanceNode, Node, SSHAccess
+from infra.offers import Instance, InstanceStatus
+from infra.providers.clouds import open_account
+from infra.providers.rented import KEYS_DIR, access_to
+from infra.providers.ssh import PROGRAMS_DIR, expand_root
+from infra.session import Session
+
+STARTED_WITHIN_S = 900.0
+POLL_S = 5.0
+
+Say = Callable[[str], None]
+
+logger = logging.getLogger(__name__)
+
+
+def provision_instance(settings: InstanceNode, store: Path, say: Say) -> Node:
+    """The node record of the machine; waits while its provider starts it, and logs in once.
+
+    Raises:
+        MissingKeyError, ProviderRefusedError: its provider cannot be asked.
+        MachineGoneError: the account has no such machine.
+        PermanentInfraError: it does not run, its interpreter cannot be run, or `root` is not a usable path.
+        HostKeyError, LoginError, NodeUnreachableError: one sentence about the login.
+    """
+    from infra.ssh_session import SSHSession  # paramiko loads here
+
+    instance = wait_until_running(settings.instance, say)
+    mirror = store.expanduser().absolute()
+    known = mirror / KEYS_DIR / settings.instance.replace(":", "-")
+    access = replace(
+        access_to(instance, settings),
+        host_key=settings.host_key or noted_fingerprint(known),
+        known_hosts=(str(known),),
+        first_use_file=str(known),
+    )
+    with SSHSession(access, python=settings.python, programs_dir="") as session:
+        root = expand_root(session, settings.python, settings.root)
+        believed_by = session.host_key_evidence.value
+    price = "" if instance.usd_per_hour is None else f" and costs {instance.usd_per_hour:.2f} USD/h"
+    say(f"{settings.instance} is yours{price}: nobody here ends it")
+    return Node(
+        name=settings.instance,
+        provider="instance",
+        root=root,
+        python=settings.python,
+        mirror=str(mirror),
+        access=replace(access, host_key=access.host_key or noted_fingerprint(known)),
+        believed_by=believed_by,
+    )
+
+
+def wait_until_running(name: str, say: Say) -> Instance:
+    """The machine, when it has an address.
+
+    Raises:
+        MachineGoneError, PermanentInfraError: it will not have one.
+        TransientInfraError: it had none in time.
+    """
+    deadline = time.monotonic() + STARTED_WITHIN_S
+    is_waiting = False
+    while not (instance := find_instance(name)).has_address:
+        if time.monotonic() > deadline:
+            raise TransientInfraError(
+                f"{name} is {instance.status} and had no address for {STARTED_WITHIN_S:.0f} s: see its provider's pages"
+            )
+        if not is_waiting:
+            say(f"{name} is {instance.status}: waits for its address")
+        is_waiting = True
+        time.sleep(POLL_S)
+    return instance
+
+
+def find_instance(name: str) -> Instance:
+    """The machine as its provider describes it now; it runs, or may.
+
+    Raises:
+        MachineGoneError: the account has no such machine.
+        PermanentInfraError: it does not run.
+        InfraError: its provider cannot be asked.
+    """
+    provider, _, instance_id = name.partition(":")
+    with open_account(provider) as cloud:  # type: ignore[arg-type]  # the settings' pattern admits no other
+        instance = cloud.get(instance_id)
+    if instance is None or instance.status is InstanceStatus.GONE:
+        raise MachineGoneError(
+            f"{name} does not exist, or not any more, for the account whose key is used: look for its id on its "
+            "provider's pages"
+        )
+    if not instance.status.may_become_usable:
+        raise PermanentInfraError(f"{name} is {instance.status}: start it on its provider's pages")
+    return instance
+
+
+def current_access(node: Node) -> SSHAccess:
+    """How the machine is reached now; its provider may have moved it.
+
+    Raises:
+        MachineGoneError, PermanentInfraError: it is gone or does not run.
+    """
+    assert node.access is not None
+    try:
+        instance = find_instance(node.name)
+    except ProviderUnavailableError as error:
+        logger.info("the address of %s may be old: %s", node.name, error)
+        return node.access
+    if not instance.has_address:
+        return node.access
+    return replace(node.access, host=instance.host, port=instance.port, user=instance.user)
+
+
+def release_instance(node: Node) -> None:
+    """Leave the machine as it is."""
+    logger.info("%s runs on, as it did before", node.name)
+
+
+def open_instance_session(node: Node) -> Session:
+    """A session on the machine, at whatever address it has when the session connects."""
+    from infra.ssh_session import SSHSession  # paramiko loads here
+
+    assert node.access is not None, f"{node.name} has no address"
+    return SSHSession(
+        node.access,
+        python=node.python,
+        programs_dir=f"{node.root}/{PROGRAMS_DIR}",
+        find_access=partial(current_access, node),
+    )
