@@ -38,7 +38,6 @@ from infra.rentals import (
     change_rental,
     find_rental,
     machine_name,
-    rentals_of,
     usd_spent,
 )
 
@@ -260,7 +259,7 @@ def _intend(request: RentRequest, offer: Offer, ledger: Ledger) -> Rental:
             f"the run has spent the {request.max_usd:g} USD that it may spend on machines: raise node.max_usd"
         )
     rental = Rental(
-        name=machine_name(ledger, request.run_id, len(rentals_of(ledger, request.run_id)) + 1),
+        name=machine_name(ledger, request.run_id),
         run_id=request.run_id,
         provider=offer.provider,
         purpose=request.purpose,

@@ -82,10 +82,12 @@ class Rental:
 _COLUMNS = ", ".join(Rental.__slots__)
 
 
-def machine_name(ledger: Ledger, run_id: str, attempt: int) -> str:
-    """A name that no other machine has, and that tells whose it is."""
+def machine_name(ledger: Ledger, run_id: str) -> str:
+    """A name that no other machine has, and that tells for whom it is rented."""
     run = re.sub(r"[^A-Za-z0-9]", "", run_id)[:12] or "x"
-    return f"{NAME_PREFIX}{ledger.identity}-{run}-a{attempt}-t{int(time.time())}"
+    stem = f"{NAME_PREFIX}{ledger.identity}-{run}-a"
+    attempt = 1 + len(_select(ledger, "WHERE name LIKE ?", f"{stem}%"))  # also those that other runs took over
+    return f"{stem}{attempt}-t{int(time.time())}"
 
 
 def add_rental(ledger: Ledger, rental: Rental) -> None:
