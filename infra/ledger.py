@@ -119,6 +119,7 @@ _MIGRATIONS = (
         """,
     ),
     ("ALTER TABLE rentals ADD COLUMN credentials TEXT NOT NULL DEFAULT ''",),
+    ("ALTER TABLE rentals ADD COLUMN kept_until REAL",),
 )
 """What brings a ledger from each format to the next; formats count from 0, an empty file."""
 SCHEMA_VERSION = len(_MIGRATIONS)

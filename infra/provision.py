@@ -6,6 +6,7 @@ Not here: what providers say (providers/), the rows of the ledger (rentals.py), 
          |                   | nobody knows: looked for by its name, and adopted
          |                   | refused, or never usable: ended, verified, next offer
     killed anywhere: the same run goes on from the row; else a run with the same settings, or the reaper, takes it
+    its run failed, and keeps it: the same, and until then the reaper leaves it
 
 A machine is given back when its provider has it no more, not when its end was asked for.
 """
@@ -97,7 +98,7 @@ def rent_machine(
     say: Say = logger.info,
     pace: Pace = PATIENT,
 ) -> Rental:
-    """A machine that can be used: the run's own, one that a dead run with the same settings left, or a new one.
+    """A machine that can be used: the run's own, one that an ended run with the same settings left, or a new one.
 
     Raises:
         NoMachineError: no offer led to one, nothing is rented; says what was tried.
@@ -166,7 +167,7 @@ def adopt_machine(rental: Rental, instance_id: str, ledger: Ledger, *, note: str
 
 
 def _inherited(request: RentRequest, ledger: Ledger) -> list[Rental]:
-    """The run's own machines that are not over, and those that dead runs with the same settings left.
+    """The run's own machines that are not over, and those that dead or failed runs with the same settings left.
 
     None in other accounts: there nothing can be said about them.
     """
@@ -176,8 +177,9 @@ def _inherited(request: RentRequest, ledger: Ledger) -> list[Rental]:
         return own
     for rental in ours:
         is_fit = rental.state is RentalState.READY and rental.purpose == request.purpose
-        if is_fit and rental.expires_at > time.time() and ledger.has_died(rental.run_id):
-            mine = change_rental(ledger, rental, run_id=request.run_id, note=f"left by run {rental.run_id}")
+        if is_fit and rental.ends_at > time.time() and ledger.has_died(rental.run_id):
+            changes = {"run_id": request.run_id, "kept_until": None}
+            mine = change_rental(ledger, rental, **changes, note=f"left by run {rental.run_id}")
             if mine is not None:
                 return [mine]
     return []
@@ -187,6 +189,11 @@ def _settle(
     rental: Rental, request: RentRequest, ledger: Ledger, cloud: Cloud, check: Check, say: Say, pace: Pace
 ) -> Rental | None:
     """Bring a machine of an earlier process to an end or to use; None when it is of no use."""
+    if rental.kept_until is not None:
+        current = change_rental(ledger, rental, kept_until=None) or find_rental(ledger, rental.name)
+        if current is None or current.run_id != request.run_id or current.state.is_over:
+            return None  # another run took it over, or it was ended, since the ledger was read
+        rental = current
     if rental.state is RentalState.INTENDED:
         instance = find_by_name(rental.name, cloud, pace)
         if instance is None:

@@ -3,6 +3,7 @@
 Not here: renting and giving back (provision.py). Who may be ended:
 
     named for this ledger   its run lives, and it has not expired            kept
+                            its run failed, and keeps it for a while         kept, until that is over
                             its run died, and it has not expired             ended, or kept for the next start (`spare`)
                             it has expired, or the ledger has no row of it   ended
     named for another one   another store rents it                           shown, ended only when that one is named
@@ -31,6 +32,7 @@ from infra.rentals import (
     RentalState,
     change_rental,
     find_rental,
+    in_utc,
     note_found,
     open_rentals,
 )
@@ -76,7 +78,8 @@ def reap(
 
     Args:
         credentials: the name of those by which the accounts were opened; machines of others are left to them.
-        spare: machines of dead runs are kept until they expire, so that the next start can go on with them.
+        spare: machines of dead runs are kept until they expire, so that the next start can go on with them. Those that
+            failed runs keep for a while stay in any case, and are ended in any case when that is over.
         other_ledger: the identity of another ledger, for instance of a store that was deleted, all of whose machines
             are ended too.
     """
@@ -221,12 +224,16 @@ def _end(rental: Rental, ledger: Ledger, cloud: Cloud, report: ReapReport, *, pa
 
 def _why_wanted(rental: Rental, ledger: Ledger, *, spare: bool) -> str:
     """Why a machine stays; "" for one that nobody wants."""
-    if rental.expires_at <= time.time():
+    now = time.time()
+    if rental.expires_at <= now:
         return ""
+    if rental.is_kept and not ledger.is_alive(rental.run_id):  # a run that lives again is about to take it over
+        until = f"which failed and keeps it until {in_utc(rental.ends_at)}: `rollouts nodes release` ends it now"
+        return until if rental.ends_at > now else ""
     if not ledger.has_died(rental.run_id):
         return "which lives"  # it is renting it, uses it, or is giving it back
-    expires = time.strftime("%Y-%m-%d %H:%M", time.gmtime(rental.expires_at))
-    return f"whose next start may take it until {expires} UTC" if spare and rental.state is RentalState.READY else ""
+    expires = in_utc(rental.expires_at)
+    return f"whose next start may take it until {expires}" if spare and rental.state is RentalState.READY else ""
 
 
 def _row_of(instance: Instance, credentials: str) -> Rental:

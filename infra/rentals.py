@@ -3,6 +3,7 @@
 Not here: the database (ledger.py), when a row changes (provision.py, reaper.py).
 
     intended ──created──> rented ──logged in──> ready ──> releasing ──verified──> gone
+                                                  └ its run failed: kept until ..., then releasing, or a run's again
         \\──refused, or never seen──> refused                                 the last two cost nothing more
 """
 
@@ -67,16 +68,38 @@ class Rental:
     ended_at: float | None = None
     expires_at: float
     """It is ended then, whoever uses it."""
+    kept_until: float | None = None
+    """Its run failed, and so long it stays for a person to look or for a run to go on; None while a run uses it."""
     host_key: str = ""
     """Fingerprint of its SSH server's key, from the first login on."""
     note: str = ""
     """What happened to it last, in words."""
+
+    @property
+    def is_kept(self) -> bool:
+        """True when no run uses it, because its run failed and keeps it for a while."""
+        return self.state is RentalState.READY and self.kept_until is not None
+
+    @property
+    def ends_at(self) -> float:
+        """When it is ended, unless it is given back or taken over before."""
+        return self.expires_at if self.kept_until is None else min(self.kept_until, self.expires_at)
 
     def usd(self, now: float) -> float:
         """What it has cost until `now`."""
         if self.rented_at is None:
             return 0.0
         return max(0.0, (self.ended_at or now) - self.rented_at) / 3600 * self.usd_per_hour
+
+
+def in_utc(seconds: float) -> str:
+    """A time of the ledger, for people."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+
+
+def describe_keeping(rental: Rental) -> str:
+    """Until when a machine stays that no run uses; empty where it is not kept."""
+    return f"kept until {in_utc(rental.ends_at)} after its run failed" if rental.is_kept else ""
 
 
 _COLUMNS = ", ".join(Rental.__slots__)
@@ -109,14 +132,15 @@ def note_found(ledger: Ledger, rental: Rental) -> Rental:
 def change_rental(ledger: Ledger, rental: Rental, **changes: Any) -> Rental | None:  # Any: values of columns
     """Write the changes and return the row as it is now; None, with nothing written, when somebody else was faster.
 
-    Somebody else was when the row is in another state, or belongs to another run, than `rental`.
+    Somebody else was when the row is in another state, belongs to another run, or is kept until another time, than
+    `rental`. Without the last a reaper would end what the Retry of its own run took over since it was judged.
     """
     assert set(changes) <= set(Rental.__slots__), changes
     columns = ", ".join(f"{column} = ?" for column in changes)
     with ledger.transaction() as database:
         changed = database.execute(
-            f"UPDATE rentals SET {columns} WHERE name = ? AND run_id = ? AND state = ?",
-            (*changes.values(), rental.name, rental.run_id, rental.state),
+            f"UPDATE rentals SET {columns} WHERE name = ? AND run_id = ? AND state = ? AND kept_until IS ?",
+            (*changes.values(), rental.name, rental.run_id, rental.state, rental.kept_until),
         )
     return find_rental(ledger, rental.name) if changed.rowcount == 1 else None
 

@@ -11,7 +11,7 @@ import pytest
 
 from infra.errors import PermanentInfraError
 from infra.ledger import Ledger
-from infra.rentals import all_rentals
+from infra.rentals import RentalState, all_rentals, change_rental
 
 
 def test_the_last_lease_dropped_leaves_none(tmp_path: Path) -> None:
@@ -59,6 +59,33 @@ def test_a_ledger_of_the_first_format_is_read_on(tmp_path: Path) -> None:
         identity = ledger.identity
     with Ledger(path) as ledger:
         assert ledger.identity == identity and all_rentals(ledger) == []
+
+
+def test_a_ledger_from_before_failed_runs_kept_machines_is_read_on_with_its_machines(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with sqlite3.connect(path) as database:
+        database.execute(
+            "CREATE TABLE rentals (name TEXT PRIMARY KEY, run_id TEXT NOT NULL, provider TEXT NOT NULL, "
+            "purpose TEXT NOT NULL, state TEXT NOT NULL, instance_id TEXT NOT NULL, gpu TEXT NOT NULL, "
+            "region TEXT NOT NULL, usd_per_hour REAL NOT NULL, intended_at REAL NOT NULL, rented_at REAL, "
+            "ended_at REAL, expires_at REAL NOT NULL, host_key TEXT NOT NULL, note TEXT NOT NULL, "
+            "credentials TEXT NOT NULL DEFAULT '') STRICT, WITHOUT ROWID"
+        )
+        database.execute(
+            "INSERT INTO rentals VALUES ('rollouts-1', 'run-a', 'runpod', 'p', 'ready', 'm1', '1x H100', 'EU', 2.5, "
+            "1.0, 2.0, NULL, 9e9, 'SHA256:key', '', 'team')"
+        )
+        database.execute("PRAGMA user_version = 4")
+    database.close()
+    for _ in range(2):  # the second time it has the new format
+        with Ledger(path) as ledger:
+            [rental] = all_rentals(ledger)
+            assert (rental.name, rental.state, rental.credentials) == ("rollouts-1", RentalState.READY, "team")
+            assert (rental.kept_until, rental.is_kept, rental.ends_at) == (None, False, 9e9)
+    with Ledger(path) as ledger:
+        kept = change_rental(ledger, rental, kept_until=5.0)
+        assert kept is not None and kept.is_kept and kept.ends_at == 5.0
+        assert change_rental(ledger, rental, note="late") is None, "it is kept by now"
 
 
 def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:

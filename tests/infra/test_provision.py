@@ -6,6 +6,7 @@ Without it a lost answer, a slow list or a provider's error becomes a machine th
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -228,6 +229,54 @@ def test_the_machine_of_a_dead_run_goes_to_one_that_wants_the_same(world: World)
         world.release(third)
         taken = world.rent(other)
         assert taken.instance_id == first.instance_id and rentals_of(ledger, REQUEST.run_id) == []
+
+
+def fail_and_keep(world: World) -> Rental:
+    """The machine of a run that failed and keeps it."""
+    with Ledger(world.path) as ledger, ledger.living_run(REQUEST.run_id):
+        kept = change_rental(ledger, world.rent(), kept_until=time.time() + 600)
+    assert kept is not None
+    return kept
+
+
+@pytest.mark.parametrize("run_id", [REQUEST.run_id, "another-run"])
+def test_a_kept_machine_goes_to_the_run_again_or_to_one_that_wants_the_same(world: World, run_id: str) -> None:
+    kept = fail_and_keep(world)
+    taken = world.rent(replace(REQUEST, run_id=run_id))
+    assert (taken.instance_id, taken.run_id, taken.kept_until) == (kept.instance_id, run_id, None)
+    assert taken.rented_at == kept.rented_at, "the time in which nobody used it is paid for, too"
+    assert taken.expires_at == kept.expires_at and world.fake.num_creates() == 1
+
+
+def test_a_kept_machine_that_cannot_be_used_any_more_is_given_back_and_another_taken(world: World) -> None:
+    kept = fail_and_keep(world)
+    world.fake.machines[kept.instance_id].status = "EXITED"
+    assert world.rent().instance_id != kept.instance_id
+    assert len(world.fake.alive()) == 1 and world.rows()[0].state is RentalState.GONE
+
+
+def test_of_several_runs_that_want_a_kept_machine_one_gets_it(world: World) -> None:
+    kept = fail_and_keep(world)
+    taken: list[Rental] = []
+    requests = [REQUEST, *(replace(REQUEST, run_id=f"other{number}") for number in range(4))]
+    threads = [threading.Thread(target=lambda each=each: taken.append(world.rent(each))) for each in requests]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(taken) == 5 and len({rental.instance_id for rental in taken}) == 5
+    assert kept.instance_id in {rental.instance_id for rental in taken} and len(world.fake.alive()) == 5
+
+
+def test_a_kept_machine_that_another_run_took_since_the_ledger_was_read_is_left_to_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = fail_and_keep(world)
+    other = world.rent(replace(REQUEST, run_id="another-run"))
+    monkeypatch.setattr("infra.provision._inherited", lambda request, ledger: [kept])
+    own = world.rent()
+    assert own.instance_id != kept.instance_id and len(world.fake.alive()) == 2
+    assert world.rows()[0] == other
 
 
 def test_a_provider_that_does_not_answer_is_done_without_and_is_an_error_only_when_all_are(world: World) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from infra.errors import StillRentedError
 from infra.ledger import Ledger
 from infra.offers import Instance
 from infra.providers.runpod import RunPod
@@ -69,6 +70,68 @@ def test_the_machine_of_a_dead_run_is_spared_for_the_next_start_until_it_expires
     with Ledger(world.path) as ledger:
         change_rental(ledger, rental, expires_at=time.time() - 1)
     assert len(reap_now(world, spare=True).ended) == 1 and world.fake.alive() == []
+
+
+def fail_and_keep(world: World, *, seconds: float) -> Rental:
+    """The machine of a run that failed and keeps it."""
+    rental = rent_and_die(world)
+    with Ledger(world.path) as ledger:
+        kept = change_rental(ledger, rental, kept_until=time.time() + seconds)
+    assert kept is not None
+    return kept
+
+
+@pytest.mark.parametrize("spare", [False, True])
+def test_a_machine_that_a_failed_run_keeps_stays_until_then_and_no_longer(world: World, spare: bool) -> None:
+    rental = fail_and_keep(world, seconds=600)
+    [line] = reap_now(world, spare=spare).kept
+    until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(rental.ends_at))
+    assert f"which failed and keeps it until {until}: `rollouts nodes release` ends it now" in line
+    assert len(world.fake.alive()) == 1
+    with Ledger(world.path) as ledger:
+        change_rental(ledger, rental, kept_until=time.time() - 1)
+    assert len(reap_now(world, spare=spare).ended) == 1 and world.fake.alive() == []
+    assert reap_now(world, spare=spare) == ReapReport()
+
+
+def test_a_machine_is_not_kept_when_its_hours_or_the_money_are_used_up(world: World) -> None:
+    rental = fail_and_keep(world, seconds=600)
+    with Ledger(world.path) as ledger:
+        change_rental(ledger, rental, expires_at=time.time() - 1)
+    assert len(reap_now(world).ended) == 1 and world.fake.alive() == []
+
+
+def test_a_kept_machine_that_did_not_end_is_tried_again(world: World) -> None:
+    rental = fail_and_keep(world, seconds=600)
+    world.fake.faults.never_ends = True
+    with Ledger(world.path) as ledger, pytest.raises(StillRentedError):
+        release_machine(rental, ledger, world.cloud, pace=replace(PACE, gone_within_s=0.1))
+    world.fake.faults.never_ends = False
+    assert len(reap_now(world).ended) == 1 and world.fake.alive() == []
+
+
+def test_a_kept_machine_whose_run_is_tried_again_is_left_to_it_also_a_moment_too_late(world: World) -> None:
+    rental = fail_and_keep(world, seconds=-1)
+    with Ledger(world.path) as ledger, ledger.living_run(REQUEST.run_id):
+        assert reap_now(world).ended == [] and len(world.fake.alive()) == 1
+        again = world.rent()
+        assert (again.instance_id, again.kept_until) == (rental.instance_id, None)
+    assert world.fake.num_creates() == 1
+
+
+def test_a_machine_that_its_own_run_took_over_since_it_was_judged_is_not_ended(world: World) -> None:
+    fail_and_keep(world, seconds=-1)
+    with Ledger(world.path) as ledger, pytest.MonkeyPatch.context() as patched:
+
+        def take_over(_: Rental, __: Ledger, *, spare: bool) -> str:
+            assert world.rent().kept_until is None
+            return ""
+
+        patched.setattr("infra.reaper._why_wanted", take_over)
+        report = reap_now(world)
+        assert (report.ended, report.failures, len(report.kept)) == ([], [], 1)
+        assert len(world.fake.alive()) == 1
+        assert [row.state for row in all_rentals(ledger)] == [RentalState.READY]
 
 
 def test_a_machine_that_expired_is_ended_though_its_run_lives(world: World) -> None:
