@@ -8,7 +8,8 @@ Not here: what a stage does (tasks), how a run is asked for (form.py, cli.py).
 What object stores are asked for comes before and after: inputs before provision, the publication after the report.
 
 Finished, failed, interrupted by Ctrl-C, or cancelled in Prefect: the run's jobs end and the node is given back
-(cancellation.py). Killed, or ended by SIGTERM: everything is left as it is, and the next start attaches to it.
+(cancellation.py); a rented one of a run that failed stays for as long as `keep_on_failure_minutes` says. Killed, or
+ended by SIGTERM: everything is left as it is, and the next start attaches to it.
 """
 
 # No postponed annotations here: the process of a served run gets the flow by value, without the names of this module.
@@ -40,8 +41,9 @@ from flows.form import FormConfig, FormNode, FormRun, RunOptions
 from flows.live import find_live_pages
 from flows.retrain_settings import RetrainConfig
 from flows.server import held_server
+from infra.errors import BudgetUsedUpError
 from infra.ledger import Ledger
-from infra.node import Node, NodeSettings
+from infra.node import Node, NodeSettings, RentedNode
 from infra.providers.rented import ended_when_expired
 from rollouts_core.config import Config
 from rollouts_core.errors import RolloutsError
@@ -240,15 +242,20 @@ def machine_of_the_run(
         yield nowhere
         return
     machine = provision(settings, scope)
-    with released_at_the_end(machine, scope), ended_when_expired(machine), stopped_in_time(machine, scope):
+    keep_minutes = settings.keep_on_failure_minutes if isinstance(settings, RentedNode) else 0.0
+    released = released_at_the_end(machine, scope, keep_minutes=keep_minutes)
+    with released, ended_when_expired(machine), stopped_in_time(machine, scope):
         yield bootstrap(machine, config, settings, trains=trains)
 
 
 @contextmanager
-def released_at_the_end(machine: Node, scope: RunScope) -> Iterator[None]:
+def released_at_the_end(machine: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> Iterator[None]:
     """Give everything back when the block ends, fails, or is interrupted or cancelled.
 
     Not when the process is terminated for another reason: then the next start attaches to what goes on.
+
+    Args:
+        keep_minutes: so long a rented machine stays when the block fails.
     """
     try:
         yield
@@ -260,8 +267,10 @@ def released_at_the_end(machine: Node, scope: RunScope) -> Iterator[None]:
         if is_cancelled(scope.run_id):
             release_now(machine, scope)
         raise
-    except Exception:
-        release(machine, scope)
+    except Exception as error:
+        # Without money nobody could go on there, and who pressed Cancel while it failed wants nothing kept.
+        is_kept = keep_minutes > 0 and not isinstance(error, BudgetUsedUpError) and not is_cancelled(scope.run_id)
+        release(machine, scope, keep_minutes=keep_minutes if is_kept else 0.0)
         raise
     release(machine, scope)
 

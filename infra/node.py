@@ -214,6 +214,10 @@ class RentedNode(PackageSettings):
     need. They are shown in Prefect's pages: put no secret there."""
     usable_within_minutes: float = Field(default=20.0, gt=0, le=120)
     """A machine that cannot be logged in to after this long is given back, and another one rented."""
+    keep_on_failure_minutes: float = Field(default=0.0, ge=0, le=1440)
+    """When the run fails, its machine stays rented for so many minutes, and costs money: for you to log in and look, or
+    to go on there by Retry. max_hours and max_usd hold all the same. What `rollouts up` or `rollouts watch` started, a
+    later run or `rollouts reap` ends it then: where none of them runs, nobody does."""
     min_link_mbit_s: float = Field(default=8.0, gt=0, allow_inf_nan=False)
     """A fresh machine to which or from which fewer megabits per second get through is given back, and another one
     rented."""

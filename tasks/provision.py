@@ -13,6 +13,7 @@ from infra.errors import InfraError
 from infra.ledger import Lease, Ledger
 from infra.node import Node, NodeSettings
 from infra.providers import provision_node, release_node
+from infra.providers.rented import keep_rented
 from infra.rentals import usd_spent
 from tasks.progress import StageProgress, stage_console
 from tasks.records import RunScope
@@ -32,16 +33,22 @@ def provision(settings: NodeSettings, scope: RunScope) -> Node:
     return node
 
 
-def give_back(node: Node, scope: RunScope) -> list[str]:
+def give_back(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> list[str]:
     """End every job that only this run wants, then give the node back; returns what was done, a sentence each.
 
     What stopped jobs have on another machine is fetched before. A rented machine is given back also where its jobs
     cannot be reached: they end with it. Engines that cannot be reached end by themselves.
+
+    Args:
+        keep_minutes: so long a rented machine that can be reached stays, in place of being given back.
     """
     leases = leases_on(scope, node)
+    kept: list[str] = []
     try:
         done = end_jobs(node, leases[node.name], scope)
         done += salvage(scope, node) if node.is_remote else []
+        if node.is_rented and keep_minutes > 0:
+            kept = keep_rented(node, keep_minutes)
     except InfraError as error:
         if not node.is_rented:
             raise
@@ -51,12 +58,13 @@ def give_back(node: Node, scope: RunScope) -> list[str]:
         engines_done = [
             done for each in node.engine_nodes for done in give_back_engines(each, leases[each.name], scope)
         ]
-        release_node(node)
-    done += [*engines_done, f"gave back {node.provider} node {node.name}"]
+        if not kept:
+            release_node(node)
+    done += [*engines_done, *(kept or [f"gave back {node.provider} node {node.name}"])]
     if node.is_rented:
         with Ledger(scope.ledger_path) as ledger:
             usd = usd_spent(ledger, scope.run_id, time.time())
-        done.append(f"the machines of the run cost {usd:.2f} USD")
+        done.append(f"the machines of the run cost {usd:.2f} USD{' so far' if kept else ''}")
     return done
 
 
@@ -80,14 +88,14 @@ def give_back_engines(node: Node, leases: Sequence[Lease], scope: RunScope) -> l
     return [*done, f"gave back {node.provider} node {node.name}"]
 
 
-def release_now(node: Node, scope: RunScope) -> None:
+def release_now(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> None:
     """`give_back`, and say what was done."""
     with StageProgress("release", num_steps=0, console=stage_console()) as progress:
-        for sentence in give_back(node, scope):
+        for sentence in give_back(node, scope, keep_minutes=keep_minutes):
             progress.say(sentence)
 
 
 @task(name="release", cache_policy=NO_CACHE)
-def release(node: Node, scope: RunScope) -> None:
+def release(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> None:
     """`release_now`, as a task of the run."""
-    release_now(node, scope)
+    release_now(node, scope, keep_minutes=keep_minutes)

@@ -2,7 +2,8 @@
 
 Not here: renting itself (infra/provision.py), the providers' APIs (runpod.py and its like), SSH (ssh_session.py).
 
-    settings ── rent_machine ── first login: host key noted, set up ── Node ... release_machine
+    settings ── rent_machine ── first login: host key noted, set up ── Node ─┬─ release_machine
+                                                                             └─ its run failed: kept for a while
 
 The host key of a fresh machine is believed at the first login, noted in the ledger, and demanded ever after: it belongs
 to the machine, whatever address the machine has meanwhile.
@@ -36,7 +37,7 @@ from infra.providers.clouds import account_of, credentials_in_use, open_clouds, 
 from infra.providers.ssh import CALL_TIMEOUT_S, PROGRAMS_DIR, expand_root
 from infra.provision import Pace, RentRequest, release_machine, rent_machine, search_offers
 from infra.reaper import reap
-from infra.rentals import Rental, find_rental, rentals_of
+from infra.rentals import Rental, RentalState, change_rental, find_rental, in_utc, rentals_of
 from infra.session import Session
 
 if TYPE_CHECKING:
@@ -70,14 +71,14 @@ def provision_rented(settings: RentedNode, store: Path, run_id: str, say: Say) -
             ledger, clouds, spare=True, credentials=request.credentials, pace=Pace(gone_within_s=REAP_WITHIN_S)
         )
         for line in report.ended:
-            say(f"ended {line}, which had expired or had never been used")
+            say(f"ended {line}, whose time was over or which had never been used")
         for line in report.failures:
             say(line)
         rental = rent_machine(request, ledger, clouds, check=partial(log_in, settings, mirror, say), say=say)
         instance = clouds[rental.provider].get(rental.instance_id)
     for line in report.kept:
         if rental.name not in line:
-            say(f"also rented: {line}; `rollouts reap` ends what no living run uses")
+            say(f"also rented: {line}; `rollouts reap` ends what no run wants")
     if instance is None or not instance.has_address:
         raise TransientInfraError(f"{rental.name} is gone: its provider took it away a moment after it was ready")
     node = _node_of(rental, instance, settings, mirror)
@@ -127,6 +128,33 @@ def release_rented(node: Node) -> None:
     """
     with rental_of(node) as (ledger, rental, cloud):
         release_machine(rental, ledger, cloud)
+
+
+def keep_rented(node: Node, minutes: float) -> list[str]:
+    """Leave the machine of a run that failed rented for a while; returns what a person has to know, a sentence each.
+
+    Nothing is kept, and nothing returned, where its hours or the run's money are used up or somebody else ends it.
+
+    Raises:
+        InfraError: it cannot be logged in to, so that keeping it is of no use.
+    """
+    with open_rented_session(node) as session:
+        session.run(["true"], timeout_s=CALL_TIMEOUT_S, may_repeat=True)
+    now = time.time()
+    with Ledger(Path(node.mirror) / LEDGER_FILE) as ledger:
+        rental = find_rental(ledger, node.name)
+        if rental is None or rental.state is not RentalState.READY or rental.expires_at <= now:
+            return []
+        kept_until = min(now + 60 * minutes, rental.expires_at)
+        if change_rental(ledger, rental, kept_until=kept_until) is None:
+            return []
+    return [
+        f"keeps {node.name} until {in_utc(kept_until)}, because the run failed, at {rental.usd_per_hour:.2f} USD/h: "
+        f"`rollouts nodes show {node.name}` says how to log in, Retry or the same command goes on there, and "
+        f"`rollouts nodes release {node.name}` ends it now",
+        "what `rollouts up` or `rollouts watch` started, a later run or `rollouts reap` ends it then: where none of "
+        "them runs, it goes on costing money",
+    ]
 
 
 def release_rentals(store: Path, run_id: str) -> list[str]:
@@ -224,7 +252,8 @@ def build_request(settings: RentedNode, run_id: str) -> RentRequest:
     from infra.login_keys import read_public_key  # paramiko loads here
 
     demands = {"min_free_gb", "usable_within_minutes", "min_link_mbit_s", "min_disk_mb_s"}
-    sameness = settings.model_dump_json(exclude={"max_usd", "max_hours", *demands})
+    limits = {"max_usd", "max_hours", "keep_on_failure_minutes"}
+    sameness = settings.model_dump_json(exclude=limits | demands)
     return RentRequest(
         run_id=run_id,
         query=settings.query,

@@ -26,7 +26,9 @@ from infra.providers.clouds import open_account
 from infra.rentals import RentalState, all_rentals, change_rental
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from tests.flows.breaking import rent, rented_node
-from tests.flows.conftest import Rollouts, wait_until
+from tests.flows.conftest import Rollouts, pids_of, wait_until
+from tests.flows.test_faults import program_of
+from tests.flows.test_up import logs_of, served, set_state, state_of, trigger, up, wait_for_state  # noqa: F401
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.ssh_server import SSHServer, running_server
@@ -55,8 +57,9 @@ def fake(server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRun
 
 
 def node_settings(server: SSHServer, root: Path) -> dict[str, Any]:
+    """A node of which only a failed run keeps the machine, and not where it is lost or no longer paid for."""
     setup = f"mkdir -p '{root}' && echo once >> '{root}/setup.txt'"
-    return {**rented_node(server, root), "setup": [setup]}
+    return {**rented_node(server, root), "setup": [setup], "keep_on_failure_minutes": 60}
 
 
 def start_run(
@@ -213,6 +216,83 @@ def assert_last_checkpoint_is_here(rollouts: Rollouts, machine: Path, *, said: s
     assert list_checkpoints(here)[-1].name == last.name
     verify_checkpoint(here / last.name)
     assert f"{last.name} is the last checkpoint in {here.parent}" in said
+
+
+def kill_the_job(machine: Path) -> None:
+    """Let the run fail: the program of its SFT dies on the machine."""
+    [stage] = machine.glob("stages/sft-*")
+    os.kill(program_of(stage), signal.SIGKILL)
+
+
+def test_a_run_that_fails_keeps_its_machine_until_a_reaper_ends_it_in_time(
+    rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
+) -> None:
+    _, process = train_until_checkpoint(rollouts, server, tmp_path)
+    kill_the_job(tmp_path / "machine")
+    assert process.wait(120) == 1, rollouts.said()
+    assert_last_checkpoint_is_here(rollouts, tmp_path / "machine", said=rollouts.said())
+    assert pids_of(tmp_path / "machine" / "stages") == {}
+    with Ledger(rollouts.store / "ledger.db") as ledger:
+        [rental] = all_rentals(ledger)
+        assert rental.is_kept and ledger.leases() == [] and ledger.has_died(rental.run_id)
+        said = rollouts.said()
+        until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(rental.ends_at))
+        assert f"keeps {rental.name} until {until}, because the run failed, at {rental.usd_per_hour:.2f} USD/h" in said
+        assert f"`rollouts nodes release {rental.name}` ends it now" in said and "USD so far" in said
+        code, output = rollouts.run("reap")
+        assert code == 0 and "0 ended, 1 kept" in output and len(fake.alive()) == 1
+        change_rental(ledger, rental, kept_until=time.time() - 1)
+    code, output = rollouts.run("reap", "--spare")
+    assert code == 0 and "1 ended, 0 kept" in output and fake.alive() == []
+
+
+def test_a_run_that_is_killed_while_it_fails_leaves_its_machine_to_the_next_start(
+    rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
+) -> None:
+    config, process = start_run(
+        rollouts, node_settings(server, tmp_path / "machine"), tmp_path / "small", num_steps=300
+    )
+    wait_for_checkpoint(tmp_path / "machine")
+    kill_the_job(tmp_path / "machine")
+    with Ledger(rollouts.store / "ledger.db") as ledger:
+        # From here on what is there is fetched, then the keeping is written down.
+        wait_until(lambda: ledger.leases() == [], what="the end of the run's claims", every_s=0.002)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        [rental] = all_rentals(ledger)
+        assert rental.state is RentalState.READY and ledger.has_died(rental.run_id)
+    code, output = rollouts.run("reap", "--spare")
+    assert code == 0 and "0 ended, 1 kept" in output and len(fake.alive()) == 1
+    code, output = rollouts.run("run", str(config))
+    assert code == 0, output
+    assert f"goes on with {rental.name}" in output and len(fake.machines) == 1 and fake.alive() == []
+
+
+def test_retry_of_a_run_that_failed_goes_on_with_the_machine_that_it_kept(
+    served: Rollouts,  # noqa: F811
+    server: SSHServer,
+    fake: FakeRunPod,
+    tmp_path: Path,
+) -> None:
+    machine, steps = tmp_path / "machine", {"training__sft__num_steps": 300}
+    config = write_small_pipeline(tmp_path / "small", node=node_settings(server, machine), **(SHORT | steps))
+    up(served, str(config))
+    run_id = trigger(served, config.stem)
+    wait_for_checkpoint(machine)
+    kill_the_job(machine)
+    wait_for_state(served, run_id, "FAILED")
+    with Ledger(served.store / "ledger.db") as ledger:
+        wait_until(lambda: ledger.has_died(run_id), what="the end of the flow's process")
+        assert [rental.is_kept for rental in all_rentals(ledger)] == [True] and len(fake.alive()) == 1
+    set_state(served, run_id, "SCHEDULED", name="AwaitingRetry")
+    wait_until(lambda: state_of(served, run_id) in ("COMPLETED", "FAILED"), what="the run again", timeout_s=400)
+    assert state_of(served, run_id) == "COMPLETED", logs_of(served, run_id)
+    with Ledger(served.store / "ledger.db") as ledger:
+        [rental] = all_rentals(ledger)
+    assert (rental.run_id, rental.state, rental.kept_until) == (run_id, RentalState.GONE, None)
+    assert len(fake.machines) == 1 and fake.alive() == []
+    assert (machine / "setup.txt").read_text() == "once\n"
+    assert len(list(machine.glob("stages/sft-*/exit-*.json"))) == 2
 
 
 def test_a_run_that_was_killed_goes_on_with_its_machine(

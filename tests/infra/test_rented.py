@@ -8,6 +8,7 @@ from __future__ import annotations
 import getpass
 import re
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +22,8 @@ from infra.errors import HostKeyError, MachineGoneError, NoMachineError, Permane
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import Node, RentedNode
 from infra.providers import open_session, provision_node, release_node
-from infra.rentals import RentalState, all_rentals
+from infra.providers.rented import keep_rented
+from infra.rentals import RentalState, all_rentals, change_rental
 from rollouts_core.errors import ConfigError
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
@@ -55,6 +57,8 @@ def test_the_examples_are_what_can_be_written() -> None:
         ({"query": {"providers": ["moon"]}}, "providers"),
         ({"query": {"max_usd_per_gpu_hour": -1}}, "max_usd_per_gpu_hour"),
         ({"query": {"min_cuda": "twelve"}}, "min_cuda"),
+        ({"keep_on_failure_minutes": -1}, "keep_on_failure_minutes"),
+        ({"keep_on_failure_minutes": 1441}, "keep_on_failure_minutes"),
         ({"root": "runs"}, "expected a path on the machine"),
         ({"python": "python3"}, "expected the absolute path"),
         ({"hots": 1}, "unknown key node.hots"),
@@ -80,7 +84,7 @@ def fake(ssh_server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fak
         yield fake
 
 
-def rent(server: SSHServer, tmp_path: Path, **more: Any) -> Node:  # Any: settings of every type
+def rent(server: SSHServer, tmp_path: Path, run_id: str = "run", **more: Any) -> Node:  # Any: settings of every type
     settings = RentedNode.model_validate(
         {
             "query": {"gpu_types": ["H100"], "providers": ["runpod"]},
@@ -91,7 +95,46 @@ def rent(server: SSHServer, tmp_path: Path, **more: Any) -> Node:  # Any: settin
             **more,
         }
     )
-    return provision_node(settings, tmp_path / "store", run_id="run")
+    return provision_node(settings, tmp_path / "store", run_id=run_id)
+
+
+@pytest.mark.slow
+def test_a_machine_of_a_failed_run_is_kept_and_taken_over_whatever_its_keeping_was_set_to(
+    fake: FakeRunPod, ssh_server: SSHServer, tmp_path: Path
+) -> None:
+    with Ledger(tmp_path / "store" / LEDGER_FILE) as ledger:
+        with ledger.living_run("failed"):
+            node = rent(ssh_server, tmp_path, "failed", keep_on_failure_minutes=30)
+            [said, who_ends_it] = keep_rented(node, 30)
+        [kept] = all_rentals(ledger)
+        assert kept.kept_until == pytest.approx(time.time() + 1800, abs=60) and kept.state is RentalState.READY
+        until = time.strftime("%H:%M UTC", time.gmtime(kept.kept_until))
+        for part in (
+            f"{until}, because the run failed, at {kept.usd_per_hour:.2f} USD/h",
+            f"`rollouts nodes release {node.name}` ends",
+        ):
+            assert part in said
+        assert "`rollouts reap`" in who_ends_it
+        assert rent(ssh_server, tmp_path, "next").name == node.name
+        [taken] = all_rentals(ledger)
+        assert (taken.run_id, taken.kept_until) == ("next", None) and len(fake.machines) == 1
+
+
+@pytest.mark.slow
+def test_a_machine_is_kept_no_longer_than_its_hours_and_money_and_not_where_it_is_of_no_use(
+    fake: FakeRunPod, ssh_server: SSHServer, tmp_path: Path
+) -> None:
+    node = rent(ssh_server, tmp_path, max_hours=1.0)
+    with Ledger(tmp_path / "store" / LEDGER_FILE) as ledger:
+        assert keep_rented(node, 1440) != []
+        [kept] = all_rentals(ledger)
+        assert kept.kept_until == kept.expires_at
+        change_rental(ledger, kept, kept_until=None, expires_at=time.time() - 1)
+        assert keep_rented(node, 30) == []
+        fake.machines[kept.instance_id].status = "TERMINATED"
+        with pytest.raises(MachineGoneError):
+            keep_rented(node, 30)
+        assert [rental.kept_until for rental in all_rentals(ledger)] == [None]
 
 
 @pytest.mark.slow
