@@ -1,4 +1,4 @@
-"""End rented machines whose hours or money are used up, also those of runs that nobody starts again.
+"""End rented machines whose hours or money are used up, or that their failed runs no longer keep.
 
 Not here: what is ended and what is spared (infra/reaper.py). The process that serves deployments looks now and then, as
 a timer with `rollouts reap --spare` would; the deployment `reap` looks when somebody, or its schedule, asks (reap.py).
@@ -37,7 +37,8 @@ def look_at_machines(store: Path, *, spare: bool = True, everywhere: bool = Fals
     """End what nobody wants of what the store rents, and say what was done and left.
 
     Args:
-        spare: machines of killed runs are left to their next start until they expire.
+        spare: machines of killed runs are left to their next start until they expire. What failed runs keep for a while
+            is ended when that is over.
         everywhere: ask all providers whose keys are in the environment, also where the ledger knows of no machine.
 
     Raises:

@@ -24,7 +24,7 @@ from infra.offers import CLOUD_NAMES, CloudName, GPUQuery, Offer
 from infra.providers.cloud import Cloud
 from infra.providers.clouds import ENDPOINTS, account_of, clouds_with_keys, open_clouds, require_keys
 from infra.reaper import ReapReport, reap, release_named
-from infra.rentals import NAME_PREFIX, Rental, all_rentals, find_rental, open_rentals
+from infra.rentals import NAME_PREFIX, Rental, all_rentals, describe_keeping, find_rental, open_rentals
 from rollouts_core.errors import ConfigError, InputError
 
 Explained = Callable[[Callable[..., None]], Callable[..., None]]
@@ -203,9 +203,9 @@ def show(name: MachineName, store: Store = Path(".rollouts")) -> None:
         "price": f"{rental.usd_per_hour:.2f} USD/h",
         "cost so far": f"{rental.usd(time.time()):.2f} USD",
         "asked for": at(rental.intended_at),
-        "ends": at(rental.ended_at or rental.expires_at),
+        "ends": at(rental.ended_at or rental.ends_at),
         "host key": rental.host_key or "not known",
-        "note": rental.note or "-",
+        "note": note_of(rental) or "-",
     }
     if rental.instance_id and (rental.credentials or rental.provider in clouds_with_keys(CLOUD_NAMES)[0]):
         with with_credentials(rental.credentials, store), account_of(rental) as cloud:
@@ -237,7 +237,11 @@ def reap_now(
         str, typer.Option(metavar="ID", help="End also what this other store rented, which is no more.")
     ] = "",
 ) -> None:
-    """End every machine of this store that no living run wants, and print what is left."""
+    """End every machine of this store that no living run wants, and print what is left.
+
+    What a failed run keeps for a while (node.keep_on_failure_minutes) stays until then: `rollouts nodes release` ends
+    it at once.
+    """
     # A store that is no more left machines and no ledger: any other can end them, also an empty one.
     with Ledger(store / LEDGER_FILE) if other_store else open_ledger(store) as ledger:
         named = sorted({rental.credentials for rental in open_rentals(ledger)} - {""})
@@ -291,12 +295,17 @@ def render_rentals(rentals: Sequence[Rental], now: float) -> str:
             rental.provider,
             f"{rental.usd_per_hour:.2f}",
             f"{rental.usd(now):.2f}",
-            at(rental.ended_at or rental.expires_at),
-            rental.note[:80],
+            at(rental.ended_at or rental.ends_at),
+            note_of(rental)[:80],
         )
         for rental in rentals
     ]
     return render_table(head, rows)
+
+
+def note_of(rental: Rental) -> str:
+    """What happened to a machine last, in words."""
+    return describe_keeping(rental) or rental.note
 
 
 def render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

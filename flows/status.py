@@ -21,7 +21,7 @@ from infra.jobs import JobState, job_status
 from infra.ledger import LEDGER_FILE, Lease, Ledger
 from infra.node import LocalNode
 from infra.providers import open_session, provision_node
-from infra.rentals import open_rentals
+from infra.rentals import describe_keeping, open_rentals
 from rollouts_core.metrics import read_json_lines
 from rollouts_core.run_directory import RunDirectory
 from tasks.early_end import read_early_end
@@ -171,10 +171,12 @@ def describe_machines(store: Path) -> list[str]:
         return []
     now = time.time()
     with Ledger(path) as ledger:
-        return [
-            f"{rental.name} {rental.state.value}, {rental.gpu} at {rental.provider}, {rental.usd(now):.2f} USD so far"
-            for rental in open_rentals(ledger)
-        ]
+        rentals = open_rentals(ledger)
+    return [
+        f"{rental.name} {rental.state.value}, {rental.gpu} at {rental.provider}, {rental.usd(now):.2f} USD so far"
+        + (f", {kept}" if (kept := describe_keeping(rental)) else "")
+        for rental in rentals
+    ]
 
 
 def _is_running(run_dir: str, store: Path) -> bool:

@@ -30,7 +30,8 @@ class ReapConfig(Record):
     """Which rented machines are ended."""
 
     spare: bool = True
-    """Leave machines of killed runs to their next start until they expire. Off ends them now."""
+    """Leave machines of killed runs to their next start until they expire. Off ends them now. What failed runs keep
+    for a while (node.keep_on_failure_minutes) stays until then in any case."""
     store: str = ".rollouts"
     """Folder whose ledger knows what is rented."""
 

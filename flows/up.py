@@ -124,7 +124,7 @@ def down(store: Store = Path(".rollouts")) -> None:
     for job in going_jobs(store.resolve()):
         console.print(f"left alone     {job.sentence()}", markup=False)
     for line in describe_machines(store.resolve()):
-        console.print(f"still rented   {line}: rollouts reap ends it", markup=False)
+        console.print(f"still rented   {line}: rollouts nodes release ends it", markup=False)
 
 
 def status(store: Store = Path(".rollouts")) -> None:

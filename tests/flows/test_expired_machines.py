@@ -40,6 +40,21 @@ def test_what_has_expired_is_ended_and_what_the_next_start_may_take_is_not(world
     assert end_expired(tmp_path) == []
 
 
+def test_what_a_failed_run_keeps_is_named_by_status_and_ended_when_that_is_over(world: World, tmp_path: Path) -> None:
+    with Ledger(world.path) as ledger:
+        with ledger.living_run(REQUEST.run_id):
+            rental = world.rent()
+        kept = change_rental(ledger, rental, kept_until=time.time() + 600)
+        assert kept is not None
+        assert end_expired(tmp_path) == [] and len(world.fake.alive()) == 1
+        for command in ("status", "down"):
+            said = CliRunner().invoke(app, [command, "--store", str(tmp_path)]).output.replace("\n", " ")
+            assert "kept until " in said and " UTC after its run failed" in said
+        change_rental(ledger, kept, kept_until=time.time() - 1)
+    [line] = end_expired(tmp_path)
+    assert rental.name in line and world.fake.alive() == []
+
+
 def test_status_and_down_name_what_goes_on_costing_money(world: World, tmp_path: Path) -> None:
     with Ledger(world.path) as ledger, ledger.living_run(REQUEST.run_id):
         rental = world.rent()

@@ -5,6 +5,7 @@ Without it somebody believes that nothing is rented because a provider did not a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from flows.cli import app
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.providers.clouds import ENDPOINTS, open_clouds
 from infra.provision import rent_machine
-from infra.rentals import Rental
+from infra.rentals import Rental, change_rental
 from tests.infra.fake_cloud import KEY, FakeCloud
 from tests.infra.fake_lambda import FakeLambda
 from tests.infra.fake_prime import FakePrime
@@ -108,6 +109,28 @@ def test_what_is_rented_is_listed_shown_and_released(runpod: FakeRunPod, tmp_pat
     assert [machine.name for machine in runpod.alive()] == ["rollouts-somebody-elses"]
     assert "nothing is rented" in call("nodes", "--store", str(store)).stdout
     assert rental.name in call("nodes", "--all", "--store", str(store)).stdout
+
+
+def test_what_a_failed_run_keeps_is_shown_stays_when_reaped_and_is_released_by_name(
+    runpod: FakeRunPod, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    rental = rent(store)
+    until = rental.intended_at + 1800
+    with Ledger(store / LEDGER_FILE) as ledger:
+        change_rental(ledger, rental, kept_until=until)
+    when = time.strftime("%Y-%m-%d %H:%M", time.gmtime(until))
+    listed, shown = (call("nodes", *more, "--store", str(store)).stdout for more in ((), ("show", rental.name)))
+    assert f"{when}  kept until {when} UTC after its run failed" in listed
+    assert f"ends           {when}\n" in shown and f"note           kept until {when} UTC after its run failed" in shown
+    assert "ssh -p" in shown
+    reaped = call("reap", "--store", str(store))
+    assert (
+        reaped.exit_code == 0 and f"keeps it until {when} UTC" in reaped.stdout and "0 ended, 1 kept" in reaped.stdout
+    )
+    assert len(runpod.alive()) == 1
+    assert call("nodes", "release", rental.name, "--store", str(store)).exit_code == 0 and runpod.alive() == []
+    assert "kept until" not in call("nodes", "--all", "--store", str(store)).stdout
 
 
 def test_reap_ends_what_a_dead_run_left_and_spares_it_where_told(runpod: FakeRunPod, tmp_path: Path) -> None:
