@@ -120,6 +120,10 @@ _MIGRATIONS = (
     ),
     ("ALTER TABLE rentals ADD COLUMN credentials TEXT NOT NULL DEFAULT ''",),
     ("ALTER TABLE rentals ADD COLUMN kept_until REAL",),
+    (
+        "ALTER TABLE stage_uses ADD COLUMN began_at REAL NOT NULL DEFAULT 0",
+        "UPDATE stage_uses SET began_at = used_at",
+    ),
 )
 """What brings a ledger from each format to the next; formats count from 0, an empty file."""
 SCHEMA_VERSION = len(_MIGRATIONS)
@@ -147,7 +151,9 @@ class StageUse(NamedTuple):
     """The name of the folder with the run's results."""
     num_steps: int
     used_at: float
-    """Seconds since 1970."""
+    """When it last came to it; seconds since 1970, as the other one."""
+    began_at: float
+    """When it first did."""
 
 
 class Ledger:
@@ -218,14 +224,24 @@ class Ledger:
             num_steps: how many metric steps the stage goes through.
         """
         with self.transaction() as database:
-            row = (stage, run_id, run, num_steps, time.time())
-            database.execute("REPLACE INTO stage_uses VALUES (?, ?, ?, ?, ?)", row)
+            now = time.time()
+            database.execute(
+                "INSERT INTO stage_uses (stage, run_id, run, num_steps, used_at, began_at) VALUES (?, ?, ?, ?, ?, ?) "
+                "ON CONFLICT DO UPDATE "
+                "SET run = excluded.run, num_steps = excluded.num_steps, used_at = excluded.used_at",
+                (stage, run_id, run, num_steps, now, now),
+            )
 
     def stage_uses(self) -> list[StageUse]:
         """Which runs came to which stages, and when they last did, oldest first."""
-        columns = "stage, run_id, run, num_steps, used_at"
+        columns = "stage, run_id, run, num_steps, used_at, began_at"
         rows = self._database.execute(f"SELECT {columns} FROM stage_uses ORDER BY used_at, stage")
         return [StageUse(*row) for row in rows]
+
+    def first_use(self, stage: str) -> StageUse | None:
+        """The run that came to a stage first; None where nobody knows."""
+        uses = [use for use in self.stage_uses() if use.stage == stage and use.run]
+        return min(uses, key=lambda use: use.began_at, default=None)
 
     def forget_uses(self, stage: str) -> None:
         """Forget who came to a stage that is no more."""

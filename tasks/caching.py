@@ -19,6 +19,7 @@ from tasks.artifacts import is_finished
 from tasks.progress import StageProgress, stage_console
 from tasks.records import RunScope, Stage, StageRecord
 from tasks.retries import is_worth_a_retry
+from tasks.stage import why_so
 
 
 def cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str:  # Any: Prefect's signature
@@ -55,4 +56,5 @@ def run_cached(
     # What counts is the directory that was just verified: the store may have been moved, or a flow killed after its
     # job replaced a damaged result and before Prefect took note of the new one.
     result = RunDirectory(Path(stage.run_dir)).read_result() or record.result
-    return record.model_copy(update={"how": "reused", "seconds": 0.0, "run_dir": stage.run_dir, "result": result})
+    reused = {"how": "reused", "why": why_so("reused", stage, scope), "seconds": 0.0}
+    return record.model_copy(update={**reused, "run_dir": stage.run_dir, "result": result})

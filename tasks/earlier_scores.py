@@ -104,4 +104,5 @@ def identity_of(model: InputModel, job: EvalJob) -> str:
 def name_of_run(directory: Path, scope: RunScope) -> str:
     """The run that came to a stage first."""
     with Ledger(scope.ledger_path) as ledger:
-        return next((use.run for use in ledger.stage_uses() if use.stage == directory.name and use.run), directory.name)
+        use = ledger.first_use(directory.name)
+    return use.run if use else directory.name

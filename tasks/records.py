@@ -89,6 +89,8 @@ class StageRecord(TaskRecord):
     run_dir: str
     how: How
     """ran: started by this run. attached: already under way. reused: finished before."""
+    why: str = ""
+    """The reason of that, in words; which other run it was, where one was."""
     seconds: float
     """What this run waited for it."""
     result: dict[str, Any]  # Any: JSON

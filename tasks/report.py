@@ -103,7 +103,13 @@ def build_report_input(
         run_name=scope.run_name,
         mode=config.mode,
         stages=tuple(
-            StageSummary(name=record.stage, how=describe_how(record), seconds=record.seconds, run_dir=record.run_dir)
+            StageSummary(
+                name=record.stage,
+                how=describe_how(record),
+                why=record.why,
+                seconds=record.seconds,
+                run_dir=record.run_dir,
+            )
             for record in by_stage.values()
         ),
         evaluation_dir=evaluation_dir,

@@ -61,11 +61,10 @@ def run_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
     began = time.monotonic()
     with StageProgress(stage.name, num_steps=stage.num_steps, console=stage_console()) as progress:
         if damage := set_damage_aside(stage):
-            progress.say(f"done again, because what an earlier run left is damaged: {damage}")
-        if begun := begin_with_earlier(stage):
-            progress.say(begun)
-        if taken := take_earlier_scores(stage, scope):
-            progress.say(taken)
+            damage = f"done again, because what an earlier run left is damaged: {damage}"
+        begun, taken = begin_with_earlier(stage), take_earlier_scores(stage, scope)
+        for sentence in filter(None, (damage, begun, taken)):
+            progress.say(sentence)
         how: How = "reused" if is_finished(stage) else run_on_node(stage, scope, node, progress)
         result = RunDirectory(Path(stage.run_dir)).read_result()
         assert result is not None, f"{stage.run_dir} is finished without a result.json"
@@ -79,9 +78,22 @@ def run_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
         fingerprint=stage.fingerprint,
         run_dir=stage.run_dir,
         how=how,
+        why=damage or begun or taken or why_so(how, stage, scope),
         seconds=seconds,
         result=result,
     )
+
+
+def why_so(how: How, stage: Stage, scope: RunScope) -> str:
+    """Why a stage was begun, attached to or reused."""
+    if how == "ran":
+        return "asked for by run.fresh" if stage.name in scope.fresh else "nobody had finished the same"
+    with Ledger(scope.ledger_path) as ledger:
+        use = ledger.first_use(Path(stage.run_dir).name)
+    if use is None:
+        return "it was there"
+    who = "an earlier try of this run" if use.run_id == scope.run_id else f"run {use.run}"
+    return f"{who} finished the same" if how == "reused" else f"{who} had begun the same"
 
 
 def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgress) -> How:

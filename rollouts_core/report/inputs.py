@@ -18,6 +18,8 @@ class StageSummary:
     """The stage: sft, select-sft, rl, ..."""
     how: str
     """Whether it ran, was attached to while another run had started it, or was reused."""
+    why: str
+    """The reason of that, and which other run it was; empty where nobody knows."""
     seconds: float
     """Time that this pipeline run spent on it."""
     run_dir: str

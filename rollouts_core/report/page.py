@@ -95,9 +95,10 @@ def render_summary_markdown(report: ReportInput) -> str:
     heading = {True: "Improvement", False: "No improvement", None: "Result"}[report.is_improvement]
     lines = [f"# {report.run_name}", "", f"**{heading}.** {report.verdict or results.finding}", ""]
     lines += [render_results_markdown(results), ""]
-    lines += ["| Stage | How | Time | Run directory |", "|---|---|---:|---|"]
+    lines += ["| Stage | How | Why | Time | Run directory |", "|---|---|---|---:|---|"]
     lines += [
-        f"| {stage.name} | {stage.how} | {format_seconds(stage.seconds)} | {_markdown_code(stage.run_dir)} |"
+        f"| {stage.name} | {stage.how} | {stage.why.replace('|', '/')} | {format_seconds(stage.seconds)} | "
+        f"{_markdown_code(stage.run_dir)} |"
         for stage in report.stages
     ]
     return "\n".join([*lines, "", f"Final checkpoint: {_markdown_code(report.checkpoint_path)}", ""])

@@ -5,6 +5,7 @@ Without it two runs both think that they are not the last one, and a job runs fo
 
 import multiprocessing
 import sqlite3
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,11 @@ def test_a_ledger_from_before_failed_runs_kept_machines_is_read_on_with_its_mach
             "credentials TEXT NOT NULL DEFAULT '') STRICT, WITHOUT ROWID"
         )
         database.execute(
+            "CREATE TABLE stage_uses (stage TEXT NOT NULL, run_id TEXT NOT NULL, run TEXT NOT NULL, "
+            "num_steps INTEGER NOT NULL, used_at REAL NOT NULL, PRIMARY KEY (stage, run_id)) STRICT, WITHOUT ROWID"
+        )
+        database.execute("INSERT INTO stage_uses VALUES ('sft-1', 'run-a', 'a', 20, 7.0)")
+        database.execute(
             "INSERT INTO rentals VALUES ('rollouts-1', 'run-a', 'runpod', 'p', 'ready', 'm1', '1x H100', 'EU', 2.5, "
             "1.0, 2.0, NULL, 9e9, 'SHA256:key', '', 'team')"
         )
@@ -81,11 +87,24 @@ def test_a_ledger_from_before_failed_runs_kept_machines_is_read_on_with_its_mach
         with Ledger(path) as ledger:
             [rental] = all_rentals(ledger)
             assert (rental.name, rental.state, rental.credentials) == ("rollouts-1", RentalState.READY, "team")
+            [use] = ledger.stage_uses()
+            assert (use.run, use.began_at) == ("a", 7.0)
             assert (rental.kept_until, rental.is_kept, rental.ends_at) == (None, False, 9e9)
     with Ledger(path) as ledger:
         kept = change_rental(ledger, rental, kept_until=5.0)
         assert kept is not None and kept.is_kept and kept.ends_at == 5.0
         assert change_rental(ledger, rental, note="late") is None, "it is kept by now"
+
+
+def test_whoever_came_to_a_stage_first_stays_the_first(tmp_path: Path) -> None:
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        assert ledger.first_use("sft-1") is None
+        for run_id in ("a", "b", "a"):
+            ledger.note_use("sft-1", run_id, run=f"run-{run_id}")
+            time.sleep(0.002)
+        assert [use.run_id for use in ledger.stage_uses()] == ["b", "a"], "by their last visit"
+        first = ledger.first_use("sft-1")
+        assert first is not None and first.run == "run-a" and first.began_at < first.used_at
 
 
 def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:

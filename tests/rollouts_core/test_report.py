@@ -141,8 +141,8 @@ def full_report(tmp_path: Path) -> ReportInput:
         run_name="tiny run",
         mode="sft+rl",
         stages=(
-            StageSummary(name="sft", how="reused", seconds=0.25, run_dir="stages/sft-1"),
-            StageSummary(name="rl", how="ran", seconds=75, run_dir="stages/rl-1"),
+            StageSummary(name="sft", how="reused", why="run <b> finished | it", seconds=0.25, run_dir="stages/sft-1"),
+            StageSummary(name="rl", how="ran", why="", seconds=75, run_dir="stages/rl-1"),
         ),
         evaluation_dir=evaluation_dir,
         sft_dir=write_sft(tmp_path / "sft"),
@@ -194,7 +194,8 @@ def test_the_page_shows_every_part(full_report: ReportInput) -> None:
     page = render_report(full_report)
     parts = ("12,000 demonstrations", "2,000 prompts", "Learning rate", "Reward", "Completion length", "Clip share",
              "KL(rollout ‖ policy)", "Signal share", "Seconds per step", "step_000400 ✓", "step_000030 ✓",
-             "rl says 5", "reused", "1 min 15 s", "rollouts run tiny.toml", "rollouts serve")  # fmt: skip
+             "rl says 5", "reused", "run &lt;b&gt; finished", "1 min 15 s",
+             "rollouts run tiny.toml", "rollouts serve")  # fmt: skip
     assert [part for part in parts if part not in page] == []
 
 
@@ -390,7 +391,7 @@ def test_the_summary_has_results_verdict_and_stages(full_report: ReportInput) ->
     summary = render_summary_markdown(full_report)
     assert "**Improvement.** RL beats the selected SFT checkpoint." in summary
     assert "| RL step_000030 | 95.0 % |" in summary
-    assert "| rl | ran | 1 min 15 s | `stages/rl-1` |" in summary
+    assert "| rl | ran |  | 1 min 15 s | `stages/rl-1` |" in summary
     assert len(summary) < 3_000
 
 
