@@ -21,6 +21,7 @@ from flows.evaluate_settings import EvaluateConfig
 from flows.form import FormNode, Pipeline, RunOptions
 from flows.preflight import check_evaluation, check_pipeline
 from flows.retrain_settings import RetrainConfig
+from flows.trusted_code import check_trusted
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.node import NodeSettings
 from rollouts_core.config import Config
@@ -43,9 +44,10 @@ def check_settings(
     """Check everything that can be checked without training, or of an evaluation without scoring.
 
     Raises:
-        InputError: the user must change something; one sentence.
+        InputError: the user must change something, or names code that is not trusted here; one sentence.
         InfraError: the node or its provider does not answer as it should.
     """
+    check_trusted(config)
     parts = {"config": config, "node": node, "run": run, "evaluate": evaluate, "retrain": retrain}
     settings = {name: part.model_dump(mode="json") for name, part in parts.items() if part is not None}
     with StageProgress("check", num_steps=0, console=stage_console()) as progress:

@@ -27,7 +27,7 @@ from infra.node import Node
 from infra.session import Session
 from infra.sync import publish_files
 from rollouts_core.checkpoint import find_checkpoint, list_checkpoints
-from rollouts_core.config import RLTrainingConfig, RolloutConfig, SFTTrainingConfig, name_of_function
+from rollouts_core.config import RLTrainingConfig, RolloutConfig, SFTTrainingConfig
 from rollouts_core.job import (
     JOB_TYPES,
     EvalJob,
@@ -176,9 +176,7 @@ def place_code(session: Session, node: Node, rollout: RolloutConfig | None) -> s
 
 def plugin_origins(rollout: RolloutConfig) -> list[Path]:
     """The files of the user's own packages that the settings name; what is installed has to be so on the node too."""
-    functions = [rollout.environment, rollout.generate_fn, rollout.reward_fn, rollout.filter_fn]
-    names = [name_of_function(each) for each in [*functions, *(reward.name for reward in rollout.rewards)] if each]
-    packages = {name.partition(".")[0].partition(":")[0] for name in names if ":" in name}
+    packages = {module.partition(".")[0] for module in rollout.modules_named.values()}
     specs = [importlib.util.find_spec(package) for package in sorted(packages - {"rollouts_core"})]
     origins = [Path(spec.origin) for spec in specs if spec and spec.origin]
     return [origin for origin in origins if not any(origin.is_relative_to(each) for each in site.getsitepackages())]

@@ -122,5 +122,18 @@ class RolloutConfig(Record):
             return (name_of_function(self.reward_fn) or self.environment,)
         return tuple(name_of_function(each.name) or self._unnamed(each) for each in self.rewards)
 
+    @property
+    def modules_named(self) -> dict[str, str]:
+        """The modules of users' functions, by the settings that name them; what the library has is left out."""
+        functions = {
+            "environment": self.environment,
+            "generate_fn": self.generate_fn,
+            "reward_fn": self.reward_fn,
+            "filter_fn": self.filter_fn,
+            **{f"rewards.{index}.name": reward.name for index, reward in enumerate(self.rewards)},
+        }
+        named = {f"rollout.{setting}": name_of_function(each).partition(":") for setting, each in functions.items()}
+        return {setting: module for setting, (module, colon, _) in named.items() if colon}
+
     def _unnamed(self, reward: RewardConfig) -> str:
         return self.environment if reward.kind == "function" else reward.kind

@@ -1,0 +1,66 @@
+"""Which code a run may name that was asked for through Prefect: by a form, a schedule, or HTTP.
+
+    function    rollout.reward_fn and its like, as package.module:function
+    model       model.path with trust_remote_code, which runs what lies in the model's folder
+
+Without this list, whoever may start a run, or writes deployments on a shared server, could have any function of any
+installed package called. Trusted is what configurations name that were given to `rollouts up`, by somebody with a shell
+on this machine, and what ROLLOUTS_TRUSTED_CODE lists: packages, and models by their paths, separated by commas.
+
+Not here: `rollouts run CONFIG`, whose configuration is somebody's own; that names can be resolved (rollouts_core).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from flows.deployments import load_deployments
+from flows.store import STORE_VARIABLE
+from rollouts_core.config import Config
+from rollouts_core.errors import ConfigError
+
+VARIABLE = "ROLLOUTS_TRUSTED_CODE"
+OWN_PACKAGE = "rollouts_core"
+
+
+def check_trusted(config: Config) -> None:
+    """Raise ConfigError for the first code of somebody that the configuration names and nobody here trusts."""
+    named = dict(code_named_by(config))
+    if not named:
+        return
+    trusted = {OWN_PACKAGE, *listed(), *given_to_up()}
+    for setting, code in named.items():
+        if not any(code == each or code.startswith(f"{each}.") for each in trusted):
+            raise ConfigError(
+                f"{setting} names code of {code}, which runs that are asked for through Prefect may not run here: list "
+                f"it in the variable {VARIABLE} where runs are served, or give a configuration that names it to "
+                "rollouts up"
+            )
+
+
+def code_named_by(config: Config) -> Iterator[tuple[str, str]]:
+    """Settings that name code, each with the module, or the model whose folder brings it."""
+    yield from config.rollout.modules_named.items()
+    if config.model.trust_remote_code:
+        yield "model.trust_remote_code", config.model.path
+
+
+def listed() -> list[str]:
+    """What the environment trusts."""
+    return [name for each in os.environ.get(VARIABLE, "").split(",") if (name := each.strip())]
+
+
+def given_to_up() -> set[str]:
+    """The code of the configurations that the process which serves this run was given."""
+    if not (store := os.environ.get(STORE_VARIABLE)):
+        return set()
+    code: set[str] = set()
+    for deployment in load_deployments(Path(store) / "prefect").values():
+        with suppress(KeyError, ValidationError):  # it trains nothing, or another version made it
+            code.update(named for _, named in code_named_by(Config.model_validate(deployment.parameters["config"])))
+    return code

@@ -1,0 +1,86 @@
+"""Pins which code a run may name that was asked for through Prefect.
+
+Without it whoever knows the password of a server, or writes deployments on a shared one, runs what he likes as the user
+who serves.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.deployments import Deployment, save_deployments
+from flows.store import STORE_VARIABLE
+from flows.trusted_code import VARIABLE, check_trusted
+from rollouts_core.config import Config
+from rollouts_core.errors import ConfigError
+
+DATA = {"sft": "sft.jsonl", "prompts": "p.jsonl", "selection": "s.jsonl", "heldout": "h.jsonl"}
+
+
+def settings(path: str = "/models/small", *, trust: bool = False, **rollout: Any) -> dict[str, Any]:  # Any: settings
+    return {"model": {"path": path, "trust_remote_code": trust}, "data": DATA, "rollout": rollout}
+
+
+def check(**changes: Any) -> None:  # Any: settings
+    check_trusted(Config.model_validate(settings(**changes)))
+
+
+NAMED: list[tuple[dict[str, Any], str]] = [
+    ({"reward_fn": "team.rewards:score"}, "rollout.reward_fn names code of team.rewards"),
+    ({"environment": "team.games:play"}, "rollout.environment names code of team.games"),
+    ({"generate_fn": "os:system"}, "rollout.generate_fn names code of os"),
+    ({"filter_fn": "team:keep"}, "rollout.filter_fn names code of team"),
+    ({"rewards": [{"name": "exact_match"}, {"name": "team:s"}]}, "rollout.rewards.1.name names code of team"),
+    ({"path": "/models/custom", "trust": True}, "model.trust_remote_code names code of /models/custom"),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), NAMED)
+def test_code_that_nobody_trusts_is_refused_by_its_setting(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        check(**changes)
+
+
+@pytest.mark.parametrize(("changes", "sentence"), NAMED)
+def test_what_the_environment_lists_may_be_named(
+    changes: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "team, os,/models/custom,")
+    check(**changes)
+
+
+def test_a_name_that_only_begins_like_a_trusted_one_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "team.rewards")
+    for name in ("team.rewards_of_others:score", "team:score", "team.games:play"):
+        with pytest.raises(ConfigError, match="may not run here"):
+            check(reward_fn=name)
+    check(reward_fn="team.rewards.strict:score")
+
+
+def test_what_the_library_has_needs_no_trust() -> None:
+    check(reward_fn="exact_match")
+    check(reward_fn="rollouts_core.rewards:exact_match")
+    check(path="/models/custom")
+
+
+def test_what_was_given_to_up_may_be_named_by_any_run_of_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = settings(reward_fn="team.rewards:score")
+    older = {**given, "gone": 1, "rollout": {"reward_fn": "others:score"}}
+    (tmp_path / "prefect").mkdir()
+    save_deployments(
+        tmp_path / "prefect",
+        [
+            Deployment(name=name, description="", parameters={"config": config}, is_preset=False)
+            for name, config in (("mine", given), ("older", older))
+        ],
+    )
+    monkeypatch.setenv(STORE_VARIABLE, str(tmp_path))
+    check(reward_fn="team.rewards:lenient")
+    for name in ("team.games:play", "others:score"):
+        with pytest.raises(ConfigError, match="give a configuration that names it to rollouts up"):
+            check(reward_fn=name)
