@@ -1,7 +1,7 @@
 """The commands about rented machines: what is on offer, what is rented, and ending what nobody wants.
 
     rollouts gpus       offers of all providers whose keys are in the environment, cheapest first
-    rollouts nodes      what the store has rented; `show` and `release` for one of them
+    rollouts nodes      what the store has rented; `show`, `ssh` and `release` for one of them
     rollouts reap       end what no living run wants
 
 Not here: the other commands (cli.py), renting itself (infra/provision.py).
@@ -9,6 +9,8 @@ Not here: the other commands (cli.py), renting itself (infra/provision.py).
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +25,8 @@ from infra.ledger import LEDGER_FILE, Ledger
 from infra.offers import CLOUD_NAMES, CloudName, GPUQuery, Offer
 from infra.providers.cloud import Cloud
 from infra.providers.clouds import ENDPOINTS, account_of, clouds_with_keys, open_clouds, require_keys
+from infra.providers.instance import find_instance
+from infra.providers.rented import known_hosts_of
 from infra.reaper import ReapReport, reap, release_named
 from infra.rentals import NAME_PREFIX, Rental, all_rentals, describe_keeping, find_rental, open_rentals
 from rollouts_core.errors import ConfigError, InputError
@@ -39,8 +43,12 @@ def add_machine_commands(app: typer.Typer, explained: Explained) -> None:
     app.command()(explained(gpus))
     app.add_typer(nodes, name="nodes", invoke_without_command=True, callback=list_unless_asked(explained))
     nodes.command()(explained(show))
+    nodes.command(context_settings={"ignore_unknown_options": True})(explained(ssh))
     nodes.command()(explained(release))
     app.command("reap")(explained(reap_now))
+
+
+UNKNOWN_MACHINE = "the ledger knows no machine {name}: `rollouts nodes --all` shows those that it knows"
 
 
 # ── offers ──
@@ -192,7 +200,7 @@ def show(name: MachineName, store: Store = Path(".rollouts")) -> None:
     with open_ledger(store) as ledger:
         rental = find_rental(ledger, name)
     if rental is None:
-        raise InputError(f"the ledger knows no machine {name}: `rollouts nodes --all` shows those that it knows")
+        raise InputError(UNKNOWN_MACHINE.format(name=name))
     facts: dict[str, Any] = {  # Any: values of every type
         "name": rental.name,
         "run": rental.run_id,
@@ -214,6 +222,37 @@ def show(name: MachineName, store: Store = Path(".rollouts")) -> None:
         if instance is not None and instance.has_address:
             facts["login"] = f"ssh -p {instance.port} {instance.user}@{instance.host}"
     typer.echo("\n".join(f"{key:14} {value}" for key, value in facts.items()))
+
+
+def ssh(
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="As `rollouts nodes` shows it, or PROVIDER:ID of one that you rented."),
+    ],
+    command: Annotated[list[str] | None, typer.Argument(help="Command to run there in place of a shell.")] = None,
+    key_file: Annotated[
+        str, typer.Option(metavar="FILE", help="Private key to log in with; those of your ssh otherwise.")
+    ] = "",
+    store: Store = Path(".rollouts"),
+) -> None:
+    """Log in on a machine by your own ssh, wherever it is now; it has to show the host key that a run noted."""
+    from infra.openssh import login_command  # paramiko loads here
+
+    if ":" in name:
+        instance = find_instance(name)
+    else:
+        with open_ledger(store) as ledger:
+            rental = find_rental(ledger, name)
+        if rental is None:
+            raise InputError(UNKNOWN_MACHINE.format(name=name))
+        with with_credentials(rental.credentials, store), account_of(rental) as cloud:
+            found = cloud.get(rental.instance_id)
+        if found is None or not found.has_address:
+            raise InputError(f"{name} is {found.status if found else 'gone'}: nobody can log in there")
+        instance = found
+    words = login_command(instance, known_hosts_of(store, name), key_file=key_file, command=command or ())
+    sys.stdout.flush()
+    os.execvp(words[0], words)
 
 
 def release(name: MachineName, store: Store = Path(".rollouts")) -> None:

@@ -12,14 +12,17 @@ import contextlib
 import os
 import re
 import select
+import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from infra.errors import NodeUnreachableError, PermanentInfraError
 from infra.node import SSHAccess
 from infra.node_agent import widen_pipe
+from infra.offers import Instance
 from infra.ssh import CIPHERS, CONNECT_TIMEOUT_S, EXIT_CODE_TIMEOUT_S, HEARTBEAT_INTERVAL_S, SIGNATURES, SSHConnection
 
 PROGRAM = "ssh"
@@ -87,6 +90,39 @@ class OpenSSH:
         for channel in self._channels:
             channel.kill()
         self._folder.cleanup()
+
+
+def login_command(
+    instance: Instance, known_hosts: Path, *, key_file: str = "", command: Sequence[str] = ()
+) -> list[str]:
+    """What a person's own client is started with on a machine whose key an earlier login noted; it accepts no other.
+
+    Everything else is as the person's configuration and agent have it.
+
+    Args:
+        known_hosts: the file of the machine's own in which its key was noted.
+        command: run there in place of a shell.
+
+    Raises:
+        PermanentInfraError: nobody has logged in there yet.
+    """
+    if not (lines := known_hosts.read_text().splitlines() if known_hosts.exists() else []):
+        raise PermanentInfraError(
+            f"no run has logged in on {instance.name} yet, so nobody knows its host key ({known_hosts} has none)"
+        )
+    quoted = str(known_hosts.absolute()).replace("%", "%%")
+    options = {
+        "HostKeyAlias": lines[-1].split()[0],  # it may have another address by now
+        "UserKnownHostsFile": f'"{quoted}"',
+        "GlobalKnownHostsFile": os.devnull,
+        "StrictHostKeyChecking": "yes",
+        "CheckHostIP": "no",
+        "UpdateHostKeys": "no",
+    }
+    words = [PROGRAM, "-p", str(instance.port)]
+    words += [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+    words += ["-i", str(Path(key_file).expanduser())] if key_file else []
+    return [*words, "--", f"{instance.user}@{instance.host}", *([shlex.join(command)] if command else [])]
 
 
 def is_installed() -> bool:

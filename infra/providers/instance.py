@@ -20,7 +20,7 @@ from infra.host_keys import noted_fingerprint
 from infra.node import InstanceNode, Node, SSHAccess
 from infra.offers import Instance, InstanceStatus
 from infra.providers.clouds import open_account
-from infra.providers.rented import KEYS_DIR, access_to
+from infra.providers.rented import access_to, known_hosts_of
 from infra.providers.ssh import PROGRAMS_DIR, expand_root
 from infra.session import Session
 
@@ -45,7 +45,7 @@ def provision_instance(settings: InstanceNode, store: Path, say: Say) -> Node:
 
     instance = wait_until_running(settings.instance, say)
     mirror = store.expanduser().absolute()
-    known = mirror / KEYS_DIR / settings.instance.replace(":", "-")
+    known = known_hosts_of(store, settings.instance)
     access = replace(
         access_to(instance, settings),
         host_key=settings.host_key or noted_fingerprint(known),

@@ -150,7 +150,7 @@ def keep_rented(node: Node, minutes: float) -> list[str]:
             return []
     return [
         f"keeps {node.name} until {in_utc(kept_until)}, because the run failed, at {rental.usd_per_hour:.2f} USD/h: "
-        f"`rollouts nodes show {node.name}` says how to log in, Retry or the same command goes on there, and "
+        f"`rollouts nodes ssh {node.name}` logs in, Retry or the same command goes on there, and "
         f"`rollouts nodes release {node.name}` ends it now",
         "what `rollouts up` or `rollouts watch` started, a later run or `rollouts reap` ends it then: where none of "
         "them runs, it goes on costing money",
@@ -292,7 +292,7 @@ def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance
         with open_ssh(access, python=settings.python) as session:
             expand_root(session, settings.python, settings.root)
         return fingerprint
-    known = store / KEYS_DIR / rental.name
+    known = known_hosts_of(store, rental.name)
     access = replace(access, known_hosts=(str(known),), first_use_file=str(known))
     with open_ssh(access, python=SETUP_PYTHON if settings.setup else settings.python) as session:
         gpus = require_gpus(session, settings.query.gpu_count)
@@ -307,6 +307,11 @@ def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance
         expand_root(session, settings.python, settings.root)
     policy = HostKeyPolicy(host=access.host, port=access.port, pinned="", known_hosts=(known,), first_use_file=None)
     return policy.known_keys()[-1].fingerprint
+
+
+def known_hosts_of(store: Path, name: str) -> Path:
+    """The file in which the host key of a machine is noted at the first login."""
+    return store.expanduser().absolute() / KEYS_DIR / name.replace(":", "-")
 
 
 def set_up(session: Session, settings: RentedNode) -> None:

@@ -5,6 +5,9 @@ Without it somebody believes that nothing is rented because a provider did not a
 
 from __future__ import annotations
 
+import getpass
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +18,17 @@ from typer.testing import CliRunner, Result
 
 from flows.cli import app
 from infra.ledger import LEDGER_FILE, Ledger
+from infra.node import InstanceNode, RentedNode
+from infra.providers import provision_node
 from infra.providers.clouds import ENDPOINTS, open_clouds
 from infra.provision import rent_machine
-from infra.rentals import Rental, change_rental
+from infra.rentals import Rental, change_rental, open_rentals
+from tests.infra.delay_proxy import delayed_port
 from tests.infra.fake_cloud import KEY, FakeCloud
 from tests.infra.fake_lambda import FakeLambda
 from tests.infra.fake_prime import FakePrime
 from tests.infra.fake_runpod import FakeRunPod
+from tests.infra.ssh_server import running_server
 from tests.infra.test_provision import PACE, REQUEST, usable
 
 
@@ -131,6 +138,45 @@ def test_what_a_failed_run_keeps_is_shown_stays_when_reaped_and_is_released_by_n
     assert len(runpod.alive()) == 1
     assert call("nodes", "release", rental.name, "--store", str(store)).exit_code == 0 and runpod.alive() == []
     assert "kept until" not in call("nodes", "--all", "--store", str(store)).stdout
+
+
+@pytest.mark.slow
+def test_a_person_logs_in_wherever_the_machine_is_and_nowhere_else(runpod: FakeRunPod, tmp_path: Path) -> None:
+    store = tmp_path / "my 100% store"
+
+    def ssh(name: str, *command: str) -> subprocess.CompletedProcess[str]:
+        words = ["nodes", "ssh", name, "--key-file", str(server.client_key_file), "--store", str(store), *command]
+        return subprocess.run([sys.executable, "-m", "flows.cli", *words], capture_output=True, text=True, timeout=60)
+
+    with (
+        running_server(tmp_path / "sshd") as server,
+        delayed_port(server.port, one_way_ms=0) as elsewhere,
+        running_server(tmp_path / "stranger") as stranger,
+    ):
+        runpod.port, runpod.user = server.port, getpass.getuser()
+        access = {"key_file": str(server.client_key_file), "root": str(tmp_path / "machine"), "python": sys.executable}
+        query = {"providers": ["runpod"]}
+        settings = RentedNode.model_validate({"query": query, "max_usd": 5.0, "install": "nothing", **access})
+        rented = provision_node(settings, store, run_id="run")
+        with Ledger(store / LEDGER_FILE) as ledger:
+            [rental] = open_rentals(ledger)
+        mine = f"runpod:{rental.instance_id}"
+        provision_node(InstanceNode.model_validate({"instance": mine, **access}), store)
+        runpod.port = elsewhere
+        for name in (rented.name, mine):
+            said = ssh(name, "echo", "it's $HOME", "-n")
+            assert (said.returncode, said.stdout) == (0, "it's $HOME -n\n"), said.stderr
+        runpod.port = stranger.port
+        said = ssh(rented.name, "echo", "hello")
+        assert said.returncode == 255 and "Host key verification failed" in said.stderr and said.stdout == ""
+        runpod.machines[rental.instance_id].status = "EXITED"
+        for name, words in (
+            (rented.name, "nobody can log in there"),
+            (mine, "start it on"),
+            ("me", "knows no machine"),
+        ):
+            said = ssh(name)
+            assert said.returncode != 0 and words in said.stderr and len(said.stderr.splitlines()) == 1, said.stderr
 
 
 def test_reap_ends_what_a_dead_run_left_and_spares_it_where_told(runpod: FakeRunPod, tmp_path: Path) -> None:
