@@ -16,11 +16,12 @@ import httpx
 from flows.form import Pipeline
 from infra.engines import check_engine_installed
 from infra.errors import PermanentInfraError
-from infra.node import Node, NodeSettings, RentedNode, SSHNode, without_engine_nodes
+from infra.node import InstanceNode, Node, NodeSettings, RentedNode, SSHNode, without_engine_nodes
 from infra.object_store import ObjectStore
 from infra.offers import GPUQuery
 from infra.ports import check_port
 from infra.providers import open_session, provision_node
+from infra.providers.instance import find_instance
 from infra.providers.rented import check_rentable
 from infra.publication import check_writable_store
 from infra.session import LOOPBACK, Session
@@ -61,8 +62,8 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
         fitting = with_enough_memory(pipeline.node, config)
         rented = [*describe_least_memory(fitting), check_rentable(fitting)]
         return [*findings, *rented, *trained, *check_retrain(pipeline, config)]
-    node = provision_node(pipeline.node, store)
-    if config.mode != "sft" and not config.data.rollouts:
+    node = reach_node(pipeline.node, store, findings)
+    if node is not None and config.mode != "sft" and not config.data.rollouts:
         key = read_key(config.rollout.engine.api_key_variable, "rollout.engine")
         own_key = own_engine_key(store) if node.engine_nodes and not key else ""
         with open_session(node) as trainer:
@@ -93,10 +94,20 @@ def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
     if isinstance(pipeline.node, RentedNode):
         findings.append(check_rentable(pipeline.node))
     else:
-        provision_node(without_engine_nodes(pipeline.node), store)
+        reach_node(without_engine_nodes(pipeline.node), store, findings)
     from rollouts_core.validate import validate_evaluation  # torch and transformers load here
 
     return findings + validate_evaluation(config, models)
+
+
+def reach_node(settings: NodeSettings, store: Path, findings: list[str]) -> Node | None:
+    """The node, logged in to once; None for a machine that is being started, for which a run waits."""
+    if isinstance(settings, InstanceNode):
+        instance = find_instance(settings.instance)
+        if not instance.has_address:
+            findings.append(f"node: {settings.instance} is {instance.status}: what it can do is seen when it runs")
+            return None
+    return provision_node(settings, store)
 
 
 def check_training(config: Config) -> list[str]:

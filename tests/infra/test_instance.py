@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from flows.form import parse_pipeline
+from flows.preflight import reach_node
 from infra.errors import (
     HostKeyError,
     InfraError,
@@ -147,6 +148,13 @@ def test_one_that_starts_is_waited_for(
     fake.faults.boot_s = 1000.0
     with pytest.raises(TransientInfraError, match=f"{name} is starting and had no address for"):
         provision(name, ssh_server, tmp_path)
+
+
+def test_a_check_does_not_wait_for_one_that_starts(fake: FakeRunPod, name: str, tmp_path: Path) -> None:
+    fake.faults.boot_s = 1000.0
+    findings: list[str] = []
+    assert reach_node(InstanceNode(instance=name), tmp_path, findings) is None
+    assert findings == [f"node: {name} is starting: what it can do is seen when it runs"]
 
 
 @pytest.mark.parametrize(
