@@ -89,6 +89,18 @@ def read_key_variable(variable: str) -> Any:  # Any: paramiko has no types
     )
 
 
+def require_login_key(*, key_file: str, key_variable: str) -> None:
+    """Return if the private key of the settings can be used, for a machine that there is not yet.
+
+    Raises:
+        PermanentInfraError: it cannot be used.
+    """
+    if key_variable:
+        read_key_variable(key_variable)
+    else:
+        _load_key(Path(key_file).expanduser(), "a machine that is not rented yet", list(paramiko.Agent().get_keys()))
+
+
 def read_public_key(*, key_file: str, key_variable: str) -> str:
     """The public half of the key of the settings, as a line of authorized_keys.
 

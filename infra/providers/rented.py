@@ -247,17 +247,19 @@ def build_request(settings: RentedNode, run_id: str) -> RentRequest:
     """What is asked for.
 
     Raises:
-        PermanentInfraError: the key to log in with cannot be read.
+        PermanentInfraError: the key to log in with cannot be used.
     """
-    from infra.login_keys import read_public_key  # paramiko loads here
+    from infra.login_keys import read_public_key, require_login_key  # paramiko loads here
 
     demands = {"min_free_gb", "usable_within_minutes", "min_link_mbit_s", "min_disk_mb_s"}
     limits = {"max_usd", "max_hours", "keep_on_failure_minutes"}
     sameness = settings.model_dump_json(exclude=limits | demands)
+    public_key = read_public_key(key_file=settings.key_file, key_variable=settings.key_variable)
+    require_login_key(key_file=settings.key_file, key_variable=settings.key_variable)
     return RentRequest(
         run_id=run_id,
         query=settings.query,
-        public_key=read_public_key(key_file=settings.key_file, key_variable=settings.key_variable),
+        public_key=public_key,
         image=settings.image,
         purpose=hashlib.sha256(sameness.encode()).hexdigest()[:16],
         credentials=credentials_in_use(),

@@ -27,7 +27,7 @@ from infra.rentals import RentalState, all_rentals, change_rental
 from rollouts_core.errors import ConfigError
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
-from tests.infra.ssh_server import SSHServer, running_server
+from tests.infra.ssh_server import SSHServer, make_key, running_server
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = {name: f"/data/{name}.jsonl" for name in ("sft", "prompts", "selection", "heldout")}
@@ -155,6 +155,57 @@ def test_a_machine_is_found_where_it_is_now_and_known_by_its_key(
     release_node(node)
     with open_session(node) as session, pytest.raises(MachineGoneError, match="took it away"):
         session.run(["echo", "there"], timeout_s=30)
+
+
+@pytest.mark.slow
+def test_a_machine_that_its_provider_took_away_or_stopped_is_gone_for_its_run(
+    fake: FakeRunPod, ssh_server: SSHServer, tmp_path: Path
+) -> None:
+    node = rent(ssh_server, tmp_path)
+    [machine] = fake.alive()
+    for status, word in (("TERMINATED", "gone"), ("EXITED", "stopped"), ("ERROR", "failed")):
+        machine.status = status
+        with (
+            open_session(node) as session,
+            pytest.raises(MachineGoneError, match=f" is {word}: its provider"),
+        ):
+            session.run(["echo", "there"], timeout_s=30)
+    machine.status = "MELTING"  # nobody knows what that means: it is asked where it was
+    with open_session(node) as session:
+        assert session.run(["echo", "there"], timeout_s=30).stdout == b"there\n"
+    machine.status = ""
+    release_node(node)
+
+
+@pytest.mark.slow
+def test_a_key_that_cannot_be_used_is_said_before_anything_is_rented(
+    fake: FakeRunPod, ssh_server: SSHServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    make_key(tmp_path / "encrypted", passphrase="secret")
+    make_key(tmp_path / "open")
+    (tmp_path / "open").chmod(0o644)
+    make_key(tmp_path / "gone")
+    (tmp_path / "gone").unlink()
+    for name, sentence in (
+        ("encrypted", "is encrypted: give it to the agent by `ssh-add"),
+        ("open", r"others may read the key .* \(mode 0644\): chmod 600 it"),
+        ("gone", "cannot be read: No such file"),
+        ("missing", "make a key by `ssh-keygen"),
+    ):
+        with pytest.raises(PermanentInfraError, match=sentence):
+            rent(ssh_server, tmp_path, key_file=str(tmp_path / name))
+    assert fake.machines == {} and fake.num_creates() == 0
+
+
+@pytest.mark.slow
+def test_a_machine_whose_ssh_server_never_comes_up_is_given_back(
+    fake: FakeRunPod, ssh_server: SSHServer, tmp_path: Path
+) -> None:
+    fake.port = 1  # nobody listens there
+    with pytest.raises(NoMachineError, match=r"could not be used within 0\.6 s .*Connection refused"):
+        rent(ssh_server, tmp_path, usable_within_minutes=0.01)
+    assert fake.alive() == [] and len(fake.machines) == 1
 
 
 @pytest.mark.slow
