@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from infra import receiver, sender
-from infra.errors import InfraError, PermanentInfraError, TransientInfraError
+from infra.errors import DiskFullError, InfraError, PermanentInfraError, TransientInfraError
 from infra.repeating import repeating
 from infra.session import Session
 from infra.supervisor import locked, parse_object
@@ -46,7 +46,8 @@ def pull_run(session: Session, source: str, target: Path) -> int:
 
     Raises:
         TransientInfraError: the connection broke, or a file arrived damaged; the next call goes on from there.
-        PermanentInfraError: a file name that is refused, or no room here.
+        DiskFullError: there is no room here for what is new; none of it was fetched.
+        PermanentInfraError: a file name that is refused, or a file here that cannot be written.
     """
     target.mkdir(parents=True, exist_ok=True)
     with locked(target / LOCK):
@@ -54,8 +55,9 @@ def pull_run(session: Session, source: str, target: Path) -> int:
         if there is None:
             return 0
         _remove_deleted_checkpoints(there, target)
-        wanted = [name for name in _in_order(there) if _is_new(target / name, *there[name])]
         try:
+            wanted = [name for name in _in_order(there) if _is_new(target / name, *there[name])]
+            _check_room(target, {name: there[name][0] for name in wanted})
             damaged = _fetch(session, source, target, wanted)
             damaged = _fetch(session, source, target, damaged)  # what was there before may have been of another file
         except OSError as error:
@@ -94,6 +96,8 @@ def _list(session: Session, source: str) -> dict[str, list[int]] | None:
             receiver.check_name(name)
         except receiver.CopyError as error:
             raise PermanentInfraError(f"{source} on the node: {error.message}") from error
+        if any(part.startswith(".") for part in name.split("/")):  # sender.py names none: names of that kind are ours
+            raise PermanentInfraError(f"{source} on the node: the file name {name!r} is refused: it begins with a dot")
     whole = {str(PurePosixPath(name).parent) for name in files if PurePosixPath(name).name == MANIFEST}
     return {name: found for name, found in files.items() if _checkpoint_of(name) in (None, *whole)}
 
@@ -115,6 +119,13 @@ def _is_new(path: Path, size: int, modified_ns: int) -> bool:
     except FileNotFoundError:
         return True
     return (status.st_size, status.st_mtime_ns) != (size, modified_ns)
+
+
+def _check_room(target: Path, sizes: Mapping[str, int]) -> None:
+    """Return if the disk here has room for what is missing of the files."""
+    needed = sum(max(0, size - _size_of(_part_of(target, name))) for name, size in sizes.items())
+    if shutil.disk_usage(target).free < needed:
+        raise DiskFullError(str(target), needed)
 
 
 def _remove_deleted_checkpoints(there: Mapping[str, object], target: Path) -> None:
@@ -139,11 +150,16 @@ def _fetch(session: Session, source: str, target: Path, names: Sequence[str]) ->
         stream = _ByteStream(chunks)
         for name in names:
             head = parse_object(stream.read_line(MAX_HEAD_BYTES))
-            if head is None or head.get("name") != name:
+            if head is None or not _is_head_of(name, head):
                 raise TransientInfraError(f"{head} came from the node instead of {name}")
             if head["size"] is not None and not _receive(stream, head, parts[name], target / name):
                 damaged.append(name)
     return damaged
+
+
+def _is_head_of(name: str, head: Mapping[str, Any]) -> bool:  # Any: JSON
+    size, modified_ns = head.get("size", ""), head.get("modified_ns")
+    return head.get("name") == name and (size is None or (type(size), type(modified_ns)) == (int, int))
 
 
 def _part_of(target: Path, name: str) -> Path:
@@ -171,7 +187,8 @@ def _receive(stream: "_ByteStream", head: Mapping[str, Any], part: Path, path: P
         file.flush()
         os.fsync(file.fileno())
     tail = parse_object(stream.read_line(MAX_HEAD_BYTES)) or {}
-    if digest.hexdigest() != tail.get("sha256"):  # also when what was there before is of another file
+    is_torn = part != path and tail.get("is_changed", False)  # what is appended meanwhile is left for the next time
+    if is_torn or digest.hexdigest() != tail.get("sha256"):  # also when what was there before is of another file
         part.unlink()
         return False
     os.utime(part, ns=(head["modified_ns"], head["modified_ns"]))

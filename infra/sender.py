@@ -6,7 +6,8 @@ it is sent to nodes by content.
     list DIRECTORY      one JSON object: {name: [size, modified_ns]}, or null where there is no such directory
     send DIRECTORY      (on stdin a line of JSON: [[name, offset], ...]) for each file a line of JSON,
                         {"name", "size", "modified_ns"} as it is now, then its bytes from the offset on, then a line
-                        {"sha256"} of the whole; {"name", "size": null} for a file that is gone
+                        {"sha256", "is_changed"}: of the whole, and whether it was written to meanwhile;
+                        {"name", "size": null} for a file that is gone
 
 Left out: names that begin with a dot (locks, and what is being written) or with `damaged`, and `weights/`: nobody reads
 those elsewhere. Symbolic links are not followed.
@@ -81,7 +82,8 @@ def send_file(directory: Path, name: str, offset: int, output: BinaryIO) -> None
         for chunk in _read(file, status.st_size - offset):
             output.write(chunk)
             digest.update(chunk)
-        output.write(json.dumps({"sha256": digest.hexdigest()}).encode() + b"\n")
+        is_changed = os.fstat(descriptor).st_mtime_ns != status.st_mtime_ns
+        output.write(json.dumps({"sha256": digest.hexdigest(), "is_changed": is_changed}).encode() + b"\n")
     output.flush()
 
 
