@@ -51,11 +51,12 @@ class GPUQuery(BaseModel):
             (not types or any(is_gpu_type(offer.gpu_type, wanted) for wanted in types))
             and offer.gpu_count == self.gpu_count
             and offer.vram_gb >= self.min_vram_gb
-            and offer.usd_per_gpu_hour <= self.max_usd_per_gpu_hour
+            and 0 < offer.usd_per_gpu_hour <= self.max_usd_per_gpu_hour
             and (offer.disk_gb is None or offer.disk_gb >= self.disk_gb)
             and (not self.regions or any(offer.region.lower().startswith(name.lower()) for name in self.regions))
             and (offer.is_secure or self.security == "any")
             and offer.is_spot == self.spot
+            and (offer.gpu_type + offer.region).isprintable()  # they are shown on terminals
         )
 
 

@@ -9,6 +9,7 @@ from urllib.parse import quote
 from infra.node import SSH_PORT
 
 _HOST = re.compile(r"[A-Za-z0-9][\w.-]*|[0-9a-fA-F:.]+", re.ASCII)
+_PORT = re.compile(r"\d{1,5}", re.ASCII)
 _USER = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
 
 
@@ -17,9 +18,11 @@ def usable_host(host: str | None) -> str:
     return host if host and _HOST.fullmatch(host) else ""
 
 
-def usable_port(port: int | None) -> int:
+def usable_port(port: int | str | None) -> int:
     """The port, or SSH's own."""
-    return port if port in range(1, 65536) and port is not None else SSH_PORT
+    if not _PORT.fullmatch(str(port)):
+        return SSH_PORT
+    return int(str(port)) if int(str(port)) in range(1, 65536) else SSH_PORT
 
 
 def usable_user(user: str | None, default: str) -> str:

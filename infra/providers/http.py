@@ -17,10 +17,10 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import httpx
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from infra.errors import OfferGoneError, ProviderRefusedError, ProviderUnavailableError, UnclearAnswerError
 from infra.offers import CloudName
@@ -35,6 +35,8 @@ _UNSHOWABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 
 RecordT = TypeVar("RecordT", bound=BaseModel)
 Json = dict[str, Any]  # Any: JSON
+InstanceId = Annotated[str, Field(pattern=r"^[!-~]{1,200}$")]
+"""A provider's name for a machine; nothing that a terminal would obey."""
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +146,9 @@ class ProviderAPI:
         """
         what = f"{method} {path}"
         deadline = time.monotonic() + self._endpoint.patience_s
+        attempt = 0
         while True:
+            attempt += 1
             try:
                 answer = self._ask(method, path, body=body, timeout_s=CREATE_TIMEOUT_S)
             except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:  # nothing was sent
@@ -153,7 +157,7 @@ class ProviderAPI:
                 raise UnclearAnswerError(self._say(what, f"no answer ({type(error).__name__})")) from error
             if answer.status != 429:
                 break
-            self._pause(answer, 1, deadline, what)
+            self._pause(answer, attempt, deadline, what)
         self._check_refused(answer, what)
         if 400 <= answer.status < 500:
             raise OfferGoneError(self._say(what, f"{answer.status}: {self._shown(answer.content)}"))
@@ -296,4 +300,5 @@ def _seconds(retry_after: str) -> float | None:
 
 def _first(error: ValidationError) -> str:
     problem = error.errors(include_url=False, include_input=False)[0]
-    return f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"[:MAX_SHOWN_CHARACTERS]
+    place = ".".join(str(part) for part in problem["loc"])  # keys of the answer may be in it
+    return _UNSHOWABLE.sub(" ", f"{place}: {problem['msg']}")[:MAX_SHOWN_CHARACTERS]

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 from infra.errors import OfferGoneError, ProviderRefusedError
 from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import quoted, usable_host
-from infra.providers.http import Account, Endpoint, Json, error_code, key_blob
+from infra.providers.http import Account, Endpoint, InstanceId, Json, error_code, key_blob
 
 USER = "ubuntu"
 _STATUS = {
@@ -58,7 +58,7 @@ class _Kinds(BaseModel):
 
 
 class _Launched(BaseModel):
-    instance_ids: list[str] = Field(min_length=1)
+    instance_ids: list[InstanceId] = Field(min_length=1)
 
 
 class _Launch(BaseModel):
@@ -66,7 +66,7 @@ class _Launch(BaseModel):
 
 
 class _Instance(BaseModel):
-    id: str = Field(min_length=1)
+    id: InstanceId
     name: str = ""
     ip: str = ""
     status: str = ""

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 from infra.errors import ProviderUnavailableError
 from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import quoted, usable_host, usable_port, usable_user
-from infra.providers.http import Account, Endpoint, Json, key_blob
+from infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob
 
 DEFAULT_IMAGE = "ubuntu_22_cuda_12"
 _KEY_NAME = "rollouts"
@@ -102,7 +102,7 @@ class _Configurations(BaseModel):
 
 
 class _Pod(BaseModel):
-    id: str = Field(min_length=1)
+    id: InstanceId
     name: str = ""
     status: str = "PROVISIONING"
     installationStatus: str = "PENDING"
@@ -172,6 +172,10 @@ class Prime(Account):
         for _ in range(_MAX_PAGES):
             page = self._api.read("/api/v1/pods/", _Pods, {"offset": str(len(pods)), "limit": str(_PAGE)})
             pods += page.data
+            if not page.data and len(pods) < page.total_count:
+                raise ProviderUnavailableError(
+                    f"{self.endpoint.title} lists {len(pods)} of {page.total_count} pods: its list is cut short"
+                )
             if not page.data or 0 < page.total_count <= len(pods):
                 return [_read_pod(pod) for pod in pods if pod.name.startswith(prefix)]
         raise ProviderUnavailableError(
@@ -243,7 +247,7 @@ def _read_pod(pod: _Pod) -> Instance:
         name=pod.name,
         status=status,
         host=usable_host(address["host"]) if address else "",
-        port=usable_port(int(address["port"])) if address and address["port"] else 22,
+        port=usable_port(address["port"] if address else None),
         user=usable_user(address["user"] if address else None, "root"),
         usd_per_hour=pod.priceHr,
     )

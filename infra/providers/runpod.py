@@ -8,11 +8,11 @@ start an SSH server when they find PUBLIC_KEY in their environment, as those of 
 
 from typing import ClassVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import quoted, usable_host, usable_port, usable_user
-from infra.providers.http import Account, Endpoint, Json
+from infra.providers.http import Account, Endpoint, InstanceId, Json
 
 DEFAULT_IMAGE = "runpod/pytorch:2.8.0-py3.11-cuda12.8.1-cudnn-devel-ubuntu22.04"
 _STATUS = {
@@ -36,7 +36,7 @@ class _SSH(BaseModel):
 
 
 class _Pod(BaseModel):
-    id: str = Field(min_length=1)
+    id: InstanceId
     name: str = ""
     status: str = ""
     cost: float | None = None

@@ -8,11 +8,11 @@ Shadeform ends a machine by itself at a date that is given with its creation; th
 import datetime
 from typing import ClassVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import quoted, usable_host, usable_port, usable_user
-from infra.providers.http import Account, Endpoint, Json, key_blob
+from infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob
 
 _KEY_NAME = "rollouts"
 _STATUS = {
@@ -51,11 +51,11 @@ class _Kinds(BaseModel):
 
 
 class _Created(BaseModel):
-    id: str = Field(min_length=1)
+    id: InstanceId
 
 
 class _Instance(BaseModel):
-    id: str = Field(min_length=1)
+    id: InstanceId
     name: str = ""
     ip: str | None = None
     ssh_user: str | None = None

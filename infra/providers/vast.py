@@ -10,7 +10,7 @@ import json
 import shlex
 from typing import ClassVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from infra.errors import ProviderUnavailableError
 from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
@@ -20,7 +20,6 @@ from infra.providers.http import Account, Endpoint, Json
 DEFAULT_IMAGE = "vastai/pytorch:@vastai-automatic-tag"
 _MAX_OFFERS, _PAGE, _MAX_PAGES = 100, 25, 200
 _LIST = "/api/v1/instances/"
-_SSH_PORT = "22/tcp"
 _STATUS = {
     "created": InstanceStatus.STARTING,
     "loading": InstanceStatus.STARTING,
@@ -52,12 +51,18 @@ class _Mapping(BaseModel):
     HostPort: str = ""
 
 
+class _Ports(BaseModel):
+    """As Docker maps them; a port that is not mapped is null."""
+
+    ssh: list[_Mapping] | None = Field(default=None, alias="22/tcp")
+
+
 class _Instance(BaseModel):
     id: int
     label: str | None = None
     actual_status: str | None = None
     public_ipaddr: str | None = None
-    ports: dict[str, list[_Mapping]] | None = None
+    ports: _Ports | None = None
     dph_total: float | None = None
 
 
@@ -143,8 +148,8 @@ def _read_offer(ask: _Ask, *, is_secure: bool) -> Offer:
 
 
 def _read_instance(instance: _Instance) -> Instance:
-    mapped = (instance.ports or {}).get(_SSH_PORT) or []
-    port = int(mapped[0].HostPort) if mapped and mapped[0].HostPort.isdigit() else None
+    mapped = (instance.ports and instance.ports.ssh) or []
+    port = mapped[0].HostPort if mapped and mapped[0].HostPort.isdecimal() else ""
     return Instance(
         provider="vast",
         id=str(instance.id),

@@ -5,6 +5,7 @@ Without it a lost answer becomes a second machine, or a list that failed becomes
 
 from __future__ import annotations
 
+import email.utils
 from collections.abc import Callable
 
 import httpx
@@ -58,6 +59,7 @@ def says(status: int, text: str = "", **headers: str) -> Callable[[httpx.Request
     [
         (says(400, "no longer any instances"), OfferGoneError),
         (says(404), OfferGoneError),
+        (says(410, "no_such_ask"), OfferGoneError),
         (says(422, "disk"), OfferGoneError),
         (says(401), ProviderRefusedError),
         (says(402), ProviderRefusedError),
@@ -98,6 +100,54 @@ def test_readings_and_creations_wait_as_long_as_they_are_told() -> None:
     assert api.create("/machines", {}, _Thing).id == "m"
 
 
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now, self.pauses = 1000.0, list[float]()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    time = monotonic
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("infra.providers.http.time", clock)
+    return clock
+
+
+@pytest.mark.parametrize("verb", ["read", "create"])
+def test_a_provider_that_names_no_pause_is_asked_less_and_less_often_and_then_given_up(clock: Clock, verb: str) -> None:
+    api, seen = make_api(says(429, "Too Many Requests"), patience_s=60)
+    with pytest.raises(ProviderUnavailableError, match="429: Too Many Requests"):
+        api.read("/machines", _Thing) if verb == "read" else api.create("/machines", {}, _Thing)
+    assert all(2**n / 2 <= pause <= 2**n for n, pause in enumerate(clock.pauses[:5]))
+    assert 60 / 2 < sum(clock.pauses) <= 60 and len(seen) == len(clock.pauses) + 1 < 10
+
+
+def test_a_pause_may_be_named_as_a_date(clock: Clock) -> None:
+    date = email.utils.formatdate(clock.now + 7, usegmt=True)
+    answers = iter([httpx.Response(429, headers={"Retry-After": date})])
+    api, _ = make_api(lambda request: next(answers, httpx.Response(200, json={"id": "m"})), patience_s=60)
+    api.read("/machines/1", _Thing)
+    assert clock.pauses == [7.0]
+
+
+def test_requests_are_as_far_apart_as_the_provider_wants_them(clock: Clock) -> None:
+    endpoint = Endpoint(title="Cloud", url="http://cloud", key_variable="CLOUD_API_KEY", min_interval_s=1.5)
+    api = ProviderAPI(endpoint, KEY, httpx.MockTransport(says(200, '{"id": "m"}')))
+    for _ in range(4):
+        api.read("/machines/1", _Thing)
+    assert clock.pauses == [1.5] * 3
+
+
 def test_a_wait_beyond_our_patience_is_not_begun() -> None:
     api, seen = make_api(says(429, **{"Retry-After": "3600"}), patience_s=60)
     with pytest.raises(ProviderUnavailableError, match="429"):
@@ -119,6 +169,30 @@ def test_the_key_is_sent_and_shown_nowhere(caplog: pytest.LogCaptureFixture) -> 
     assert seen[0].headers["authorization"] == f"Bearer {KEY}"
     shown = str(caught.value) + repr(caught.value.args) + caplog.text
     assert KEY not in shown and "\x1b" not in shown
+
+
+@pytest.mark.parametrize(
+    ("status", "meaning"),
+    [(401, "the key is not valid"), (402, "there is no money on the account"), (403, "the key may not do that")],
+)
+def test_a_refusal_is_taken_at_once_and_names_the_key_and_what_was_asked(status: int, meaning: str) -> None:
+    api, seen = make_api(says(status, f"not with {KEY}"), patience_s=60)
+    with pytest.raises(ProviderRefusedError) as caught:
+        api.read("/machines", _Thing)
+    expected = f"Cloud refused GET /machines with {status}, {meaning} (not with ***): check the key in CLOUD_API_KEY"
+    assert str(caught.value).startswith(expected) and len(seen) == 1
+
+
+class _Things(BaseModel):
+    things: dict[str, _Thing]
+
+
+@pytest.mark.parametrize("status", [200, 400, 500])
+def test_what_a_provider_says_moves_no_cursor(status: int) -> None:
+    api, _ = make_api(says(status, '{"things": {"\\u001b[2J": {}, "\\u009b2J": 1}, "\x1b[2J": "\x1b]0;title\x07"}'))
+    with pytest.raises(InfraError) as caught:
+        api.read("/machines", _Things)
+    assert str(caught.value).isprintable()
 
 
 def test_a_missing_key_names_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,21 +5,25 @@ Without it a client could satisfy its document and still lose a machine: an id r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
 import pytest
 
-from infra.errors import NoMachineError, StillRentedError
+from infra.errors import NoMachineError, ProviderUnavailableError, StillRentedError
 from infra.ledger import Ledger
-from infra.offers import GPUQuery
+from infra.offers import GPUQuery, InstanceStatus, MachineSpec
+from infra.providers.addresses import usable_port
 from infra.providers.cloud import Cloud
+from infra.providers.prime import Prime
 from infra.provision import RentRequest, release_machine, rent_machine
 from infra.reaper import reap
 from infra.rentals import Rental, RentalState, all_rentals
-from tests.infra.fake_cloud import FakeCloud
+from tests.infra.fake_cloud import KEY, FakeCloud
+from tests.infra.fake_prime import FakePrime
 from tests.infra.test_cloud_contracts import PROVIDERS, PUBLIC_KEY
 from tests.infra.test_provision import PACE, REQUEST, usable
 
@@ -38,11 +42,30 @@ class World:
         return rent_machine(request, self.ledger, {self.cloud.name: self.cloud}, check=usable, pace=PACE)
 
 
+class Altered(httpx.BaseTransport):
+    """The way to a provider, on which a test may change what is answered."""
+
+    def __init__(self) -> None:
+        self._way = httpx.HTTPTransport()
+        self.change: Callable[[httpx.Request, bytes], bytes] = lambda request, content: content
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        answer = self._way.handle_request(request)
+        content = answer.read()
+        answer.close()
+        return httpx.Response(answer.status_code, content=self.change(request, content))
+
+
+@pytest.fixture
+def way() -> Altered:
+    return Altered()
+
+
 @pytest.fixture(params=sorted(PROVIDERS))
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
+def world(request: pytest.FixtureRequest, way: Altered, tmp_path: Path) -> Iterator[World]:
     fake_type, _, _, base, open_cloud = PROVIDERS[request.param]
     fake = fake_type()
-    with fake.served() as url, open_cloud(url + base, httpx.HTTPTransport()) as cloud, Ledger(tmp_path / "l") as ledger:
+    with fake.served() as url, open_cloud(url + base, way) as cloud, Ledger(tmp_path / "l") as ledger:
         yield World(fake, cloud, ledger)
 
 
@@ -92,6 +115,105 @@ def test_a_machine_that_does_not_end_is_not_forgotten(world: World) -> None:
         pass
     assert len(reap(world.ledger, {world.cloud.name: world.cloud}, pace=PACE).ended) == 1
     assert world.fake.alive() == []
+
+
+def test_all_of_thirty_machines_are_listed(world: World) -> None:
+    body = _request_of(world)
+    names = {f"rollouts-{number}" for number in range(30)}
+    for name in names:
+        world.fake.add(name, body)
+    listed = world.cloud.list_named("rollouts-")
+    assert len(listed) == 30 and {instance.name for instance in listed} == names
+
+
+def test_a_list_that_is_cut_short_ends_nothing_and_forgets_nothing(world: World, way: Altered) -> None:
+    body = _request_of(world)
+    with world.ledger.living_run(WANTED.run_id):
+        world.rent()
+    for number in range(3):
+        world.fake.add(f"somebody-elses-{number}", body)
+    before = all_rentals(world.ledger)
+    num_lists = 0
+
+    def cut(request: httpx.Request, content: bytes) -> bytes:
+        nonlocal num_lists
+        num_lists += 1
+        is_last = world.cloud.name in ("runpod", "lambda", "shadeform") or num_lists == 2  # these have one page
+        return content[: len(content) // 2] if is_last else content
+
+    way.change = cut
+    report = reap(world.ledger, {world.cloud.name: world.cloud}, pace=PACE)
+    assert "unreadable answer" in report.failures[0] and report.ended == [] and len(world.fake.alive()) == 4
+    assert all_rentals(world.ledger) == before
+
+
+def test_a_page_without_machines_is_not_the_end_of_a_list_that_has_more(way: Altered) -> None:
+    fake = FakePrime()
+
+    def empty(request: httpx.Request, content: bytes) -> bytes:
+        answer = json.loads(content)
+        return json.dumps(answer | {"data": []}).encode() if answer.get("offset") else content
+
+    way.change = empty
+    with fake.served() as url, Prime(KEY, url, way) as cloud, pytest.raises(ProviderUnavailableError, match="2 of 5"):
+        offer = cloud.search(WANTED.query)[0]
+        for number in range(5):
+            cloud.create(offer, MachineSpec(name=f"rollouts-{number}", public_key=PUBLIC_KEY, disk_gb=50))
+        cloud.list_named("rollouts-")
+
+
+def test_what_a_new_version_of_an_api_says_besides_is_passed_over(world: World, way: Altered) -> None:
+    def more(value: object) -> object:
+        if isinstance(value, list):
+            return [more(each) for each in value]
+        if isinstance(value, dict):
+            return {key: more(each) for key, each in value.items()} | {"brand_new": {"of": [None, 1.5, "\x1b"]}}
+        return value
+
+    def add(request: httpx.Request, content: bytes) -> bytes:
+        document = json.loads(content or b"null")
+        if world.cloud.name == "lambda" and "instance-types" in request.url.path:  # kinds by their names
+            return json.dumps(document | {"brand_new": 1}).encode()
+        return json.dumps(more(document)).encode() if content else content
+
+    way.change = add
+    rental = world.rent()
+    assert rental.state is RentalState.READY
+    assert release_machine(rental, world.ledger, world.cloud, pace=PACE).state is RentalState.GONE
+    assert world.fake.alive() == []
+
+
+@pytest.mark.parametrize("key", ["status", "actual_status"])
+def test_a_machine_without_a_status_is_neither_usable_nor_gone(world: World, way: Altered, key: str) -> None:
+    rental = world.rent()
+    way.change = lambda request, content: content.replace(f'"{key}":'.encode(), b'"renamed":')
+    found = world.cloud.get(rental.instance_id)
+    has_key = (key == "actual_status") == (world.cloud.name == "vast")
+    assert found is not None and found.status is not InstanceStatus.GONE and found.has_address is not has_key
+
+
+def test_an_address_that_a_program_could_misread_is_none(world: World) -> None:
+    rental = world.rent()
+    for host in ("-oProxyCommand=touch x", "$(touch x)", "a b", "ho\nst", "h\x1b[2J", "ü.example", ""):
+        world.fake.host = host
+        found = world.cloud.get(rental.instance_id)
+        assert found is not None and not found.has_address, host
+    with pytest.raises(NoMachineError, match="gave it no address"):
+        world.rent(replace(WANTED, run_id="another", usable_within_s=0.1))
+    assert [machine.id for machine in world.fake.alive()] == [rental.instance_id]
+
+
+def test_a_user_that_a_program_could_misread_is_not_logged_in_as(world: World) -> None:
+    rental = world.rent()
+    for user in ("-oProxyCommand=x", "ro\x1b[2Jot", "a;b"):
+        world.fake.user = user
+        found = world.cloud.get(rental.instance_id)
+        assert found is not None and found.user in ("root", "ubuntu", "shadeform")
+
+
+@pytest.mark.parametrize("port", [0, -1, 65_536, "9" * 5000, "²"])
+def test_a_port_that_is_none_is_no_port(port: int | str) -> None:
+    assert usable_port(port) == 22
 
 
 def _request_of(world: World) -> dict[str, object]:

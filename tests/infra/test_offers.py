@@ -51,6 +51,11 @@ def test_a_gpu_is_recognised_by_its_words(name: str, wanted: str, is_it: bool) -
         replace(OFFER, is_secure=False),
         replace(OFFER, is_spot=True),
         replace(OFFER, disk_gb=99),
+        replace(OFFER, usd_per_hour=0.0),  # whoever gives machines away has made a mistake
+        replace(OFFER, usd_per_hour=-5.0),
+        replace(OFFER, usd_per_hour=float("nan")),
+        replace(OFFER, gpu_type="NVIDIA H100 \x1b[2J"),
+        replace(OFFER, region="EU\x1b]0;title\x07"),
     ],
 )
 def test_a_query_refuses_what_was_not_asked_for(offer: Offer) -> None:
