@@ -737,6 +737,7 @@ class CappedLog:
         self._max_tail_bytes = min(LOG_TAIL_BYTES, max_bytes // 4)
         self._room = max_bytes - self._max_tail_bytes
         self._tail = bytearray()
+        self._num_left_out = 0
         self._is_capped = False
         self._is_at_line_start = True
 
@@ -749,7 +750,9 @@ class CappedLog:
             self._is_capped = True
             self.note(f"the log has reached {self._max_bytes} bytes: from here on only its end is kept")
         self._tail += rest
-        del self._tail[: max(0, len(self._tail) - self._max_tail_bytes)]
+        num_too_many = max(0, len(self._tail) - self._max_tail_bytes)
+        self._num_left_out += num_too_many
+        del self._tail[:num_too_many]
 
     def note(self, sentence: str) -> None:
         """Append a line of our own."""
@@ -772,6 +775,8 @@ class CappedLog:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._num_left_out:
+            self.note(f"{self._num_left_out} bytes are left out here")
         self._append(bytes(self._tail))
         os.close(self._descriptor)
 
