@@ -51,6 +51,8 @@ class Faults:
     drop_before_create: int = 0
     """Drop the connection without creating."""
     no_capacity: int = 0
+    no_money: int = 0
+    """Answer 402 to whatever asks for a machine."""
     busy: int = 0
     """Answer 429 to whatever comes."""
     retry_after: str = "0.05"
@@ -59,6 +61,8 @@ class Faults:
     fail_lists: int = 0
     fail_ends: int = 0
     """End the machine, then answer 500."""
+    drop_ends: int = 0
+    """End the machine, then drop the connection."""
     list_lag_s: float = 0.0
     """Machines are not listed before this age."""
     boot_s: float = 0.0
@@ -169,6 +173,8 @@ class FakeCloud(ABC):
             return Dropped()
         if self.takes("no_capacity"):
             return self.refuse_capacity()
+        if self.takes("no_money"):
+            return self.error(402, "insufficient credits")
         machine = self.add((body[within] if within else body)[name_key], body)
         if self.takes("drop_creates"):
             return Dropped()
@@ -192,6 +198,8 @@ class FakeCloud(ABC):
         """End a machine; the answer where that fails."""
         if not self.faults.never_ends and machine.ended_at is None:
             machine.ended_at = time.monotonic()
+        if self.takes("drop_ends"):
+            return Dropped()
         return self.error(500, "it broke") if self.takes("fail_ends") else None
 
     def shown(self, machine_id: str) -> Machine | None:

@@ -1,16 +1,24 @@
-"""A run that rents, uses and gives back one machine, as a process that a test can kill: LEDGER URL RUN_ID KEY."""
+"""A run that rents, uses and gives back one machine, as a process that a test can kill: LEDGER URL RUN_ID KEY [STEP].
+
+With a step it kills itself there: when the provider has made the machine ("asked"), and nobody has written that down
+yet, or when the ledger has a row in the state of that name.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from infra.ledger import Ledger
 from infra.offers import GPUQuery, Instance
 from infra.providers.runpod import RunPod
 from infra.provision import Pace, RentRequest, release_machine, rent_machine
-from infra.rentals import Rental
+from infra.rentals import Rental, RentalState
 
 PACE = Pace(poll_s=0.02, looks_s=(0.0, 0.3, 0.6, 0.9), gone_within_s=60.0)
 USED_S = 0.2
@@ -20,8 +28,30 @@ def check(rental: Rental, instance: Instance) -> str:
     return "SHA256:key"
 
 
+def die_at(step: str) -> None:
+    """Have this process killed at the step."""
+
+    def end_of(module: object, name: str, is_it: Callable[[dict[str, Any]], bool]) -> None:  # Any: values of columns
+        act = getattr(module, name)
+
+        def act_and_die(*arguments: Any, **changes: Any) -> Any:  # Any: whatever it takes and returns
+            answer = act(*arguments, **changes)
+            if is_it(changes):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return answer
+
+        setattr(module, name, act_and_die)
+
+    provision = sys.modules[rent_machine.__module__]
+    end_of(provision, "add_rental", lambda _: step == RentalState.INTENDED)
+    end_of(RunPod, "create", lambda _: step == "asked")
+    end_of(provision, "change_rental", lambda changes: step == changes.get("state"))
+
+
 def main() -> None:
-    ledger_file, url, run_id, key = sys.argv[1:]
+    ledger_file, url, run_id, key, *step = sys.argv[1:]
+    if step:
+        die_at(step[0])
     request = RentRequest(
         run_id=run_id,
         query=GPUQuery(gpu_types=("H100",)),

@@ -4,6 +4,7 @@ Without it two runs both think that they are not the last one, and a job runs fo
 """
 
 import multiprocessing
+import os
 import sqlite3
 import time
 from pathlib import Path
@@ -114,9 +115,16 @@ def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:
         Ledger(path)
 
 
-def test_nobody_else_can_read_the_ledger(tmp_path: Path) -> None:
-    with Ledger(tmp_path / "ledger.sqlite"):
-        assert (tmp_path / "ledger.sqlite").stat().st_mode & 0o077 == 0
+def test_nobody_else_can_read_the_ledger_or_what_lies_beside_it(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with Ledger(tmp_path / "ledger.sqlite") as ledger, ledger.living_run("run"), ledger.renting("run"):
+            ledger.add_lease("/runs/sft", "run", "local")
+            found = {path.relative_to(tmp_path).as_posix(): path.stat().st_mode & 0o077 for path in tmp_path.rglob("*")}
+    finally:
+        os.umask(before)
+    assert {"ledger.sqlite", "ledger.sqlite-wal", "ledger.runs/run", "ledger.renting/run"} <= found.keys()
+    assert set(found.values()) == {0}
 
 
 def _claim_and_drop(path: Path, name: str, barrier: object, counts: object) -> None:

@@ -24,7 +24,7 @@ from infra.errors import (
 from infra.ledger import Ledger
 from infra.offers import GPUQuery, Instance
 from infra.providers.runpod import RunPod
-from infra.provision import Check, Pace, RentRequest, release_machine, rent_machine
+from infra.provision import MAX_OFFERS, Check, Pace, RentRequest, release_machine, rent_machine
 from infra.rentals import Rental, RentalState, all_rentals, change_rental, rentals_of, usd_spent
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
@@ -114,6 +114,14 @@ def test_offers_that_are_gone_are_skipped_up_to_a_limit(world: World) -> None:
     assert world.fake.num_creates() <= 2 + 6 and world.fake.alive() == []
 
 
+def test_an_account_without_money_is_said_at_once_and_no_other_offer_is_tried(world: World) -> None:
+    world.fake.faults.no_money = 1000
+    with pytest.raises(ProviderRefusedError, match=r"no money on .*insufficient credits.*RUNPOD_API_KEY"):
+        world.rent()
+    assert world.fake.num_creates() == 1 and world.fake.alive() == []
+    assert [row.state for row in world.rows()] == [RentalState.REFUSED]
+
+
 def test_a_busy_provider_is_waited_for(world: World) -> None:
     world.fake.faults.busy = 5
     assert world.rent().state is RentalState.READY
@@ -140,13 +148,14 @@ def test_a_status_that_nobody_knows_is_neither_usable_nor_an_error(world: World)
     assert world.fake.alive() == [] and world.fake.machines
 
 
-def test_a_machine_that_cannot_be_logged_in_to_in_time_is_given_back(world: World) -> None:
+def test_a_machine_that_cannot_be_logged_in_to_in_time_is_given_back_and_the_next_offer_taken(world: World) -> None:
     def never(rental: Rental, instance: Instance) -> str:
         raise LoginError("root@host:22", "it knows no key of ours")
 
     with pytest.raises(NoMachineError, match="knows no key of ours"):
         world.rent(replace(REQUEST, usable_within_s=0.2), never)
-    assert world.fake.alive() == [] and all(row.state.is_over for row in world.rows())
+    assert world.fake.alive() == [] and all(row.state is RentalState.GONE for row in world.rows())
+    assert 1 < len(world.rows()) == len(world.fake.machines) <= MAX_OFFERS and world.fake.most_at_once == 1
 
 
 @pytest.mark.parametrize("error", [PermanentInfraError("no Python"), KeyboardInterrupt(), RuntimeError("a bug")])
@@ -178,12 +187,19 @@ def test_the_money_of_a_run_is_a_limit_over_all_its_machines(world: World) -> No
     assert world.fake.num_creates() == 1
 
 
-def test_giving_back_ends_when_the_provider_has_the_machine_no_more(world: World) -> None:
+@pytest.mark.parametrize("fault", ["fail_ends", "drop_ends"])
+def test_giving_back_ends_when_the_provider_has_the_machine_no_more(world: World, fault: str) -> None:
     rental = world.rent()
     world.fake.faults.end_lag_s = 0.5
-    world.fake.faults.fail_ends = 1
+    setattr(world.fake.faults, fault, 1)
     assert world.release(rental).state is RentalState.GONE
     assert world.fake.listed() == []
+
+
+def test_a_machine_that_its_provider_has_no_more_is_given_back_without_an_error(world: World) -> None:
+    rental = world.rent()
+    world.fake.machines[rental.instance_id].ended_at = time.monotonic()  # from now on 404 answers whatever is asked
+    assert world.release(rental).state is RentalState.GONE
 
 
 def test_a_machine_that_does_not_end_stays_in_the_ledger_and_is_said_aloud(world: World) -> None:

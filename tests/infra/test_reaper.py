@@ -301,6 +301,33 @@ def test_several_looks_at_once_end_everything_and_none_fails(world: World, tmp_p
         assert {row.state for row in all_rentals(ledger)} == {RentalState.GONE}
 
 
+STEPS = ("intended", "asked", "rented", "ready", "releasing", "gone")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_started_again", [True, False], ids=["next start", "reaper"])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_run_that_is_killed_between_two_steps_leaves_nothing_that_is_not_found(
+    tmp_path: Path, step: str, is_started_again: bool
+) -> None:
+    fake = FakeRunPod()
+    with fake.served() as url, RunPod(KEY, url) as cloud, Ledger(tmp_path / "ledger.db") as ledger:
+        assert run_once(tmp_path, url, "run", step).wait(60) == -signal.SIGKILL
+        assert len(fake.alive()) == (step not in ("intended", "gone")) and len(all_rentals(ledger)) == 1
+        if is_started_again:
+            assert run_once(tmp_path, url, "run").wait(60) == 0
+            goes_on = step in ("asked", "rented", "ready")
+            assert len(fake.machines) == (1 if goes_on or step == "intended" else 2)
+        else:
+            report = reap(ledger, {"runpod": cloud}, pace=renting_run.PACE)
+            assert (len(report.ended), report.failures) == (int(step not in ("intended", "gone")), [])
+        rows = all_rentals(ledger)
+    assert fake.alive() == [] and fake.most_at_once <= 1
+    created = {machine.name for machine in fake.machines.values()}
+    assert [row.name for row in rows if not row.state.is_over] == [rows[0].name] * (step == "intended")
+    assert created <= {row.name for row in rows}
+
+
 @pytest.mark.slow
 def test_kills_at_thirty_moments_leave_nothing_behind(tmp_path: Path) -> None:
     chance = random.Random(20)
@@ -332,10 +359,10 @@ def test_kills_at_thirty_moments_leave_nothing_behind(tmp_path: Path) -> None:
     assert all(row.state.is_over or row.name not in created for row in rows) and created <= {row.name for row in rows}
 
 
-def run_once(folder: Path, url: str, run_id: str) -> subprocess.Popen[bytes]:
+def run_once(folder: Path, url: str, run_id: str, *step: str) -> subprocess.Popen[bytes]:
     """A run under way."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.infra.renting_run", str(folder / "ledger.db"), url, run_id, KEY],
+        [sys.executable, "-m", "tests.infra.renting_run", str(folder / "ledger.db"), url, run_id, KEY, *step],
         stdout=subprocess.PIPE,
         cwd=ROOT,
     )
