@@ -6,6 +6,7 @@ Without it a pipeline waits for ever for an engine that died, or trains against 
 import json
 import socket
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -17,7 +18,7 @@ from infra.jobs import cancel_job, start_or_attach
 from infra.ports import find_free_port, is_port_free
 from infra.session import LocalSession, Session
 from infra.supervisor import GPU_LOCKS_VARIABLE
-from tests.infra.shell_jobs import shell_spec, wait_for_end
+from tests.infra.shell_jobs import shell_spec, wait_for_end, wait_until
 
 SERVER = """
 import http.server, json, sys
@@ -86,6 +87,40 @@ def test_the_time_to_start_in_begins_when_the_engine_has_its_gpu(
         cancel_job(session, second.run_dir, grace_s=0.2)
     [sentence] = said
     assert sentence.startswith(f"waits for GPU 0, held by run earlier (job {first.run_dir})")
+
+
+HANGING = """
+import http.server, sys, time
+class Engine(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def do_POST(self):
+        print("asked to generate", flush=True)
+        time.sleep(60)
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Engine).serve_forever()
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_that_calls_itself_healthy_and_hangs_is_not_ready(session: Session, run_dir: Path) -> None:
+    port = find_free_port(session)
+    run_dir.mkdir()
+    (run_dir / "engine.py").write_text(HANGING)
+    start_or_attach(session, shell_spec(run_dir, f"exec {sys.executable} -I engine.py {port}"))
+    with session.forward(port) as local_port:
+        wait_until(lambda: answers_health(local_port))
+    started = time.monotonic()
+    with pytest.raises(TransientInfraError, match=r"did not generate within 2 s.*asked to generate"):
+        wait_until_engine_ready(session, kind="sglang", port=port, run_dir=str(run_dir), timeout_s=2)
+    assert time.monotonic() - started < 15
+
+
+def answers_health(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ log has holes.
 import hashlib
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -22,9 +23,11 @@ import pytest
 from infra.errors import CommandTimeoutError, NodeUnreachableError, PermanentInfraError, RequestCutError
 from infra.jobs import JobState, cancel_job, follow_job, job_status, start_or_attach
 from infra.node_agent import END_OF_INPUT, FRAME_HEAD, REQUEST
+from infra.providers.ssh import expand_root
 from infra.ssh_session import SSHSession
 from infra.sync import publish_directory
-from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_until
+from tests.infra.separate_node import separate_node
+from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end, wait_until
 from tests.infra.ssh_server import SSHServer, running_server
 
 pytestmark = pytest.mark.slow
@@ -81,6 +84,29 @@ def test_a_shell_that_prints_a_greeting_does_not_spoil_answers(tmp_path: Path, s
         SSHSession(server.access, python=sys.executable, programs_dir=str(tmp_path)) as session,
     ):
         assert session.run(["cat"], stdin=b"answer", timeout_s=30).stdout == b"answer"
+
+
+SHELLS = [shell for shell in ("sh", "dash", "bash", "ksh", "zsh", "fish", "tcsh") if shutil.which(shell)]
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_neither_the_login_shell_nor_a_home_with_spaces_changes_what_arrives(tmp_path: Path, shell: str) -> None:
+    home = tmp_path / "the home of 'me' $HOME"
+    home.mkdir()
+    config = f'ForceCommand exec {shell} -c "$SSH_ORIGINAL_COMMAND"\nSetEnv "HOME={home}"'
+    with (
+        running_server(tmp_path / "sshd", more_config=config) as server,
+        SSHSession(server.access, python=sys.executable, programs_dir=f"{home}/programs") as session,
+    ):
+        show = "import os, sys; sys.stdout.buffer.write(b'|'.join(map(os.fsencode, sys.argv[1:])))"
+        argv = [sys.executable, "-c", show, *HOSTILE]
+        assert session.run(argv, timeout_s=30).stdout == b"|".join(map(os.fsencode, HOSTILE))
+        root = expand_root(session, sys.executable, "~/some runs")
+        assert root == f"{home}/some runs"
+        run_dir = Path(root) / "sft-0123"
+        start_or_attach(session, shell_spec(run_dir, "pwd; exit 5"))
+        status = wait_for_end(session, run_dir)
+    assert status.exit is not None and status.exit.code == 5 and (run_dir / "log.txt").read_text() == f"{run_dir}\n"
 
 
 def test_a_secret_on_standard_input_is_in_no_command_line(ssh_session: SSHSession) -> None:
@@ -236,7 +262,79 @@ def test_an_agent_that_was_killed_while_it_waited_is_not_asked(ssh_session: SSHS
     assert ssh_session.run(["echo", "again"], timeout_s=30).stdout == b"again\n"
 
 
+# ── busy servers ──
+
+
+def test_a_server_that_allows_no_more_channels_is_asked_again_until_one_is_free(tmp_path: Path) -> None:
+    with (
+        running_server(tmp_path / "sshd", more_config="MaxSessions 1") as server,
+        SSHSession(server.access, python=sys.executable, programs_dir=str(tmp_path)) as session,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        with session.stream(["sh", "-c", "echo up; sleep 60"]) as lines:
+            assert next(lines) == b"up\n"
+            answer = pool.submit(session.run, ["echo", "there"], timeout_s=30)
+            time.sleep(1.0)
+            assert not answer.done()
+        assert answer.result(30).stdout == b"there\n"
+
+
+def test_a_server_that_takes_no_more_logins_is_asked_again_until_it_does(tmp_path: Path) -> None:
+    with (
+        running_server(tmp_path / "sshd", more_config="MaxStartups 1") as server,
+        SSHSession(server.access, python=sys.executable, programs_dir=str(tmp_path)) as session,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        with somebody_who_does_not_log_in(server):
+            answer = pool.submit(session.run, ["echo", "there"], timeout_s=30)
+            time.sleep(1.0)
+            assert not answer.done()
+        assert answer.result(30).stdout == b"there\n"
+        assert "MaxStartups" in (server.folder / "log").read_text()
+
+
+@contextmanager
+def somebody_who_does_not_log_in(server: SSHServer) -> Iterator[None]:
+    """A connection that the server counts among those that are about to log in."""
+    for _ in range(100):
+        with socket.create_connection(("127.0.0.1", server.port)) as somebody:
+            if somebody.recv(4) == b"SSH-":
+                yield
+                return
+        time.sleep(0.05)  # who looked whether the server listens still counts
+    raise AssertionError("the server takes nobody")
+
+
 # ── broken connections ──
+
+
+@pytest.mark.namespaces
+def test_a_link_that_is_cut_amid_a_call_is_noticed_and_the_job_does_not_notice_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packets vanish, and nobody says so; the real limits are in test_ssh.py."""
+    monkeypatch.setattr("infra.ssh.HEARTBEAT_INTERVAL_S", 0.5)
+    monkeypatch.setattr("infra.ssh.HEARTBEAT_LIMIT_S", 2.0)
+    with (
+        separate_node(tmp_path / "node", hidden=[]) as node,
+        SSHSession(node.access, python=sys.executable, programs_dir=f"{node.folder}/programs") as session,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        run_dir = node.folder / "sft-0123"
+        spec = shell_spec(run_dir, "while true; do echo x; sleep 0.1; done")
+        started = start_or_attach(session, spec)
+        answer = pool.submit(session.run, ["sleep", "60"], timeout_s=100)
+        time.sleep(0.5)  # it is under way by then
+        with node.cut_off():
+            cut_at = time.monotonic()
+            with pytest.raises(NodeUnreachableError):
+                answer.result(60)
+            assert time.monotonic() - cut_at < 30
+            [log] = node.files("sft-0123/log.txt")
+            size = log.stat().st_size
+            wait_until(lambda: log.stat().st_size > size)
+        again = start_or_attach(session, spec)
+        assert (again.state, again.attached, again.pid) == (JobState.RUNNING, True, started.pid)
 
 
 @pytest.mark.parametrize("verb", ["read", "write", "run", "program"])

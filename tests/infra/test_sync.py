@@ -4,6 +4,7 @@ Without it an engine loads half a checkpoint, or a file name in one reaches outs
 """
 
 import os
+import socket
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from infra.errors import DiskFullError, PermanentInfraError, TransientInfraError
 from infra.receiver import CopyError, check_name
 from infra.session import LocalSession, Session
-from infra.sync import publish_directory
+from infra.sync import publish_directory, publish_files
 
 
 @pytest.fixture
@@ -115,6 +116,34 @@ def test_symbolic_links_are_refused(link_to: str, session: Session, source: Path
 def test_names_that_leave_the_directory_or_cannot_be_printed_are_refused(name: str) -> None:
     with pytest.raises(CopyError, match="is refused"):
         check_name(name)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "socket"])
+def test_what_is_no_file_is_refused(kind: str, session: Session, source: Path, tmp_path: Path) -> None:
+    if kind == "fifo":
+        os.mkfifo(source / "odd")
+    else:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(os.path.relpath(source / "odd"))  # absolute paths of tests are too long for a socket
+    with pytest.raises(PermanentInfraError, match="symbolic link or a device"):
+        publish_directory(session, source, str(tmp_path / "out" / "best"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_odd_names_arrive_as_they_are(session: Session, source: Path, tmp_path: Path) -> None:
+    for name in ("-rf", "--", "a b", "A", "a", "ü", "x" * 255, "$(touch x)", ".git/hooks/pre-commit"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(name)
+    publish_directory(session, source, str(tmp_path / "out" / "best"))
+    assert content_of(tmp_path / "out" / "best") == content_of(source)
+
+
+def test_a_name_that_is_too_long_for_the_node_leaves_nothing(session: Session, source: Path, tmp_path: Path) -> None:
+    files = {"x" * 300: source / "empty", "y" * 300: source / "model.safetensors"}
+    for name, file in files.items():
+        with pytest.raises(PermanentInfraError, match="File name too long"):
+            publish_files(session, {name: file}, str(tmp_path / "out" / "best"))
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_a_newline_in_a_source_name_is_refused(session: Session, source: Path, tmp_path: Path) -> None:
