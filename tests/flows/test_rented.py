@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from infra.rentals import RentalState, all_rentals, change_rental
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from tests.flows.breaking import rent, rented_node
 from tests.flows.conftest import Rollouts, pids_of, wait_until
-from tests.flows.test_faults import program_of
+from tests.flows.test_faults import events_of, program_of
 from tests.flows.test_up import logs_of, served, set_state, state_of, trigger, up, wait_for_state  # noqa: F401
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
@@ -311,19 +312,29 @@ def test_a_run_that_was_killed_goes_on_with_its_machine(
     assert fake.alive() == [] and (tmp_path / "machine" / "setup.txt").read_text() == "once\n"
 
 
-def test_a_machine_that_is_taken_away_ends_the_run_and_the_next_start_goes_on_elsewhere(
+def test_a_machine_that_is_taken_away_ends_the_run_and_the_next_start_goes_on_elsewhere_from_what_was_fetched(
     rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
 ) -> None:
-    settings = node_settings(server, tmp_path / "machine")
-    config, process = start_run(rollouts, settings, tmp_path / "small", num_steps=100)
-    rollouts.wait_until_said("sft            started", process)
+    root = tmp_path / "machine"
+    config, process = start_run(rollouts, node_settings(server, root), tmp_path / "small", num_steps=400)
+    wait_for_checkpoint(root)
+    [there] = root.glob("stages/sft-*")
+    os.kill(program_of(there), signal.SIGSTOP)
+    here = rollouts.store / "stages" / there.name / "checkpoints"
+    wait_until(lambda: any(here.glob("step_*/manifest.json")), what="the checkpoint here", timeout_s=60)
+    time.sleep(1.0)  # more of them may be on their way
     [machine] = fake.alive()
     machine.status = "TERMINATED"
     server.signal_sessions(signal.SIGKILL)
+    for pid in pids_of(root):
+        with suppress(ProcessLookupError):  # the kernel ends a job with its supervisor
+            os.kill(pid, signal.SIGKILL)
+    root.rename(tmp_path / "lost")
     assert process.wait(240) == 1, rollouts.said()
     assert "took it away" in rollouts.said()
     assert rows(rollouts) == [RentalState.GONE]
-    wait_until(lambda: list((tmp_path / "machine").glob("stages/sft-*/exit-*.json")) != [], what="the end of the job")
+    last_step = int(list_checkpoints(here)[-1].name.removeprefix("step_"))
     code, output = rollouts.run("run", str(config))
     assert code == 0, output
+    assert [event["step"] for event in events_of(root / "stages" / there.name, "resumed")] == [last_step]
     assert len(fake.machines) == 2 and rows(rollouts) == [RentalState.GONE, RentalState.GONE]
