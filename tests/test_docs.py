@@ -1,10 +1,13 @@
-"""Pins that the code which the documentation tells readers to copy works as it stands there.
+"""Pins that the code which the documentation tells readers to copy works as it stands there, and that the tests exist
+by which it says that something is shown.
 
-Without it the first environment that somebody writes would fail for a mistake of ours.
+Without it the first environment that somebody writes would fail for a mistake of ours, or a page would promise what
+nobody checks any more.
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import re
 from pathlib import Path
@@ -47,6 +50,25 @@ def test_the_environment_of_the_docs_plays_its_game() -> None:
     assert said == ["?", "3", "higher", "9", "lower", "?", "a number, please", "7"]
     assert (sample.reward, sample.metadata["outcomes"]) == (1.0, ["ok", "ok", "parse_failure", "ok"])
     assert play(environment, ["3"], build_character_tokenizer()).reward == 0.0
+
+
+def names_of_tests(file: Path) -> set[str]:
+    """The names of its tests; it is not imported."""
+    return {node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+def test_tests_that_the_docs_name_exist() -> None:
+    named = {name for page in DOCS.glob("*.md") for name in re.findall(r"`(tests/\S+?\.py::\w+)`", page.read_text())}
+    files = {file: DOCS.parent / file for file in {name.partition("::")[0] for name in named}}
+    there = {f"{file}::{test}" for file, path in files.items() if path.is_file() for test in names_of_tests(path)}
+    assert named - there == set() and len(named) > 80
+
+
+def test_every_fault_of_the_docs_names_a_test_that_shows_it() -> None:
+    lines = (DOCS / "faults.md").read_text().splitlines()
+    rows = [line for line in lines if line.startswith("| ") and not line.endswith("| shown by |")]
+    assert len(rows) == 44
+    assert [row for row in rows if not re.fullmatch(r"\|[^|]+\|[^|]+\| `tests/\S+`(, `tests/\S+`)* \|", row)] == []
 
 
 def test_the_docs_name_the_algorithms_that_correct_for_old_completions() -> None:
