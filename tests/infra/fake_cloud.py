@@ -5,6 +5,7 @@ Not here: how each provider says it (fake_runpod.py and its like). A test sets t
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
@@ -22,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+HANG_S = 1.5
 KEY = "secret-key-of-the-tests"
 _RUN_PART = re.compile(r"-a\d+-t\d+$")
 
@@ -46,6 +48,8 @@ class Faults:
 
     drop_creates: int = 0
     """Create, then drop the connection."""
+    hang_creates: int = 0
+    """Create, then answer when nobody waits any more."""
     break_creates: int = 0
     """Create, then answer 500."""
     drop_before_create: int = 0
@@ -178,6 +182,8 @@ class FakeCloud(ABC):
         machine = self.add((body[within] if within else body)[name_key], body)
         if self.takes("drop_creates"):
             return Dropped()
+        if self.takes("hang_creates"):
+            await asyncio.sleep(HANG_S)
         if self.takes("break_creates"):
             return self.error(500, "it broke")
         return answer(machine)

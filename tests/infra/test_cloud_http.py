@@ -187,9 +187,16 @@ class _Things(BaseModel):
     things: dict[str, _Thing]
 
 
-@pytest.mark.parametrize("status", [200, 400, 500])
-def test_what_a_provider_says_moves_no_cursor(status: int) -> None:
-    api, _ = make_api(says(status, '{"things": {"\\u001b[2J": {}, "\\u009b2J": 1}, "\x1b[2J": "\x1b]0;title\x07"}'))
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (200, '{"things": {"\\u001b[2J": {}, "\\u009b2J": 1}}'),
+        (400, '"\x1b[2J": "\x1b]0;title\x07"'),
+        (500, "\x9b2J\r\n"),
+    ],
+)
+def test_what_a_provider_says_moves_no_cursor(status: int, text: str) -> None:
+    api, _ = make_api(says(status, text))
     with pytest.raises(InfraError) as caught:
         api.read("/machines", _Things)
     assert str(caught.value).isprintable()

@@ -6,6 +6,7 @@ Without it a report reads half a result, or the only copy of a checkpoint is del
 import hashlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -22,7 +23,9 @@ from infra.errors import CompletedCommand, DiskFullError, PermanentInfraError, T
 from infra.mirror import mirrored, pull_run
 from infra.receiver import hash_file
 from infra.session import LocalSession, Session
+from infra.ssh_session import SSHSession
 from tests.infra.shell_jobs import wait_until
+from tests.infra.ssh_server import SSHServer, running_server
 
 
 @pytest.fixture
@@ -79,6 +82,45 @@ class BreakingSession(LocalSession):
             num_bytes += len(chunk)
             if num_bytes >= self.breaks_after:
                 raise TransientInfraError("the connection broke")
+
+
+class CountingSession(SSHSession):
+    """Knows how much came, and breaks its connection once, amid that."""
+
+    num_bytes = 0
+    breaks_after: int | None = None
+
+    def __init__(self, server: SSHServer, programs_dir: Path) -> None:
+        super().__init__(server.access, python=sys.executable, programs_dir=str(programs_dir))
+        self._server = server
+
+    @contextmanager
+    def pipe_program(self, source: Path, arguments: Sequence[str], *, stdin: bytes = b"") -> Iterator[Iterator[bytes]]:
+        with super().pipe_program(source, arguments, stdin=stdin) as chunks:
+            yield map(self._counted, chunks)
+
+    def _counted(self, chunk: bytes) -> bytes:
+        self.num_bytes += len(chunk)
+        if self.breaks_after is not None and self.num_bytes > self.breaks_after:
+            self.breaks_after = None
+            self._server.signal_sessions(signal.SIGKILL)
+        return chunk
+
+
+@pytest.mark.slow
+def test_over_a_connection_that_breaks_only_what_is_missing_comes_again(
+    there: Path, here: Path, tmp_path: Path
+) -> None:
+    size = 60 << 20
+    (there / "large").write_bytes(os.urandom(size))
+    with running_server(tmp_path / "sshd") as server, CountingSession(server, tmp_path / "programs") as session:
+        session.breaks_after = size // 2
+        with pytest.raises(TransientInfraError):
+            pull_run(session, str(there), here)
+        assert content_of(here).keys().isdisjoint({"large", "result.json"})
+        pull_run(session, str(there), here)
+        assert size < session.num_bytes < size + (2 << 20)
+    assert content_of(here) == public(content_of(there))
 
 
 MAX_LINE = 1000

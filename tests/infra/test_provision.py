@@ -26,7 +26,7 @@ from infra.offers import GPUQuery, Instance
 from infra.providers.runpod import RunPod
 from infra.provision import MAX_OFFERS, Check, Pace, RentRequest, release_machine, rent_machine
 from infra.rentals import Rental, RentalState, all_rentals, change_rental, rentals_of, usd_spent
-from tests.infra.fake_cloud import KEY
+from tests.infra.fake_cloud import HANG_S, KEY
 from tests.infra.fake_runpod import FakeRunPod
 
 PACE = Pace(poll_s=0.02, looks_s=(0.0, 0.2, 0.4, 0.6), gone_within_s=20.0)
@@ -87,8 +87,11 @@ def test_the_cheapest_machine_is_rented_once_and_is_gone_afterwards(world: World
     assert world.release(rental) == gone and world.fake.num_creates() == 1
 
 
-@pytest.mark.parametrize("fault", ["drop_creates", "break_creates"])
-def test_a_creation_that_was_not_answered_is_found_by_its_name(world: World, fault: str) -> None:
+@pytest.mark.parametrize("fault", ["drop_creates", "hang_creates", "break_creates"])
+def test_a_creation_that_was_not_answered_is_found_by_its_name(
+    world: World, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infra.providers.http.CREATE_TIMEOUT_S", HANG_S / 2)
     setattr(world.fake.faults, fault, 1)
     world.fake.faults.list_lag_s = 0.5
     rental = world.rent()
@@ -190,7 +193,7 @@ def test_the_money_of_a_run_is_a_limit_over_all_its_machines(world: World) -> No
 @pytest.mark.parametrize("fault", ["fail_ends", "drop_ends"])
 def test_giving_back_ends_when_the_provider_has_the_machine_no_more(world: World, fault: str) -> None:
     rental = world.rent()
-    world.fake.faults.end_lag_s = 0.5
+    world.fake.faults.end_lag_s = 1.5
     setattr(world.fake.faults, fault, 1)
     assert world.release(rental).state is RentalState.GONE
     assert world.fake.listed() == []

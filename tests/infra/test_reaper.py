@@ -301,6 +301,16 @@ def test_several_looks_at_once_end_everything_and_none_fails(world: World, tmp_p
         assert {row.state for row in all_rentals(ledger)} == {RentalState.GONE}
 
 
+@pytest.mark.slow
+def test_processes_that_begin_the_same_run_at_once_never_have_two_machines(tmp_path: Path) -> None:
+    fake = FakeRunPod()
+    fake.faults.boot_s = fake.faults.end_lag_s = 0.3
+    with fake.served() as url:
+        runs = [run_once(tmp_path, url, "run") for _ in range(3)]
+        assert [run.wait(60) for run in runs] == [0, 0, 0]
+    assert fake.alive() == [] and fake.most_at_once == 1
+
+
 STEPS = ("intended", "asked", "rented", "ready", "releasing", "gone")
 
 

@@ -194,7 +194,7 @@ def test_a_key_that_cannot_be_used_is_said_before_anything_is_rented(
         ("missing", "make a key by `ssh-keygen"),
     ):
         with pytest.raises(PermanentInfraError, match=sentence):
-            rent(ssh_server, tmp_path, key_file=str(tmp_path / name))
+            rent(ssh_server, tmp_path, key_file=str(tmp_path / name), usable_within_minutes=0.01)
     assert fake.machines == {} and fake.num_creates() == 0
 
 

@@ -6,7 +6,7 @@ Without it an engine loads half a checkpoint, or a file name in one reaches outs
 import os
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -102,6 +102,38 @@ def test_a_damaged_or_broken_copy_leaves_the_old_destination_and_nothing_else(
         publish_directory(broken(sys.executable), source, str(target))
     assert content_of(target) == {"old": b"old"}
     assert [path.name for path in target.parent.iterdir()] == ["best"]
+
+
+@pytest.mark.parametrize("change", ["grows", "shrinks", "is overwritten", "is gone", "is a link"])
+def test_a_file_that_changes_while_it_is_copied_leaves_the_old_destination(
+    change: str, source: Path, tmp_path: Path
+) -> None:
+    class ChangingSession(LocalSession):
+        def write_chunks(self, path: str, chunks: Iterable[bytes]) -> str:
+            if change.startswith("is a"):
+                file.rename(tmp_path / "elsewhere")
+                file.symlink_to(tmp_path / "elsewhere")
+            if change == "is gone":
+                file.unlink()
+            return super().write_chunks(path, self._changed(chunks))
+
+        def _changed(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
+            for number, chunk in enumerate(chunks):
+                yield chunk
+                if number == 0 and change in changes:
+                    changes[change]()
+
+    file, target = source / "model.safetensors", tmp_path / "out" / "best"
+    changes: dict[str, Callable[[], object]] = {
+        "grows": lambda: os.truncate(file, 400_000),
+        "shrinks": lambda: os.truncate(file, 290_000),
+        "is overwritten": lambda: os.pwrite(os.open(file, os.O_WRONLY), b"other", 280_000),
+    }
+    target.mkdir(parents=True)
+    (target / "old").write_bytes(b"old")
+    with pytest.raises(TransientInfraError, match=r"changed while it was copied|cannot be read any more"):
+        publish_directory(ChangingSession(sys.executable), source, str(target))
+    assert content_of(target) == {"old": b"old"} and [path.name for path in target.parent.iterdir()] == ["best"]
 
 
 @pytest.mark.parametrize("link_to", ["/etc/passwd", "model.safetensors", "trainer", "missing"])
