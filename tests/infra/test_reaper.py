@@ -305,8 +305,9 @@ def test_several_looks_at_once_end_everything_and_none_fails(world: World, tmp_p
 def test_processes_that_begin_the_same_run_at_once_never_have_two_machines(tmp_path: Path) -> None:
     fake = FakeRunPod()
     fake.faults.boot_s = fake.faults.end_lag_s = 0.3
+    fake.faults.busy, fake.faults.retry_after = 3, "1"  # so that all have begun before the first asks for a machine
     with fake.served() as url:
-        runs = [run_once(tmp_path, url, "run") for _ in range(3)]
+        runs = [begin_run(tmp_path, url, "run") for _ in range(3)]
         assert [run.wait(60) for run in runs] == [0, 0, 0]
     assert fake.alive() == [] and fake.most_at_once == 1
 
@@ -369,12 +370,14 @@ def test_kills_at_thirty_moments_leave_nothing_behind(tmp_path: Path) -> None:
     assert all(row.state.is_over or row.name not in created for row in rows) and created <= {row.name for row in rows}
 
 
+def begin_run(folder: Path, url: str, run_id: str, *step: str) -> subprocess.Popen[bytes]:
+    """A run that begins."""
+    command = [sys.executable, "-m", "tests.infra.renting_run", str(folder / "ledger.db"), url, run_id, KEY, *step]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
+
+
 def run_once(folder: Path, url: str, run_id: str, *step: str) -> subprocess.Popen[bytes]:
     """A run under way."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.infra.renting_run", str(folder / "ledger.db"), url, run_id, KEY, *step],
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-    )
+    process = begin_run(folder, url, run_id, *step)
     assert process.stdout is not None and process.stdout.readline() == b"begun\n"
     return process
