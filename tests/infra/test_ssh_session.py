@@ -476,10 +476,14 @@ def test_a_node_that_does_not_answer_is_not_the_end_of_its_job(
     assert cancel_job(fragile, str(run_dir), grace_s=0.2).state is JobState.EXITED
 
 
-def test_new_keys_in_the_middle_of_a_transfer_lose_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("client", ["openssh", "ours"])
+def test_new_keys_in_the_middle_of_a_transfer_lose_nothing(
+    tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infra.openssh.is_installed", lambda: client == "openssh")
     content = os.urandom(40 << 20)
     with (
-        running_server(tmp_path / "sshd", more_config="RekeyLimit 8M") as server,
+        running_server(tmp_path / "sshd", more_config="RekeyLimit 8M\nLogLevel DEBUG") as server,
         SSHSession(server.access, python=sys.executable, programs_dir=str(tmp_path)) as session,
     ):
         started = time.monotonic()
@@ -487,4 +491,5 @@ def test_new_keys_in_the_middle_of_a_transfer_lose_nothing(tmp_path: Path) -> No
         with session.pipe(["cat", str(tmp_path / "pushed")]) as chunks:
             pulled = b"".join(chunks)
         assert time.monotonic() - started < 60
+        assert (server.folder / "log").read_text().count("rekeying") > 4
     assert hashlib.sha256(pulled).digest() == hashlib.sha256(content).digest()
