@@ -20,10 +20,10 @@ from typing import Annotated, Any, cast
 import typer
 
 from flows.credentials_cli import CredentialsName, with_credentials
+from infra.cloud import Cloud
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.offers import CLOUD_NAMES, CloudName, GPUQuery, Offer
-from infra.providers.cloud import Cloud
 from infra.providers.clouds import ENDPOINTS, account_of, clouds_with_keys, open_clouds, require_keys
 from infra.providers.instance import find_instance
 from infra.providers.rented import known_hosts_of

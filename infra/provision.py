@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from infra.cloud import Cloud
 from infra.errors import (
     InfraError,
     LoginError,
@@ -30,7 +31,6 @@ from infra.errors import (
 )
 from infra.ledger import Ledger
 from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
-from infra.providers.cloud import Cloud
 from infra.rentals import (
     Rental,
     RentalState,

@@ -20,10 +20,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from infra.cloud import Cloud
 from infra.errors import InfraError, PermanentInfraError, ProviderUnavailableError, TransientInfraError
 from infra.ledger import Ledger
 from infra.offers import CloudName, Instance, InstanceStatus
-from infra.providers.cloud import Cloud
 from infra.provision import PATIENT, Pace, adopt_machine, find_by_name, release_machine
 from infra.rentals import (
     NAME,

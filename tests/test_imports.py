@@ -86,6 +86,27 @@ def test_a_job_does_not_load_what_it_can_spare(job: str, spared: str) -> None:
     assert loaded.stderr.strip() == ""
 
 
+IMPORT_EACH_FIRST = """
+import importlib, sys
+for module in sys.argv[2:]:
+    for name in [each for each in sys.modules if each.partition(".")[0] == sys.argv[1]]:
+        del sys.modules[name]
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        print(f"{module}: {error}")
+"""
+
+
+@pytest.mark.parametrize("package", ["infra", "tasks"])
+def test_every_module_can_be_the_first_that_is_imported(package: str) -> None:
+    files = [path.relative_to(ROOT) for path in sorted((ROOT / package).rglob("*.py")) if path.stem != "__init__"]
+    modules = [".".join(path.with_suffix("").parts) for path in files]
+    command = [sys.executable, "-c", IMPORT_EACH_FIRST, package, *modules]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "", "modules that import each other in a circle"
+
+
 def test_prefect_is_not_imported_before_its_environment_is_set() -> None:
     code = "import sys, flows.cli, flows.preflight; sys.exit('prefect' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

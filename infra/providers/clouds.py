@@ -1,16 +1,16 @@
 """Which providers of rented machines there are, and how accounts at them are opened.
 
-Not here: what each can do (cloud.py). The keys are in environment variables and nowhere else; where they came from a
-named set of credentials, a variable has its name.
+Not here: what each can do (infra/cloud.py). The keys are in environment variables and nowhere else; where they came
+from a named set of credentials, a variable has its name.
 """
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
+from infra.cloud import Cloud
 from infra.errors import MissingKeyError
 from infra.offers import CloudName
-from infra.providers.cloud import Cloud
 from infra.providers.http import Endpoint
 from infra.providers.lambda_cloud import Lambda
 from infra.providers.prime import Prime

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infra.acceptance import require_gpus, require_speed
+from infra.cloud import Cloud
 from infra.errors import (
     InfraError,
     MachineGoneError,
@@ -32,7 +33,6 @@ from infra.host_keys import HostKeyPolicy
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import InstanceNode, Node, RentedNode, SSHAccess
 from infra.offers import Instance, Offer
-from infra.providers.cloud import Cloud
 from infra.providers.clouds import account_of, credentials_in_use, open_clouds, require_keys
 from infra.providers.ssh import CALL_TIMEOUT_S, PROGRAMS_DIR, expand_root
 from infra.provision import Pace, RentRequest, release_machine, rent_machine, search_offers

@@ -13,9 +13,9 @@ import pytest
 from openapi_core.validation.request.exceptions import RequestBodyValidationError
 from openapi_core.validation.response.exceptions import InvalidData
 
+from infra.cloud import Cloud
 from infra.errors import OfferGoneError, ProviderRefusedError
 from infra.offers import GPUQuery, InstanceStatus, MachineSpec
-from infra.providers.cloud import Cloud
 from infra.providers.lambda_cloud import Lambda
 from infra.providers.prime import Prime
 from infra.providers.runpod import RunPod

@@ -13,11 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from infra.cloud import Cloud
 from infra.errors import NoMachineError, ProviderUnavailableError, StillRentedError
 from infra.ledger import Ledger
 from infra.offers import GPUQuery, InstanceStatus, MachineSpec
 from infra.providers.addresses import usable_port
-from infra.providers.cloud import Cloud
 from infra.providers.prime import Prime
 from infra.provision import RentRequest, release_machine, rent_machine
 from infra.reaper import reap

@@ -1,7 +1,7 @@
 """What a provider of rented machines can do for us, one Protocol for all.
 
-Not here: the providers (runpod.py and its like), which of them there are (clouds.py), and the protocol
-by which machines are rented without losing one (infra/provision.py).
+Not here: the providers (providers/runpod.py and its like), which of them there are (providers/clouds.py), and the way
+by which machines are rented without losing one (provision.py).
 """
 
 from typing import Protocol, Self
