@@ -331,6 +331,8 @@ class Node:
     """How it is reached; None for this machine."""
     is_rented: bool = False
     """True when it costs money until it is given back."""
+    is_of_user: bool = False
+    """True when it costs money that is not ours to count or to end."""
     believed_by: str = ""
     """Why its host key was believed: pinned, known_hosts or first_use; empty for this machine."""
     address: str = ""

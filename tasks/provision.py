@@ -60,7 +60,7 @@ def give_back(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> list
         ]
         if not kept:
             release_node(node)
-    done += [*engines_done, *(kept or [f"gave back {node.provider} node {node.name}"])]
+    done += [*engines_done, *(kept or [describe_release(node)])]
     if node.is_rented:
         with Ledger(scope.ledger_path) as ledger:
             usd = usd_spent(ledger, scope.run_id, time.time())
@@ -85,7 +85,12 @@ def give_back_engines(node: Node, leases: Sequence[Lease], scope: RunScope) -> l
         drop_leases(scope, leases)
         done = [f"the engines on {node.name} end by themselves within a minute ({error})"]
     release_node(node)
-    return [*done, f"gave back {node.provider} node {node.name}"]
+    return [*done, describe_release(node)]
+
+
+def describe_release(node: Node) -> str:
+    """What became of a node; one that somebody rented goes on costing money."""
+    return f"{node.name} is yours, and runs on" if node.is_of_user else f"gave back {node.provider} node {node.name}"
 
 
 def release_now(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> None:

@@ -63,6 +63,7 @@ def provision_instance(settings: InstanceNode, store: Path, say: Say) -> Node:
         root=root,
         python=settings.python,
         mirror=str(mirror),
+        is_of_user=True,
         access=replace(access, host_key=access.host_key or noted_fingerprint(known)),
         believed_by=believed_by,
     )
@@ -129,7 +130,7 @@ def current_access(node: Node) -> SSHAccess:
 
 def release_instance(node: Node) -> None:
     """Leave the machine as it is."""
-    logger.info("%s runs on, as it did before", node.name)
+    logger.info("%s runs on", node.name)
 
 
 def open_instance_session(node: Node) -> Session:
