@@ -162,8 +162,8 @@ class InstanceNode(PackageSettings):
     """Where the stages run: on a machine that you rented yourself. Its provider's key is in an environment variable of
     the worker, for example RUNPOD_API_KEY."""
     instance: str
-    """The machine, as PROVIDER:ID, for example runpod:abc123; providers are runpod, lambda, prime, shadeform and
-    vast."""
+    """The machine, as PROVIDER:ID, for example runpod:abc123; providers are runpod, lambda, prime, shadeform, vast
+    and sky."""
     key_file: str = ""
     """Private key to log in with. Leave it empty to use those of the SSH agent and of ~/.ssh."""
     key_variable: str = Field("", pattern=VARIABLE)

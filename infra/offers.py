@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-CloudName = Literal["runpod", "lambda", "prime", "shadeform", "vast"]
-CLOUD_NAMES: tuple[CloudName, ...] = ("runpod", "lambda", "prime", "shadeform", "vast")
+CloudName = Literal["runpod", "lambda", "prime", "shadeform", "vast", "sky"]
+CLOUD_NAMES: tuple[CloudName, ...] = ("runpod", "lambda", "prime", "shadeform", "vast", "sky")
 CUDA_PATTERN = r"^(\d+\.\d+)?$"
 _LETTERS_AND_NUMBER = re.compile(r"([a-z]{2,})(\d)")
 

@@ -5,7 +5,7 @@ from a named set of credentials, a variable has its name.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from infra.cloud import Cloud
@@ -16,14 +16,24 @@ from infra.providers.lambda_cloud import Lambda
 from infra.providers.prime import Prime
 from infra.providers.runpod import RunPod
 from infra.providers.shadeform import Shadeform
+from infra.providers.sky import Sky
 from infra.providers.vast import Vast
 from infra.rentals import Rental
 
 CREDENTIALS_VARIABLE = "ROLLOUTS_CREDENTIALS"
 """Names the credentials from which the keys in the environment came."""
 
-_ACCOUNTS = {account.name: account for account in (RunPod, Lambda, Prime, Shadeform, Vast)}
-ENDPOINTS: Mapping[CloudName, Endpoint] = {name: account.endpoint for name, account in _ACCOUNTS.items()}
+_ACCOUNTS: Mapping[CloudName, Callable[[str, str], Cloud]] = {
+    "runpod": RunPod,
+    "lambda": Lambda,
+    "prime": Prime,
+    "shadeform": Shadeform,
+    "vast": Vast,
+    "sky": Sky,
+}
+ENDPOINTS: Mapping[CloudName, Endpoint] = {
+    account.name: account.endpoint for account in (RunPod, Lambda, Prime, Shadeform, Vast, Sky)
+}
 
 
 def open_account(name: CloudName) -> Cloud:
@@ -35,8 +45,10 @@ def open_account(name: CloudName) -> Cloud:
     endpoint = ENDPOINTS[name]
     key = _key_of(name)
     if not key:
-        raise MissingKeyError(f"there is no key for {endpoint.title}: put it into the variable {endpoint.key_variable}")
-    return _ACCOUNTS[name](key, os.environ.get(endpoint.url_variable, ""))
+        raise MissingKeyError(
+            f"there is no {endpoint.key_is} for {endpoint.title}: put it into the variable {endpoint.key_variable}"
+        )
+    return _ACCOUNTS[name](key, os.environ.get(endpoint.url_variable, "") if endpoint.url else "")
 
 
 @contextmanager

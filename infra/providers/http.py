@@ -50,6 +50,8 @@ class Endpoint:
     url: str
     key_variable: str
     """The environment variable with the key of the account."""
+    key_is: str = "key"
+    """What the variable holds, for messages."""
     key_header: str = "Authorization"
     key_prefix: str = "Bearer "
     min_interval_s: float = 0.0

@@ -1,0 +1,270 @@
+"""AWS, Google Cloud, Azure and their like, by the command line of SkyPilot, which knows how to ask them.
+
+    search       sky check, sky gpus list       -> instance types of the clouds that SkyPilot may use, with their prices
+    create       sky launch NAME                   answers when the machine is up, or SkyPilot has given up
+    get, list    sky status, and the ssh configuration that it writes
+    terminate    sky down NAME
+
+SkyPilot pins other versions of what this project needs, so it lies in an environment of its own, and ROLLOUTS_SKY names
+its program. Machines end by themselves when their time is over: SkyPilot leaves an automatic end on each. Kubernetes is
+left out, because its pods are reached through a proxy command, and clouds that have files of their own here.
+"""
+
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar, Self, TypeVar
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from infra.errors import MissingKeyError, OfferGoneError, ProviderUnavailableError, UnclearAnswerError
+from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
+from infra.providers.addresses import usable_host, usable_port, usable_user
+from infra.providers.http import Endpoint
+
+ANSWER_TIMEOUT_S = 300.0
+LAUNCH_TIMEOUT_S = 1800.0
+SSH_FILES = Path("~/.sky/generated/ssh")
+MAX_SHOWN_CHARACTERS = 300
+_ELSEWHERE = {"kubernetes", "ssh", "slurm", "runpod", "lambda", "vast", "primeintellect", "shadeform"}
+_STATUS = {
+    "INIT": InstanceStatus.STARTING,
+    "UP": InstanceStatus.RUNNING,
+    "STOPPED": InstanceStatus.STOPPED,
+    "AUTOSTOPPING": InstanceStatus.ENDING,
+}
+_MEMORY_GB = {
+    **{"T4": 16, "V100": 16, "V100-32GB": 32, "P100": 16, "A10G": 24, "A10": 24, "L4": 24, "L40S": 48},
+    **{"A100": 40, "A100-80GB": 80, "H100": 80, "H200": 141, "B200": 180},
+}
+"""Of catalogs that do not say how much memory a GPU has."""
+_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_UNSHOWABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
+
+AnswerT = TypeVar("AnswerT")
+
+
+class _Kind(BaseModel):
+    """An instance type, in a region."""
+
+    cloud: str
+    instance_type: str | None = None
+    accelerator_name: str
+    accelerator_count: float
+    device_memory: float | None = None
+    price: float | None = None
+    spot_price: float | None = None
+    region: str
+
+
+class _Cluster(BaseModel):
+    name: str
+    status: str
+    init_kind: str | None = None
+
+
+_KINDS = TypeAdapter(dict[str, list[_Kind]])
+_CLUSTERS = TypeAdapter(list[_Cluster])
+_WORKSPACES = TypeAdapter(dict[str, dict[str, list[str]]])
+
+
+class Sky:
+    """The accounts that SkyPilot has, as one."""
+
+    name: ClassVar[CloudName] = "sky"
+    endpoint: ClassVar[Endpoint] = Endpoint(
+        title="SkyPilot", url="", key_variable="ROLLOUTS_SKY", key_is="path of its program"
+    )
+
+    def __init__(self, program: str, url: str = "") -> None:
+        """`program` is the path of `sky`; a `url` there is none."""
+        assert not url, "SkyPilot knows itself where its server is"
+        self._program = program
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def search(self, query: GPUQuery) -> list[Offer]:
+        if not query.gpu_types:
+            return []
+        return [
+            offer
+            for cloud in sorted(self._usable_clouds())
+            for first_word in sorted({wanted.split()[0] for wanted in query.gpu_types})
+            for kind in self._kinds(first_word, query.gpu_count, cloud)
+            if (offer := _read_offer(kind, is_spot=query.spot)) is not None
+        ]
+
+    def create(self, offer: Offer, spec: MachineSpec) -> str:
+        cloud, instance_type, accelerator = offer.id.split(":")
+        resources = {
+            "infra": f"{cloud}/{offer.region}",
+            "accelerators": f"{accelerator}:{offer.gpu_count}",
+            "disk_size": spec.disk_gb,
+            "use_spot": offer.is_spot,
+            "max_hourly_cost": math.ceil(100 * offer.usd_per_hour) / 100,  # in cents
+            **({"instance_type": instance_type} if instance_type else {}),
+            **({"image_id": spec.image} if spec.image else {}),
+        }
+        task = {"resources": resources, "setup": _let_in(spec.public_key)}
+        words = ["launch", "--yes", "--detach-run", "--cluster", spec.name, *_ends_itself(spec.ends_at)]
+        with tempfile.NamedTemporaryFile("w", prefix="rollouts-sky-", suffix=".yaml") as file:
+            file.write(json.dumps(task))  # JSON is YAML
+            file.flush()
+            try:
+                done = self._run([*words, file.name], timeout_s=LAUNCH_TIMEOUT_S)
+            except subprocess.TimeoutExpired as error:
+                raise UnclearAnswerError(f"sky launch took longer than {LAUNCH_TIMEOUT_S:.0f} s") from error
+        if done.returncode == 0:
+            return spec.name
+        problem = f"sky launch ended with {done.returncode}: {_last_words(done)}"
+        if self.get(spec.name) is not None:  # SkyPilot leaves what it began with
+            raise UnclearAnswerError(problem)
+        raise OfferGoneError(problem)
+
+    def get(self, instance_id: str) -> Instance | None:
+        words = ["status", "--refresh", "--output", "json", instance_id]
+        return next((_read(each) for each in self._ask(words, _CLUSTERS) if each.name == instance_id), None)
+
+    def list_named(self, prefix: str) -> list[Instance]:
+        clusters = self._ask(["status", "--refresh", "--output", "json"], _CLUSTERS)
+        return [_read(each) for each in clusters if each.name.startswith(prefix)]
+
+    def terminate(self, instance_id: str) -> None:
+        done = self._run_in_time(["down", "--yes", instance_id])
+        if done.returncode != 0 and self.get(instance_id) is not None:
+            raise ProviderUnavailableError(f"sky down ended with {done.returncode}: {_last_words(done)}")
+
+    def _usable_clouds(self) -> set[str]:
+        """The clouds whose credentials SkyPilot has, by their names in small letters."""
+        workspaces = self._ask(["check", "--output", "json"], _WORKSPACES)
+        found = {cloud.lower() for clouds in workspaces.values() for cloud, can in clouds.items() if "compute" in can}
+        return found - _ELSEWHERE
+
+    def _kinds(self, gpu: str, count: int, cloud: str) -> list[_Kind]:
+        """What a cloud has of GPUs with this in their names."""
+        words = ["gpus", "list", f"{re.escape(gpu)}:{count}", "--infra", cloud, "--all-regions", "--output", "json"]
+        return [kind for kinds in self._ask(words, _KINDS).values() for kind in kinds]
+
+    def _ask(self, words: Sequence[str], shape: TypeAdapter[AnswerT]) -> AnswerT:
+        done = self._run_in_time(words)
+        what = f"sky {words[0]}"
+        if done.returncode != 0:
+            raise ProviderUnavailableError(f"{what} ended with {done.returncode}: {_last_words(done)}")
+        try:
+            return shape.validate_json(_json_in(done.stdout))
+        except ValidationError as error:
+            reason = error.errors(include_url=False, include_input=False)[0]["msg"]
+            raise ProviderUnavailableError(f"{what} printed something unreadable ({reason})") from error
+
+    def _run_in_time(self, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        try:
+            return self._run(words, timeout_s=ANSWER_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise ProviderUnavailableError(f"sky {words[0]} took longer than {ANSWER_TIMEOUT_S:.0f} s") from error
+
+    def _run(self, words: Sequence[str], *, timeout_s: float) -> subprocess.CompletedProcess[str]:
+        # Python's variables are meant for our environment, and would break the one that SkyPilot has.
+        env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        try:
+            return subprocess.run(
+                [Path(self._program).expanduser(), *words],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=timeout_s,
+                env=env,
+            )
+        except OSError as error:
+            raise MissingKeyError(
+                f"{self.endpoint.key_variable} names {self._program}, which cannot be run ({error.strerror}): give the "
+                "path of SkyPilot's program, for example ~/.sky-env/bin/sky"
+            ) from error
+
+
+def _read_offer(kind: _Kind, *, is_spot: bool) -> Offer | None:
+    """The offer; None where its price or its GPU's memory is not known."""
+    price = (kind.spot_price if is_spot else kind.price) or 0.0
+    memory_gb = float(kind.device_memory or _MEMORY_GB.get(kind.accelerator_name, 0))
+    if price <= 0 or memory_gb <= 0:
+        return None
+    return Offer(
+        provider="sky",
+        id=f"{kind.cloud.lower()}:{kind.instance_type or ''}:{kind.accelerator_name}",
+        gpu_type=kind.accelerator_name,
+        gpu_count=int(kind.accelerator_count),
+        vram_gb=memory_gb,
+        usd_per_hour=price,
+        region=kind.region,
+        is_spot=is_spot,
+    )
+
+
+def _read(cluster: _Cluster) -> Instance:
+    status = _STATUS.get(cluster.status, InstanceStatus.UNKNOWN)
+    if cluster.init_kind == "unhealthy":
+        status = InstanceStatus.FAILED
+    address = dict(_read_address(cluster.name)) if status is InstanceStatus.RUNNING else {}
+    is_direct = "proxycommand" not in address
+    return Instance(
+        provider="sky",
+        id=cluster.name,
+        name=cluster.name,
+        status=status,
+        host=usable_host(address.get("hostname")) if is_direct else "",
+        port=usable_port(address.get("port")),
+        user=usable_user(address.get("user"), "ubuntu"),
+    )
+
+
+def _read_address(name: str) -> Iterator[tuple[str, str]]:
+    """The settings, by their names in small letters, that SkyPilot has written for ssh; of the first node."""
+    path = SSH_FILES.expanduser() / name
+    try:
+        text = path.read_text()
+    except OSError:
+        return
+    num_hosts = 0
+    for line in text.splitlines():
+        word, _, value = line.strip().partition(" ")
+        num_hosts += word.lower() == "host"
+        if num_hosts == 1:
+            yield word.lower(), value.strip()
+
+
+def _let_in(public_key: str) -> str:
+    """What SkyPilot runs on a fresh machine."""
+    line = shlex.quote(public_key)
+    return f"umask 077; mkdir -p ~/.ssh && printf '%s\\n' {line} >> ~/.ssh/authorized_keys\n"
+
+
+def _ends_itself(ends_at: float | None) -> list[str]:
+    """Options with which the machine ends itself, whatever goes on there."""
+    if ends_at is None:
+        return []
+    minutes = max(1, math.ceil((ends_at - time.time()) / 60))
+    return ["--idle-minutes-to-autostop", str(minutes), "--wait-for", "none", "--down"]
+
+
+def _json_in(output: str) -> str:
+    """What is printed from the first line on that begins an object or a list; SkyPilot may say something before."""
+    lines = output.splitlines()
+    first = next((number for number, line in enumerate(lines) if line.startswith(("{", "["))), len(lines))
+    return "\n".join(lines[first:])
+
+
+def _last_words(done: subprocess.CompletedProcess[str]) -> str:
+    """The last line that SkyPilot printed, without colours and control characters."""
+    said = _COLOURS.sub("", f"{done.stdout}\n{done.stderr}").strip().splitlines()
+    return _UNSHOWABLE.sub(" ", said[-1] if said else "no explanation")[:MAX_SHOWN_CHARACTERS]

@@ -1,0 +1,177 @@
+"""SkyPilot 0.14 as far as it is used here, as a program that remembers its clusters: FOLDER WORDS...
+
+It takes the options that the real one takes, and no others. What it remembers, and its faults, of which numbers count
+down, are in FOLDER/state.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+State = dict[str, Any]  # Any: JSON
+CATALOG = [
+    ("AWS", "p5.4xlarge", "H100", 1, 80.0, 6.88, 2.5, "us-east-1"),
+    ("AWS", "p5.4xlarge", "H100", 1, 80.0, 6.98, None, "us-west-2"),
+    ("GCP", None, "L4", 1, None, 0.71, 0.28, "us-central1"),
+    ("GCP", "a3-highgpu-1g", "H100", 1, None, 6.5, 2.1, "us-central1"),
+    ("Azure", "NC40ads_H100_v5", "H100", 1, None, 6.6, 2.2, "eastus"),
+    ("GCP", "mystery-1g", "MYSTERY", 1, None, 0.1, 0.1, "us-central1"),
+    ("RunPod", "1x_H100_SECURE", "H100", 1, 80.0, 2.0, None, "CA"),
+]
+CAN = {"default": {"AWS": ["compute", "storage"], "GCP": ["compute"], "Azure": ["storage"], "RunPod": ["compute"]}}
+FIELDS = (
+    *("cloud", "instance_type", "accelerator_name", "accelerator_count"),
+    *("device_memory", "price", "spot_price", "region"),
+)
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[State]:
+    """What the program remembers, for one process at a time."""
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        state: State = json.loads((folder / "state.json").read_text())
+        yield state
+        (folder / "state.json").write_text(json.dumps(state))
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+
+
+def takes(state: State, fault: str) -> bool:
+    """Whether the fault is due; counts it down."""
+    number = int(state["faults"].get(fault, 0))
+    state["faults"][fault] = max(0, number - 1)
+    return number > 0
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """The words as the real program takes them."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    launch = commands.add_parser("launch", allow_abbrev=False)
+    for flag in ("--yes", "--detach-run", "--down"):
+        launch.add_argument(flag, action="store_true")
+    launch.add_argument("--cluster", required=True)
+    launch.add_argument("--idle-minutes-to-autostop", type=int)
+    launch.add_argument("--wait-for", choices=["jobs_and_ssh", "jobs", "none"])
+    launch.add_argument("entrypoint")
+    status = commands.add_parser("status", allow_abbrev=False)
+    status.add_argument("--refresh", action="store_true")
+    status.add_argument("clusters", nargs="*")
+    down = commands.add_parser("down", allow_abbrev=False)
+    down.add_argument("--yes", action="store_true")
+    down.add_argument("clusters", nargs="+")
+    gpus = commands.add_parser("gpus").add_subparsers(dest="what", required=True).add_parser("list")
+    gpus.add_argument("accelerator")
+    gpus.add_argument("--infra")
+    gpus.add_argument("--all-regions", action="store_true")
+    for reading in (status, gpus, commands.add_parser("check", allow_abbrev=False)):
+        reading.add_argument("--output", choices=["table", "json"])
+    return parser.parse_args(words)
+
+
+def launch(state: State, options: argparse.Namespace) -> int:
+    """Make a cluster, or say why not."""
+    if takes(state, "no_capacity"):
+        sys.stderr.write("\x1b[31msky.exceptions.ResourcesUnavailableError: Failed to acquire resources in all zones\n")
+        return 1
+    task = json.loads(Path(options.entrypoint).read_text())
+    is_broken = takes(state, "fail_setup")
+    state["clusters"][options.cluster] = {
+        "status": "INIT" if is_broken else "UP",
+        "init_kind": "unhealthy" if is_broken else None,
+        "task": task,
+        "minutes": options.idle_minutes_to_autostop,
+        "waits_for": options.wait_for,
+        "ends": options.down,
+    }
+    state["num_made"] += 1
+    if is_broken:
+        sys.stderr.write("Failed to set up the cluster\n")
+    return int(is_broken)
+
+
+def status(state: State, options: argparse.Namespace, home: Path) -> int:
+    """Print the clusters, and write how ssh reaches them."""
+    if takes(state, "fail_status"):
+        sys.stderr.write("Failed to connect to SkyPilot API server\n")
+        return 1
+    if takes(state, "talk"):
+        say("Refreshing status of 1 cluster...")
+    for name in options.clusters:
+        if name not in state["clusters"]:
+            say(f"Cluster(s) not found: \x1b[1m{name}\x1b[0m.")
+    found = []
+    for name, cluster in state["clusters"].items():
+        if options.clusters and name not in options.clusters:
+            continue
+        shown = state["faults"].get("status") or cluster["status"]
+        found.append({"name": name, "status": shown, "init_kind": cluster["init_kind"], "nodes": 1, "cloud": "AWS"})
+        address = state["address"]
+        lines = ["# Added by sky", f"Host {name}", *(f"  {key} {value}" for key, value in address.items()), ""]
+        folder = home / ".sky/generated/ssh"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("\n".join([*lines, f"Host {name}-worker1", "  HostName 10.9.9.9"]))
+    say(json.dumps(found, indent=2))
+    return 0
+
+
+def gpus(options: argparse.Namespace) -> int:
+    """Print what there is of a GPU."""
+    name, _, count = options.accelerator.partition(":")
+    found: dict[str, list[State]] = {}
+    for row in CATALOG:
+        kind = dict(zip(FIELDS, row, strict=True))
+        is_meant = name.lower() in kind["accelerator_name"].lower() and kind["accelerator_count"] == int(count)
+        if is_meant and kind["cloud"].lower() == options.infra:
+            found.setdefault(kind["accelerator_name"], []).append({**kind, "cpu_count": 8.0, "memory": 64.0})
+    say(json.dumps(found, indent=2))
+    return 0
+
+
+def down(state: State, options: argparse.Namespace) -> int:
+    """End clusters."""
+    for name in options.clusters:
+        if name not in state["clusters"]:
+            say(f"Cluster(s) not found: \x1b[1m{name}\x1b[0m.")
+            continue
+        if takes(state, "fail_downs"):
+            sys.stderr.write("the cloud did not answer\n")
+            return 1
+        del state["clusters"][name]
+    return 0
+
+
+def main() -> int:
+    """One call."""
+    folder, home, words = Path(sys.argv[1]), Path.home(), sys.argv[2:]
+    options = parse(words)
+    with opened(folder) as state:
+        state["calls"].append(words)
+        hang_s = state["faults"].pop("hang_launch_s", 0) if options.command == "launch" else 0
+        if options.command == "check":
+            say(json.dumps(CAN, indent=2))
+            code = 0
+        elif options.command == "gpus":
+            code = gpus(options)
+        elif options.command == "status":
+            code = status(state, options, home)
+        else:
+            code = {"launch": launch, "down": down}[options.command](state, options)
+    sys.stdout.flush()
+    time.sleep(hang_s)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
