@@ -71,7 +71,7 @@ def test_offers_of_all_providers_are_one_table_cheapest_first(
     assert [line.split()[0] for line in lines[1:4]] == ["2.49", "2.49", "2.99"]
     assert {"lambda", "runpod"} <= set(result.stdout.split()) and "A6000" not in result.stdout
     without_key = "Prime Intellect (PRIME_API_KEY), Shadeform (SHADEFORM_API_KEY), Vast.ai (VAST_API_KEY)"
-    assert lines[-1] == f"not asked, for want of a key: {without_key}"
+    assert lines[-1] == f"not asked, for want of a key: {without_key}, SkyPilot (ROLLOUTS_SKY)"
 
 
 def test_filters_reach_the_search(runpod: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
