@@ -109,6 +109,7 @@ def test_a_run_rents_a_machine_works_on_it_and_gives_it_back(
     assert len(fake.machines) == 1
 
 
+@pytest.mark.matrix
 def test_a_run_on_a_machine_that_somebody_rented_leaves_it_there(
     rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
 ) -> None:
@@ -280,6 +281,7 @@ def test_a_run_whose_stages_are_finished_rents_nothing(
     assert sorted(hows) == [["ran"] * 3, ["reused"] * 3]
 
 
+@pytest.mark.matrix
 def test_retry_of_a_run_that_failed_goes_on_with_the_machine_that_it_kept(
     served: Rollouts,  # noqa: F811
     server: SSHServer,
