@@ -15,13 +15,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from infra.errors import MachineGoneError, PermanentInfraError, ProviderUnavailableError, TransientInfraError
+from infra.errors import MachineGoneError, PermanentInfraError, TransientInfraError
 from infra.host_keys import noted_fingerprint
-from infra.node import InstanceNode, Node, SSHAccess
+from infra.node import InstanceNode, Node
 from infra.offers import Instance, InstanceStatus
 from infra.providers.clouds import open_account
-from infra.providers.rented import access_to, known_hosts_of
-from infra.providers.ssh import PROGRAMS_DIR, expand_root
+from infra.providers.rented import access_now, access_to, known_hosts_of, open_ssh
+from infra.providers.ssh import expand_root, open_ssh_session
 from infra.session import Session
 
 STARTED_WITHIN_S = 900.0
@@ -41,8 +41,6 @@ def provision_instance(settings: InstanceNode, store: Path, say: Say) -> Node:
         PermanentInfraError: it does not run, its interpreter cannot be run, or `root` is not a usable path.
         HostKeyError, LoginError, NodeUnreachableError: one sentence about the login.
     """
-    from infra.ssh_session import SSHSession  # paramiko loads here
-
     instance = wait_until_running(settings.instance, say)
     mirror = store.expanduser().absolute()
     known = known_hosts_of(store, settings.instance)
@@ -52,7 +50,7 @@ def provision_instance(settings: InstanceNode, store: Path, say: Say) -> Node:
         known_hosts=(str(known),),
         first_use_file=str(known),
     )
-    with SSHSession(access, python=settings.python, programs_dir="") as session:
+    with open_ssh(access, python=settings.python) as session:
         root = expand_root(session, settings.python, settings.root)
         believed_by = session.host_key_evidence.value
     price = "" if instance.usd_per_hour is None else f" and costs {instance.usd_per_hour:.2f} USD/h"
@@ -111,23 +109,6 @@ def find_instance(name: str) -> Instance:
     return instance
 
 
-def current_access(node: Node) -> SSHAccess:
-    """How the machine is reached now; its provider may have moved it.
-
-    Raises:
-        MachineGoneError, PermanentInfraError: it is gone or does not run.
-    """
-    assert node.access is not None
-    try:
-        instance = find_instance(node.name)
-    except ProviderUnavailableError as error:
-        logger.info("the address of %s may be old: %s", node.name, error)
-        return node.access
-    if not instance.has_address:
-        return node.access
-    return replace(node.access, host=instance.host, port=instance.port, user=instance.user)
-
-
 def release_instance(node: Node) -> None:
     """Leave the machine as it is."""
     logger.info("%s runs on", node.name)
@@ -135,12 +116,4 @@ def release_instance(node: Node) -> None:
 
 def open_instance_session(node: Node) -> Session:
     """A session on the machine, at whatever address it has when the session connects."""
-    from infra.ssh_session import SSHSession  # paramiko loads here
-
-    assert node.access is not None, f"{node.name} has no address"
-    return SSHSession(
-        node.access,
-        python=node.python,
-        programs_dir=f"{node.root}/{PROGRAMS_DIR}",
-        find_access=partial(current_access, node),
-    )
+    return open_ssh_session(node, find_access=partial(access_now, node, partial(find_instance, node.name)))

@@ -34,7 +34,7 @@ from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import InstanceNode, Node, RentedNode, SSHAccess
 from infra.offers import Instance, Offer
 from infra.providers.clouds import account_of, credentials_in_use, open_clouds, require_keys
-from infra.providers.ssh import CALL_TIMEOUT_S, PROGRAMS_DIR, expand_root
+from infra.providers.ssh import CALL_TIMEOUT_S, expand_root, open_ssh_session
 from infra.provision import Pace, RentRequest, release_machine, rent_machine, search_offers
 from infra.reaper import reap
 from infra.rentals import Rental, RentalState, change_rental, find_rental, in_utc, rentals_of
@@ -203,15 +203,7 @@ def _end_expired(node: Node) -> None:
 
 def open_rented_session(node: Node) -> Session:
     """A session on the machine, at whatever address it has when the session connects."""
-    from infra.ssh_session import SSHSession  # paramiko loads here
-
-    assert node.access is not None, f"{node.name} has no address"
-    return SSHSession(
-        node.access,
-        python=node.python,
-        programs_dir=f"{node.root}/{PROGRAMS_DIR}",
-        find_access=partial(current_access, node),
-    )
+    return open_ssh_session(node, find_access=partial(access_now, node, partial(find_machine, node)))
 
 
 def check_rentable(settings: RentedNode) -> str:
@@ -341,28 +333,38 @@ def open_ssh(access: SSHAccess, *, python: str) -> "SSHSession":
     return SSHSession(access, python=python, programs_dir="")
 
 
-def current_access(node: Node) -> SSHAccess:
-    """How the node is reached now; its provider may have moved it.
+def access_now(node: Node, find: Callable[[], Instance]) -> SSHAccess:
+    """How the machine is reached now; its provider may have moved it.
+
+    Args:
+        find: asks the provider for the machine, and raises a PermanentInfraError where it is of no use any more.
+    """
+    assert node.access is not None
+    try:
+        instance = find()
+    except ProviderUnavailableError as error:
+        logger.info("the address of %s may be old: %s", node.name, error)
+        return node.access
+    if not instance.has_address:
+        return node.access
+    return replace(node.access, host=instance.host, port=instance.port, user=instance.user)
+
+
+def find_machine(node: Node) -> Instance:
+    """The node's machine as its provider describes it now.
 
     Raises:
         MachineGoneError: it is no more.
     """
-    assert node.access is not None
     with rental_of(node) as (_, rental, cloud):
-        try:
-            instance = cloud.get(rental.instance_id)
-        except ProviderUnavailableError as error:
-            logger.info("the address of %s may be old: %s", node.name, error)
-            return node.access
+        instance = cloud.get(rental.instance_id)
     if instance is None or not instance.status.may_become_usable:
         how = "gone" if instance is None else instance.status.value
         raise MachineGoneError(
             f"{node.name} is {how}: its provider took it away, or it expired. The same command goes on from the last "
             "checkpoint on another machine"
         )
-    if not instance.has_address:
-        return node.access
-    return replace(node.access, host=instance.host, port=instance.port, user=instance.user)
+    return instance
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Not here: the session itself (ssh_session.py), what the machine must have (boots
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,9 +94,14 @@ def release_ssh(node: Node) -> None:
     logger.info("kept %s: %s is nobody's to give back", node.root, node.name)
 
 
-def open_ssh_session(node: Node) -> Session:
-    """A session on the machine."""
+def open_ssh_session(node: Node, *, find_access: Callable[[], SSHAccess] | None = None) -> Session:
+    """A session on the machine.
+
+    Args:
+        find_access: asked before every connection where the machine's address may change.
+    """
     from infra.ssh_session import SSHSession  # paramiko loads here
 
     assert node.access is not None, f"{node.name} has no address"
-    return SSHSession(node.access, python=node.python, programs_dir=f"{node.root}/{PROGRAMS_DIR}")
+    programs_dir = f"{node.root}/{PROGRAMS_DIR}"
+    return SSHSession(node.access, python=node.python, programs_dir=programs_dir, find_access=find_access)
