@@ -19,6 +19,7 @@ it again.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 import stat
@@ -240,9 +241,10 @@ def _measured(store: Path, found: Sequence[FoundFolder]) -> list[FoundFolder]:
 
 
 def _num_bytes(place: Path, seen: set[tuple[int, int]]) -> int:
-    """What the files to be removed take, but those that were seen; a job may be removing some of them meanwhile."""
+    """What the files to be removed take, but those that were seen; somebody may be removing some of them meanwhile."""
     total = 0
-    for path in (each for folder in _removable(place) for each in folder.rglob("*")):
+    walked = (each for folder in _removable(place) for each in os.walk(folder))  # passes over folders that vanish
+    for path in (Path(parent, name) for parent, _, names in walked for name in names):
         with suppress(OSError):
             status = path.lstat()
             if stat.S_ISREG(status.st_mode) and (status.st_dev, status.st_ino) not in seen:
