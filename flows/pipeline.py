@@ -55,7 +55,7 @@ from tasks.caching import run_cached
 from tasks.candidate import register_candidate
 from tasks.engine import kept_alive, launch_engine, stop_engine
 from tasks.evaluate import evaluate_models
-from tasks.finished import RunStage, StageTask, machine_to_spare
+from tasks.finished import RunStage, StageTask, placeholder_if_finished
 from tasks.inputs import named_urls
 from tasks.places import note_named
 from tasks.plan import (
@@ -238,7 +238,7 @@ def machine_of_the_run(
 
     Work on a rented one ends before it expires, and it ends then.
     """
-    if (nowhere := machine_to_spare(settings, scope, stages)) is not None:
+    if (nowhere := placeholder_if_finished(settings, scope, stages)) is not None:
         yield nowhere
         return
     machine = provision(settings, scope)

@@ -56,5 +56,5 @@ def run_cached(
     # What counts is the directory that was just verified: the store may have been moved, or a flow killed after its
     # job replaced a damaged result and before Prefect took note of the new one.
     result = RunDirectory(Path(stage.run_dir)).read_result() or record.result
-    reused = {"how": "reused", "why": why_so("reused", stage, scope), "seconds": 0.0}
+    reused = {"how": "reused", "why": why_so("reused", stage, scope, result), "seconds": 0.0}
     return record.model_copy(update={**reused, "run_dir": stage.run_dir, "result": result})

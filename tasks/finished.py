@@ -1,7 +1,7 @@
 """Find out, before a machine is rented, whether a run has anything left to do on one.
 
-A run with the settings and data of an earlier one, an evaluation of models that were scored before, a run that was
-killed while it wrote its report: their stages are finished, and a machine would cost money for nothing.
+A run with the settings and data of an earlier one, an evaluation of models that were scored before: their stages are
+finished, and a machine would cost money for nothing.
 
 Not here: taking what is finished (caching.py), which stages there are (flows/pipeline.py).
 """
@@ -31,7 +31,7 @@ class _UnfinishedError(Exception):
     """A stage is left to do."""
 
 
-def machine_to_spare(
+def placeholder_if_finished(
     settings: NodeSettings, scope: RunScope, run_stages: Callable[[Node, RunStage], object]
 ) -> Node | None:
     """What stands for a rented machine on which nothing would be done; None where a machine is needed.

@@ -78,22 +78,28 @@ def run_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
         fingerprint=stage.fingerprint,
         run_dir=stage.run_dir,
         how=how,
-        why=damage or begun or taken or why_so(how, stage, scope),
+        why=damage or begun or why_so(how, stage, scope, result),
         seconds=seconds,
         result=result,
     )
 
 
-def why_so(how: How, stage: Stage, scope: RunScope) -> str:
-    """Why a stage was begun, attached to or reused."""
+def why_so(how: How, stage: Stage, scope: RunScope, result: Mapping[str, Any]) -> str:  # Any: JSON
+    """Why a stage was begun, attached to or reused.
+
+    Args:
+        result: the stage's record.
+    """
     if how == "ran":
         return "asked for by run.fresh" if stage.name in scope.fresh else "nobody had finished the same"
+    if scored_by := result.get("reused_from"):
+        return f"run {' and '.join(scored_by)} scored the same"
     with Ledger(scope.ledger_path) as ledger:
         use = ledger.first_use(Path(stage.run_dir).name)
+    state = "finished before" if how == "reused" else "under way"
     if use is None:
-        return "it was there"
-    who = "an earlier try of this run" if use.run_id == scope.run_id else f"run {use.run}"
-    return f"{who} finished the same" if how == "reused" else f"{who} had begun the same"
+        return state
+    return f"{state}, first for {'an earlier try of this run' if use.run_id == scope.run_id else f'run {use.run}'}"
 
 
 def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgress) -> How:

@@ -38,8 +38,8 @@ def test_a_run_leaves_a_report_and_a_checkpoint_and_a_second_one_reuses_all_stag
     (second,) = set((rollouts.store / "runs").iterdir()) - {first}
     record = json.loads((second / "run.json").read_text())
     assert [stage["how"] for stage in record["stages"]] == ["reused"] * 5
-    assert {stage["why"] for stage in record["stages"]} == {f"run {first.name} finished the same"}
-    assert f"run {first.name} finished the same" in (second / "report.html").read_text()
+    assert {stage["why"] for stage in record["stages"]} == {f"finished before, first for run {first.name}"}
+    assert f"finished before, first for run {first.name}" in (second / "report.html").read_text()
     assert len(list((rollouts.store / "stages").glob("*/exit-1.json"))) == 6  # five stages and the engine, once each
 
 

@@ -77,7 +77,7 @@ def test_what_the_run_scored_is_taken_under_other_names_and_order(
     finish(planned(models, config, "trained")[0], SCORES)
     stage, scope = planned({"model": models["sft"], "baseline": models["base"]}, config, "by-hand")
     record = run_stage(stage, scope, here(Path(scope.store)))  # starts no job: its model could not be loaded
-    assert record.how == "reused"
+    assert (record.how, record.why) == ("reused", "run trained-trained- scored the same")
     assert [(each["name"], each["scores"]) for each in record.result["checkpoints"]] == [
         ("model", SCORES["sft"]),
         ("baseline", SCORES["base"]),
@@ -86,6 +86,7 @@ def test_what_the_run_scored_is_taken_under_other_names_and_order(
     assert record.result["reused_from"] == ["trained-trained-"]
     assert (Path(stage.run_dir) / "samples/model.jsonl").read_text() == "what sft said"
     assert take_earlier_scores(stage, scope) == "", "it has its record now"
+    assert run_stage(stage, scope, here(Path(scope.store))).why == record.why
 
 
 def test_it_says_which_run_scored_it(config: Config, models: dict[str, InputModel]) -> None:

@@ -19,7 +19,7 @@ from infra.providers import open_session
 from infra.rentals import Rental, RentalState, add_rental
 from rollouts_core.checkpoint import load_manifest, new_checkpoint
 from rollouts_core.run_directory import RunDirectory
-from tasks.finished import RunStage, machine_to_spare
+from tasks.finished import RunStage, placeholder_if_finished
 from tasks.records import RunScope, Stage, StageRecord
 from tasks.select import select_checkpoint
 from tasks.sft import train_sft
@@ -57,7 +57,7 @@ def spared(stages: dict[str, Stage], scope: RunScope, settings: NodeSettings = R
         assert trained.how == "reused" and trained.result["checkpoints"][0]["step"] == 20
         return [trained, run(select_checkpoint, stages["select-sft"])]
 
-    return machine_to_spare(settings, scope, run_stages)
+    return placeholder_if_finished(settings, scope, run_stages)
 
 
 @pytest.fixture
