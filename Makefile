@@ -27,7 +27,7 @@ test-fast: $(READY)
 
 # Most lie in one file: they are spread one by one.
 test-matrix: $(READY)
-	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 -m matrix tests/flows
+	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 -m matrix
 
 test-engines: $(READY) engines
 	$(BIN)/python -m pytest -m engine tests/engines

@@ -79,6 +79,7 @@ def rent(world: World) -> Rental:
         return world.rent(replace(REQUEST, credentials="team"))
 
 
+@pytest.mark.matrix
 def test_machines_are_ended_with_the_credentials_that_rented_them(
     served: Rollouts,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

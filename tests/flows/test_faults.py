@@ -46,6 +46,7 @@ GONE_S = 15.0
 # ── the kills ──
 
 
+@pytest.mark.matrix
 def test_a_killed_rl_fails_the_run_and_the_same_command_goes_on_from_its_checkpoint(
     rollouts: Rollouts, after_sft: Path
 ) -> None:
@@ -69,6 +70,7 @@ def test_a_killed_rl_fails_the_run_and_the_same_command_goes_on_from_its_checkpo
     assert_resumed(rl, attempt=2)
 
 
+@pytest.mark.matrix
 def test_a_run_whose_supervisor_is_killed_resumes_by_itself(rollouts: Rollouts, tmp_path: Path) -> None:
     config = write_small_pipeline(tmp_path / "small", mode="sft", **LONG)
     process, sft = run_until(rollouts, config, "sft")
@@ -102,6 +104,7 @@ def test_ctrl_c_ends_the_job_although_a_dead_flow_wanted_it_too_and_the_next_run
     assert_resumed(rl, attempt=2)
 
 
+@pytest.mark.matrix
 def test_of_two_engines_one_may_be_gone_for_good_and_rl_goes_on_with_the_other(
     rollouts: Rollouts, tmp_path: Path
 ) -> None:
@@ -145,6 +148,7 @@ def test_a_killed_engine_comes_back_on_its_port_and_nothing_is_sampled_from_its_
 # ── two runs at once ──
 
 
+@pytest.mark.matrix
 def test_two_runs_at_once_train_their_common_sft_once(rollouts: Rollouts, tmp_path: Path) -> None:
     config = write_small_pipeline(tmp_path / "small")
     other_config = config.with_name("other.toml")
@@ -204,7 +208,11 @@ def test_sft_alone_ends_with_the_selected_sft_checkpoint(finished_sft: Path) -> 
 
 @pytest.mark.parametrize(
     ("harm", "step", "resumed_from"),
-    [("changed", 100, None), ("deleted", 100, None), ("changed", 200, 100)],
+    [
+        ("changed", 100, None),
+        pytest.param("deleted", 100, None, marks=pytest.mark.matrix),
+        pytest.param("changed", 200, 100, marks=pytest.mark.matrix),
+    ],
 )
 def test_a_damaged_checkpoint_is_trained_again_and_is_the_same_as_before(
     rollouts: Rollouts, after_sft: Path, harm: str, step: int, resumed_from: int | None
@@ -238,6 +246,7 @@ def test_a_store_that_was_moved_and_lost_a_record_of_prefects_cache_is_used_wher
     assert all(Path(stage["run_dir"]).is_relative_to(rollouts.store) for stage in stages)
 
 
+@pytest.mark.matrix
 def test_a_demonstration_more_trains_sft_anew(rollouts: Rollouts, after_sft: Path) -> None:
     data = after_sft.with_name("sft.jsonl")
     data.write_text(data.read_text() + data.read_text().splitlines()[0] + "\n")
@@ -247,6 +256,7 @@ def test_a_demonstration_more_trains_sft_anew(rollouts: Rollouts, after_sft: Pat
     assert last_run(rollouts)["stages"][0]["how"] == "ran"
 
 
+@pytest.mark.matrix
 def test_fresh_trains_sft_anew_in_another_directory(rollouts: Rollouts, after_sft: Path) -> None:
     sft = run_dir(rollouts, "sft")
     code, output = rollouts.run("run", str(after_sft), "--fresh", "sft")

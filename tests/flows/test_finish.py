@@ -96,6 +96,7 @@ def test_a_run_goes_on_with_what_it_has_and_the_next_one_trains_the_rest_as_if_n
     assert histories[0] == histories[1]
 
 
+@pytest.mark.matrix
 def test_the_deployment_finishes_a_run_whose_retry_keeps_the_shortened_training(
     served: Rollouts,  # noqa: F811
     tmp_path: Path,
@@ -139,6 +140,7 @@ def test_the_deployment_finishes_a_run_whose_retry_keeps_the_shortened_training(
     assert run_dir(served, "sft") == sft
 
 
+@pytest.mark.matrix
 def test_a_training_on_another_machine_is_finished_there_and_the_next_run_trains_the_rest_there(
     rollouts: Rollouts,
     server: SSHServer,  # noqa: F811

@@ -63,6 +63,7 @@ def test_rl_alone_and_rl_from_its_rollouts_without_an_engine_train_the_same(roll
     assert any("Recorded rollouts" in report for report in reports)
 
 
+@pytest.mark.matrix
 def test_a_run_whose_rl_learns_nothing_fails_and_says_so(rollouts: Rollouts, tmp_path: Path) -> None:
     config = write_small_pipeline(
         tmp_path / "small", training__rl__optim={"lr": 0.0, "schedule": "constant"}, evaluation__max_p_value=0.01

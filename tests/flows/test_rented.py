@@ -127,6 +127,7 @@ def test_a_run_on_a_machine_that_somebody_rented_leaves_it_there(
     verify_checkpoint(run / "checkpoint")
 
 
+@pytest.mark.matrix
 def test_ctrl_c_fetches_the_last_checkpoint_and_gives_the_machine_back(
     rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
 ) -> None:
@@ -220,6 +221,7 @@ def kill_the_job(machine: Path) -> None:
     os.kill(program_of(stage), signal.SIGKILL)
 
 
+@pytest.mark.matrix
 def test_a_run_that_fails_keeps_its_machine_until_a_reaper_ends_it_in_time(
     rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
 ) -> None:
@@ -309,6 +311,7 @@ def test_retry_of_a_run_that_failed_goes_on_with_the_machine_that_it_kept(
     assert len(list(machine.glob("stages/sft-*/exit-*.json"))) == 2
 
 
+@pytest.mark.matrix
 def test_a_run_that_was_killed_goes_on_with_its_machine(
     rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
 ) -> None:

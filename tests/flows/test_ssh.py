@@ -90,6 +90,7 @@ def test_the_pipeline_over_ssh_ends_as_on_this_machine(
     assert verify_checkpoint(run / "checkpoint").digest == over_ssh.digest
 
 
+@pytest.mark.matrix
 def test_a_run_survives_cuts_of_its_connections(
     rollouts: Rollouts, server: SSHServer, node_root: Path, tmp_path: Path
 ) -> None:

@@ -223,6 +223,7 @@ def test_what_cannot_be_is_one_sentence(served: Rollouts, tmp_path: Path) -> Non
         assert len(output.splitlines()) == 1
 
 
+@pytest.mark.matrix
 def test_down_leaves_a_training_job_alone(served: Rollouts, tmp_path: Path) -> None:
     config = write_small_pipeline(tmp_path / "small", mode="sft", **LONG)
     up(served, str(config))
@@ -256,6 +257,7 @@ def test_a_cancelled_run_ends_its_job_and_leaves_a_whole_checkpoint(served: Roll
     assert last.step == events_of(rl, "checkpoint")[-1]["step"] < NUM_STEPS
 
 
+@pytest.mark.matrix
 def test_a_run_whose_processes_were_killed_can_be_cancelled(served: Rollouts, tmp_path: Path) -> None:
     longer = LONG | {"training__sft__num_steps": 2_000}
     up(served, str(write_small_pipeline(tmp_path / "small", mode="sft", **longer)))
@@ -272,6 +274,7 @@ def test_a_run_whose_processes_were_killed_can_be_cancelled(served: Rollouts, tm
     assert json.loads((sft / "exit-1.json").read_text())["cancelled"]
 
 
+@pytest.mark.matrix
 def test_a_run_whose_process_is_killed_is_started_again_as_often_as_it_may_be(served: Rollouts, tmp_path: Path) -> None:
     config = write_small_pipeline(tmp_path / "small", mode="sft", run={"name": "small", "restarts": 1}, **LONG)
     up(served, str(config))

@@ -235,6 +235,7 @@ def test_rl_killed_six_times_is_the_run_that_was_not(
     assert_same_run(straight, killed)
 
 
+@pytest.mark.matrix
 def test_rl_that_generates_ahead_killed_six_times_is_the_run_that_was_not(
     base: InputModel, quickstart_dir: Path, engine: EngineAddress, tmp_path: Path
 ) -> None:
@@ -247,6 +248,7 @@ def test_rl_that_generates_ahead_killed_six_times_is_the_run_that_was_not(
     assert {row["staleness_max"] for row in read_rows(straight)} == {0.0, 1.0, 2.0}
 
 
+@pytest.mark.matrix
 def test_rl_with_over_sampling_follows_its_log_after_every_kill(
     base: InputModel, quickstart_dir: Path, engine: EngineAddress, tmp_path: Path
 ) -> None:

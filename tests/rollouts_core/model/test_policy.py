@@ -197,6 +197,7 @@ def test_recomputed_activations_give_the_same_gradient(base_model: ModelConfig) 
     assert_equal_tensors(copy_weights(saving), copy_weights(plain))
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_compiled_layers_train_as_plain_ones_do(base_model: ModelConfig) -> None:
     found = take_steps(create_backend(base_model, PolicyConfig(compile=True)), range(2))
