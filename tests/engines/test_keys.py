@@ -37,7 +37,7 @@ OPEN = {"embedded": (), "sglang": (), "vllm": ("/collective_rpc", "/update_weigh
     [
         pytest.param("embedded", marks=pytest.mark.slow),
         pytest.param("sglang", marks=pytest.mark.engine),
-        pytest.param("vllm", marks=pytest.mark.engine),
+        pytest.param("vllm", marks=[pytest.mark.engine, pytest.mark.matrix]),
     ],
 )
 def test_a_server_with_a_key_answers_those_who_have_it(

@@ -18,7 +18,7 @@ from tests.engines.servers import serving
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 
-@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+@pytest.mark.parametrize("kind", [pytest.param("sglang", marks=pytest.mark.matrix), "vllm"])
 def test_a_killed_engine_leaves_no_shared_memory_behind(kind: EngineKind, start: SavedModel, tmp_path: Path) -> None:
     with serving(kind, start.directory, tmp_path / "run") as server:
         assert server.process is not None

@@ -27,7 +27,14 @@ HIDDEN_SIZE = 128
 
 
 @pytest.mark.parametrize(
-    ("kind", "transfer"), [("sglang", "auto"), ("sglang", "gloo"), ("sglang", "tensors"), ("vllm", "auto")]
+    ("kind", "transfer"),
+    [
+        ("sglang", "auto"),
+        # What test_sending.py does without a run.
+        pytest.param("sglang", "gloo", marks=pytest.mark.matrix),
+        pytest.param("sglang", "tensors", marks=pytest.mark.matrix),
+        ("vllm", "auto"),
+    ],
 )
 def test_a_run_samples_from_the_engine_it_names_and_the_trainer_agrees_with_its_logprobs(
     rollouts: Rollouts, tmp_path: Path, kind: EngineKind, transfer: WeightTransfer

@@ -208,6 +208,7 @@ def test_a_router_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
         asyncio.run(wait())
 
 
+@pytest.mark.matrix
 def test_a_run_samples_through_the_router_that_it_names(router: Router, rollouts: Rollouts, tmp_path: Path) -> None:
     config = write_small_pipeline(
         tmp_path / "small",

@@ -193,7 +193,15 @@ def test_where_checksums_cannot_be_compared_a_canary_knows_what_was_sent(
     asyncio.run(send())
 
 
-@every_way
+@pytest.mark.parametrize(
+    ("server", "way"),
+    [
+        pytest.param("embedded", "gloo", marks=pytest.mark.slow),
+        pytest.param("sglang", "gloo", marks=[pytest.mark.engine, pytest.mark.matrix]),
+        pytest.param("sglang", "tensors", marks=pytest.mark.engine),
+    ],
+    indirect=["server"],
+)
 def test_an_engine_that_stands_still_holds_no_other_up_and_rejoins_when_it_was_started_anew(
     server: Server, other: Server, start: SavedModel, trained: SavedModel, way: SentBy
 ) -> None:

@@ -84,6 +84,7 @@ def test_a_run_with_its_engine_on_another_machine_ends_as_on_one_and_its_key_is_
     assert digest_of_the_run(rollouts) == digest_trained_here(local_config, served_home, tmp_path)
 
 
+@pytest.mark.matrix
 def test_a_machine_of_engines_that_is_lost_is_named_and_the_same_command_completes_when_it_is_back(
     rollouts: Rollouts, cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -37,6 +37,7 @@ def test_the_number_is_kept_and_a_damaged_one_is_named(tmp_path: Path) -> None:
             load_gpu_slots(tmp_path)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_runs_beyond_the_slots_are_queued_until_there_is_one(served: Rollouts, tmp_path: Path) -> None:  # noqa: F811
     config = write_small_pipeline(tmp_path / "small", mode="sft", **LONG)

@@ -77,6 +77,7 @@ def test_what_nobody_wants_is_ended_and_the_table_says_what_stays_and_why(
         assert fake.alive() == []
 
 
+@pytest.mark.matrix
 def test_a_provider_that_cannot_be_asked_fails_the_run_with_a_sentence(
     served: Rollouts,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

@@ -153,6 +153,7 @@ def test_before_the_money_is_used_up_the_last_checkpoint_is_fetched_and_the_mach
     assert last_line.startswith(f"rollouts: the work on {rental.name} was ended, because its hours (node.max_hours) or")
 
 
+@pytest.mark.matrix
 def test_of_a_killed_run_that_is_cancelled_the_last_checkpoint_is_fetched_with_the_credentials_of_the_run(
     rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -180,6 +180,7 @@ def test_a_person_is_asked_and_the_question_outlives_everything_until_it_is_answ
     assert production(served) == registered(served)[1]
 
 
+@pytest.mark.matrix
 def test_a_retry_of_a_retraining_attaches_to_its_job_and_another_one_waits_for_it(
     served: Rollouts,  # noqa: F811
     tmp_path: Path,

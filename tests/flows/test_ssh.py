@@ -59,6 +59,7 @@ def stages_of(store: Path) -> dict[str, Path]:
     return {path.name.rpartition("-")[0]: path for path in (store / "stages").iterdir()}
 
 
+@pytest.mark.matrix
 def test_the_pipeline_over_ssh_ends_as_on_this_machine(
     rollouts: Rollouts, served_home: Path, server: SSHServer, node_root: Path, tmp_path: Path
 ) -> None:
