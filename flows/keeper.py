@@ -1,5 +1,7 @@
 """The process of a store's Prefect server: serve until nobody uses it any more.
 
+A server whose services stand still (pulse.py) becomes a new one, in the same process and at the same socket.
+
 Not here: its users, and the locks' meaning (server.py). It is started by `server._start_keeper` alone.
 """
 
@@ -17,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from flows.locks import open_lock, try_lock
+from flows.pulse import Pulse
 
 HOST = "127.0.0.1"
 STOP_TIMEOUT_S = 8.0
@@ -45,15 +48,16 @@ def _write_address(home: Path, port: int) -> None:
 def _keep(home: Path, listener: socket.socket) -> None:
     """Serve Prefect until nobody is left or SIGTERM comes."""
     signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(0))
-    threading.Thread(target=_stop_when_unused, args=(home,), daemon=True).start()
+    pulse = Pulse()
+    threading.Thread(target=_watch, args=(home, pulse), daemon=True).start()
     _write_address(home, listener.getsockname()[1])
     try:
-        _serve(listener)
+        _serve(listener, pulse)
     finally:
         (home / "server.json").unlink(missing_ok=True)
 
 
-def _serve(listener: socket.socket) -> None:
+def _serve(listener: socket.socket, pulse: Pulse) -> None:
     cores = _stay_on_one_core()
     gc.disable()  # collecting costs 0.3 s of the imports' 3, and 1 s of the 6 in which a new database is migrated
     import uvicorn
@@ -68,7 +72,9 @@ def _serve(listener: socket.socket) -> None:
             gc.freeze()
             gc.enable()
             _use_cores(cores)
+            pulse.begin()
 
+    pulse.register()
     app = patient(create_app(final=True))
     config = uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
     Server(config).run(sockets=[listener])
@@ -94,8 +100,8 @@ def _use_cores(cores: set[int]) -> None:
             os.sched_setaffinity(int(thread.name), cores)
 
 
-def _stop_when_unused(home: Path) -> None:
-    """End this process once the lock of the users was free for UNUSED_S."""
+def _watch(home: Path, pulse: Pulse) -> None:
+    """End this process once the lock of the users was free for UNUSED_S; begin anew where the services stand still."""
     users_lock = open_lock(home / "users.lock")
     start_lock = open_lock(home / "start.lock")
     used_at = time.monotonic()
@@ -103,6 +109,8 @@ def _stop_when_unused(home: Path) -> None:
         time.sleep(POLL_S)
         if os.fstat(sys.stderr.fileno()).st_size > MAX_LOG_BYTES:
             os.ftruncate(sys.stderr.fileno(), 0)
+        if pulse.has_stopped:
+            _begin_anew(pulse)
         if not try_lock(start_lock, fcntl.LOCK_EX):
             used_at = time.monotonic()
             continue
@@ -116,6 +124,15 @@ def _stop_when_unused(home: Path) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(STOP_TIMEOUT_S)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _begin_anew(pulse: Pulse) -> None:
+    """Become a new server; the locks and the socket are kept, so that those who call wait for a moment."""
+    sys.stderr.write(
+        f"the services of Prefect's server stand still: it is started anew. What waited:\n{pulse.describe()}\n"
+    )
+    sys.stderr.flush()
+    os.execv(sys.executable, sys.orig_argv)
 
 
 def main() -> None:

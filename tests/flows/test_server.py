@@ -46,6 +46,20 @@ with local_server(Path(sys.argv[1])) as address:
     sys.stdin.read()
 """
 
+STANDSTILL_S = 3.0
+STANDING_STILL = """
+import asyncio, datetime, pathlib
+import flows.pulse
+flows.pulse.BEAT_EVERY, flows.pulse.STANDSTILL_S = datetime.timedelta(seconds=0.5), 3.0
+once = pathlib.Path({once!r})
+if not once.exists():
+    import burner_redis
+    async def wait_for_ever(*arguments, **options):
+        once.touch()
+        await asyncio.Event().wait()
+    burner_redis.BurnerRedis.xreadgroup = wait_for_ever
+"""
+
 FLOW_USER = """
 import logging, os, sys
 from pathlib import Path
@@ -194,6 +208,24 @@ def test_a_killed_server_comes_back_on_its_port_where_runs_look_for_it(store: Pa
 
 
 @pytest.mark.slow
+def test_a_server_whose_services_stand_still_begins_anew_at_its_address(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise no schedule ever fires again, and nobody is told."""
+    (tmp_path / "sitecustomize.py").write_text(STANDING_STILL.format(once=str(tmp_path / "once")))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    with local_server(store) as address:
+        first = keeper_pid(store)
+        wait_until(lambda: keeper_pid(store) != first, timeout_s=60.0)
+        wait_until(lambda: is_healthy(address), timeout_s=60.0)
+        log = (store / "prefect/server.log").read_text()
+        assert log.count("stand still: it is started anew. What waited:") == 1
+        assert str(tmp_path / "sitecustomize.py") in log
+        second = keeper_pid(store)
+        time.sleep(3 * STANDSTILL_S)
+        assert keeper_pid(store) == second, log
+
+
 @pytest.mark.slow
 def test_the_only_run_of_a_deployment_keeps_its_slot_when_the_server_is_killed(store: Path) -> None:
     """Otherwise Prefect ends a retraining at its next renewal: within four minutes, without a word of the server."""
