@@ -28,6 +28,7 @@ from infra.sync import list_files
 
 FORMAT = 1
 PUBLICATION, MANIFEST = "publication.json", "manifest.json"
+CHECKPOINT_FOLDER = "checkpoints/{digest}"
 PROBE = ".write-probe"
 DIGEST_CHARS = 16
 
@@ -91,7 +92,7 @@ def publish_run(store: ObjectStore, *, run_id: str, checkpoint: Path, records: M
         TransientInfraError: the connection broke, or a file changed meanwhile; the next call goes on from there.
         PermanentInfraError: the store refuses, or the checkpoint holds something else than plain files.
     """
-    sent = send_folder(store, "checkpoints/{digest}", {name: checkpoint / name for name in list_files(checkpoint)})
+    sent = send_folder(store, CHECKPOINT_FOLDER, {name: checkpoint / name for name in list_files(checkpoint)})
     noted = send_folder(store, f"runs/{run_id[:8]}-{{digest}}", records)
     files = {f"{each.folder}/{name}": digest for each in (sent, noted) for name, digest in each.files.items()}
     content = {
@@ -113,20 +114,32 @@ def send_folder(store: ObjectStore, folder: str, files: Mapping[str, Path]) -> S
         folder: its name; "{digest}" in it becomes the beginning of a digest of all files.
     """
     try:
-        digests = {name: store.digest(path) for name, path in sorted(files.items())}
-        total = hashlib.sha256("".join(f"{name}\0{each.sha256}\n" for name, each in digests.items()).encode())
-        place = folder.format(digest=total.hexdigest()[:DIGEST_CHARS])
-        there = store.list(place)
-        num_sent_bytes = 0
-        for name in sorted(digests, key=lambda name: (Path(name).name == MANIFEST, name)):
-            key = f"{place}/{name}"
-            if key in there and store.holds(key, there[key], digests[name]):
-                continue
-            store.upload(key, files[name], digests[name])
-            num_sent_bytes += digests[name].size
+        place, digests = digest_folder(store, folder, files)
+        missing = find_missing(store, place, digests)
+        for name in missing:
+            store.upload(f"{place}/{name}", files[name], digests[name])
     except FileNotFoundError as error:
         raise TransientInfraError(f"{error.filename} was removed while it was published") from error
+    num_sent_bytes = sum(digests[name].size for name in missing)
     return SentFolder(folder=place, files=digests, num_sent_bytes=num_sent_bytes)
+
+
+def digest_folder(store: ObjectStore, folder: str, files: Mapping[str, Path]) -> tuple[str, dict[str, FileDigest]]:
+    """What a folder of these files is called in the store, and their digests; see `send_folder`."""
+    digests = {name: store.digest(path) for name, path in sorted(files.items())}
+    total = hashlib.sha256("".join(f"{name}\0{each.sha256}\n" for name, each in digests.items()).encode())
+    return folder.format(digest=total.hexdigest()[:DIGEST_CHARS]), digests
+
+
+def find_missing(store: ObjectStore, place: str, digests: Mapping[str, FileDigest]) -> list[str]:
+    """The files that are not in a folder of the store as they should be, in the order in which they are sent."""
+    there = store.list(place)
+    in_order = sorted(digests, key=lambda name: (Path(name).name == MANIFEST, name))
+    return [
+        name
+        for name in in_order
+        if f"{place}/{name}" not in there or not store.holds(f"{place}/{name}", there[f"{place}/{name}"], digests[name])
+    ]
 
 
 def read_publication(store: ObjectStore) -> Publication | None:

@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -67,6 +67,29 @@ def publish_files(session: Session, files: Mapping[str, Path], destination: str)
     return _publish(session, files, {name: path.stat().st_size for name, path in sorted(files.items())}, destination)
 
 
+def publish_filled(
+    session: Session, destination: str, num_bytes: int, fill: Callable[[str], Mapping[str, Sequence[Any]]]
+) -> None:
+    """Let a folder appear on the node with the files that somebody puts into a folder beside it, or nothing of them.
+
+    Args:
+        fill: gets that folder; returns size and sha256 of each file, None in place of a digest that was compared.
+    """
+    place = PurePosixPath(destination)
+    incoming = str(place.with_name(f".{place.name}{receiver.INCOMING_MARK}{secrets.token_hex(8)}"))
+    is_there = False
+    try:
+        _call(session, ["prepare", destination, incoming, str(num_bytes)], may_repeat=True)
+        manifest = fill(incoming)
+        _call(session, ["commit", destination, incoming], stdin=json.dumps(manifest).encode())
+        is_there = True
+    except DiskFullError as error:
+        raise DiskFullError(destination, num_bytes) from error
+    finally:
+        if not is_there:
+            _discard(session, incoming)
+
+
 def _publish(session: Session, files: Mapping[str, Path], sizes: Mapping[str, int], destination: str) -> PublishReport:
     place = PurePosixPath(destination)
     if not place.is_absolute() or ".." in place.parts:
@@ -75,22 +98,17 @@ def _publish(session: Session, files: Mapping[str, Path], sizes: Mapping[str, in
     if same := _digests_if_identical(session, files, destination, sizes):
         logger.info("%s is there already", destination)
         return PublishReport(files=same, num_bytes=num_bytes, was_identical=True)
-    incoming = str(place.with_name(f".{place.name}{receiver.INCOMING_MARK}{secrets.token_hex(8)}"))
-    is_there = False
-    try:
-        _call(session, ["prepare", destination, incoming, str(num_bytes)], may_repeat=True)
-        digests, written = _copy_small_files(session, files, sizes, incoming)
-        for name in sizes.keys() - digests.keys():
-            digests[name], written[name] = _copy_file(session, files[name], sizes[name], f"{incoming}/{name}")
-        _check_arrived(digests, written)
-        manifest = {name: [sizes[name], None if written[name] else digest] for name, digest in digests.items()}
-        _call(session, ["commit", destination, incoming], stdin=json.dumps(manifest).encode())
-        is_there = True
-    except DiskFullError as error:
-        raise DiskFullError(destination, num_bytes) from error
-    finally:
-        if not is_there:
-            _discard(session, incoming)
+    digests: dict[str, str] = {}
+
+    def copy(incoming: str) -> dict[str, list[Any]]:
+        read, written = _copy_small_files(session, files, sizes, incoming)
+        for name in sizes.keys() - read.keys():
+            read[name], written[name] = _copy_file(session, files[name], sizes[name], f"{incoming}/{name}")
+        _check_arrived(read, written)
+        digests.update(read)
+        return {name: [sizes[name], None if written[name] else digest] for name, digest in read.items()}
+
+    publish_filled(session, destination, num_bytes, copy)
     logger.info("published %s, %d bytes in %d files", destination, num_bytes, len(sizes))
     return PublishReport(files=digests, num_bytes=num_bytes, was_identical=False)
 
