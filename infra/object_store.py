@@ -14,6 +14,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,23 @@ class ObjectStore:
         """The digests of a local file, with an MD5 as this store would give it."""
         return digest_file(path, in_parts=self.protocol == "s3")
 
+    def call_s3(self, method: str, name: str, **parameters: Any) -> Mapping[str, Any]:  # Any: S3's API
+        """What S3 answers to a method of its API, which is called on one object."""
+        bucket, key, _ = self._fs.split_path(self._key(name))
+        with sorted_failures(self._url_of(name)):
+            answer: Mapping[str, Any] = self._fs.call_s3(method, Bucket=bucket, Key=key, **parameters)
+        return answer
+
+    def sign(self, method: str, name: str, lifetime_s: int, **parameters: Any) -> str:  # Any: S3's API
+        """A URL by which whoever has it may call a method of S3's API on one object, for so long: a secret."""
+        with sorted_failures(self._url_of(name)):
+            return str(self._signing_fs.url(self._key(name), expires=lifetime_s, client_method=method, **parameters))
+
+    @cached_property
+    def _signing_fs(self) -> Any:  # Any: fsspec has no types
+        """A driver of its own: the usual one signs URLs in the old way, which most servers do not take any more."""
+        return _open_driver(self.url, self.protocol, config_kwargs={"signature_version": "s3v4"})[0]
+
     def _key(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
@@ -232,13 +250,13 @@ def digest_file(path: Path, *, in_parts: bool) -> FileDigest:
     return FileDigest(size=size, sha256=sha256.hexdigest(), md5=md5_hex)
 
 
-def _open_driver(url: str, protocol: str) -> tuple[Any, str]:  # Any: fsspec has no types
+def _open_driver(url: str, protocol: str, **more_options: Any) -> tuple[Any, str]:  # Any: fsspec has no types
     """The driver of a protocol, and what it calls the place.
 
     Raises:
         StoreRefusedError: it is not installed, or there is none.
     """
-    options = {"auto_mkdir": True} if protocol == "file" else {}
+    options = {"auto_mkdir": True} if protocol == "file" else more_options
     try:
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:
