@@ -53,7 +53,7 @@ def launch_engine(
     ):
         sessions = {each.name: stack.enter_context(open_session(each)) for each in (node, *node.engine_nodes)}
         session = sessions[own.name]
-        placement = place_stage(session, plan_engine(rl, wanted_port, own, index), own)
+        placement = place_stage(session, plan_engine(rl, wanted_port, own, index), own, say=progress.say)
         stage = placement.stage
         job = ServeJob.model_validate(stage.job)
         if job.engine.kind != "embedded":

@@ -1,6 +1,7 @@
 """Bring models and data that are named by URLs into the store, and say where they lie there.
 
     model.path, data.*, training.*.resume_from     s3://bucket/...  ──>  <store>/inputs/<digest>/<name>
+                                                                         <store>/inputs/<digest>/.<name>.origin
 
 The digest is that of the store's entity tags, or of what a manifest lists: what changed there is fetched anew, what did
 not is fetched once. Stages go by the content of what was brought, as with any other folder or file.
@@ -10,17 +11,21 @@ Not here: how it is fetched (infra/download.py). This module does not import pre
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from infra.download import digest_of, download, find_wanted
+from infra.download import WantedFile, digest_of, download, find_wanted
+from infra.errors import StoreUnavailableError
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.object_store import ObjectStore, is_url
 from rollouts_core.config import Config
+from rollouts_core.files import write_json
 from tasks.places import INPUTS
 
 _DIGEST_CHARS = 16
+_MAX_NAME_CHARS = 60
 _DATA = ("sft_eval", "prompts", "rollouts", "selection", "heldout")
 
 
@@ -72,12 +77,53 @@ def bring_input(url: str, store: Path, say: Callable[[str], None]) -> Path:
     """Where the content of a URL lies in the store, fetched if need be."""
     source = ObjectStore(url)
     wanted = find_wanted(source)
-    path = store.resolve() / INPUTS / digest_of(wanted)[:_DIGEST_CHARS] / source.name
+    path = _place_of(source, wanted, store)
     with Ledger(store / LEDGER_FILE) as ledger, ledger.transaction():  # under its lock, prune moves folders away
         path.parent.mkdir(parents=True, exist_ok=True)
         os.utime(path.parent)
+        write_json(_origin_file(path), {"url": source.url})
         is_there = path.exists()
     if not is_there:
         download(source, wanted, path)
         say(f"{url}: fetched {sum(each.size for each in wanted) / 1e6:.1f} MB to {path}")
     return path
+
+
+def find_origin(path: Path, store: Path) -> str:
+    """The URL that the input came from of which something lies at a path; empty where none is known."""
+    root = _input_of(path, store)
+    if root is None:
+        return ""
+    try:
+        return str(json.loads(_origin_file(root).read_text())["url"])
+    except FileNotFoundError:  # fetched by an older version
+        return ""
+
+
+def keys_at_origin(origin: ObjectStore, path: Path, store: Path) -> dict[Path, str]:
+    """What the files of an input are called where it came from, by their paths here.
+
+    Raises:
+        StoreUnavailableError: something else lies there now.
+    """
+    wanted = find_wanted(origin)
+    root = _place_of(origin, wanted, store)
+    if root != _input_of(path, store):
+        raise StoreUnavailableError(f"{origin.url} has changed since it was fetched")
+    return {root / each.name if each.key else root: each.key for each in wanted}
+
+
+def _place_of(source: ObjectStore, wanted: Sequence[WantedFile], store: Path) -> Path:
+    return store.resolve() / INPUTS / digest_of(wanted)[:_DIGEST_CHARS] / source.name
+
+
+def _input_of(path: Path, store: Path) -> Path | None:
+    """The input that a path is part of: <store>/inputs/<digest>/<name>."""
+    inputs, resolved = store.resolve() / INPUTS, path.resolve()
+    parts = resolved.relative_to(inputs).parts if resolved.is_relative_to(inputs) else ()
+    return inputs.joinpath(*parts[:2]) if len(parts) >= 2 else None
+
+
+def _origin_file(path: Path) -> Path:
+    """Beside the input, so that what removes one removes both."""
+    return path.with_name(f".{path.name[:_MAX_NAME_CHARS]}.origin")

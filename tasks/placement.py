@@ -7,23 +7,29 @@ Not here: what a stage is (plan.py), running it (stage.py), bringing its results
     data files, models, checkpoints  by content       ──>   <root>/inputs/<digest>/      unless they are there
     rollouts_core, the user's code   by content       ──>   <root>/code/<digest>/
 
-What is named by its content is sent once. Names of datasets and models of a hub stay: the node fetches those itself.
+What is named by its content is sent once. What an S3 URL named (inputs.py) the node fetches from there itself, where it
+can. Names of datasets and models of a hub stay: the node fetches those itself.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 import site
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import rollouts_core
+from infra.direct import fetch_on_node
+from infra.errors import InfraError, StoreUnavailableError
 from infra.jobs import JobState, job_status
 from infra.mirror import LOCK
 from infra.node import Node
+from infra.object_store import ObjectStore
+from infra.presigned import can_presign
 from infra.session import Session
 from infra.sync import publish_files
 from rollouts_core.checkpoint import find_checkpoint, list_checkpoints
@@ -39,12 +45,15 @@ from rollouts_core.job import (
     ServeJob,
     SFTJob,
 )
+from tasks.inputs import find_origin, keys_at_origin
 from tasks.records import Stage
 
 TrainingT = TypeVar("TrainingT", SFTTrainingConfig, RLTrainingConfig)
 
 CALL_TIMEOUT_S = 60.0
 _DIGEST_CHARS = 16
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +66,18 @@ class Placement:
     """The folder on the node from which the job imports; empty where it imports what we do."""
 
 
-def place_stage(session: Session, stage: Stage, node: Node) -> Placement:
+def place_stage(session: Session, stage: Stage, node: Node, *, say: Callable[[str], None] = logger.info) -> Placement:
     """Bring what the stage needs to the node.
+
+    Args:
+        say: told what the node fetched itself, or why it could not, a sentence each.
 
     Raises:
         InfraError: it cannot be brought there; one sentence.
     """
     if not node.is_remote:
         return Placement(stage, "")
-    inputs = NodeInputs(session, node)
+    inputs = NodeInputs(session, node, say)
     job = place_job(JOB_TYPES[stage.kind].model_validate(stage.job), inputs)
     placed = stage.model_copy(update={"job": job.model_dump(mode="json"), "run_dir": node.path_on_node(stage.run_dir)})
     bring_earlier_work(session, Path(stage.run_dir), placed.run_dir)
@@ -104,9 +116,12 @@ def place_job(job: Job, inputs: NodeInputs) -> Job:
 class NodeInputs:
     """The inputs on a node, by their content."""
 
-    def __init__(self, session: Session, node: Node) -> None:
+    def __init__(self, session: Session, node: Node, say: Callable[[str], None]) -> None:
         self._session = session
         self._node = node
+        self._say = say
+        self._may_fetch = True
+        """Whether the node has not failed yet to fetch something itself."""
 
     def place_file(self, file: InputFile) -> InputFile:
         """A data file."""
@@ -140,8 +155,33 @@ class NodeInputs:
         key = hashlib.sha256(f"{digest} {path.name}".encode()).hexdigest()[:_DIGEST_CHARS]
         folder = f"{self._node.root}/inputs/{key}"
         if not exists_on_node(self._session, folder):
-            publish_files(self._session, files_below(path, path.name), folder)
+            files = files_below(path, path.name)
+            if not self._is_fetched(path, files, folder):
+                publish_files(self._session, files, folder)
         return f"{folder}/{path.name}"
+
+    def _is_fetched(self, path: Path, files: Mapping[str, Path], folder: str) -> bool:
+        """Whether the node has fetched the input into the folder, from where a URL named it."""
+        store = Path(self._node.local_root)
+        url = find_origin(path, store)
+        if not url or not self._may_fetch:
+            return False
+        try:
+            origin = ObjectStore(url)
+            if not can_presign(origin):
+                return False
+            keys = keys_at_origin(origin, path, store)
+            if missing := [name for name, file in files.items() if file not in keys]:
+                raise StoreUnavailableError(f"{missing[0]} is not there")
+            named = {name: keys[file] for name, file in files.items()}
+            self._may_fetch = False  # until it has worked: the next input of the stage would wait for the same
+            num_bytes = fetch_on_node(self._session, origin, named, files, folder)
+            self._may_fetch = True
+        except InfraError as error:
+            self._say(f"{path.name}: sent from here, because the node cannot fetch it from {url} ({error})")
+            return False
+        self._say(f"{path.name}: the node fetched {num_bytes / 1e6:.1f} MB from {url} itself")
+        return True
 
 
 def bring_earlier_work(session: Session, mirror: Path, run_dir: str) -> None:

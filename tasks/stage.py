@@ -109,7 +109,7 @@ def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgre
             raise PermanentInfraError(
                 f"{stage.name} is being done on {' and '.join(elsewhere)} for another run: wait for it, or end that run"
             )
-        placement = place_stage(session, stage, node)
+        placement = place_stage(session, stage, node, say=progress.say)
         run_dir = placement.stage.run_dir
         ledger.add_lease(run_dir, scope.run_id, node.name)
         spec = job_spec(

@@ -16,7 +16,7 @@ from rollouts_core.checkpoint import new_checkpoint
 from rollouts_core.config import Config, DatasetConfig, parse_config, resolve_paths
 from rollouts_core.data.rows import digest_path
 from rollouts_core.fingerprint import digest_checkpoint, digest_model
-from tasks.inputs import bring_inputs, named_urls
+from tasks.inputs import bring_inputs, find_origin, keys_at_origin, named_urls
 from tests.infra.s3_server import S3Server
 
 ROWS = b'{"prompt": "1+1=?", "completion": ":2"}\n'
@@ -87,6 +87,18 @@ def test_a_published_checkpoint_has_the_identity_of_the_one_that_was_published(
     brought = bring_inputs(by_url, tmp_path / "store", lambda sentence: None)
     assert digest_model(brought.model) == digest_model(original.model)
     assert digest_checkpoint(brought.training.sft.resume_from) == digest_checkpoint(original.model.path)
+
+
+def test_where_an_input_came_from_is_known_of_all_that_lies_in_it(
+    bucket: str, s3_server: S3Server, tmp_path: Path
+) -> None:
+    folder = put(s3_server, bucket, "folder/deep/rows.jsonl").rpartition("/deep")[0]
+    store = tmp_path / "store"
+    brought = Path(bring_inputs(config_with(tmp_path, prompts=folder, sft="a.jsonl"), store, print).data.prompts)
+    rows = brought / "deep/rows.jsonl"
+    assert [find_origin(path, store) for path in (brought, rows)] == [folder, folder]
+    assert keys_at_origin(ObjectStore(folder), rows, store) == {rows: "deep/rows.jsonl"}
+    assert find_origin(tmp_path / "a.jsonl", store) == "" == find_origin(store / "inputs/0123456789abcdef/x", store)
 
 
 def test_nothing_at_a_url_is_one_sentence(bucket: str, tmp_path: Path) -> None:

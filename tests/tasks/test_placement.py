@@ -6,29 +6,36 @@ half done. The node is another folder of this machine.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from infra.node import Node
+from infra.object_store import ObjectStore
+from infra.publication import publish_run
 from infra.session import LocalSession
 from rollouts_core.checkpoint import load_manifest
 from rollouts_core.config import Config, ModelConfig
 from rollouts_core.job import InputModel
+from tasks.inputs import bring_inputs
 from tasks.placement import Placement, place_stage
 from tasks.plan import base_model, plan_engine, plan_rl, plan_selection, plan_sft
 from tasks.records import RunScope, Stage
+from tests.infra.s3_server import S3Server
 from tests.tasks.test_plan import checkpoint, config_at, finished
 
 
 class CountingSession(LocalSession):
-    """Counts what is published."""
+    """Counts what is published, and keeps what is sent there."""
 
     num_published = 0
+    sent = b""
 
     def run(self, argv, **options):  # type: ignore[no-untyped-def]
         self.num_published += "commit" in argv
+        self.sent += options.get("stdin", b"")
         return super().run(argv, **options)
 
 
@@ -166,3 +173,82 @@ def test_on_this_machine_nothing_is_copied(
     node = Node(name="local", provider="local", root=str(tmp_path / "store"), python=sys.executable)
     stage = plan_sft(config, scope, node)
     assert place_stage(session, stage, node) == Placement(stage, "") and session.num_published == 0
+
+
+# ── what a URL named ──
+
+WEIGHTS = os.urandom(100_000)
+
+
+def published_config(url: str, config: Config, scope: RunScope, folder: Path) -> Config:
+    """The configuration with a model that lies below the URL, and was fetched from there."""
+    model = checkpoint(folder / "step_000020", WEIGHTS)
+    publish_run(ObjectStore(url), run_id="0123456789", checkpoint=Path(model.model.path), records={})
+    by_url = config.model_copy(update={"model": ModelConfig(path=url)})
+    return bring_inputs(by_url, Path(scope.store), lambda sentence: None)
+
+
+def weights_on_node(placement: Placement) -> bytes:
+    return (Path(placement.stage.job["model"]["model"]["path"]) / "model.safetensors").read_bytes()
+
+
+def test_what_a_url_named_the_node_fetches_itself(
+    session: CountingSession, config: Config, scope: RunScope, node: Node, bucket: str, tmp_path: Path
+) -> None:
+    url = f"s3://{bucket}/team/small"
+    stage = plan_sft(published_config(url, config, scope, tmp_path), scope, node)
+    said: list[str] = []
+    placed = place_stage(session, stage, node, say=said.append)
+    assert_on_node(placed, node)
+    assert said == [f"small: the node fetched 0.1 MB from {url} itself"]
+    assert weights_on_node(placed) == WEIGHTS and WEIGHTS not in session.sent
+    assert place_stage(session, stage, node, say=said.append) == placed and len(said) == 1
+
+
+def test_a_single_file_that_a_url_named_the_node_fetches_itself(
+    session: CountingSession, config: Config, scope: RunScope, node: Node, bucket: str, s3_server: S3Server
+) -> None:
+    rows = b"".join(b'{"n": %d}\n' % number for number in range(1000))
+    s3_server.client().put_object(Bucket=bucket, Key="data/rows.jsonl", Body=rows)
+    named = config.data.model_copy(update={"sft": f"s3://{bucket}/data/rows.jsonl"})
+    by_url = config.model_copy(update={"data": named})
+    stage = plan_sft(bring_inputs(by_url, Path(scope.store), lambda sentence: None), scope, node)
+    [dataset] = place_stage(session, stage, node).stage.job["data"]
+    assert Path(dataset["path"]).read_bytes() == rows and rows not in session.sent
+
+
+def test_a_node_without_a_way_to_the_store_gets_it_from_here(
+    config: Config, scope: RunScope, node: Node, bucket: str, tmp_path: Path
+) -> None:
+    url = f"s3://{bucket}/team/small"
+    stage = plan_sft(published_config(url, config, scope, tmp_path), scope, node)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nunset no_proxy NO_PROXY\nhttp_proxy=http://127.0.0.1:1 exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    cut_off, said = CountingSession(str(python)), list[str]()
+    placed = place_stage(cut_off, stage, node, say=said.append)
+    assert weights_on_node(placed) == WEIGHTS and WEIGHTS in cut_off.sent
+    [sentence] = said
+    assert sentence.startswith(f"small: sent from here, because the node cannot fetch it from {url} (127.0.0.1:")
+    assert "cannot be reached: [Errno 111] Connection refused" in sentence
+
+
+def test_what_changed_at_its_url_is_sent_as_it_was(
+    session: CountingSession, config: Config, scope: RunScope, node: Node, bucket: str, tmp_path: Path
+) -> None:
+    url = f"s3://{bucket}/team/small"
+    stage = plan_sft(published_config(url, config, scope, tmp_path), scope, node)
+    other = checkpoint(tmp_path / "step_000040", b"other weights")
+    publish_run(ObjectStore(url), run_id="0123456789", checkpoint=Path(other.model.path), records={})
+    said: list[str] = []
+    assert weights_on_node(place_stage(session, stage, node, say=said.append)) == WEIGHTS
+    assert len(said) == 1 and f"{url} has changed since it was fetched" in said[0]
+
+
+def test_what_came_from_a_folder_of_this_machine_is_sent_without_a_word(
+    session: CountingSession, config: Config, scope: RunScope, node: Node, tmp_path: Path
+) -> None:
+    stage = plan_sft(published_config(f"file://{tmp_path}/published", config, scope, tmp_path), scope, node)
+    said: list[str] = []
+    assert weights_on_node(place_stage(session, stage, node, say=said.append)) == WEIGHTS
+    assert said == [] and WEIGHTS in session.sent
