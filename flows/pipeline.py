@@ -5,7 +5,8 @@ Not here: what a stage does (tasks), how a run is asked for (form.py, cli.py).
     check -> provision -> bootstrap -> sft -> select -> launch-engine -> rl -> select -> evaluate -> sync -> report
           -> release
 
-What object stores are asked for comes before and after: inputs before provision, the publication after the report.
+What object stores are asked for comes before and after: inputs before provision, the publication after the release,
+but for what a machine elsewhere sends itself (send), before it is given back.
 
 Finished, failed, interrupted by Ctrl-C, or cancelled in Prefect: the run's jobs end and the node is given back
 (cancellation.py); a rented one of a run that failed stays for as long as `keep_on_failure_minutes` says. Killed, or
@@ -75,7 +76,7 @@ from tasks.report import write_report
 from tasks.rl import train_rl
 from tasks.select import select_checkpoint
 from tasks.sft import train_sft
-from tasks.stores import publish_results, reach_stores
+from tasks.stores import publish_results, reach_stores, send_from_machine
 from tasks.sync import sync_results
 from tasks.watch import digest_sources, watched_sources
 
@@ -121,6 +122,8 @@ def sft_rl(config: FormConfig, node: FormNode, run: FormRun) -> PipelineResult:
             final, records = stages(machine, partial(run_on, machine, scope))
             checkpoint = sync_results(final, scope)
             report, verdict = write_report(records, config, node, checkpoint, scope)
+            if run.publish and machine.is_remote and (verdict is None or verdict.is_improvement):
+                send_from_machine(final, checkpoint, machine, scope)
         if verdict is not None and not verdict.is_improvement:
             raise NoImprovementError(f"{verdict.sentence}; the report is {report}")
         if run.register_as:

@@ -1,5 +1,7 @@
 """Reach the object stores that a run names: fetch its inputs before anything else, publish its results at the end.
 
+    machine ── files of the checkpoint, where it can ──> the store <── what it lacks, and the records ── here
+
 Not here: which inputs those are (inputs.py), how a publication is laid out (infra/publication.py).
 """
 
@@ -8,11 +10,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from prefect import task
+from prefect.cache_policies import NO_CACHE
 
+from infra.direct import send_checkpoint_from_node
+from infra.errors import InfraError
+from infra.node import Node
 from infra.object_store import ObjectStore
+from infra.presigned import can_presign
+from infra.providers import open_session
 from infra.publication import check_writable_store, publish_run
 from rollouts_core.config import Config
+from rollouts_core.job import InputModel
 from tasks.inputs import bring_inputs
+from tasks.placement import exists_on_node
 from tasks.progress import StageProgress, stage_console
 from tasks.records import RunScope
 from tasks.retries import TRIED_AGAIN
@@ -28,6 +38,31 @@ def reach_stores(config: Config, scope: RunScope) -> Config:
             check_writable_store(ObjectStore(scope.publication_url))
             progress.say(f"results will be published at {scope.publication_url}")
         return bring_inputs(config, Path(scope.store), progress.say)
+
+
+@task(name="send", cache_policy=NO_CACHE)
+def send_from_machine(final: InputModel, checkpoint_path: str, machine: Node, scope: RunScope) -> None:
+    """Let the machine that has the final checkpoint send its files, so that publishing finds them there.
+
+    What it cannot send, publishing does: nothing here fails the run.
+
+    Args:
+        checkpoint_path: a copy of it here.
+    """
+    store, source = ObjectStore(scope.publication_url), machine.path_on_node(final.model.path)
+    if not can_presign(store):
+        return
+    with StageProgress("send", num_steps=0, console=stage_console()) as progress:
+        try:
+            with open_session(machine) as session:
+                if not exists_on_node(session, source):  # another machine made it
+                    return
+                num_bytes = send_checkpoint_from_node(session, store, Path(checkpoint_path), source)
+        except (InfraError, OSError) as error:
+            progress.say(f"the checkpoint is sent from here, because the node cannot send it to {store.url} ({error})")
+            return
+        if num_bytes:
+            progress.say(f"the node sent {num_bytes / 1e6:.1f} MB to {store.url} itself")
 
 
 @task(name="publish", **TRIED_AGAIN)

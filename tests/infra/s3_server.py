@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from moto.server import ThreadedMotoServer
 
 REGION = "us-east-1"
 READ_BYTES = 64 << 10
+REQUEST = re.compile(rb"(GET|HEAD|PUT|POST|DELETE) \S+ HTTP/1\.1\r\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,8 @@ class CuttablePort:
         self._sockets: list[socket.socket] = []
         self._lock = threading.Lock()
         self._num_bytes_left: int | None = None
+        self.request_heads: list[str] = []
+        """How the HTTP requests began that passed."""
         threading.Thread(target=self._accept, daemon=True).start()
 
     @property
@@ -171,6 +175,8 @@ class CuttablePort:
     def _carry(self, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):
             while content := source.recv(READ_BYTES):
+                if REQUEST.match(content):
+                    self.request_heads.append(content.partition(b"\r\n\r\n")[0].decode())
                 if self._may_not_pass(len(content)):
                     self._drop_all()
                     return
