@@ -96,7 +96,7 @@ def test_a_machine_of_engines_that_is_lost_is_named_and_the_same_command_complet
     lost = cluster.engines.access.address
     with cluster.engines.cut_off(), cluster.link.cut_off():
         assert process.wait(300) == 1, rollouts.said()
-        assert f"the engines on {lost} end by themselves" in rollouts.said()
+        assert f"the jobs on {lost} end by themselves" in rollouts.said()
         assert f"http://{cluster.link.addresses[1]}:" in rollouts.said().partition("end by themselves")[0]
         assert "Traceback" not in rollouts.said()
         wait_until(lambda: not cluster.engines.commands(), what="the end of the engine without a lease")
