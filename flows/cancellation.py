@@ -35,7 +35,7 @@ from flows.form import FormNode
 from flows.store import with_store
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.ledger import Ledger
-from infra.node import NodeSettings, RentedNode, without_engine_nodes
+from infra.node import NodeSettings, RentedNode, without_further_nodes
 from infra.providers import provision_node
 from infra.providers.rented import find_rented, release_rentals
 from infra.repeating import repeating
@@ -130,18 +130,18 @@ def release_leases(held: HeldByRun) -> str:
 
 
 def give_back_reached(settings: NodeSettings, scope: RunScope) -> list[str]:
-    """What was done with the machines of a run that is over; one of engines that does not answer hinders nothing."""
+    """What was done with the machines of a run that is over; a further one that does not answer hinders nothing."""
     store = Path(scope.store)
     try:
         return give_back(provision_node(settings, store), scope)
     except InfraError as error:
-        alone = without_engine_nodes(settings)
+        alone = without_further_nodes(settings)
         if alone == settings:
             raise
-        trainer, reason = provision_node(alone, store), error
+        leader, reason = provision_node(alone, store), error
     with Ledger(scope.ledger_path) as ledger:
-        drop_leases(scope, [lease for lease in ledger.leases_of(scope.run_id) if lease.node != trainer.name])
-    return [f"the engines end by themselves within a minute ({reason})", *give_back(trainer, scope)]
+        drop_leases(scope, [lease for lease in ledger.leases_of(scope.run_id) if lease.node != leader.name])
+    return [f"the jobs on its further machines end by themselves within a minute ({reason})", *give_back(leader, scope)]
 
 
 def give_back_rented(settings: RentedNode, scope: RunScope) -> list[str]:

@@ -21,7 +21,7 @@ from flows.credentials import take_credentials
 from flows.deployments import EVALUATE_FLOW
 from flows.form import FormConfig, FormEvaluate, FormNode, FormRun
 from flows.pipeline import known_to_live, link_live_page, machine_of_the_run, open_scope, run_on
-from infra.node import Node, without_engine_nodes
+from infra.node import Node, without_further_nodes
 from rollouts_core.config import Config
 from rollouts_core.job import InputModel
 from tasks.evaluate import evaluate_models
@@ -59,7 +59,7 @@ def evaluate_model(evaluate: FormEvaluate, config: FormConfig, node: FormNode, r
             check_settings(config, node, run, evaluate)
         link_live_page(scope)
         scored, found = find_inputs(evaluate.model, evaluate.against, evaluate.data, config, scope)
-        scoring = without_engine_nodes(node)
+        scoring = without_further_nodes(node)
         stages = partial(score_models, as_inputs(found), scored, scope)
         with machine_of_the_run(scoring, scored, scope, stages, trains=False) as machine:
             record = stages(machine, partial(run_on, machine, scope))

@@ -16,7 +16,7 @@ import httpx
 from flows.form import Pipeline
 from infra.engines import check_engine_installed
 from infra.errors import PermanentInfraError
-from infra.node import InstanceNode, Node, NodeSettings, RentedNode, SSHNode, without_engine_nodes
+from infra.node import InstanceNode, Node, NodeSettings, RentedNode, SSHNode, without_further_nodes
 from infra.object_store import ObjectStore
 from infra.offers import GPUQuery
 from infra.ports import check_port
@@ -48,6 +48,7 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
         InputError, PermanentInfraError: one sentence about what does not work.
         StoreUnavailableError: an object store does not answer.
     """
+    check_trainer_nodes(pipeline.config, pipeline.node)
     check_engine_nodes(pipeline.config, pipeline.node)
     check_writable(store)
     check_files(pipeline.config.data)
@@ -94,7 +95,7 @@ def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
     if isinstance(pipeline.node, RentedNode):
         findings.append(check_rentable(pipeline.node))
     else:
-        reach_node(without_engine_nodes(pipeline.node), store, findings)
+        reach_node(without_further_nodes(pipeline.node), store, findings)
     from rollouts_core.validate import validate_evaluation  # torch and transformers load here
 
     return findings + validate_evaluation(config, models)
@@ -148,6 +149,18 @@ def check_query(query: GPUQuery, config: Config) -> None:
             f"checkpoints take {disk_gb:.1f} GB, and node.query.disk_gb asks for {query.disk_gb}: ask for more, or "
             "keep fewer of them (training.*.keep_checkpoints)"
         )
+
+
+def check_trainer_nodes(config: Config, node: NodeSettings) -> None:
+    """Raise ConfigError when several machines cannot train together with these settings."""
+    if not isinstance(node, SSHNode) or not node.trainer_nodes:
+        return
+    for kind, stage in (("sft", config.training.sft), ("rl", config.training.rl)):
+        if kind in config.mode and stage.policy.backend != "pytorch":
+            raise ConfigError(
+                f'node.trainer_nodes: training.{kind}.policy.backend "{stage.policy.backend}" trains in one process: '
+                'leave the nodes out, or set backend = "pytorch"'
+            )
 
 
 def check_engine_nodes(config: Config, node: NodeSettings) -> None:

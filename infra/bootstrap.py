@@ -148,6 +148,25 @@ def check_node(report: NodeReport, needs: NodeNeeds) -> None:
         )
 
 
+def check_alike(report: NodeReport, leader: NodeReport) -> None:
+    """Return if a node can train together with the one that leads.
+
+    Raises:
+        PermanentInfraError: only one of them has GPUs, or they have different versions of torch, which may not
+            understand each other.
+    """
+    if bool(report.gpus) != bool(leader.gpus):
+        raise PermanentInfraError(
+            f"it has {report.device_summary}, and the machine that leads has {leader.device_summary}: machines that "
+            "train together all have GPUs, or none"
+        )
+    if report.torch_version != leader.torch_version:
+        raise PermanentInfraError(
+            f"it has torch {report.torch_version}, and the machine that leads has {leader.torch_version}: install the "
+            "same version"
+        )
+
+
 def check_memory(report: NodeReport, needs: NodeNeeds) -> None:
     """Return if the devices of the trainer could hold its weights, gradients and optimizer state.
 

@@ -104,26 +104,26 @@ class SSHMachine(PackageSettings):
         return parts["host"] or parts["ipv6"], int(parts["port"] or SSH_PORT)
 
 
-class EngineNode(SSHMachine):
-    """A machine for inference engines, beside the one that trains: the weights are sent to it over the network."""
+class FurtherNode(SSHMachine):
+    """A further machine of a unit, beside the one that leads: they share a network and nothing else."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, title="A machine for engines")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, title="A further machine")
 
     address: str = ""
-    """The machine's IP address in the network that it shares with the one that trains: its engines listen there. Leave
-    it empty where that is the address in `host`."""
+    """The machine's IP address in the network that it shares with the others of the run: what runs on it listens there.
+    Leave it empty where that is the address in `host`."""
 
     @property
     def reached_at(self) -> str:
-        """The IP address at which its engines listen."""
+        """The IP address at which what runs on it listens."""
         return self.address or self.place[0]
 
     @model_validator(mode="after")
     def _check_address(self) -> Self:
         if not is_ip_address(self.reached_at):
             raise ValueError(
-                f"address: expected the IP address of {self.place[0]} in the network that it shares with the machine "
-                f"that trains, found {self.address!r}"
+                f"address: expected the IP address of {self.place[0]} in the network that it shares with the other "
+                f"machines of the run, found {self.address!r}"
             )
         return self
 
@@ -135,19 +135,28 @@ class SSHNode(SSHMachine):
 
     provider: Literal["ssh"] = "ssh"
     """Where the stages run: on a machine that is reached over SSH."""
-    engine_nodes: tuple[EngineNode, ...] = ()
-    """Machines for the inference engines of RL, each with `deployment.num_engines` of them; everything else runs on
-    the machine above. Leave it empty to have the engines there too."""
+    trainer_nodes: tuple[FurtherNode, ...] = ()
+    """Machines that train together with the one above, each with `deployment.trainer_gpu_ranks`, or with
+    `deployment.trainer_processes` processes on the CPU. Leave it empty to train on the one above alone."""
+    engine_nodes: tuple[FurtherNode, ...] = ()
+    """Machines for the inference engines of RL, each with `deployment.num_engines` of them. Leave it empty to have the
+    engines on the machine above."""
 
     @model_validator(mode="after")
     def _check_places(self) -> Self:
-        places = [self.place, *(node.place for node in self.engine_nodes)]
-        if twice := [place for place in places if places.count(place) > 1]:
-            host, port = twice[0]
-            raise ValueError(
-                f"engine_nodes: {host}:{port} is named twice: each machine of a run is another one; for several "
-                "engines on each give deployment.num_engines"
-            )
+        seen = {self.place}
+        for setting, nodes, several in (
+            ("trainer_nodes", self.trainer_nodes, "processes on each give deployment.trainer_gpu_ranks"),
+            ("engine_nodes", self.engine_nodes, "engines on each give deployment.num_engines"),
+        ):
+            for node in nodes:
+                host, port = node.place
+                if node.place in seen:
+                    raise ValueError(
+                        f"{setting}: {host}:{port} is named twice: each machine of a run is another one; for several "
+                        f"{several}"
+                    )
+                seen.add(node.place)
         return self
 
 
@@ -276,9 +285,11 @@ NodeSettings = Annotated[LocalNode | SSHNode | InstanceNode | RentedNode, Field(
 """Any provider's settings."""
 
 
-def without_engine_nodes(settings: NodeSettings) -> NodeSettings:
-    """The settings of the machine that trains alone, for work that needs no engine."""
-    return settings.model_copy(update={"engine_nodes": ()}) if isinstance(settings, SSHNode) else settings
+def without_further_nodes(settings: NodeSettings) -> NodeSettings:
+    """The settings of the machine that leads alone, for work that needs no other."""
+    if not isinstance(settings, SSHNode):
+        return settings
+    return settings.model_copy(update={"trainer_nodes": (), "engine_nodes": ()})
 
 
 NODE_TYPES: Mapping[str, type[LocalNode] | type[SSHNode] | type[InstanceNode] | type[RentedNode]] = {
@@ -336,9 +347,11 @@ class Node:
     believed_by: str = ""
     """Why its host key was believed: pinned, known_hosts or first_use; empty for this machine."""
     address: str = ""
-    """Where engines on it listen for a trainer on another node; empty where the trainer is on the same one."""
+    """Where what runs on it listens for the node that leads its unit; empty for that one itself."""
+    trainer_nodes: tuple["Node", ...] = ()
+    """The nodes that train together with this one: all of them are one unit."""
     engine_nodes: tuple["Node", ...] = ()
-    """The nodes of the engines, where they have some of their own: all of them are one unit."""
+    """The nodes of the engines, where they have some of their own: they belong to the unit, too."""
 
     @property
     def is_remote(self) -> bool:
@@ -350,13 +363,18 @@ class Node:
         """Where this machine keeps what lies below `root` on the node."""
         return self.mirror or self.root
 
+    @property
+    def further_nodes(self) -> tuple["Node", ...]:
+        """The other nodes of its unit."""
+        return (*self.trainer_nodes, *self.engine_nodes)
+
     def node_of_engine(self, index: int, *, num_per_node: int) -> "Node":
         """The node of one of the engines, which fill one node after the other."""
         return self.engine_nodes[index // num_per_node] if self.engine_nodes else self
 
     def named(self, name: str) -> "Node":
-        """The engines' node of that name; this one for any other name."""
-        return next((each for each in self.engine_nodes if each.name == name), self)
+        """The further node of that name; this one for any other name."""
+        return next((each for each in self.further_nodes if each.name == name), self)
 
     def path_on_node(self, path: str) -> str:
         """Where a path below `local_root` lies on the node.

@@ -2,9 +2,9 @@
 
 Not here: what they say to each other later.
 
-    engine's node    listens at its address
-    trainer's node   listens at its own address towards that, connects, tells its port
-    engine's node    connects back, which answers both
+    one node     listens at its address
+    the other    listens at its own address towards that, connects, tells its port
+    one node     connects back, which answers both
 """
 
 from infra.errors import CommandFailedError, CommandTimeoutError, PermanentInfraError
@@ -51,23 +51,22 @@ if answer != "both ways":
 """
 
 
-def check_both_ways(trainer: Session, trainer_node: Node, engine: Session, engine_node: Node) -> None:
-    """Return if each of the nodes can connect to any port of the other.
+def check_both_ways(session: Session, node: Node, further: Session, further_node: Node) -> None:
+    """Return if each of the nodes can connect to any port of the other, the second one by its address.
 
     Raises:
         PermanentInfraError: one of them cannot; one sentence.
     """
-    listen = [engine.python, "-I", "-c", _LISTEN, engine_node.address, str(PATIENCE_S)]
+    listen = [further.python, "-I", "-c", _LISTEN, further_node.address, str(PATIENCE_S)]
     try:
-        with engine.stream(listen) as lines:
+        with further.stream(listen) as lines:
             port = next(lines).decode().strip()
-            connect = [trainer.python, "-I", "-c", _CONNECT, engine_node.address, port, str(PATIENCE_S)]
-            trainer.run(connect, timeout_s=CALL_TIMEOUT_S)
+            connect = [session.python, "-I", "-c", _CONNECT, further_node.address, port, str(PATIENCE_S)]
+            session.run(connect, timeout_s=CALL_TIMEOUT_S)
     except (CommandFailedError, CommandTimeoutError, StopIteration) as error:
         raise PermanentInfraError(
-            f"{trainer_node.name} and its engines' node {engine_node.name} do not reach each other by "
-            f"{engine_node.address} ({_reason(error)}): give the address of a network that they share, and open all "
-            "ports between them"
+            f"{node.name} and {further_node.name} do not reach each other by {further_node.address} "
+            f"({_reason(error)}): give the address of a network that they share, and open all ports between them"
         ) from error
 
 

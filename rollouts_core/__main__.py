@@ -1,6 +1,7 @@
 """`python -m rollouts_core {sft,rl,eval,generate,serve} job.json`: run one job in the directory of its job.json.
 
-Exit codes: 0 done, 1 failed, 2 something that the user must change; then the last line says what.
+Exit codes: 0 done, 1 failed, 2 something that the user must change, 75 one of several machines is gone and starting
+again may help; with the last two the last line says what.
 """
 
 from __future__ import annotations
@@ -13,14 +14,25 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from rollouts_core.backends.launch import die_with_parent, is_follower, is_launched, launch, num_processes, run_worker
-from rollouts_core.errors import InputError
+from rollouts_core.backends.launch import (
+    die_with_parent,
+    is_follower,
+    is_launched,
+    launch,
+    needs_launcher,
+    num_processes,
+    run_worker,
+)
+from rollouts_core.backends.unit import MACHINE_LOST_CODE, Unit, follow, lead
+from rollouts_core.errors import InputError, MachineLostError
 from rollouts_core.job import Job, RLJob, ServeJob, SFTJob, load_job
+from rollouts_core.keys import OWN_KEY_VARIABLE, read_key
 from rollouts_core.metrics import EventLog
 from rollouts_core.run_directory import RunDirectory, attempt_number
 
@@ -47,13 +59,14 @@ def main(argv: list[str] | None = None) -> int:
             raise InputError(f"{arguments.job} describes a job of kind {job.kind}, not {arguments.kind}")
         if is_launched():
             die_with_parent()
-        elif (number := num_processes(job)) > 1:
+        elif needs_launcher(job):
             _look_for_garbage()
             return launch(
                 "rollouts_core",
                 [job.kind, str(arguments.job.resolve())],
-                num_processes=number,
+                num_processes=num_processes(job),
                 log_dir=directory.root / "torchrun",
+                join=partial(_join_machines, job, directory),
             )
         run = _load_runner(job)
         _look_for_garbage()
@@ -62,6 +75,8 @@ def main(argv: list[str] | None = None) -> int:
             sys.stderr.write(f"rollouts: {error}\n")
             return USER_ERROR_CODE
         return _fail(directory, 1, str(error))
+    except MachineLostError as error:
+        return _fail(directory, attempt_number(), str(error), code=MACHINE_LOST_CODE)
     try:
         run(directory)
     except InputError as error:
@@ -92,6 +107,17 @@ def _load_runner(job: Job) -> Callable[[RunDirectory], None]:
     return partial(run_eval_job, job)
 
 
+def _join_machines(job: Job, directory: RunDirectory) -> AbstractContextManager[Unit | None]:
+    """The other machines that do a training together with this one, if there are any."""
+    if not isinstance(job, SFTJob | RLJob) or not job.further_trainers:
+        return contextlib.nullcontext()
+    key = read_key(OWN_KEY_VARIABLE, "further_trainers")
+    if job.node_rank == 0:
+        return lead(job.further_trainers, key)
+    own = job.further_trainers[job.node_rank - 1]
+    return follow(own, node_rank=job.node_rank, key=key, lease_file=directory.lease_file)
+
+
 def _look_for_garbage() -> None:
     """Collect garbage from now on, but never among what was imported: that takes a second when the process ends."""
     if not gc.isenabled():
@@ -106,15 +132,15 @@ def is_disk_full(error: OSError | SafetensorError) -> bool:
     return os.strerror(errno.ENOSPC) in str(error)
 
 
-def _fail(directory: RunDirectory, attempt: int, message: str) -> int:
-    """Say what the user must change, on stderr and in events.jsonl."""
+def _fail(directory: RunDirectory, attempt: int, message: str, *, code: int = USER_ERROR_CODE) -> int:
+    """Say what the user must change, or who is gone, on stderr and in events.jsonl; returns the exit code."""
     sys.stderr.write(f"rollouts: {message}\n")
     if is_follower():
-        return USER_ERROR_CODE
+        return code
     # On a full disk the sentence above is all that can be left.
     with contextlib.suppress(OSError), EventLog(directory.events, attempt=attempt) as events:
         events.write("failed", message=message)
-    return USER_ERROR_CODE
+    return code
 
 
 def _build_parser() -> argparse.ArgumentParser:

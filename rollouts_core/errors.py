@@ -12,7 +12,8 @@
     ├── EnvironmentUnavailableError  an environment's sandbox or service failed: beginning again may help
     │   └── EnvironmentOutageError   it failed so often that the run ends until it is mended
     └── TrainingError            training itself broke
-        └── NonFiniteError       a loss or gradient that is not a finite number; the weights are as before
+        ├── NonFiniteError       a loss or gradient that is not a finite number; the weights are as before
+        └── MachineLostError     one of the machines that train together is gone: starting again may help
 
 Exceptions take strings only, so they survive pickling and Prefect's storage.
 """
@@ -67,6 +68,10 @@ class EnvironmentOutageError(EnvironmentUnavailableError):
 
 class TrainingError(RolloutsError):
     """Training that cannot go on."""
+
+
+class MachineLostError(TrainingError):
+    """One of the machines that train together did not come, or is gone; what is not in a checkpoint is lost."""
 
 
 class NonFiniteError(TrainingError):

@@ -74,6 +74,19 @@ class EngineAddress(Record):
     """Where the job asks for that instead, since the file is on another node; empty where it is on the job's own."""
 
 
+class FurtherTrainer(Record):
+    """A further machine that trains together with the one that leads."""
+
+    name: str
+    """The machine, for people."""
+    host: str
+    """Its IP address in the network of all of them: its launcher waits there for the leader's."""
+    port: int = Field(ge=1, le=65535)
+    """The port at which it waits."""
+    run_dir: str
+    """Where its own job lies on it."""
+
+
 class SFTJob(Record):
     """Fine-tune a model on demonstrations."""
 
@@ -92,6 +105,10 @@ class SFTJob(Record):
     """Digest of the checkpoint that training.resume_from names; empty where it names none."""
     deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
     """Threads and devices."""
+    further_trainers: tuple[FurtherTrainer, ...] = Field((), json_schema_extra=PLACEMENT)
+    """The other machines that train together; they do the same job."""
+    node_rank: int = Field(0, ge=0, json_schema_extra=PLACEMENT)
+    """Which of the machines this is: 0 leads, and does all but computing; then come `further_trainers`."""
 
 
 class RLJob(Record):
@@ -116,6 +133,10 @@ class RLJob(Record):
     """The engines that sample."""
     deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
     """Threads and devices."""
+    further_trainers: tuple[FurtherTrainer, ...] = Field((), json_schema_extra=PLACEMENT)
+    """The other machines that train together; they do the same job."""
+    node_rank: int = Field(0, ge=0, json_schema_extra=PLACEMENT)
+    """Which of the machines this is: 0 leads, and does all but computing; then come `further_trainers`."""
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:

@@ -17,7 +17,7 @@ from rollouts_core.errors import ConfigError
 HUB_TOKEN = "HF_TOKEN"
 """The variable in which Hugging Face's libraries look for a token."""
 OWN_KEY_VARIABLE = "ROLLOUTS_OWN_ENGINE_KEY"
-"""Holds the key of engines on other nodes than their trainer, where the settings name none: the run has made it."""
+"""Holds the key that nodes of one unit ask each other for, where the settings name none: the run has made it."""
 
 
 def read_key(variable: str, setting: str, known: Mapping[str, str] = MappingProxyType({})) -> str:
@@ -52,7 +52,7 @@ def read_named_keys(
     job: Mapping[str, Any],  # Any: JSON
     known: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """The variables that a job's engine and rewards name, with their keys.
+    """The variables that a job's engine and rewards name, and that of its unit, with their keys.
 
     Args:
         job: the content of its job.json.
@@ -61,8 +61,11 @@ def read_named_keys(
     Raises:
         ConfigError: one of them is not set.
     """
+    unit = {OWN_KEY_VARIABLE: "node.trainer_nodes"} if job.get("further_trainers") else {}
+    if job.get("node_rank"):  # the leader asks engines and rewards
+        return {variable: read_key(variable, setting, known) for variable, setting in unit.items()}
     rewards = job.get("rollout", {}).get("rewards", ())
-    named = {engine_key_variable(job): "rollout.engine"}
+    named = {engine_key_variable(job): "rollout.engine", **unit}
     named |= dict.fromkeys((reward["api_key_variable"] for reward in rewards), "rollout.rewards")
     return {variable: read_key(variable, setting, known) for variable, setting in named.items() if variable}
 

@@ -58,10 +58,10 @@ def least_training_bytes(num_parameters: int, policy: PolicyConfig, *, with_refe
     return num_parameters * (trained + (frozen if with_reference else 0)) // num_processes
 
 
-def least_memory_bytes(config: Config) -> int:
+def least_memory_bytes(config: Config, *, num_machines: int = 1) -> int:
     """What the trainer takes at least on each of its devices, in the stage that needs most."""
     num_parameters = count_parameters(Path(config.model.path))
-    num_processes = config.deployment.num_trainer_processes
+    num_processes = config.deployment.num_trainer_processes * num_machines
     sft, rl = config.training.sft, config.training.rl
     stages = {"sft": (sft.policy, False), "rl": (rl.policy, rl.with_reference)}
     return max(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from infra.bootstrap import NodeNeeds, check_imports, check_node, probe_node
+from infra.bootstrap import NodeNeeds, NodeReport, check_alike, check_imports, check_node, probe_node
 from infra.environment import ensure_environment, installed_requirements, read_requirements
 from infra.errors import PermanentInfraError
-from infra.node import EngineNode, LocalNode, Node, NodeSettings, SSHNode
+from infra.node import FurtherNode, LocalNode, Node, NodeSettings, SSHNode
 from infra.providers import open_session
 from infra.reach import check_both_ways
 from infra.session import Session
@@ -25,7 +27,8 @@ from tasks.progress import StageProgress, stage_console
 def bootstrap(node: Node, config: Config, settings: NodeSettings, *, trains: bool = True) -> Node:
     """The node when it is good enough for the pipeline, with the interpreter that its stages run by.
 
-    So are its engines' nodes, each of which it reaches, and is reached from.
+    So are the others of its unit, each of which it reaches, and is reached from; those that train together all reach
+    each other.
 
     Args:
         trains: whether something is trained there, which takes memory and disk.
@@ -37,42 +40,51 @@ def bootstrap(node: Node, config: Config, settings: NodeSettings, *, trains: boo
         num_gpus=len(own_gpus),
         trainer_gpu_ranks=placement.trainer_gpu_ranks,
         num_trainers=placement.num_trainer_processes,
-        trainer_gb=least_memory_bytes(config) / 1e9 if trains else 0.0,
+        trainer_gb=least_memory_bytes(config, num_machines=1 + len(node.trainer_nodes)) / 1e9 if trains else 0.0,
     )
-    with StageProgress("bootstrap", num_steps=0, console=stage_console()) as progress, open_session(node) as session:
-        ready = prepare_machine(session, node, settings, needs, config, progress)
+    with StageProgress("bootstrap", num_steps=0, console=stage_console()) as progress, ExitStack() as stack:
+        session = stack.enter_context(open_session(node))
+        ready, report = prepare_machine(session, node, settings, needs, config, progress)
         if not isinstance(settings, SSHNode):
             return ready
-        engine_nodes = [
-            prepare_engine_node(session, node, engine_node, own_settings, config, progress)
-            for engine_node, own_settings in zip(node.engine_nodes, settings.engine_nodes, strict=True)
-        ]
-    return replace(ready, engine_nodes=tuple(engine_nodes))
+        trainers, trainer_nodes, engine_nodes = [(session, node)], [], []
+        for each, own_settings in zip(node.trainer_nodes, settings.trainer_nodes, strict=True):
+            own_needs = replace(needs, disk_gb=own_settings.min_free_gb, num_gpus=len(placement.trainer_gpu_ranks))
+            with named_in_errors("node.trainer_nodes", each):
+                own_session = stack.enter_context(open_session(each))
+                found, own_report = prepare_machine(own_session, each, own_settings, own_needs, config, progress)
+                check_alike(own_report, report)
+                for other_session, other in trainers:
+                    check_both_ways(other_session, other, own_session, each)
+            trainers.append((own_session, each))
+            trainer_nodes.append(found)
+        for each, own_settings in zip(node.engine_nodes, settings.engine_nodes, strict=True):
+            own_needs = NodeNeeds(disk_gb=own_settings.min_free_gb, num_gpus=len(placement.engine_gpu_ranks))
+            with named_in_errors("node.engine_nodes", each), open_session(each) as own_session:
+                found, _ = prepare_machine(own_session, each, own_settings, own_needs, config, progress)
+                check_both_ways(session, node, own_session, each)
+            engine_nodes.append(found)
+    return replace(ready, trainer_nodes=tuple(trainer_nodes), engine_nodes=tuple(engine_nodes))
 
 
-def prepare_engine_node(
-    trainer: Session, node: Node, engine_node: Node, settings: EngineNode, config: Config, progress: StageProgress
-) -> Node:
-    """A machine for engines when it is good enough, and it and the one that trains reach each other."""
-    needs = NodeNeeds(disk_gb=settings.min_free_gb, num_gpus=len(config.deployment.engine_gpu_ranks))
+@contextmanager
+def named_in_errors(setting: str, node: Node) -> Iterator[None]:
+    """Say of what is wrong with a further machine, which one it is."""
     try:
-        with open_session(engine_node) as session:
-            ready = prepare_machine(session, engine_node, settings, needs, config, progress)
-            check_both_ways(trainer, node, session, engine_node)
+        yield
     except PermanentInfraError as error:
-        raise PermanentInfraError(f"node.engine_nodes, {engine_node.name}: {error}") from error
-    return ready
+        raise PermanentInfraError(f"{setting}, {node.name}: {error}") from error
 
 
 def prepare_machine(
     session: Session,
     node: Node,
-    settings: NodeSettings | EngineNode,
+    settings: NodeSettings | FurtherNode,
     needs: NodeNeeds,
     config: Config,
     progress: StageProgress,
-) -> Node:
-    """One machine of the unit, with what it needs."""
+) -> tuple[Node, NodeReport]:
+    """One machine of the unit, with what it needs, and what it has."""
     ready = install_packages(session, node, settings, progress)
     report = probe_node(session, ready)
     check_node(report, needs)
@@ -82,11 +94,11 @@ def prepare_machine(
         f"Python {report.python_version}, torch {report.torch_version}, {report.device_summary}, "
         f"{report.free_disk_gb:.0f} GB free"
     )
-    return ready
+    return ready, report
 
 
 def install_packages(
-    session: Session, node: Node, settings: NodeSettings | EngineNode, progress: StageProgress
+    session: Session, node: Node, settings: NodeSettings | FurtherNode, progress: StageProgress
 ) -> Node:
     """The node with the interpreter of an environment that has the packages, where the settings ask for one."""
     if isinstance(settings, LocalNode) or settings.install == "nothing":

@@ -23,9 +23,9 @@ from infra.node import Node
 from infra.providers import open_session
 from infra.rentals import find_rental
 from infra.repeating import repeating
+from tasks.node_job import GRACE_S
 from tasks.records import RunScope
 from tasks.salvage import SALVAGE_S
-from tasks.stage import GRACE_S
 
 MARGIN_S = GRACE_S + SALVAGE_S
 MARGIN_SHARE = 0.2

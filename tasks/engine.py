@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from prefect import task
@@ -17,22 +16,18 @@ from infra.ledger import Ledger
 from infra.node import Node
 from infra.ports import check_port, find_free_port
 from infra.providers import open_session
-from infra.repeating import repeating
 from infra.session import Session
 from rollouts_core.job import ServeJob
 from rollouts_core.keys import read_key
 from tasks.engine_keys import own_keys
+from tasks.leases import LEASE_S, LeasedJob, leases_renewed
+from tasks.node_job import GRACE_S, gpus_of, gpus_of_engines, job_spec, running_job
 from tasks.placement import place_stage
 from tasks.plan import plan_engine
 from tasks.progress import StageProgress, stage_console
 from tasks.records import EngineRecord, RunScope, Stage
-from tasks.stage import GRACE_S, gpus_of, gpus_of_engines, job_spec, running_job
 
 MAX_RESTARTS = 3
-LEASE_S = 60.0
-"""An engine that no RL job renews for this long ends by itself."""
-
-logger = logging.getLogger(__name__)
 
 
 @task(name="launch-engine", cache_policy=NO_CACHE)
@@ -101,31 +96,14 @@ def launch_engine(
     )
 
 
-@contextmanager
-def kept_alive(engines: Sequence[EngineRecord], node: Node) -> Iterator[None]:
+def kept_alive(engines: Sequence[EngineRecord], node: Node) -> AbstractContextManager[None]:
     """Renew the leases of engines on nodes of their own as long as the block runs.
 
     Their trainer does it once it trains; before that it may have to wait for its GPUs. Those on its own node wait for
     the same GPUs as it does.
     """
-    elsewhere = [engine for engine in engines if engine.lease_url]
-    if not elsewhere:
-        yield
-        return
-    with ExitStack() as stack:
-        sessions: dict[str, Session] = {}
-
-        def renew() -> None:
-            for engine in elsewhere:
-                try:
-                    if engine.node not in sessions:
-                        sessions[engine.node] = stack.enter_context(open_session(node.named(engine.node)))
-                    renew_lease(sessions[engine.node], engine.run_dir)
-                except InfraError as error:  # the trainer says what becomes of it
-                    logger.info("the lease of %s was not renewed: %s", engine.url, error)
-
-        with repeating(renew, interval_s=LEASE_S / 4, thread_name="engines' leases"):
-            yield
+    elsewhere = [LeasedJob(node.named(engine.node), engine.run_dir) for engine in engines if engine.lease_url]
+    return leases_renewed(elsewhere)
 
 
 @task(name="stop-engine", cache_policy=NO_CACHE)

@@ -1,4 +1,4 @@
-"""The key of engines on other nodes than their trainer, where the settings name none: one per store.
+"""The key that nodes of one unit ask each other for, where the settings name none: one per store.
 
 Not here: keys that the settings name, and who asks for any (rollouts_core/keys.py).
 """
@@ -18,11 +18,11 @@ KEY_FILE = "engine-key"
 
 
 def own_engine_key(store: Path) -> str:
-    """The store's key for engines; made once, in a file that only its owner can read."""
+    """The store's key for engines and trainers; made once, in a file that only its owner can read."""
     return own_secret(store / KEY_FILE, lambda: secrets.token_urlsafe(32))
 
 
 def own_keys(job: Mapping[str, Any], scope: RunScope) -> dict[str, str]:  # Any: JSON
     """The variables of a job that nobody has to export, with their keys."""
-    is_own = engine_key_variable(job) == OWN_KEY_VARIABLE
+    is_own = engine_key_variable(job) == OWN_KEY_VARIABLE or job.get("further_trainers")
     return {OWN_KEY_VARIABLE: own_engine_key(Path(scope.store))} if is_own else {}

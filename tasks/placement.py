@@ -51,6 +51,8 @@ from tasks.records import Stage
 TrainingT = TypeVar("TrainingT", SFTTrainingConfig, RLTrainingConfig)
 
 CALL_TIMEOUT_S = 60.0
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+"""How the names of files with weights, or with the state of a training, end."""
 _DIGEST_CHARS = 16
 
 logger = logging.getLogger(__name__)
@@ -87,6 +89,8 @@ def place_stage(session: Session, stage: Stage, node: Node, *, say: Callable[[st
 def place_job(job: Job, inputs: NodeInputs) -> Job:
     """The job with its inputs at their places on the node, where they are when this returns."""
     match job:
+        case SFTJob() | RLJob() if job.node_rank:  # it computes what the machine says that leads
+            placed: dict[str, object] = {"model": inputs.place_description(job.model)}
         case SFTJob():
             placed = {
                 "model": inputs.place_model(job.model),
@@ -136,6 +140,11 @@ class NodeInputs:
         path = self._place(model.model.path, model.digest)
         return model.model_copy(update={"model": model.model.model_copy(update={"path": path})})
 
+    def place_description(self, model: InputModel) -> InputModel:
+        """A model without its weights, for who gets them from another machine."""
+        path = self._place(model.model.path, model.digest, without=WEIGHTS)
+        return model.model_copy(update={"model": model.model.model_copy(update={"path": path})})
+
     def place_resumed(self, training: TrainingT, digest: str) -> TrainingT:
         """The settings of a training with the checkpoint that it continues."""
         if not digest:
@@ -143,8 +152,12 @@ class NodeInputs:
         path = self._place(str(find_checkpoint(Path(training.resume_from))), digest)
         return training.model_copy(update={"resume_from": path})
 
-    def _place(self, given: str, digest: str) -> str:
-        """Where the input lies on the node: where its job left it there, or among the inputs, sent if need be."""
+    def _place(self, given: str, digest: str, *, without: tuple[str, ...] = ()) -> str:
+        """Where the input lies on the node: where its job left it there, or among the inputs, sent if need be.
+
+        Args:
+            without: how the names of files end that are left out.
+        """
         path = Path(given)
         if not path.exists():  # of a hub
             return given
@@ -152,10 +165,12 @@ class NodeInputs:
             own = self._node.path_on_node(given)
             if exists_on_node(self._session, own):
                 return own
-        key = hashlib.sha256(f"{digest} {path.name}".encode()).hexdigest()[:_DIGEST_CHARS]
+        identity = " ".join([digest, path.name, *without])
+        key = hashlib.sha256(identity.encode()).hexdigest()[:_DIGEST_CHARS]
         folder = f"{self._node.root}/inputs/{key}"
         if not exists_on_node(self._session, folder):
-            files = files_below(path, path.name)
+            below = files_below(path, path.name)
+            files = {name: below[name] for name in below if not name.endswith(without)}
             if not self._is_fetched(path, files, folder):
                 publish_files(self._session, files, folder)
         return f"{folder}/{path.name}"

@@ -124,6 +124,23 @@ def plan_engine(rl: Stage, port: int, node: Node, index: int = 0) -> Stage:
     )
 
 
+def plan_follower(stage: Stage, node: Node, node_rank: int) -> Stage:
+    """What a further machine does of a training: the same job, which ends with the one that leads.
+
+    Args:
+        node: the further machine.
+        node_rank: its number; 0 leads.
+    """
+    changed = {
+        "name": "follower",
+        "run_dir": f"{node.local_root}/stages/follower-{stage.fingerprint}-{node_rank}",
+        "begins_with": "",
+        "job": {**stage.job, "node_rank": node_rank},
+        "timeout_s": 0.0,
+    }
+    return stage.model_copy(update=changed)
+
+
 def needed_context(rollout: RolloutConfig) -> int:
     """Tokens of the longest conversation, or of what the engine proves its weights by."""
     longest = rollout.max_prompt_tokens + rollout.sampling.max_new_tokens + ENGINE_MARGIN_TOKENS

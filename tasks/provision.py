@@ -23,12 +23,12 @@ from tasks.stage import drop_leases, leases_on, stop_leased_jobs
 
 @task(name="provision", cache_policy=NO_CACHE)
 def provision(settings: NodeSettings, scope: RunScope) -> Node:
-    """The node that the settings ask for, with those of its engines."""
+    """The node that the settings ask for, with the others of its unit."""
     with StageProgress("provision", num_steps=0, console=stage_console()) as progress:
         node = provision_node(settings, Path(scope.store), run_id=scope.run_id, say=progress.say)
-        for each in (node, *node.engine_nodes):
+        for each in (node, *node.further_nodes):
             key = f" (its key: {each.believed_by})" if each.believed_by else ""
-            kind = "node" if each is node else "engines' node"
+            kind = "engines' node" if each in node.engine_nodes else "node"
             progress.say(f"{each.provider} {kind} {each.name}{key}, run directories below {each.root}/stages")
     return node
 
@@ -37,7 +37,7 @@ def give_back(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> list
     """End every job that only this run wants, then give the node back; returns what was done, a sentence each.
 
     What stopped jobs have on another machine is fetched before. A rented machine is given back also where its jobs
-    cannot be reached: they end with it. Engines that cannot be reached end by themselves.
+    cannot be reached: they end with it. Jobs on further nodes that cannot be reached end by themselves.
 
     Args:
         keep_minutes: so long a rented machine that can be reached stays, in place of being given back.
@@ -55,12 +55,12 @@ def give_back(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> list
         drop_leases(scope)
         done = [f"its jobs end with the machine ({error})"]
     finally:
-        engines_done = [
-            done for each in node.engine_nodes for done in give_back_engines(each, leases[each.name], scope)
+        further_done = [
+            done for each in node.further_nodes for done in give_back_further(each, leases[each.name], scope)
         ]
         if not kept:
             release_node(node)
-    done += [*engines_done, *(kept or [describe_release(node)])]
+    done += [*further_done, *(kept or [describe_release(node)])]
     if node.is_rented:
         with Ledger(scope.ledger_path) as ledger:
             usd = usd_spent(ledger, scope.run_id, time.time())
@@ -77,13 +77,13 @@ def end_jobs(node: Node, leases: Sequence[Lease], scope: RunScope) -> list[str]:
     ]
 
 
-def give_back_engines(node: Node, leases: Sequence[Lease], scope: RunScope) -> list[str]:
-    """Give back a node of engines; where it does not answer they end by themselves: nobody renews their leases."""
+def give_back_further(node: Node, leases: Sequence[Lease], scope: RunScope) -> list[str]:
+    """Give back a further node; where it does not answer its jobs end by themselves: nobody renews their leases."""
     try:
         done = end_jobs(node, leases, scope) if leases else []
     except InfraError as error:
         drop_leases(scope, leases)
-        done = [f"the engines on {node.name} end by themselves within a minute ({error})"]
+        done = [f"the jobs on {node.name} end by themselves within a minute ({error})"]
     release_node(node)
     return [*done, describe_release(node)]
 

@@ -8,24 +8,20 @@ Not here: what the job is (plan.py), how jobs are supervised (infra/jobs.py), Pr
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from infra.checkpoint_uploads import checkpoints_published
-from infra.errors import PermanentInfraError
+from infra.errors import PermanentInfraError, TransientInfraError
 from infra.jobs import (
-    FIRST_GPU,
-    JobSpec,
     JobState,
     JobStatus,
     cancel_job,
     follow_job,
-    job_status,
+    read_log_tail,
     require_finished,
     start_or_attach,
 )
@@ -34,20 +30,19 @@ from infra.mirror import mirrored, pull_run
 from infra.node import Node
 from infra.providers import open_session
 from infra.session import Session
-from rollouts_core.backends.allocator import KEPT_MEMORY
+from rollouts_core.backends.unit import MACHINE_LOST_CODE
 from rollouts_core.errors import InputError
-from rollouts_core.keys import read_hub_token, read_named_keys
 from rollouts_core.run_directory import RunDirectory
 from tasks.artifacts import find_damage, is_finished, set_damage_aside
 from tasks.earlier_scores import take_earlier_scores
 from tasks.early_end import begin_with_earlier, check_own_end, read_early_end, requests_passed_on
 from tasks.engine_keys import own_keys
+from tasks.node_job import GRACE_S, gpus_of, job_spec
 from tasks.placement import place_stage
 from tasks.progress import StageProgress, stage_console
 from tasks.records import How, RunScope, Stage, StageRecord
+from tasks.trainer_nodes import trainers_beside
 
-GRACE_S = 10.0
-"""Between asking a job to end and killing it."""
 USER_ERROR_CODE = 2
 
 
@@ -112,27 +107,29 @@ def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgre
         placement = place_stage(session, stage, node, say=progress.say)
         run_dir = placement.stage.run_dir
         ledger.add_lease(run_dir, scope.run_id, node.name)
-        spec = job_spec(
-            placement.stage,
-            session,
-            scope,
-            gpus=gpus_of(stage, node),
-            code_dir=placement.code_dir,
-            known_keys=own_keys(placement.stage.job, scope),
-        )
-        status = start_or_attach(session, spec)
-        how = how_it_began(status)
-        with checkpoints_published_of(stage, scope):
-            with mirrored(session, run_dir, Path(stage.run_dir)) if node.is_remote else nullcontext():
-                if how != "reused":
-                    progress.say(f"{'started' if how == 'ran' else 'attached to the running job'} in {run_dir}")
-                    with requests_passed_on(session, stage, run_dir, scope, progress.say):
-                        follow_until_finished(session, status, progress)
-            ledger.drop_lease(run_dir, scope.run_id)
-            if node.is_remote:
-                pull_run(session, run_dir, Path(stage.run_dir))
-                if damage := find_damage(stage):
-                    raise PermanentInfraError(f"what {node.name} has is damaged ({damage}): delete {run_dir} there")
+        with trainers_beside(stage, session, scope, node, progress.say) as trainers:
+            placed = placement.stage.model_copy(update={"job": {**placement.stage.job, **trainers}})
+            spec = job_spec(
+                placed,
+                session,
+                scope,
+                gpus=gpus_of(stage, node),
+                code_dir=placement.code_dir,
+                known_keys=own_keys(placed.job, scope),
+            )
+            status = start_or_attach(session, spec)
+            how = how_it_began(status)
+            with checkpoints_published_of(stage, scope):
+                with mirrored(session, run_dir, Path(stage.run_dir)) if node.is_remote else nullcontext():
+                    if how != "reused":
+                        progress.say(f"{'started' if how == 'ran' else 'attached to the running job'} in {run_dir}")
+                        with requests_passed_on(session, stage, run_dir, scope, progress.say):
+                            follow_until_finished(session, status, progress)
+                ledger.drop_lease(run_dir, scope.run_id)
+                if node.is_remote:
+                    pull_run(session, run_dir, Path(stage.run_dir))
+                    if damage := find_damage(stage):
+                        raise PermanentInfraError(f"what {node.name} has is damaged ({damage}): delete {run_dir} there")
     return how
 
 
@@ -142,82 +139,6 @@ def checkpoints_published_of(stage: Stage, scope: RunScope) -> AbstractContextMa
         return nullcontext()
     url = f"{scope.publication_url}/stages/{Path(stage.run_dir).name}"
     return checkpoints_published(RunDirectory(Path(stage.run_dir)).checkpoints, url)
-
-
-def job_spec(
-    stage: Stage,
-    session: Session,
-    scope: RunScope,
-    *,
-    gpus: tuple[str, ...],
-    code_dir: str = "",
-    known_keys: Mapping[str, str] = MappingProxyType({}),
-    max_restarts: int = 0,
-    lease_s: float = 0.0,
-) -> JobSpec:
-    """The stage as a job for a node's supervisor.
-
-    Args:
-        gpus: what it waits for; an RL and its engines, which have the same fingerprint, have them together.
-        code_dir: where the job imports from; empty where it finds everything by itself.
-        known_keys: variables that need not be set here.
-    """
-    return JobSpec(
-        run_dir=stage.run_dir,
-        argv=(session.python, "-m", "rollouts_core", stage.kind, f"{stage.run_dir}/job.json"),
-        job=stage.job,
-        env=job_environment(stage, known_keys) | ({"PYTHONPATH": code_dir} if code_dir else {}),
-        timeout_s=stage.timeout_s,
-        grace_s=GRACE_S,
-        max_restarts=max_restarts,
-        lease_s=lease_s,
-        gpus=gpus,
-        gpu_group=stage.fingerprint,
-        run_name=scope.output_dir.name,
-    )
-
-
-def gpus_of(stage: Stage, node: Node) -> tuple[str, ...]:
-    """The node's GPUs that nobody else may use while the stage's job runs; of an RL those of its engines there too.
-
-    Two RLs that each had some of them would wait for each other for ever, so every job of an RL takes all of them.
-    """
-    deployment = stage.job["deployment"]
-    trainer = deployment["trainer_gpu_ranks"]
-    shares_cpu = deployment["trainer_processes"] > 1 and not trainer
-    gpus = [] if shares_cpu else [str(rank) for rank in trainer] or [FIRST_GPU]
-    # Recorded rollouts need no engine.
-    if stage.kind == "rl" and not stage.job["rollouts"] and not node.engine_nodes:
-        gpus += gpus_of_engines(stage)
-    return tuple(dict.fromkeys(gpus))
-
-
-def gpus_of_engines(rl: Stage) -> tuple[str, ...]:
-    """The GPUs that the engines of an RL use, on each node that has some; the embedded engine computes on the CPU."""
-    if rl.job["rollout"]["engine"]["kind"] == "embedded":
-        return ()
-    return tuple(str(rank) for rank in rl.job["deployment"]["engine_gpu_ranks"]) or (FIRST_GPU,)
-
-
-def job_environment(stage: Stage, known_keys: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-    """The variables of the stage's process: GPUs and keys, where the settings name some, and how it gets memory.
-
-    Args:
-        known_keys: variables that need not be set here.
-
-    Raises:
-        ConfigError: a variable that is to hold a key is not set here.
-    """
-    ranks = stage.job["deployment"]["engine_gpu_ranks" if stage.kind == "serve" else "trainer_gpu_ranks"]
-    # Counted as nvidia-smi counts, which is how locks are named: CUDA itself counts the fastest GPU first.
-    gpus = (
-        {"CUDA_VISIBLE_DEVICES": ",".join(str(rank) for rank in ranks), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        if ranks
-        else {}
-    )
-    keys = read_named_keys(stage.job, known_keys) | read_hub_token(stage.job)
-    is_own_engine = stage.kind == "serve" and stage.job["engine"]["kind"] == "embedded"
-    return gpus | keys | (KEPT_MEMORY if stage.kind in ("sft", "rl") or is_own_engine else {})
 
 
 def how_it_began(status: JobStatus) -> How:
@@ -232,6 +153,7 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
 
     Raises:
         InputError: it ended with the exit code of a user's mistake; the sentence is the job's own.
+        TransientInfraError: another machine that trains with it is gone, or this one does not answer.
         JobFailedError, JobLostError: it ended otherwise.
     """
     complaints: list[str] = []
@@ -251,6 +173,10 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
     )
     if complaints and ended.exit is not None and ended.exit.code == USER_ERROR_CODE:
         raise InputError(complaints[-1])
+    if ended.exit is not None and ended.exit.code == MACHINE_LOST_CODE:
+        reason = complaints[-1] if complaints else read_log_tail(session, ended.run_dir)
+        progress.say(reason)  # Prefect tries the stage again, without a word here
+        raise TransientInfraError(reason)
     require_finished(session, ended)
 
 
@@ -269,7 +195,7 @@ def stop_leased_jobs(scope: RunScope, node: Node, leases: Sequence[Lease]) -> tu
 
 def leases_on(scope: RunScope, node: Node) -> dict[str, list[Lease]]:
     """This run's claims, by the name of the machine of the unit that they are on."""
-    by_machine: dict[str, list[Lease]] = {each.name: [] for each in (node, *node.engine_nodes)}
+    by_machine: dict[str, list[Lease]] = {each.name: [] for each in (node, *node.further_nodes)}
     with Ledger(scope.ledger_path) as ledger:
         for lease in ledger.leases_of(scope.run_id):
             by_machine[node.named(lease.node).name].append(lease)
@@ -281,11 +207,3 @@ def drop_leases(scope: RunScope, leases: Sequence[Lease] | None = None) -> None:
     with Ledger(scope.ledger_path) as ledger:
         for lease in ledger.leases_of(scope.run_id) if leases is None else leases:
             ledger.drop_lease(lease.run_dir, scope.run_id)
-
-
-def running_job(session: Session, run_dir: str) -> dict[str, Any] | None:  # Any: JSON
-    """The job.json of a job that is under way, else None."""
-    if job_status(session, run_dir).state is not JobState.RUNNING:
-        return None
-    job: dict[str, Any] = json.loads(session.read_file(f"{run_dir}/job.json"))  # Any: JSON
-    return job

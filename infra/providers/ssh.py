@@ -23,15 +23,18 @@ logger = logging.getLogger(__name__)
 
 
 def provision_ssh(settings: SSHNode, store: Path) -> Node:
-    """The node record of the machine, with those of its engines' machines: all of them, or an error about one.
+    """The node record of the machine, with those of the others of its unit: all of them, or an error about one.
 
     Raises:
         NodeUnreachableError, HostKeyError, LoginError: one sentence about a connection.
         PermanentInfraError: an interpreter cannot be run, or a `root` is not a usable path.
     """
     node = reach_machine(settings, store)
-    engine_nodes = (replace(reach_machine(each, store), address=each.reached_at) for each in settings.engine_nodes)
-    return replace(node, engine_nodes=tuple(engine_nodes))
+    trainer_nodes, engine_nodes = (
+        tuple(replace(reach_machine(each, store), address=each.reached_at) for each in further)
+        for further in (settings.trainer_nodes, settings.engine_nodes)
+    )
+    return replace(node, trainer_nodes=trainer_nodes, engine_nodes=engine_nodes)
 
 
 def reach_machine(settings: SSHMachine, store: Path) -> Node:

@@ -7,7 +7,8 @@ is needed.
         +-- RANK=0 python -m rollouts_core sft job.json       the leader
         +-- RANK=1 python -m rollouts_core sft job.json       a follower, which dies with the launcher
 
-A process that fails ends the others. A signal to the launcher reaches all.
+A process that fails ends the others. A signal to the launcher reaches all. Of several machines each has a launcher
+(unit.py).
 """
 
 from __future__ import annotations
@@ -21,18 +22,28 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import NoReturn
 
+from rollouts_core.backends.unit import Meeting, Unit, network_variables
 from rollouts_core.job import Job, RLJob, SFTJob
 
+SHUTDOWN_S = 8
+"""With several machines: between SIGTERM and SIGKILL, since a process may wait for one that is gone."""
+LAUNCHER = -1
+"""Stands for the launcher itself among ranks."""
 _PR_SET_PDEATHSIG = 1
 
 
 def num_processes(job: Job) -> int:
-    """How many processes do a job: several where it trains and its deployment says so."""
+    """How many processes of this machine do a job: several where it trains and its deployment says so."""
     return job.deployment.num_trainer_processes if isinstance(job, SFTJob | RLJob) else 1
+
+
+def needs_launcher(job: Job) -> bool:
+    """Whether several processes do a job, of this machine or of several."""
+    return num_processes(job) > 1 or (isinstance(job, SFTJob | RLJob) and bool(job.further_trainers))
 
 
 def is_launched() -> bool:
@@ -45,29 +56,65 @@ def is_follower() -> bool:
     return is_launched() and os.environ["RANK"] != "0"
 
 
-def launch(module: str, arguments: Sequence[str], *, num_processes: int, log_dir: Path) -> int:
+def launch(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    num_processes: int,
+    log_dir: Path,
+    join: Callable[[], AbstractContextManager[Unit | None]] = nullcontext,
+) -> int:
     """Run `python -m module arguments` as several processes of this machine; returns the exit code.
 
     Args:
         log_dir: folder of torchrun's own files while they run; what a launcher left there that was killed is removed.
+        join: how this machine joins others whose processes belong to these.
 
     The exit code is that of a process that failed. Where a signal killed one, this process dies of the same signal, so
     that who started it learns of it, for instance that memory ran out.
+
+    Raises:
+        MachineLostError: another machine did not come, or is gone.
     """
+    import torch.distributed.run  # noqa: F401 - it takes seconds, in which others would wait for this machine
+
+    with _removed_before_and_after(log_dir), join() as unit:
+        where = agent_arguments(None if unit is None else unit.meeting)
+        if unit is not None:
+            shutdown = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S)}
+            os.environ.update(network_variables(unit.meeting) | shutdown | dict(os.environ))  # what is set stays
+        exit_codes = _run_agent(
+            [*where, "--nproc-per-node", str(num_processes), "--log-dir", str(log_dir), "-m", module, *arguments]
+        )
+        code = choose_exit_code(exit_codes) if exit_codes else 0
+        if unit is not None:
+            unit.conclude(code)
+    return _end_like(code, exit_codes)
+
+
+def agent_arguments(meeting: Meeting | None) -> list[str]:
+    """What tells torchrun where its agents meet: those of several machines, or that of this machine nobody."""
+    if meeting is None:
+        return ["--standalone", "--local-addr", "127.0.0.1"]
+    size = ["--nnodes", str(meeting.num_nodes), "--node-rank", str(meeting.node_rank)]
+    place = ["--master-addr", meeting.host, "--master-port", str(meeting.port)]
+    return [*size, *place, "--local-addr", meeting.own_address]
+
+
+def _run_agent(arguments: Sequence[str]) -> dict[int, int]:
+    """Run torchrun to its end; returns the exit codes of processes that failed, by rank."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # it would talk after the job's last line
-    local = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_processes)]
     try:
-        with _removed_before_and_after(log_dir):
-            run.run(run.parse_args([*local, "--log-dir", str(log_dir), "-m", module, *arguments]))  # type: ignore[no-untyped-call]
+        run.run(run.parse_args(list(arguments)))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        return _end_like({rank: failure.exitcode for rank, failure in error.failures.items()})
+        return {rank: failure.exitcode for rank, failure in error.failures.items()}
     except SignalException as error:
-        return 128 + int(error.sigval)
-    return 0
+        return {LAUNCHER: 128 + int(error.sigval)}
+    return {}
 
 
 @contextmanager
@@ -93,8 +140,7 @@ def choose_exit_code(exit_codes: Mapping[int, int]) -> int:
     return next((code for code in own if code == 2), min(own) if min(own) < 0 else own[0])
 
 
-def _end_like(exit_codes: Mapping[int, int]) -> int:
-    code = choose_exit_code(exit_codes)
+def _end_like(code: int, exit_codes: Mapping[int, int]) -> int:
     if code >= 0:
         return code
     ranks = ", ".join(str(rank) for rank, other in exit_codes.items() if other == code)

@@ -18,10 +18,12 @@ class DeploymentConfig(Record):
     """Where things run on the node. Nothing here changes a result."""
 
     trainer_gpu_ranks: tuple[GpuRank, ...] = Field((), json_schema_extra=PLACEMENT)
-    """GPUs of the trainer, one process on each; empty trains on the CPU, or on the first GPU where there is one."""
+    """GPUs of the trainer, one process on each; empty trains on the CPU, or on the first GPU where there is one. Where
+    several machines train together, GPUs of each of them."""
     trainer_processes: int = Field(0, ge=0, json_schema_extra=PLACEMENT)
     """Processes that train together, each with a GPU of its own; 0 takes as many as there are trainer_gpu_ranks, or
-    one. Without trainer_gpu_ranks they share the CPU, which is for trying things out."""
+    one. Without trainer_gpu_ranks they share the CPU, which is for trying things out. Where several machines train
+    together, as many on each."""
     engine_gpu_ranks: tuple[GpuRank, ...] = Field((), json_schema_extra=PLACEMENT)
     """GPUs of the inference engines, shared evenly between them; those of one engine hold its model together. Where
     engines have nodes of their own, GPUs of each of these nodes."""

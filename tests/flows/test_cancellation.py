@@ -14,7 +14,7 @@ from flows.cancellation import give_back_reached
 from infra.errors import NodeUnreachableError
 from infra.jobs import JobState, job_status, start_or_attach
 from infra.ledger import Ledger
-from infra.node import EngineNode, SSHNode
+from infra.node import FurtherNode, SSHNode
 from infra.session import LocalSession
 from tasks.records import RunScope
 from tests.infra.shell_jobs import shell_spec
@@ -28,7 +28,7 @@ def test_the_training_of_a_cancelled_run_ends_although_its_engines_machine_is_lo
     session = LocalSession(sys.executable)
     with running_server(tmp_path / "sshd") as server:
         login = {"key_file": server.access.key_file, "python": sys.executable, "root": str(tmp_path / "root")}
-        lost = EngineNode(host="me@127.0.0.1:1", **login)
+        lost = FurtherNode(host="me@127.0.0.1:1", **login)
         host, pinned = f"{server.access.user}@127.0.0.1:{server.access.port}", server.access.host_key
         settings = SSHNode(host=host, host_key=pinned, engine_nodes=(lost,), **login)
         sft, engine = f"{tmp_path}/root/stages/sft-1", f"{tmp_path}/root/stages/engine-1-0"
@@ -39,7 +39,9 @@ def test_the_training_of_a_cancelled_run_ends_although_its_engines_machine_is_lo
             said = give_back_reached(settings, scope)
             assert ledger.leases_of(scope.run_id) == []
         assert job_status(session, sft).state is not JobState.RUNNING
-        assert said[0].startswith("the engines end by themselves within a minute (me@127.0.0.1:1 does not answer")
+        assert said[0].startswith(
+            "the jobs on its further machines end by themselves within a minute (me@127.0.0.1:1 does not answer"
+        )
         assert said[1:] == [f"ended the job in {sft}", f"gave back ssh node {host}"]
         with pytest.raises(NodeUnreachableError):
             give_back_reached(SSHNode(host=lost.host, **login), scope)

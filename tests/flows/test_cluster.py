@@ -9,74 +9,46 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.flows.clusters import Cluster, further_node_settings, two_machines
 from tests.flows.conftest import Rollouts, digest_of_the_run, digest_trained_here, wait_until
-from tests.flows.test_separate_node import Watch, node_settings
+from tests.flows.test_separate_node import Watch
 from tests.flows.test_ssh import SHORTER
-from tests.infra.separate_node import PrivateLink, SeparateNode, private_link, separate_node
+from tests.infra.separate_node import private_link, separate_node
 from tests.small_pipeline import write_small_pipeline
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.namespaces]
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """Two nodes and what connects them."""
-
-    trainer: SeparateNode
-    engines: SeparateNode
-    link: PrivateLink
-
-    @property
-    def settings(self) -> dict[str, Any]:  # Any: settings of every type
-        """The table [node]."""
-        return {**node_settings(self.trainer), "engine_nodes": [engine_node_settings(self.engines, self.link)]}
-
-
-def engine_node_settings(node: SeparateNode, link: PrivateLink) -> dict[str, Any]:  # Any: settings of every type
-    """A table [[node.engine_nodes]]: this machine reaches the node by another way than the trainer does."""
-    settings = {key: value for key, value in node_settings(node).items() if key != "provider"}
-    return {**settings, "address": link.addresses[1]}
-
-
 @pytest.fixture
 def cluster(rollouts: Rollouts, tmp_path: Path) -> Iterator[Cluster]:
     """Nodes that see neither the store nor the files of the configuration."""
-    small = tmp_path / "small"
-    small.mkdir()
-    with ExitStack() as stack:
-        trainer, engines = (
-            stack.enter_context(separate_node(tmp_path / name, hidden=[rollouts.store, small]))
-            for name in ("trainer", "engines")
-        )
-        yield Cluster(trainer, engines, stack.enter_context(private_link(trainer, engines)))
+    with two_machines(rollouts, tmp_path) as cluster:
+        yield cluster
 
 
 def test_a_run_with_its_engine_on_another_machine_ends_as_on_one_and_its_key_is_seen_nowhere(
     rollouts: Rollouts, served_home: Path, cluster: Cluster, tmp_path: Path
 ) -> None:
-    config = write_small_pipeline(tmp_path / "small", node=cluster.settings, **SHORTER)
+    config = write_small_pipeline(tmp_path / "small", node=cluster.settings("engine_nodes"), **SHORTER)
     key_file = rollouts.store / "engine-key"
     key_file.write_text("sk-canary-8d0b26f3a1")  # as the run would make one
     with Watch(key_file.read_text()) as sightings:
         code, output = rollouts.run("run", str(config))
     assert code == 0, output
     assert f"answers at http://{cluster.link.addresses[1]}:" in output
-    trained = {path.parent.name.rpartition("-")[0] for path in cluster.trainer.files("root/stages/*/result.json")}
+    trained = {path.parent.name.rpartition("-")[0] for path in cluster.leader.files("root/stages/*/result.json")}
     assert trained == {"sft", "select-sft", "rl", "select-rl", "evaluate"}
-    (engine,) = cluster.engines.files("root/stages/*")
+    (engine,) = cluster.further.files("root/stages/*")
     assert engine.name.startswith("engine-")
-    assert cluster.trainer.commands() == cluster.engines.commands() == []
+    assert cluster.leader.commands() == cluster.further.commands() == []
 
     assert sightings == []
     ours = [path for path in (*rollouts.store.rglob("*"), tmp_path / "small", rollouts.output) if path.is_file()]
-    theirs = [path for node in (cluster.trainer, cluster.engines) for path in node.files("**/*") if path.is_file()]
+    theirs = [path for node in (cluster.leader, cluster.further) for path in node.files("**/*") if path.is_file()]
     assert len(ours) > 50 and len(theirs) > 50
     assert [path for path in (*ours, *theirs) if key_file.read_bytes() in path.read_bytes()] == [key_file]
 
@@ -91,24 +63,24 @@ def test_a_machine_of_engines_that_is_lost_is_named_and_the_same_command_complet
     """A request of its engine may take ten minutes; that its machine is gone is known before."""
     longer = SHORTER | {"training__rl__num_steps": 60, "training__rl__checkpoint_every": 2}
     longer |= {"training__rl__keep_checkpoints": 2, "rollout__engine__start_timeout_s": 60.0}
-    config = write_small_pipeline(tmp_path / "small", mode="rl", node=cluster.settings, **longer)
+    config = write_small_pipeline(tmp_path / "small", mode="rl", node=cluster.settings("engine_nodes"), **longer)
     process = rollouts.start("run", str(config))
     wait_for_a_checkpoint(rollouts, cluster, process)
-    lost = cluster.engines.access.address
-    with cluster.engines.cut_off(), cluster.link.cut_off():
+    lost = cluster.further.access.address
+    with cluster.further.cut_off(), cluster.link.cut_off():
         assert process.wait(300) == 1, rollouts.said()
-        assert f"the engines on {lost} end by themselves" in rollouts.said()
+        assert f"the jobs on {lost} end by themselves" in rollouts.said()
         assert f"http://{cluster.link.addresses[1]}:" in rollouts.said().partition("end by themselves")[0]
         assert "Traceback" not in rollouts.said()
-        wait_until(lambda: not cluster.engines.commands(), what="the end of the engine without a lease")
-        assert cluster.trainer.commands() == []
+        wait_until(lambda: not cluster.further.commands(), what="the end of the engine without a lease")
+        assert cluster.leader.commands() == []
     code, output = rollouts.run("run", str(config))
     assert code == 0, output
-    (rl,) = (path.parent for path in cluster.trainer.files("root/stages/rl-*/result.json"))
+    (rl,) = (path.parent for path in cluster.leader.files("root/stages/rl-*/result.json"))
     assert len(list(rl.glob("exit-*.json"))) == 2
     resumed = [json.loads(line) for line in (rl / "events.jsonl").read_text().splitlines()]
     assert [event["attempt"] for event in resumed if event["event"] == "resumed"] == [2]
-    assert cluster.trainer.commands() == cluster.engines.commands() == []
+    assert cluster.leader.commands() == cluster.further.commands() == []
 
 
 @pytest.mark.matrix
@@ -117,10 +89,10 @@ def test_of_two_machines_of_engines_one_may_be_lost_and_rl_goes_on_with_the_othe
 ) -> None:
     with (
         separate_node(tmp_path / "second", hidden=[rollouts.store, tmp_path / "small"]) as second,
-        private_link(cluster.trainer, second) as link,
+        private_link(cluster.leader, second) as link,
     ):
-        settings = cluster.settings
-        settings["engine_nodes"].append(engine_node_settings(second, link))
+        settings = cluster.settings("engine_nodes")
+        settings["engine_nodes"].append(further_node_settings(second, link))
         longer = SHORTER | {"training__rl__num_steps": 30, "training__rl__checkpoint_every": 2}
         config = write_small_pipeline(tmp_path / "small", mode="rl", node=settings, **longer)
         process = rollouts.start("run", str(config))
@@ -130,8 +102,8 @@ def test_of_two_machines_of_engines_one_may_be_lost_and_rl_goes_on_with_the_othe
             (said,) = [line for line in rollouts.said().splitlines() if "ends by itself within a minute" in line]
             assert f"http://{link.addresses[1]}:" in said and f"({second.access.address} does not answer" in said
             wait_until(lambda: not second.commands(), what="the end of the engine without a lease")
-        assert cluster.trainer.commands() == cluster.engines.commands() == []
-    (rl,) = (path.parent for path in cluster.trainer.files("root/stages/rl-*/result.json"))
+        assert cluster.leader.commands() == cluster.further.commands() == []
+    (rl,) = (path.parent for path in cluster.leader.files("root/stages/rl-*/result.json"))
     assert len(list(rl.glob("exit-*.json"))) == 1
 
 
@@ -141,26 +113,26 @@ def test_rl_keeps_its_engine_on_another_machine_when_the_command_is_killed(
 ) -> None:
     """Nobody else renews its lease then."""
     longer = SHORTER | {"training__rl__num_steps": 300, "training__rl__checkpoint_every": 20}
-    config = write_small_pipeline(tmp_path / "small", mode="rl", node=cluster.settings, **longer)
+    config = write_small_pipeline(tmp_path / "small", mode="rl", node=cluster.settings("engine_nodes"), **longer)
     process = rollouts.start("run", str(config))
     wait_for_a_checkpoint(rollouts, cluster, process)
     process.kill()
     process.wait()
     wait_until(
-        lambda: bool(cluster.trainer.files("root/stages/rl-*/exit-1.json")), what="the end of RL", timeout_s=400.0
+        lambda: bool(cluster.leader.files("root/stages/rl-*/exit-1.json")), what="the end of RL", timeout_s=400.0
     )
-    assert cluster.trainer.files("root/stages/rl-*/result.json")
+    assert cluster.leader.files("root/stages/rl-*/result.json")
     code, output = rollouts.run("run", str(config))
     assert code == 0, output
-    assert len(cluster.trainer.files("root/stages/rl-*/exit-*.json")) == 1
-    assert cluster.trainer.commands() == cluster.engines.commands() == []
+    assert len(cluster.leader.files("root/stages/rl-*/exit-*.json")) == 1
+    assert cluster.leader.commands() == cluster.further.commands() == []
 
 
 def wait_for_a_checkpoint(rollouts: Rollouts, cluster: Cluster, process: subprocess.Popen[bytes]) -> None:
     """Return amid RL."""
     found = "root/stages/rl-*/checkpoints/*/manifest.json"
     wait_until(
-        lambda: bool(cluster.trainer.files(found)) or process.poll() is not None,
+        lambda: bool(cluster.leader.files(found)) or process.poll() is not None,
         what="a checkpoint of RL",
         timeout_s=400.0,
     )
@@ -170,11 +142,11 @@ def wait_for_a_checkpoint(rollouts: Rollouts, cluster: Cluster, process: subproc
 def test_machines_that_do_not_reach_each_other_end_a_run_before_it_trains(
     rollouts: Rollouts, cluster: Cluster, tmp_path: Path
 ) -> None:
-    config = write_small_pipeline(tmp_path / "small", node=cluster.settings, **SHORTER)
+    config = write_small_pipeline(tmp_path / "small", node=cluster.settings("engine_nodes"), **SHORTER)
     with cluster.link.cut_off():
         code, output = rollouts.run("run", str(config))
     assert code == 2, output
-    assert f"node.engine_nodes, {cluster.engines.access.address}: " in output
+    assert f"node.engine_nodes, {cluster.further.access.address}: " in output
     assert "give the address of a network that they share, and open all ports between them" in output.replace("\n", " ")
-    assert not cluster.trainer.files("root/stages/*") and not cluster.engines.files("root/stages/*")
-    assert cluster.trainer.commands() == cluster.engines.commands() == []
+    assert not cluster.leader.files("root/stages/*") and not cluster.further.files("root/stages/*")
+    assert cluster.leader.commands() == cluster.further.commands() == []

@@ -70,6 +70,12 @@ def test_machines_for_engines_are_kept_with_ssh_and_dropped_with_other_providers
     assert isinstance(NODE.validate_python({**posted, "provider": "local"}), LocalNode)
 
 
+def test_machines_that_train_together_are_kept_with_ssh() -> None:
+    second = {"host": "me@10.0.0.3", "python": "/opt/bin/python"}
+    posted = SSHNode.model_validate({**SSH, "trainer_nodes": [second]}).model_dump(mode="json")
+    assert NODE.validate_python(posted).trainer_nodes[0].host == "me@10.0.0.3"
+
+
 def test_what_somebody_wrote_stays() -> None:
     own = {**SSH, "root": "/scratch/me"}
     assert NODE.validate_python(own) == SSHNode.model_validate(own)

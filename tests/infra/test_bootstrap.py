@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from infra.bootstrap import GpuReport, NodeNeeds, NodeReport, check_imports, check_node, probe_node
+from infra.bootstrap import GpuReport, NodeNeeds, NodeReport, check_alike, check_imports, check_node, probe_node
 from infra.errors import CommandFailedError, PermanentInfraError
 from infra.node import LocalNode, Node
 from infra.providers import open_session, provision_node, release_node
@@ -36,6 +36,19 @@ GOOD = NodeReport(
 def test_a_good_node_passes() -> None:
     check_node(GOOD, NodeNeeds(disk_gb=50, num_gpus=2, trainer_gpu_ranks=(0, 1), trainer_gb=141.0))
     assert GOOD.device_summary == "2 x NVIDIA H200"
+
+
+@pytest.mark.parametrize(
+    ("difference", "sentence"),
+    [
+        ({"gpus": ()}, r"it has CPU with 16 cores, and the machine that leads has 2 x NVIDIA H200: .* all have GPUs"),
+        ({"torch_version": "2.9.0"}, r"it has torch 2\.9\.0, and the machine that leads has 2\.10\.0\+cu128: install"),
+    ],
+)
+def test_machines_that_cannot_train_together_are_told(difference: dict[str, Any], sentence: str) -> None:
+    check_alike(GOOD, dataclasses.replace(GOOD, gpus=(GPU,)))
+    with pytest.raises(PermanentInfraError, match=sentence):
+        check_alike(dataclasses.replace(GOOD, **difference), GOOD)
 
 
 @pytest.mark.parametrize(

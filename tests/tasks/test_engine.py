@@ -24,11 +24,11 @@ from infra.providers import provision_node
 from infra.session import LocalSession
 from infra.supervisor import GPU_LOCKS_VARIABLE
 from rollouts_core.errors import ConfigError
-from tasks import engine
+from tasks import engine, leases
 from tasks.engine_keys import own_engine_key
+from tasks.node_job import gpus_of, job_environment, job_spec
 from tasks.plan import base_model, plan_rl
 from tasks.records import EngineRecord, RunScope, Stage
-from tasks.stage import gpus_of, job_environment, job_spec
 from tests.flows.conftest import pids_of, processes_of, wait_until
 from tests.infra.shell_jobs import shell_spec
 from tests.infra.ssh_server import make_key
@@ -236,7 +236,7 @@ def servers_of(node: Node) -> set[int]:
 def test_engines_on_machines_of_their_own_are_kept_until_their_trainer_has_its_gpus(
     node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "LEASE_S", 1.0)
+    monkeypatch.setattr(leases, "LEASE_S", 1.0)
     there = replace(node, name="there")
     unreachable = SSHAccess(host="127.0.0.1", port=1, user="nobody")
     lost = replace(node, name="lost", provider="ssh", mirror=str(tmp_path / "mirror"), access=unreachable)

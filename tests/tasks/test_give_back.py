@@ -42,7 +42,7 @@ def test_jobs_end_on_each_machine_of_the_unit_and_one_that_is_lost_is_named(tmp_
         assert job_status(session, str(tmp_path / directory)).state is not JobState.RUNNING
         assert f"ended the job in {tmp_path / directory}" in said
     (about_the_lost,) = [sentence for sentence in said if "by themselves" in sentence]
-    assert about_the_lost.startswith("the engines on me@127.0.0.1:1 end by themselves within a minute (")
+    assert about_the_lost.startswith("the jobs on me@127.0.0.1:1 end by themselves within a minute (")
     assert "me@127.0.0.1:1 does not answer" in about_the_lost
     assert [sentence for sentence in said if sentence.startswith("gave back")] == [
         "gave back local node engines",

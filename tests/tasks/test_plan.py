@@ -20,6 +20,7 @@ from rollouts_core.engines.canary import canary_requests
 from rollouts_core.errors import CheckpointError
 from rollouts_core.job import InputModel
 from rollouts_core.keys import OWN_KEY_VARIABLE
+from tasks.node_job import job_environment
 from tasks.plan import (
     base_model,
     plan_engine,
@@ -31,7 +32,6 @@ from tasks.plan import (
     with_engines,
 )
 from tasks.records import EngineRecord, RunScope, StageRecord
-from tasks.stage import job_environment
 
 DATA = ("sft", "prompts", "selection", "heldout")
 

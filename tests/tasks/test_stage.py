@@ -21,9 +21,11 @@ from infra.node import Node
 from infra.session import LocalSession
 from infra.supervisor import GPU_LOCKS_VARIABLE
 from rollouts_core.backends.allocator import KEPT_MEMORY
+from rollouts_core.keys import OWN_KEY_VARIABLE
+from tasks.node_job import gpus_of, gpus_of_engines, job_environment
 from tasks.progress import StageProgress
 from tasks.records import Stage
-from tasks.stage import follow_until_finished, gpus_of, gpus_of_engines, job_environment
+from tasks.stage import follow_until_finished
 from tests.infra.shell_jobs import shell_spec, wait_until
 
 
@@ -90,6 +92,21 @@ def test_a_stage_waits_for_the_gpus_that_it_uses_and_an_rl_for_those_of_its_engi
     waiting: Stage, gpus: tuple[str, ...]
 ) -> None:
     assert gpus_of(waiting, ALONE) == gpus
+
+
+def test_a_further_machine_of_a_training_waits_for_its_trainers_gpus_alone() -> None:
+    assert gpus_of(with_ranks("rl", (0, 1), (2,), node_rank=1), ALONE) == ("0", "1")
+
+
+def test_a_further_machine_of_a_training_has_the_units_key_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINE_KEY", "secret")
+    rl = with_ranks("rl", (), ())
+    rollout = {"engine": {"kind": "sglang", "api_key_variable": "ENGINE_KEY"}}
+    together = {**rl.job, "rollout": rollout, "further_trainers": [{}]}
+    del together["engine"]
+    for rank, keys in ((0, {"ENGINE_KEY", OWN_KEY_VARIABLE}), (1, {OWN_KEY_VARIABLE})):
+        placed = rl.model_copy(update={"job": {**together, "node_rank": rank}})
+        assert job_environment(placed, {OWN_KEY_VARIABLE: "ours"}).keys() - KEPT_MEMORY.keys() == keys
 
 
 def test_engines_on_machines_of_their_own_hold_gpus_there() -> None:

@@ -1,6 +1,7 @@
-"""Pins what is refused about machines for engines, in one sentence and before anything is started.
+"""Pins what is refused about the further machines of a run, in one sentence and before anything is started.
 
-Without it a run with two machines trains for hours until it finds that its engines cannot be given weights.
+Without it a run with two machines trains for hours until it finds that its engines cannot be given weights, or trains
+on one of them twice.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from typing import Any
 import pytest
 
 from flows.form import parse_pipeline
-from flows.preflight import check_engine_nodes
-from infra.node import EngineNode, LocalNode, SSHNode, without_engine_nodes
+from flows.preflight import check_engine_nodes, check_trainer_nodes
+from infra.node import FurtherNode, LocalNode, SSHNode, without_further_nodes
 from rollouts_core.errors import ConfigError
 from tests.small_pipeline import small_settings
 
 TRAINER = {"provider": "ssh", "host": "me@box", "python": "/opt/venv/bin/python"}
 ENGINES = {"host": "me@10.0.0.2:2222", "python": "/opt/venv/bin/python"}
+SECOND = {"host": "me@10.0.0.3", "python": "/opt/venv/bin/python"}
 
 
 def node_of(*engine_nodes: dict[str, Any], **changes: Any) -> dict[str, Any]:  # Any: settings of every type
@@ -32,9 +34,10 @@ def test_engines_listen_at_the_address_in_host_unless_another_is_given() -> None
     node = parse(node_of(ENGINES, {**ENGINES, "host": "me@far", "address": "fd00::2"})).node
     assert isinstance(node, SSHNode)
     assert [each.reached_at for each in node.engine_nodes] == ["10.0.0.2", "fd00::2"]
-    assert without_engine_nodes(node).engine_nodes == ()  # type: ignore[union-attr]
-    assert without_engine_nodes(LocalNode()) == LocalNode()
-    assert all(field["description"] for field in EngineNode.model_json_schema()["properties"].values())
+    alone = without_further_nodes(parse(node_of(ENGINES, trainer_nodes=[SECOND])).node)
+    assert isinstance(alone, SSHNode) and alone.engine_nodes == alone.trainer_nodes == ()
+    assert without_further_nodes(LocalNode()) == LocalNode()
+    assert all(field["description"] for field in FurtherNode.model_json_schema()["properties"].values())
 
 
 @pytest.mark.parametrize(
@@ -50,6 +53,13 @@ def test_engines_listen_at_the_address_in_host_unless_another_is_given() -> None
         (node_of({**ENGINES, "provider": "ssh"}), "unknown key engine_nodes.0.provider"),
         ({"provider": "local", "engine_nodes": [ENGINES]}, "unknown key node.engine_nodes"),
         ({**TRAINER, "engine_nodes": "me@10.0.0.2"}, "engine_nodes"),
+        ({**TRAINER, "trainer_nodes": [SECOND, SECOND]}, "trainer_nodes: 10.0.0.3:22 is named twice"),
+        (node_of(SECOND, trainer_nodes=[SECOND]), "engine_nodes: 10.0.0.3:22 is named twice"),
+        ({**TRAINER, "trainer_nodes": [{**SECOND, "host": "me@box:22"}]}, "expected the IP address of box in the"),
+        ({**TRAINER, "trainer_nodes": [{**SECOND, "gpus": 2}]}, "unknown key trainer_nodes.0.gpus"),
+        ({"provider": "local", "trainer_nodes": [SECOND]}, "unknown key node.trainer_nodes"),
+        ({"provider": "provision", "max_usd": 1.0, "trainer_nodes": [SECOND]}, "unknown key node.trainer_nodes"),
+        ({"provider": "instance", "instance": "runpod:a", "trainer_nodes": [SECOND]}, "unknown key node.trainer_nodes"),
     ],
 )
 def test_a_misfit_is_one_sentence(node: dict[str, Any], sentence: str) -> None:
@@ -76,10 +86,22 @@ def test_what_engines_on_other_machines_cannot_do_is_one_sentence(overrides: dic
     with pytest.raises(ConfigError) as caught:
         check_engine_nodes(pipeline.config, pipeline.node)
     assert str(caught.value).startswith("node.engine_nodes: ") and sentence in str(caught.value)
-    check_engine_nodes(pipeline.config, without_engine_nodes(pipeline.node))
+    check_engine_nodes(pipeline.config, without_further_nodes(pipeline.node))
 
 
 def test_engines_on_other_machines_are_no_refusal_by_themselves() -> None:
     for engine in ({}, {"kind": "sglang"}, {"kind": "sglang", "weight_transfer": "nccl"}, {"weight_transfer": "gloo"}):
         pipeline = parse(node_of(ENGINES), rollout__engine=engine)
         check_engine_nodes(pipeline.config, pipeline.node)
+
+
+def test_what_trains_in_one_process_does_not_train_on_several_machines() -> None:
+    together = {**TRAINER, "trainer_nodes": [SECOND]}
+    check_trainer_nodes(parse(together).config, parse(together).node)
+    for mode, stage in (("sft", "sft"), ("sft+rl", "rl")):
+        pipeline = parse(together, mode=mode, **{f"training__{stage}__policy": {"backend": "jax"}})
+        with pytest.raises(ConfigError, match=rf'node.trainer_nodes: training.{stage}.policy.backend "jax" trains in'):
+            check_trainer_nodes(pipeline.config, pipeline.node)
+        check_trainer_nodes(pipeline.config, without_further_nodes(pipeline.node))
+    unused = parse(together, mode="sft", training__rl__policy={"backend": "jax"})
+    check_trainer_nodes(unused.config, unused.node)

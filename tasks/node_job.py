@@ -1,0 +1,106 @@
+"""A stage as a job of a node: its command, variables and GPUs, and what of it is under way.
+
+Not here: what the stage is (plan.py), bringing it there (placement.py), running it to its end (stage.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from infra.jobs import FIRST_GPU, JobSpec, JobState, job_status
+from infra.node import Node
+from infra.session import Session
+from rollouts_core.backends.allocator import KEPT_MEMORY
+from rollouts_core.keys import read_hub_token, read_named_keys
+from tasks.records import RunScope, Stage
+
+GRACE_S = 10.0
+"""Between asking a job to end and killing it."""
+
+
+def job_spec(
+    stage: Stage,
+    session: Session,
+    scope: RunScope,
+    *,
+    gpus: tuple[str, ...],
+    code_dir: str = "",
+    known_keys: Mapping[str, str] = MappingProxyType({}),
+    max_restarts: int = 0,
+    lease_s: float = 0.0,
+) -> JobSpec:
+    """The stage as a job for a node's supervisor.
+
+    Args:
+        gpus: what it waits for; an RL and its engines, which have the same fingerprint, have them together.
+        code_dir: where the job imports from; empty where it finds everything by itself.
+        known_keys: variables that need not be set here.
+    """
+    return JobSpec(
+        run_dir=stage.run_dir,
+        argv=(session.python, "-m", "rollouts_core", stage.kind, f"{stage.run_dir}/job.json"),
+        job=stage.job,
+        env=job_environment(stage, known_keys) | ({"PYTHONPATH": code_dir} if code_dir else {}),
+        timeout_s=stage.timeout_s,
+        grace_s=GRACE_S,
+        max_restarts=max_restarts,
+        lease_s=lease_s,
+        gpus=gpus,
+        gpu_group=stage.fingerprint,
+        run_name=scope.output_dir.name,
+    )
+
+
+def gpus_of(stage: Stage, node: Node) -> tuple[str, ...]:
+    """The node's GPUs that nobody else may use while the stage's job runs; of an RL those of its engines there too.
+
+    Two RLs that each had some of them would wait for each other for ever, so every job of an RL takes all of them.
+    """
+    deployment = stage.job["deployment"]
+    trainer = deployment["trainer_gpu_ranks"]
+    shares_cpu = deployment["trainer_processes"] > 1 and not trainer
+    gpus = [] if shares_cpu else [str(rank) for rank in trainer] or [FIRST_GPU]
+    # Recorded rollouts need no engine, and the engines of a machine that leads are not on the others.
+    is_beside_engines = not node.engine_nodes and not stage.job.get("node_rank")
+    if stage.kind == "rl" and not stage.job["rollouts"] and is_beside_engines:
+        gpus += gpus_of_engines(stage)
+    return tuple(dict.fromkeys(gpus))
+
+
+def gpus_of_engines(rl: Stage) -> tuple[str, ...]:
+    """The GPUs that the engines of an RL use, on each node that has some; the embedded engine computes on the CPU."""
+    if rl.job["rollout"]["engine"]["kind"] == "embedded":
+        return ()
+    return tuple(str(rank) for rank in rl.job["deployment"]["engine_gpu_ranks"]) or (FIRST_GPU,)
+
+
+def job_environment(stage: Stage, known_keys: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """The variables of the stage's process: GPUs and keys, where the settings name some, and how it gets memory.
+
+    Args:
+        known_keys: variables that need not be set here.
+
+    Raises:
+        ConfigError: a variable that is to hold a key is not set here.
+    """
+    ranks = stage.job["deployment"]["engine_gpu_ranks" if stage.kind == "serve" else "trainer_gpu_ranks"]
+    # Counted as nvidia-smi counts, which is how locks are named: CUDA itself counts the fastest GPU first.
+    gpus = (
+        {"CUDA_VISIBLE_DEVICES": ",".join(str(rank) for rank in ranks), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        if ranks
+        else {}
+    )
+    keys = read_named_keys(stage.job, known_keys) | read_hub_token(stage.job)
+    is_own_engine = stage.kind == "serve" and stage.job["engine"]["kind"] == "embedded"
+    return gpus | keys | (KEPT_MEMORY if stage.kind in ("sft", "rl") or is_own_engine else {})
+
+
+def running_job(session: Session, run_dir: str) -> dict[str, Any] | None:  # Any: JSON
+    """The job.json of a job that is under way, else None."""
+    if job_status(session, run_dir).state is not JobState.RUNNING:
+        return None
+    job: dict[str, Any] = json.loads(session.read_file(f"{run_dir}/job.json"))  # Any: JSON
+    return job

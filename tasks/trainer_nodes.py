@@ -1,0 +1,145 @@
+"""Let further machines train together with the one that leads: start their jobs before its own, and end them after it.
+
+Not here: how the jobs meet, and learn that one is gone (rollouts_core/backends/unit.py), engines on further machines
+(engine.py).
+
+    further machine   job with a lease, waits at its address     <── connects ──   job of the stage, on the leader's
+                      kept alive by this run until they have met, and by the leader's job from then on
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
+from typing import Any
+
+from infra.errors import InfraError
+from infra.jobs import JobState, cancel_job, job_status, start_or_attach
+from infra.ledger import Ledger
+from infra.node import Node
+from infra.ports import find_free_port
+from infra.providers import open_session
+from infra.session import Session
+from rollouts_core.job import FurtherTrainer
+from tasks.engine_keys import own_keys
+from tasks.leases import LEASE_S, LeasedJob, leases_renewed
+from tasks.node_job import GRACE_S, gpus_of, job_spec, running_job
+from tasks.placement import place_stage
+from tasks.plan import plan_follower
+from tasks.records import RunScope, Stage
+
+GPU_POLL_S = 2.0
+
+Trainers = Mapping[str, Any]  # Any: JSON
+"""What a job.json says of the machines that train together; nothing for one that trains alone."""
+ALONE: Trainers = MappingProxyType({})
+
+
+@contextmanager
+def trainers_beside(
+    stage: Stage, leader: Session, scope: RunScope, node: Node, say: Callable[[str], None]
+) -> Iterator[Trainers]:
+    """While the block runs, further machines wait for the job of a training on `node`, or train with it.
+
+    Their jobs are ended with the block. After an error they are left alone: the training may go on without us, and when
+    it does not, they end by themselves.
+
+    Args:
+        leader: session of `node`.
+    """
+    if stage.kind not in ("sft", "rl") or not node.trainer_nodes:
+        yield ALONE
+        return
+    run_dir = node.path_on_node(stage.run_dir)
+    if job_status(leader, run_dir).state is JobState.FINISHED:
+        yield ALONE
+        return
+    with Ledger(scope.ledger_path) as ledger, ExitStack() as stack:
+        sessions = [stack.enter_context(open_session(each)) for each in node.trainer_nodes]
+        running = running_job(leader, run_dir)
+        if running is not None and not is_by(node.trainer_nodes, running):
+            yield ALONE  # another run has it trained by other machines
+            return
+        if running is None:
+            end_followers(stage, sessions, node)  # what an earlier attempt left would not come
+        trainers = {
+            "further_trainers": running["further_trainers"] if running else choose_places(stage, sessions, node)
+        }
+        followers = [
+            start_follower(plan_follower(with_trainers(stage, trainers), own, rank), session, own, scope, ledger)
+            for rank, (own, session) in enumerate(zip(node.trainer_nodes, sessions, strict=True), start=1)
+        ]
+        with leases_renewed(followers):
+            for follower, session in zip(followers, sessions, strict=True):
+                wait_for_gpus(follower, session, say)
+            yield trainers
+        for follower, session in zip(followers, sessions, strict=True):
+            if ledger.drop_lease(follower.run_dir, scope.run_id) > 0:
+                continue
+            try:
+                cancel_job(session, follower.run_dir, GRACE_S)
+            except InfraError as error:  # the training is finished all the same
+                say(f"{follower.node.name} is not reached, its job ends by itself ({error})")
+
+
+def is_by(nodes: Sequence[Node], running: Mapping[str, Any]) -> bool:  # Any: JSON
+    """Whether a job that is under way is done together with these machines."""
+    return [each["name"] for each in running.get("further_trainers", ())] == [node.name for node in nodes]
+
+
+def with_trainers(stage: Stage, trainers: Trainers) -> Stage:
+    """The stage of a training by several machines."""
+    return stage.model_copy(update={"job": {**stage.job, **trainers}})
+
+
+def choose_places(stage: Stage, sessions: Sequence[Session], node: Node) -> list[dict[str, Any]]:  # Any: JSON
+    """Where the further machines wait for the leader."""
+    return [
+        FurtherTrainer(
+            name=own.name,
+            host=own.address,
+            port=find_free_port(session, own.address),
+            run_dir=own.path_on_node(plan_follower(stage, own, rank).run_dir),
+        ).model_dump(mode="json")
+        for rank, (own, session) in enumerate(zip(node.trainer_nodes, sessions, strict=True), start=1)
+    ]
+
+
+def start_follower(stage: Stage, session: Session, node: Node, scope: RunScope, ledger: Ledger) -> LeasedJob:
+    """The job of a further machine, started or found under way.
+
+    Args:
+        stage: the training as this machine does it.
+    """
+    placement = place_stage(session, stage, node)
+    run_dir = placement.stage.run_dir
+    ledger.add_lease(run_dir, scope.run_id, node.name)
+    spec = job_spec(
+        placement.stage,
+        session,
+        scope,
+        gpus=gpus_of(stage, node),
+        code_dir=placement.code_dir,
+        known_keys=own_keys(stage.job, scope),
+        lease_s=LEASE_S,
+    )
+    start_or_attach(session, spec)
+    return LeasedJob(node, run_dir)
+
+
+def end_followers(stage: Stage, sessions: Sequence[Session], node: Node) -> None:
+    """End jobs of further machines that wait for a leader which is no more."""
+    for rank, (own, session) in enumerate(zip(node.trainer_nodes, sessions, strict=True), start=1):
+        cancel_job(session, own.path_on_node(plan_follower(stage, own, rank).run_dir), GRACE_S)
+
+
+def wait_for_gpus(job: LeasedJob, session: Session, say: Callable[[str], None]) -> None:
+    """Return when the job has its GPUs: the leader should not hold its own before."""
+    said = ""
+    while waits_for := job_status(session, job.run_dir).waits_for:
+        if waits_for != said:
+            said = waits_for
+            say(f"{job.node.name} {waits_for}")
+        time.sleep(GPU_POLL_S)
