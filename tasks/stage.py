@@ -174,7 +174,9 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
     if complaints and ended.exit is not None and ended.exit.code == USER_ERROR_CODE:
         raise InputError(complaints[-1])
     if ended.exit is not None and ended.exit.code == MACHINE_LOST_CODE:
-        raise TransientInfraError(complaints[-1] if complaints else read_log_tail(session, ended.run_dir))
+        reason = complaints[-1] if complaints else read_log_tail(session, ended.run_dir)
+        progress.say(reason)  # Prefect tries the stage again, without a word here
+        raise TransientInfraError(reason)
     require_finished(session, ended)
 
 
