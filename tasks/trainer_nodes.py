@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
 
+from infra.errors import InfraError
 from infra.jobs import JobState, cancel_job, job_status, start_or_attach
 from infra.ledger import Ledger
 from infra.node import Node
@@ -75,8 +76,12 @@ def trainers_beside(
                 wait_for_gpus(follower, session, say)
             yield trainers
         for follower, session in zip(followers, sessions, strict=True):
-            if ledger.drop_lease(follower.run_dir, scope.run_id) == 0:
+            if ledger.drop_lease(follower.run_dir, scope.run_id) > 0:
+                continue
+            try:
                 cancel_job(session, follower.run_dir, GRACE_S)
+            except InfraError as error:  # the training is finished all the same
+                say(f"{follower.node.name} is not reached, its job ends by itself ({error})")
 
 
 def is_by(nodes: Sequence[Node], running: Mapping[str, Any]) -> bool:  # Any: JSON
