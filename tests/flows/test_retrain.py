@@ -212,6 +212,7 @@ def test_a_retry_of_a_retraining_attaches_to_its_job_and_another_one_waits_for_i
     assert {stage.rpartition("-")[0] for stage in model.stages} == {"rl", "select-rl", "evaluate"}
 
 
+@pytest.mark.matrix
 def test_a_schedule_fires_by_itself_and_ends_with_its_table(served: Rollouts, folder: Path) -> None:  # noqa: F811
     config = write_config(folder, schedule__interval_minutes=1, schedule__overlap="skip")
     up(served, str(config))
