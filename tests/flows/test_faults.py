@@ -14,7 +14,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -318,7 +318,8 @@ def paused(pid: int) -> Iterator[None]:
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):  # the test may have killed it
+            os.kill(pid, signal.SIGCONT)
 
 
 def run_dir(rollouts: Rollouts, stage: str) -> Path:
