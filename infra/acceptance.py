@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra import gpu_trial
-from infra.errors import CommandFailedError, CommandTimeoutError, TransientInfraError, UnfitMachineError
-from infra.session import Session
-from infra.supervisor import parse_object
+from infra.errors import CommandTimeoutError, TransientInfraError, UnfitMachineError
+from infra.session import Session, read_answer
 
 LINK_BYTES = 4 << 20
 DISK_BYTES = 64 << 20
@@ -59,9 +58,7 @@ def require_gpus(session: Session, num_gpus: int) -> str:
         completed = session.run([session.python, "-I", "-"], stdin=program, timeout_s=GPU_TIMEOUT_S)
     except CommandTimeoutError as error:
         raise UnfitMachineError(f"its GPUs did not answer within {GPU_TIMEOUT_S:.0f} s") from error
-    found = parse_object(completed.stdout)
-    if found is None:
-        raise CommandFailedError(completed)
+    found = read_answer(completed)
     if not found["has_driver"]:
         return "no driver of NVIDIA's, so no GPU was tried"
     if found["code"] == NOT_READY:

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra import node_probe
-from infra.errors import CommandFailedError, PermanentInfraError
+from infra.errors import PermanentInfraError
 from infra.node import Node
-from infra.session import Session
-from infra.supervisor import parse_object
+from infra.session import Session, read_answer
 
 MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 6)
@@ -82,10 +81,7 @@ def probe_node(session: Session, node: Node) -> NodeReport:
     program = session.place_program(Path(node_probe.__file__))
     argv = [node.python, program, "probe", node.root]
     completed = session.run(argv, timeout_s=PROBE_TIMEOUT_S, check=False, may_repeat=True)
-    lines = completed.stdout.splitlines()
-    document = parse_object(lines[-1]) if lines else None
-    if document is None:
-        raise CommandFailedError(completed)
+    document = read_answer(completed)
     gpus = tuple(GpuReport(**gpu) for gpu in document["gpus"])
     return NodeReport(**{**document, "gpus": gpus, "python": node.python, "root": node.root})
 

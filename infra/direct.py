@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from infra import node_transfer, receiver
-from infra.errors import CommandFailedError, StoreUnavailableError
+from infra.errors import StoreUnavailableError
 from infra.object_store import ObjectStore
 from infra.presigned import LIFETIME_S, PresignedUpload, presigned_get
 from infra.publication import CHECKPOINT_FOLDER, MANIFEST, digest_folder, find_missing
-from infra.session import Session
-from infra.supervisor import parse_object
+from infra.session import Session, read_answer
 from infra.sync import list_files, publish_filled
 
 PROBE_S = 5.0
@@ -91,10 +90,7 @@ def _call(session: Session, arguments: Sequence[str], request: Mapping[str, Any]
         timeout_s=PROBE_S + LIFETIME_S + ANSWER_MARGIN_S,
         check=False,
     )
-    lines = completed.stdout.splitlines()
-    answer = parse_object(lines[-1]) if lines else None
-    if answer is None:
-        raise CommandFailedError(completed)
+    answer = read_answer(completed)
     if "error" in answer:
         raise StoreUnavailableError(answer["error"])
     return answer

@@ -29,7 +29,7 @@ from infra.errors import (
     PermanentInfraError,
     TransientInfraError,
 )
-from infra.session import Session
+from infra.session import Session, read_answer
 from infra.supervisor import FIRST_GPU, JobSpec
 
 __all__ = [
@@ -296,10 +296,7 @@ def _call(
         completed = session.run_program(
             _SUPERVISOR, parameters, stdin=stdin, timeout_s=timeout_s, check=False, may_repeat=True
         )
-    lines = completed.stdout.splitlines()
-    answer = supervisor.parse_object(lines[-1]) if lines else None
-    if answer is None:
-        raise CommandFailedError(completed)
+    answer = read_answer(completed)
     if "error" in answer:
         raise PermanentInfraError(answer["error"])
     return answer

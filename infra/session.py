@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from infra import node_agent
 from infra.errors import (
@@ -32,6 +32,7 @@ from infra.errors import (
     FileMissingError,
     PermanentInfraError,
 )
+from infra.supervisor import parse_object
 
 MAX_READ_BYTES = 64 << 20
 """The largest file that `read_file` returns; what is larger is read by offset or copied."""
@@ -278,6 +279,19 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def read_answer(completed: CompletedCommand) -> dict[str, Any]:  # Any: JSON
+    """The JSON object that a program of ours printed, as its last line: an interpreter may say something before.
+
+    Raises:
+        CommandFailedError: it printed none.
+    """
+    lines = completed.stdout.splitlines()
+    answer = parse_object(lines[-1]) if lines else None
+    if answer is None:
+        raise CommandFailedError(completed)
+    return answer
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:

@@ -18,9 +18,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from infra import receiver
-from infra.errors import CommandFailedError, DiskFullError, InfraError, PermanentInfraError, TransientInfraError
-from infra.session import Session
-from infra.supervisor import parse_object
+from infra.errors import DiskFullError, InfraError, PermanentInfraError, TransientInfraError
+from infra.session import Session, read_answer
 
 CALL_TIMEOUT_S = 3600.0
 """The node hashes the whole directory within one call: about 1 GB/s."""
@@ -256,10 +255,7 @@ def _call(
         check=False,
         may_repeat=may_repeat,
     )
-    lines = completed.stdout.splitlines()
-    answer = parse_object(lines[-1]) if lines else None
-    if answer is None:
-        raise CommandFailedError(completed)
+    answer = read_answer(completed)
     if "error" in answer:
         if answer["kind"] == "disk_full":
             raise DiskFullError(arguments[1], 0)
