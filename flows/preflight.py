@@ -29,10 +29,10 @@ from rollouts_core.config import Config, DataConfig, EngineConfig
 from rollouts_core.errors import ConfigError
 from rollouts_core.keys import key_header, read_key
 from rollouts_core.resource_needs import checkpoint_disk_bytes
-from tasks.engine_keys import own_engine_key
 from tasks.inputs import bring_inputs
 from tasks.model_names import find_named_model, with_heldout
 from tasks.plan_node import with_enough_memory
+from tasks.unit_keys import own_unit_key
 
 ENGINE_ANSWER_TIMEOUT_S = 2.0
 PROBE_BYTES = 1 << 20
@@ -66,7 +66,7 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
     node = reach_node(pipeline.node, store, findings)
     if node is not None and config.mode != "sft" and not config.data.rollouts:
         key = read_key(config.rollout.engine.api_key_variable, "rollout.engine")
-        own_key = own_engine_key(store) if node.engine_nodes and not key else ""
+        own_key = own_unit_key(store) if node.engine_nodes and not key else ""
         with open_session(node) as trainer:
             for each in node.engine_nodes or (node,):
                 with open_session(each) as session:

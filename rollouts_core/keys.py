@@ -16,7 +16,7 @@ from rollouts_core.errors import ConfigError
 
 HUB_TOKEN = "HF_TOKEN"
 """The variable in which Hugging Face's libraries look for a token."""
-OWN_KEY_VARIABLE = "ROLLOUTS_OWN_ENGINE_KEY"
+OWN_KEY_VARIABLE = "ROLLOUTS_OWN_UNIT_KEY"
 """Holds the key that nodes of one unit ask each other for, where the settings name none: the run has made it."""
 
 

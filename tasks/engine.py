@@ -19,13 +19,13 @@ from infra.providers import open_session
 from infra.session import Session
 from rollouts_core.job import ServeJob
 from rollouts_core.keys import read_key
-from tasks.engine_keys import own_keys
 from tasks.leases import LEASE_S, LeasedJob, leases_renewed
 from tasks.node_job import GRACE_S, gpus_of, gpus_of_engines, job_spec, running_job
 from tasks.placement import place_stage
 from tasks.plan import plan_engine
 from tasks.progress import StageProgress, stage_console
 from tasks.records import EngineRecord, RunScope, Stage
+from tasks.unit_keys import own_keys
 
 MAX_RESTARTS = 3
 

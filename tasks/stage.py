@@ -36,12 +36,12 @@ from rollouts_core.run_directory import RunDirectory
 from tasks.artifacts import find_damage, is_finished, set_damage_aside
 from tasks.earlier_scores import take_earlier_scores
 from tasks.early_end import begin_with_earlier, check_own_end, read_early_end, requests_passed_on
-from tasks.engine_keys import own_keys
 from tasks.node_job import GRACE_S, gpus_of, job_spec
 from tasks.placement import place_stage
 from tasks.progress import StageProgress, stage_console
 from tasks.records import How, RunScope, Stage, StageRecord
 from tasks.trainer_nodes import trainers_beside
+from tasks.unit_keys import own_keys
 
 USER_ERROR_CODE = 2
 

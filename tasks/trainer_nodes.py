@@ -23,12 +23,12 @@ from infra.ports import find_free_port
 from infra.providers import open_session
 from infra.session import Session
 from rollouts_core.job import FurtherTrainer
-from tasks.engine_keys import own_keys
 from tasks.leases import LEASE_S, LeasedJob, leases_renewed
 from tasks.node_job import GRACE_S, gpus_of, job_spec, running_job
 from tasks.placement import place_stage
 from tasks.plan import plan_follower
 from tasks.records import RunScope, Stage
+from tasks.unit_keys import own_keys
 
 GPU_POLL_S = 2.0
 

@@ -34,7 +34,7 @@ def test_a_run_with_its_engine_on_another_machine_ends_as_on_one_and_its_key_is_
     rollouts: Rollouts, served_home: Path, cluster: Cluster, tmp_path: Path
 ) -> None:
     config = write_small_pipeline(tmp_path / "small", node=cluster.settings("engine_nodes"), **SHORTER)
-    key_file = rollouts.store / "engine-key"
+    key_file = rollouts.store / "unit-key"
     key_file.write_text("sk-canary-8d0b26f3a1")  # as the run would make one
     with Watch(key_file.read_text()) as sightings:
         code, output = rollouts.run("run", str(config))

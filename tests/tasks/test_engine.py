@@ -25,10 +25,10 @@ from infra.session import LocalSession
 from infra.supervisor import GPU_LOCKS_VARIABLE
 from rollouts_core.errors import ConfigError
 from tasks import engine, leases
-from tasks.engine_keys import own_engine_key
 from tasks.node_job import gpus_of, job_environment, job_spec
 from tasks.plan import base_model, plan_rl
 from tasks.records import EngineRecord, RunScope, Stage
+from tasks.unit_keys import own_unit_key
 from tests.flows.conftest import pids_of, processes_of, wait_until
 from tests.infra.shell_jobs import shell_spec
 from tests.infra.ssh_server import make_key
@@ -212,7 +212,7 @@ def test_an_engine_on_a_node_of_its_own_asks_for_the_stores_key_and_comes_back_o
     record = engine.launch_engine.fn(rl, 0, scope, cluster)
     try:
         assert (record.node, Path(record.run_dir).parents[1]) == ("far", tmp_path / "far")
-        key = {"Authorization": f"Bearer {own_engine_key(Path(scope.store))}"}
+        key = {"Authorization": f"Bearer {own_unit_key(Path(scope.store))}"}
         assert httpx.get(f"{record.url}/model_info").status_code == httpx.post(record.lease_url).status_code == 401
         assert httpx.post(record.lease_url, headers=key).status_code == 204
         assert engine.launch_engine.fn(rl, 0, scope, cluster) == record  # attaches

@@ -9,17 +9,17 @@ import stat
 from pathlib import Path
 
 from rollouts_core.keys import OWN_KEY_VARIABLE, read_key, read_named_keys
-from tasks.engine_keys import KEY_FILE, own_engine_key, own_keys
 from tasks.records import RunScope
+from tasks.unit_keys import KEY_FILE, own_keys, own_unit_key
 
 
 def test_the_key_of_a_store_is_made_once_and_readable_by_its_owner_alone(tmp_path: Path) -> None:
-    key = own_engine_key(tmp_path)
-    assert len(key) >= 32 and own_engine_key(tmp_path) == key
+    key = own_unit_key(tmp_path)
+    assert len(key) >= 32 and own_unit_key(tmp_path) == key
     assert stat.S_IMODE((tmp_path / KEY_FILE).stat().st_mode) == 0o600
     other = tmp_path / "other"
     other.mkdir()
-    assert own_engine_key(other) != key
+    assert own_unit_key(other) != key
 
 
 def test_only_jobs_that_want_it_are_given_it(tmp_path: Path) -> None:
@@ -31,5 +31,5 @@ def test_only_jobs_that_want_it_are_given_it(tmp_path: Path) -> None:
         {"engine": {"api_key_variable": OWN_KEY_VARIABLE}},
     ):
         known = own_keys(job, scope)
-        assert known == read_named_keys(job, known) == {OWN_KEY_VARIABLE: own_engine_key(tmp_path)}
-        assert read_key(OWN_KEY_VARIABLE, "rollout.engine", known) == own_engine_key(tmp_path)
+        assert known == read_named_keys(job, known) == {OWN_KEY_VARIABLE: own_unit_key(tmp_path)}
+        assert read_key(OWN_KEY_VARIABLE, "rollout.engine", known) == own_unit_key(tmp_path)

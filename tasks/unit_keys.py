@@ -14,10 +14,10 @@ from infra.secret_file import own_secret
 from rollouts_core.keys import OWN_KEY_VARIABLE, engine_key_variable
 from tasks.records import RunScope
 
-KEY_FILE = "engine-key"
+KEY_FILE = "unit-key"
 
 
-def own_engine_key(store: Path) -> str:
+def own_unit_key(store: Path) -> str:
     """The store's key for engines and trainers; made once, in a file that only its owner can read."""
     return own_secret(store / KEY_FILE, lambda: secrets.token_urlsafe(32))
 
@@ -25,4 +25,4 @@ def own_engine_key(store: Path) -> str:
 def own_keys(job: Mapping[str, Any], scope: RunScope) -> dict[str, str]:  # Any: JSON
     """The variables of a job that nobody has to export, with their keys."""
     is_own = engine_key_variable(job) == OWN_KEY_VARIABLE or job.get("further_trainers")
-    return {OWN_KEY_VARIABLE: own_engine_key(Path(scope.store))} if is_own else {}
+    return {OWN_KEY_VARIABLE: own_unit_key(Path(scope.store))} if is_own else {}
