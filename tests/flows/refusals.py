@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,20 +73,6 @@ def write_function(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.syspath_prepend(folder)
     importlib.invalidate_caches()
     return name
-
-
-@contextmanager
-def small_disk(path: Path, *options: str) -> Iterator[Path]:
-    """A file system of 64 MB at `path`."""
-    path.mkdir(parents=True, exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", ",".join(["size=64m", *options]), "tmpfs", str(path)]
-    mounted = subprocess.run(command, capture_output=True, text=True, check=False) if sys.platform == "linux" else None
-    if mounted is None or mounted.returncode:
-        pytest.skip(f"a full disk needs the right to mount one: {mounted.stderr.strip() if mounted else sys.platform}")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 def fill(disk: Path) -> None:

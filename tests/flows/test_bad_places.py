@@ -32,11 +32,13 @@ from tests.flows.refusals import (
     assert_refused,
     fill,
     refusal,
-    small_disk,
     write_config,
     write_function,
     write_rows,
 )
+from tests.mounts import mounted_tmpfs
+
+SMALL = "size=64m"
 
 
 @contextmanager
@@ -85,13 +87,13 @@ def test_a_store_that_cannot_be_made_is_named(folder: Path, store: str, words: s
 
 
 def test_a_store_on_a_full_disk_is_named(folder: Path) -> None:
-    with small_disk(folder / "store") as disk:
+    with mounted_tmpfs(folder / "store", SMALL) as disk:
         fill(disk)
         assert_refused(folder / "small.toml", "cannot be written (No space left on device): choose another")
 
 
 def test_a_store_that_is_read_only_is_named(folder: Path) -> None:
-    with small_disk(folder / "store", "ro"):
+    with mounted_tmpfs(folder / "store", SMALL, "ro"):
         assert_refused(folder / "small.toml", "cannot be written (Read-only file system): choose another")
 
 
@@ -199,7 +201,7 @@ def test_a_reward_that_raises_on_some_completions_ends_the_run_and_the_engine(
 @pytest.mark.parametrize("place", ["store", pytest.param("root", marks=pytest.mark.matrix)])
 def test_a_disk_that_runs_full_during_sft_is_named(rollouts_alone: Rollouts, folder: Path, place: str) -> None:
     store = rollouts_alone.store
-    with small_disk(folder / "disk") as disk:
+    with mounted_tmpfs(folder / "disk", SMALL) as disk:
         overrides = {"node__root": str(disk), "node__min_free_gb": 0.0}
         if place == "store":
             shutil.copytree(store / "prefect", disk / "prefect")

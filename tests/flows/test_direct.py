@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.flows.conftest import Rollouts, digest_of_the_run, digest_trained_here
-from tests.infra.s3_server import CuttablePort, S3Server, environment_of, use
+from tests.infra.s3_server import CuttablePort, S3Server
 from tests.infra.ssh_server import running_server
 from tests.small_pipeline import write_small_pipeline
 
@@ -23,23 +22,14 @@ OF_NODE = "User-Agent: Python-urllib"
 SECRET = b"X-Amz-Signature"
 
 
-@pytest.fixture
-def way(bucket: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[CuttablePort]:
-    """The way to the store, on which everybody is seen who takes it."""
-    way = CuttablePort(s3_server.port)
-    use(monkeypatch, environment_of(way.port))
-    yield way
-    way.close()
-
-
-def keys_of(way: CuttablePort, method: str, *, by_node: bool) -> set[str]:
+def keys_of(cuttable: CuttablePort, method: str, *, by_node: bool) -> set[str]:
     """The objects that the node, or this machine, has used the method on."""
-    heads = [head for head in way.request_heads if (OF_NODE in head) == by_node and head.startswith(f"{method} ")]
+    heads = [head for head in cuttable.request_heads if (OF_NODE in head) == by_node and head.startswith(f"{method} ")]
     return {head.split()[1].partition("?")[0].split("/", 2)[2] for head in heads}
 
 
 def test_a_model_goes_from_the_store_to_the_node_and_back_again(
-    rollouts: Rollouts, served_home: Path, bucket: str, s3_server: S3Server, way: CuttablePort, tmp_path: Path
+    rollouts: Rollouts, served_home: Path, bucket: str, s3_server: S3Server, cuttable: CuttablePort, tmp_path: Path
 ) -> None:
     sft = {"training__sft__num_steps": 20, "training__sft__checkpoint_every": 10}
     here = write_small_pipeline(tmp_path / "small", mode="sft", **sft)
@@ -69,7 +59,7 @@ def test_a_model_goes_from_the_store_to_the_node_and_back_again(
     assert code == 0, output
     assert digest_of_the_run(rollouts) == usual
     assert f"base_model: the node fetched 0.1 MB from s3://{bucket}/models/base_model itself" in output
-    assert keys_of(way, "GET", by_node=True) == {f"models/base_model/{name}" for name in names}
+    assert keys_of(cuttable, "GET", by_node=True) == {f"models/base_model/{name}" for name in names}
 
     published = json.loads(s3_server.contents(bucket, "team/small/")["team/small/publication.json"])
     sizes = {
@@ -78,8 +68,8 @@ def test_a_model_goes_from_the_store_to_the_node_and_back_again(
         if name.startswith(published["checkpoint"])
     }
     manifest = f"team/small/{published['checkpoint']}/manifest.json"
-    assert keys_of(way, "PUT", by_node=True) == sizes.keys() - {manifest} and len(sizes) > 3
-    assert keys_of(way, "PUT", by_node=False) & sizes.keys() == {manifest}
+    assert keys_of(cuttable, "PUT", by_node=True) == sizes.keys() - {manifest} and len(sizes) > 3
+    assert keys_of(cuttable, "PUT", by_node=False) & sizes.keys() == {manifest}
     assert {s3_server.num_writes(bucket)[key] for key in sizes} == {1}
     num_megabytes = (sum(sizes.values()) - sizes[manifest]) / 1e6
     assert f"the node sent {num_megabytes:.1f} MB to s3://{bucket}/team/small itself" in output

@@ -3,8 +3,6 @@
 `session` is every kind of session in turn: what holds for one holds for all. Over SSH it is marked slow.
 """
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +16,7 @@ from infra.ssh_session import SSHSession
 from infra.supervisor import find_processes
 from tests.infra.delay_proxy import delayed_port
 from tests.infra.ssh_server import SSHServer, running_server
+from tests.mounts import mounted_tmpfs
 
 
 @pytest.fixture(scope="session")
@@ -61,13 +60,5 @@ def run_dir(tmp_path: Path, session: Session) -> Iterator[Path]:
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    if sys.platform != "linux" or os.geteuid() != 0:
-        pytest.skip("only root on Linux can mount a small disk")
-    path = tmp_path / "tiny"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)]
-    mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if mounted.returncode != 0:
-        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
+    with mounted_tmpfs(tmp_path / "tiny", "size=2m") as path:
+        yield path

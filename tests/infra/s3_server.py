@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import boto3
@@ -197,6 +198,16 @@ class CuttablePort:
                     each.shutdown(socket.SHUT_RDWR)
                 each.close()
             self._sockets.clear()
+
+
+def write_model(path: Path, *, num_bytes: int) -> Path:
+    """A folder as a checkpoint is one: large weights, a name with blanks, an empty file."""
+    (path / "trainer").mkdir(parents=True)
+    (path / "model.safetensors").write_bytes(os.urandom(num_bytes))
+    (path / "trainer/state of it.json").write_bytes(b"{}")
+    (path / "empty").write_bytes(b"")
+    (path / "manifest.json").write_text("{}")
+    return path
 
 
 def serve() -> None:

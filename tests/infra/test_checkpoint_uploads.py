@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from infra.checkpoint_uploads import checkpoints_published
-from tests.infra.s3_server import CuttablePort, S3Server, environment_of, use
+from tests.infra.s3_server import CuttablePort, S3Server
 
 INTERVAL_S = 0.1
 
@@ -49,20 +49,17 @@ def test_a_checkpoint_is_published_while_training_goes_on_and_the_last_one_at_it
 
 
 def test_an_outage_does_not_end_the_training_and_the_checkpoint_comes_later(
-    bucket: str, s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    bucket: str, s3_server: S3Server, cuttable: CuttablePort, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    way = CuttablePort(s3_server.port)
-    use(monkeypatch, environment_of(way.port))
-    way.cut_after(0)
+    cuttable.cut_after(0)
     with checkpoints_published(tmp_path, f"s3://{bucket}/sft", interval_s=INTERVAL_S):
         save(tmp_path, 10)
         deadline = time.monotonic() + 60
         while "was not published" not in caplog.text:
             assert time.monotonic() < deadline
             time.sleep(INTERVAL_S)
-        way.mend()
+        cuttable.mend()
         wait_for(s3_server, bucket, "sft/step_000010/manifest.json")
-    way.close()
 
 
 def test_an_interrupt_does_not_wait_for_an_upload(bucket: str, s3_server: S3Server, tmp_path: Path) -> None:

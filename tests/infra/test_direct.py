@@ -7,7 +7,6 @@ that whoever reads it may use stands in a log. The node is this machine: program
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from infra.object_store import PART_BYTES, ObjectStore
 from infra.presigned import can_presign, presigned_get
 from infra.publication import publish_run
 from infra.session import LocalSession
-from tests.infra.s3_server import CuttablePort, S3Server, environment_of, use
+from tests.infra.s3_server import CuttablePort, S3Server, environment_of, use, write_model
 
 LARGE_BYTES = 2 * PART_BYTES + 12345
 SMALL_BYTES = 1 << 20
@@ -46,27 +45,9 @@ def large_model(tmp_path: Path) -> Path:
     return write_model(tmp_path / "here/large", num_bytes=LARGE_BYTES)
 
 
-def write_model(path: Path, *, num_bytes: int) -> Path:
-    (path / "trainer").mkdir(parents=True)
-    (path / "model.safetensors").write_bytes(os.urandom(num_bytes))
-    (path / "trainer/state of it.json").write_bytes(b"{}")
-    (path / "empty").write_bytes(b"")
-    (path / "manifest.json").write_text("{}")
-    return path
-
-
 @pytest.fixture
 def store(bucket: str) -> ObjectStore:
     return ObjectStore(f"s3://{bucket}/team/small")
-
-
-@pytest.fixture
-def cuttable(bucket: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[CuttablePort]:
-    """A way to the server that breaks when a test says so."""
-    way = CuttablePort(s3_server.port)
-    use(monkeypatch, environment_of(way.port))
-    yield way
-    way.close()
 
 
 def files_of(folder: Path) -> dict[str, Path]:

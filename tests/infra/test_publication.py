@@ -6,7 +6,6 @@ Without it somebody serves half a checkpoint, or the results of a week are overw
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from infra.errors import (
 )
 from infra.object_store import PART_BYTES, ObjectStore
 from infra.publication import PUBLICATION, publish_run, read_publication
-from tests.infra.s3_server import CuttablePort, S3Server, environment_of, use
+from tests.infra.s3_server import CuttablePort, S3Server, write_model
 from tests.threads import join_threads
 
 LARGE_BYTES = 2 * PART_BYTES + 12345
@@ -31,13 +30,7 @@ LARGE_BYTES = 2 * PART_BYTES + 12345
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    path = tmp_path / "made/checkpoint"
-    (path / "trainer").mkdir(parents=True)
-    (path / "model.safetensors").write_bytes(os.urandom(LARGE_BYTES))
-    (path / "trainer/state.json").write_bytes(b"{}")
-    (path / "empty").write_bytes(b"")
-    (path / "manifest.json").write_text("{}")
-    return path
+    return write_model(tmp_path / "made/checkpoint", num_bytes=LARGE_BYTES)
 
 
 @pytest.fixture
@@ -45,15 +38,6 @@ def report(tmp_path: Path) -> Path:
     path = tmp_path / "report.html"
     path.write_text("<p>first</p>")
     return path
-
-
-@pytest.fixture
-def cuttable(bucket: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[CuttablePort]:
-    """A way to the server that breaks when a test says so."""
-    way = CuttablePort(s3_server.port)
-    use(monkeypatch, environment_of(way.port))
-    yield way
-    way.close()
 
 
 def publish(url: str, checkpoint: Path, report: Path, run_id: str = "0123456789") -> int:
