@@ -18,8 +18,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from flows.locks import open_lock, try_lock
 from flows.pulse import Pulse
+from infra.locks import open_lock, try_lock
 
 HOST = "127.0.0.1"
 STOP_TIMEOUT_S = 8.0

@@ -37,8 +37,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flows.keeper import HOST, base_url
-from flows.locks import lock_file, open_lock, try_lock
 from flows.password import own_password
+from infra.locks import lock_file, open_lock, try_lock
 
 DEFAULT_PORT = 4200
 """The port that Prefect's documentation and people's bookmarks speak of; taken where it is free."""

@@ -33,7 +33,6 @@ from flows.deployments import (
 )
 from flows.gpu_slots import DEFAULT_GPU_SLOTS, save_gpu_slots
 from flows.live import find_live_pages
-from flows.locks import lock_file, open_lock, try_lock
 from flows.password import password_file
 from flows.preflight import check_writable
 from flows.quickstart_files import quickstart_folder, write_missing_quickstart
@@ -41,6 +40,7 @@ from flows.server import ROOT, ServerAddress, ServerError, local_server, running
 from flows.status import describe_machines, describe_runs, going_jobs
 from flows.terminal import Port, Store, console
 from flows.tools import TOOLS
+from infra.locks import lock_file, open_lock, try_lock
 
 READY_TIMEOUT_S = 60.0
 DOWN_TIMEOUT_S = 45.0

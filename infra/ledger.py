@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from infra.errors import PermanentInfraError, TransientInfraError
+from infra.locks import lock_file, try_lock
 
 LEDGER_FILE = "ledger.db"
 """Its name in a store."""
@@ -266,16 +267,14 @@ class Ledger:
         """Let everybody know that the run lives, as long as the block runs and its process is there."""
         path = self._run_lock_path(run_id)
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH)
-            yield
-        finally:
-            if not self.leases_of(run_id) and not self._rents(
-                run_id
-            ):  # else it has to tell that the run left them behind
-                path.unlink(missing_ok=True)
-            os.close(lock)
+        with lock_file(path) as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH)
+                yield
+            finally:
+                # Else it has to tell that the run left them behind.
+                if not self.leases_of(run_id) and not self._rents(run_id):
+                    path.unlink(missing_ok=True)
 
     def has_died(self, run_id: str) -> bool:
         """True if the run was a living one and is no more; a run that never said that it lives counts as alive."""
@@ -284,12 +283,9 @@ class Ledger:
         except FileNotFoundError:
             return False
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
+            return try_lock(lock, fcntl.LOCK_EX)
         finally:
             os.close(lock)
-        return True
 
     @property
     def identity(self) -> str:
@@ -306,12 +302,15 @@ class Ledger:
         """Only one process at a time rents for a run; others wait here."""
         path = self._path.with_suffix(".renting") / run_id
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
+        with lock_file(path) as lock:  # the file stays: who waits for it must not be left with one that has no name
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
-        finally:
-            os.close(lock)  # the file stays: who waits for it must not be left with one that has no name
+
+    def start_lock(self, stage: str) -> Path:
+        """The file whose lock is held by who starts a stage on several machines."""
+        path = self._path.with_suffix(".starting") / stage
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        return path
 
     def _rents(self, run_id: str) -> bool:
         query = "SELECT 1 FROM rentals WHERE run_id = ? AND ended_at IS NULL LIMIT 1"

@@ -1,6 +1,6 @@
 """Locks of files that the kernel frees when their process is gone, on kill -9 too.
 
-Not here: what a lock means (server.py, keeper.py, serving.py).
+Not here: what a lock means (ledger.py, tasks/trainer_nodes.py, flows/server.py).
 """
 
 import fcntl
