@@ -25,6 +25,8 @@ HOST = "127.0.0.1"
 STOP_TIMEOUT_S = 8.0
 """After this long a server that was told to stop is killed."""
 POLL_S = 0.5
+ASLEEP_S = 10.0
+"""A poll that takes so long shows that this process was stopped, or got no processor."""
 UNUSED_S = 1.5
 """How long nobody may be there before the server stops; the last logs and events of a user still arrive."""
 MAX_LOG_BYTES = 8 * 1024 * 1024
@@ -104,9 +106,12 @@ def _watch(home: Path, pulse: Pulse) -> None:
     """End this process once the lock of the users was free for UNUSED_S; begin anew where the services stand still."""
     users_lock = open_lock(home / "users.lock")
     start_lock = open_lock(home / "start.lock")
-    used_at = time.monotonic()
+    used_at = looked_at = time.monotonic()
     while True:
         time.sleep(POLL_S)
+        if time.monotonic() - looked_at > ASLEEP_S:
+            pulse.pardon()
+        looked_at = time.monotonic()
         if os.fstat(sys.stderr.fileno()).st_size > MAX_LOG_BYTES:
             os.ftruncate(sys.stderr.fileno(), 0)
         if pulse.has_stopped:

@@ -41,6 +41,11 @@ class Pulse:
         """Count from now on; called in the event loop of the server, once it has started."""
         self._beat_at, self._loop = time.monotonic(), asyncio.get_running_loop()
 
+    def pardon(self) -> None:
+        """Count anew, because this process itself stood still, and the services can have done nothing meanwhile."""
+        if self._beat_at is not None:
+            self._beat_at = time.monotonic()
+
     @property
     def has_stopped(self) -> bool:
         """True when nothing was done for STANDSTILL_S; may be asked by another thread."""

@@ -47,6 +47,12 @@ with local_server(Path(sys.argv[1])) as address:
 """
 
 STANDSTILL_S = 3.0
+SOON_IMPATIENT = """
+import datetime
+import flows.keeper, flows.pulse
+flows.keeper.ASLEEP_S = 2.0
+flows.pulse.BEAT_EVERY, flows.pulse.STANDSTILL_S = datetime.timedelta(seconds=0.5), 3.0
+"""
 STANDING_STILL = """
 import asyncio, datetime, pathlib
 import flows.pulse
@@ -224,6 +230,22 @@ def test_a_server_whose_services_stand_still_begins_anew_at_its_address(
         second = keeper_pid(store)
         time.sleep(3 * STANDSTILL_S)
         assert keeper_pid(store) == second, log
+
+
+@pytest.mark.slow
+def test_a_server_that_was_stopped_and_goes_on_is_no_server_that_stands_still(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that was frozen, or had no processor left: all who are connected would lose the server."""
+    (tmp_path / "sitecustomize.py").write_text(SOON_IMPATIENT)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    with local_server(store) as address:
+        for _ in range(3):
+            os.kill(keeper_pid(store), signal.SIGSTOP)
+            time.sleep(2 * STANDSTILL_S)
+            os.kill(keeper_pid(store), signal.SIGCONT)
+            wait_until(lambda: is_healthy(address))
+        assert "stand still" not in (store / "prefect/server.log").read_text()
 
 
 @pytest.mark.slow
