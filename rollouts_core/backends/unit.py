@@ -3,7 +3,7 @@
 Not here: what the launchers start (launch.py), how the processes that they start talk (ranks.py).
 
     the leader's machine                                       each further machine
-    launcher ── connects, with the key: "meet at HOST:PORT" ──> launcher, listening at its address
+    launcher ── connects: "meet at HOST:PORT" ── proof.py ──> launcher, listening at its address
       └─ torchrun, which listens at HOST:PORT <─────────────────── torchrun
                 <── a byte every BEAT_S, in both directions ──>
                 <── "ended with code N" ── , or the end of the connection
@@ -15,7 +15,6 @@ counts each beat as a renewal of its job's lease.
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
 import os
@@ -32,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from rollouts_core.backends.proof import ProofError, prove_as_asked, prove_as_asking
 from rollouts_core.errors import MachineLostError
 from rollouts_core.job import FurtherTrainer
 
@@ -101,6 +101,7 @@ class Link:
         self._on_beat = on_beat
         self._has_ended = threading.Event()
         self._is_closed = threading.Event()
+        self._is_concluded = threading.Event()
         self._thread = threading.Thread(target=self._watch, name=f"link to {name}", daemon=True)
 
     def __enter__(self) -> Self:
@@ -109,6 +110,7 @@ class Link:
 
     def __exit__(self, *_: object) -> None:
         self._is_closed.set()
+        self.conclude()
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join()
@@ -119,15 +121,23 @@ class Link:
         with suppress(OSError):
             self._connection.sendall(json.dumps({"exit_code": exit_code}).encode() + b"\n")
 
+    def conclude(self) -> None:
+        """Ask this process to end nothing any more: what it started has ended."""
+        self._is_concluded.set()
+
     def wait_for_end(self, timeout_s: float) -> bool:
         """Whether the connection has ended, or does so in time."""
         return self._has_ended.wait(timeout_s)
 
     def _watch(self) -> None:
-        self._listen()
-        self._has_ended.set()
+        try:
+            self._listen()
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            self.problem = f"cannot be understood ({error})"
+        finally:
+            self._has_ended.set()
         # Not before: what it started may just be ending for the same reason, or because all work is done.
-        if self._is_closed.wait(LEAVE_S):
+        if self._is_concluded.wait(LEAVE_S):
             return
         logger.error("%s %s", self.name, self.problem or f"ended with code {self.exit_code}")
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # torchrun's agent waits for the other one, deaf
@@ -177,6 +187,8 @@ class LeaderUnit:
 
     def conclude(self, exit_code: int) -> None:
         """See `Unit`; a machine whose processes failed by themselves is named in the log."""
+        for link in self._links:
+            link.conclude()
         if exit_code == 0:
             return
         deadline = time.monotonic() + SETTLE_S
@@ -202,6 +214,7 @@ class FurtherUnit:
 
     def conclude(self, exit_code: int) -> None:
         """See `Unit`; the leader hears how it ended, which takes until it closes the connection."""
+        self._leader.conclude()
         if exit_code != 0 and self._leader.wait_for_end(0.0):
             raise MachineLostError(f"the launcher on {self._leader.name}, which leads, {self._leader.problem}")
         self._leader.tell_end(exit_code)
@@ -222,12 +235,12 @@ def lead(trainers: Sequence[FurtherTrainer], key: str) -> Iterator[LeaderUnit]:
     """
     with ExitStack() as stack:
         deadline = time.monotonic() + JOIN_S
-        connections = [stack.enter_context(_connect(trainer, deadline)) for trainer in trainers]
+        connections = [stack.enter_context(_connect(trainer, key, deadline)) for trainer in trainers]
         own_address = str(connections[0].getsockname()[0])
         port = _find_free_port(own_address)
         links = []
         for trainer, connection in zip(trainers, connections, strict=True):
-            greeting = {"key": key, "host": connection.getsockname()[0], "port": port, "num_nodes": 1 + len(trainers)}
+            greeting = {"host": connection.getsockname()[0], "port": port, "num_nodes": 1 + len(trainers)}
             connection.sendall(json.dumps(greeting).encode() + b"\n")
             links.append(stack.enter_context(Link(trainer.name, connection)))
         meeting = Meeting(
@@ -236,17 +249,29 @@ def lead(trainers: Sequence[FurtherTrainer], key: str) -> Iterator[LeaderUnit]:
         yield LeaderUnit(meeting, trainers, links)
 
 
-def _connect(trainer: FurtherTrainer, deadline: float) -> socket.socket:
+def _connect(trainer: FurtherTrainer, key: str, deadline: float) -> socket.socket:
     while True:
         try:
-            return socket.create_connection((trainer.host, trainer.port), CONNECT_TIMEOUT_S)
-        except OSError as error:
+            return _connect_once(trainer, key)
+        except (OSError, ProofError) as error:
+            reason = error.strerror or error if isinstance(error, OSError) else error
             if time.monotonic() > deadline:
                 raise MachineLostError(
                     f"{trainer.name} did not come to train at {trainer.host}:{trainer.port} within {JOIN_S:.0f} s "
-                    f"({error.strerror or error}; {where_its_log_is(trainer)}): start again"
+                    f"({reason}; {where_its_log_is(trainer)}): start again"
                 ) from error
             time.sleep(BEAT_S / 4)
+
+
+def _connect_once(trainer: FurtherTrainer, key: str) -> socket.socket:
+    connection = socket.create_connection((trainer.host, trainer.port), CONNECT_TIMEOUT_S)
+    try:
+        prove_as_asking(connection, key)
+    except ProofError:
+        connection.close()
+        raise
+    connection.settimeout(CONNECT_TIMEOUT_S)
+    return connection
 
 
 def _find_free_port(host: str) -> int:
@@ -269,7 +294,7 @@ def follow(own: FurtherTrainer, *, node_rank: int, key: str, lease_file: Path) -
         stack.enter_context(connection)
 
         def renew() -> None:
-            with suppress(FileNotFoundError):  # nobody supervises it
+            with suppress(OSError):  # nobody supervises it, or the disk is gone, which ends the lease
                 os.utime(lease_file)
 
         leader = stack.enter_context(Link(str(greeting["host"]), connection, on_beat=renew))
@@ -295,14 +320,13 @@ def _accept_leader(listener: socket.socket, key: str) -> tuple[socket.socket, di
     """The connection of whoever has the key, and what it said."""
     while True:
         connection, _ = listener.accept()
-        connection.settimeout(JOIN_S)  # the leader says where to meet when all have come
         try:
+            prove_as_asked(connection, key)
+            connection.settimeout(JOIN_S)  # the leader says where to meet when all have come
             with connection.makefile("rb") as reader:
-                greeting = json.loads(reader.readline(MAX_LINE_BYTES))
-            if hmac.compare_digest(str(greeting["key"]).encode(), key.encode()):
-                return connection, greeting
-        except (OSError, ValueError, TypeError, KeyError):
-            pass
+                return connection, json.loads(reader.readline(MAX_LINE_BYTES))
+        except (OSError, ProofError, ValueError) as error:
+            logger.info("somebody else connected, or went away again: %s", error)
         connection.close()
 
 

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from rollouts_core.backends import unit
 from rollouts_core.backends.launch import agent_arguments, needs_launcher
-from rollouts_core.backends.unit import Link, Meeting, find_interface, follow, lead, network_variables
+from rollouts_core.backends.unit import LeaderUnit, Link, Meeting, find_interface, follow, lead, network_variables
 from rollouts_core.config import ModelConfig, SFTTrainingConfig
 from rollouts_core.errors import MachineLostError
 from rollouts_core.fingerprint import digest_model, fingerprint_job
@@ -134,10 +134,12 @@ def test_launchers_meet_by_their_key_and_each_beat_renews_the_lease(
 
     waiting = threading.Thread(target=be_further)
     waiting.start()
-    with lead([further], "another key") as refused, pytest.raises(MachineLostError, match="was ended or killed"):
-        refused.conclude(1)
+    with monkeypatch.context() as impatient:
+        impatient.setattr(unit, "JOIN_S", 1.0)
+        with pytest.raises(MachineLostError, match="it does not know the key of this run"), lead([further], "other"):
+            pass
     assert lease.stat().st_mtime == 1.0 and met == []
-    with lead([further], KEY) as joined:
+    with socket.create_connection((further.host, further.port)), lead([further], KEY) as joined:  # one says nothing
         wait_until(lambda: lease.stat().st_mtime > 1.0)
         joined.conclude(0)
     waiting.join()
@@ -184,6 +186,25 @@ def test_how_a_machine_ended_is_heard(
 
 
 @pytest.mark.slow
+def test_the_first_of_several_machines_that_is_lost_is_named_while_others_are_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They wait for it themselves; what this one started has ended, so nothing is left to be signalled."""
+    sent: list[int] = []
+    monkeypatch.setattr(unit, "SETTLE_S", 1.0)
+    with linked(monkeypatch, sent) as (first, gone), linked(monkeypatch, sent) as (second, _):
+        monkeypatch.setattr(unit, "LEAVE_S", 0.5)
+        gone.shutdown(socket.SHUT_RDWR)
+        assert first.wait_for_end(2.0)
+        joined = LeaderUnit(
+            Meeting(num_nodes=3, node_rank=0, host="", port=1, own_address=""), [trainer()] * 2, [first, second]
+        )
+        with pytest.raises(MachineLostError, match="was ended or killed"):
+            joined.conclude(1)
+        time.sleep(0.2)
+    assert sent == []
+
+
 def test_two_machines_leave_what_two_processes_of_one_leave(
     base: InputModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
