@@ -40,7 +40,7 @@ from tasks.node_job import GRACE_S, gpus_of, job_spec
 from tasks.placement import place_stage
 from tasks.progress import StageProgress, stage_console
 from tasks.records import How, RunScope, Stage, StageRecord
-from tasks.trainer_nodes import trainers_beside
+from tasks.trainer_nodes import start_in_turn, trainers_beside
 from tasks.unit_keys import own_keys
 
 USER_ERROR_CODE = 2
@@ -107,7 +107,10 @@ def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgre
         placement = place_stage(session, stage, node, say=progress.say)
         run_dir = placement.stage.run_dir
         ledger.add_lease(run_dir, scope.run_id, node.name)
-        with trainers_beside(stage, session, scope, node, progress.say) as trainers:
+        with (
+            start_in_turn(stage, scope, node, progress.say) as turn,
+            trainers_beside(stage, session, scope, node, progress.say) as trainers,
+        ):
             placed = placement.stage.model_copy(update={"job": {**placement.stage.job, **trainers}})
             spec = job_spec(
                 placed,
@@ -118,6 +121,7 @@ def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgre
                 known_keys=own_keys(placed.job, scope),
             )
             status = start_or_attach(session, spec)
+            turn.close()
             how = how_it_began(status)
             with checkpoints_published_of(stage, scope):
                 with mirrored(session, run_dir, Path(stage.run_dir)) if node.is_remote else nullcontext():

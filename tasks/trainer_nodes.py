@@ -9,15 +9,18 @@ Not here: how the jobs meet, and learn that one is gone (rollouts_core/backends/
 
 from __future__ import annotations
 
+import fcntl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from infra.errors import InfraError
 from infra.jobs import JobState, cancel_job, job_status, start_or_attach
 from infra.ledger import Ledger
+from infra.locks import lock_file, try_lock
 from infra.node import Node
 from infra.ports import find_free_port
 from infra.providers import open_session
@@ -31,10 +34,33 @@ from tasks.records import RunScope, Stage
 from tasks.unit_keys import own_keys
 
 GPU_POLL_S = 2.0
+TURN_POLL_S = 0.5
 
 Trainers = Mapping[str, Any]  # Any: JSON
 """What a job.json says of the machines that train together; nothing for one that trains alone."""
 ALONE: Trainers = MappingProxyType({})
+
+
+@contextmanager
+def start_in_turn(stage: Stage, scope: RunScope, node: Node, say: Callable[[str], None]) -> Iterator[ExitStack]:
+    """No other run starts the same training by several machines until the block is left, or the stack closed.
+
+    Otherwise each of two would take the further machines' jobs of the other for what an earlier attempt left.
+    """
+    with ExitStack() as turn:
+        if trains_with_others(stage, node):
+            with Ledger(scope.ledger_path) as ledger:
+                lock = turn.enter_context(lock_file(ledger.start_lock(Path(stage.run_dir).name)))
+            if not try_lock(lock, fcntl.LOCK_EX):
+                say("waits for another run that starts the same training")
+                while not try_lock(lock, fcntl.LOCK_EX):
+                    time.sleep(TURN_POLL_S)
+        yield turn
+
+
+def trains_with_others(stage: Stage, node: Node) -> bool:
+    """Whether further machines take part in a stage."""
+    return stage.kind in ("sft", "rl") and bool(node.trainer_nodes)
 
 
 @contextmanager
@@ -47,9 +73,9 @@ def trainers_beside(
     it does not, they end by themselves.
 
     Args:
-        leader: session of `node`.
+        leader: session of `node`; no other run starts this training there (`start_in_turn`).
     """
-    if stage.kind not in ("sft", "rl") or not node.trainer_nodes:
+    if not trains_with_others(stage, node):
         yield ALONE
         return
     run_dir = node.path_on_node(stage.run_dir)

@@ -7,6 +7,7 @@ tried again. The machines are folders of this one; tests/flows/test_trainer_node
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,8 @@ from infra.supervisor import GPU_LOCKS_VARIABLE
 from rollouts_core.config import DeploymentConfig, ModelConfig, SFTTrainingConfig
 from rollouts_core.job import InputDataset, InputModel, SFTJob
 from tasks.records import RunScope, Stage
-from tasks.trainer_nodes import ALONE, trainers_beside
-from tests.infra.shell_jobs import shell_spec
+from tasks.trainer_nodes import ALONE, start_in_turn, trainers_beside
+from tests.infra.shell_jobs import shell_spec, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -108,6 +109,42 @@ def test_it_is_attached_to_while_the_leader_is_under_way(
         other = replace(node, trainer_nodes=(replace(node.trainer_nodes[0], name="third"),))
         with trainers_beside(sft, SESSION, scope, other, print) as found:
             assert found == ALONE, "those of another run are not ours to begin"
+    finally:
+        cancel_job(SESSION, sft.run_dir, 1.0)
+
+
+def test_of_two_runs_one_starts_them_and_the_other_finds_them_under_way(
+    sft: Stage, scope: RunScope, node: Node, follower: str
+) -> None:
+    """Each would else end what it takes for the rest of an earlier attempt."""
+    said: list[str] = []
+    found: list[object] = []
+    second = scope.model_copy(update={"run_id": "run-b"})
+
+    def attach() -> None:
+        with (
+            start_in_turn(sft, second, node, said.append) as turn,
+            trainers_beside(sft, SESSION, second, node, print) as trainers,
+        ):
+            turn.close()
+            found.append(trainers)
+
+    other = threading.Thread(target=attach)
+    try:
+        with (
+            start_in_turn(sft, scope, node, said.append) as turn,
+            trainers_beside(sft, SESSION, scope, node, print) as trainers,
+        ):
+            other.start()
+            wait_until(lambda: bool(said))
+            spec = shell_spec(Path(sft.run_dir), "sleep 60")
+            start_or_attach(SESSION, replace(spec, job={**sft.job, **trainers}))
+            assert found == []
+            turn.close()
+            wait_until(lambda: bool(found))
+            assert found == [trainers] and said == ["waits for another run that starts the same training"]
+            assert job_status(SESSION, follower).attempt == 1
+            other.join()
     finally:
         cancel_job(SESSION, sft.run_dir, 1.0)
 
