@@ -97,13 +97,13 @@ def launch_engine(
 
 
 def kept_alive(engines: Sequence[EngineRecord], node: Node) -> AbstractContextManager[None]:
-    """Renew the leases of engines on nodes of their own as long as the block runs.
+    """Renew the leases of engines as long as the block runs, where their trainer may be waited for.
 
-    Their trainer does it once it trains; before that it may have to wait for its GPUs. Those on its own node wait for
-    the same GPUs as it does.
+    It does that itself once it trains; before that it may have to wait for its GPUs, or for those of other machines
+    that train with it. An engine on its own node has waited for the same GPUs as the trainer needs there.
     """
-    elsewhere = [LeasedJob(node.named(engine.node), engine.run_dir) for engine in engines if engine.lease_url]
-    return leases_renewed(elsewhere)
+    waiting = [engine for engine in engines if engine.lease_url or node.trainer_nodes]
+    return leases_renewed([LeasedJob(node.named(engine.node), engine.run_dir) for engine in waiting])
 
 
 @task(name="stop-engine", cache_policy=NO_CACHE)

@@ -15,7 +15,6 @@ from infra.jobs import renew_lease
 from infra.node import Node
 from infra.providers import open_session
 from infra.repeating import repeating
-from infra.session import Session
 
 LEASE_S = 60.0
 """A job with a lease that nobody renews for this long ends by itself."""
@@ -35,20 +34,22 @@ class LeasedJob:
 @contextmanager
 def leases_renewed(jobs: Sequence[LeasedJob]) -> Iterator[None]:
     """Renew the leases of jobs as long as the block runs; a node that does not answer is asked again later."""
-    if not jobs:
-        yield
-        return
     with ExitStack() as stack:
-        sessions: dict[str, Session] = {}
+        # Each in a thread: a node that is lost takes a minute to say so, in which the others' leases would end.
+        for job in jobs:
+            stack.enter_context(_lease_renewed(job))
+        yield
+
+
+@contextmanager
+def _lease_renewed(job: LeasedJob) -> Iterator[None]:
+    with open_session(job.node) as session:
 
         def renew() -> None:
-            for job in jobs:
-                try:
-                    if job.node.name not in sessions:
-                        sessions[job.node.name] = stack.enter_context(open_session(job.node))
-                    renew_lease(sessions[job.node.name], job.run_dir)
-                except InfraError as error:  # who needs the job says what becomes of it
-                    logger.info("the lease of %s on %s was not renewed: %s", job.run_dir, job.node.name, error)
+            try:
+                renew_lease(session, job.run_dir)
+            except InfraError as error:  # who needs the job says what becomes of it
+                logger.info("the lease of %s on %s was not renewed: %s", job.run_dir, job.node.name, error)
 
         with repeating(renew, interval_s=LEASE_S / 4, thread_name="leases"):
             yield

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -233,14 +235,19 @@ def servers_of(node: Node) -> set[int]:
     return {pid for pid, command in pids_of(Path(node.root)).items() if " serve " in command}
 
 
+@pytest.fixture
+def lost(node: Node, tmp_path: Path) -> Iterator[Node]:
+    """A machine whose port takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        access = SSHAccess(host="127.0.0.1", port=silent.getsockname()[1], user="nobody")
+        yield replace(node, name="lost", provider="ssh", mirror=str(tmp_path / "mirror"), access=access)
+
+
 def test_engines_on_machines_of_their_own_are_kept_until_their_trainer_has_its_gpus(
-    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node: Node, lost: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "LEASE_S", 1.0)
-    there = replace(node, name="there")
-    unreachable = SSHAccess(host="127.0.0.1", port=1, user="nobody")
-    lost = replace(node, name="lost", provider="ssh", mirror=str(tmp_path / "mirror"), access=unreachable)
-    machines = replace(node, engine_nodes=(lost, there))
+    machines = replace(node, engine_nodes=(lost, replace(node, name="there")))
     session = LocalSession(sys.executable)
     spec = shell_spec(tmp_path / "engine", "sleep 60", lease_s=1.5)
     start_or_attach(session, spec)
@@ -248,7 +255,23 @@ def test_engines_on_machines_of_their_own_are_kept_until_their_trainer_has_its_g
         EngineRecord(url=f"http://{name}:1", run_dir=spec.run_dir, node=name, lease_url="http://there:2")
         for name in ("lost", "there")
     ]
-    with engine.kept_alive(engines, machines):
+    with pytest.raises(KeyboardInterrupt), engine.kept_alive(engines, machines):  # which does not wait for the lost one
+        time.sleep(4.0)
+        assert job_status(session, spec.run_dir).state is JobState.RUNNING
+        raise KeyboardInterrupt
+    wait_until(lambda: job_status(session, spec.run_dir).state is not JobState.RUNNING, what="the end of the engine")
+
+
+def test_an_engine_beside_its_trainer_is_kept_while_that_waits_for_machines_that_train_with_it(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "LEASE_S", 1.0)
+    machines = replace(node, trainer_nodes=(replace(node, name="there"),))
+    session = LocalSession(sys.executable)
+    spec = shell_spec(tmp_path / "engine", "sleep 60", lease_s=1.5)
+    start_or_attach(session, spec)
+    beside = EngineRecord(url="http://127.0.0.1:1", run_dir=spec.run_dir, node=node.name)
+    with engine.kept_alive([beside], machines):
         time.sleep(4.0)
         assert job_status(session, spec.run_dir).state is JobState.RUNNING
     wait_until(lambda: job_status(session, spec.run_dir).state is not JobState.RUNNING, what="the end of the engine")
