@@ -8,7 +8,7 @@ from infra.session import LOOPBACK, Session
 
 _FIND_FREE = """
 import socket, sys
-with socket.socket() as probe:
+with socket.socket(socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET) as probe:
     probe.bind((sys.argv[1], 0))
     sys.stdout.write(str(probe.getsockname()[1]))
 """
@@ -16,7 +16,7 @@ with socket.socket() as probe:
 # With SO_REUSEADDR, as servers bind: connections of an ended server that linger do not count.
 _IS_FREE = """
 import errno, socket, sys
-with socket.socket() as probe:
+with socket.socket(socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET) as probe:
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         probe.bind((sys.argv[1], int(sys.argv[2])))

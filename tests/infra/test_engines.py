@@ -35,11 +35,12 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Engine).serve_forever()
 """
 
 
-def test_a_free_port_is_free_until_somebody_listens(session: Session) -> None:
-    port = find_free_port(session)
-    assert is_port_free(session, "127.0.0.1", port)
-    with socket.create_server(("127.0.0.1", port)):
-        assert not is_port_free(session, "127.0.0.1", port)
+@pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)])
+def test_a_free_port_is_free_until_somebody_listens(session: Session, host: str, family: socket.AddressFamily) -> None:
+    port = find_free_port(session, host)
+    assert is_port_free(session, host, port)
+    with socket.create_server((host, port), family=family):
+        assert not is_port_free(session, host, port)
 
 
 @pytest.mark.slow
