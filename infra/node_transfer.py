@@ -40,6 +40,8 @@ _READ_BYTES = 256 << 10
 _MAX_REASON_CHARS = 200
 _MAX_ANSWER_BYTES = 4096
 _PASSING_STATUSES = (408, 429)
+_PASSING_CODES = ("RequestTimeout", "IncompleteBody", "BadDigest")
+"""What S3 says with status 400 of a piece that did not arrive whole."""
 
 ResultT = TypeVar("ResultT")
 # Any: JSON
@@ -232,8 +234,9 @@ def tried_again(call: Callable[[], ResultT], url: str, limit: Limit) -> ResultT:
         try:
             return call()
         except urllib.error.HTTPError as error:
-            reason = describe_answer(error)
-            if error.code < 500 and error.code not in _PASSING_STATUSES:
+            code = code_of(error)
+            reason = f"status {error.code} {code}".rstrip()
+            if error.code < 500 and error.code not in _PASSING_STATUSES and code not in _PASSING_CODES:
                 break
         except (ValueError, http.client.InvalidURL) as error:
             reason = describe(error)
@@ -243,13 +246,13 @@ def tried_again(call: Callable[[], ResultT], url: str, limit: Limit) -> ResultT:
     raise limit.give_up(f"{host_of(url)}: {reason}")
 
 
-def describe_answer(error: urllib.error.HTTPError) -> str:
-    """The status of an answer, and the store's own word for it; the rest of what it says may repeat the URL."""
+def code_of(error: urllib.error.HTTPError) -> str:
+    """The store's own word for what is wrong; the rest of what it says may repeat the URL."""
     said = b""
     with contextlib.suppress(OSError, http.client.HTTPException):
         said = error.read(_MAX_ANSWER_BYTES)
     code = re.search(rb"<Code>(\w+)</Code>", said)
-    return f"status {error.code} {code.group(1).decode() if code else ''}".rstrip()
+    return code.group(1).decode() if code else ""
 
 
 def describe(error: Exception) -> str:

@@ -91,14 +91,12 @@ def send_range(handler: BaseHTTPRequestHandler, content: bytes, *, is_cut: bool 
     handler.wfile.write(content[start : start + BROKEN_AT if is_cut else end + 1])
 
 
-def refuse(handler: BaseHTTPRequestHandler) -> None:
-    body = (
-        b"<Error><Code>AccessDenied</Code><Message>Request has expired</Message><Signature>CANARY</Signature></Error>"
-    )
-    handler.send_response(403)
+def refuse(handler: BaseHTTPRequestHandler, status: int = 403, code: str = "AccessDenied") -> None:
+    body = f"<Error><Code>{code}</Code><Message>Request has ended</Message><Signature>CANARY</Signature></Error>"
+    handler.send_response(status)
     handler.send_header("Content-Length", str(len(body)))
     handler.end_headers()
-    handler.wfile.write(body)
+    handler.wfile.write(body.encode())
 
 
 def test_a_piece_that_broke_off_is_fetched_on_from_there(server: Server, tmp_path: Path) -> None:
@@ -109,8 +107,11 @@ def test_a_piece_that_broke_off_is_fetched_on_from_there(server: Server, tmp_pat
     assert server.ranges == [f"bytes=0-{last}", f"bytes={BROKEN_AT}-{last}"]
 
 
-def test_a_server_that_is_overloaded_is_asked_again(server: Server, tmp_path: Path) -> None:
-    server.answer = lambda handler, number: handler.send_error(503) if number == 1 else send_range(handler, CONTENT)
+@pytest.mark.parametrize(("status", "code"), [(503, "SlowDown"), (429, ""), (400, "RequestTimeout")])
+def test_a_server_that_is_overloaded_is_asked_again(server: Server, tmp_path: Path, status: int, code: str) -> None:
+    server.answer = lambda handler, number: (
+        refuse(handler, status, code) if number == 1 else send_range(handler, CONTENT)
+    )
     assert fetch(server, tmp_path / "node")[0] == 0
     assert (tmp_path / "node/deep/file").read_bytes() == CONTENT
 
