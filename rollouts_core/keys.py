@@ -76,7 +76,7 @@ def read_hub_token(job: Mapping[str, Any]) -> dict[str, str]:  # Any: JSON
     Args:
         job: the content of its job.json.
     """
-    datasets = job["data"] if job["kind"] == "sft" else ()
+    datasets = job["data"] if job["kind"] == "sft" and not job.get("node_rank") else ()  # the leader reads them
     reads_hub = any(not Path(dataset["path"]).is_absolute() for dataset in datasets)
     token = os.environ.get(HUB_TOKEN, "")
     return {HUB_TOKEN: token} if reads_hub and token else {}

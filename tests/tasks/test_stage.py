@@ -55,6 +55,9 @@ def test_the_hubs_token_goes_only_to_a_job_that_reads_from_the_hub(monkeypatch: 
     monkeypatch.setenv("HF_TOKEN", "token")
     assert job_environment(stage("sft", data="team/private"))["HF_TOKEN"] == "token"
     assert "HF_TOKEN" not in job_environment(stage("sft")) | job_environment(stage("rl"))
+    follower = stage("sft", data="team/private")
+    follower.job["node_rank"] = 1  # the leader reads the data
+    assert "HF_TOKEN" not in job_environment(follower)
     monkeypatch.delenv("HF_TOKEN")
     assert "HF_TOKEN" not in job_environment(stage("sft", data="team/private"))
 
