@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli_w
@@ -15,6 +16,7 @@ from rollouts_core.config import EngineKind, WeightTransfer
 from rollouts_core.metrics import read_metrics
 from rollouts_core.quickstart import write_quickstart_files
 from tests.engines.servers import engine_python
+from tests.flows.clusters import two_machines
 from tests.flows.conftest import Rollouts, prefect_home, rollouts, served_home
 from tests.small_pipeline import SIZE, small_settings
 
@@ -40,20 +42,47 @@ def test_a_run_samples_from_the_engine_it_names_and_the_trainer_agrees_with_its_
     rollouts: Rollouts, tmp_path: Path, kind: EngineKind, transfer: WeightTransfer
 ) -> None:
     folder = tmp_path / "small"
-    write_quickstart_files(folder, size=dataclasses.replace(SIZE, hidden_size=HIDDEN_SIZE))
-    engine = {"kind": kind, "python": str(engine_python(kind)), "weight_transfer": transfer}
-    settings = small_settings(
-        mode="rl",
-        rollout__engine=engine,
-        rollout__reward_fn="tests.rollouts_core.kill_rewards:grade_even_digits",
-        training__rl__optim__lr=1e-2,
-    )
+    settings = settings_of(folder, {"kind": kind, "python": str(engine_python(kind)), "weight_transfer": transfer})
     (folder / "small.toml").write_text(tomli_w.dumps(settings))
     code, output = rollouts.run("run", str(folder / "small.toml"))
     assert code == 0, output
     (rl,) = rollouts.store.glob("stages/rl-*")
     published = [path.name for path in (rl / "weights").iterdir()]
     assert (published == ["config.json"]) == (transfer != "auto"), published
+    assert_every_step_had_new_weights(rl)
+
+
+@pytest.mark.matrix
+@pytest.mark.namespaces
+def test_sglang_on_another_machine_has_the_weights_that_cross_the_network(rollouts: Rollouts, tmp_path: Path) -> None:
+    with two_machines(rollouts, tmp_path) as cluster:
+        settings = settings_of(tmp_path / "small", {"kind": "sglang", "python": str(engine_python("sglang"))})
+        settings["node"] = cluster.settings("engine_nodes")
+        (tmp_path / "small/small.toml").write_text(tomli_w.dumps(settings))
+        code, output = rollouts.run("run", str(tmp_path / "small/small.toml"))
+        assert code == 0, output
+        assert f"answers at http://{cluster.link.addresses[1]}:" in output
+        (rl,) = cluster.leader.files("root/stages/rl-*")
+        (engine,) = cluster.further.files("root/stages/*")
+        assert "sglang" in (engine / "log.txt").read_text()
+        assert [path.name for path in (rl / "weights").iterdir()] == ["config.json"]  # none lie on a disk
+        assert_every_step_had_new_weights(rl)
+        assert cluster.leader.commands() == cluster.further.commands() == []
+
+
+def settings_of(folder: Path, engine: dict[str, str]) -> dict[str, Any]:  # Any: settings of every type
+    """RL from a model that every engine can serve on a CPU, whose weights change much from step to step."""
+    write_quickstart_files(folder, size=dataclasses.replace(SIZE, hidden_size=HIDDEN_SIZE))
+    return small_settings(
+        mode="rl",
+        rollout__engine=engine,
+        rollout__reward_fn="tests.rollouts_core.kill_rewards:grade_even_digits",
+        training__rl__optim__lr=1e-2,
+    )
+
+
+def assert_every_step_had_new_weights(rl: Path) -> None:
+    """The trainer finds the probabilities of the tokens that the engine sampled them with."""
     steps = read_metrics(rl / "metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     # With the weights of any earlier step they would differ by far more: the learning rate is high.
