@@ -42,7 +42,7 @@ from flows.terminal import Port, Store, console
 from flows.tools import TOOLS
 from infra.locks import lock_file, open_lock, try_lock
 
-READY_TIMEOUT_S = 60.0
+READY_TIMEOUT_S = 180.0
 DOWN_TIMEOUT_S = 45.0
 SERVER_END_S = 12.0
 """The server leaves about two seconds after its last user."""
