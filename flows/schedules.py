@@ -11,6 +11,7 @@ from uuid import UUID
 from zoneinfo import ZoneInfo
 
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
 from prefect.events import DeploymentEventTrigger, ResourceSpecification
 from prefect.exceptions import ObjectNotFound
@@ -29,15 +30,21 @@ DATA_RESOURCE = "rollouts.data"
 
 
 async def schedule_options(deployment: Deployment) -> dict[str, Any]:  # Any: keywords of Prefect's
-    """Keywords for `Runner.aadd_flow`; of what runs by itself one at a time. A paused schedule stays so."""
+    """Keywords for `Runner.aadd_flow`; of what runs by itself one at a time. A paused schedule stays so.
+
+    Registering a deployment drops the schedules that it has, so those that people made in Prefect are given again.
+    """
+    known = await known_schedules(deployment)
+    of_people = [schedule for schedule in known if schedule.slug != SLUG]
     if deployment.flow != RETRAIN_FLOW and not deployment.schedule:
-        return {}
+        return {"schedules": of_people, "paused": False} if of_people else {}
+    is_active = all(schedule.active for schedule in known if schedule.slug == SLUG)
     settings = ScheduleConfig.model_validate(deployment.schedule) if deployment.schedule else None
     return {
         "concurrency_limit": ConcurrencyLimitConfig(limit=1, collision_strategy=_overlap_strategy(settings)),
         "triggers": [data_trigger(deployment)] if deployment.flow == RETRAIN_FLOW else [],
         "paused": False,  # Prefect pauses deployments when the process that serves them ends
-        "schedules": [] if settings is None else [build_schedule(settings, is_active=await is_active(deployment))],
+        "schedules": [*([] if settings is None else [build_schedule(settings, is_active=is_active)]), *of_people],
     }
 
 
@@ -69,14 +76,15 @@ def data_trigger(deployment: Deployment) -> DeploymentEventTrigger:
     )
 
 
-async def is_active(deployment: Deployment) -> bool:
-    """False where somebody paused the schedule of the deployment in Prefect."""
+async def known_schedules(deployment: Deployment) -> list[DeploymentScheduleCreate]:
+    """The schedules that a deployment has in Prefect, as it can be given them again."""
     async with get_client() as client:
         try:
             known = await client.read_deployment_by_name(f"{deployment.flow}/{deployment.name}")
         except ObjectNotFound:
-            return True
-        return all(schedule.active for schedule in known.schedules if schedule.slug == SLUG)
+            return []
+    kept = set(DeploymentScheduleCreate.model_fields)
+    return [DeploymentScheduleCreate(**schedule.model_dump(include=kept)) for schedule in known.schedules]
 
 
 def build_schedule(settings: ScheduleConfig, *, is_active: bool = True) -> Schedule:
@@ -94,8 +102,9 @@ def _overlap_strategy(settings: ScheduleConfig | None) -> ConcurrencyLimitStrate
     return ConcurrencyLimitStrategy.CANCEL_NEW if is_skipped else ConcurrencyLimitStrategy.ENQUEUE
 
 
-async def drop_schedules(deployment_id: UUID) -> None:
-    """End the schedules that a deployment had: registering it without one leaves them."""
+async def drop_schedule(deployment_id: UUID) -> None:
+    """End the schedule that a deployment had by its file: registering it without one leaves it."""
     async with get_client() as client:
         for schedule in await client.read_deployment_schedules(deployment_id):
-            await client.delete_deployment_schedule(deployment_id, schedule.id)
+            if schedule.slug == SLUG:
+                await client.delete_deployment_schedule(deployment_id, schedule.id)

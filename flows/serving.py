@@ -159,7 +159,7 @@ def apply_gpu_slots(runner: Runner, home: Path) -> int:
 
 async def _register(runner: Runner, tools: Runner, store: Path, served: dict[str, str]) -> bool:
     """Make Prefect's deployments those of the store; returns whether something was new."""
-    from flows.schedules import drop_schedules, schedule_options
+    from flows.schedules import drop_schedule, schedule_options
 
     flows = offered_flows()
     try:
@@ -177,7 +177,7 @@ async def _register(runner: Runner, tools: Runner, store: Path, served: dict[str
             **await schedule_options(deployment),
         )
         if deployment.flow == RETRAIN_FLOW and deployment.schedule is None:
-            await drop_schedules(deployment_id)
+            await drop_schedule(deployment_id)
         served[deployment.name] = deployment.digest
     return bool(fresh)
 

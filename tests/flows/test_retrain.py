@@ -252,6 +252,46 @@ def test_a_schedule_fires_by_itself_and_ends_with_its_table(served: Rollouts, fo
     assert api(served, "GET", "/deployments/name/retrain/small-retrain")["schedules"] == []
 
 
+def test_schedules_that_people_made_in_prefect_outlive_a_restart_and_a_changed_file(
+    served: Rollouts,  # noqa: F811
+    folder: Path,
+) -> None:
+    """A weekly training that somebody made by the form would end without a word."""
+    config = write_config(folder, schedule__cron="17 4 1 1 *")
+    up(served, str(config))
+    own = {"schedule": {"cron": "0 3 * * 1", "timezone": "Europe/Berlin"}, "active": True, "parameters": {"name": "x"}}
+    of_small = {each["name"]: each["id"] for each in small_deployments(served)}
+    assert of_small.keys() == {"small", "small-retrain", "small-evaluate"}
+    for deployment_id in of_small.values():
+        api(served, "POST", f"/deployments/{deployment_id}/schedules", [own])
+    before = {name: ["0 3 * * 1"] for name in of_small}
+    before["small-retrain"].append("17 4 1 1 *")
+    assert crons(served) == before
+    assert served.run("down")[0] == 0
+    up(served)
+    assert crons(served) == before
+    assert not any(each["paused"] for each in small_deployments(served))
+    kept = [schedule for each in small_deployments(served) for schedule in each["schedules"] if not schedule["slug"]]
+    assert [(each["schedule"]["timezone"], each["parameters"]["name"]) for each in kept] == [("Europe/Berlin", "x")] * 3
+
+    write_config(folder)
+    up(served, str(config))
+    assert crons(served) == {name: ["0 3 * * 1"] for name in of_small}
+
+
+def small_deployments(rollouts: Rollouts) -> list[dict[str, Any]]:  # Any: JSON
+    """What is made of the configuration."""
+    return list(api(rollouts, "POST", "/deployments/filter", {"deployments": {"name": {"like_": "small"}}}))
+
+
+def crons(rollouts: Rollouts) -> dict[str, list[str]]:
+    """When each of them runs, by its name."""
+    return {
+        each["name"]: sorted(schedule["schedule"]["cron"] for schedule in each["schedules"])
+        for each in small_deployments(rollouts)
+    }
+
+
 def test_a_run_of_a_person_registers_its_checkpoint_where_it_is_asked_to(rollouts: Rollouts, folder: Path) -> None:
     code, output = rollouts.run("run", str(write_config(folder, run__register_as="mine")))
     assert code == 0, output
