@@ -122,9 +122,9 @@ def sft_rl(config: FormConfig, node: FormNode, run: FormRun) -> PipelineResult:
             final, records = stages(machine, partial(run_on, machine, scope))
             checkpoint = sync_results(final, scope)
             report, verdict = write_report(records, config, node, checkpoint, scope)
-            if run.publish and machine.is_remote and (verdict is None or verdict.is_improvement):
+            if run.publish and machine.is_remote and (verdict is None or verdict.is_accepted):
                 send_from_machine(final, checkpoint, machine, scope)
-        if verdict is not None and not verdict.is_improvement:
+        if verdict is not None and not verdict.is_accepted:
             raise NoImprovementError(f"{verdict.sentence}; the report is {report}")
         if run.register_as:
             register_candidate(run.register_as, checkpoint, records, data, scope)

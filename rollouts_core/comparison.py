@@ -48,7 +48,10 @@ class Comparison:
 class Verdict:
     """Whether training helped."""
 
-    is_improvement: bool
+    is_accepted: bool
+    """Whether it counts as better; also where everything does."""
+    is_improvement: bool | None
+    """Whether it is better beyond noise; None where that was not asked."""
     sentence: str
     """The verdict with its numbers, for people."""
 
@@ -106,19 +109,21 @@ def judge_improvement(
 
     Args:
         names: of the baseline and of the candidate, for the sentence.
+        max_p_value: 1 accepts everything, and says so.
         margin: by more than how much it must be better; below 0 it may be that much worse.
     """
     comparison = compare_paired([score + margin for score in baseline], candidate)
     before, after = float(np.mean(baseline)), float(np.mean(candidate))
-    is_improvement = comparison.p_value <= max_p_value
+    is_accepted = comparison.p_value <= max_p_value
     p_value = "p < 0.001" if comparison.p_value < 0.001 else f"p = {comparison.p_value:.2g}"
     more = f" by more than {margin:g}" if margin else ""
-    sentence = (
-        f"{names[1]} {'improved on' if is_improvement else 'did not improve on'} {names[0]}{more}"
-        f"{'' if is_improvement else ' beyond noise'}: mean score {before:.3f} -> {after:.3f} on the same "
-        f"{len(baseline)} held-out prompts, {p_value} (at most {max_p_value:g} counts)"
-    )
-    return Verdict(is_improvement=is_improvement, sentence=sentence)
+    figures = f"mean score {before:.3f} -> {after:.3f} on the same {len(baseline)} held-out prompts, {p_value}"
+    if max_p_value >= 1:
+        sentence = f"{names[1]} counts without a test against {names[0]}: {figures}"
+        return Verdict(is_accepted=True, is_improvement=None, sentence=sentence)
+    claim = f"improved on {names[0]}{more}" if is_accepted else f"did not improve on {names[0]}{more} beyond noise"
+    sentence = f"{names[1]} {claim}: {figures} (at most {max_p_value:g} counts)"
+    return Verdict(is_accepted=is_accepted, is_improvement=is_accepted, sentence=sentence)
 
 
 def select_best(mean_scores: Sequence[float]) -> int:

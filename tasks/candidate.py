@@ -104,7 +104,7 @@ def judge_candidate(
         "sentence": verdict.sentence,
     }
     return Compared(
-        model=model, is_better=verdict.is_improvement, sentence=verdict.sentence, evaluation=evaluation_figures
+        model=model, is_better=verdict.is_accepted, sentence=verdict.sentence, evaluation=evaluation_figures
     )
 
 

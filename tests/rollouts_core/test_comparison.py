@@ -107,7 +107,9 @@ def test_a_difference_within_noise_is_no_improvement() -> None:
 
 
 def test_a_p_value_of_at_most_one_accepts_anything() -> None:
-    assert judge_improvement([1.0], [0.0], names=("sft", "rl"), max_p_value=1.0).is_improvement
+    verdict = judge_improvement([1.0], [0.0], names=("sft", "rl"), max_p_value=1.0)
+    assert verdict.is_accepted and verdict.is_improvement is None
+    assert verdict.sentence.startswith("rl counts without a test against sft: mean score 1.000 -> 0.000")
 
 
 @pytest.mark.parametrize(("margin", "is_improvement"), [(0.1, True), (0.3, False), (-0.1, True)])
