@@ -281,7 +281,8 @@ def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str) -> 
         where = f"{source}, row {prompt.row}: prompt {prompt.id!r}"
         for name, grader in needed.items():
             if not (prompt.answer if name == "answer" else name in prompt.metadata):
-                raise DataError(f"{where} has no `{name}`, which {grader} compares completions with")
+                remedy = ': give it one, or set evaluation.metric = "loss"' if config.mode == "sft" else ""
+                raise DataError(f"{where} has no `{name}`, which {grader} compares completions with{remedy}")
         try:
             for check in checks:
                 check({**prompt.metadata, "answer": prompt.answer})
