@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import json
 import os
 import shutil
 import sys
@@ -39,7 +40,7 @@ from flows.server import ServerAddress, ServerError, local_server, named_url, pr
 from flows.silent_runs import LEAST_MINUTES, SILENT_MINUTES, mark_silent_runs
 from flows.store import STORE_VARIABLE
 from flows.stores_cli import pull
-from flows.terminal import Port, Store, console
+from flows.terminal import DEFAULT_STORE, Port, Store, console
 from flows.trigger import trigger_run
 from flows.up import down, status, up
 from flows.upkeep import look_after
@@ -127,7 +128,10 @@ def run(
     under way is attached to; one that was stopped goes on from its last checkpoint.
     """
     if deployment:
-        link = trigger_run(store or Path(RunOptions().store), deployment, arguments or [])
+        if port:
+            raise InputError("--port goes with CONFIG: a deployment runs at the server of `rollouts up`")
+        of_run = [f"run.{key}={json.dumps(value)}" for key, value in (("name", name), ("fresh", fresh)) if value]
+        link = trigger_run(store or Path(RunOptions().store), deployment, [*(arguments or []), *of_run])
         console.print(f"follow it at   {link}", markup=False)
         return
     if not arguments:
@@ -149,7 +153,7 @@ def evaluate(
         typer.Argument(
             metavar="[MODEL]",
             help="base, production, candidate, a registered model, a run or stage of the store, a folder, or a URL; "
-            "what [evaluate] in CONFIG says otherwise.",
+            "what the table evaluate of CONFIG says otherwise.",
         ),
     ] = "",
     against: Annotated[str, typer.Option(metavar="MODEL", help="Compare with this model on the same rows.")] = "",
@@ -185,7 +189,7 @@ def evaluate(
 
 @command
 def quickstart(
-    store: Store = Path(".rollouts"),
+    store: Store = DEFAULT_STORE,
     seed: Annotated[int, typer.Option(min=0, help="Another seed makes other data and another start model.")] = 0,
     port: Port = 0,
 ) -> None:
@@ -210,7 +214,7 @@ def validate(config: ConfigFile, store: ConfiguredStore = None) -> None:
 
 
 @command
-def ui(store: Store = Path(".rollouts"), port: Port = 0) -> None:
+def ui(store: Store = DEFAULT_STORE, port: Port = 0) -> None:
     """Serve Prefect's UI over the store's database until Ctrl-C."""
     check_writable(store)
     with local_server(store, port=port) as address:
@@ -223,7 +227,7 @@ def ui(store: Store = Path(".rollouts"), port: Port = 0) -> None:
 
 @command
 def watch(
-    store: Store = Path(".rollouts"),
+    store: Store = DEFAULT_STORE,
     silent_after: Annotated[
         int,
         typer.Option(

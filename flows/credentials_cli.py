@@ -22,7 +22,7 @@ import typer
 from flows.form import CREDENTIALS_PATTERN
 from flows.preflight import check_writable
 from flows.server import local_server, prefect_environment
-from flows.terminal import Store, console
+from flows.terminal import DEFAULT_STORE, Store, console
 from rollouts_core.errors import ConfigError, InputError
 
 CredentialsName = Annotated[
@@ -37,7 +37,7 @@ def credentials(
         typer.Argument(metavar="[VARIABLE]...", help="Variables of this environment to save in them."),
     ] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Forget them.")] = False,
-    store: Store = Path(".rollouts"),
+    store: Store = DEFAULT_STORE,
 ) -> None:
     """Save keys under a NAME in Prefect, for runs that it starts; without NAME, show which there are.
 

@@ -159,8 +159,21 @@ def parameters_for(store: Path, parameters: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def overridden(parameters: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:  # Any: JSON
-    """Parameters of a deployment with settings replaced; each assignment is `key=value` with a key of a file.
+TABLES_OF_FLOWS = {"retrain": RETRAIN_FLOW, "evaluate": EVALUATE_FLOW, "schedule": ""}
+"""Whose parameters have these tables of a file."""
+_WHERE_ELSE = {
+    "retrain": "the one whose name ends with -retrain has",
+    "evaluate": "the one whose name ends with -evaluate has",
+    "schedule": "which belongs into the file: change it there, and say `rollouts up` again",
+}
+
+
+def overridden(
+    flow: str,
+    parameters: Mapping[str, Any],  # Any: JSON
+    assignments: Iterable[str],
+) -> dict[str, Any]:
+    """Parameters of a deployment of this flow with settings replaced; an assignment is `key=value`, a key of a file.
 
     A value is JSON where it can be read as such, and text otherwise: training.rl.num_steps=10, run.name=second.
 
@@ -176,6 +189,8 @@ def overridden(parameters: Mapping[str, Any], assignments: Iterable[str]) -> dic
         if key == "node.provider" and text != settings["node"]["provider"]:
             settings["node"] = {}  # the settings of another provider say nothing about this one
         *sections, last = key.split(".")
+        if (table := key.partition(".")[0]) in TABLES_OF_FLOWS and TABLES_OF_FLOWS[table] != flow:
+            raise ConfigError(f"{key}: this deployment has no {table}, {_WHERE_ELSE[table]}")
         section = settings
         for name in sections:
             section = section.setdefault(name, {})

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from flows.models_cli import open_registry
-from flows.terminal import Store
+from flows.terminal import DEFAULT_STORE, Store
 from infra.ledger import Ledger
 from rollouts_core.errors import InputError
 from tasks.early_end import ask_run_to_finish
@@ -25,7 +25,7 @@ def finish(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="The run: its name, my-run-5793d50a, or its id in Prefect.")
     ],
-    store: Store = Path(".rollouts"),
+    store: Store = DEFAULT_STORE,
 ) -> None:
     """End the training of RUN after the step under way; the run goes on with the best checkpoint so far."""
     typer.echo(finish_training(store, run))

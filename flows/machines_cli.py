@@ -20,6 +20,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from flows.credentials_cli import CredentialsName, with_credentials
+from flows.terminal import DEFAULT_STORE
 from infra.cloud import Cloud
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.ledger import LEDGER_FILE, Ledger
@@ -69,7 +70,7 @@ def gpus(
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Lines.")] = 30,
     credentials: CredentialsName = "",
-    store: Store = Path(".rollouts"),
+    store: Store = DEFAULT_STORE,
 ) -> None:
     """Search the offers of all providers whose keys are in the environment, cheapest first."""
     query = GPUQuery(
@@ -164,7 +165,7 @@ def list_unless_asked(explained: Explained) -> Callable[..., None]:
 
     def callback(
         context: typer.Context,
-        store: Store = Path(".rollouts"),
+        store: Store = DEFAULT_STORE,
         everything: Annotated[bool, typer.Option("--all", help="Also those that are gone.")] = False,
     ) -> None:
         if context.invoked_subcommand is None:
@@ -195,7 +196,7 @@ def list_nodes(store: Path, *, everything: bool) -> None:
                         typer.echo(f"not of this store: {name} at {instance.provider}, {instance.status.value}")
 
 
-def show(name: MachineName, store: Store = Path(".rollouts")) -> None:
+def show(name: MachineName, store: Store = DEFAULT_STORE) -> None:
     """Print everything that the ledger and the provider know about a machine."""
     with open_ledger(store) as ledger:
         rental = find_rental(ledger, name)
@@ -233,7 +234,7 @@ def ssh(
     key_file: Annotated[
         str, typer.Option(metavar="FILE", help="Private key to log in with; those of your ssh otherwise.")
     ] = "",
-    store: Store = Path(".rollouts"),
+    store: Store = DEFAULT_STORE,
 ) -> None:
     """Log in on a machine by your own ssh, wherever it is now; it has to show the host key that a run noted."""
     from infra.openssh import login_command  # paramiko loads here
@@ -255,7 +256,7 @@ def ssh(
     os.execvp(words[0], words)
 
 
-def release(name: MachineName, store: Store = Path(".rollouts")) -> None:
+def release(name: MachineName, store: Store = DEFAULT_STORE) -> None:
     """End a machine, whoever uses it, and return when its provider has it no more."""
     with open_ledger(store) as ledger:
         rental = find_rental(ledger, name)
@@ -268,7 +269,7 @@ def release(name: MachineName, store: Store = Path(".rollouts")) -> None:
 
 
 def reap_now(
-    store: Store = Path(".rollouts"),
+    store: Store = DEFAULT_STORE,
     spare: Annotated[
         bool, typer.Option("--spare", help="Leave machines of killed runs to their next start until they expire.")
     ] = False,

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import typer
 
 from flows.machines_cli import Explained, at, open_ledger, render_table
+from flows.terminal import DEFAULT_STORE
 from infra.ledger import Ledger
 from infra.registry import (
     Alias,
@@ -60,7 +61,7 @@ def add_model_commands(app: typer.Typer, explained: Explained) -> None:
 def _list_unless_asked(explained: Explained) -> Callable[..., None]:
     """`rollouts models` without a command of its own lists."""
 
-    def callback(context: typer.Context, store: Store = Path(".rollouts")) -> None:
+    def callback(context: typer.Context, store: Store = DEFAULT_STORE) -> None:
         if context.invoked_subcommand is None:
             explained(list_models)(store)
 
@@ -77,7 +78,7 @@ def list_models(store: Path) -> None:
     typer.echo(render_models(every, aliases) if every else "there are no models: a retraining registers them")
 
 
-def show_history(line: Line = "", store: Store = Path(".rollouts")) -> None:
+def show_history(line: Line = "", store: Store = DEFAULT_STORE) -> None:
     """Print what was registered, promoted and rolled back, oldest first."""
     with open_registry(store) as ledger:
         names = {model.id: model.name for model in models(ledger)}
@@ -96,7 +97,7 @@ def show_history(line: Line = "", store: Store = Path(".rollouts")) -> None:
     typer.echo(render_table(("WHEN (UTC)", "LINE", "ALIAS", "MODEL", "BY", "WHY"), rows))
 
 
-def promote_by_hand(name: ModelName, store: Store = Path(".rollouts"), reason: Reason = "by hand") -> None:
+def promote_by_hand(name: ModelName, store: Store = DEFAULT_STORE, reason: Reason = "by hand") -> None:
     """Put a model into production, whatever a comparison says; its checkpoint is verified first."""
     with open_registry(store) as ledger:
         model = find_model(ledger, name)
@@ -106,7 +107,7 @@ def promote_by_hand(name: ModelName, store: Store = Path(".rollouts"), reason: R
     typer.echo(f"{model.name} is in production: {store.resolve() / model.checkpoint}")
 
 
-def roll_back(line: Line = "", store: Store = Path(".rollouts"), reason: Reason = "rollback by hand") -> None:
+def roll_back(line: Line = "", store: Store = DEFAULT_STORE, reason: Reason = "rollback by hand") -> None:
     """Put the model back into production that the present one replaced; its checkpoint is verified first."""
     with open_registry(store) as ledger:
         chosen = only_line(ledger, line)
@@ -116,7 +117,7 @@ def roll_back(line: Line = "", store: Store = Path(".rollouts"), reason: Reason 
     typer.echo(f"{model.name} is in production again: {store.resolve() / model.checkpoint}")
 
 
-def forget(name: ModelName, store: Store = Path(".rollouts")) -> None:
+def forget(name: ModelName, store: Store = DEFAULT_STORE) -> None:
     """Strike a model out that no alias and no rollback needs; its checkpoint stays, its stages may be pruned."""
     with open_registry(store) as ledger:
         model = find_model(ledger, name)
@@ -127,7 +128,7 @@ def forget(name: ModelName, store: Store = Path(".rollouts")) -> None:
 
 def show_path(
     line: Line = "",
-    store: Store = Path(".rollouts"),
+    store: Store = DEFAULT_STORE,
     alias: Annotated[Alias, typer.Option(help="Of which model.")] = Alias.PRODUCTION,
 ) -> None:
     """Print the folder of the checkpoint in production, as for `rollouts serve $(rollouts models path)`."""

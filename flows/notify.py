@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
@@ -23,7 +22,7 @@ from flows.automations import EACH_RUN_OF_OURS, Automation, delete_automation, f
 from flows.prefect_api import RefusedError, ask
 from flows.preflight import check_writable
 from flows.server import ServerAddress, local_server, prefect_environment
-from flows.terminal import Store, console
+from flows.terminal import DEFAULT_STORE, Store, console
 from rollouts_core.errors import ConfigError, InputError
 from rollouts_core.messages import first_line
 
@@ -81,7 +80,7 @@ def notify(
         typer.Option(help=f"State to tell of, repeatable; otherwise {', '.join(DEFAULT_STATES)}."),
     ] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Tell it no more.")] = False,
-    store: Store = Path(".rollouts"),
+    store: Store = DEFAULT_STORE,
 ) -> None:
     """Have Prefect send a message when runs end, fail or wait for a person; without NAME, show who is told what."""
     check_request(block, url_variable, on, remove=remove)

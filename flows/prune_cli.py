@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from flows.machines_cli import at, render_table
 from flows.models_cli import open_registry
-from flows.terminal import Store
+from flows.terminal import DEFAULT_STORE, Store
 from tasks.prune import FoundFolder, plan_prune, remove_folders
 
 GB = 1e9
 
 
 def prune(
-    store: Store = Path(".rollouts"),
+    store: Store = DEFAULT_STORE,
     days: Annotated[float, typer.Option(min=0, help="What no run used for so many days is removed.")] = 30.0,
     max_gb: Annotated[
         float | None,

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from flows.store import STORE_VARIABLE
 
+DEFAULT_STORE = Path(".rollouts")
 Store = Annotated[
     Path, typer.Option(envvar=STORE_VARIABLE, help="Folder that keeps stages, runs and Prefect's database.")
 ]

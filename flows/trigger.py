@@ -33,7 +33,7 @@ def trigger_run(store: Path, name: str, assignments: Iterable[str]) -> str:
             deployment = ask(address, "GET", f"/deployments/name/{flow}/{name}")
         except RefusedError as error:
             raise ConfigError(f"there is no deployment {name}{closest_name(name, list(known))}") from error
-        change = partial(overridden_tool, flow) if flow in TOOLS else overridden
+        change = partial(overridden_tool if flow in TOOLS else overridden, flow)
         parameters = change(deployment["parameters"], assignments)
         if flow == EVALUATE_FLOW and "evaluate" not in parameters:
             raise ConfigError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -38,7 +39,7 @@ from flows.preflight import check_writable
 from flows.quickstart_files import quickstart_folder, write_missing_quickstart
 from flows.server import ROOT, ServerAddress, ServerError, local_server, running_server
 from flows.status import describe_machines, describe_runs, going_jobs
-from flows.terminal import Port, Store, console
+from flows.terminal import DEFAULT_STORE, Port, Store, console
 from flows.tools import TOOLS
 from infra.locks import lock_file, open_lock, try_lock
 
@@ -66,7 +67,7 @@ def up(
     configs: Annotated[
         list[Path] | None, typer.Argument(metavar="[CONFIG]...", help="Configurations to offer besides the presets.")
     ] = None,
-    store: Store = Path(".rollouts"),
+    store: Store = DEFAULT_STORE,
     port: Port = 0,
     gpu_slots: Annotated[
         int,
@@ -93,7 +94,9 @@ def up(
     console.print(f"{'started' if is_new else 'joined'}        process {serving.pid}, which outlives this terminal")
     console.print(f"deployments    {describe_deployments(serving)}")
     console.print(f"gpu slots      {describe_gpu_slots(serving)}")
-    console.print(f"start a run    {address.ui_url}/deployments, or rollouts run --deployment quickstart", markup=False)
+    at_store = "" if store == DEFAULT_STORE else f" --store {shlex.quote(str(store))}"
+    begin_by = f"rollouts run --deployment quickstart{at_store}"
+    console.print(f"start a run    {address.ui_url}/deployments, or {begin_by}", markup=False, soft_wrap=True)
     if live := find_live_pages(store):
         console.print(f"watch runs     {live.url}", markup=False)
     if address.password:
@@ -101,10 +104,10 @@ def up(
         console.print(f"               (kept in {password_file(store.resolve() / 'prefect')})", markup=False)
     if port and f":{port}/" not in address.api_url:
         console.print(f"port           {port} was asked for, but the store's server was up already")
-    console.print("more           rollouts status, rollouts down", markup=False)
+    console.print(f"more           rollouts status{at_store}, rollouts down{at_store}", markup=False, soft_wrap=True)
 
 
-def down(store: Store = Path(".rollouts")) -> None:
+def down(store: Store = DEFAULT_STORE) -> None:
     """End what `up` started: the Prefect server and the runs; their training jobs go on."""
     home = store.resolve() / "prefect"
     serving = find_serving(store)
@@ -127,7 +130,7 @@ def down(store: Store = Path(".rollouts")) -> None:
         console.print(f"still rented   {line}: rollouts nodes release ends it", markup=False)
 
 
-def status(store: Store = Path(".rollouts")) -> None:
+def status(store: Store = DEFAULT_STORE) -> None:
     """Show the server, the process that serves the deployments, the runs, jobs without a run, and rented machines."""
     address, serving = running_server(store), find_serving(store)
     typer.echo(f"server       {address.ui_url if address else 'none: rollouts up starts one'}")

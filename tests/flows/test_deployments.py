@@ -74,12 +74,14 @@ def test_every_pipeline_has_an_evaluation_that_publishes_and_registers_nothing(f
     expected = {"model": str(folder / "base_model"), "against": "", "data": str(folder / "selection.jsonl")}
     assert evaluation.parameters["evaluate"] == expected
     assert "evaluate" not in once.parameters
-    changed = overridden(evaluation.parameters, ["evaluate.model=production", "evaluate.against=base"])
+    changed = overridden(evaluation.flow, evaluation.parameters, ["evaluate.model=production", "evaluate.against=base"])
     assert changed["evaluate"] == {**expected, "model": "production", "against": "base"}
 
 
 def test_a_trigger_changes_what_it_names_and_nothing_else(small: Deployment) -> None:
-    changed = overridden(small.parameters, ["training.rl.num_steps=9", "run.name=second", 'run.fresh=["sft"]'])
+    changed = overridden(
+        small.flow, small.parameters, ["training.rl.num_steps=9", "run.name=second", 'run.fresh=["sft"]']
+    )
     expected = {**small.parameters, "run": {**small.parameters["run"], "name": "second", "fresh": ["sft"]}}
     assert changed["run"] == expected["run"]
     assert changed["config"]["training"]["rl"].pop("num_steps") == 9
@@ -89,7 +91,7 @@ def test_a_trigger_changes_what_it_names_and_nothing_else(small: Deployment) -> 
 
 def test_another_provider_begins_with_its_own_defaults(small: Deployment) -> None:
     settings = ["node.provider=ssh", "node.host=me@box", "node.python=/opt/bin/python"]
-    node = overridden(small.parameters, settings)["node"]
+    node = overridden(small.flow, small.parameters, settings)["node"]
     assert (node["provider"], node["root"], node["min_free_gb"]) == ("ssh", "~/rollouts", 10.0)
 
 
@@ -101,11 +103,14 @@ def test_another_provider_begins_with_its_own_defaults(small: Deployment) -> Non
         ("mode.deeper=1", "mode is a value, not a table"),
         ("=3", "not of the form key=value"),
         ("node.provider=moon", "expected one of local, ssh"),
+        ("schedule.cron=@daily", "this deployment has no schedule, which belongs into the file: change it there"),
+        ("retrain.force=true", "this deployment has no retrain, the one whose name ends with -retrain has"),
+        ("evaluate.model=base", "this deployment has no evaluate, the one whose name ends with -evaluate has"),
     ],
 )
 def test_a_setting_that_does_not_fit_is_one_sentence(small: Deployment, assignment: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        overridden(small.parameters, [assignment])
+        overridden(small.flow, small.parameters, [assignment])
 
 
 def test_a_configuration_of_the_users_is_not_replaced_by_a_preset_of_its_name(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_a_retraining_is_a_deployment_beside_that_of_its_configuration(retrainin
         "overlap": "queue",
     }
     assert retraining.parameters["retrain"]["sources"] == [str(folder / "sft.jsonl")]
-    changed = overridden(retraining.parameters, ["retrain.margin=0.05", "run.name=second"])
+    changed = overridden(retraining.flow, retraining.parameters, ["retrain.margin=0.05", "run.name=second"])
     assert changed["retrain"] == {**retraining.parameters["retrain"], "margin": 0.05}
     assert changed["config"] == retraining.parameters["config"]
 
