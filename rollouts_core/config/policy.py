@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollouts_core.config.record import Finite, Record
+from rollouts_core.config.record import PLACEMENT, Finite, Record
 
 
 class LoRAConfig(Record):
@@ -37,7 +37,7 @@ class PolicyConfig(Record):
     attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
     """Attention kernel; models that cap attention scores (Gemma 2) compute with eager instead of sdpa. Those of flash
     attention run packed rows without a mask; they need a GPU, their package, and the precision bfloat16."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = Field(False, json_schema_extra=PLACEMENT)
     """Compute the layers' activations again in the backward pass: less memory, about a third more time."""
     compile: bool = False
     """Compile the layers with torch.compile: a slow start, then faster steps on most GPUs."""

@@ -23,7 +23,7 @@ from pydantic.config import JsonDict
 from pydantic_core import PydanticKnownError
 
 PLACEMENT: JsonDict = {"affects_result": False}
-"""Marks a field that says where or how often, never what: it stays out of fingerprints."""
+"""Marks a field that says where, how often or in which portions, never what: it stays out of fingerprints."""
 
 SELECTION: JsonDict = {"affects_weights": False}
 """Marks a field that decides how far training goes or which checkpoints stay: a resumed training may change it."""

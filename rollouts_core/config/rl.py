@@ -29,7 +29,7 @@ class RLTrainingConfig(Record):
     """Optimizer updates per pass over a batch of rollouts, each on as many whole groups."""
     num_epochs: int = Field(1, ge=1)
     """Passes over a batch of rollouts."""
-    max_micro_batch_tokens: int = Field(16384, ge=2)
+    max_micro_batch_tokens: int = Field(16384, ge=2, json_schema_extra=PLACEMENT)
     """Padded tokens per forward and backward pass of a device; smaller needs less memory and gives the same step. On a
     CPU 2048 is faster."""
     packing: bool = True

@@ -21,7 +21,7 @@ class SFTTrainingConfig(Record):
     """Optimizer steps."""
     batch_size: int = Field(8, ge=1)
     """Rows per step; with packing a row holds as many demonstrations as fit into `max_length`."""
-    micro_batch_size: int = Field(8, ge=1)
+    micro_batch_size: int = Field(8, ge=1, json_schema_extra=PLACEMENT)
     """Rows per forward and backward pass of a device; smaller needs less memory and gives the same step."""
     max_length: int = Field(2048, ge=2)
     """Tokens per row."""

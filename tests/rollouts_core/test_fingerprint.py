@@ -15,6 +15,7 @@ from rollouts_core.config import (
     EvaluationConfig,
     LossConfig,
     ModelConfig,
+    PolicyConfig,
     RLOptimConfig,
     RLTrainingConfig,
     RolloutConfig,
@@ -59,6 +60,9 @@ def test_a_fingerprint_is_sixteen_hex_digits() -> None:
         {"prompts": InputFile(path="moved/rows.jsonl", digest="d")},
         {"model": InputModel(name="base", model=ModelConfig(path="moved/base"), digest="m")},
         {"training": RLTrainingConfig(log_every=7)},
+        # What is lowered when memory ran out, so that the training goes on where it was.
+        {"training": RLTrainingConfig(max_micro_batch_tokens=512)},
+        {"training": RLTrainingConfig(policy=PolicyConfig(activation_checkpointing=True))},
         {"rollout": RolloutConfig(request_timeout_s=5.0)},
     ],
 )

@@ -179,12 +179,12 @@ def reward_nothing(sample: Sample) -> float:
 
 
 def test_settings_have_the_names_that_the_configuration_gives_them() -> None:
-    training = RLTrainingConfig(num_steps=7, checkpoint_every=3, log_every=2, max_micro_batch_tokens=8)
+    training = RLTrainingConfig(num_steps=7, checkpoint_every=3, log_every=2, num_minibatches=2)
     rollout = RolloutConfig(batch_size=4, sampling=SamplingConfig(temperature=0.5), reward_fn=reward_nothing)
     settings = describe_settings(training, {"model": "abc"}, rollout=rollout)
     del settings["semantics"]
     assert settings == {
-        "max_micro_batch_tokens": 8,
+        "num_minibatches": 2,
         "model": "abc",
         "rollout.batch_size": 4,
         "rollout.sampling.temperature": 0.5,
