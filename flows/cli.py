@@ -98,6 +98,10 @@ def explained(function: Callable[P, None]) -> Callable[P, None]:
         except (RolloutsError, TransientInfraError) as error:
             console.print(f"rollouts: {error}", markup=False)
             raise typer.Exit(FAILED_CODE) from error
+        except PermissionError as error:
+            said = f"rollouts: {error.filename} may not be used by you ({error.strerror}): change its owner or its mode"
+            console.print(said, markup=False)
+            raise typer.Exit(USER_ERROR_CODE) from error
         except KeyboardInterrupt as interrupt:
             console.print("\nrollouts: interrupted. What is finished is kept: the same command goes on from there.")
             raise typer.Exit(INTERRUPTED_CODE) from interrupt

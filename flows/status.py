@@ -137,6 +137,8 @@ def going_jobs(store: Path) -> list[GoingJob]:
     by_place: dict[tuple[str, str], list[Lease]] = {}
     for lease in _leases(store):
         by_place.setdefault((lease.run_dir, lease.node), []).append(lease)
+    if not by_place:
+        return []  # a store that is none stays none
     local = provision_node(LocalNode(), store)
     found = []
     for (run_dir, node), leases in by_place.items():

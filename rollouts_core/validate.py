@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import json
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -175,6 +176,8 @@ def check_model_files(config: Config) -> None:
                 f"model.path: {folder} has no {what} ({' or '.join(patterns)}): give a whole checkpoint"
             )
     for path in sorted(folder.glob("*.safetensors")):
+        if not os.access(path, os.R_OK):
+            raise CheckpointError(f"model.path: {path} cannot be read (Permission denied)")
         try:
             safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:

@@ -20,7 +20,7 @@ import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from rollouts_core.data.conversations import Row
 from rollouts_core.errors import DataError
@@ -84,7 +84,7 @@ class JsonlRows:
         digest = hashlib.sha256()
         _check_exists(path)
         self._watch = _Watch(path)
-        with path.open("rb") as lines:
+        with _opened(path) as lines:
             offset = 0
             for number, line in enumerate(lines, start=1):
                 digest.update(line)
@@ -180,7 +180,7 @@ def load_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
     _check_exists(Path(path))
     is_empty = True
     before = _stamp_files(Path(path))
-    with Path(path).open("rb") as lines:
+    with _opened(Path(path)) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.isspace():
                 is_empty = False
@@ -301,10 +301,22 @@ def _is_empty(path: str | Path) -> DataError:
     return DataError(f"{path} is empty: expected at least one row")
 
 
+def _opened(path: Path) -> BinaryIO:
+    """The file, to be read.
+
+    Raises:
+        DataError: it may not be.
+    """
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror})") from error
+
+
 def _check_parquet(path: Path) -> None:
     """Raise DataError when a file is missing or was cut: a whole one begins and ends with its magic number."""
     _check_exists(path)
-    with path.open("rb") as file:
+    with _opened(path) as file:
         head = file.read(len(PARQUET_MAGIC))
         file.seek(max(0, path.stat().st_size - len(PARQUET_MAGIC)))
         tail = file.read()
@@ -352,7 +364,7 @@ def _without_nulls(value: Any) -> Any:  # Any: a column's value
 
 def _digest_file(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with _opened(path) as file:
         while block := file.read(HASH_BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()

@@ -6,6 +6,7 @@ key take ten seconds to be found because torch was loaded first.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -285,3 +286,22 @@ def test_ui_serves_the_pages_and_the_api_until_it_is_interrupted(tmp_path: Path)
         assert "<html" in httpx.get(url, timeout=30, follow_redirects=True).text.lower()
         assert httpx.get(f"{url.removesuffix('/v2')}/api/health", timeout=30).json() is True
     wait_until(lambda: not processes_of(store), what="the end of the Prefect server", timeout_s=30.0)
+
+
+def test_what_somebody_may_not_read_or_write_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is made up: these tests may run as root, who may do everything."""
+
+    def refused(self: Path, *_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    (tmp_path / "ledger.db").touch()
+    monkeypatch.setattr(Path, "touch", refused)
+    outcome = CliRunner().invoke(app, ["models", "--store", str(tmp_path)])
+    ledger = tmp_path / "ledger.db"
+    assert outcome.exit_code == 2
+    assert f"rollouts: {ledger} may not be used by you (Permission denied): change" in outcome.output.replace("\n", "")
+
+
+def test_asking_about_a_store_that_is_none_makes_none(tmp_path: Path) -> None:
+    outcome = CliRunner().invoke(app, ["status", "--store", str(tmp_path / "typo")])
+    assert outcome.exit_code == 0 and not (tmp_path / "typo").exists()

@@ -3,12 +3,13 @@
 Without it a damaged or changed file would be trained on, or fail a day later without a name.
 """
 
+import errno
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,22 @@ def test_an_empty_file_is_an_error(tmp_path: Path, content: str) -> None:
 def test_a_missing_file_is_an_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError, match="does not exist"):
         list(load_rows(tmp_path / name))
+
+
+@pytest.mark.parametrize("read", [lambda path: list(load_rows(path)), digest_path, open_rows])
+def test_a_file_that_may_not_be_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], object]
+) -> None:
+    """The refusal is made up: these tests may run as root, who may read everything."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\n')
+
+    def refused(self: Path, *_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(DataError, match=r"rows\.jsonl cannot be read \(Permission denied\)"):
+        read(path)
 
 
 def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
