@@ -46,7 +46,7 @@ class LocalNode(BaseModel):
     """Directory in which the run directories lie. Leave it empty to use the store of the pipeline."""
     python: str = ""
     """Python interpreter that runs the training, with torch installed. Leave it empty to use the worker's own."""
-    min_free_gb: float = Field(default=10.0, ge=0, allow_inf_nan=False)
+    min_free_gb: float = Field(default=10.0, ge=0, allow_inf_nan=False, strict=True)
     """Refuse to start when the disk has less free space than this, in GB (10^9 bytes)."""
 
 
@@ -82,13 +82,13 @@ class SSHMachine(PackageSettings):
     """Fingerprint of the machine's key, as `ssh-keygen -l` prints it. Leave it empty to look it up in known_hosts."""
     known_hosts: str = "~/.ssh/known_hosts"
     """File in OpenSSH's format in which the machine's key is looked up."""
-    trust_first_use: bool = False
+    trust_first_use: bool = Field(default=False, strict=True)
     """Believe the key of a machine that nobody knows, remember it in the store, and refuse another one later."""
     root: str = "~/rollouts"
     """Directory on the machine for run directories, inputs and code; begins with / or ~/."""
     python: str
     """Python interpreter on the machine, with the packages of this project or, where `install` says so, without."""
-    min_free_gb: float = Field(default=10.0, ge=0, allow_inf_nan=False)
+    min_free_gb: float = Field(default=10.0, ge=0, allow_inf_nan=False, strict=True)
     """Refuse to start when the disk of `root` has less free space than this, in GB (10^9 bytes)."""
 
     @field_validator("host", "host_key", "root", "python")
@@ -187,7 +187,7 @@ class InstanceNode(PackageSettings):
     """Install the packages of this project on the machine, into an environment of their own below `root`, once."""
     python: str = "/usr/bin/python3"
     """Python interpreter on the machine, 3.11 or newer; where `install` is `nothing`, with the packages."""
-    min_free_gb: float = Field(default=10.0, ge=0, allow_inf_nan=False)
+    min_free_gb: float = Field(default=10.0, ge=0, allow_inf_nan=False, strict=True)
     """Refuse to start when the disk of `root` has less free space than this, in GB (10^9 bytes)."""
 
     @field_validator("instance", "host_key", "root", "python")
@@ -206,9 +206,9 @@ class RentedNode(PackageSettings):
     of the worker, for example RUNPOD_API_KEY."""
     query: GPUQuery = GPUQuery()
     """Which machines come into question, and at what price; the cheapest of them is taken."""
-    max_usd: float = Field(gt=0, allow_inf_nan=False)
+    max_usd: float = Field(gt=0, allow_inf_nan=False, strict=True)
     """What the run may spend on machines, in US dollars. A machine is ended when the money is used up."""
-    max_hours: float = Field(default=24.0, gt=0, le=720)
+    max_hours: float = Field(default=24.0, gt=0, le=720, strict=True)
     """No machine is kept longer than this, in hours."""
     image: str = ""
     """Container image (RunPod, Vast.ai), image (Lambda, Prime Intellect) or operating system (Shadeform). Leave it
@@ -221,16 +221,16 @@ class RentedNode(PackageSettings):
     setup: tuple[str, ...] = ()
     """Shell commands that are run once on a fresh machine, for example to install what the packages of this project
     need. They are shown in Prefect's pages: put no secret there."""
-    usable_within_minutes: float = Field(default=20.0, gt=0, le=120)
+    usable_within_minutes: float = Field(default=20.0, gt=0, le=120, strict=True)
     """A machine that cannot be logged in to after this long is given back, and another one rented."""
-    keep_on_failure_minutes: float = Field(default=0.0, ge=0, le=1440)
+    keep_on_failure_minutes: float = Field(default=0.0, ge=0, le=1440, strict=True)
     """When the run fails, its machine stays rented for so many minutes, and costs money: for you to log in and look, or
     to go on there by Retry. max_hours and max_usd hold all the same. What `rollouts up` or `rollouts watch` started, a
     later run or `rollouts reap` ends it then: where none of them runs, nobody does."""
-    min_link_mbit_s: float = Field(default=8.0, gt=0, allow_inf_nan=False)
+    min_link_mbit_s: float = Field(default=8.0, gt=0, allow_inf_nan=False, strict=True)
     """A fresh machine to which or from which fewer megabits per second get through is given back, and another one
     rented."""
-    min_disk_mb_s: float = Field(default=20.0, gt=0, allow_inf_nan=False)
+    min_disk_mb_s: float = Field(default=20.0, gt=0, allow_inf_nan=False, strict=True)
     """The same for one whose disk writes fewer megabytes per second."""
     root: str = "~/rollouts"
     """Directory on the machine for run directories, inputs and code; begins with / or ~/."""
@@ -238,7 +238,7 @@ class RentedNode(PackageSettings):
     """Install the packages of this project on the machine, into an environment of their own below `root`, once."""
     python: str = "/usr/bin/python3"
     """Python interpreter on the machine, 3.11 or newer; where `install` is `nothing`, with the packages."""
-    min_free_gb: float = Field(default=10.0, ge=0, allow_inf_nan=False)
+    min_free_gb: float = Field(default=10.0, ge=0, allow_inf_nan=False, strict=True)
     """Refuse to start when the disk of `root` has less free space than this, in GB (10^9 bytes)."""
 
     @field_validator("root", "python")

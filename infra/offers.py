@@ -25,19 +25,19 @@ class GPUQuery(BaseModel):
 
     gpu_types: tuple[str, ...] = ()
     """Names of GPUs, for example H100 or RTX 4090; any of them will do. Leave it empty to take every type."""
-    gpu_count: int = Field(default=1, ge=1, le=64)
+    gpu_count: int = Field(default=1, ge=1, le=64, strict=True)
     """GPUs on the machine."""
-    min_vram_gb: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    min_vram_gb: float = Field(default=0.0, ge=0, allow_inf_nan=False, strict=True)
     """Memory that each GPU has at least, in GB."""
-    max_usd_per_gpu_hour: float = Field(default=4.0, gt=0, allow_inf_nan=False)
+    max_usd_per_gpu_hour: float = Field(default=4.0, gt=0, allow_inf_nan=False, strict=True)
     """Highest price of one GPU for an hour, in US dollars. Nothing dearer is ever rented."""
-    disk_gb: int = Field(default=100, ge=1)
+    disk_gb: int = Field(default=100, ge=1, strict=True)
     """Disk of the machine, in GB; where the provider's disks have a fixed size, it has to be this large at least."""
     regions: tuple[str, ...] = ()
     """Regions or data centers by the beginning of their names, for example us or EU-RO. Empty takes all."""
     security: Literal["secure", "any"] = "secure"
     """secure: machines in data centers. any: also those of private people, who could read what runs there."""
-    spot: bool = False
+    spot: bool = Field(default=False, strict=True)
     """Rent only machines that the provider may take away at any time; Prime Intellect has some."""
     min_cuda: Annotated[str, Field(pattern=CUDA_PATTERN)] = ""
     """Lowest CUDA version of the machine's driver, for example 12.8, where the provider lets one choose."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prefect.exceptions import ParameterTypeError
 from prefect.utilities.callables import parameter_schema
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from flows.evaluate import evaluate_model
 from flows.finish_flow import finish_run
@@ -111,6 +111,22 @@ def test_what_another_version_posts_is_one_sentence_with_what_to_do() -> None:
     said = sentence(run={"nane": "x", "store": "/s"})
     assert "unknown key nane; did you mean name? (if another version made the deployment, make it again" in said
     assert "the form: model is missing (and 1 more) (if another version" in sentence(config={"mode": "sft"})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_usd": True},
+        {"max_usd": "25"},
+        {"max_usd": 5, "query": {"max_usd_per_gpu_hour": True}},
+        {"max_usd": 5, "query": {"gpu_count": "2"}},
+        {"max_usd": 5, "query": {"spot": "yes"}},
+    ],
+)
+def test_a_limit_of_money_is_no_text_and_no_truth(settings: dict[str, Any]) -> None:
+    assert RentedNode(max_usd=5).max_usd == 5.0
+    with pytest.raises(ValidationError, match=r"valid (number|integer|boolean)"):
+        RentedNode.model_validate(settings)
 
 
 def test_a_value_out_of_bounds_is_one_sentence_without_more() -> None:
