@@ -158,7 +158,7 @@ def check_demonstrations(config: Config, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def check_model_files(config: Config) -> None:
-    """Raise when a local model lacks a file, or when prompts are to be completed by a model that no engine can serve.
+    """Raise when a local model lacks a file, or when its completions are to be scored and cannot be computed.
 
     Raises:
         CheckpointError, ConfigError: one sentence about the model's folder.
@@ -183,7 +183,11 @@ def check_model_files(config: Config) -> None:
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} was cut or is damaged ({first_line(error)}): copy it again") from error
     if is_generating:
-        num_positions = load_architecture(folder).max_context_length  # refuses what no engine can serve
+        num_positions = load_architecture(
+            folder,
+            runner="evaluation, which computes with the embedded engine's decoder,",
+            remedy='evaluation.metric = "loss" with mode = "sft" compares any model',
+        ).max_context_length
         if config.mode != "sft":
             longest = config.rollout.max_prompt_tokens
             check_positions(f"prompts of {longest} tokens (rollout.max_prompt_tokens)", longest, num_positions, config)
