@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from rollouts_core.errors import ConfigError
 from rollouts_core.messages import closest_name, first_line
+from rollouts_core.user_code import describe_raised
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])  # Any: user functions of many shapes
 
@@ -58,6 +59,4 @@ def _import(module_name: str, *, setting: str) -> ModuleType:
             f"{setting}: {module_name!r} cannot be imported ({first_line(error)}); is its folder on PYTHONPATH?"
         ) from error
     except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"{setting}: {module_name!r} cannot be imported: it raised {type(error).__name__}: {first_line(error)}"
-        ) from error
+        raise ConfigError(f"{setting}: {module_name!r} cannot be imported: it {describe_raised(error)}") from error

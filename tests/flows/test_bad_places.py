@@ -192,7 +192,7 @@ def test_a_reward_that_raises_on_some_completions_ends_the_run_and_the_engine(
     )
     assert ended.returncode == 2, ended.stderr
     assert f"reward function {module}:f on prompt '" in sentence_of(ended.stderr)
-    assert sentence_of(ended.stderr).endswith("raised ValueError: a long answer")
+    assert sentence_of(ended.stderr).endswith(f"raised ValueError: a long answer ({module}.py, line 4)")
     assert "engine         answers at http://" in ended.stderr
     wait_until(lambda: not jobs_of(rollouts.store), what="the end of the engine", timeout_s=15.0)
 
