@@ -32,9 +32,12 @@ def resolve_function(name: str | FunctionT, known: Mapping[str, FunctionT], *, s
     if name in known:
         return known[name]
     module_name, colon, function_name = name.partition(":")
+    if "/" in module_name or module_name.endswith(".py") or module_name.startswith("."):
+        raise ConfigError(_say_no_file(name, setting=setting))
     if not colon:
-        hint = closest_name(name, list(known)) if known else "; give package.module:function"
-        raise ConfigError(f"{setting}: unknown name {name!r}{hint}")
+        hint = closest_name(name, list(known)) if known else ""
+        own = "" if hint.endswith("?") else f"{', or' if hint else ';'} give package.module:function"
+        raise ConfigError(f"{setting}: unknown name {name!r}{hint}{own}")
     if not module_name:
         raise ConfigError(f"{setting}: {name!r} names no module: give package.module:function")
     found: Any = (module := _import(module_name, setting=setting))  # Any: whatever the name leads to
@@ -49,6 +52,15 @@ def resolve_function(name: str | FunctionT, known: Mapping[str, FunctionT], *, s
         raise ConfigError(f"{setting}: {name!r} is not a function")
     function: FunctionT = found
     return function
+
+
+def _say_no_file(name: str, *, setting: str) -> str:
+    path, _, function_name = name.partition(":")
+    module_name = path.rpartition("/")[2].removesuffix(".py").lstrip(".") or "package.module"
+    return (
+        f"{setting}: {name!r} names a file or a place beside one: give the module's name as Python imports it "
+        f"({module_name}:{function_name or 'function'}), with its folder in PYTHONPATH"
+    )
 
 
 def _import(module_name: str, *, setting: str) -> ModuleType:
