@@ -48,7 +48,8 @@ from rollouts_core.config import (
 )
 from rollouts_core.errors import ConfigError
 from rollouts_core.functions import resolve_function
-from rollouts_core.messages import closest_name, explain_validation_error, first_line
+from rollouts_core.messages import closest_name, explain_validation_error
+from rollouts_core.user_code import describe_raised
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 CREDENTIALS_PATTERN = r"^([a-z0-9][a-z0-9-]{0,63})?$"
@@ -229,7 +230,7 @@ def _run_python_file(path: Path) -> Any:  # Any: whatever the user's file calls 
         key = ".".join(str(part) for part in problem["loc"])
         raise ConfigError(f"{path}: {error.title} {key}: {problem['msg']}") from error
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{path} raised {type(error).__name__}: {first_line(error)}") from error
+        raise ConfigError(f"{path} {describe_raised(error)}") from error
     if not isinstance(names.get("config"), Pipeline | Config | dict):
         raise ConfigError(f"{path} must define `config`, a Config, a Pipeline or a dict of settings")
     return names["config"]

@@ -46,6 +46,8 @@ Line = Annotated[
 ]
 Reason = Annotated[str, typer.Option(help="Why; kept in the history.")]
 
+NO_MODELS = "there are no models: a retraining registers them, and a run with a name as run.register_as"
+
 
 def add_model_commands(app: typer.Typer, explained: Explained) -> None:
     """Add the commands to the command line; `explained` makes sentences of their failures."""
@@ -75,7 +77,7 @@ def list_models(store: Path) -> None:
         aliases = {
             (line, alias): current(ledger, line, alias) for line in {each.line for each in every} for alias in Alias
         }
-    typer.echo(render_models(every, aliases) if every else "there are no models: a retraining registers them")
+    typer.echo(render_models(every, aliases) if every else NO_MODELS)
 
 
 def show_history(line: Line = "", store: Store = DEFAULT_STORE) -> None:
@@ -155,7 +157,7 @@ def only_line(ledger: Ledger, line: str) -> str:
     if line in known or (not line and len(known) == 1):
         return line or known[0]
     if not known:
-        raise InputError("there are no models: a retraining registers them")
+        raise InputError(NO_MODELS)
     wanted = f"there is no line {line}" if line else "the store has several lines of models"
     raise InputError(f"{wanted}: name one of {', '.join(known)}")
 

@@ -172,10 +172,21 @@ def check_engine_installed(session: Session, kind: str, *, python: str) -> None:
     try:
         session.run([interpreter, "-c", find], timeout_s=CHECK_TIMEOUT_S, may_repeat=True)
     except PermanentInfraError as error:
+        if not _is_program(session, interpreter):
+            raise PermanentInfraError(
+                f"rollout.engine.python is {interpreter!r}, and there is no such program on the node: name the "
+                f"interpreter of an environment that has {kind}"
+            ) from error
         raise PermanentInfraError(
             f'rollout.engine.kind is "{kind}", but {interpreter} has no {kind}: install it, and name the interpreter '
             "of its environment as rollout.engine.python"
         ) from error
+
+
+def _is_program(session: Session, interpreter: str) -> bool:
+    """True if a path, or a name on the PATH, is a program that the node can start."""
+    find = ["/bin/sh", "-c", 'found=$(command -v -- "$1") && test -f "$found" && test -x "$found"', "sh", interpreter]
+    return session.run(find, timeout_s=CHECK_TIMEOUT_S, check=False, may_repeat=True).exit_code == 0
 
 
 def has_generated(client: httpx.Client, kind: str, url: str, *, timeout_s: float) -> bool:

@@ -35,6 +35,7 @@ from rollouts_core.job import Job, RLJob, ServeJob, SFTJob, load_job
 from rollouts_core.keys import OWN_KEY_VARIABLE, read_key
 from rollouts_core.metrics import EventLog
 from rollouts_core.run_directory import RunDirectory, attempt_number
+from rollouts_core.user_code import is_raised_by_user_code
 
 USER_ERROR_CODE = 2
 JOB_KINDS = {
@@ -44,6 +45,8 @@ JOB_KINDS = {
     "generate": "sample completions of prompts and grade them",
     "serve": "serve a model over HTTP",
 }
+
+logger = logging.getLogger(__name__)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -80,6 +83,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         run(directory)
     except InputError as error:
+        if is_raised_by_user_code(error):
+            logger.error("code of the configuration's own failed", exc_info=error)
         return _fail(directory, attempt_number(), str(error))
     except (OSError, SafetensorError) as error:
         if not is_disk_full(error):

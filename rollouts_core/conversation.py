@@ -29,6 +29,7 @@ from rollouts_core.errors import EnvironmentUnavailableError, RewardError, Rollo
 from rollouts_core.messages import first_line
 from rollouts_core.time_limits import BlockedError, OutOfTimeError, call_within
 from rollouts_core.types import Sample, Status
+from rollouts_core.user_code import describe_raised
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -119,7 +120,7 @@ async def _ask(environment: MultiTurnEnvironment, conversation: Conversation, ti
     except RolloutsError:
         raise
     except Exception as error:
-        raise RewardError(f"{where} raised {type(error).__name__}: {first_line(error)}") from error
+        raise RewardError(f"{where} {describe_raised(error)}") from error
     if not isinstance(reply, Reply):
         raise RewardError(f"{where} answered {reply!r}: expected a Reply")
     if reply.outcome is Outcome.INFRASTRUCTURE_ERROR:

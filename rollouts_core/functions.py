@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from rollouts_core.errors import ConfigError
 from rollouts_core.messages import closest_name, first_line
+from rollouts_core.user_code import describe_raised
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])  # Any: user functions of many shapes
 
@@ -31,9 +32,12 @@ def resolve_function(name: str | FunctionT, known: Mapping[str, FunctionT], *, s
     if name in known:
         return known[name]
     module_name, colon, function_name = name.partition(":")
+    if "/" in module_name or module_name.endswith(".py") or module_name.startswith("."):
+        raise ConfigError(_say_no_file(name, setting=setting))
     if not colon:
-        hint = closest_name(name, list(known)) if known else "; give package.module:function"
-        raise ConfigError(f"{setting}: unknown name {name!r}{hint}")
+        hint = closest_name(name, list(known)) if known else ""
+        own = "" if hint.endswith("?") else f"{', or' if hint else ';'} give package.module:function"
+        raise ConfigError(f"{setting}: unknown name {name!r}{hint}{own}")
     if not module_name:
         raise ConfigError(f"{setting}: {name!r} names no module: give package.module:function")
     found: Any = (module := _import(module_name, setting=setting))  # Any: whatever the name leads to
@@ -50,6 +54,15 @@ def resolve_function(name: str | FunctionT, known: Mapping[str, FunctionT], *, s
     return function
 
 
+def _say_no_file(name: str, *, setting: str) -> str:
+    path, _, function_name = name.partition(":")
+    module_name = path.rpartition("/")[2].removesuffix(".py").lstrip(".") or "package.module"
+    return (
+        f"{setting}: {name!r} names a file or a place beside one: give the module's name as Python imports it "
+        f"({module_name}:{function_name or 'function'}), with its folder in PYTHONPATH"
+    )
+
+
 def _import(module_name: str, *, setting: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
@@ -58,6 +71,4 @@ def _import(module_name: str, *, setting: str) -> ModuleType:
             f"{setting}: {module_name!r} cannot be imported ({first_line(error)}); is its folder on PYTHONPATH?"
         ) from error
     except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"{setting}: {module_name!r} cannot be imported: it raised {type(error).__name__}: {first_line(error)}"
-        ) from error
+        raise ConfigError(f"{setting}: {module_name!r} cannot be imported: it {describe_raised(error)}") from error

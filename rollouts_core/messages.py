@@ -76,7 +76,24 @@ def _suggestion(path: list[str], model: type[BaseModel]) -> str:
     for part in path[:-1]:
         if not part.isdecimal():
             section = _section(section, part) if section else None
-    return closest_name(path[-1], list(section.model_fields)) if section else ""
+    if section is None:
+        return ""
+    hint = closest_name(path[-1], list(section.model_fields))
+    deeper = None if hint.endswith("?") else _find_one_level_down(path[-1], section)
+    return f"; did you mean {'.'.join([*path[:-1], *deeper])}?" if deeper else hint
+
+
+def _find_one_level_down(name: str, section: type[BaseModel]) -> tuple[str, str] | None:
+    """The setting of a section's sections that has a name, its initials (`lr` of `learning_rate`) or one like it."""
+    below = [(key, each) for key in section.model_fields for each in _fields_of(_section(section, key))]
+    initials = "".join(word[0] for word in name.split("_") if word)
+    wanted = (name, initials) if "_" in name else (name,)
+    close = difflib.get_close_matches(name, [each for _, each in below], n=1, cutoff=0.8)
+    return next(((key, each) for meant in (*wanted, *close) for key, each in below if each == meant), None)
+
+
+def _fields_of(section: type[BaseModel] | None) -> list[str]:
+    return list(section.model_fields) if section else []
 
 
 def _section(model: type[BaseModel], name: str) -> type[BaseModel] | None:

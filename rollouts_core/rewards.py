@@ -22,6 +22,7 @@ from rollouts_core.errors import EnvironmentUnavailableError, RewardError, Rollo
 from rollouts_core.messages import first_line
 from rollouts_core.time_limits import OutOfTimeError, call_within
 from rollouts_core.types import Sample, trajectory_places
+from rollouts_core.user_code import describe_raised
 
 RewardFn = Callable[[Sample], float | Awaitable[float | None] | None]
 """Takes a finished sample and returns its reward, None where it could not be scored; may be a coroutine function."""
@@ -87,7 +88,7 @@ async def grade_sample(sample: Sample, reward_fn: RewardFn, *, timeout_s: float 
     except OutOfTimeError as error:
         raise RewardError(f"{where}: {error}") from error
     except (Exception, SystemExit) as error:
-        raise RewardError(f"{where} raised {type(error).__name__}: {first_line(error)}") from error
+        raise RewardError(f"{where} {describe_raised(error)}") from error
     if reward is None:
         return replace(sample, reward=None)
     if not isinstance(reward, Real) or not math.isfinite(reward):

@@ -56,6 +56,7 @@ from rollouts_core.rollout_batch import apply_sample_transforms, convert_to_batc
 from rollouts_core.staleness import PublishedVersions
 from rollouts_core.time_limits import BlockedError, OutOfTimeError, call_within, interrupt_after
 from rollouts_core.types import RolloutBatch, Sample, Status, VersionSpan, group_samples, sample_from_json
+from rollouts_core.user_code import describe_raised
 
 logger = logging.getLogger(__name__)
 
@@ -436,9 +437,8 @@ def _claim_version(sample: Sample, version: int | None) -> Sample:
 
 def _user_function_error(kind: str, function: Callable[..., Any], group: Group, error: Exception) -> RewardError:
     prompt_id = group[0].metadata.get("prompt_id", "?")
-    return RewardError(
-        f"{kind} function {name_of_function(function)} on prompt {prompt_id!r} raised {type(error).__name__}: {error}"
-    )
+    where = f"{kind} function {name_of_function(function)} on prompt {prompt_id!r}"
+    return RewardError(f"{where} {describe_raised(error)}")
 
 
 def _late_function_error(kind: str, function: Callable[..., Any], group: Group, error: OutOfTimeError) -> RewardError:

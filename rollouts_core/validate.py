@@ -42,6 +42,7 @@ from rollouts_core.resolve import resolve_environment, resolve_filter_fn, resolv
 from rollouts_core.rewards import REWARDS, check_reward_row, grade_sample
 from rollouts_core.time_limits import interrupt_after
 from rollouts_core.types import Prompt, Sample, Status
+from rollouts_core.user_code import describe_raised
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -340,7 +341,7 @@ def _check_filter(filter_fn: FilterFn, group: list[Sample], *, timeout_s: float)
         with interrupt_after(timeout_s):
             outcome = filter_fn(group)
     except Exception as error:
-        raise RewardError(f"{where} raised {type(error).__name__}: {first_line(error)}") from error
+        raise RewardError(f"{where} {describe_raised(error)}") from error
     if not isinstance(outcome, bool | FilterDecision):
         raise RewardError(f"{where} returned {outcome!r}: expected True or False")
 

@@ -154,12 +154,12 @@ class ProviderAPI:
             try:
                 answer = self._ask(method, path, body=body, timeout_s=CREATE_TIMEOUT_S)
             except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:  # nothing was sent
-                raise ProviderUnavailableError(self._say(what, f"no connection ({error})")) from error
+                raise ProviderUnavailableError(self._say_silent(what, error)) from error
             except (httpx.HTTPError, OverflowError) as error:
-                raise UnclearAnswerError(self._say(what, f"no answer ({type(error).__name__})")) from error
+                raise UnclearAnswerError(self._say_silent(what, error)) from error
             if answer.status != 429:
                 break
-            self._pause(answer, attempt, deadline, what)
+            self._pause_after(answer, attempt, deadline, what)
         self._check_refused(answer, what)
         if 400 <= answer.status < 500:
             raise OfferGoneError(self._say(what, f"{answer.status}: {self._shown(answer.content)}"))
@@ -188,13 +188,14 @@ class ProviderAPI:
             try:
                 answer = self._ask(method, path, params=params, body=body)
             except (httpx.HTTPError, OverflowError) as error:
-                answer = _Answer(503, f"no answer ({type(error).__name__})".encode(), "")
+                self._pause(attempt, deadline, self._say_silent(what, error))
+                continue
             if answer.status in (200, 201, 202, 204, 404):
                 return answer
             self._check_refused(answer, what)
             if answer.status != 429 and answer.status < 500:
                 raise ProviderRefusedError(self._say(what, f"{answer.status}: {self._shown(answer.content)}"))
-            self._pause(answer, attempt, deadline, what)
+            self._pause_after(answer, attempt, deadline, what)
 
     def _ask(
         self,
@@ -221,17 +222,21 @@ class ProviderAPI:
         if pause_s > 0:
             time.sleep(pause_s)
 
-    def _pause(self, answer: _Answer, attempt: int, deadline: float, what: str) -> None:
-        """Wait before asking again, as long as the API says.
+    def _pause_after(self, answer: _Answer, attempt: int, deadline: float, what: str) -> None:
+        """Like `_pause`, as long as an answer says."""
+        problem = self._say(what, f"{answer.status}: {self._shown(answer.content)}")
+        self._pause(attempt, deadline, problem, wanted_s=_seconds(answer.retry_after))
+
+    def _pause(self, attempt: int, deadline: float, problem: str, *, wanted_s: float | None = None) -> None:
+        """Wait before asking again.
 
         Raises:
             ProviderUnavailableError: that would be later than the deadline.
         """
-        wanted_s = _seconds(answer.retry_after)
         pause_s = wanted_s if wanted_s is not None else min(MAX_PAUSE_S, 2.0 ** (attempt - 1)) * random.uniform(0.5, 1)
         if time.monotonic() + pause_s > deadline:
-            raise ProviderUnavailableError(self._say(what, f"{answer.status}: {self._shown(answer.content)}"))
-        logger.info("%s answered %d to %s, asking again in %.1f s", self._endpoint.title, answer.status, what, pause_s)
+            raise ProviderUnavailableError(problem)
+        logger.info("%s; asking again in %.1f s", problem, pause_s)
         time.sleep(pause_s)
 
     def _check_refused(self, answer: _Answer, what: str) -> None:
@@ -244,6 +249,9 @@ class ProviderAPI:
 
     def _say(self, what: str, problem: str) -> str:
         return f"{self._endpoint.title} answered {what} with {problem}"
+
+    def _say_silent(self, what: str, error: Exception) -> str:
+        return f"{self._endpoint.title} does not answer ({type(error).__name__}) to {what}"
 
     def _shown(self, content: bytes) -> str:
         """The provider's own words, without control characters and without the key."""

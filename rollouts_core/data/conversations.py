@@ -77,6 +77,10 @@ def describe_keys(row: Row) -> str:
     keys = sorted(key for key, value in row.items() if value is not None)
     nulls = sorted(key for key, value in row.items() if value is None and key in KNOWN_KEYS)
     found = ", ".join([*keys, *(f"{key} (null)" for key in nulls)])
+    if "conversations" in keys:
+        return (
+            f"{found}; ShareGPT's `conversations` (`from`, `value`) must be converted to `messages` (`role`, `content`)"
+        )
     hints = (closest_name(key, KNOWN_KEYS) for key in keys if key not in KNOWN_KEYS)
     return (found or "no field at all") + next((hint for hint in hints if "did you mean" in hint), "")
 

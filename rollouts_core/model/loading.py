@@ -62,7 +62,7 @@ def load_hf_model(
     except ImportError as error:
         raise ConfigError(f"policy.attention {attention!r} cannot be used here: {first_line(error)}") from error
     except (OSError, ValueError, KeyError, SafetensorError, UnpicklingError) as error:
-        raise CheckpointError(f"no model could be loaded from {config.path}: {first_line(error)}") from error
+        raise CheckpointError(_say_unloadable("model", config.path, error)) from error
     if missing := sorted(loading["missing_keys"]):
         raise CheckpointError(f"the weights at {config.path} lack {len(missing)} tensors, {missing[0]} first")
     placed = model.to(device)
@@ -135,7 +135,7 @@ def _build_without_values(config: ModelConfig, *, dtype: torch.dtype, attention:
             config.path, revision=config.revision or None, trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"no model could be loaded from {config.path}: {first_line(error)}") from error
+        raise CheckpointError(_say_unloadable("model", config.path, error)) from error
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             settings,
@@ -171,13 +171,21 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
             config.path, revision=config.revision or None, trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"no tokenizer could be loaded from {config.path}: {first_line(error)}") from error
+        raise DataError(_say_unloadable("tokenizer", config.path, error)) from error
     if tokenizer.eos_token_id is None:
         raise DataError(f"the tokenizer at {config.path} has no eos_token: completions could never end")
     # How it was loaded would be written into checkpoints, whose digests would differ with the environment.
     for circumstance in ("is_local", "local_files_only"):
         tokenizer.init_kwargs.pop(circumstance, None)
     return tokenizer
+
+
+def _say_unloadable(what: str, path: str, error: Exception) -> str:
+    """Also that there is no such folder: a misspelt one is taken for a name of the hub, of which the error speaks."""
+    folder = Path(path).absolute()
+    if folder.exists():
+        return f"no {what} could be loaded from {path}: {first_line(error)}"
+    return f"no {what} could be loaded from {path}: {first_line(error).rstrip('.')}; and there is no folder {folder}"
 
 
 def check_vocabulary(num_embeddings: int, tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:

@@ -48,9 +48,14 @@ def taken_port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-@pytest.mark.parametrize("python", [sys.executable, "/nowhere/bin/python"])
-def test_an_engine_that_is_not_installed_is_named_before_anything_starts(folder: Path, python: str) -> None:
-    words = f'rollout.engine.kind is "vllm", but {python} has no vllm: install it, and name the interpreter'
+@pytest.mark.parametrize(
+    ("python", "words"),
+    [
+        (sys.executable, f'rollout.engine.kind is "vllm", but {sys.executable} has no vllm: install it, and name'),
+        ("/nowhere/bin/python", "rollout.engine.python is '/nowhere/bin/python', and there is no such program"),
+    ],
+)
+def test_an_engine_that_is_not_installed_is_named_before_anything_starts(folder: Path, python: str, words: str) -> None:
     assert_refused(write_config(folder, rollout__engine={"kind": "vllm", "python": python}), words)
 
 
@@ -192,7 +197,7 @@ def test_a_reward_that_raises_on_some_completions_ends_the_run_and_the_engine(
     )
     assert ended.returncode == 2, ended.stderr
     assert f"reward function {module}:f on prompt '" in sentence_of(ended.stderr)
-    assert sentence_of(ended.stderr).endswith("raised ValueError: a long answer")
+    assert sentence_of(ended.stderr).endswith(f"raised ValueError: a long answer ({module}.py, line 4)")
     assert "engine         answers at http://" in ended.stderr
     wait_until(lambda: not jobs_of(rollouts.store), what="the end of the engine", timeout_s=15.0)
 

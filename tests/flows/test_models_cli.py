@@ -101,6 +101,14 @@ def test_a_damaged_checkpoint_does_not_get_into_production(store: Path) -> None:
     assert "small-1 cannot be used: " in result.stderr
 
 
+def test_a_store_without_models_says_what_registers_them(tmp_path: Path) -> None:
+    with Ledger(tmp_path / LEDGER_FILE):
+        listed, path = call(tmp_path, "models"), call(tmp_path, "models", "path")
+    assert (listed.exit_code, path.exit_code) == (0, 2)
+    for output in (listed.output, path.output):
+        assert "a retraining registers them, and a run with a name as run.register_as" in " ".join(output.split())
+
+
 def test_what_cannot_be_is_one_sentence(store: Path, tmp_path: Path) -> None:
     register(store, 1, line="large")
     for arguments, words in (

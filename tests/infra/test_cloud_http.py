@@ -92,6 +92,12 @@ def test_a_reading_that_fails_is_an_error_and_never_nothing(answer: Callable[[ht
         api.find("/machines/1", _Thing)
 
 
+def test_a_provider_that_cannot_be_reached_answered_nothing() -> None:
+    api, _ = make_api(fails(httpx.ConnectError))
+    with pytest.raises(ProviderUnavailableError, match=r"^Cloud does not answer \(ConnectError\) to GET /machines$"):
+        api.read("/machines", _Thing)
+
+
 def test_readings_and_creations_wait_as_long_as_they_are_told() -> None:
     answers = iter([httpx.Response(429, text="slow down", headers={"Retry-After": "0.01"}), httpx.Response(429)])
     api, seen = make_api(lambda request: next(answers, httpx.Response(200, json={"id": "m"})), patience_s=60)
@@ -157,7 +163,7 @@ def test_a_wait_beyond_our_patience_is_not_begun() -> None:
 
 def test_an_endless_answer_is_cut() -> None:
     api, _ = make_api(says(200, "x" * (MAX_ANSWER_BYTES + 1)))
-    with pytest.raises(ProviderUnavailableError, match="no answer"):
+    with pytest.raises(ProviderUnavailableError, match="does not answer"):
         api.read("/machines", _Thing)
 
 

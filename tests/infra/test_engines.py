@@ -142,11 +142,18 @@ def test_an_engine_that_ends_first_is_explained_from_its_log(session: Session, r
         wait_until_engine_ready(session, kind="sglang", port=1, run_dir=str(run_dir), timeout_s=10, transport=transport)
 
 
-@pytest.mark.parametrize("python", ["", sys.executable, "/nowhere/python"])
+@pytest.mark.parametrize("python", ["", sys.executable])
 def test_an_engine_that_is_not_installed_is_told_in_one_sentence(session: Session, python: str) -> None:
     with pytest.raises(PermanentInfraError, match=r"has no no_such_engine: install it.* as rollout\.engine\.python$"):
         check_engine_installed(session, "no_such_engine", python=python)
     check_engine_installed(session, "json", python="")
+
+
+@pytest.mark.parametrize("python", ["/nowhere/python", "no-such-python", "/etc/passwd"])
+def test_an_interpreter_that_is_not_there_is_told_apart_from_a_missing_engine(session: Session, python: str) -> None:
+    sentence = f"^rollout.engine.python is '{python}', and there is no such program on the node: name the"
+    with pytest.raises(PermanentInfraError, match=sentence):
+        check_engine_installed(session, "json", python=python)
 
 
 @pytest.mark.parametrize(

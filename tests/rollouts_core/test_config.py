@@ -77,6 +77,10 @@ def make_full_config(directory: Path) -> Config:
     ("key", "value", "sentence"),
     [
         ("training.sft.num_stepz", 5, r"unknown key training\.sft\.num_stepz; did you mean num_steps\?"),
+        ("training.sft.lr", 1, r"unknown key training\.sft\.lr; did you mean training\.sft\.optim\.lr\?"),
+        ("training.rl.learning_rate", 1, r"unknown key .*; did you mean training\.rl\.optim\.lr\?"),
+        ("training.sft.weight_deacy", 1, r"unknown key .*; did you mean training\.sft\.optim\.weight_decay\?"),
+        ("rollout.temprature", 1, r"unknown key .*; did you mean rollout\.sampling\.temperature\?"),
         ("modle", {}, r"unknown key modle; did you mean model\?"),
         ("rollout.sampling.temprature", 1, r"unknown key rollout\.sampling\.temprature; did you mean temperature\?"),
         ("training.rl.loss.zzz", 1, r"unknown key .*zzz; known are aggregation, clip_high, clip_low, .*"),

@@ -49,8 +49,9 @@ def test_a_users_module_that_breaks_at_import_is_one_sentence(
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("exact_mach", r"unknown name 'exact_mach'; did you mean exact_match\?"),
-        ("zzz", "unknown name 'zzz'; known are exact_match, last_number"),
+        ("exact_mach", r"unknown name 'exact_mach'; did you mean exact_match\?$"),
+        ("zzz", "unknown name 'zzz'; known are exact_match, last_number, or give package.module:function$"),
+        ("own_rewards.length", r"known are exact_match, last_number, or give package\.module:function$"),
         ("no_such_package:f", r"'no_such_package' cannot be imported \(.*\); is its folder on PYTHONPATH\?"),
         ("rollouts_core.no_such_module:f", "cannot be imported"),
         ("rollouts_core.rewards:no_such_function", "module 'rollouts_core.rewards' has no 'no_such_function'"),
@@ -58,7 +59,10 @@ def test_a_users_module_that_breaks_at_import_is_one_sentence(
         ("rollouts_core.rewards:exact_mach", r"has no 'exact_mach'; did you mean exact_match\?"),
         ("rollouts_core.rewards:NUMBER", "is not a function"),
         (":exact_match", "names no module"),
-        (".rewards:exact_match", "cannot be imported: it raised TypeError"),
+        ("./own.py:length", r"'./own\.py:length' names a file .* \(own:length\), with its folder in PYTHONPATH$"),
+        ("rewards/own:length", r"names a file .*Python imports it \(own:length\)"),
+        ("own.py", r"names a file .*Python imports it \(own:function\)"),
+        (".rewards:exact_match", r"names a file .*Python imports it \(rewards:exact_match\)"),
     ],
 )
 def test_a_name_that_is_no_function_is_one_sentence(name: str, sentence: str) -> None:

@@ -89,6 +89,21 @@ def test_generate_writes_graded_completions_of_every_prompt(
     assert result["num_rows"] == 8
 
 
+def test_the_log_of_a_job_has_the_traceback_of_a_users_function(
+    base: InputModel,
+    quickstart_dir: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rollout = ROLLOUT.model_copy(update={"reward_fn": "tests.rollouts_core.test_user_code:look_up"})
+    job = GenerateJob(model=base, prompts=rows(quickstart_dir, "heldout"), rollout=rollout, deployment=ONE_THREAD)
+    (tmp_path / "job.json").write_text(job.model_dump_json())
+    assert main(["generate", str(tmp_path / "job.json")]) == 2
+    assert "raised KeyError: 'rubric' (test_user_code.py, line " in capsys.readouterr().err.splitlines()[-1]
+    assert 'return rubrics["rubric"]' in caplog.text
+
+
 def test_the_same_generation_twice_gives_the_same_completions(
     base: InputModel, quickstart_dir: Path, tmp_path: Path
 ) -> None:

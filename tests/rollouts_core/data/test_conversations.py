@@ -82,6 +82,11 @@ def test_no_tools_are_none(tools: object) -> None:
     [
         ({"mesages": []}, r"expected `messages`.*; found mesages; did you mean messages\?"),
         ({"prompt": "x", "completoin": "y"}, r"found completoin, prompt; did you mean completion\?"),
+        (
+            {"conversations": [{"from": "human", "value": "1+1?"}], "id": "7"},
+            r"expected `messages`, or `prompt` and `completion`.* found conversations, id; ShareGPT's `conversations` "
+            r"\(`from`, `value`\) must be converted to `messages` \(`role`, `content`\)$",
+        ),
         ({"prompt": "x", "completion": None}, r"found prompt, completion \(null\)"),
         ({"messages": {"role": "user"}}, "`messages` must be a list"),
         ({"prompt": [], "completion": "x"}, "`prompt` must be a list with at least one"),

@@ -4,8 +4,11 @@ Without it packing would train every sample on the context of strangers, which l
 """
 
 import json
+import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +183,16 @@ def test_a_folder_without_a_tokenizer_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no tokenizer could be loaded from") as caught:
         load_tokenizer(ModelConfig(path=str(tmp_path)))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, load_hf_model, partial(load_hf_model, device="meta")])
+def test_a_misspelt_folder_that_is_taken_for_a_name_of_the_hub_is_said_to_be_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Callable[[ModelConfig], object]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    nowhere = re.escape(f"; and there is no folder {tmp_path / 'mymodle'}")
+    with pytest.raises((CheckpointError, DataError), match=rf"could be loaded from mymodle: .*{nowhere}$"):
+        load(ModelConfig(path="mymodle"))
 
 
 def test_a_tokenizer_without_an_end_token_is_refused(quickstart_dir: Path, tmp_path: Path) -> None:
