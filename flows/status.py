@@ -5,6 +5,7 @@ Not here: starting and ending them (up.py).
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Mapping
@@ -82,6 +83,20 @@ def describe_runs(address: ServerAddress, store: Path) -> list[str]:
         )
         for run in [*runs, *ended]
     ]
+
+
+def describe_reports(store: Path) -> list[str]:
+    """A line for each of the latest runs that came to their end, for when no server knows of them."""
+    reports = sorted((store / "runs").glob("*/report.html"), key=lambda path: path.stat().st_mtime, reverse=True)
+    return [f"{path}  {verdict_of(path.with_name('run.json'))}".rstrip() for path in reports[:LATEST]]
+
+
+def verdict_of(record: Path) -> str:
+    """What a run.json says of the run; nothing where there is none, or none was asked for."""
+    try:
+        return str(json.loads(record.read_text()).get("verdict", ""))
+    except (OSError, ValueError):
+        return ""
 
 
 def early_ends(store: Path) -> dict[str, list[str]]:

@@ -38,7 +38,7 @@ from flows.password import password_file
 from flows.preflight import check_writable
 from flows.quickstart_files import quickstart_folder, write_missing_quickstart
 from flows.server import ROOT, ServerAddress, ServerError, local_server, running_server
-from flows.status import describe_machines, describe_runs, going_jobs
+from flows.status import describe_machines, describe_reports, describe_runs, going_jobs
 from flows.terminal import DEFAULT_STORE, Port, Store, console
 from flows.tools import TOOLS
 from infra.locks import lock_file, open_lock, try_lock
@@ -144,6 +144,8 @@ def status(store: Store = DEFAULT_STORE) -> None:
         typer.echo(f"live pages   {live.url}")
     for line in describe_runs(address, store.resolve()) if address else []:
         typer.echo(f"run          {line}")
+    for line in describe_reports(store) if not address else []:
+        typer.echo(f"report       {line}")
     for job in going_jobs(store.resolve()):
         if job.waits_for or not (job.has_run and address):
             typer.echo(f"job          {job.sentence()}")

@@ -5,6 +5,8 @@ Without it a run that waits for a GPU looks like one that hangs.
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from pathlib import Path
 
@@ -44,3 +46,18 @@ def test_a_job_that_waits_for_a_gpu_says_for_whom(
     waits = f"waits for GPU 0, held by run run-a (job {first.run_dir}) since"
     assert [waits in line for line in lines if second.run_dir in line] == [True]
     assert not any("waits for" in line for line in lines if line.split()[1] == first.run_dir)
+
+
+def test_without_a_server_the_latest_reports_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for i in range(7):
+        run = tmp_path / f"runs/small-{i}"
+        run.mkdir(parents=True)
+        (run / "report.html").touch()
+        os.utime(run / "report.html", (i, i))
+    (tmp_path / "runs/small-5/run.json").write_text(json.dumps({"verdict": "RL improved"}))
+    (tmp_path / "runs/under-way").mkdir()
+    status(tmp_path)
+    reports = [line.split(maxsplit=2)[1:] for line in capsys.readouterr().out.splitlines() if line.startswith("report")]
+    assert reports == [
+        [f"{tmp_path}/runs/small-{i}/report.html", *(["RL improved"] if i == 5 else [])] for i in (6, 5, 4, 3, 2)
+    ]
