@@ -51,6 +51,8 @@ from rollouts_core.functions import resolve_function
 from rollouts_core.messages import closest_name, explain_validation_error
 from rollouts_core.user_code import describe_raised
 
+NODE_FILES = ("key_file", "known_hosts", "requirements")
+"""Settings of nodes that name files of this machine."""
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 CREDENTIALS_PATTERN = r"^([a-z0-9][a-z0-9-]{0,63})?$"
 """Prefect's names of blocks; empty names none."""
@@ -185,7 +187,7 @@ def load_pipeline(path: Path) -> Pipeline:
 
 
 def parse_pipeline(settings: dict[str, Any], path: Path) -> Pipeline:  # Any: unchecked file content
-    """The pipeline of a file's content; data paths are relative to the file's folder."""
+    """The pipeline of a file's content; paths of this machine are relative to the file's folder."""
     sections = dict(settings)
     node, run = sections.pop("node", {}), sections.pop("run", {})
     retrain, schedule = sections.pop("retrain", None), sections.pop("schedule", None)
@@ -210,7 +212,7 @@ def parse_pipeline(settings: dict[str, Any], path: Path) -> Pipeline:  # Any: un
     again = None if retrain is None else parse_config(RetrainConfig, retrain, source=f"{path}, table retrain")
     pipeline = Pipeline(
         config=parse_config(Config, resolve_paths(sections, path.parent), source=str(path)),
-        node=parse_config(node_type, node, source=f"{path}, table node"),
+        node=parse_config(node_type, resolve_node_paths(node, path.parent), source=f"{path}, table node"),
         run=parse_config(RunOptions, {"name": name_of(path), **run}, source=f"{path}, table run"),
         retrain=again and again.beside(path.parent),
         schedule=None if schedule is None else parse_config(ScheduleConfig, schedule, source=f"{path}, table schedule"),
@@ -218,6 +220,17 @@ def parse_pipeline(settings: dict[str, Any], path: Path) -> Pipeline:  # Any: un
     )
     check_retraining(pipeline.config, pipeline.retrain, pipeline.schedule, source=str(path))
     return pipeline
+
+
+def resolve_node_paths(node: dict[str, Any], base: Path) -> dict[str, Any]:  # Any: unchecked file content
+    """`node`, also of further machines, with the paths of files of this machine made absolute against `base`."""
+    resolved = dict(node)
+    for key, value in node.items():
+        if key in NODE_FILES and isinstance(value, str) and value and not value.startswith("~"):
+            resolved[key] = str((base / value).resolve())
+        if key in ("trainer_nodes", "engine_nodes") and isinstance(value, list | tuple):
+            resolved[key] = [resolve_node_paths(each, base) if isinstance(each, dict) else each for each in value]
+    return resolved
 
 
 def _run_python_file(path: Path) -> Any:  # Any: whatever the user's file calls config

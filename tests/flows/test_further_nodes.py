@@ -89,6 +89,17 @@ def test_what_engines_on_other_machines_cannot_do_is_one_sentence(overrides: dic
     check_engine_nodes(pipeline.config, without_further_nodes(pipeline.node))
 
 
+def test_files_that_nodes_name_lie_beside_the_configuration(tmp_path: Path) -> None:
+    """Else a run, and the command that repeats it, works from one folder alone."""
+    files = {"key_file": "keys/id", "requirements": "lock.txt", "known_hosts": "~/.ssh/known_hosts"}
+    settings = small_settings(node=node_of({**ENGINES, "key_file": "/keys/other"}, trainer_nodes=[SECOND], **files))
+    node = parse_pipeline(settings, tmp_path / "a.toml").node
+    assert isinstance(node, SSHNode)
+    assert (node.key_file, node.requirements) == (str(tmp_path / "keys/id"), str(tmp_path / "lock.txt"))
+    assert (node.known_hosts, node.engine_nodes[0].key_file) == ("~/.ssh/known_hosts", "/keys/other")
+    assert node.trainer_nodes[0].key_file == ""
+
+
 def test_engines_on_other_machines_are_no_refusal_by_themselves() -> None:
     for engine in ({}, {"kind": "sglang"}, {"kind": "sglang", "weight_transfer": "nccl"}, {"weight_transfer": "gloo"}):
         pipeline = parse(node_of(ENGINES), rollout__engine=engine)
