@@ -18,8 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from rollouts_core.checkpoint import find_checkpoint, load_manifest
 from rollouts_core.comparison import LEAST_P_VALUE, least_p_value, least_wins
-from rollouts_core.config import Config, DatasetConfig, ModelConfig, RolloutConfig, name_of_function
+from rollouts_core.config import (
+    Config,
+    DatasetConfig,
+    ModelConfig,
+    RLTrainingConfig,
+    RolloutConfig,
+    SFTTrainingConfig,
+    name_of_function,
+)
 from rollouts_core.data.dataset import (
     CHUNK_ROWS,
     check_disjoint,
@@ -40,6 +49,7 @@ from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.offline_rollouts import check_rollouts
 from rollouts_core.resolve import resolve_environment, resolve_filter_fn, resolve_generate_fn, resolve_reward_fn
 from rollouts_core.rewards import REWARDS, check_reward_row, grade_sample
+from rollouts_core.saving import check_same_settings, describe_settings
 from rollouts_core.time_limits import interrupt_after
 from rollouts_core.types import Prompt, Sample, Status
 from rollouts_core.user_code import describe_raised
@@ -64,6 +74,7 @@ def validate_config(config: Config) -> list[str]:
     Raises:
         InputError: one sentence with what was expected, what was found and what to do.
     """
+    check_resumed(config)
     check_model_files(config)
     tokenizer = load_tokenizer(config.model)
     check_model_vocabulary(config.model, tokenizer)
@@ -156,6 +167,27 @@ def check_demonstrations(config: Config, tokenizer: PreTrainedTokenizerBase) -> 
             f"{sft.max_length} tokens of an epoch: a step sees demonstrations several times"
         )
     return findings
+
+
+def check_resumed(config: Config) -> None:
+    """Raise CheckpointError for a `training.*.resume_from` that was trained with other settings of the training.
+
+    What it read, and how it sampled, only its job compares. A URL is looked at when it has been fetched.
+    """
+    trainings: list[SFTTrainingConfig | RLTrainingConfig] = []
+    trainings += [config.training.sft] if config.mode != "rl" else []
+    trainings += [config.training.rl] if config.mode != "sft" else []
+    for training in trainings:
+        if not training.resume_from or "://" in training.resume_from:
+            continue
+        checkpoint = find_checkpoint(Path(training.resume_from))
+        settings = load_manifest(checkpoint).settings
+        fields = type(training).model_fields
+        saved, current = (
+            {name: value for name, value in named.items() if name.partition(".")[0] in fields}
+            for named in (settings, describe_settings(training, {}))
+        )
+        check_same_settings(saved, current, allowed=training.allow_changed, checkpoint=checkpoint)
 
 
 def check_model_files(config: Config) -> None:

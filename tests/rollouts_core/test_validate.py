@@ -13,12 +13,14 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rollouts_core import validate
+from rollouts_core.checkpoint import new_checkpoint
 from rollouts_core.comparison import compare_paired
 from rollouts_core.config import Config, RewardConfig, RLTrainingConfig, RolloutConfig
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.environments import ENVIRONMENTS
-from rollouts_core.errors import ConfigError, DataError
+from rollouts_core.errors import CheckpointError, ConfigError, DataError
 from rollouts_core.generate import check_prompt_lengths
+from rollouts_core.saving import describe_settings
 from rollouts_core.types import Sample
 from rollouts_core.validate import (
     check_answers,
@@ -26,6 +28,7 @@ from rollouts_core.validate import (
     check_functions,
     check_num_rows,
     check_promotion,
+    check_resumed,
     warn_of_uncorrected_age,
 )
 from tests.rollouts_core.make import make_prompts
@@ -277,3 +280,19 @@ def test_a_margin_that_rewards_cannot_differ_by_is_refused_only_where_that_is_kn
         check_promotion(with_heldout_rows(tmp_path, 50), margin=1.0, max_p_value=0.01)
     for rewards in ({"reward_fn": "my.module:reward"}, {"rewards": [{"weight": 5.0}]}, {"environment": "my:World"}):
         assert check_promotion(with_heldout_rows(tmp_path, 50, **rewards), margin=1.0, max_p_value=0.01) == []
+
+
+def test_a_checkpoint_of_other_settings_is_refused_before_anything_is_provisioned(tmp_path: Path) -> None:
+    before = make_config("a.jsonl", seed=1, optim={"lr": 1e-3}).training.sft
+    settings = describe_settings(before, {"data.0": "a digest", "model": "another"})
+    with new_checkpoint(tmp_path / "step_000010", step=10, settings=settings) as folder:
+        (folder / "model.safetensors").write_bytes(b"weights")
+    again: dict[str, Any] = {"resume_from": str(tmp_path / "step_000010"), "seed": 1, "num_steps": 20}
+    check_resumed(make_config("a.jsonl", **again, optim={"lr": 1e-3}))
+    check_resumed(make_config("a.jsonl", **again, optim={"lr": 1e-3}, log_every=3))
+    check_resumed(make_config("a.jsonl", **again, optim={"lr": 1e-2}, allow_changed=["optim"]))
+    check_resumed(make_config("a.jsonl", **{**again, "resume_from": "s3://bucket/step_000010"}))
+    with pytest.raises(CheckpointError, match=r"trained with other settings.*optim\.lr was 0\.001 and is 0\.01"):
+        check_resumed(make_config("a.jsonl", **again, optim={"lr": 1e-2}))
+    with pytest.raises(CheckpointError, match="nowhere"):
+        check_resumed(make_config("a.jsonl", **{**again, "resume_from": str(tmp_path / "nowhere")}))
