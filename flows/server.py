@@ -45,6 +45,8 @@ DEFAULT_PORT = 4200
 
 START_TIMEOUT_S = 180.0
 """A new database takes one core 6 s; where much else is done on the machine, a minute is not enough."""
+BUSY_SERVER_S = 10.0
+"""How long a server whose keeper lives is waited for by those who only ask whether it is there."""
 JOIN_TIMEOUT_S = 30.0
 """How long start.lock may be held by others: a stop, or a few starts that fail one after another."""
 
@@ -130,7 +132,7 @@ def running_server(store: Path) -> ServerAddress | None:
     """Return the address of the store's server where one answers now; None otherwise. Nothing is started."""
     home = _home(store)
     address = _read_address(home) if home.is_dir() else None
-    is_there = address is not None and _is_healthy(address) and _is_kept(home, address)
+    is_there = address is not None and _is_kept(home, address) and _is_healthy(address, timeout_s=BUSY_SERVER_S)
     return address if is_there else None
 
 
@@ -397,11 +399,11 @@ def _is_answered(port: int) -> bool:
         return probe.connect_ex((HOST, port)) == 0
 
 
-def _is_healthy(address: ServerAddress) -> bool:
+def _is_healthy(address: ServerAddress, *, timeout_s: float = 1) -> bool:
     # A server that still starts accepts the request and answers when it is up. No proxy: it is this machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(f"{address.api_url}/health", timeout=1):
+        with opener.open(f"{address.api_url}/health", timeout=timeout_s):
             return True
     except (OSError, http.client.HTTPException):
         return False
