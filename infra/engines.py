@@ -8,7 +8,6 @@ restarted by its supervisor on the same port; one whose lease nobody renews ends
 """
 
 import logging
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -41,49 +40,6 @@ without its memory, and is started anew."""
 RESUME_TIMEOUT_S = 10.0
 CHECK_TIMEOUT_S = 60.0
 
-_LOG_SIGNS = (
-    (r"address already in use|EADDRINUSE", "its port is in use: choose another port or end what listens there"),
-    (
-        r"out of memory|OutOfMemoryError|Cannot allocate memory|std::bad_alloc",
-        "it ran out of memory: use a smaller model, a smaller context or more memory",
-    ),
-    (
-        r"Unsupported CPU attention configuration|head_size .*not supported|head size .* is not supported",
-        "it cannot compute the model's attention here: its heads have a size that this engine lacks on this device",
-    ),
-    (
-        r"unrecognized arguments?:|error: argument --",
-        "it does not know one of its arguments: see rollout.engine.extra_args",
-    ),
-    (
-        r"torch-memory-saver is not installed|No module named 'torch_memory_saver'",
-        "it hands its memory over with the package torch-memory-saver, which its environment lacks: install it there, "
-        "or leave deployment.colocated out",
-    ),
-    (
-        r"Sleep mode is not supported|cumem allocator is not supported",
-        "it cannot hand its memory over on this device: leave deployment.colocated out",
-    ),
-    (r"No module named", "a package is missing in its environment: install the engine there anew"),
-    (
-        r"CUDA driver version is insufficient|no NVIDIA driver|No CUDA GPUs are available|invalid device ordinal",
-        "it found no GPU that it can use: check the driver and deployment.engine_gpu_ranks",
-    ),
-    (
-        r"max_position_embeddings|maximum context length.*greater|longer than the maximum model length",
-        "the context is longer than the model allows: lower rollout.max_prompt_tokens or sampling.max_new_tokens",
-    ),
-    (r"No space left on device", "its disk is full: free some space"),
-    (
-        r"GatedRepoError|gated repo|401 Client Error|403 Client Error",
-        "the hub refuses the model: accept its terms and give a token that may read it",
-    ),
-    (
-        r"RepositoryNotFoundError|Repository Not Found|is not a local folder|No such file or directory"
-        r"|FileNotFoundError|LocalEntryNotFoundError|does not appear to have a file named",
-        "its model, or a file of it, is missing: check the model's path or name",
-    ),
-)
 _TAIL_LINES = 20
 
 logger = logging.getLogger(__name__)
@@ -101,6 +57,7 @@ def wait_until_engine_ready(
     also_renew: Sequence[tuple[Session, str]] = (),
     on_wait: Callable[[str], None] = lambda sentence: None,
     is_idle: bool = False,
+    explain_log: Callable[[str], str] = lambda log: "",
     api_key: str = "",
     transport: httpx.BaseTransport | None = None,
 ) -> None:
@@ -115,6 +72,7 @@ def wait_until_engine_ready(
             directories: their leases go on.
         on_wait: takes a sentence about the GPU that the engine waits for, whenever that changes.
         api_key: what it wants requests to carry; empty for an engine without.
+        explain_log: finds out from the end of its log why it ended, a sentence; "" where that tells nothing.
         is_idle: no trainer uses the engine, so a pause was left behind by one that was killed, and is ended.
 
     Raises:
@@ -142,7 +100,7 @@ def wait_until_engine_ready(
                 return
             status = renew_lease(session, run_dir)  # it may load for longer than its lease lasts
             if status.state != JobState.RUNNING:
-                raise_engine_failure(session, status)
+                raise_engine_failure(session, status, explain_log)
             if status.waits_for:
                 deadline = time.monotonic() + timeout_s
             if status.waits_for not in ("", waited_for):
@@ -216,7 +174,7 @@ def resume_generation(client: httpx.Client, kind: str, url: str) -> None:
             client.post(f"{url}{path}", json={}, timeout=RESUME_TIMEOUT_S)
 
 
-def raise_engine_failure(session: Session, status: JobStatus) -> NoReturn:
+def raise_engine_failure(session: Session, status: JobStatus, explain_log: Callable[[str], str]) -> NoReturn:
     """Raise what is known about an engine that does not run.
 
     Raises:
@@ -228,15 +186,7 @@ def raise_engine_failure(session: Session, status: JobStatus) -> NoReturn:
     if status.exit is None:
         raise JobFailedError(status.run_dir, status.attempt, -1, f"the engine is {status.state}, not RUNNING")
     log = read_log_tail(session, status.run_dir)
-    reason = explain_engine_log(log) or describe_exit(status.exit)
+    reason = explain_log(log) or describe_exit(status.exit)
     lines = log.splitlines()[-_TAIL_LINES:]
     message = "\n".join([reason, "The last lines of its log:", *lines])
     raise JobFailedError(status.run_dir, status.attempt, status.exit.code, message)
-
-
-def explain_engine_log(log: str) -> str:
-    """One sentence about why an engine failed, from the end of its log; empty when no known sign is in it."""
-    for pattern, sentence in _LOG_SIGNS:
-        if re.search(pattern, log, re.IGNORECASE):
-            return sentence
-    return ""

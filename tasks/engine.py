@@ -17,6 +17,7 @@ from infra.node import Node
 from infra.ports import check_port, find_free_port
 from infra.providers import open_session
 from infra.session import Session
+from rollouts_core.engine_log import explain_engine_log
 from rollouts_core.job import ServeJob
 from rollouts_core.keys import read_key
 from tasks.leases import LEASE_S, LeasedJob, leases_renewed
@@ -80,6 +81,7 @@ def launch_engine(
             run_dir=stage.run_dir,
             timeout_s=job.engine.start_timeout_s,
             api_key=read_key(job.engine.api_key_variable, "rollout.engine", keys),
+            explain_log=explain_engine_log,
             also_renew=[(sessions[node.named(each.node).name], each.run_dir) for each in ready],
             on_wait=progress.say,
             # The RL job pauses its engine now and then, and ends that itself as long as it lives.

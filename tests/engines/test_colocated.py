@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.engines import explain_engine_log
 from rollouts_core.config import DeploymentConfig, EngineConfig, EngineKind, ModelConfig, SamplingConfig
+from rollouts_core.engine_log import explain_engine_log
 from rollouts_core.engines import GenerationRequest
 from rollouts_core.errors import EngineError
 from rollouts_core.job import InputModel, ServeJob
