@@ -51,7 +51,7 @@ from rollouts_core.backends.training_state import (
 from rollouts_core.batch import TrainBatch
 from rollouts_core.config import PLAIN_POLICY, ModelConfig, OptimConfig, PolicyConfig
 from rollouts_core.errors import NonFiniteError
-from rollouts_core.model.loading import check_vocabulary, load_hf_model, load_tokenizer
+from rollouts_core.model.loading import check_vocabulary, default_device, load_hf_model, load_tokenizer
 from rollouts_core.model.lora import adapters_off, is_adapter_weight, merged_weights, replace_weights
 from rollouts_core.model.policy import Policy, create_policy
 
@@ -306,8 +306,3 @@ def create_pytorch_backend(
         max_grad_norm=optim.max_grad_norm,
         reference=reference,
     )
-
-
-def default_device() -> str:
-    """The first GPU where there is one, else the CPU."""
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -70,6 +70,11 @@ def load_hf_model(
     return placed.train()
 
 
+def default_device() -> str:
+    """The first GPU where there is one, else the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def find_logit_transform(hf_model: PreTrainedModel) -> LogitTransform:
     """What the model does between its head and its logits, by the settings of Cohere, Falcon-H1, Granite and Gemma."""
     settings = hf_model.config.get_text_config()
