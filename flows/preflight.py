@@ -64,15 +64,10 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
         rented = [*describe_least_memory(fitting), check_rentable(fitting)]
         return [*findings, *rented, *trained, *check_retrain(pipeline, config)]
     node = reach_node(pipeline.node, store, findings)
-    if node is not None and config.mode != "sft" and not config.data.rollouts:
-        key = read_key(config.rollout.engine.api_key_variable, "rollout.engine")
-        own_key = own_unit_key(store) if node.engine_nodes and not key else ""
-        with open_session(node) as trainer:
-            for each in node.engine_nodes or (node,):
-                with open_session(each) as session:
-                    for port in config.deployment.engine_ports:
-                        check_engine_port(session, port, each, trainer=trainer, api_key=key or own_key)
-                    check_engine(session, config.rollout.engine)
+    if node is not None:
+        check_evaluation_engine(config, node)
+        if config.mode != "sft" and not config.data.rollouts:
+            check_rl_engines(config, node, store)
     return [*findings, *check_training(config), *check_retrain(pipeline, config)]
 
 
@@ -94,8 +89,8 @@ def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
     models = [find_named_model(given, pipeline.config, store, findings.append).model for given in named]
     if isinstance(pipeline.node, RentedNode):
         findings.append(check_rentable(pipeline.node))
-    else:
-        reach_node(without_further_nodes(pipeline.node), store, findings)
+    elif node := reach_node(without_further_nodes(pipeline.node), store, findings):
+        check_evaluation_engine(config, node)
     from rollouts_core.validate import validate_evaluation  # torch and transformers load here
 
     return findings + validate_evaluation(config, models)
@@ -191,6 +186,25 @@ def check_engine_nodes(config: Config, node: NodeSettings) -> None:
             "node.engine_nodes: engines on other nodes ask for a key, and the router at rollout.engine.router_url has "
             "to know it: name the variable that holds it as rollout.engine.api_key_variable"
         )
+
+
+def check_rl_engines(config: Config, node: Node, store: Path) -> None:
+    """Raise ConfigError when the engines of RL are not installed where they are to run, or their ports are taken."""
+    key = read_key(config.rollout.engine.api_key_variable, "rollout.engine")
+    own_key = own_unit_key(store) if node.engine_nodes and not key else ""
+    with open_session(node) as trainer:
+        for each in node.engine_nodes or (node,):
+            with open_session(each) as session:
+                for port in config.deployment.engine_ports:
+                    check_engine_port(session, port, each, trainer=trainer, api_key=key or own_key)
+                check_engine(session, config.rollout.engine)
+
+
+def check_evaluation_engine(config: Config, node: Node) -> None:
+    """Raise ConfigError when the engine that compares checkpoints is not installed on the node that does it."""
+    if config.evaluation.metric == "accuracy" and config.evaluation_engine.kind != "embedded":
+        with open_session(node) as session:
+            check_engine(session, config.evaluation_engine)
 
 
 def check_engine_port(session: Session, port: int, node: Node, *, trainer: Session, api_key: str = "") -> None:

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
 
 from rollouts_core.comparison import estimate_mean, select_best
+from rollouts_core.config import DeploymentConfig, RolloutConfig
 from rollouts_core.data.dataset import load_prompts_from_jsonl, load_sft_dataset
-from rollouts_core.evaluate import evaluation_rollouts, generate_samples, score_demonstrations, scores_by_prompt
+from rollouts_core.evaluate import (
+    ask_engine,
+    evaluation_rollouts,
+    generate_samples,
+    longest_prompt,
+    score_demonstrations,
+    scores_by_prompt,
+)
 from rollouts_core.job import EvalJob, GenerateJob, InputModel
 from rollouts_core.job_inputs import check_model, checked_file
 from rollouts_core.metrics import EventLog, JSONLLogger
@@ -22,6 +31,7 @@ from rollouts_core.model.loading import load_tokenizer, silence_progress_bars
 from rollouts_core.resolve import resolve_reward_fn
 from rollouts_core.rewards import grade_group
 from rollouts_core.run_directory import RunDirectory, attempt_number
+from rollouts_core.types import Prompt, Sample
 
 
 def run_eval_job(job: EvalJob | GenerateJob, directory: RunDirectory) -> None:
@@ -61,8 +71,7 @@ async def score_checkpoint(checkpoint: InputModel, job: EvalJob, directory: RunD
         return score_demonstrations(checkpoint.model, demonstrations)
     prompts = load_prompts_from_jsonl(job.data.path, max_rows=job.evaluation.max_prompts)
     rollout = evaluation_rollouts(job.evaluation, job.rollout)
-    num_slots = job.deployment.max_running_requests
-    samples = await generate_samples(checkpoint.model, prompts, rollout, num_slots=num_slots)
+    samples = await complete_prompts(checkpoint, prompts, rollout, job.deployment, directory)
     graded = await grade_group(samples, resolve_reward_fn(rollout), timeout_s=rollout.reward_timeout_s)
     directory.write_samples(checkpoint.name, graded)
     return scores_by_prompt(graded)
@@ -73,8 +82,25 @@ async def sample_prompts(job: GenerateJob, directory: RunDirectory) -> None:
     check_model(job.model)
     with checked_file(job.prompts):
         prompts = load_prompts_from_jsonl(job.prompts.path, max_rows=job.max_prompts)
-    num_slots = job.deployment.max_running_requests
-    samples = await generate_samples(job.model.model, prompts, job.rollout, num_slots=num_slots)
+    samples = await complete_prompts(job.model, prompts, job.rollout, job.deployment, directory)
     graded = await grade_group(samples, resolve_reward_fn(job.rollout), timeout_s=job.rollout.reward_timeout_s)
     directory.write_samples("completions", graded)
     directory.write_result({"num_samples": len(graded), **asdict(estimate_mean(scores_by_prompt(graded)))})
+
+
+async def complete_prompts(
+    checkpoint: InputModel,
+    prompts: Sequence[Prompt],
+    rollout: RolloutConfig,
+    deployment: DeploymentConfig,
+    directory: RunDirectory,
+) -> list[Sample]:
+    """Ungraded completions: by the embedded decoder here, or by engines that serve the checkpoint meanwhile."""
+    model, num_running = checkpoint.model, deployment.max_running_requests
+    if rollout.engine.kind == "embedded":
+        return await generate_samples(model, prompts, rollout, num_slots=num_running)
+    from rollouts_core.engines.child import started_engines
+
+    max_tokens = rollout.engine_context(longest_prompt(model, prompts, rollout))
+    async with started_engines(checkpoint, rollout, deployment, directory, max_tokens=max_tokens) as engines:
+        return await ask_engine(engines, model, prompts, rollout, num_running=num_running * engines.num_engines)

@@ -9,7 +9,7 @@ the mean loss of a demonstration (metric loss).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,39 +20,46 @@ import torch
 from rollouts_core.batch import build_batch
 from rollouts_core.concurrency import gather
 from rollouts_core.config import EvaluationConfig, ModelConfig, RolloutConfig
-from rollouts_core.data.chat import tokenize_prompt
+from rollouts_core.data.chat import tokenize_prompt, tokenize_prompts
 from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.offline import generate_tokens
 from rollouts_core.embedded.running import Completion as EmbeddedCompletion
 from rollouts_core.embedded.sampling import SamplingParams
 from rollouts_core.embedded.scheduler import Scheduler
-from rollouts_core.engines.protocol import STATUS_OF_FINISH, Completion
+from rollouts_core.engines.protocol import STATUS_OF_FINISH, Completion, InferenceEngine
 from rollouts_core.engines.sglang import SGLangEngine
 from rollouts_core.environments.protocol import describe_tools, is_multi_turn
 from rollouts_core.errors import RewardError
-from rollouts_core.generate import build_pending_group, complete_sample, create_conversation_generate_fn, sampling_seed
-from rollouts_core.model.loading import check_attention, load_hf_model, load_tokenizer, pad_token_id
+from rollouts_core.generate import (
+    Group,
+    build_pending_group,
+    complete_sample,
+    create_engine_generate_fn,
+    sampling_seed,
+)
+from rollouts_core.model.loading import check_attention, default_device, load_hf_model, load_tokenizer, pad_token_id
 from rollouts_core.resolve import resolve_environment
 from rollouts_core.types import Prompt, Sample, group_samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MAX_BATCH_TOKENS = 8192
+"""Of demonstrations that are scored together, with their padding."""
+
 
 async def generate_samples(
     model: ModelConfig, prompts: Sequence[Prompt], config: RolloutConfig, *, num_slots: int
 ) -> list[Sample]:
-    """Ungraded completions of every prompt, `config.n_samples_per_prompt` each, from a checkpoint on disk.
+    """Ungraded completions of every prompt, `config.n_samples_per_prompt` each, by the decoder in this process.
 
     The randomness of a sample depends on its prompt's place, its own place and `config.seed`, so checkpoints that
     are compared meet the same.
     """
     tokenizer = load_tokenizer(model)
     environment = resolve_environment(config)
-    groups = [
-        build_pending_group(prompt, group_index=i, size=config.n_samples_per_prompt) for i, prompt in enumerate(prompts)
-    ]
+    groups = pending_groups(prompts, config)
     tools = describe_tools(environment)
     prompt_tokens = [tokenize_prompt(tokenizer, prompt.messages, tools) for prompt in prompts]
     longest = max(len(tokens) for tokens in prompt_tokens)
@@ -60,15 +67,9 @@ async def generate_samples(
         Path(model.path), num_slots=num_slots, context_length=longest + config.sampling.max_new_tokens + 1
     )
     if is_multi_turn(environment):
-        one_sample_each = config.multi_turn.model_copy(update={"form": "interleaved"})
         with Scheduler(decoder, model_dir=Path(model.path)) as scheduler:
             engine = SGLangEngine("http://embedded", transport=httpx.ASGITransport(app=build_app(scheduler)))
-            generate = create_conversation_generate_fn(
-                [engine], tokenizer, config.model_copy(update={"multi_turn": one_sample_each}), environment
-            )
-            # Twice as many as decode: while an environment answers the one, the other decodes.
-            calls = [partial(generate, [sample]) for group in groups for sample in group]
-            return list(itertools.chain(*await gather(calls, max_concurrent=2 * num_slots)))
+            return await ask_engine(engine, model, prompts, config, num_running=num_slots)
     pending = list(itertools.chain(*groups))
     completions = generate_tokens(
         decoder,
@@ -79,6 +80,37 @@ async def generate_samples(
         complete_sample(sample, prompt_tokens[sample.group_index], _as_engine_completion(completion), tokenizer)
         for sample, completion in zip(pending, completions, strict=True)
     ]
+
+
+async def ask_engine(
+    engine: InferenceEngine, model: ModelConfig, prompts: Sequence[Prompt], config: RolloutConfig, *, num_running: int
+) -> list[Sample]:
+    """The same of an engine that serves the model.
+
+    Args:
+        num_running: how many completions it generates at the same time.
+    """
+    one_sample_each = config.multi_turn.model_copy(update={"form": "interleaved"})
+    config = config.model_copy(update={"multi_turn": one_sample_each})
+    generate = create_engine_generate_fn([engine], load_tokenizer(model), config)
+    calls = [partial(generate, group) for group in pending_groups(prompts, config)]
+    # Twice as many as it generates: while an environment answers the one, or a request is on its way, it has others.
+    max_concurrent = max(1, 2 * num_running // config.n_samples_per_prompt)
+    return list(itertools.chain(*await gather(calls, max_concurrent=max_concurrent)))
+
+
+def pending_groups(prompts: Sequence[Prompt], config: RolloutConfig) -> list[Group]:
+    """The samples of each prompt, not generated yet."""
+    return [
+        build_pending_group(prompt, group_index=i, size=config.n_samples_per_prompt) for i, prompt in enumerate(prompts)
+    ]
+
+
+def longest_prompt(model: ModelConfig, prompts: Sequence[Prompt], config: RolloutConfig) -> int:
+    """Tokens of the longest prompt, with what describes the tools of the environment."""
+    tools = describe_tools(resolve_environment(config))
+    tokens = tokenize_prompts(load_tokenizer(model), [prompt.messages for prompt in prompts], tools)
+    return max(map(len, tokens))
 
 
 def scores_by_prompt(samples: Sequence[Sample]) -> list[float]:
@@ -101,18 +133,28 @@ def scores_by_prompt(samples: Sequence[Sample]) -> list[float]:
 
 @torch.inference_mode()
 def score_demonstrations(model: ModelConfig, samples: Sequence[Sample]) -> list[float]:
-    """Per demonstration, minus the mean loss of its trained tokens."""
+    """Per demonstration, minus the mean loss of its trained tokens; on the first GPU where there is one."""
     from rollouts_core.model.policy import compute_logprobs  # models in training: two seconds that rewards can spare
 
-    hf_model = load_hf_model(model).eval()
+    hf_model = load_hf_model(model, device=default_device()).eval()
     check_attention(hf_model)
     pad_id = pad_token_id(load_tokenizer(model))
-    scores = []
-    for sample in samples:
-        batch = build_batch([[sample]], pad_id=pad_id)
-        logprobs_BT = compute_logprobs(hf_model, batch)
-        scores.append(float((logprobs_BT * batch.loss_mask_BT).sum()) / batch.num_loss_tokens)
+    scores = [0.0] * len(samples)
+    for places in split_by_length(samples):
+        batch = build_batch([[samples[place]] for place in places], pad_id=pad_id).to(hf_model.device)
+        sums_B = (compute_logprobs(hf_model, batch) * batch.loss_mask_BT).sum(dim=1)
+        for place, score in zip(places, (sums_B / batch.loss_mask_BT.sum(dim=1)).tolist(), strict=True):
+            scores[place] = score
     return scores
+
+
+def split_by_length(samples: Sequence[Sample]) -> Iterator[list[int]]:
+    """The places of the samples, in batches of about one length and at most `MAX_BATCH_TOKENS`, or one sample."""
+    by_length = sorted(range(len(samples)), key=lambda place: len(samples[place].tokens), reverse=True)
+    while by_length:
+        num_rows = max(1, MAX_BATCH_TOKENS // len(samples[by_length[0]].tokens))
+        yield by_length[:num_rows]
+        by_length = by_length[num_rows:]
 
 
 def evaluation_rollouts(evaluation: EvaluationConfig, rollout: RolloutConfig) -> RolloutConfig:

@@ -23,7 +23,7 @@ from rollouts_core.data.chat import tokenize_prompt, tokenize_prompts
 from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
 from rollouts_core.environments.protocol import MultiTurnEnvironment, describe_tools, is_multi_turn
 from rollouts_core.errors import DataError, EngineError, EnvironmentUnavailableError
-from rollouts_core.resolve import GenerateFn, resolve_environment
+from rollouts_core.resolve import resolve_environment
 from rollouts_core.seeds import derive_seed
 from rollouts_core.types import Prompt, Sample, Status
 
@@ -44,7 +44,7 @@ MAX_INTERRUPTIONS = 1000
 
 def create_engine_generate_fn(
     engines: Sequence[InferenceEngine], tokenizer: PreTrainedTokenizerBase, config: RolloutConfig
-) -> GenerateFn:
+) -> Callable[[Sequence[Sample]], Awaitable[list[Sample]]]:
     """A `generate_fn` that asks `engines`: one request per group, or per turn where the environment answers.
 
     Samples that have tokens already are continued from them.

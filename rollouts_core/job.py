@@ -201,6 +201,8 @@ class ServeJob(Record):
     """Port to listen on."""
     lease_port: int = Field(0, ge=0, le=65535, json_schema_extra=PLACEMENT)
     """Port at which a trainer on another node renews the lease; 0 where it is on the same one."""
+    parent_pid: int = Field(0, ge=0, json_schema_extra=PLACEMENT)
+    """The process that started the server and with which it ends; 0 where it ends by itself."""
     context_length: int = Field(ge=2)
     """Prompt and completion tokens of one request at most."""
     engine: EngineConfig = EngineConfig()

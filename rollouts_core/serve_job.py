@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from rollouts_core.backends.launch import die_with_parent
 from rollouts_core.embedded.server import API_KEY_VARIABLE, bind_port, is_loopback, serve
 from rollouts_core.errors import InputError
 from rollouts_core.job import ServeJob
@@ -20,6 +21,8 @@ from rollouts_core.run_directory import RunDirectory, attempt_number
 
 def run_serve_job(job: ServeJob, directory: RunDirectory) -> None:
     """Serve until told to stop; SGLang and vLLM take this process over."""
+    if job.parent_pid:
+        die_with_parent(job.parent_pid)
     with EventLog(directory.events, attempt=attempt_number()) as events:
         events.write("started", kind=job.kind, pid=os.getpid())
         if job.lease_port:

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from rollouts_core.checkpoint import find_checkpoint, load_manifest
 from rollouts_core.comparison import LEAST_P_VALUE, least_p_value, least_wins
 from rollouts_core.config import (
+    ENGINE_MARGINS,
     Config,
     DatasetConfig,
     ModelConfig,
@@ -64,8 +65,6 @@ MODEL_FILES = {
 }
 """What a model's folder must hold, and the names under which it may."""
 NUM_STREAMED_ROWS_CHECKED = 10_000
-ENGINE_MARGIN_TOKENS = 1
-"""The embedded engine refuses prompts that leave no room for a token more than was asked for."""
 
 
 def validate_config(config: Config) -> list[str]:
@@ -216,21 +215,40 @@ def check_model_files(config: Config) -> None:
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} was cut or is damaged ({first_line(error)}): copy it again") from error
     if is_generating:
-        num_positions = load_architecture(
-            folder,
-            runner="evaluation, which computes with the embedded engine's decoder,",
-            remedy='evaluation.metric = "loss" with mode = "sft" compares any model',
-        ).max_context_length
+        num_positions = count_positions(config)
         if config.mode != "sft":
             longest = config.rollout.max_prompt_tokens
             check_positions(f"prompts of {longest} tokens (rollout.max_prompt_tokens)", longest, num_positions, config)
 
 
-def check_positions(prompts: str, num_prompt_tokens: int, num_positions: int, config: Config) -> None:
-    """Raise ConfigError when prompts of so many tokens with their completions are longer than the model can see."""
+def count_positions(config: Config) -> int | None:
+    """How many positions the model has, as far as its configuration tells.
+
+    Raises:
+        CheckpointError: the embedded engine is to score its completions, and cannot compute them.
+    """
+    folder = Path(config.model.path)
+    if config.evaluation_engine.kind == "embedded":
+        others = 'rollout.engine.kind "sglang" and "vllm" complete prompts with other models'
+        loss = ', and evaluation.metric = "loss" compares any' if config.mode == "sft" else ""
+        is_chosen = config.rollout.engine.kind != "embedded"
+        return load_architecture(
+            folder,
+            runner="evaluation by the embedded engine",
+            remedy='leave evaluation.engine = "embedded" out' if is_chosen else others + loss,
+        ).max_context_length
+    return read_model_number(folder, "max_position_embeddings")
+
+
+def check_positions(prompts: str, num_prompt_tokens: int, num_positions: int | None, config: Config) -> None:
+    """Raise ConfigError when prompts of so many tokens with their completions are longer than the model can see.
+
+    Args:
+        num_positions: what it can see, None where nobody knows.
+    """
     max_new_tokens = config.rollout.sampling.max_new_tokens
-    needed = num_prompt_tokens + max_new_tokens + ENGINE_MARGIN_TOKENS
-    if needed > num_positions:
+    needed = num_prompt_tokens + max_new_tokens + ENGINE_MARGINS[config.evaluation_engine.kind]
+    if num_positions is not None and needed > num_positions:
         raise ConfigError(
             f"{prompts} with completions of {max_new_tokens} (rollout.sampling.max_new_tokens) need {needed} "
             f"positions, the model at {config.model.path} has {num_positions}: lower one of them"
@@ -249,9 +267,24 @@ def check_model_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBas
 
 def num_embedded_tokens(model: ModelConfig) -> int | None:
     """The size of a local model's vocabulary, None where it does not say; that of a hub model it says when loaded."""
-    config_file = Path(model.path) / "config.json"
-    vocab_size = json.loads(config_file.read_text()).get("vocab_size") if config_file.is_file() else None
-    return vocab_size if isinstance(vocab_size, int) else None
+    return read_model_number(Path(model.path), "vocab_size")
+
+
+def read_model_number(folder: Path, name: str) -> int | None:
+    """A number of a model's config.json, of its language model where it has others; None where it is not there.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        number = {**settings, **settings.get("text_config", {})}.get(name)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} is no configuration of a model ({first_line(error)}): copy it again") from error
+    return number if isinstance(number, int) else None
 
 
 def check_num_rows(num_rows: int, max_p_value: float, *, source: str, setting: str) -> None:
@@ -422,6 +455,5 @@ def _load_checked_prompts(path: str, config: Config, tokenizer: PreTrainedTokeni
     tools = describe_tools(resolve_environment(config.rollout))
     max_tokens = config.rollout.max_prompt_tokens
     longest = check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=path, tools=tools)
-    num_positions = load_architecture(Path(config.model.path)).max_context_length
-    check_positions(f"{path}: prompts of {longest} tokens", longest, num_positions, config)
+    check_positions(f"{path}: prompts of {longest} tokens", longest, count_positions(config), config)
     return prompts

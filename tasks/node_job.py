@@ -59,6 +59,8 @@ def gpus_of(stage: Stage, node: Node) -> tuple[str, ...]:
 
     Two RLs that each had some of them would wait for each other for ever, so every job of an RL takes all of them.
     """
+    if is_sampling_evaluation(stage):
+        return gpus_of_engines(stage)
     deployment = stage.job["deployment"]
     trainer = deployment["trainer_gpu_ranks"]
     shares_cpu = deployment["trainer_processes"] > 1 and not trainer
@@ -70,11 +72,16 @@ def gpus_of(stage: Stage, node: Node) -> tuple[str, ...]:
     return tuple(dict.fromkeys(gpus))
 
 
-def gpus_of_engines(rl: Stage) -> tuple[str, ...]:
-    """The GPUs that the engines of an RL use, on each node that has some; the embedded engine computes on the CPU."""
-    if rl.job["rollout"]["engine"]["kind"] == "embedded":
+def gpus_of_engines(stage: Stage) -> tuple[str, ...]:
+    """The GPUs that the engines of a stage use, on each node that has some; the embedded engine computes on the CPU."""
+    if stage.job["rollout"]["engine"]["kind"] == "embedded":
         return ()
-    return tuple(str(rank) for rank in rl.job["deployment"]["engine_gpu_ranks"]) or (FIRST_GPU,)
+    return tuple(str(rank) for rank in stage.job["deployment"]["engine_gpu_ranks"]) or (FIRST_GPU,)
+
+
+def is_sampling_evaluation(stage: Stage) -> bool:
+    """Whether a stage scores completions, which engines sample that its own job starts."""
+    return stage.kind == "eval" and stage.job["evaluation"]["metric"] == "accuracy"
 
 
 def job_environment(stage: Stage, known_keys: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
@@ -86,7 +93,8 @@ def job_environment(stage: Stage, known_keys: Mapping[str, str] = MappingProxyTy
     Raises:
         ConfigError: a variable that is to hold a key is not set here.
     """
-    ranks = stage.job["deployment"]["engine_gpu_ranks" if stage.kind == "serve" else "trainer_gpu_ranks"]
+    uses_engine_gpus = stage.kind == "serve" or is_sampling_evaluation(stage)
+    ranks = stage.job["deployment"]["engine_gpu_ranks" if uses_engine_gpus else "trainer_gpu_ranks"]
     # Counted as nvidia-smi counts, which is how locks are named: CUDA itself counts the fastest GPU first.
     gpus = (
         {"CUDA_VISIBLE_DEVICES": ",".join(str(rank) for rank in ranks), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

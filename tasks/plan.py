@@ -11,9 +11,9 @@ from pathlib import Path
 from infra.node import Node
 from infra.session import LOOPBACK
 from rollouts_core.config import (
-    MIN_ENGINE_CONTEXT,
     Config,
     DatasetConfig,
+    EngineConfig,
     ModelConfig,
     RolloutConfig,
     SamplingConfig,
@@ -25,9 +25,6 @@ from rollouts_core.job import EngineAddress, EvalJob, InputDataset, InputFile, I
 from rollouts_core.keys import OWN_KEY_VARIABLE
 from tasks.early_end import is_left_behind
 from tasks.records import EngineRecord, RunScope, Stage, StageRecord
-
-ENGINE_MARGIN_TOKENS = 1
-"""The embedded engine refuses prompts that leave no room for a token more than was asked for."""
 
 
 def plan_sft(config: Config, scope: RunScope, node: Node) -> Stage:
@@ -47,7 +44,7 @@ def plan_sft(config: Config, scope: RunScope, node: Node) -> Stage:
 def plan_selection(training: StageRecord, config: Config, scope: RunScope, node: Node) -> Stage:
     """Score every checkpoint that a training stage left, on the selection rows."""
     checkpoints = checkpoints_of(training, config)
-    job = evaluation_job(checkpoints, config.data.selection, config)
+    job = evaluation_job(checkpoints, config.data.selection, config, node)
     return build_stage(f"select-{training.stage}", job, scope, node, num_steps=len(checkpoints))
 
 
@@ -110,7 +107,7 @@ def plan_engine(rl: Stage, port: int, node: Node, index: int = 0) -> Stage:
         model=rl_job.model,
         host=node.address or LOOPBACK,
         port=port,
-        context_length=rollout.engine.context_length or needed_context(rollout),
+        context_length=rollout.engine_context(rollout.max_prompt_tokens),
         engine=rollout.engine,
         deployment=deployment.of_engine(index % deployment.num_engines),
     )
@@ -141,16 +138,10 @@ def plan_follower(stage: Stage, node: Node, node_rank: int) -> Stage:
     return stage.model_copy(update=changed)
 
 
-def needed_context(rollout: RolloutConfig) -> int:
-    """Tokens of the longest conversation, or of what the engine proves its weights by."""
-    longest = rollout.max_prompt_tokens + rollout.sampling.max_new_tokens + ENGINE_MARGIN_TOKENS
-    return longest if rollout.engine.kind == "embedded" else max(longest, MIN_ENGINE_CONTEXT)
-
-
 def plan_evaluation(models: Mapping[str, InputModel], config: Config, scope: RunScope, node: Node) -> Stage:
     """Score the models on the held-out rows, under the names base, sft and rl."""
     renamed = [model.model_copy(update={"name": name}) for name, model in models.items()]
-    job = evaluation_job(renamed, config.data.heldout, config)
+    job = evaluation_job(renamed, config.data.heldout, config, node)
     return build_stage("evaluate", job, scope, node, num_steps=len(renamed))
 
 
@@ -181,17 +172,19 @@ def checkpoints_of(training: StageRecord, config: Config) -> list[InputModel]:
     ]
 
 
-def evaluation_job(checkpoints: Sequence[InputModel], data: str, config: Config) -> EvalJob:
+def evaluation_job(checkpoints: Sequence[InputModel], data: str, config: Config, node: Node) -> EvalJob:
     """Score checkpoints on the rows of a file, as `config.evaluation` says.
 
     Only settings that can change a score go in: a run with another RL batch size evaluates the same SFT only once.
     """
-    rollout, sft = config.rollout, config.training.sft
+    rollout, sft, deployment = config.rollout, config.training.sft, config.deployment
+    is_generating = config.evaluation.metric == "accuracy"
     return EvalJob(
         checkpoints=tuple(checkpoints),
         data=input_file(data),
-        evaluation=config.evaluation,
+        evaluation=config.evaluation.model_copy(update={"engine": "rollout"}),  # which is the one below
         rollout=RolloutConfig(
+            engine=config.evaluation_engine if is_generating else EngineConfig(),
             environment=rollout.environment,
             multi_turn=rollout.multi_turn,
             max_environment_retries=rollout.max_environment_retries,
@@ -202,7 +195,7 @@ def evaluation_job(checkpoints: Sequence[InputModel], data: str, config: Config)
         ),
         training=SFTTrainingConfig(max_length=sft.max_length, train_on=sft.train_on, on_overlong=sft.on_overlong),
         plugin_digest=digest_plugins(rollout.environment, rollout.reward_fn, *(each.name for each in rollout.rewards)),
-        deployment=config.deployment,
+        deployment=deployment.with_engines_of_trainer() if node.engine_nodes else deployment,
     )
 
 

@@ -174,10 +174,14 @@ def run_worker(program: Callable[[], int]) -> NoReturn:
     os._exit(code)
 
 
-def die_with_parent() -> None:
-    """Let the kernel kill this process when the one that started it is gone, however that ended (Linux only)."""
+def die_with_parent(parent: int = 0) -> None:
+    """Let the kernel kill this process when the one that started it is gone, however that ended (Linux only).
+
+    Args:
+        parent: who started it, where it may be gone by now.
+    """
     if sys.platform == "linux":
-        parent = os.getppid()
+        parent = parent or os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it died before the line above
             os._exit(125)

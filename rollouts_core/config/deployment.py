@@ -61,6 +61,15 @@ class DeploymentConfig(Record):
         ranks = self.engine_gpu_ranks[index * num_ranks : (index + 1) * num_ranks]
         return self.model_copy(update={"engine_gpu_ranks": ranks, "num_engines": 1})
 
+    def with_engines_of_trainer(self) -> Self:
+        """The placement of engines on the trainer's GPUs, with as many for each as it has on the engines' own nodes."""
+        num_ranks = len(self.engine_gpu_ranks) // self.num_engines
+        trainer = self.trainer_gpu_ranks
+        num_engines = max(1, len(trainer) // num_ranks) if num_ranks else 1
+        return self.model_copy(
+            update={"engine_gpu_ranks": trainer[: num_engines * num_ranks], "num_engines": num_engines}
+        )
+
     @model_validator(mode="after")
     def _check_engines(self) -> Self:
         if len(self.engine_gpu_ranks) % self.num_engines:

@@ -1,4 +1,4 @@
-"""`rollout.engine`: the inference server that samples.
+"""`rollout.engine`: the inference server that samples, for RL and for comparing checkpoints.
 
 Not here: its GPUs, ports and number (deployment.py), how it is started (engines/launch.py).
 """
@@ -20,13 +20,16 @@ TRANSFERS: Mapping[EngineKind, tuple[WeightTransfer, ...]] = {
     "vllm": ("auto",),
 }
 """The ways in which weights can go to each kind of engine."""
-MIN_ENGINE_CONTEXT = 25
+ENGINE_MARGINS: Mapping[EngineKind, int] = {"embedded": 1, "sglang": 2, "vllm": 1}
+"""Tokens for which each kind wants room besides those of a prompt and its completion: without it, the embedded engine
+refuses the prompt, and SGLang ends the completion early."""
+MIN_ENGINE_CONTEXT = 26
 """Tokens that an engine of another kind than the embedded one has to have room for: it is asked for a few, to prove its
 weights (engines/canary.py)."""
 
 
 class EngineConfig(Record):
-    """The inference server that samples for RL."""
+    """The inference server that samples."""
 
     kind: EngineKind = "embedded"
     """embedded: this project's own, for small models on a CPU. sglang and vllm are installed by you, usually into an

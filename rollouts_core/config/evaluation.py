@@ -17,6 +17,9 @@ class EvaluationConfig(Record):
 
     metric: Literal["accuracy", "loss"] = "accuracy"
     """Mean reward on prompts, or mean loss on demonstrations."""
+    engine: Literal["rollout", "embedded"] = "rollout"
+    """Who completes the prompts. rollout: what `rollout.engine` names, started anew for each checkpoint. embedded: this
+    project's own engine, on the CPU in float32."""
     max_prompts: int = Field(1024, ge=1)
     """At most this many rows of a file are used, from its start."""
     samples_per_prompt: int = Field(1, ge=1)

@@ -14,6 +14,7 @@ from pydantic import model_validator
 
 from rollouts_core.config.data import DataConfig, DatasetConfig
 from rollouts_core.config.deployment import DeploymentConfig
+from rollouts_core.config.engine import EngineConfig
 from rollouts_core.config.evaluation import EvaluationConfig
 from rollouts_core.config.files import parse_config, read_settings, resolve_paths
 from rollouts_core.config.model import ModelConfig
@@ -55,6 +56,13 @@ class Config(Record):
         """The datasets of `data.sft`, also where it is written as one path."""
         sft = self.data.sft
         return sft if isinstance(sft, tuple) else (DatasetConfig(path=sft),)
+
+    @property
+    def evaluation_engine(self) -> EngineConfig:
+        """The engine that completes the prompts on which checkpoints are compared."""
+        engine = self.rollout.engine
+        is_server = self.evaluation.engine == "rollout" and engine.kind != "embedded"
+        return engine if is_server else EngineConfig()
 
     @model_validator(mode="after")
     def _check_mode(self) -> Self:

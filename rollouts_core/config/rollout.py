@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollouts_core.config.engine import EngineConfig
+from rollouts_core.config.engine import ENGINE_MARGINS, MIN_ENGINE_CONTEXT, EngineConfig
 from rollouts_core.config.record import PLACEMENT, Finite, FunctionName, Record, name_of_function
 from rollouts_core.config.reward import RewardConfig
 
@@ -114,6 +114,13 @@ class RolloutConfig(Record):
                 'not: set in_flight = "finish" or "abort"'
             )
         return self
+
+    def engine_context(self, num_prompt_tokens: int) -> int:
+        """Tokens for which the engine must have room: of a prompt, and of its completion or conversation."""
+        if self.engine.context_length:
+            return self.engine.context_length
+        longest = num_prompt_tokens + self.sampling.max_new_tokens + ENGINE_MARGINS[self.engine.kind]
+        return longest if self.engine.kind == "embedded" else max(longest, MIN_ENGINE_CONTEXT)
 
     @property
     def reward_names(self) -> tuple[str, ...]:

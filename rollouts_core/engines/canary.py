@@ -23,7 +23,7 @@ import torch
 from rollouts_core.backends.threaded import ThreadedBackend
 from rollouts_core.batch import build_batch, place_samples, split_by_sample
 from rollouts_core.concurrency import in_short_thread
-from rollouts_core.config import MIN_ENGINE_CONTEXT, ModelConfig, SamplingConfig
+from rollouts_core.config import ENGINE_MARGINS, MIN_ENGINE_CONTEXT, ModelConfig, SamplingConfig
 from rollouts_core.engines.protocol import Completion, GenerationRequest
 from rollouts_core.engines.sent import SentWeights
 from rollouts_core.errors import WeightSyncError
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = list(range(2, 10))
 """Any prompt will do; every model has these tokens."""
 NUM_COMPLETIONS = 4
-NUM_TOKENS = MIN_ENGINE_CONTEXT - len(PROMPT_TOKENS) - 1
-"""16; the embedded engine wants room for a token more than are sampled."""
+NUM_TOKENS = MIN_ENGINE_CONTEXT - len(PROMPT_TOKENS) - max(ENGINE_MARGINS.values())
+"""16."""
 MAX_GAP_NATS = 0.1
 """Mean difference of the log-probs of a token that number formats may explain."""
 

@@ -91,6 +91,11 @@ class EnginePool(ClosedOnExit):
         return ", ".join(member.engine.name for member in self._members)
 
     @property
+    def num_engines(self) -> int:
+        """How many there are, with those in quarantine."""
+        return len(self._members)
+
+    @property
     def quarantined(self) -> dict[str, str]:
         """The engines that are not asked for completions, and why."""
         return {member.engine.name: member.quarantined for member in self._members if member.quarantined}

@@ -78,6 +78,7 @@ def settings_of(folder: Path, engine: dict[str, str]) -> dict[str, Any]:  # Any:
         rollout__engine=engine,
         rollout__reward_fn="tests.rollouts_core.kill_rewards:grade_even_digits",
         training__rl__optim__lr=1e-2,
+        evaluation__engine="embedded",  # which is there at once
     )
 
 

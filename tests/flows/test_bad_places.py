@@ -56,7 +56,11 @@ def taken_port() -> Iterator[int]:
     ],
 )
 def test_an_engine_that_is_not_installed_is_named_before_anything_starts(folder: Path, python: str, words: str) -> None:
-    assert_refused(write_config(folder, rollout__engine={"kind": "vllm", "python": python}), words)
+    engine = {"kind": "vllm", "python": python}
+    assert_refused(write_config(folder, rollout__engine=engine), words)
+    comparing = write_config(folder, rollout__engine=engine, mode="sft")
+    assert words in refusal(comparing)
+    assert words in refusal(comparing, "base", command="evaluate")
 
 
 def test_an_engine_port_in_use_is_named(folder: Path) -> None:

@@ -131,7 +131,7 @@ def make_full_config(directory: Path) -> Config:
         (
             "rollout.engine",
             {"kind": "vllm", "context_length": 24},
-            r"rollout\.engine: engine\.context_length 24 is too short .* vllm proves its weights: give 25 or more",
+            r"rollout\.engine: engine\.context_length 24 is too short .* vllm proves its weights: give 26 or more",
         ),
     ],
 )

@@ -5,6 +5,7 @@ Without it a run would fail hours later on a row, or train on a handful of rows 
 
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,10 @@ from rollouts_core.validate import (
     check_demonstrations,
     check_functions,
     check_num_rows,
+    check_positions,
     check_promotion,
     check_resumed,
+    count_positions,
     warn_of_uncorrected_age,
 )
 from tests.rollouts_core.make import make_prompts
@@ -296,3 +299,34 @@ def test_a_checkpoint_of_other_settings_is_refused_before_anything_is_provisione
         check_resumed(make_config("a.jsonl", **again, optim={"lr": 1e-2}))
     with pytest.raises(CheckpointError, match="nowhere"):
         check_resumed(make_config("a.jsonl", **{**again, "resume_from": str(tmp_path / "nowhere")}))
+
+
+@pytest.mark.parametrize(
+    ("sections", "refusal"),
+    [
+        (
+            {},
+            r"does not support architecture MistralFor.*: rollout\.engine\.kind \"sglang\" and .*\"loss\" compares any",
+        ),
+        ({"rollout": {"engine": {"kind": "vllm"}}}, ""),
+        (
+            {"rollout": {"engine": {"kind": "vllm"}}, "evaluation": {"engine": "embedded"}},
+            r'MistralFor.*: leave evaluation\.engine = "embedded" out',
+        ),
+        (
+            {"rollout": {"engine": {"kind": "vllm"}, "sampling": {"max_new_tokens": 60}}},
+            r"need 71 positions, the model at .* has 64",
+        ),
+    ],
+)
+def test_a_model_is_compared_by_an_engine_that_can_compute_it(
+    tmp_path: Path, sections: dict[str, Any], refusal: str
+) -> None:
+    settings = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    rollout = {"sampling": {"max_new_tokens": 30}, **sections.pop("rollout", {})}
+    model, data = {"path": str(tmp_path)}, make_config("a.jsonl").data
+    config = Config.model_validate({"mode": "sft", "model": model, "data": data, "rollout": rollout, **sections})
+    expected = pytest.raises((CheckpointError, ConfigError), match=refusal) if refusal else nullcontext()
+    with expected:
+        check_positions("prompts of 10 tokens", 10, count_positions(config), config)

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from infra.node import LocalNode, Node
 from infra.providers import provision_node
 from rollouts_core.checkpoint import load_manifest, new_checkpoint
-from rollouts_core.config import MIN_ENGINE_CONTEXT, Config, DataConfig, ModelConfig
+from rollouts_core.config import ENGINE_MARGINS, MIN_ENGINE_CONTEXT, Config, DataConfig, ModelConfig
 from rollouts_core.engines.canary import canary_requests
 from rollouts_core.errors import CheckpointError
 from rollouts_core.job import InputModel
@@ -31,7 +31,7 @@ from tasks.plan import (
     selected_model,
     with_engines,
 )
-from tasks.records import EngineRecord, RunScope, StageRecord
+from tasks.records import EngineRecord, RunScope, Stage, StageRecord
 
 DATA = ("sft", "prompts", "selection", "heldout")
 
@@ -188,7 +188,7 @@ def test_each_node_has_as_many_engines_which_share_its_gpus(tmp_path: Path, scop
     assert len({engine.run_dir for engine in engines}) == 4
 
 
-@pytest.mark.parametrize(("kind", "context"), [("embedded", 8), ("sglang", 25), ("vllm", 25)])
+@pytest.mark.parametrize(("kind", "context"), [("embedded", 8), ("sglang", 26), ("vllm", 26)])
 def test_an_engine_has_room_for_what_it_is_asked_to_prove_itself(
     tmp_path: Path, scope: RunScope, node: Node, kind: str, context: int
 ) -> None:
@@ -197,7 +197,7 @@ def test_an_engine_has_room_for_what_it_is_asked_to_prove_itself(
     engine = plan_engine(plan_rl(base_model(config), config, scope, node), 0, node)
     assert engine.job["context_length"] == context
     longest = max(len(request.prompt_tokens) + request.sampling.max_new_tokens for request in canary_requests(1.0))
-    assert longest < MIN_ENGINE_CONTEXT == 25
+    assert longest + ENGINE_MARGINS["sglang"] == MIN_ENGINE_CONTEXT == 26
 
 
 def test_the_engine_that_samples_is_part_of_the_identity_of_rl_and_where_it_is_installed_is_not(
@@ -210,6 +210,48 @@ def test_the_engine_that_samples_is_part_of_the_identity_of_rl_and_where_it_is_i
     assert identity({}) == identity({"kind": "embedded"})
     assert identity({"kind": "sglang"}) != identity({})
     assert identity({"kind": "sglang"}) == identity({"kind": "sglang", "python": "/opt/sglang/bin/python"})
+
+
+def test_scores_of_another_engine_are_other_scores(tmp_path: Path, scope: RunScope, node: Node) -> None:
+    def plan(node: Node = node, **sections: Any) -> Stage:  # Any: settings of every type
+        config = config_at(tmp_path / "inputs", **sections)
+        return plan_evaluation({"base": base_model(config)}, config, scope, node)
+
+    sglang: dict[str, Any] = {"rollout": {"engine": {"kind": "sglang", "dtype": "bfloat16"}}}
+    assert plan(**sglang).fingerprint != plan().fingerprint
+    assert plan(**sglang).job["rollout"]["engine"]["dtype"] == "bfloat16"
+    by_embedded = [plan(**sglang, evaluation={"engine": "embedded"}), plan(evaluation={"engine": "embedded"})]
+    by_embedded.append(plan(rollout={"engine": {"context_length": 4096}}))  # which the decoder has no use for
+    assert {stage.fingerprint for stage in by_embedded} == {plan().fingerprint}
+    by_loss = [plan(**each, mode="sft", evaluation={"metric": "loss"}) for each in (sglang, {})]
+    assert by_loss[0].fingerprint == by_loss[1].fingerprint
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engines", "num_engines", "expected"),
+    [
+        ((0, 1, 2, 3), (4, 5, 6, 7), 2, ((0, 1, 2, 3), 2)),
+        ((0, 1, 2), (0, 1, 2, 3), 2, ((0, 1), 1)),
+        ((0,), (0, 1, 2, 3), 1, ((0,), 1)),
+        ((), (0, 1), 2, ((), 1)),
+        ((0, 1), (), 2, ((), 1)),
+    ],
+)
+def test_where_engines_have_their_own_nodes_an_evaluation_has_the_trainers_gpus(
+    tmp_path: Path,
+    scope: RunScope,
+    node: Node,
+    trainer: tuple[int, ...],
+    engines: tuple[int, ...],
+    num_engines: int,
+    expected: tuple[tuple[int, ...], int],
+) -> None:
+    deployment = {"trainer_gpu_ranks": trainer, "engine_gpu_ranks": engines, "num_engines": num_engines}
+    config = config_at(tmp_path / "inputs", deployment=deployment, rollout={"engine": {"kind": "sglang"}})
+    cluster = replace(node, engine_nodes=(replace(node, name="there"),))
+    for place, ranks in ((cluster, expected), (node, (engines, num_engines))):
+        found = plan_evaluation({"base": base_model(config)}, config, scope, place).job["deployment"]
+        assert (tuple(found["engine_gpu_ranks"]), found["num_engines"]) == ranks
 
 
 def test_fresh_makes_another_identity_of_this_stage_for_this_run_alone(

@@ -42,13 +42,17 @@ def stage(kind: str, *, engine: str = "embedded", data: str = "/data.jsonl", **d
 
 
 @pytest.mark.parametrize(
-    ("kind", "gpus"), [("sft", "0,1"), ("rl", "0,1"), ("evaluate", "0,1"), ("select", "0,1"), ("serve", "2")]
+    ("kind", "metric", "gpus"),
+    [("sft", "", "0,1"), ("rl", "", "0,1"), ("eval", "loss", "0,1"), ("eval", "accuracy", "2"), ("serve", "", "2")],
 )
-def test_a_stage_sees_its_own_gpus(kind: str, gpus: str) -> None:
-    found = job_environment(stage(kind, trainer_gpu_ranks=(0, 1), engine_gpu_ranks=(2,)))
+def test_a_stage_sees_its_own_gpus(kind: str, metric: str, gpus: str) -> None:
+    placed, anywhere = stage(kind, trainer_gpu_ranks=(0, 1), engine_gpu_ranks=(2,)), stage(kind)
+    for each in (placed, anywhere):
+        each.job["evaluation"] = {"metric": metric}
+    found = job_environment(placed)
     assert found["CUDA_VISIBLE_DEVICES"] == gpus
     assert found["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-    assert "CUDA_VISIBLE_DEVICES" not in job_environment(stage(kind))
+    assert "CUDA_VISIBLE_DEVICES" not in job_environment(anywhere)
 
 
 def test_the_hubs_token_goes_only_to_a_job_that_reads_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +84,10 @@ WITH_ENGINES_ELSEWHERE = replace(ALONE, engine_nodes=(replace(ALONE, name="there
     ("waiting", "gpus"),
     [
         (with_ranks("sft", (0, 1), (2,)), ("0", "1")),
-        (with_ranks("eval", (0, 1), (2,)), ("0", "1")),
+        (with_ranks("eval", (0, 1), (2,), evaluation={"metric": "loss"}), ("0", "1")),
+        (with_ranks("eval", (0, 1), (2, 3), evaluation={"metric": "accuracy"}), ("2", "3")),
+        (with_ranks("eval", (0, 1), (), evaluation={"metric": "accuracy"}), (FIRST_GPU,)),
+        (with_ranks("eval", (0, 1), (2,), evaluation={"metric": "accuracy"}, engine="embedded"), ()),
         (with_ranks("sft", (), (2,)), (FIRST_GPU,)),
         (with_ranks("sft", (), (), trainer_processes=2), ()),
         (with_ranks("rl", (0, 1), (2,)), ("0", "1", "2")),

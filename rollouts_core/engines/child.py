@@ -1,0 +1,191 @@
+"""Engines that a job starts for itself, as child processes, and ends when it has sampled from them.
+
+Not here: the engines of RL, which are jobs of their own (tasks/engine.py), command lines (launch.py).
+
+    start ── answer ── sample ── end      they serve one checkpoint, so they cannot answer with the weights of another
+      └── one ended before that: the reason found in its log
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rollouts_core.concurrency import gather
+from rollouts_core.config import DeploymentConfig, EngineConfig, RolloutConfig
+from rollouts_core.embedded.server import bind_port
+from rollouts_core.engine_log import explain_engine_log
+from rollouts_core.engines.endpoint import Endpoint, create_engine
+from rollouts_core.engines.pool import EnginePool
+from rollouts_core.engines.sglang import SGLangEngine
+from rollouts_core.engines.vllm import VLLMEngine
+from rollouts_core.errors import ConfigError, EngineError, EngineUnavailableError
+from rollouts_core.files import write_json
+from rollouts_core.job import InputModel, ServeJob
+from rollouts_core.metrics import read_json_lines
+from rollouts_core.run_directory import RunDirectory
+
+LOOPBACK = "127.0.0.1"
+LOOK_S = 2.0
+"""How often an engine that does not answer yet is looked at."""
+RESTART_TIMEOUT_S = 5.0
+"""Nobody starts an engine anew that ended: whoever asks it learns of that soon."""
+GRACE_S = 10.0
+"""Between asking an engine to end and killing it."""
+TAIL_BYTES, TAIL_LINES = 65_536, 20
+"""Where the reason for an early end is looked for, and how much of it is shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildEngine:
+    """One engine, starting or ready."""
+
+    job: ServeJob
+    directory: RunDirectory
+    """Where its own files lie while it runs."""
+    log: Path
+    """What it printed."""
+    process: subprocess.Popen[bytes]
+
+    def client(self, request_timeout_s: float) -> SGLangEngine | VLLMEngine:
+        """A client of it."""
+        return create_engine(
+            Endpoint(
+                provider=self.job.engine.kind,
+                url=f"http://{LOOPBACK}:{self.job.port}",
+                model=self.job.model.model.path,
+                api_key_variable=self.job.engine.api_key_variable,
+            ),
+            request_timeout_s=request_timeout_s,
+            restart_timeout_s=RESTART_TIMEOUT_S,
+        )
+
+
+@asynccontextmanager
+async def started_engines(
+    model: InputModel, config: RolloutConfig, deployment: DeploymentConfig, directory: RunDirectory, *, max_tokens: int
+) -> AsyncIterator[EnginePool]:
+    """Engines with the weights of a checkpoint, used as one: as many as have GPUs of their own, on a CPU one.
+
+    Args:
+        directory: that of the job; gets their logs, `engine-0.txt` and so on.
+        max_tokens: of a prompt with its completion.
+
+    Raises:
+        ConfigError: an engine cannot be started as it is configured.
+        EngineError: one ended before it answered, with the reason as far as its log tells.
+        EngineUnavailableError: one did not answer in time.
+    """
+    num_engines = deployment.num_engines if deployment.engine_gpu_ranks else 1
+    children: list[ChildEngine] = []
+    try:
+        for index in range(num_engines):
+            placement = deployment.of_engine(index).model_copy(update={"colocated": False})
+            children.append(start_engine(index, model, config.engine, placement, directory, max_tokens=max_tokens))
+        async with EnginePool([child.client(config.request_timeout_s) for child in children]) as pool:
+            await gather([partial(wait_until_ready, child, config.engine.start_timeout_s) for child in children])
+            yield pool
+    finally:
+        stop_engines(children)
+
+
+def start_engine(
+    index: int,
+    model: InputModel,
+    engine: EngineConfig,
+    placement: DeploymentConfig,
+    directory: RunDirectory,
+    *,
+    max_tokens: int,
+) -> ChildEngine:
+    """Start one engine; it does not answer yet. It ends with this thread, so only the main one may start it."""
+    own = RunDirectory(directory.weights / f"engine-{index}")
+    shutil.rmtree(own.root, ignore_errors=True)  # a job that was killed left it
+    own.root.mkdir(parents=True)
+    with bind_port(LOOPBACK, 0) as listener:
+        port = listener.getsockname()[1]
+    job = ServeJob(
+        model=model,
+        port=port,
+        parent_pid=os.getpid(),
+        context_length=max_tokens,
+        engine=engine,
+        deployment=placement,
+    )
+    write_json(own.job, job.model_dump(mode="json"))
+    ranks = ",".join(map(str, placement.engine_gpu_ranks))
+    log = directory.root / f"engine-{index}.txt"
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rollouts_core", "serve", str(own.job)],
+            env=os.environ | ({"CUDA_VISIBLE_DEVICES": ranks, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if ranks else {}),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    return ChildEngine(job=job, directory=own, log=log, process=process)
+
+
+async def wait_until_ready(child: ChildEngine, timeout_s: float) -> None:
+    """Return when the engine answers.
+
+    Raises:
+        ConfigError, EngineError: it ended.
+        EngineUnavailableError: it did not answer in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    async with child.client(timeout_s) as client:
+        while True:
+            try:
+                return await client.wait_until_ready(LOOK_S)
+            except EngineUnavailableError as error:
+                if child.process.poll() is not None:
+                    raise _explain_end(child) from error
+                if time.monotonic() > deadline:
+                    raise EngineUnavailableError(
+                        f"the engine for {child.job.model.name} did not answer within {timeout_s:g} s "
+                        f"(rollout.engine.start_timeout_s); the last line of {child.log.name} is "
+                        f"{_read_tail(child.log).strip().rpartition(chr(10))[2]!r}"
+                    ) from error
+
+
+def stop_engines(children: list[ChildEngine]) -> None:
+    """End the engines with all their processes, and remove their files but the logs."""
+    for child in children:
+        child.process.terminate()
+    deadline = time.monotonic() + GRACE_S
+    for child in children:
+        with suppress(subprocess.TimeoutExpired):
+            child.process.wait(max(0.0, deadline - time.monotonic()))
+        with suppress(ProcessLookupError):
+            os.killpg(child.process.pid, signal.SIGKILL)  # those that it started
+        child.process.wait()
+        shutil.rmtree(child.directory.root, ignore_errors=True)
+
+
+def _explain_end(child: ChildEngine) -> ConfigError | EngineError:
+    """What is known of an engine that ended before it answered."""
+    events = read_json_lines(child.directory.events) if child.directory.events.exists() else []
+    if refused := [event["message"] for event in events if event["event"] == "failed"]:
+        return ConfigError(refused[-1])
+    tail = _read_tail(child.log)
+    reason = explain_engine_log(tail) or f"exit code {child.process.returncode}"
+    last_lines = "\n".join(tail.splitlines()[-TAIL_LINES:])
+    return EngineError(
+        f"the {child.job.engine.kind} engine for {child.job.model.name} ended before it answered: {reason}\n"
+        f"The last lines of {child.log}:\n{last_lines}"
+    )
+
+
+def _read_tail(log: Path) -> str:
+    return log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
