@@ -185,6 +185,7 @@ def sentence_of(output: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_a_reward_that_raises_on_some_completions_ends_the_run_and_the_engine(
     rollouts: Rollouts, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

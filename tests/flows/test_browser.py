@@ -140,6 +140,7 @@ def test_the_form_has_help_texts_and_bounds_and_its_run_is_watched_to_the_end(
         keep_picture(report, "report")
 
 
+@pytest.mark.matrix
 def test_credentials_are_saved_in_the_ui_and_a_key_survives_its_field_of_one_line(
     served: Rollouts,  # noqa: F811
     page: Page,

@@ -28,6 +28,7 @@ def keys_of(cuttable: CuttablePort, method: str, *, by_node: bool) -> set[str]:
     return {head.split()[1].partition("?")[0].split("/", 2)[2] for head in heads}
 
 
+@pytest.mark.matrix
 def test_a_model_goes_from_the_store_to_the_node_and_back_again(
     rollouts: Rollouts, served_home: Path, bucket: str, s3_server: S3Server, cuttable: CuttablePort, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 KEY = "77a0-known-to-nobody"
 
 
+@pytest.mark.matrix
 def test_a_run_with_a_key_and_shared_gpus_ends_well_and_leaves_the_key_nowhere(
     rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

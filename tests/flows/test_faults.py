@@ -165,6 +165,7 @@ def test_two_runs_at_once_train_their_common_sft_once(rollouts: Rollouts, tmp_pa
     assert_nothing_is_left(rollouts)
 
 
+@pytest.mark.matrix
 def test_ctrl_c_of_one_of_two_runs_leaves_their_common_sft_to_the_other(rollouts: Rollouts, tmp_path: Path) -> None:
     config = write_small_pipeline(tmp_path / "small", mode="sft", **LONG)
     first, sft = run_until(rollouts, config, "sft")

@@ -31,6 +31,7 @@ def on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conftest, "clean_environment", lambda: environment)
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("on_a_gpu")
 def test_the_second_run_waits_with_its_engine_and_trains_when_the_first_has_ended(
     rollouts: Rollouts, tmp_path: Path

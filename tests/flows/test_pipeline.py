@@ -43,6 +43,7 @@ def test_a_run_leaves_a_report_and_a_checkpoint_and_a_second_one_reuses_all_stag
     assert len(list((rollouts.store / "stages").glob("*/exit-1.json"))) == 6  # five stages and the engine, once each
 
 
+@pytest.mark.matrix
 def test_rl_alone_and_rl_from_its_rollouts_without_an_engine_train_the_same(rollouts: Rollouts, tmp_path: Path) -> None:
     config = write_small_pipeline(tmp_path / "small", mode="rl")
     code, output = rollouts.run("run", str(config))

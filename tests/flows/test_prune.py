@@ -26,6 +26,7 @@ def places(store: Path) -> set[str]:
     }
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_run_keeps_what_it_needs_and_nothing_is_left_but_reports_when_all_are_over(
     rollouts: Rollouts, tmp_path: Path

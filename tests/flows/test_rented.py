@@ -139,6 +139,7 @@ def test_ctrl_c_fetches_the_last_checkpoint_and_gives_the_machine_back(
     assert_last_checkpoint_is_here(rollouts, tmp_path / "machine", said=rollouts.said())
 
 
+@pytest.mark.matrix
 def test_before_the_money_is_used_up_the_last_checkpoint_is_fetched_and_the_machine_given_back(
     rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
 ) -> None:

@@ -141,6 +141,7 @@ def test_data_is_trained_on_once_and_new_data_is_trained_on_and_compared_with_pr
             assert json.loads((served.store / "stages" / stage / "result.json").read_text())["checkpoints"]
 
 
+@pytest.mark.matrix
 def test_a_person_is_asked_and_the_question_outlives_everything_until_it_is_answered(
     served: Rollouts,  # noqa: F811
     folder: Path,

@@ -84,7 +84,8 @@ def test_a_worker_runs_what_was_deployed_cancel_ends_its_job_and_a_retry_attache
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_machine_gone", [pytest.param(False, marks=pytest.mark.matrix), True])
+@pytest.mark.matrix
+@pytest.mark.parametrize("is_machine_gone", [False, True])
 def test_a_run_whose_worker_died_with_it_is_found_and_started_again(
     server: SharedServer, tmp_path: Path, is_machine_gone: bool
 ) -> None:

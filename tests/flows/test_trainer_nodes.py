@@ -94,6 +94,7 @@ def test_a_run_trained_by_two_machines_ends_as_by_two_processes_of_one(
     assert digest_of_the_run(rollouts) == digest_trained_here(local_config, served_home, tmp_path)
 
 
+@pytest.mark.matrix
 def test_machines_that_do_not_reach_each_other_end_a_run_before_it_trains(
     rollouts: Rollouts, cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -238,6 +238,7 @@ def test_down_leaves_a_training_job_alone(served: Rollouts, tmp_path: Path) -> N
     assert_goes_on(sft)
 
 
+@pytest.mark.matrix
 def test_a_cancelled_run_ends_its_job_and_leaves_a_whole_checkpoint(served: Rollouts, tmp_path: Path) -> None:
     config = write_small_pipeline(tmp_path / "small", mode="rl", **LONG)
     up(served, str(config))
@@ -306,6 +307,7 @@ def kill_flow(rollouts: Rollouts) -> None:
     os.kill(flow, signal.SIGKILL)
 
 
+@pytest.mark.matrix
 def test_a_run_counts_as_living_while_its_settings_are_checked(served: Rollouts, folder: Path) -> None:
     up(served, str(folder / "small.toml"))
     run_id = trigger(served, "small")
