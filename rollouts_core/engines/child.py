@@ -3,7 +3,7 @@
 Not here: the engines of RL, which are jobs of their own (tasks/engine.py), command lines (launch.py).
 
     start ── answer ── sample ── end      they serve one checkpoint, so they cannot answer with the weights of another
-      └── one ended before that: the reason found in its log
+      └────────┴── one ended before that: the reason found in its log
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class ChildEngine:
     directory: RunDirectory
     """Where its own files lie while it runs."""
     log: Path
-    """What it printed."""
+    """What it printed, behind what others printed before it."""
+    log_start: int
+    """Where in the log that begins, bytes."""
     process: subprocess.Popen[bytes]
 
     def client(self, request_timeout_s: float) -> SGLangEngine | VLLMEngine:
@@ -82,7 +84,7 @@ async def started_engines(
 
     Raises:
         ConfigError: an engine cannot be started as it is configured.
-        EngineError: one ended before it answered, with the reason as far as its log tells.
+        EngineError: one ended, and none is left; with the reason as far as its log tells.
         EngineUnavailableError: one did not answer in time.
     """
     num_engines = deployment.num_engines if deployment.engine_gpu_ranks else 1
@@ -94,6 +96,10 @@ async def started_engines(
         async with EnginePool([child.client(config.request_timeout_s) for child in children]) as pool:
             await gather([partial(wait_until_ready, child, config.engine.start_timeout_s) for child in children])
             yield pool
+    except EngineUnavailableError as error:
+        if ended := [child for child in children if child.process.poll() is not None]:
+            raise _explain_end(ended[0]) from error
+        raise
     finally:
         stop_engines(children)
 
@@ -125,6 +131,7 @@ def start_engine(
     ranks = ",".join(map(str, placement.engine_gpu_ranks))
     log = directory.root / f"engine-{index}.txt"
     with log.open("ab") as output:
+        log_start = output.tell()
         process = subprocess.Popen(
             [sys.executable, "-m", "rollouts_core", "serve", str(own.job)],
             env=os.environ | ({"CUDA_VISIBLE_DEVICES": ranks, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if ranks else {}),
@@ -133,7 +140,7 @@ def start_engine(
             stderr=output,
             start_new_session=True,
         )
-    return ChildEngine(job=job, directory=own, log=log, process=process)
+    return ChildEngine(job=job, directory=own, log=log, log_start=log_start, process=process)
 
 
 async def wait_until_ready(child: ChildEngine, timeout_s: float) -> None:
@@ -152,10 +159,10 @@ async def wait_until_ready(child: ChildEngine, timeout_s: float) -> None:
                 if child.process.poll() is not None:
                     raise _explain_end(child) from error
                 if time.monotonic() > deadline:
+                    last_line = "".join(_last_lines(child, 1))
                     raise EngineUnavailableError(
                         f"the engine for {child.job.model.name} did not answer within {timeout_s:g} s "
-                        f"(rollout.engine.start_timeout_s); the last line of {child.log.name} is "
-                        f"{_read_tail(child.log).strip().rpartition(chr(10))[2]!r}"
+                        f"(rollout.engine.start_timeout_s); the last line of {child.log.name} is {last_line!r}"
                     ) from error
 
 
@@ -174,18 +181,21 @@ def stop_engines(children: list[ChildEngine]) -> None:
 
 
 def _explain_end(child: ChildEngine) -> ConfigError | EngineError:
-    """What is known of an engine that ended before it answered."""
+    """What is known of an engine that ended by itself."""
     events = read_json_lines(child.directory.events) if child.directory.events.exists() else []
     if refused := [event["message"] for event in events if event["event"] == "failed"]:
         return ConfigError(refused[-1])
-    tail = _read_tail(child.log)
-    reason = explain_engine_log(tail) or f"exit code {child.process.returncode}"
-    last_lines = "\n".join(tail.splitlines()[-TAIL_LINES:])
+    lines = _last_lines(child)
+    reason = explain_engine_log("\n".join(lines)) or f"exit code {child.process.returncode}"
+    shown = "\n".join(lines[-TAIL_LINES:])
     return EngineError(
-        f"the {child.job.engine.kind} engine for {child.job.model.name} ended before it answered: {reason}\n"
-        f"The last lines of {child.log}:\n{last_lines}"
+        f"the {child.job.engine.kind} engine for {child.job.model.name} ended by itself: {reason}\n"
+        f"The last lines of {child.log}:\n{shown}"
     )
 
 
-def _read_tail(log: Path) -> str:
-    return log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
+def _last_lines(child: ChildEngine, number: int = 0) -> list[str]:
+    """The last lines that it printed; 0 gives all that are looked at."""
+    with child.log.open("rb") as log:
+        log.seek(max(child.log_start, child.log.stat().st_size - TAIL_BYTES))
+        return log.read().decode(errors="replace").splitlines()[-number:]

@@ -49,7 +49,15 @@ for name in ("model-path", "port", "context-length"):
     parser.add_argument("--" + name)
 known, _ = parser.parse_known_args()
 print("GPUs", os.environ.get("CUDA_VISIBLE_DEVICES"), "of", known.model_path, "process", os.getpid(), flush=True)
+{before}
 serve(Path(known.model_path), port=int(known.port), context_length=int(known.context_length))
+"""
+DYING = """
+from rollouts_core.embedded.scheduler import Scheduler
+def die(*arguments, **named):
+    print("torch.OutOfMemoryError: CUDA out of memory", flush=True)
+    os._exit(1)
+Scheduler.submit = die
 """
 ROOT = Path(__file__).parents[3]
 
@@ -70,7 +78,7 @@ def write_engine(tmp_path: Path) -> Callable[[str], EngineConfig]:
 @pytest.fixture
 def embedded(tmp_path: Path, write_engine: Callable[[str], EngineConfig]) -> EngineConfig:
     """An engine that answers."""
-    (tmp_path / "engine.py").write_text(EMBEDDED.format(root=str(ROOT)))
+    (tmp_path / "engine.py").write_text(EMBEDDED.format(root=str(ROOT), before=""))
     return write_engine(f'exec {sys.executable} {tmp_path}/engine.py "$@"')
 
 
@@ -129,6 +137,7 @@ def test_each_checkpoint_is_completed_by_engines_of_its_own(
     assert list((tmp_path / "asked/weights").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_start_is_one_sentence(
     write_engine: Callable[[str], EngineConfig],
     base_model: ModelConfig,
@@ -142,12 +151,27 @@ def test_an_engine_that_cannot_start_is_one_sentence(
     assert "nowhere/python cannot be run (No such file or directory)" in capsys.readouterr().err.splitlines()[-1]
 
     full = write_engine("echo torch.OutOfMemoryError: CUDA out of memory; exit 1")
-    with pytest.raises(EngineError, match=r"model-0 ended before it answered: it ran out of memory(.|\n)*CUDA out"):
+    with pytest.raises(EngineError, match=r"model-0 ended by itself: it ran out of memory(.|\n)*CUDA out"):
         main(["eval", str(write_job(tmp_path / "full", full, [base_model], rows, ONE_THREAD))])
+
+    # In the log of an earlier start a reason is no reason.
+    write_engine("echo bye; exit 3")
+    with pytest.raises(EngineError, match=r"model-0 ended by itself: exit code 3\nThe last lines of .*:\nbye$"):
+        main(["eval", str(tmp_path / "full/job.json")])
 
     silent = write_engine("echo loading; exec sleep 600").model_copy(update={"start_timeout_s": 5})
     with pytest.raises(EngineUnavailableError, match=r"did not answer within 5 s .*engine-0\.txt is 'loading'"):
         main(["eval", str(write_job(tmp_path / "silent", silent, [base_model], rows, ONE_THREAD))])
+
+
+@pytest.mark.slow
+def test_an_engine_that_ends_while_it_is_asked_says_why(
+    embedded: EngineConfig, base_model: ModelConfig, quickstart_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "engine.py").write_text(EMBEDDED.format(root=str(ROOT), before=DYING))
+    rows = quickstart_dir / "heldout.jsonl"
+    with pytest.raises(EngineError, match=r"model-0 ended by itself: it ran out of memory"):
+        main(["eval", str(write_job(tmp_path / "asked", embedded, [base_model], rows, ONE_THREAD))])
 
 
 @pytest.mark.slow
