@@ -45,10 +45,10 @@ from infra.ssh import SSHConnection, connect
 from infra.tunnel import forwarded_port
 
 AnswerT = TypeVar("AnswerT")
-Purpose = Literal["control", "bulk", "bulk 1", "bulk 2", "bulk 3"]
+Purpose = Literal["control", "bulk", "pieces 0", "pieces 1", "pieces 2", "pieces 3"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
-BULK: tuple[Purpose, ...] = ("bulk", "bulk 1", "bulk 2", "bulk 3")
-"""Those after the first are for large files to a distant node."""
+PIECES: tuple[Purpose, ...] = ("pieces 0", "pieces 1", "pieces 2", "pieces 3")
+"""For large files to a distant node."""
 
 OPEN_ATTEMPTS = 4
 """So often a request is begun."""
@@ -191,7 +191,7 @@ class SSHSession:
     def write_chunks(self, path: str, chunks: Iterable[bytes]) -> str | None:
         if not self._connection("control").is_far:
             return self._write(path, chunks, "bulk")
-        writing = ParallelWrite(lambda number, request: self._ask(BULK[number], request), path)
+        writing = ParallelWrite(lambda number, request: self._ask(PIECES[number], request), path)
         _raise_if_refused(writing.run(chunks), path, writing.num_sent_bytes)
         return None
 
@@ -311,7 +311,8 @@ class SSHSession:
         self._idle_agents[purpose].clear()
 
     def _new_agent(self, purpose: Purpose) -> Agent:
-        if purpose == "bulk" and (client := self._openssh()) is not None:
+        client = self._openssh(purpose)
+        if client is not None:
             try:
                 agent = Agent(client.open_command, self._python, self._access.address)
                 agent.begin()
@@ -319,18 +320,20 @@ class SSHSession:
             except InfraError as error:
                 logger.warning("files take our own connection to %s: %s", self._access.address, error)
         agent = Agent(self._connection(purpose).open_command, self._python, self._access.address)
-        if purpose == "bulk":
+        if client is not None:
             self._may_use_openssh = False  # the node is there, so it was the client that failed
         return agent
 
-    def _openssh(self) -> OpenSSH | None:
+    def _openssh(self, purpose: Purpose) -> OpenSSH | None:
         """The client that is installed here, where it is faster and can log in as we do."""
-        if not self._may_use_openssh:
+        if not self._may_use_openssh or purpose == "control":
             return None
         believed = self._connection("control")
         with self._lock:
             self._check_open()
-            if believed.is_far or not believed.key_file or not openssh.is_installed():
+            # What a distant node sends is limited by the client's window, what it is sent by its own.
+            is_slower = believed.is_far and purpose not in PIECES
+            if is_slower or not believed.key_file or not openssh.is_installed():
                 return None
             client, of = self._openssh_client or (None, None)
             if client is None or of is not believed:  # another address perhaps, and another key

@@ -131,13 +131,17 @@ def test_without_a_client_our_own_connection_does_it(
     assert (tmp_path / "file").read_bytes() == b"content"
 
 
-def test_a_distant_node_is_not_asked_through_the_client(
+def test_what_a_distant_node_sends_does_not_go_through_the_client(
     far_session: SSHSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("infra.ssh._NEAR_S", 0.005)
     words = wrap_client(tmp_path / "bin", monkeypatch)
     far_session.write_chunks(str(tmp_path / "file"), [b"content"])
-    assert (tmp_path / "file").read_bytes() == b"content" and not words.exists()
+    assert (tmp_path / "file").read_bytes() == b"content"
+    words.unlink()  # it was asked to send
+    with far_session.pipe(["cat", str(tmp_path / "file")]) as chunks:
+        assert b"".join(chunks) == b"content"
+    assert not words.exists()
 
 
 def test_a_server_that_hangs_is_found_by_its_silence(
