@@ -72,6 +72,7 @@ def exit_codes(cluster: Cluster) -> list[int]:
     return [json.loads(path.read_text())["code"] for path in cluster.leader.files("root/stages/sft-*/exit-*.json")]
 
 
+@pytest.mark.matrix
 def test_a_run_trained_by_two_machines_ends_as_by_two_processes_of_one(
     rollouts: Rollouts, served_home: Path, cluster: Cluster, tmp_path: Path
 ) -> None:
