@@ -1,6 +1,6 @@
 # make quickstart   the whole pipeline on this machine, with data and a model that it makes itself
 # make test         every test but those of real engines; `make test-fast` leaves out those that start servers, jobs or pipelines
-# make test-matrix  more of what `make test` has a sample of, two hours: every place x every way in which a run can break,
+# make test-matrix  more of what `make test` has a sample of, three hours: every place x every way in which a run can break,
 #                   seeds of the quickstart, machines of engines that are lost, rented ones that are kept
 # make engines      SGLang and vLLM for a CPU, in .engines/, 7 GB; `make test-engines` tests against them
 # make check        lint, format, types
