@@ -30,7 +30,7 @@ test-matrix: $(READY)
 	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 -m matrix
 
 test-engines: $(READY) engines
-	$(PYTEST) -m "engine and not matrix" tests/engines
+	$(BIN)/python -m pytest -m "engine and not matrix" tests/engines
 
 engines: .engines/sglang/.ready .engines/vllm/.ready
 

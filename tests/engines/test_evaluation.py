@@ -43,7 +43,9 @@ def make_mistral() -> PreTrainedModel:
     return transformers.MistralForCausalLM(config)
 
 
-@pytest.mark.parametrize(("kind", "family"), [("sglang", "qwen3"), ("vllm", "mistral")])
+@pytest.mark.parametrize(
+    ("kind", "family"), [pytest.param("sglang", "qwen3", marks=pytest.mark.matrix), ("vllm", "mistral")]
+)
 def test_an_evaluation_asks_the_engine_for_what_the_model_says(kind: EngineKind, family: str, tmp_path: Path) -> None:
     saved = save(make(0) if family == "qwen3" else make_mistral(), tmp_path / "model")
     write_quickstart_files(tmp_path / "rows", size=SIZE)
@@ -85,4 +87,5 @@ def test_rollouts_evaluate_scores_by_sglang(rollouts: Rollouts, tmp_path: Path) 
     assert code == 0, output
     (stage,) = rollouts.store.glob("stages/evaluate-*")
     assert "sglang" in (stage / "engine-0.txt").read_text()
-    assert len(read_json_lines(stage / "samples/base.jsonl")) == SIZE.num_heldout_prompts
+    [samples] = (stage / "samples").glob("*.jsonl")
+    assert len(read_json_lines(samples)) == SIZE.num_heldout_prompts

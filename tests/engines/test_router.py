@@ -104,7 +104,7 @@ def router(tmp_path: Path) -> Iterator[Router]:
         started.kill()
 
 
-@pytest.fixture(scope="module", params=["embedded", "sglang"])
+@pytest.fixture(scope="module", params=["embedded", pytest.param("sglang", marks=pytest.mark.matrix)])
 def pair(
     request: pytest.FixtureRequest, start: SavedModel, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[Server]]:

@@ -53,6 +53,7 @@ def finish_in_the_middle(rollouts: Rollouts, config: Path, stage: str) -> tuple[
     return process, directory, said
 
 
+@pytest.mark.matrix
 def test_a_run_goes_on_with_what_it_has_and_the_next_one_trains_the_rest_as_if_nobody_had_asked(
     rollouts: Rollouts, tmp_path: Path
 ) -> None:

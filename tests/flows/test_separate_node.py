@@ -72,6 +72,7 @@ def test_a_run_on_a_machine_that_shares_nothing_ends_as_here_and_its_key_is_seen
     assert digest_of_the_run(rollouts) == digest_trained_here(local_config, served_home, tmp_path)
 
 
+@pytest.mark.matrix
 def test_training_goes_on_while_the_link_is_cut_and_its_results_come_afterwards(
     rollouts: Rollouts, node: SeparateNode, tmp_path: Path
 ) -> None:
