@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,6 +47,7 @@ class OpenSSH:
     def __init__(self, access: SSHAccess, believed: SSHConnection) -> None:
         self._access = access
         self._channels: list[OpenSSHChannel] = []
+        self._lock = threading.Lock()
         self._folder = tempfile.TemporaryDirectory(prefix="rollouts-ssh-")
         key = believed.host_key
         folder = Path(self._folder.name)
@@ -82,13 +84,15 @@ class OpenSSH:
     def open_command(self, command: str) -> "OpenSSHChannel":
         """Start a command line in the node's shell; whether that works shows at its first output."""
         channel = OpenSSHChannel([*self._command, "--", self._access.host, command], self._access.address)
-        self._channels = [other for other in self._channels if not other.has_ended] + [channel]
+        with self._lock:
+            self._channels = [other for other in self._channels if not other.has_ended] + [channel]
         return channel
 
     def close(self) -> None:
         """End the commands that are under way, and remove the files."""
-        for channel in self._channels:
-            channel.kill()
+        with self._lock:
+            for channel in self._channels:
+                channel.kill()
         self._folder.cleanup()
 
 

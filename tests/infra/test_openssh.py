@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,6 +120,31 @@ def test_a_client_that_fails_is_replaced_by_our_own_connection(
             assert (tmp_path / "file").read_bytes() == content
     assert "files take our own connection" in caplog.text
     assert words.read_text().splitlines().count("-F") == 1, "it is not tried again and again"
+
+
+def test_a_large_file_reaches_a_distant_node_whose_client_fails(
+    far_session: SSHSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infra.ssh._NEAR_S", 0.005)
+    wrap_client(tmp_path / "bin", monkeypatch, action="exit 255")
+    content = os.urandom(1 << 20)
+    far_session.write_chunks(str(tmp_path / "file"), [content] * 32)
+    assert (tmp_path / "file").read_bytes() == content * 32
+
+
+def test_commands_that_were_started_at_once_all_end_with_the_client(
+    ssh_server: SSHServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrap_client(tmp_path / "bin", monkeypatch, action="exec sleep 600")
+    believed = connect(ssh_server.access)
+    client = OpenSSH(ssh_server.access, believed)
+    with ThreadPoolExecutor(16) as threads:
+        channels = list(threads.map(client.open_command, ["true"] * 64))
+    client.close()
+    for channel in channels:
+        wait_until(lambda channel=channel: channel.has_ended)  # type: ignore[misc]
+        channel.close()
+    believed.close()
 
 
 def test_without_a_client_our_own_connection_does_it(
