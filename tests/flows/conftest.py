@@ -11,8 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from flows.server import local_server
 from rollouts_core.checkpoint import verify_checkpoint
 from tests.processes import dies_with_us
 from tests.small_pipeline import write_small_pipeline
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_TIMEOUT_S = 480.0
@@ -67,14 +67,6 @@ def clean_environment() -> dict[str, str]:
     """The environment of a user who never set anything of Prefect's or of ours."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "ROLLOUTS_"))}
     return kept | {"PYTHONPATH": str(ROOT)}
-
-
-def wait_until(is_true: Callable[[], bool], *, what: str, timeout_s: float = 120.0, every_s: float = 0.1) -> None:
-    """Return when the condition holds; fail the test at the deadline."""
-    deadline = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
-        time.sleep(every_s)
 
 
 def processes_of(store: Path) -> list[str]:

@@ -24,8 +24,9 @@ import pytest
 
 from flows.prefect_api import ask
 from flows.server import ServerAddress, ServerError
-from tests.flows.conftest import clean_environment, wait_until
+from tests.flows.conftest import clean_environment
 from tests.processes import dies_with_us
+from tests.waiting import wait_until
 
 USER = "prefect"
 AUTH = "people:secret"

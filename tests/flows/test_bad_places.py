@@ -25,7 +25,7 @@ from rollouts_core.config import ModelConfig, SFTTrainingConfig
 from rollouts_core.data.rows import digest_path
 from rollouts_core.fingerprint import digest_model
 from rollouts_core.job import InputDataset, InputModel, SFTJob
-from tests.flows.conftest import RUN_TIMEOUT_S, Rollouts, clean_environment, processes_of, wait_until
+from tests.flows.conftest import RUN_TIMEOUT_S, Rollouts, clean_environment, processes_of
 from tests.flows.refusals import (
     GOOD_ROW,
     Change,
@@ -37,6 +37,7 @@ from tests.flows.refusals import (
     write_rows,
 )
 from tests.mounts import mounted_tmpfs
+from tests.waiting import wait_until
 
 SMALL = "size=64m"
 

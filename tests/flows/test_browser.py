@@ -19,11 +19,12 @@ import pytest
 
 from flows.server import ServerAddress, running_server
 from infra.login_keys import read_public_key
-from tests.flows.conftest import Rollouts, wait_until
+from tests.flows.conftest import Rollouts
 from tests.flows.test_faults import LONG, exits_of, program_of, run_dir
 from tests.flows.test_up import api, served, state_of, trigger, up, wait_for_checkpoint, wait_for_state  # noqa: F401
 from tests.infra.ssh_server import make_key
 from tests.small_pipeline import write_small_pipeline
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

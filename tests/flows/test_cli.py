@@ -27,8 +27,9 @@ from typer.testing import CliRunner
 
 from flows.cli import app, render_curl
 from flows.form import Pipeline, load_pipeline
-from tests.flows.conftest import clean_environment, processes_of, wait_until
+from tests.flows.conftest import clean_environment, processes_of
 from tests.small_pipeline import small_settings, write_small_pipeline
+from tests.waiting import wait_until
 
 SURFACE = {
     "run": ["CONFIG", "--store", "--deployment", "--name", "--fresh", "--port"],

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from tests.flows.clusters import Cluster, further_node_settings, two_machines
-from tests.flows.conftest import Rollouts, digest_of_the_run, digest_trained_here, wait_until
+from tests.flows.conftest import Rollouts, digest_of_the_run, digest_trained_here
 from tests.flows.test_separate_node import Watch
 from tests.flows.test_ssh import SHORTER
 from tests.infra.separate_node import private_link, separate_node
 from tests.small_pipeline import write_small_pipeline
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.namespaces]
 
@@ -54,6 +55,12 @@ def test_a_run_with_its_engine_on_another_machine_ends_as_on_one_and_its_key_is_
 
     local_config = write_small_pipeline(tmp_path / "small", **SHORTER)
     assert digest_of_the_run(rollouts) == digest_trained_here(local_config, served_home, tmp_path)
+
+    # An evaluation is on the machine that leads alone, which need not have the GPUs of the engines.
+    own = {"deployment__engine_gpu_ranks": [0], "evaluation__seed": 1, "node": cluster.settings("engine_nodes")}
+    config = write_small_pipeline(tmp_path / "small", **own, **SHORTER)
+    code, output = rollouts.run("evaluate", str(config), str(tmp_path / "small" / "base_model"))
+    assert code == 0, output
 
 
 @pytest.mark.matrix

@@ -26,8 +26,9 @@ from flows.prefect_api import ask
 from flows.server import local_server
 from rollouts_core.checkpoint import list_checkpoints, load_manifest
 from rollouts_core.metrics import read_json_lines, read_metrics
-from tests.flows.conftest import Rollouts, join_home, processes_of, wait_until
+from tests.flows.conftest import Rollouts, join_home, processes_of
 from tests.small_pipeline import small_settings, write_small_pipeline
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -20,13 +20,14 @@ from flows.cli import app
 from infra.ledger import LEDGER_FILE, Ledger
 from rollouts_core.checkpoint import list_checkpoints, load_manifest
 from rollouts_core.metrics import read_metrics
-from tests.flows.conftest import Rollouts, wait_until
+from tests.flows.conftest import Rollouts
 from tests.flows.test_faults import digests_of, events_of, exits_of, last_run, paused, program_of, run_dir, run_until
 from tests.flows.test_ssh import node_root, node_settings, server  # noqa: F401
 from tests.flows.test_up import api, logs_of, served, trigger, up, wait_for_checkpoint, wait_for_state  # noqa: F401
 from tests.infra.ssh_server import SSHServer
 from tests.rollouts_core.histories import without_times
 from tests.small_pipeline import write_small_pipeline
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

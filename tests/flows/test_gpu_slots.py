@@ -12,7 +12,7 @@ import pytest
 
 from flows.gpu_slots import DEFAULT_GPU_SLOTS, load_gpu_slots, save_gpu_slots
 from rollouts_core.errors import ConfigError
-from tests.flows.conftest import Rollouts, wait_until
+from tests.flows.conftest import Rollouts
 from tests.flows.test_faults import LONG, paused, program_of
 from tests.flows.test_up import (
     api,
@@ -25,6 +25,7 @@ from tests.flows.test_up import (
     wait_for_state,
 )
 from tests.small_pipeline import write_small_pipeline
+from tests.waiting import wait_until
 
 
 def test_the_number_is_kept_and_a_damaged_one_is_named(tmp_path: Path) -> None:

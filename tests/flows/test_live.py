@@ -17,8 +17,8 @@ from flows.password import own_password
 from infra.ledger import LEDGER_FILE, Ledger
 from rollouts_core.gpu_use import sampled_gpu_use
 from rollouts_core.report.live import MAX_EVENTS, LiveStage, describe_stage, seconds_left
-from tests.flows.conftest import wait_until
 from tests.nvidia_smi import install_nvidia_smi
+from tests.waiting import wait_until
 
 NOW = 1_000_000.0
 HOSTILE = "<script>alert(1)</script>"

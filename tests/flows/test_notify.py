@@ -22,7 +22,8 @@ from flows.cli import app
 from flows.notify import DEFAULT_STATES
 from flows.prefect_api import ask
 from flows.server import ServerAddress, local_server, prefect_environment, run_url
-from tests.flows.conftest import Rollouts, wait_until
+from tests.flows.conftest import Rollouts
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -16,11 +16,12 @@ import pytest
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.providers.runpod import RunPod
 from infra.rentals import Rental, change_rental
-from tests.flows.conftest import Rollouts, wait_until
+from tests.flows.conftest import Rollouts
 from tests.flows.test_up import api, logs_of, served, trigger, up, wait_for_state  # noqa: F401
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.test_provision import REQUEST, World
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

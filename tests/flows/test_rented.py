@@ -27,13 +27,14 @@ from infra.providers.clouds import open_account
 from infra.rentals import RentalState, all_rentals, change_rental
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from tests.flows.breaking import rent, rented_node
-from tests.flows.conftest import Rollouts, pids_of, wait_until
+from tests.flows.conftest import Rollouts, pids_of
 from tests.flows.test_faults import events_of, program_of
 from tests.flows.test_up import logs_of, served, set_state, state_of, trigger, up, wait_for_state  # noqa: F401
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.ssh_server import SSHServer, running_server
 from tests.small_pipeline import write_small_pipeline
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -18,7 +18,7 @@ import tomli_w
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.registry import Alias, Model, current, history, models
 from rollouts_core.checkpoint import verify_checkpoint
-from tests.flows.conftest import Rollouts, wait_until
+from tests.flows.conftest import Rollouts
 from tests.flows.test_faults import LONG, exits_of, paused, program_of
 from tests.flows.test_up import (  # noqa: F401
     ASK_S,
@@ -32,6 +32,7 @@ from tests.flows.test_up import (  # noqa: F401
     wait_for_state,
 )
 from tests.small_pipeline import small_settings, write_small_pipeline
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +33,7 @@ from flows.server import (
     run_url,
 )
 from tests.flows.conftest import copy_home
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 GONE_TIMEOUT_S = 15.0
@@ -110,13 +111,6 @@ def processes_of(store: Path) -> list[int]:
     listing = subprocess.run(["ps", "-A", "-ww", "-o", "pid=,args="], capture_output=True, text=True, check=True)
     lines = [line.split(None, 1) for line in listing.stdout.splitlines()]
     return [int(line[0]) for line in lines if len(line) == 2 and str(store) in line[1]]
-
-
-def wait_until(is_true: Callable[[], bool], timeout_s: float = GONE_TIMEOUT_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < deadline, f"not true within {timeout_s} s"
-        time.sleep(0.05)
 
 
 def start_user(store: Path) -> tuple[subprocess.Popen[str], str]:

@@ -23,12 +23,13 @@ from flows.lost_runs import GONE
 from flows.prefect_yaml import render_prefect_yaml
 from flows.silent_runs import SILENT, mark_silent_runs
 from rollouts_core.errors import ConfigError
-from tests.flows.conftest import Rollouts, pids_of, processes_of, wait_until
+from tests.flows.conftest import Rollouts, pids_of, processes_of
 from tests.flows.shared_server import SharedServer, shared_server
 from tests.flows.test_faults import LONG, assert_goes_on, events_of, exits_of, paused, program_of
 from tests.flows.test_up import ASK_S
 from tests.processes import dies_with_us
 from tests.small_pipeline import write_small_pipeline
+from tests.waiting import wait_until
 
 POOL = "gpus"
 ENDS = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")

@@ -24,7 +24,7 @@ from flows.server import running_server
 from flows.up import find_serving
 from infra.ledger import Ledger
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
-from tests.flows.conftest import Rollouts, processes_of, wait_until
+from tests.flows.conftest import Rollouts, processes_of
 from tests.flows.test_faults import (
     LONG,
     NUM_STEPS,
@@ -36,6 +36,7 @@ from tests.flows.test_faults import (
     run_dir,
 )
 from tests.small_pipeline import write_small_pipeline
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

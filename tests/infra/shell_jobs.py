@@ -1,24 +1,16 @@
 """Small shell programs as jobs, and ways to look at their processes."""
 
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from infra.jobs import JobSpec, JobStatus, follow_job
 from infra.session import Session
+from tests.waiting import wait_until
 
 
 def shell_spec(run_dir: Path, script: str, **limits: Any) -> JobSpec:
     return JobSpec(run_dir=str(run_dir), argv=("/bin/sh", "-c", script), job={"script": script}, **limits)
-
-
-def wait_until(condition: Callable[[], bool], *, timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not true within {timeout_s} s"
-        time.sleep(0.02)
 
 
 def is_alive(pid: int) -> bool:

@@ -23,7 +23,7 @@ from infra.environment import PROJECT, ensure_environment, installed_requirement
 from infra.errors import JobLostError, PermanentInfraError
 from infra.node import Node, SSHNode
 from infra.session import LocalSession, Session
-from tests.infra.shell_jobs import wait_until
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 SMALL = [f"orjson=={metadata.version('orjson')}"]

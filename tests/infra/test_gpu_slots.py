@@ -26,8 +26,9 @@ from infra.jobs import (
 )
 from infra.session import LocalSession
 from infra.supervisor import GPU_LOCKS_VARIABLE, find_gpu_slots, find_processes, internal_path, read_json
-from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end, wait_until
+from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end
 from tests.nvidia_smi import install_nvidia_smi
+from tests.waiting import wait_until
 
 SESSION = LocalSession(sys.executable)
 HOLD = "echo has it; while [ ! -e end ]; do sleep 0.02; done; echo '{}' > result.json"

@@ -33,7 +33,8 @@ from infra.jobs import (
 )
 from infra.session import LocalSession, Session
 from infra.supervisor import read_json
-from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end, wait_until
+from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end
+from tests.waiting import wait_until
 
 WRITE_RESULT = """echo '{"loss": 0.5}' > result.part; mv result.part result.json"""
 

@@ -24,8 +24,8 @@ from infra.mirror import mirrored, pull_run
 from infra.receiver import hash_file
 from infra.session import LocalSession, Session
 from infra.ssh_session import SSHSession
-from tests.infra.shell_jobs import wait_until
 from tests.infra.ssh_server import SSHServer, running_server
+from tests.waiting import wait_until
 
 
 @pytest.fixture

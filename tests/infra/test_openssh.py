@@ -22,8 +22,9 @@ from infra.node import SSHAccess
 from infra.openssh import NUM_HEARTBEATS, OpenSSH
 from infra.ssh import HEARTBEAT_INTERVAL_S, connect
 from infra.ssh_session import SSHSession
-from tests.infra.shell_jobs import is_alive, read_pid, wait_until
+from tests.infra.shell_jobs import is_alive, read_pid
 from tests.infra.ssh_server import SSHServer, running_server
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.slow,

@@ -18,8 +18,8 @@ from infra.errors import DiskFullError, NodeUnreachableError
 from infra.parallel_write import BYTES_PER_SENDER
 from infra.ssh_session import SSHSession
 from tests.infra.delay_proxy import delayed_port
-from tests.infra.shell_jobs import wait_until
 from tests.infra.ssh_server import SSHServer, running_server
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,8 @@ from infra.errors import (
     PermanentInfraError,
 )
 from infra.session import Session
-from tests.infra.shell_jobs import is_alive, read_pid, wait_until
+from tests.infra.shell_jobs import is_alive, read_pid
+from tests.waiting import wait_until
 
 
 def test_a_command_becomes_a_record(session: Session) -> None:

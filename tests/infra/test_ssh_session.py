@@ -27,8 +27,9 @@ from infra.providers.ssh import expand_root
 from infra.ssh_session import SSHSession
 from infra.sync import publish_directory
 from tests.infra.separate_node import separate_node
-from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end, wait_until
+from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end
 from tests.infra.ssh_server import SSHServer, running_server
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -23,7 +23,7 @@ from rollouts_core.job import EngineAddress, InputModel, ServeJob
 from rollouts_core.job_engines import keep_leases, renew_lease
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.serve_job import offer_renewals
-from tests.flows.conftest import wait_until
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -31,10 +31,11 @@ from tasks.node_job import gpus_of, job_environment, job_spec
 from tasks.plan import base_model, plan_rl
 from tasks.records import EngineRecord, RunScope, Stage
 from tasks.unit_keys import own_unit_key
-from tests.flows.conftest import pids_of, processes_of, wait_until
+from tests.flows.conftest import pids_of, processes_of
 from tests.infra.shell_jobs import shell_spec
 from tests.infra.ssh_server import make_key
 from tests.small_pipeline import write_small_pipeline
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

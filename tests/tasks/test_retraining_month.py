@@ -31,8 +31,9 @@ from infra.supervisor import is_supervised
 from rollouts_core.checkpoint import load_manifest, new_checkpoint, verify_checkpoint
 from tasks.prune import plan_prune, remove_folders
 from tasks.retraining import Answer, Compared, Rules, retrain_once
-from tests.flows.conftest import processes_of, wait_until
+from tests.flows.conftest import processes_of
 from tests.infra.shell_jobs import shell_spec
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

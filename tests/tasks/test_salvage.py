@@ -18,7 +18,8 @@ from infra.session import LocalSession
 from tasks import salvage as salvages
 from tasks.records import RunScope
 from tasks.salvage import salvage
-from tests.infra.shell_jobs import shell_spec, wait_until
+from tests.infra.shell_jobs import shell_spec
+from tests.waiting import wait_until
 
 
 @pytest.fixture

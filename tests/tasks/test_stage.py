@@ -26,7 +26,8 @@ from tasks.node_job import gpus_of, gpus_of_engines, job_environment
 from tasks.progress import StageProgress
 from tasks.records import Stage
 from tasks.stage import follow_until_finished
-from tests.infra.shell_jobs import shell_spec, wait_until
+from tests.infra.shell_jobs import shell_spec
+from tests.waiting import wait_until
 
 
 def stage(kind: str, *, engine: str = "embedded", data: str = "/data.jsonl", **deployment: tuple[int, ...]) -> Stage:
@@ -42,13 +43,19 @@ def stage(kind: str, *, engine: str = "embedded", data: str = "/data.jsonl", **d
 
 
 @pytest.mark.parametrize(
-    ("kind", "metric", "gpus"),
-    [("sft", "", "0,1"), ("rl", "", "0,1"), ("eval", "loss", "0,1"), ("eval", "accuracy", "2"), ("serve", "", "2")],
+    ("kind", "engine", "gpus"),
+    [
+        ("sft", "", "0,1"),
+        ("rl", "vllm", "0,1"),
+        ("eval", "embedded", "0,1"),  # where a loss, or a reward by a classifier, is computed
+        ("eval", "vllm", "2"),
+        ("serve", "vllm", "2"),
+    ],
 )
-def test_a_stage_sees_its_own_gpus(kind: str, metric: str, gpus: str) -> None:
+def test_a_stage_sees_its_own_gpus(kind: str, engine: str, gpus: str) -> None:
     placed, anywhere = stage(kind, trainer_gpu_ranks=(0, 1), engine_gpu_ranks=(2,)), stage(kind)
     for each in (placed, anywhere):
-        each.job["evaluation"] = {"metric": metric}
+        each.job["rollout"] = {"engine": {"kind": engine}}
     found = job_environment(placed)
     assert found["CUDA_VISIBLE_DEVICES"] == gpus
     assert found["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
@@ -84,10 +91,9 @@ WITH_ENGINES_ELSEWHERE = replace(ALONE, engine_nodes=(replace(ALONE, name="there
     ("waiting", "gpus"),
     [
         (with_ranks("sft", (0, 1), (2,)), ("0", "1")),
-        (with_ranks("eval", (0, 1), (2,), evaluation={"metric": "loss"}), ("0", "1")),
-        (with_ranks("eval", (0, 1), (2, 3), evaluation={"metric": "accuracy"}), ("2", "3")),
-        (with_ranks("eval", (0, 1), (), evaluation={"metric": "accuracy"}), (FIRST_GPU,)),
-        (with_ranks("eval", (0, 1), (2,), evaluation={"metric": "accuracy"}, engine="embedded"), ()),
+        (with_ranks("eval", (0, 1), (2,), engine="embedded"), ("0", "1")),
+        (with_ranks("eval", (0, 1), (2, 3)), ("2", "3")),
+        (with_ranks("eval", (0, 1), ()), (FIRST_GPU,)),
         (with_ranks("sft", (), (2,)), (FIRST_GPU,)),
         (with_ranks("sft", (), (), trainer_processes=2), ()),
         (with_ranks("rl", (0, 1), (2,)), ("0", "1", "2")),

@@ -23,7 +23,8 @@ from rollouts_core.config import DeploymentConfig, ModelConfig, SFTTrainingConfi
 from rollouts_core.job import InputDataset, InputModel, SFTJob
 from tasks.records import RunScope, Stage
 from tasks.trainer_nodes import ALONE, start_in_turn, trainers_beside
-from tests.infra.shell_jobs import shell_spec, wait_until
+from tests.infra.shell_jobs import shell_spec
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -12,8 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,10 +36,10 @@ from rollouts_core.fingerprint import digest_model
 from rollouts_core.job import EngineAddress, EvalJob, InputDataset, InputFile, InputModel, RLJob, ServeJob, SFTJob
 from rollouts_core.metrics import read_json_lines, read_metrics
 from tests.rollouts_core.kill_rewards import grade_even_digits
+from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
 TIMEOUT_S = 90.0
-POLL_S = 0.05
 TWO = DeploymentConfig(trainer_processes=2, trainer_threads=1)
 SFT = SFTTrainingConfig(
     num_steps=4,
@@ -105,13 +104,6 @@ def finish(directory: Path) -> int:
     """The exit code of a job that is run to its end."""
     with started(directory) as process:
         return process.wait(TIMEOUT_S)
-
-
-def wait_until(condition: Callable[[], object], *, timeout_s: float = TIMEOUT_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come"
-        time.sleep(POLL_S)
 
 
 def is_training(directory: Path) -> bool:

@@ -13,11 +13,11 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from rollouts_core.__main__ import main
 from rollouts_core.config import (
@@ -35,6 +35,7 @@ from rollouts_core.job import EvalJob, InputFile, InputModel
 from rollouts_core.metrics import read_json_lines
 from rollouts_core.quickstart import build_untrained_model
 from tests.rollouts_core.make import TINY_SIZE
+from tests.waiting import wait_until
 
 if sys.platform != "linux":
     pytest.skip("processes that end with the one that started them are Linux's", allow_module_level=True)
@@ -83,11 +84,11 @@ def embedded(tmp_path: Path, write_engine: Callable[[str], EngineConfig]) -> Eng
 
 
 @pytest.fixture
-def other_model(base_model: ModelConfig, tokenizer: object, tmp_path: Path) -> ModelConfig:
+def other_model(base_model: ModelConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> ModelConfig:
     """Other weights of the same shapes."""
     folder = tmp_path / "other"
-    build_untrained_model(tokenizer, TINY_SIZE, seed=1).save_pretrained(folder)  # type: ignore[arg-type]
-    tokenizer.save_pretrained(folder)  # type: ignore[attr-defined]
+    build_untrained_model(tokenizer, TINY_SIZE, seed=1).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return ModelConfig(path=str(folder))
 
 
@@ -181,14 +182,7 @@ def test_an_engine_ends_with_the_job_that_was_killed(
     silent = write_engine(f"echo $$ > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; exec sleep 600")
     path = write_job(tmp_path / "killed", silent, [base_model], quickstart_dir / "heldout.jsonl", ONE_THREAD)
     with subprocess.Popen([sys.executable, "-m", "rollouts_core", "eval", str(path)], cwd=ROOT) as job:
-        wait_until((tmp_path / "pid").exists)
+        wait_until((tmp_path / "pid").exists, timeout_s=60)
         job.send_signal(signal.SIGKILL)
     engine = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}")
-    wait_until(lambda: not engine.exists() or "\nState:\tZ" in (engine / "status").read_text())
-
-
-def wait_until(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not engine.exists() or "\nState:\tZ" in (engine / "status").read_text(), timeout_s=60)

@@ -11,9 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from rollouts_core.config.engine import TRANSFERS
 from rollouts_core.engines.launch import MAX_SOCKET_PATH, check_host, exec_engine, render_key, render_launch
 from rollouts_core.errors import ConfigError
 from rollouts_core.job import InputModel, ServeJob
+from tests.waiting import wait_until
 
 
 def job_of(engine: dict[str, Any], **deployment: Any) -> ServeJob:  # Any: settings of every type
@@ -198,7 +197,7 @@ def test_a_killed_engine_leaves_no_sockets_behind(
         start_new_session=True,
     )
     try:
-        wait_until(lambda: (tmp_path / "scratch").exists() and (tmp_path / "scratch").read_text() != "")
+        wait_until(lambda: (tmp_path / "scratch").exists() and (tmp_path / "scratch").read_text() != "", timeout_s=120)
         scratch = Path((tmp_path / "scratch").read_text().strip())
         assert len(f"{scratch}/") + len(str(uuid.uuid4())) <= MAX_SOCKET_PATH
         assert (scratch / "socket").exists()
@@ -208,14 +207,7 @@ def test_a_killed_engine_leaves_no_sockets_behind(
         assert (scratch / "socket").exists(), "another of its processes still uses it"
     finally:
         os.killpg(process.pid, signal.SIGKILL)
-    wait_until(lambda: not scratch.exists())
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not scratch.exists(), timeout_s=120)
 
 
 @pytest.mark.parametrize("setting", [{"python": "/x"}, {"extra_args": ["-x"]}, {"dtype": "bfloat16"}])
