@@ -24,6 +24,7 @@ from rollouts_core.config import (
     ENGINE_MARGINS,
     Config,
     DatasetConfig,
+    EngineKind,
     ModelConfig,
     RLTrainingConfig,
     RolloutConfig,
@@ -217,8 +218,9 @@ def check_model_files(config: Config) -> None:
     if is_generating:
         num_positions = count_positions(config)
         if config.mode != "sft":
-            longest = config.rollout.max_prompt_tokens
-            check_positions(f"prompts of {longest} tokens (rollout.max_prompt_tokens)", longest, num_positions, config)
+            longest, kind = config.rollout.max_prompt_tokens, config.rollout.engine.kind
+            prompts = f"prompts of {longest} tokens (rollout.max_prompt_tokens)"
+            check_positions(prompts, longest, num_positions, config, engine=kind)
 
 
 def count_positions(config: Config) -> int | None:
@@ -240,14 +242,17 @@ def count_positions(config: Config) -> int | None:
     return read_model_number(folder, "max_position_embeddings")
 
 
-def check_positions(prompts: str, num_prompt_tokens: int, num_positions: int | None, config: Config) -> None:
+def check_positions(
+    prompts: str, num_prompt_tokens: int, num_positions: int | None, config: Config, *, engine: EngineKind
+) -> None:
     """Raise ConfigError when prompts of so many tokens with their completions are longer than the model can see.
 
     Args:
         num_positions: what it can see, None where nobody knows.
+        engine: what completes them.
     """
     max_new_tokens = config.rollout.sampling.max_new_tokens
-    needed = num_prompt_tokens + max_new_tokens + ENGINE_MARGINS[config.evaluation_engine.kind]
+    needed = num_prompt_tokens + max_new_tokens + ENGINE_MARGINS[engine]
     if num_positions is not None and needed > num_positions:
         raise ConfigError(
             f"{prompts} with completions of {max_new_tokens} (rollout.sampling.max_new_tokens) need {needed} "
@@ -455,5 +460,6 @@ def _load_checked_prompts(path: str, config: Config, tokenizer: PreTrainedTokeni
     tools = describe_tools(resolve_environment(config.rollout))
     max_tokens = config.rollout.max_prompt_tokens
     longest = check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=path, tools=tools)
-    check_positions(f"{path}: prompts of {longest} tokens", longest, count_positions(config), config)
+    kind = config.evaluation_engine.kind
+    check_positions(f"{path}: prompts of {longest} tokens", longest, count_positions(config), config, engine=kind)
     return prompts
