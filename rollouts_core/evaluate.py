@@ -19,7 +19,7 @@ import torch
 
 from rollouts_core.batch import build_batch
 from rollouts_core.concurrency import gather
-from rollouts_core.config import EvaluationConfig, ModelConfig, RolloutConfig
+from rollouts_core.config import ENGINE_MARGINS, EvaluationConfig, ModelConfig, RolloutConfig
 from rollouts_core.data.chat import tokenize_prompt, tokenize_prompts
 from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
@@ -59,18 +59,19 @@ async def generate_samples(
     """
     tokenizer = load_tokenizer(model)
     environment = resolve_environment(config)
-    groups = pending_groups(prompts, config)
     tools = describe_tools(environment)
     prompt_tokens = [tokenize_prompt(tokenizer, prompt.messages, tools) for prompt in prompts]
     longest = max(len(tokens) for tokens in prompt_tokens)
     decoder = Decoder(
-        Path(model.path), num_slots=num_slots, context_length=longest + config.sampling.max_new_tokens + 1
+        Path(model.path),
+        num_slots=num_slots,
+        context_length=longest + config.sampling.max_new_tokens + ENGINE_MARGINS["embedded"],
     )
     if is_multi_turn(environment):
         with Scheduler(decoder, model_dir=Path(model.path)) as scheduler:
             engine = SGLangEngine("http://embedded", transport=httpx.ASGITransport(app=build_app(scheduler)))
             return await ask_engine(engine, model, prompts, config, num_running=num_slots)
-    pending = list(itertools.chain(*groups))
+    pending = list(itertools.chain(*pending_groups(prompts, config)))
     completions = generate_tokens(
         decoder,
         [prompt_tokens[sample.group_index] for sample in pending],
@@ -85,7 +86,7 @@ async def generate_samples(
 async def ask_engine(
     engine: InferenceEngine, model: ModelConfig, prompts: Sequence[Prompt], config: RolloutConfig, *, num_running: int
 ) -> list[Sample]:
-    """The same of an engine that serves the model.
+    """Ungraded completions of every prompt as `generate_samples` has them, by an engine that serves the model.
 
     Args:
         num_running: how many completions it generates at the same time.

@@ -59,7 +59,7 @@ def gpus_of(stage: Stage, node: Node) -> tuple[str, ...]:
 
     Two RLs that each had some of them would wait for each other for ever, so every job of an RL takes all of them.
     """
-    if is_sampling_evaluation(stage):
+    if starts_engines(stage):
         return gpus_of_engines(stage)
     deployment = stage.job["deployment"]
     trainer = deployment["trainer_gpu_ranks"]
@@ -79,9 +79,9 @@ def gpus_of_engines(stage: Stage) -> tuple[str, ...]:
     return tuple(str(rank) for rank in stage.job["deployment"]["engine_gpu_ranks"]) or (FIRST_GPU,)
 
 
-def is_sampling_evaluation(stage: Stage) -> bool:
-    """Whether a stage scores completions, which engines sample that its own job starts."""
-    return stage.kind == "eval" and stage.job["evaluation"]["metric"] == "accuracy"
+def starts_engines(stage: Stage) -> bool:
+    """Whether a stage's own job starts engines: an evaluation, unless its process computes all by itself."""
+    return stage.kind == "eval" and stage.job["rollout"]["engine"]["kind"] != "embedded"
 
 
 def job_environment(stage: Stage, known_keys: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
@@ -93,7 +93,7 @@ def job_environment(stage: Stage, known_keys: Mapping[str, str] = MappingProxyTy
     Raises:
         ConfigError: a variable that is to hold a key is not set here.
     """
-    uses_engine_gpus = stage.kind == "serve" or is_sampling_evaluation(stage)
+    uses_engine_gpus = stage.kind == "serve" or starts_engines(stage)
     ranks = stage.job["deployment"]["engine_gpu_ranks" if uses_engine_gpus else "trainer_gpu_ranks"]
     # Counted as nvidia-smi counts, which is how locks are named: CUDA itself counts the fastest GPU first.
     gpus = (

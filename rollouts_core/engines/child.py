@@ -93,8 +93,11 @@ async def started_engines(
         for index in range(num_engines):
             placement = deployment.of_engine(index).model_copy(update={"colocated": False})
             children.append(start_engine(index, model, config.engine, placement, directory, max_tokens=max_tokens))
-        async with EnginePool([child.client(config.request_timeout_s) for child in children]) as pool:
-            await gather([partial(wait_until_ready, child, config.engine.start_timeout_s) for child in children])
+        clients = [child.client(config.request_timeout_s) for child in children]
+        async with EnginePool(clients) as pool:
+            timeout_s = config.engine.start_timeout_s
+            started = zip(children, clients, strict=True)
+            await gather([partial(wait_until_ready, child, client, timeout_s) for child, client in started])
             yield pool
     except EngineUnavailableError as error:
         if ended := [child for child in children if child.process.poll() is not None]:
@@ -143,7 +146,7 @@ def start_engine(
     return ChildEngine(job=job, directory=own, log=log, log_start=log_start, process=process)
 
 
-async def wait_until_ready(child: ChildEngine, timeout_s: float) -> None:
+async def wait_until_ready(child: ChildEngine, client: SGLangEngine | VLLMEngine, timeout_s: float) -> None:
     """Return when the engine answers.
 
     Raises:
@@ -151,19 +154,18 @@ async def wait_until_ready(child: ChildEngine, timeout_s: float) -> None:
         EngineUnavailableError: it did not answer in time.
     """
     deadline = time.monotonic() + timeout_s
-    async with child.client(timeout_s) as client:
-        while True:
-            try:
-                return await client.wait_until_ready(LOOK_S)
-            except EngineUnavailableError as error:
-                if child.process.poll() is not None:
-                    raise _explain_end(child) from error
-                if time.monotonic() > deadline:
-                    last_line = "".join(_last_lines(child, 1))
-                    raise EngineUnavailableError(
-                        f"the engine for {child.job.model.name} did not answer within {timeout_s:g} s "
-                        f"(rollout.engine.start_timeout_s); the last line of {child.log.name} is {last_line!r}"
-                    ) from error
+    while True:
+        try:
+            return await client.wait_until_ready(LOOK_S)
+        except EngineUnavailableError as error:
+            if child.process.poll() is not None:
+                raise _explain_end(child) from error
+            if time.monotonic() > deadline:
+                last_line = "".join(_last_lines(child, 1))
+                raise EngineUnavailableError(
+                    f"the engine for {child.job.model.name} did not answer within {timeout_s:g} s "
+                    f"(rollout.engine.start_timeout_s); the last line of {child.log.name} is {last_line!r}"
+                ) from error
 
 
 def stop_engines(children: list[ChildEngine]) -> None:
