@@ -21,13 +21,13 @@ from flows.credentials import take_credentials
 from flows.deployments import EVALUATE_FLOW
 from flows.form import FormConfig, FormEvaluate, FormNode, FormRun
 from flows.pipeline import known_to_live, link_live_page, machine_of_the_run, open_scope, run_on
-from infra.node import Node, without_further_nodes
+from infra.node import Node, has_engine_nodes, without_further_nodes
 from rollouts_core.config import Config
 from rollouts_core.job import InputModel
 from tasks.evaluate import evaluate_models
 from tasks.evaluation_report import as_inputs, find_inputs, write_evaluation
 from tasks.finished import RunStage
-from tasks.plan import plan_evaluation
+from tasks.plan import plan_evaluation, with_engines_of_trainer
 from tasks.records import RunScope, StageRecord
 
 
@@ -60,6 +60,8 @@ def evaluate_model(evaluate: FormEvaluate, config: FormConfig, node: FormNode, r
         link_live_page(scope)
         scored, found = find_inputs(evaluate.model, evaluate.against, evaluate.data, config, scope)
         scoring = without_further_nodes(node)
+        if has_engine_nodes(node):
+            scored = with_engines_of_trainer(scored)
         stages = partial(score_models, as_inputs(found), scored, scope)
         with machine_of_the_run(scoring, scored, scope, stages, trains=False) as machine:
             record = stages(machine, partial(run_on, machine, scope))

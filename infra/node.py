@@ -292,6 +292,11 @@ def without_further_nodes(settings: NodeSettings) -> NodeSettings:
     return settings.model_copy(update={"trainer_nodes": (), "engine_nodes": ()})
 
 
+def has_engine_nodes(settings: NodeSettings) -> bool:
+    """Whether engines have machines of their own."""
+    return isinstance(settings, SSHNode) and bool(settings.engine_nodes)
+
+
 NODE_TYPES: Mapping[str, type[LocalNode] | type[SSHNode] | type[InstanceNode] | type[RentedNode]] = {
     "local": LocalNode,
     "ssh": SSHNode,

@@ -177,7 +177,8 @@ def evaluation_job(checkpoints: Sequence[InputModel], data: str, config: Config,
 
     Only settings that can change a score go in: a run with another RL batch size evaluates the same SFT only once.
     """
-    rollout, sft, deployment = config.rollout, config.training.sft, config.deployment
+    config = with_engines_of_trainer(config) if node.engine_nodes else config
+    rollout, sft = config.rollout, config.training.sft
     is_generating = config.evaluation.metric == "accuracy"
     return EvalJob(
         checkpoints=tuple(checkpoints),
@@ -191,12 +192,18 @@ def evaluation_job(checkpoints: Sequence[InputModel], data: str, config: Config,
             reward_fn=rollout.reward_fn,
             rewards=rollout.rewards,
             reward_timeout_s=rollout.reward_timeout_s,
+            request_timeout_s=rollout.request_timeout_s,
             sampling=SamplingConfig(max_new_tokens=rollout.sampling.max_new_tokens),
         ),
         training=SFTTrainingConfig(max_length=sft.max_length, train_on=sft.train_on, on_overlong=sft.on_overlong),
         plugin_digest=digest_plugins(rollout.environment, rollout.reward_fn, *(each.name for each in rollout.rewards)),
-        deployment=deployment.with_engines_of_trainer() if node.engine_nodes else deployment,
+        deployment=config.deployment,
     )
+
+
+def with_engines_of_trainer(config: Config) -> Config:
+    """The settings of an evaluation on the machine that leads, where the GPUs of engines are those of others."""
+    return config.model_copy(update={"deployment": config.deployment.with_engines_of_trainer()})
 
 
 def input_file(path: str) -> InputFile:
