@@ -14,9 +14,18 @@ from typing import Any
 import httpx
 
 from flows.form import Pipeline
-from infra.engines import check_engine_installed
 from infra.errors import PermanentInfraError
-from infra.node import InstanceNode, Node, NodeSettings, RentedNode, SSHNode, without_further_nodes
+from infra.node import (
+    FurtherNode,
+    InstanceNode,
+    LocalNode,
+    Node,
+    NodeSettings,
+    RentedNode,
+    SSHNode,
+    has_engine_nodes,
+    without_further_nodes,
+)
 from infra.object_store import ObjectStore
 from infra.offers import GPUQuery
 from infra.ports import check_port
@@ -30,6 +39,7 @@ from rollouts_core.errors import ConfigError
 from rollouts_core.keys import key_header, read_key
 from rollouts_core.resource_needs import checkpoint_disk_bytes
 from tasks.inputs import bring_inputs
+from tasks.installed_engines import check_installed, leads_engines
 from tasks.model_names import find_named_model, with_heldout
 from tasks.plan_node import with_enough_memory
 from tasks.unit_keys import own_unit_key
@@ -65,9 +75,9 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
         return [*findings, *rented, *trained, *check_retrain(pipeline, config)]
     node = reach_node(pipeline.node, store, findings)
     if node is not None:
-        check_evaluation_engine(config, node)
+        check_installed_engines(config, pipeline.node, node)
         if config.mode != "sft" and not config.data.rollouts:
-            check_rl_engines(config, node, store)
+            check_engine_ports(config, node, store)
     return [*findings, *check_training(config), *check_retrain(pipeline, config)]
 
 
@@ -89,8 +99,10 @@ def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
     models = [find_named_model(given, pipeline.config, store, findings.append).model for given in named]
     if isinstance(pipeline.node, RentedNode):
         findings.append(check_rentable(pipeline.node))
-    elif node := reach_node(without_further_nodes(pipeline.node), store, findings):
-        check_evaluation_engine(config, node)
+    else:
+        alone = without_further_nodes(pipeline.node)
+        if node := reach_node(alone, store, findings):
+            check_installed_engines(config, alone, node, trains=False)
     from rollouts_core.validate import validate_evaluation  # torch and transformers load here
 
     return findings + validate_evaluation(config, models)
@@ -160,7 +172,7 @@ def check_trainer_nodes(config: Config, node: NodeSettings) -> None:
 
 def check_engine_nodes(config: Config, node: NodeSettings) -> None:
     """Raise ConfigError when engines cannot be on nodes of their own with these settings."""
-    if not isinstance(node, SSHNode) or not node.engine_nodes:
+    if not has_engine_nodes(node):
         return
     engine = config.rollout.engine
     if config.mode == "sft" or config.data.rollouts:
@@ -188,8 +200,8 @@ def check_engine_nodes(config: Config, node: NodeSettings) -> None:
         )
 
 
-def check_rl_engines(config: Config, node: Node, store: Path) -> None:
-    """Raise ConfigError when the engines of RL are not installed where they are to run, or their ports are taken."""
+def check_engine_ports(config: Config, node: Node, store: Path) -> None:
+    """Raise ConfigError when the ports of the engines of RL are taken."""
     key = read_key(config.rollout.engine.api_key_variable, "rollout.engine")
     own_key = own_unit_key(store) if node.engine_nodes and not key else ""
     with open_session(node) as trainer:
@@ -197,14 +209,16 @@ def check_rl_engines(config: Config, node: Node, store: Path) -> None:
             with open_session(each) as session:
                 for port in config.deployment.engine_ports:
                     check_engine_port(session, port, each, trainer=trainer, api_key=key or own_key)
-                check_engine(session, config.rollout.engine)
 
 
-def check_evaluation_engine(config: Config, node: Node) -> None:
-    """Raise ConfigError when the engine that compares checkpoints is not installed on the node that does it."""
-    if config.evaluation.metric == "accuracy" and config.evaluation_engine.kind != "embedded":
-        with open_session(node) as session:
-            check_engine(session, config.evaluation_engine)
+def check_installed_engines(config: Config, settings: NodeSettings, node: Node, *, trains: bool = True) -> None:
+    """Raise ConfigError when the engine is not installed where it is to run."""
+    engine = config.rollout.engine
+    if leads_engines(config, node, trains=trains):
+        check_installed_engine(settings, node, engine)
+    if isinstance(settings, SSHNode):
+        for own_settings, each in zip(settings.engine_nodes, node.engine_nodes, strict=True):
+            check_installed_engine(own_settings, each, engine)
 
 
 def check_engine_port(session: Session, port: int, node: Node, *, trainer: Session, api_key: str = "") -> None:
@@ -221,14 +235,16 @@ def check_engine_port(session: Session, port: int, node: Node, *, trainer: Sessi
         raise ConfigError(f"deployment.engine_port: {error}") from error
 
 
-def check_engine(session: Session, engine: EngineConfig) -> None:
-    """Raise ConfigError when the engine is not installed."""
-    if engine.kind == "embedded":
+def check_installed_engine(settings: NodeSettings | FurtherNode, node: Node, engine: EngineConfig) -> None:
+    """Raise ConfigError when the engine is not installed; one that a run installs is seen when it has done so."""
+    is_installed_by_run = not isinstance(settings, LocalNode) and settings.install != "nothing"
+    if engine.kind == "embedded" or (is_installed_by_run and not engine.python):
         return
-    try:
-        check_engine_installed(session, engine.kind, python=engine.python)
-    except PermanentInfraError as error:
-        raise ConfigError(str(error)) from error
+    with open_session(node) as session:
+        try:
+            check_installed(session, node, engine)
+        except PermanentInfraError as error:
+            raise ConfigError(str(error)) from error
 
 
 def check_writable(store: Path) -> None:

@@ -1,4 +1,7 @@
-"""Check that the node can do the work: Python, torch, devices, disk; install what it lacks where that is asked for."""
+"""Check that the node can do the work: Python, torch, engine, devices, disk; install packages where that is asked for.
+
+All that it must have is seen here, before the first stage: an engine that is missing would else be found after SFT.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from infra.reach import check_both_ways
 from infra.session import Session
 from rollouts_core.config import Config
 from rollouts_core.resource_needs import checkpoint_disk_bytes, least_memory_bytes
+from tasks.installed_engines import check_installed, leads_engines
 from tasks.placement import place_code
 from tasks.progress import StageProgress, stage_console
 
@@ -45,6 +49,8 @@ def bootstrap(node: Node, config: Config, settings: NodeSettings, *, trains: boo
     with StageProgress("bootstrap", num_steps=0, console=stage_console()) as progress, ExitStack() as stack:
         session = stack.enter_context(open_session(node))
         ready, report = prepare_machine(session, node, settings, needs, config, progress)
+        if leads_engines(config, node, trains=trains):
+            check_installed(session, ready, config.rollout.engine)
         if not isinstance(settings, SSHNode):
             return ready
         trainers, trainer_nodes, engine_nodes = [(session, node)], [], []
@@ -62,6 +68,7 @@ def bootstrap(node: Node, config: Config, settings: NodeSettings, *, trains: boo
             own_needs = NodeNeeds(disk_gb=own_settings.min_free_gb, num_gpus=len(placement.engine_gpu_ranks))
             with named_in_errors("node.engine_nodes", each), open_session(each) as own_session:
                 found, _ = prepare_machine(own_session, each, own_settings, own_needs, config, progress)
+                check_installed(own_session, found, config.rollout.engine)
                 check_both_ways(session, node, own_session, each)
             engine_nodes.append(found)
     return replace(ready, trainer_nodes=tuple(trainer_nodes), engine_nodes=tuple(engine_nodes))

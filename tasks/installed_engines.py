@@ -1,0 +1,24 @@
+"""Where SGLang or vLLM has to be installed, and whether it is; the embedded engine comes with this project.
+
+Not here: starting engines (engine.py), or having a job start them (rollouts_core/engines/child.py).
+"""
+
+from __future__ import annotations
+
+from infra.engines import check_engine_installed
+from infra.node import Node
+from infra.session import Session
+from rollouts_core.config import Config, EngineConfig
+
+
+def leads_engines(config: Config, node: Node, *, trains: bool) -> bool:
+    """Whether engines of `rollout.engine` run on the machine that leads: those of RL, or those that score."""
+    samples_for_rl = trains and config.mode != "sft" and not config.data.rollouts
+    scores = config.evaluation.metric == "accuracy" and config.evaluation.engine == "rollout"
+    return scores or (samples_for_rl and not node.engine_nodes)
+
+
+def check_installed(session: Session, node: Node, engine: EngineConfig) -> None:
+    """Raise PermanentInfraError when the engine is not installed where the stages of a node expect it."""
+    if engine.kind != "embedded":
+        check_engine_installed(session, engine.kind, python=engine.python or node.python)

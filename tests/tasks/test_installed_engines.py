@@ -1,0 +1,75 @@
+"""Pins that a machine without the engine is refused before its first stage.
+
+Without it a machine that was rented would fine-tune for hours before a run finds that nothing there can sample.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.form import load_pipeline
+from infra.errors import PermanentInfraError
+from infra.node import FurtherNode, LocalNode, Node, SSHNode
+from infra.providers import provision_node
+from rollouts_core.config import Config
+from tasks.bootstrap import bootstrap
+from tasks.installed_engines import leads_engines
+from tests.small_pipeline import write_small_pipeline
+
+ELSEWHERE: dict[str, Any] = {"rollout__engine__kind": "sglang", "evaluation__engine": "embedded"}
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return provision_node(LocalNode(), tmp_path / "store")
+
+
+def config_of(tmp_path: Path, **settings: Any) -> Config:  # Any: settings of every type
+    return load_pipeline(write_small_pipeline(tmp_path / "small", **settings)).config
+
+
+def with_engine_node(node: Node) -> Node:
+    return replace(node, engine_nodes=(replace(node, name="second", address="127.0.0.1"),))
+
+
+@pytest.mark.parametrize(
+    ("settings", "trains", "has_engine_nodes", "expected"),
+    [
+        ({"mode": "sft"}, True, False, True),
+        ({"mode": "sft", "evaluation__metric": "loss"}, True, False, False),
+        ({"mode": "sft", "evaluation__engine": "embedded"}, True, False, False),
+        ({"evaluation__engine": "embedded"}, True, False, True),
+        ({"evaluation__engine": "embedded"}, True, True, False),
+        ({}, True, True, True),
+        ({}, False, False, True),
+        ({"evaluation__engine": "embedded"}, False, False, False),
+    ],
+)
+def test_an_engine_is_needed_where_rl_or_an_evaluation_samples(
+    tmp_path: Path, node: Node, settings: dict[str, Any], trains: bool, has_engine_nodes: bool, expected: bool
+) -> None:
+    config = config_of(tmp_path, rollout__engine__kind="sglang", **settings)
+    place = with_engine_node(node) if has_engine_nodes else node
+    assert leads_engines(config, place, trains=trains) == expected
+
+
+@pytest.mark.slow
+def test_a_machine_without_the_engine_is_refused_before_its_first_stage(tmp_path: Path, node: Node) -> None:
+    python = f"{sys.prefix}/bin/python"
+    config = config_of(tmp_path, rollout__engine__kind="sglang", rollout__engine__python=python)
+    with pytest.raises(PermanentInfraError, match=r'^rollout\.engine\.kind is "sglang", but .* has no sglang: install'):
+        bootstrap.fn(node, config, LocalNode())
+    bootstrap.fn(node, config_of(tmp_path), LocalNode())
+
+
+@pytest.mark.slow
+def test_a_machine_of_engines_without_one_is_named(tmp_path: Path, node: Node) -> None:
+    further = FurtherNode(host="me@127.0.0.1:1", python=sys.executable)
+    settings = SSHNode(host="me@127.0.0.1", python=sys.executable, engine_nodes=(further,))
+    with pytest.raises(PermanentInfraError, match=r"^node\.engine_nodes, second: rollout\.engine\.kind .* no sglang:"):
+        bootstrap.fn(with_engine_node(node), config_of(tmp_path, **ELSEWHERE), settings)
