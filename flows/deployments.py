@@ -234,7 +234,7 @@ def _evaluation(once: Deployment, pipeline: Pipeline) -> Deployment:
 
 def evaluation_options(run: RunOptions) -> RunOptions:
     """The options of a run for its evaluation, which makes no checkpoint that could be published or registered."""
-    cleared = {"fresh": (), "publish": "", "publish_checkpoints": False, "register_as": ""}
+    cleared = {"fresh": (), "report_to": (), "publish": "", "publish_checkpoints": False, "register_as": ""}
     return run.model_copy(update={"name": evaluation_name(run.name)[-64:].lstrip("._-"), **cleared})
 
 

@@ -50,6 +50,7 @@ from rollouts_core.errors import ConfigError
 from rollouts_core.functions import resolve_function
 from rollouts_core.messages import closest_name, explain_validation_error
 from rollouts_core.user_code import describe_raised
+from tasks.trackers import TrackerName
 
 NODE_FILES = ("key_file", "known_hosts", "requirements")
 """Settings of nodes that name files of this machine."""
@@ -113,6 +114,8 @@ class RunOptions(Record):
     """Folder that keeps everything: stages, runs, Prefect's database. Relative to where the command is given."""
     fresh: tuple[StageName, ...] = ()
     """Stages that are done anew although an earlier run finished the same."""
+    report_to: tuple[TrackerName, ...] = ()
+    """Also show the metrics of SFT and RL, while they train, in TensorBoard or in Weights & Biases (`wandb`)."""
     restarts: int = Field(2, ge=0, le=10)
     """How many times a run that `rollouts up` serves is started again by itself after its process was killed, by -9 or
     with the machine."""

@@ -204,6 +204,7 @@ def open_scope(run: RunOptions) -> RunScope:
         fresh=run.fresh,
         publish=run.publish,
         publish_checkpoints=run.publish_checkpoints,
+        report_to=run.report_to,
     )
 
 

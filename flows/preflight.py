@@ -42,6 +42,7 @@ from tasks.inputs import bring_inputs
 from tasks.installed_engines import check_installed, leads_engines
 from tasks.model_names import find_named_model, with_heldout
 from tasks.plan_node import with_enough_memory
+from tasks.trackers import check_trackers
 from tasks.unit_keys import own_unit_key
 
 ENGINE_ANSWER_TIMEOUT_S = 2.0
@@ -62,6 +63,7 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
     check_engine_nodes(pipeline.config, pipeline.node)
     check_writable(store)
     check_files(pipeline.config.data)
+    check_trackers(pipeline.run.report_to)
     findings: list[str] = []
     if pipeline.run.publish:
         check_writable_store(ObjectStore(f"{pipeline.run.publish}/{pipeline.run.name}"))

@@ -20,6 +20,7 @@ from tasks.progress import StageProgress, stage_console
 from tasks.records import RunScope, Stage, StageRecord
 from tasks.retries import is_worth_a_retry
 from tasks.stage import why_so
+from tasks.tracking import tracked
 
 
 def cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str:  # Any: Prefect's signature
@@ -51,7 +52,10 @@ def run_cached(
     record: StageRecord = state.result()
     if state.name != "Cached":
         return record
-    with StageProgress(stage.name, num_steps=0, console=stage_console()) as progress:
+    with (
+        StageProgress(stage.name, num_steps=0, console=stage_console()) as progress,
+        tracked(stage, scope, progress.say),
+    ):
         progress.say(f"reused from {stage.run_dir}")
     # What counts is the directory that was just verified: the store may have been moved, or a flow killed after its
     # job replaced a damaged result and before Prefect took note of the new one.

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from infra.ledger import LEDGER_FILE
 from rollouts_core.config import EngineKind
+from tasks.trackers import TrackerName
 
 RUN_ID_CHARS = 8
 """So much of a run's id is part of the name of its folder."""
@@ -40,6 +41,8 @@ class RunScope(TaskRecord):
     """URL below which results are published; empty publishes nothing."""
     publish_checkpoints: bool = False
     """Whether checkpoints are published there while they are trained, too."""
+    report_to: tuple[TrackerName, ...] = ()
+    """The trackers that show the metrics of trainings."""
 
     @property
     def ledger_path(self) -> Path:

@@ -80,7 +80,8 @@ def render_settings(config: Config, node: NodeSettings, scope: RunScope) -> str:
     settings = json.loads(config.model_dump_json(exclude_defaults=True))
     node_settings = {"provider": node.provider, **node.model_dump(mode="json", exclude_defaults=True)}
     published = {"publish": scope.publish, "publish_checkpoints": scope.publish_checkpoints}
-    run_settings = {"name": scope.run_name} | (published if scope.publish else {})
+    reported = {"report_to": scope.report_to} if scope.report_to else {}
+    run_settings = {"name": scope.run_name} | reported | (published if scope.publish else {})
     return tomli_w.dumps({**settings, "node": node_settings, "run": run_settings})
 
 

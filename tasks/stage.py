@@ -40,6 +40,7 @@ from tasks.node_job import GRACE_S, gpus_of, job_spec
 from tasks.placement import place_stage
 from tasks.progress import StageProgress, stage_console
 from tasks.records import How, RunScope, Stage, StageRecord
+from tasks.tracking import tracked
 from tasks.trainer_nodes import start_in_turn, trainers_beside
 from tasks.unit_keys import own_keys
 
@@ -60,7 +61,8 @@ def run_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
         begun, taken = begin_with_earlier(stage), take_earlier_scores(stage, scope)
         for sentence in filter(None, (damage, begun, taken)):
             progress.say(sentence)
-        how: How = "reused" if is_finished(stage) else run_on_node(stage, scope, node, progress)
+        with tracked(stage, scope, progress.say):
+            how: How = "reused" if is_finished(stage) else run_on_node(stage, scope, node, progress)
         result = RunDirectory(Path(stage.run_dir)).read_result()
         assert result is not None, f"{stage.run_dir} is finished without a result.json"
         check_own_end(stage, scope)

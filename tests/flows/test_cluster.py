@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rollouts_core.metrics import read_metrics
 from tests.flows.clusters import Cluster, further_node_settings, two_machines
 from tests.flows.conftest import Rollouts, digest_of_the_run, digest_trained_here
 from tests.flows.test_separate_node import Watch
@@ -21,6 +22,7 @@ from tests.infra.separate_node import private_link, separate_node
 from tests.small_pipeline import write_small_pipeline
 from tests.waiting import wait_until
 
+event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.namespaces]
 
 
@@ -34,7 +36,8 @@ def cluster(rollouts: Rollouts, tmp_path: Path) -> Iterator[Cluster]:
 def test_a_run_with_its_engine_on_another_machine_ends_as_on_one_and_its_key_is_seen_nowhere(
     rollouts: Rollouts, served_home: Path, cluster: Cluster, tmp_path: Path
 ) -> None:
-    config = write_small_pipeline(tmp_path / "small", node=cluster.settings("engine_nodes"), **SHORTER)
+    settings = {"node": cluster.settings("engine_nodes"), "run__report_to": ["tensorboard"], **SHORTER}
+    config = write_small_pipeline(tmp_path / "small", **settings)
     key_file = rollouts.store / "unit-key"
     key_file.write_text("sk-canary-8d0b26f3a1")  # as the run would make one
     with Watch(key_file.read_text()) as sightings:
@@ -46,6 +49,11 @@ def test_a_run_with_its_engine_on_another_machine_ends_as_on_one_and_its_key_is_
     (engine,) = cluster.further.files("root/stages/*")
     assert engine.name.startswith("engine-")
     assert cluster.leader.commands() == cluster.further.commands() == []
+    for stage, name in (("sft", "loss"), ("rl", "reward")):
+        (mirror,) = rollouts.store.glob(f"stages/{stage}-*")
+        events = event_accumulator.EventAccumulator(str(*rollouts.store.glob(f"tensorboard/*/{stage}")))
+        shown = [event.step for event in events.Reload().Scalars(name)]
+        assert shown == [line["step"] for line in read_metrics(mirror / "metrics.jsonl")]
 
     assert sightings == []
     ours = [path for path in (*rollouts.store.rglob("*"), tmp_path / "small", rollouts.output) if path.is_file()]

@@ -1,0 +1,175 @@
+"""Send the metrics of a training to trackers while it writes them, each from a process of its own.
+
+What goes wrong with a tracker, or how long it takes, is said and changes nothing of the training.
+
+    metrics.jsonl ──this process, line by line──> tracker      <store>/tracked/<run>-<stage>-<tracker>.json: how far
+         ^                                                     so a run that goes on sends nothing twice
+    the training, or what fetches it from another machine
+
+Not here: the trackers (trackers.py).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import copy_context
+from pathlib import Path
+from typing import Any
+
+from infra.locks import lock_file
+from rollouts_core.files import write_json
+from rollouts_core.messages import first_line
+from rollouts_core.metrics import read_metrics
+from rollouts_core.run_directory import RunDirectory
+from tasks.records import RunScope, Stage
+from tasks.trackers import TRACKERS, TrackedStage, Tracker
+
+SEND_EVERY_S = 5.0
+FINISH_TIMEOUT_S = 90.0
+"""How long a tracker may go on after the training has ended."""
+GRACE_S = 5.0
+NOT_METRICS = ("step", "attempt", "time")
+
+
+@contextmanager
+def tracked(stage: Stage, scope: RunScope, say: Callable[[str], None]) -> Iterator[None]:
+    """Have the run's trackers show what a training writes, while the block runs; leaving it waits until they have all.
+
+    An exception, an interrupt above all, is not held up: the trackers' processes come to their end by themselves.
+    """
+    names = scope.report_to if stage.kind in ("sft", "rl") else ()
+    with ExitStack() as stack:
+        for name in names:
+            training = TrackedStage(
+                tracker=name,
+                run=scope.output_dir.name,
+                run_name=scope.run_name,
+                stage=stage.name,
+                metrics=RunDirectory(Path(stage.run_dir)).metrics,
+                store=Path(scope.store),
+                settings=stage.job,
+            )
+            if not has_all(training):
+                stack.enter_context(_process_beside(training, say))
+        yield
+
+
+def has_all(training: TrackedStage) -> bool:
+    """Whether the tracker has all of a training that is finished."""
+    directory = RunDirectory(training.metrics.parent)
+    if directory.read_result() is None:
+        return False
+    lines = read_metrics(training.metrics)
+    return not lines or lines[-1]["step"] < first_unsent_step(training)
+
+
+def first_unsent_step(training: TrackedStage) -> int:
+    """The step from which on the tracker was sent nothing."""
+    return int(json.loads(training.state.read_text())["next_step"]) if training.state.exists() else 0
+
+
+@contextmanager
+def _process_beside(training: TrackedStage, say: Callable[[str], None]) -> Iterator[None]:
+    """The process of one tracker, as long as the block runs and it takes after that."""
+    training.state.parent.mkdir(parents=True, exist_ok=True)
+    with training.state.with_suffix(".log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tasks.tracking", training.model_dump_json()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the run
+        )
+    assert process.stdin is not None and process.stdout is not None
+
+    def relay(lines: Iterator[str]) -> None:
+        for line in lines:
+            say(line.rstrip())
+        process.wait()
+
+    # The context has the run in whose log the sentences belong.
+    relaying = threading.Thread(target=copy_context().run, args=(relay, process.stdout), daemon=True)
+    relaying.start()
+    with process.stdin as its_end:
+        yield
+        its_end.close()
+        relaying.join(FINISH_TIMEOUT_S + GRACE_S)
+        if relaying.is_alive():  # a process of the tracker's own has its output
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def track(training: TrackedStage, is_over: threading.Event, say: Callable[[str], None]) -> None:
+    """Send what the file has and gets until it is over; returns when the tracker has all of it."""
+    with lock_file(training.state.with_suffix(".lock")) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a run that was killed may still be sending
+        tracker = TRACKERS[training.tracker](training, first_unsent_step(training), say)
+        say(tracker.shown_at)
+        position = 0
+        try:
+            while True:
+                is_last = is_over.wait(SEND_EVERY_S if position else 0.0)
+                position, lines = _whole_lines(training.metrics, position)
+                send(tracker, lines)
+                write_json(training.state, {"next_step": tracker.next_step})
+                if is_last:
+                    return
+        finally:
+            tracker.close()
+
+
+def send(tracker: Tracker, lines: list[dict[str, Any]]) -> None:  # Any: JSON
+    """Send the lines of steps that the tracker does not have; those that an attempt repeats are the same."""
+    for line in lines:
+        if line["step"] >= tracker.next_step:
+            tracker.log(line["step"], line["time"], {key: line[key] for key in line if key not in NOT_METRICS})
+            tracker.next_step = line["step"] + 1
+    tracker.flush()
+
+
+def _whole_lines(path: Path, position: int) -> tuple[int, list[dict[str, Any]]]:  # Any: JSON
+    """The lines from a position on, and the position behind them; of a file that was made anew all."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        start = position if os.fstat(file.fileno()).st_size >= position else 0
+        file.seek(start)
+        content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        return start + len(whole), [json.loads(line) for line in whole.splitlines()]
+    return 0, []
+
+
+def main() -> None:
+    """Track until standard input ends, and not much longer."""
+    training = TrackedStage.model_validate_json(sys.argv[1])
+    is_over = threading.Event()
+
+    def say(sentence: str) -> None:
+        with suppress(BrokenPipeError):  # nobody reads it any more
+            sys.stdout.write(f"{training.tracker}: {sentence}\n")
+            sys.stdout.flush()
+
+    def wait_for_end() -> None:
+        sys.stdin.read()
+        is_over.set()
+        threading.Event().wait(FINISH_TIMEOUT_S)
+        say(f"did not take everything within {FINISH_TIMEOUT_S:g} s; the metrics are in {training.metrics}")
+        os._exit(1)
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
+    try:
+        track(training, is_over, say)
+    except Exception as error:  # noqa: BLE001 - whatever a tracker raises, the training goes on
+        say(f"{first_line(error)}; the metrics are in {training.metrics}")
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
