@@ -18,10 +18,11 @@ from infra.agent_call import MAX_FRAME_BYTES, AgentCall, JsonObject
 from infra.errors import InfraError
 from infra.node_agent import OFFSET_BYTES
 
-MAX_SENDERS = 4
+MAX_SENDERS = 6
 BYTES_PER_SENDER = 8 << 20
 """Another connection is made when so much more has been read: making one takes some round trips."""
-_QUEUED_PIECES = 32
+_QUEUED_PIECES = MAX_SENDERS * BYTES_PER_SENDER // MAX_FRAME_BYTES
+"""So much is read while the first one logs in that the others begin at once."""
 
 Ask = Callable[[int, JsonObject], AgentCall]
 """Begins a request over the connection of this number."""
@@ -37,7 +38,7 @@ class ParallelWrite:
         self._part = str(place.with_name(f".{place.name[:50]}.{secrets.token_hex(16)}"))
         self._pieces: queue.Queue[bytes | None] = queue.Queue(_QUEUED_PIECES)
         self._senders: list[threading.Thread] = []
-        self._failures: list[InfraError] = []
+        self._failures: list[Exception] = []
         self._problems: list[JsonObject] = []
         self.num_sent_bytes = 0
 
@@ -90,7 +91,7 @@ class ParallelWrite:
                 list(call.frames())
             if "problem" in call.answer:
                 self._problems.append(call.answer)
-        except InfraError as error:
+        except Exception as error:  # noqa: BLE001 - else it would end this thread, and nobody take the pieces
             self._failures.append(error)
         if self._failures or self._problems:
             for _ in pieces:  # else who reads the chunks would wait for room; the end is for this sender, too

@@ -39,15 +39,16 @@ from infra.host_keys import HostKeyEvidence
 from infra.node import SSHAccess
 from infra.node_agent import STDERR, STDOUT
 from infra.openssh import OpenSSH
-from infra.parallel_write import ParallelWrite
+from infra.parallel_write import MAX_SENDERS, ParallelWrite
 from infra.session import LOOPBACK, MAX_READ_BYTES, split_lines
 from infra.ssh import SSHConnection, connect
 from infra.tunnel import forwarded_port
 
 AnswerT = TypeVar("AnswerT")
-Purpose = Literal["control", "bulk", "pieces 0", "pieces 1", "pieces 2", "pieces 3"]
+Purpose = Literal["control", "bulk", "pieces 0", "pieces 1", "pieces 2", "pieces 3", "pieces 4", "pieces 5"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
-PIECES: tuple[Purpose, ...] = ("pieces 0", "pieces 1", "pieces 2", "pieces 3")
+PIECES = PURPOSES[2:]
+assert len(PIECES) == MAX_SENDERS
 """For large files to a distant node."""
 
 OPEN_ATTEMPTS = 4

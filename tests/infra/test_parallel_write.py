@@ -11,11 +11,13 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from infra.agent_call import MAX_FRAME_BYTES
 from infra.errors import DiskFullError, NodeUnreachableError
-from infra.parallel_write import BYTES_PER_SENDER
+from infra.parallel_write import BYTES_PER_SENDER, MAX_SENDERS, ParallelWrite
 from infra.ssh_session import SSHSession
 from tests.infra.delay_proxy import delayed_port
 from tests.infra.ssh_server import SSHServer, running_server
@@ -110,7 +112,17 @@ def test_a_source_that_fails_ends_every_sender(far: SSHSession, tmp_path: Path) 
     with pytest.raises(ValueError, match="the disk here"):
         far.write_chunks(str(tmp_path / "files" / "model"), failing())
     assert list((tmp_path / "files").iterdir()) == []
-    wait_until(lambda: threading.active_count() <= before + 4 * 2)  # per connection paramiko's and the heartbeat
+    wait_until(lambda: threading.active_count() <= before + MAX_SENDERS * 2)
+
+
+def test_a_sender_that_cannot_begin_ends_the_copy_and_waits_for_nobody() -> None:
+    """As where no process can be started for it: the pieces of the others would wait for room for ever."""
+
+    def out_of_memory(number: int, request: object) -> Any:  # Any: it never returns
+        raise OSError("Cannot allocate memory")
+
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        ParallelWrite(out_of_memory, "/nowhere/model").run(bytes(MAX_FRAME_BYTES) for _ in range(1000))
 
 
 def test_a_disk_that_fills_up_is_named_and_nothing_is_left(far: SSHSession, tiny_disk: Path) -> None:
