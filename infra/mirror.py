@@ -49,22 +49,23 @@ def pull_run(session: Session, source: str, target: Path) -> int:
         DiskFullError: there is no room here for what is new; none of it was fetched.
         PermanentInfraError: a file name that is refused, or a file here that cannot be written.
     """
-    target.mkdir(parents=True, exist_ok=True)
-    with locked(target / LOCK):
-        there = _list(session, source)
-        if there is None:
-            return 0
-        _remove_deleted_checkpoints(there, target)
-        try:
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with locked(target / LOCK):
+            there = _list(session, source)
+            if there is None:
+                return 0
+            _remove_deleted_checkpoints(there, target)
             wanted = [name for name in _in_order(there) if _is_new(target / name, *there[name])]
             _check_room(target, {name: there[name][0] for name in wanted})
             damaged = _fetch(session, source, target, wanted)
             damaged = _fetch(session, source, target, damaged)  # what was there before may have been of another file
-        except OSError as error:
-            raise PermanentInfraError(f"{target} cannot be written: {error.strerror}") from error
-        if damaged:
-            raise TransientInfraError(f"{len(damaged)} files of {source} arrived damaged, the first is {damaged[0]!r}")
-        shutil.rmtree(target / INCOMING, ignore_errors=True)
+            if not damaged:
+                shutil.rmtree(target / INCOMING, ignore_errors=True)
+    except OSError as error:
+        raise PermanentInfraError(f"{target} cannot be written: {error.strerror}") from error
+    if damaged:
+        raise TransientInfraError(f"{len(damaged)} files of {source} arrived damaged, the first is {damaged[0]!r}")
     return len(wanted)
 
 

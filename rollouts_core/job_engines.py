@@ -107,11 +107,11 @@ def keep_leases(addresses: Sequence[EngineAddress], api_key: str = "") -> Iterat
 
 
 def renew_lease(address: EngineAddress, api_key: str) -> None:
-    """Say once that the engine is wanted; where nobody answers, it is asked again soon anyway."""
-    if not address.lease_url:
-        Path(address.lease_file).touch()
-        return
-    with suppress(httpx.TransportError):
+    """Say once that the engine is wanted; where that cannot be said, it is tried again soon anyway."""
+    with suppress(httpx.TransportError, OSError):
+        if not address.lease_url:
+            Path(address.lease_file).touch()
+            return
         httpx.post(address.lease_url, headers=key_header(api_key), timeout=RENEWAL_TIMEOUT_S, trust_env=False)
 
 

@@ -290,6 +290,12 @@ def test_a_disk_here_without_room_is_found_before_anything_is_fetched(there: Pat
     assert content_of(here) == before
 
 
+def test_a_place_that_cannot_be_made_is_named(there: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("where a folder must be")
+    with pytest.raises(PermanentInfraError, match=r"file/sft-0123 cannot be written: Not a directory"):
+        pull_run(LocalSession(sys.executable), str(there), tmp_path / "file" / "sft-0123")
+
+
 @pytest.mark.slow
 def test_a_disk_here_that_fills_up_meanwhile_keeps_what_came_and_goes_on_from_there(
     there: Path, tiny_disk: Path

@@ -3,6 +3,7 @@
 Without it a run's last checkpoint is missing where it is expected, or Ctrl-C hangs until a transfer is over.
 """
 
+import sqlite3
 import threading
 import time
 
@@ -26,6 +27,21 @@ def test_it_is_done_again_and_again_and_no_more_after_the_block() -> None:
     num_calls = len(calls)
     time.sleep(0.05)
     assert len(calls) == num_calls
+
+
+def test_what_fails_is_logged_and_done_again(caplog: pytest.LogCaptureFixture) -> None:
+    second = threading.Event()
+    calls: list[None] = []
+
+    def act() -> None:
+        calls.append(None)
+        if len(calls) >= 2:
+            second.set()
+        raise sqlite3.OperationalError("disk I/O error")
+
+    with repeating(act, interval_s=0.001, thread_name="budget", once_more=True):
+        assert second.wait(30)
+    assert "budget: this failed" in caplog.text and "disk I/O error" in caplog.text
 
 
 def test_leaving_the_block_waits_for_the_call_under_way() -> None:

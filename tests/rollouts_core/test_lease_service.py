@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,6 +98,18 @@ def test_a_job_keeps_the_leases_of_engines_here_and_elsewhere(lease_file: Path, 
         here = EngineAddress(url="http://127.0.0.1:2", lease_file=str(own))
         with keep_leases([gone, address_of(url), here], KEY):
             wait_until(lambda: own.exists() and lease_file.stat().st_mtime > LONG_AGO, what="both renewals")
+
+
+@pytest.mark.slow
+def test_a_lease_that_cannot_be_written_is_written_when_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollouts_core.job_engines.LEASE_RENEWAL_S", 0.05)
+    lease = tmp_path / "disk" / "lease"
+    with keep_leases([EngineAddress(url="http://127.0.0.1:2", lease_file=str(lease))]):
+        time.sleep(0.2)
+        lease.parent.mkdir()
+        wait_until(lease.exists, what="the renewal")
 
 
 def serve_job(**changes: object) -> ServeJob:
