@@ -39,7 +39,7 @@ from rollouts_core.data.dataset import (
     load_prompts_from_jsonl,
     sample_rules,
 )
-from rollouts_core.data.rows import load_rows, open_rows
+from rollouts_core.data.rows import load_rows, open_rows, resolve_revision
 from rollouts_core.embedded.architecture import load_architecture
 from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.environments.protocol import describe_tools
@@ -438,7 +438,8 @@ class _Counts:
 
 
 def _check_demonstrations(dataset: DatasetConfig, config: Config, tokenizer: PreTrainedTokenizerBase) -> _Counts:
-    table = open_rows(dataset.path, split=dataset.split, subset=dataset.subset, revision=dataset.revision)
+    commit = resolve_revision(dataset.path, dataset.revision)  # a name that is wrong is told at once
+    table = open_rows(dataset.path, split=dataset.split, subset=dataset.subset, revision=commit)
     num_rows = count_used_rows(table, dataset)
     num_checked = min(num_rows, NUM_STREAMED_ROWS_CHECKED) if config.data.streaming else num_rows
     chunks = (range(i, min(i + CHUNK_ROWS, num_checked)) for i in range(0, num_checked, CHUNK_ROWS))

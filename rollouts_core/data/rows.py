@@ -227,14 +227,13 @@ def resolve_revision(path: str, revision: str) -> str:
     if Path(path).exists() or Path(path).is_absolute() or COMMIT.fullmatch(revision):
         return revision
     from huggingface_hub import HfApi  # heavy, and only for the hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     try:
         commit: str | None = HfApi().dataset_info(path, revision=revision or None).sha
-    except (OSError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled) as error:
+    except Exception as error:  # its own errors, and those of the HTTP library that its version has
         raise DataError(
             f"{path} is no file or folder, and the hub does not name its commit ({first_line(error)}): "
-            "correct the path, or give the commit as `revision`"
+            "correct the path, or give the commit as `revision`, or start again when the hub can be reached"
         ) from error
     return commit or ""
 
@@ -262,12 +261,14 @@ def _open_table(
             )
             return _check_commit(table, path, revision)
         found = datasets.load_from_disk(str(path))
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        if not path.exists():
+    except Exception as error:
+        if not path.exists():  # errors of whichever HTTP library asks the hub
             raise DataError(
                 f"{path} is no file or folder, and cannot be read from the hub ({first_line(error)}): correct the "
                 "path, `split`, `subset` or `revision`, or start again when the hub can be reached"
             ) from error
+        if not isinstance(error, OSError | ValueError | datasets.exceptions.DatasetsError):
+            raise
         cause = first_line(error.__cause__ or error)
         raise DataError(
             f"{path} is no dataset ({cause}): give a JSONL or Parquet file, or a folder of `save_to_disk`"

@@ -8,9 +8,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +159,15 @@ def test_datasets_that_the_hub_does_not_have_are_one_sentence_each(
         assert answer[0].startswith(f"{dataset['path']} {words}")
         assert len(answer) == 1
         assert "\n" not in answer[0]
+
+
+def test_a_hub_that_cannot_be_reached_is_one_sentence(hub: Hub, base_model: ModelConfig, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        nowhere = replace(hub, url=f"http://127.0.0.1:{taken.getsockname()[1]}")
+        [[sentence]] = read_all(nowhere, tmp_path / "cache", base_model, [{"path": "org/name"}])
+    assert sentence.startswith("org/name is no file or folder, and the hub does not name its commit (")
+    assert sentence.endswith("or start again when the hub can be reached") and "\n" not in sentence
 
 
 def test_a_cached_copy_of_another_commit_does_not_stand_in_for_the_one_that_is_asked_for(
