@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import copy_context
@@ -57,8 +58,11 @@ def tracked(stage: Stage, scope: RunScope, say: Callable[[str], None]) -> Iterat
                 store=Path(scope.store),
                 settings=stage.job,
             )
-            if not has_all(training):
-                stack.enter_context(_process_beside(training, say))
+            try:
+                if not has_all(training):
+                    stack.enter_context(_process_beside(training, say))
+            except OSError as error:  # no place for its state, no memory for its process
+                say(f"{name}: cannot be started ({error.strerror}); the metrics are in {training.metrics}")
         yield
 
 
@@ -113,15 +117,13 @@ def track(training: TrackedStage, is_over: threading.Event, say: Callable[[str],
         fcntl.flock(lock, fcntl.LOCK_EX)  # a run that was killed may still be sending
         tracker = TRACKERS[training.tracker](training, first_unsent_step(training), say)
         say(tracker.shown_at)
-        position = 0
+        position, is_last = 0, False
         try:
-            while True:
-                is_last = is_over.wait(SEND_EVERY_S if position else 0.0)
+            while not is_last:
+                is_last = is_over.wait(SEND_EVERY_S)
                 position, lines = _whole_lines(training.metrics, position)
                 send(tracker, lines)
                 write_json(training.state, {"next_step": tracker.next_step})
-                if is_last:
-                    return
         finally:
             tracker.close()
 
@@ -159,7 +161,7 @@ def main() -> None:
     def wait_for_end() -> None:
         sys.stdin.read()
         is_over.set()
-        threading.Event().wait(FINISH_TIMEOUT_S)
+        time.sleep(FINISH_TIMEOUT_S)
         say(f"did not take everything within {FINISH_TIMEOUT_S:g} s; the metrics are in {training.metrics}")
         os._exit(1)
 

@@ -67,8 +67,8 @@ def write_steps(stage: Stage, steps: range, *, attempt: int = 1) -> None:
 
 def tensorboard_steps(tmp_path: Path) -> list[tuple[int, float]]:
     accumulator = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard" / "small-01234567" / "sft"))
-    accumulator.Reload()
-    return [(event.step, round(event.value, 4)) for event in accumulator.Scalars("loss")]
+    is_there = "loss" in accumulator.Reload().Tags()["scalars"]
+    return [(event.step, round(event.value, 4)) for event in accumulator.Scalars("loss")] if is_there else []
 
 
 def wandb_records(tmp_path: Path) -> list[Any]:  # Any: messages of W&B's own format
@@ -171,6 +171,14 @@ def test_what_is_wrong_with_a_tracker_is_said_and_the_training_goes_on(stage: St
     assert wandb_steps(tmp_path) == steps(range(1, 4))
 
 
+def test_a_tracker_that_cannot_be_started_is_said(stage: Stage, tmp_path: Path) -> None:
+    (tmp_path / "tracked").write_text("a file, where a folder must be")
+    said: list[str] = []
+    with tracked(stage, scope_of(tmp_path, "tensorboard"), said.append):
+        write_steps(stage, range(1, 4))
+    assert said == [f"tensorboard: cannot be started (File exists); the metrics are in {stage.run_dir}/metrics.jsonl"]
+
+
 def test_a_server_that_does_not_answer_is_said_and_its_metrics_are_kept_here(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,10 +223,14 @@ def test_a_tracker_outlives_neither_an_interrupted_run_nor_one_that_was_killed(s
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         ) as run:
-            wait_until(lambda: children_of(run), what="its tracker")
-            (tracker,) = children_of(run)
-            wait_until(lambda: (tmp_path / "tensorboard").exists() and tensorboard_steps(tmp_path), what="steps")
-            run.send_signal(ending)
+            try:
+                wait_until(lambda: children_of(run), what="its tracker")
+                (tracker,) = children_of(run)
+                wait_until(lambda: (tmp_path / "tensorboard").exists() and tensorboard_steps(tmp_path), what="steps")
+                run.send_signal(ending)
+                run.wait(60)
+            finally:
+                run.kill()
         wait_until(lambda: not is_alive(tracker), what="its end")  # noqa: B023
     assert tensorboard_steps(tmp_path) == steps(range(1, 4))
 
