@@ -93,6 +93,7 @@ HELDOUT_LINE = re.compile(
 )
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_tool_use_learns_to_call_the_calculator_in_several_turns() -> None:

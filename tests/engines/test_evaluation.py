@@ -78,6 +78,7 @@ def complete(saved: SavedModel, tokens: list[int], *, num_prompt: int) -> list[i
     return found
 
 
+@pytest.mark.matrix
 def test_rollouts_evaluate_scores_by_sglang(rollouts: Rollouts, tmp_path: Path) -> None:
     folder = tmp_path / "small"
     settings = settings_of(folder, {"kind": "sglang", "python": str(engine_python("sglang"))})

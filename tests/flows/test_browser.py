@@ -101,6 +101,7 @@ def address_of(rollouts: Rollouts) -> ServerAddress:
     return address
 
 
+@pytest.mark.matrix
 def test_the_form_has_help_texts_and_bounds_and_its_run_is_watched_to_the_end(
     served: Rollouts,  # noqa: F811
     page: Page,

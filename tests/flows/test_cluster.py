@@ -154,6 +154,7 @@ def wait_for_a_checkpoint(rollouts: Rollouts, cluster: Cluster, process: subproc
     assert process.poll() is None, rollouts.said()
 
 
+@pytest.mark.matrix
 def test_machines_that_do_not_reach_each_other_end_a_run_before_it_trains(
     rollouts: Rollouts, cluster: Cluster, tmp_path: Path
 ) -> None:

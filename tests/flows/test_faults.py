@@ -122,6 +122,7 @@ def test_of_two_engines_one_may_be_gone_for_good_and_rl_goes_on_with_the_other(
     assert_nothing_is_left(rollouts)
 
 
+@pytest.mark.matrix
 def test_a_killed_engine_comes_back_on_its_port_and_nothing_is_sampled_from_its_start_weights(
     rollouts: Rollouts, tmp_path: Path, after_sft: Path
 ) -> None:

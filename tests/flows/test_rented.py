@@ -331,6 +331,7 @@ def test_a_run_that_was_killed_goes_on_with_its_machine(
     assert fake.alive() == [] and (tmp_path / "machine" / "setup.txt").read_text() == "once\n"
 
 
+@pytest.mark.matrix
 def test_a_machine_that_is_taken_away_ends_the_run_and_the_next_start_goes_on_elsewhere_from_what_was_fetched(
     rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
 ) -> None:

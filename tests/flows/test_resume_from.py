@@ -56,6 +56,7 @@ def metrics_of(directory: Path) -> list[dict[str, float]]:
     return without_times(read_metrics(directory / "metrics.jsonl"))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", ["sft", pytest.param("rl", marks=pytest.mark.matrix)])
 def test_a_finished_stage_that_is_extended_ends_as_one_long_training(
     rollouts: Rollouts, tmp_path: Path, stage: str

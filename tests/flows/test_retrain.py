@@ -254,6 +254,7 @@ def test_a_schedule_fires_by_itself_and_ends_with_its_table(served: Rollouts, fo
     assert api(served, "GET", "/deployments/name/retrain/small-retrain")["schedules"] == []
 
 
+@pytest.mark.matrix
 def test_schedules_that_people_made_in_prefect_outlive_a_restart_and_a_changed_file(
     served: Rollouts,  # noqa: F811
     folder: Path,

@@ -183,6 +183,7 @@ def test_up_outlives_its_terminal_is_joined_runs_what_is_asked_for_and_is_ended_
     assert "server       none" in output and "serving      none" in output
 
 
+@pytest.mark.matrix
 def test_a_killed_serving_process_is_noticed_and_up_starts_another(served: Rollouts) -> None:
     up(served)
     killed = find_serving(served.store)

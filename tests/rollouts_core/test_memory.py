@@ -38,6 +38,7 @@ def reward_length(sample: Sample) -> float:
     return float(len(sample.tokens) % 3)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")

@@ -147,6 +147,7 @@ def test_two_processes_leave_what_one_leaves(base: InputModel, tmp_path: Path) -
     assert json.loads((two / "result.json").read_text())["num_samples"] == 40
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_two_nodes_that_torchrun_starts_leave_what_two_processes_of_one_leave(base: InputModel, tmp_path: Path) -> None:
     together = write_job(tmp_path / "together", sft_job(base, SFT))
