@@ -52,7 +52,7 @@ from rollouts_core.messages import closest_name, explain_validation_error
 from rollouts_core.user_code import describe_raised
 from tasks.trackers import TrackerName
 
-NODE_FILES = ("key_file", "known_hosts", "requirements")
+NODE_FILES = ("key_file", "known_hosts", "requirements", "ssh_config")
 """Settings of nodes that name files of this machine."""
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 CREDENTIALS_PATTERN = r"^([a-z0-9][a-z0-9-]{0,63})?$"

@@ -21,6 +21,9 @@ HOST = re.compile(
     re.ASCII | re.VERBOSE,
 )
 """user@host:port without anything that a shell, or a program that takes a host, could misread."""
+_HOP = r"([A-Za-z0-9_][\w.-]*@)?(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9][\w.-]*)(:\d{1,5})?"
+PROXY_JUMP = re.compile(rf"({_HOP}(,{_HOP})*)?", re.ASCII)
+"""Machines to go through, with as little to misread."""
 FINGERPRINT = re.compile(r"(SHA256:[A-Za-z0-9+/]{43})?")
 ROOT = re.compile(r"(/|~/)[^\x00-\x1f]+")
 INTERPRETER = re.compile(r"/[\w./+ -]+")
@@ -82,6 +85,11 @@ class SSHMachine(PackageSettings):
     """Fingerprint of the machine's key, as `ssh-keygen -l` prints it. Leave it empty to look it up in known_hosts."""
     known_hosts: str = "~/.ssh/known_hosts"
     """File in OpenSSH's format in which the machine's key is looked up."""
+    proxy_jump: str = ""
+    """Machines to go through, as `ssh -J` takes them: user@bastion:port, or a name in ~/.ssh/config; several with
+    commas."""
+    ssh_config: str = ""
+    """Configuration of OpenSSH for the machines in `proxy_jump`. Leave it empty for ~/.ssh/config."""
     trust_first_use: bool = Field(default=False, strict=True)
     """Believe the key of a machine that nobody knows, remember it in the store, and refuse another one later."""
     root: str = "~/rollouts"
@@ -91,7 +99,7 @@ class SSHMachine(PackageSettings):
     min_free_gb: float = Field(default=10.0, ge=0, allow_inf_nan=False, strict=True)
     """Refuse to start when the disk of `root` has less free space than this, in GB (10^9 bytes)."""
 
-    @field_validator("host", "host_key", "root", "python")
+    @field_validator("host", "host_key", "proxy_jump", "root", "python")
     @classmethod
     def _check_form(cls, value: str, info: ValidationInfo) -> str:
         return check_form(value, info)
@@ -275,6 +283,7 @@ _FORMS = {
     "host": (HOST, "user@host or user@host:port"),
     "instance": (INSTANCE, f"PROVIDER:ID, for example runpod:abc123, of one of {', '.join(CLOUD_NAMES)}"),
     "host_key": (FINGERPRINT, "a fingerprint as `ssh-keygen -l` prints it, SHA256:..."),
+    "proxy_jump": (PROXY_JUMP, "user@host:port or a name in ~/.ssh/config, several with commas and no spaces"),
     "root": (ROOT, "a path on the machine that begins with / or ~/"),
     "python": (INTERPRETER, "the absolute path of a Python interpreter on the machine"),
     "package_index": (INDEX, "an http(s) URL without user and password: those belong into the machine's own settings"),
@@ -323,6 +332,10 @@ class SSHAccess:
     """Files in OpenSSH's format in which the host's key is looked up."""
     first_use_file: str = ""
     """Where the key of a host is written that nobody knows and that is believed once; empty refuses such hosts."""
+    proxy_jump: str = ""
+    """Machines on the way there, with commas between them; empty connects from here (proxy_jump.py)."""
+    ssh_config: str = ""
+    """OpenSSH's configuration for those; empty takes the user's."""
 
     @property
     def address(self) -> str:

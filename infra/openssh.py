@@ -24,6 +24,7 @@ from infra.errors import NodeUnreachableError, PermanentInfraError
 from infra.node import SSHAccess
 from infra.node_agent import widen_pipe
 from infra.offers import Instance
+from infra.proxy_jump import proxy_option
 from infra.ssh import CIPHERS, CONNECT_TIMEOUT_S, EXIT_CODE_TIMEOUT_S, HEARTBEAT_INTERVAL_S, SIGNATURES, SSHConnection
 
 PROGRAM = "ssh"
@@ -78,6 +79,8 @@ class OpenSSH:
             "UserKnownHostsFile": str(folder / "known_hosts"),
             **dict.fromkeys(_NEVER.split(), "no"),
         }
+        if access.proxy_jump:
+            options["ProxyCommand"] = proxy_option(access)
         self._command = [PROGRAM, "-F", "none"]
         self._command += [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
 

@@ -23,6 +23,7 @@ from infra.errors import LoginError, NodeUnreachableError, PermanentInfraError, 
 from infra.host_keys import HostKey, HostKeyEvidence, HostKeyPolicy
 from infra.login_keys import LoginKey, load_keys
 from infra.node import SSHAccess
+from infra.proxy_jump import explain_proxy, open_proxy
 
 CONNECT_TIMEOUT_S = 15.0
 CHANNEL_TIMEOUT_S = 30.0
@@ -282,9 +283,11 @@ def _open_transport(access: SSHAccess, key_types: Sequence[str]) -> tuple[Any, H
 
     Raises:
         NodeUnreachableError: nobody answers, or the answer breaks off.
+        LoginError: a machine on the way there does not let us in.
         paramiko.IncompatiblePeer: the host has no key of these types.
     """
-    transport = paramiko.Transport(_open_socket(access))
+    proxy = open_proxy(access) if access.proxy_jump else None
+    transport = paramiko.Transport(proxy or _open_socket(access))
     transport.set_log_channel(_paramiko_logger.name)
     transport.packetizer.REKEY_BYTES = _REKEY_BYTES
     transport.banner_timeout = transport.auth_timeout = CONNECT_TIMEOUT_S
@@ -298,8 +301,9 @@ def _open_transport(access: SSHAccess, key_types: Sequence[str]) -> tuple[Any, H
         transport.close()
         raise
     except _DROPPED as error:
+        failure = explain_proxy(access, proxy, describe(error)) if proxy else None
         transport.close()
-        raise NodeUnreachableError(access.address, describe(error)) from error
+        raise failure or NodeUnreachableError(access.address, describe(error)) from error
     return transport, HostKey(remote.get_name(), remote.asbytes())
 
 

@@ -89,6 +89,8 @@ def read_access(settings: SSHMachine, store: Path) -> SSHAccess:
         host_key=settings.host_key,
         known_hosts=(settings.known_hosts, first_use_file),
         first_use_file=first_use_file if settings.trust_first_use else "",
+        proxy_jump=settings.proxy_jump,
+        ssh_config=settings.ssh_config,
     )
 
 

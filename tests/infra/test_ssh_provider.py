@@ -47,6 +47,10 @@ def test_an_address_is_read(text: str, parts: tuple[str, str, int]) -> None:
         ("host", "me@box:22\n", "expected user@host"),
         ("host_key", "SHA256:short", "expected a fingerprint"),
         ("host_key", "aa:bb:cc", "expected a fingerprint"),
+        *(
+            ("proxy_jump", jump, "expected user@host:port")
+            for jump in ("-oProxyCommand=x", "a b", "a,", "a;b", "$(x)", "a\n")
+        ),
         ("root", "runs", "expected a path on the machine that begins with / or ~/"),
         ("python", "python3", "expected the absolute path of a Python interpreter"),
         ("python", "/bin/$(x)", "expected the absolute path of a Python interpreter"),
