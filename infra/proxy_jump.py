@@ -78,8 +78,9 @@ def open_proxy(access: SSHAccess) -> ProxySocket:
     with theirs:
         said = tempfile.TemporaryFile()  # noqa: SIM115 - gone with the socket
         try:
+            end = theirs.fileno()
             process = subprocess.Popen(
-                proxy_command(access), stdin=theirs, stdout=theirs, stderr=said, start_new_session=True
+                proxy_command(access), stdin=end, stdout=end, stderr=said, start_new_session=True
             )
         except OSError as error:
             ours.close()
