@@ -21,7 +21,7 @@ from flows.credentials import take_credentials
 from flows.deployments import EVALUATE_FLOW
 from flows.form import FormConfig, FormEvaluate, FormNode, FormRun
 from flows.pipeline import known_to_live, link_live_page, machine_of_the_run, open_scope, run_on
-from infra.node import Node, has_engine_nodes, without_further_nodes
+from infra.node import Node, settings_of_engines, without_further_nodes
 from rollouts_core.config import Config
 from rollouts_core.job import InputModel
 from tasks.evaluate import evaluate_models
@@ -60,7 +60,7 @@ def evaluate_model(evaluate: FormEvaluate, config: FormConfig, node: FormNode, r
         link_live_page(scope)
         scored, found = find_inputs(evaluate.model, evaluate.against, evaluate.data, config, scope)
         scoring = without_further_nodes(node)
-        if has_engine_nodes(node):
+        if settings_of_engines(node):
             scored = with_engines_of_trainer(scored)
         stages = partial(score_models, as_inputs(found), scored, scope)
         with machine_of_the_run(scoring, scored, scope, stages, trains=False) as machine:

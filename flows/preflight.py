@@ -22,8 +22,8 @@ from infra.node import (
     Node,
     NodeSettings,
     RentedNode,
-    SSHNode,
-    has_engine_nodes,
+    settings_of_engines,
+    settings_of_trainers,
     without_further_nodes,
 )
 from infra.object_store import ObjectStore
@@ -162,42 +162,44 @@ def check_query(query: GPUQuery, config: Config) -> None:
 
 def check_trainer_nodes(config: Config, node: NodeSettings) -> None:
     """Raise ConfigError when several machines cannot train together with these settings."""
-    if not isinstance(node, SSHNode) or not node.trainer_nodes:
+    if not settings_of_trainers(node):
         return
+    setting = "node.num_trainer_nodes" if isinstance(node, RentedNode) else "node.trainer_nodes"
     for kind, stage in (("sft", config.training.sft), ("rl", config.training.rl)):
         if kind in config.mode and stage.policy.backend != "pytorch":
             raise ConfigError(
-                f'node.trainer_nodes: training.{kind}.policy.backend "{stage.policy.backend}" trains in one process: '
+                f'{setting}: training.{kind}.policy.backend "{stage.policy.backend}" trains in one process: '
                 'leave the nodes out, or set backend = "pytorch"'
             )
 
 
 def check_engine_nodes(config: Config, node: NodeSettings) -> None:
     """Raise ConfigError when engines cannot be on nodes of their own with these settings."""
-    if not has_engine_nodes(node):
+    if not settings_of_engines(node):
         return
+    setting = "node.num_engine_nodes" if isinstance(node, RentedNode) else "node.engine_nodes"
     engine = config.rollout.engine
     if config.mode == "sft" or config.data.rollouts:
         what = 'mode "sft"' if config.mode == "sft" else "data.rollouts"
-        raise ConfigError(f"node.engine_nodes: {what} samples nothing, so there are no engines: leave the nodes out")
+        raise ConfigError(f"{setting}: {what} samples nothing, so there are no engines: leave the nodes out")
     if config.deployment.colocated:
         raise ConfigError(
-            "node.engine_nodes: with deployment.colocated engines and trainer share GPUs, which they cannot on "
+            f"{setting}: with deployment.colocated engines and trainer share GPUs, which they cannot on "
             "different nodes: leave one of them out"
         )
     if engine.kind == "vllm":
         raise ConfigError(
-            "node.engine_nodes: an engine on another node is sent its weights, which vLLM cannot be: choose the kind "
+            f"{setting}: an engine on another node is sent its weights, which vLLM cannot be: choose the kind "
             "sglang or embedded, or leave the nodes out"
         )
     if engine.weight_transfer == "tensors":
         raise ConfigError(
-            'node.engine_nodes: rollout.engine.weight_transfer "tensors" maps memory of the trainer, which is on '
+            f'{setting}: rollout.engine.weight_transfer "tensors" maps memory of the trainer, which is on '
             'another node: leave it out, or choose "gloo" or "nccl"'
         )
     if engine.router_url and not engine.api_key_variable:
         raise ConfigError(
-            "node.engine_nodes: engines on other nodes ask for a key, and the router at rollout.engine.router_url has "
+            f"{setting}: engines on other nodes ask for a key, and the router at rollout.engine.router_url has "
             "to know it: name the variable that holds it as rollout.engine.api_key_variable"
         )
 
@@ -218,9 +220,8 @@ def check_installed_engines(config: Config, settings: NodeSettings, node: Node, 
     engine = config.rollout.engine
     if leads_engines(config, node, trains=trains):
         check_installed_engine(settings, node, engine)
-    if isinstance(settings, SSHNode):
-        for own_settings, each in zip(settings.engine_nodes, node.engine_nodes, strict=True):
-            check_installed_engine(own_settings, each, engine)
+    for own_settings, each in zip(settings_of_engines(settings), node.engine_nodes, strict=True):
+        check_installed_engine(own_settings, each, engine)
 
 
 def check_engine_port(session: Session, port: int, node: Node, *, trainer: Session, api_key: str = "") -> None:

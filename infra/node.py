@@ -4,7 +4,7 @@ Not here: how one is had (providers/), what it can do (bootstrap.py), how it is 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import PurePosixPath
@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from infra.offers import CLOUD_NAMES, GPUQuery
+from infra.offers import CLOUD_NAMES, NETWORKED_CLOUDS, GPUQuery
 
 HOST = re.compile(
     r"""(?P<user>[A-Za-z0-9_][\w.-]*) @
@@ -229,6 +229,12 @@ class RentedNode(PackageSettings):
     setup: tuple[str, ...] = ()
     """Shell commands that are run once on a fresh machine, for example to install what the packages of this project
     need. They are shown in Prefect's pages: put no secret there."""
+    num_trainer_nodes: int = Field(default=1, ge=1, le=64, strict=True)
+    """Machines that train together, each with `deployment.trainer_gpu_ranks`. Several machines are of one kind, and in
+    one region of one provider; max_usd is for all of them."""
+    num_engine_nodes: int = Field(default=0, ge=0, le=64, strict=True)
+    """Further machines for the inference engines of RL, each with `deployment.num_engines` of them. 0 has the engines
+    on the first one."""
     usable_within_minutes: float = Field(default=20.0, gt=0, le=120, strict=True)
     """A machine that cannot be logged in to after this long is given back, and another one rented."""
     keep_on_failure_minutes: float = Field(default=0.0, ge=0, le=1440, strict=True)
@@ -253,6 +259,21 @@ class RentedNode(PackageSettings):
     @classmethod
     def _check_form(cls, value: str, info: ValidationInfo) -> str:
         return check_form(value, info)
+
+    @model_validator(mode="after")
+    def _check_unit(self) -> Self:
+        if self.num_machines > 1 and not set(self.query.providers) & set(NETWORKED_CLOUDS):
+            raise ValueError(
+                f"num_trainer_nodes, num_engine_nodes: several machines need a network that they share, and it is not "
+                f"known that {', '.join(self.query.providers)} have one: add {' or '.join(NETWORKED_CLOUDS)} to "
+                "query.providers, or ask for one machine"
+            )
+        return self
+
+    @property
+    def num_machines(self) -> int:
+        """All that the run has at once."""
+        return self.num_trainer_nodes + self.num_engine_nodes
 
 
 def check_form(value: str, info: ValidationInfo) -> str:
@@ -296,14 +317,25 @@ NodeSettings = Annotated[LocalNode | SSHNode | InstanceNode | RentedNode, Field(
 
 def without_further_nodes(settings: NodeSettings) -> NodeSettings:
     """The settings of the machine that leads alone, for work that needs no other."""
-    if not isinstance(settings, SSHNode):
-        return settings
-    return settings.model_copy(update={"trainer_nodes": (), "engine_nodes": ()})
+    if isinstance(settings, SSHNode):
+        return settings.model_copy(update={"trainer_nodes": (), "engine_nodes": ()})
+    if isinstance(settings, RentedNode):
+        return settings.model_copy(update={"num_trainer_nodes": 1, "num_engine_nodes": 0})
+    return settings
 
 
-def has_engine_nodes(settings: NodeSettings) -> bool:
-    """Whether engines have machines of their own."""
-    return isinstance(settings, SSHNode) and bool(settings.engine_nodes)
+def settings_of_trainers(settings: NodeSettings) -> Sequence[FurtherNode | RentedNode]:
+    """Those of the machines that train together with the one that leads; rented ones all have the same."""
+    if isinstance(settings, RentedNode):
+        return [settings] * (settings.num_trainer_nodes - 1)
+    return settings.trainer_nodes if isinstance(settings, SSHNode) else ()
+
+
+def settings_of_engines(settings: NodeSettings) -> Sequence[FurtherNode | RentedNode]:
+    """The same of the machines that engines have of their own."""
+    if isinstance(settings, RentedNode):
+        return [settings] * settings.num_engine_nodes
+    return settings.engine_nodes if isinstance(settings, SSHNode) else ()
 
 
 NODE_TYPES: Mapping[str, type[LocalNode] | type[SSHNode] | type[InstanceNode] | type[RentedNode]] = {

@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 CloudName = Literal["runpod", "lambda", "prime", "shadeform", "vast", "sky"]
 CLOUD_NAMES: tuple[CloudName, ...] = ("runpod", "lambda", "prime", "shadeform", "vast", "sky")
+NETWORKED_CLOUDS: tuple[CloudName, ...] = ("lambda", "sky")
+"""Those whose machines reach each other by private addresses within a region."""
 CUDA_PATTERN = r"^(\d+\.\d+)?$"
 _LETTERS_AND_NUMBER = re.compile(r"([a-z]{2,})(\d)")
 
@@ -136,6 +138,8 @@ class Instance:
     """Where its SSH server answers; empty as long as that is not known. It may change while the machine runs."""
     port: int = 22
     user: str = "root"
+    private_address: str = ""
+    """Its IP address in the network of its region; empty where the provider does not say."""
     usd_per_hour: float | None = None
     """What the provider charges; None when it does not say."""
 

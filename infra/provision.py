@@ -1,4 +1,4 @@
-"""Rent a machine and give it back, so that none is forgotten whatever breaks in between.
+"""Rent machines and give them back, so that none is forgotten whatever breaks in between.
 
 Not here: what providers say (providers/), the rows of the ledger (rentals.py), machines of dead runs (reaper.py).
 
@@ -8,12 +8,15 @@ Not here: what providers say (providers/), the rows of the ledger (rentals.py), 
     killed anywhere: the same run goes on from the row; else a run with the same settings, or the reaper, takes it
     its run failed, and keeps it: the same, and until then the reaper leaves it
 
-A machine is given back when its provider has it no more, not when its end was asked for.
+A machine is given back when its provider has it no more, not when its end was asked for. Several are one unit, of one
+kind, in one region of one provider: where one of them cannot be had, or is lost and nothing beside the others replaces
+it, all are given back.
 """
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from infra.cloud import Cloud
@@ -76,6 +79,8 @@ class RentRequest:
 
     run_id: str
     query: GPUQuery
+    num_machines: int = 1
+    """So many in one region of one provider, or none."""
     public_key: str
     image: str = ""
     purpose: str
@@ -89,7 +94,7 @@ class RentRequest:
     usable_within_s: float = 900.0
 
 
-def rent_machine(
+def rent_machines(
     request: RentRequest,
     ledger: Ledger,
     clouds: Mapping[CloudName, Cloud],
@@ -97,21 +102,54 @@ def rent_machine(
     check: Check,
     say: Say = logger.info,
     pace: Pace = PATIENT,
-) -> Rental:
-    """A machine that can be used: the run's own, one that an ended run with the same settings left, or a new one.
+) -> list[Rental]:
+    """Machines that can be used: the run's own, those that an ended run with the same settings left, and new ones.
+
+    Returns:
+        As many as are wanted, oldest first.
 
     Raises:
-        NoMachineError: no offer led to one, nothing is rented; says what was tried.
+        NoMachineError: no offer led to them, nothing is rented; says what was tried.
         StillRentedError: a machine that could not be used could not be ended either.
         PermanentInfraError: the money is used up, a key is refused, or the machines lack what the settings promise.
     """
-    with ledger.renting(request.run_id):
+    with ledger.renting(request.run_id), _all_or_none(ledger, clouds, pace) as unit:
         for rental in _inherited(request, ledger):
-            usable = _settle(rental, request, ledger, clouds[rental.provider], check, say, pace)
-            if usable is not None:
+            cloud = clouds[rental.provider]
+            usable = _settle(rental, request, ledger, cloud, check, say, pace)
+            if usable is not None and _may_join(usable, unit, request):
                 say(f"goes on with {usable.name}, {usable.gpu} at {usable.provider}")
-                return usable
-        return _rent_new(request, ledger, clouds, check, say, pace)
+                unit.append(usable)
+            elif usable is not None:  # its creation was not answered, and another one took its place
+                say(f"gives {usable.name} back: there are others in its place")
+                release_machine(usable, ledger, cloud, pace=pace)
+        if len(unit) < request.num_machines:
+            _rent_new(unit, request, ledger, clouds, check, say, pace)
+        return unit
+
+
+def release_machines(
+    rentals: Sequence[Rental], ledger: Ledger, clouds: Mapping[CloudName, Cloud], *, pace: Pace = PATIENT
+) -> list[Rental]:
+    """`release_machine` for each of them: all are asked to end before any end is waited for.
+
+    Raises:
+        StillRentedError: of the first one that may still be rented, when all others have been seen to.
+    """
+    for rental in rentals if len(rentals) > 1 else ():
+        try:
+            clouds[rental.provider].terminate(rental.instance_id)
+        except InfraError as error:  # what is asked again says it
+            logger.info("%s is asked to end again: %s", rental.name, error)
+    gone, problems = [], []
+    for rental in rentals:
+        try:
+            gone.append(release_machine(rental, ledger, clouds[rental.provider], pace=pace))
+        except StillRentedError as error:
+            problems.append(error)
+    if problems:
+        raise problems[0]
+    return gone
 
 
 def release_machine(rental: Rental, ledger: Ledger, cloud: Cloud, *, note: str = "", pace: Pace = PATIENT) -> Rental:
@@ -169,20 +207,33 @@ def adopt_machine(rental: Rental, instance_id: str, ledger: Ledger, *, note: str
 def _inherited(request: RentRequest, ledger: Ledger) -> list[Rental]:
     """The run's own machines that are not over, and those that dead or failed runs with the same settings left.
 
-    None in other accounts: there nothing can be said about them.
+    None in other accounts: there nothing can be said about them. Of dead runs, those of one.
     """
     ours = [rental for rental in all_rentals(ledger) if rental.credentials == request.credentials]
     own = [rental for rental in ours if rental.run_id == request.run_id and not rental.state.is_over]
     if own:
-        return own
+        return sorted(own, key=lambda rental: rental.state is not RentalState.READY)  # these come before what appears
+    mine: list[Rental] = []
     for rental in ours:
         is_fit = rental.state is RentalState.READY and rental.purpose == request.purpose
-        if is_fit and rental.ends_at > time.time() and ledger.has_died(rental.run_id):
+        is_beside = not mine or mine[0].note == _left_by(rental)
+        if is_fit and is_beside and rental.ends_at > time.time() and ledger.has_died(rental.run_id):
             changes = {"run_id": request.run_id, "kept_until": None}
-            mine = change_rental(ledger, rental, **changes, note=f"left by run {rental.run_id}")
-            if mine is not None:
-                return [mine]
-    return []
+            taken = change_rental(ledger, rental, **changes, note=_left_by(rental))
+            mine += [taken] if taken is not None else []
+        if len(mine) == request.num_machines:
+            break
+    return mine
+
+
+def _left_by(rental: Rental) -> str:
+    return f"left by run {rental.run_id}"
+
+
+def _may_join(rental: Rental, unit: Sequence[Rental], request: RentRequest) -> bool:
+    """Whether the unit lacks a machine, and this one is where the others are."""
+    places = {(each.provider, each.region, each.gpu) for each in (rental, *unit)}
+    return len(unit) < request.num_machines and len(places) == 1
 
 
 def _settle(
@@ -202,35 +253,100 @@ def _settle(
     if rental.state is RentalState.RELEASING or rental.expires_at <= time.time():
         release_machine(rental, ledger, cloud, pace=pace)
         return None
-    return _use_or_release(rental, request, ledger, cloud, check, say, pace)
+    try:
+        return _use_or_release(rental, request, ledger, cloud, check, say, pace)
+    except _NotHadError:
+        return None
 
 
-# ── a new machine ──
+# ── new machines ──
+
+
+class _NotHadError(Exception):
+    """An offer did not lead to a machine, and another one may."""
+
+
+@contextmanager
+def _all_or_none(ledger: Ledger, clouds: Mapping[CloudName, Cloud], pace: Pace) -> Iterator[list[Rental]]:
+    """A list for machines, which are given back where the block fails."""
+    rentals: list[Rental] = []
+    try:
+        yield rentals
+    except BaseException:
+        rows = [find_rental(ledger, rental.name) for rental in rentals]
+        release_machines([row for row in rows if row is not None and _is_in_use(row)], ledger, clouds, pace=pace)
+        raise
+
+
+def _is_in_use(rental: Rental) -> bool:
+    """Whether nobody has tried to end it so far."""
+    return rental.state in (RentalState.RENTED, RentalState.READY)
 
 
 def _rent_new(
-    request: RentRequest, ledger: Ledger, clouds: Mapping[CloudName, Cloud], check: Check, say: Say, pace: Pace
-) -> Rental:
+    unit: list[Rental],
+    request: RentRequest,
+    ledger: Ledger,
+    clouds: Mapping[CloudName, Cloud],
+    check: Check,
+    say: Say,
+    pace: Pace,
+) -> None:
+    """Complete the unit, beside the machines that it has or with all of them elsewhere."""
     tried: list[str] = []
-    for offer in search_offers(request.query, clouds)[:MAX_OFFERS]:
-        cloud = clouds[offer.provider]
-        rental = _intend(request, offer, ledger)
-        say(f"asked {offer.provider} for {rental.gpu} at {offer.usd_per_hour:.2f} USD/h as {rental.name}")
-        created = _create_once(rental, offer, request, ledger, cloud, pace)
-        if isinstance(created, str):
-            tried.append(created)
-            continue
-        usable = _use_or_release(created, request, ledger, cloud, check, say, pace)
-        if usable is not None:
-            return usable
-        row = find_rental(ledger, created.name)
-        tried.append(row.note if row else "it is gone")
+    offers = search_offers(request.query, clouds)
+    offers.sort(key=lambda offer: bool(unit) and not _is_beside(offer, unit[0]))  # otherwise in their order
+    for offer in offers[:MAX_OFFERS]:
+        if unit and not _is_beside(offer, unit[0]):
+            say(f"gives {', '.join(rental.name for rental in unit)} back: no machine is to be had beside")
+            release_machines(unit, ledger, clouds, pace=pace)
+            unit.clear()
+        try:
+            unit += _rent_at(offer, unit, request, ledger, clouds, check, say, pace)
+        except _NotHadError as error:
+            tried.append(str(error))
+        else:
+            return
     wanted = " or ".join(request.query.gpu_types) or "GPU"
+    machines = "no machine" if request.num_machines == 1 else f"no {request.num_machines} machines of one region"
     raise NoMachineError(
-        f"no machine with {request.query.gpu_count}x {wanted} for {request.query.max_usd_per_gpu_hour:g} USD per GPU "
+        f"{machines} with {request.query.gpu_count}x {wanted} for {request.query.max_usd_per_gpu_hour:g} USD per GPU "
         f"and hour or less could be had ({'; '.join(tried) or 'no offer fits the query'}): try again later, or widen "
         "node.query"
     )
+
+
+def _is_beside(offer: Offer, rental: Rental) -> bool:
+    """Whether the offer is for a machine of the same kind in the same place."""
+    return (offer.provider, offer.region, _describe_gpus(offer)) == (rental.provider, rental.region, rental.gpu)
+
+
+def _describe_gpus(offer: Offer) -> str:
+    return f"{offer.gpu_count}x {offer.gpu_type}"
+
+
+def _rent_at(
+    offer: Offer,
+    unit: Sequence[Rental],
+    request: RentRequest,
+    ledger: Ledger,
+    clouds: Mapping[CloudName, Cloud],
+    check: Check,
+    say: Say,
+    pace: Pace,
+) -> list[Rental]:
+    """What the unit lacks, by one offer; all are asked for before any is waited for.
+
+    Raises:
+        _NotHadError: one of them could not be had, so the others are given back.
+    """
+    cloud = clouds[offer.provider]
+    with _all_or_none(ledger, clouds, pace) as fresh:
+        while len(unit) + len(fresh) < request.num_machines:
+            rental = _intend(request, offer, ledger, beside=[*unit, *fresh])
+            say(f"asked {offer.provider} for {rental.gpu} at {offer.usd_per_hour:.2f} USD/h as {rental.name}")
+            fresh.append(_create_once(rental, offer, request, ledger, cloud, pace))
+        return [_use_or_release(created, request, ledger, cloud, check, say, pace) for created in fresh]
 
 
 def search_offers(query: GPUQuery, clouds: Mapping[CloudName, Cloud]) -> list[Offer]:
@@ -253,8 +369,11 @@ def search_offers(query: GPUQuery, clouds: Mapping[CloudName, Cloud]) -> list[Of
     return sorted(offers, key=lambda offer: (offer.usd_per_hour, order.index(offer.provider)))
 
 
-def _intend(request: RentRequest, offer: Offer, ledger: Ledger) -> Rental:
+def _intend(request: RentRequest, offer: Offer, ledger: Ledger, *, beside: Sequence[Rental]) -> Rental:
     """Write down that the machine will be asked for.
+
+    Args:
+        beside: the machines of the unit so far; what they cost until they expire is left to them.
 
     Raises:
         PermanentInfraError: the run's money is used up.
@@ -265,17 +384,19 @@ def _intend(request: RentRequest, offer: Offer, ledger: Ledger) -> Rental:
         raise PermanentInfraError(
             f"the run has spent the {request.max_usd:g} USD that it may spend on machines: raise node.max_usd"
         )
+    promised_usd = sum((rental.expires_at - now) / 3600 * rental.usd_per_hour for rental in beside)
+    own_usd = max(0.0, left_usd - promised_usd) / (request.num_machines - len(beside))
     rental = Rental(
         name=machine_name(ledger, request.run_id),
         run_id=request.run_id,
         provider=offer.provider,
         purpose=request.purpose,
         credentials=request.credentials,
-        gpu=f"{offer.gpu_count}x {offer.gpu_type}",
+        gpu=_describe_gpus(offer),
         region=offer.region,
         usd_per_hour=offer.usd_per_hour,
         intended_at=now,
-        expires_at=now + 3600 * min(request.max_hours, left_usd / offer.usd_per_hour),
+        expires_at=now + 3600 * min(request.max_hours, own_usd / offer.usd_per_hour),
     )
     add_rental(ledger, rental)
     return rental
@@ -283,8 +404,12 @@ def _intend(request: RentRequest, offer: Offer, ledger: Ledger) -> Rental:
 
 def _create_once(
     rental: Rental, offer: Offer, request: RentRequest, ledger: Ledger, cloud: Cloud, pace: Pace
-) -> Rental | str:
-    """The machine that one request created, or why there is none."""
+) -> Rental:
+    """The machine that one request created.
+
+    Raises:
+        _NotHadError: there is none.
+    """
     spec = MachineSpec(
         name=rental.name,
         public_key=request.public_key,
@@ -299,12 +424,12 @@ def _create_once(
         instance = find_by_name(rental.name, cloud, pace)
         if instance is None:
             change_rental(ledger, rental, note=f"{error}; it did not appear so far")
-            return f"{error}; it did not appear"
+            raise _NotHadError(f"{error}; it did not appear") from error
         instance_id = instance.id
     except InfraError as error:
         change_rental(ledger, rental, state=RentalState.REFUSED, ended_at=time.time(), note=str(error))
         if isinstance(error, OfferGoneError | ProviderUnavailableError):
-            return str(error)
+            raise _NotHadError(str(error)) from error
         raise
     return adopt_machine(rental, instance_id, ledger)
 
@@ -314,10 +439,11 @@ def _create_once(
 
 def _use_or_release(
     rental: Rental, request: RentRequest, ledger: Ledger, cloud: Cloud, check: Check, say: Say, pace: Pace
-) -> Rental | None:
+) -> Rental:
     """The machine when it can be used; otherwise it is given back.
 
     Raises:
+        _NotHadError: it cannot be used.
         PermanentInfraError: no machine could be used; this one is given back.
     """
     try:
@@ -328,8 +454,11 @@ def _use_or_release(
     if problem:
         say(f"gives {rental.name} back: {problem}")
         release_machine(rental, ledger, cloud, note=problem, pace=pace)
-        return None
-    return change_rental(ledger, rental, state=RentalState.READY, host_key=host_key, usd_per_hour=price)
+        raise _NotHadError(problem)
+    ready = change_rental(ledger, rental, state=RentalState.READY, host_key=host_key, usd_per_hour=price)
+    if ready is None:
+        raise _NotHadError(f"somebody else ended {rental.name} at the same moment")
+    return ready
 
 
 def _wait_until_usable(

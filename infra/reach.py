@@ -1,4 +1,4 @@
-"""Find out whether two nodes reach each other's ports, before a run stands on it.
+"""Find out by which address a node is reached, and whether two reach each other's ports, before a run stands on it.
 
 Not here: what they say to each other later.
 
@@ -34,6 +34,12 @@ try:
 except OSError as error:
     peer.sendall(f"{place[0]}:{port} does not answer: {error}".encode())
 """
+_OWN_ADDRESS = """
+import socket
+probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+probe.connect(("192.0.2.1", 9))  # an address for documentation: this sends nothing
+print(probe.getsockname()[0])
+"""
 _CONNECT = """
 import socket, sys
 address, port, patience_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
@@ -49,6 +55,19 @@ answer = peer.makefile().read()
 if answer != "both ways":
     sys.exit(answer or "it ended the connection")
 """
+
+
+def own_address(session: Session) -> str:
+    """The IP address of the network interface by which the node reaches others than its neighbours.
+
+    Raises:
+        PermanentInfraError: it has none.
+    """
+    try:
+        completed = session.run([session.python, "-I", "-c", _OWN_ADDRESS], timeout_s=CALL_TIMEOUT_S, may_repeat=True)
+    except CommandFailedError as error:
+        raise PermanentInfraError(f"the machine tells no address of its own ({_reason(error)})") from error
+    return completed.stdout.decode().strip()
 
 
 def check_both_ways(session: Session, node: Node, further: Session, further_node: Node) -> None:

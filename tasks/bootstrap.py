@@ -16,7 +16,7 @@ from prefect.cache_policies import NO_CACHE
 from infra.bootstrap import NodeNeeds, NodeReport, check_alike, check_imports, check_node, probe_node
 from infra.environment import ensure_environment, installed_requirements, read_requirements
 from infra.errors import PermanentInfraError
-from infra.node import FurtherNode, LocalNode, Node, NodeSettings, SSHNode
+from infra.node import FurtherNode, LocalNode, Node, NodeSettings, settings_of_engines, settings_of_trainers
 from infra.providers import open_session
 from infra.reach import check_both_ways
 from infra.session import Session
@@ -51,10 +51,8 @@ def bootstrap(node: Node, config: Config, settings: NodeSettings, *, trains: boo
         ready, report = prepare_machine(session, node, settings, needs, config, progress)
         if leads_engines(config, node, trains=trains):
             check_installed(session, ready, config.rollout.engine)
-        if not isinstance(settings, SSHNode):
-            return ready
         trainers, trainer_nodes, engine_nodes = [(session, node)], [], []
-        for each, own_settings in zip(node.trainer_nodes, settings.trainer_nodes, strict=True):
+        for each, own_settings in zip(node.trainer_nodes, settings_of_trainers(settings), strict=True):
             own_needs = replace(needs, disk_gb=own_settings.min_free_gb, num_gpus=len(placement.trainer_gpu_ranks))
             with named_in_errors("node.trainer_nodes", each):
                 own_session = stack.enter_context(open_session(each))
@@ -64,7 +62,7 @@ def bootstrap(node: Node, config: Config, settings: NodeSettings, *, trains: boo
                     check_both_ways(other_session, other, own_session, each)
             trainers.append((own_session, each))
             trainer_nodes.append(found)
-        for each, own_settings in zip(node.engine_nodes, settings.engine_nodes, strict=True):
+        for each, own_settings in zip(node.engine_nodes, settings_of_engines(settings), strict=True):
             own_needs = NodeNeeds(disk_gb=own_settings.min_free_gb, num_gpus=len(placement.engine_gpu_ranks))
             with named_in_errors("node.engine_nodes", each), open_session(each) as own_session:
                 found, _ = prepare_machine(own_session, each, own_settings, own_needs, config, progress)

@@ -21,11 +21,12 @@ from infra.jobs import cancel_job
 from infra.ledger import Ledger
 from infra.node import Node
 from infra.providers import open_session
-from infra.rentals import find_rental
+from infra.providers.rented import rentals_of_unit
 from infra.repeating import repeating
 from tasks.node_job import GRACE_S
 from tasks.records import RunScope
 from tasks.salvage import SALVAGE_S
+from tasks.stage import leases_on
 
 MARGIN_S = GRACE_S + SALVAGE_S
 MARGIN_SHARE = 0.2
@@ -66,15 +67,18 @@ def stopped_in_time(node: Node, scope: RunScope) -> Iterator[None]:
 
 
 def end_of_work(node: Node, scope: RunScope) -> float:
-    """When the jobs on a rented machine have to end, in seconds since 1970."""
+    """When the jobs on a rented machine, and on the others of its unit, have to end, in seconds since 1970."""
     with Ledger(scope.ledger_path) as ledger:
-        rental = find_rental(ledger, node.name)
-    assert rental is not None, f"{node.name} is rented, so it is in the ledger"
+        rental = min(rentals_of_unit(ledger, node), key=lambda rental: rental.expires_at)
     return rental.expires_at - min(MARGIN_S, MARGIN_SHARE * (rental.expires_at - rental.intended_at))
 
 
 def cancel_jobs(node: Node, scope: RunScope) -> None:
-    """End the run's jobs, the latest first: a training that still has its engine writes its checkpoint in peace."""
-    with Ledger(scope.ledger_path) as ledger, open_session(node) as session:
-        for lease in reversed(ledger.leases_of(scope.run_id)):
+    """End the run's jobs, the latest first: a training that still has its engine writes its checkpoint in peace.
+
+    Those on further machines of its unit end with the training, or when nobody renews their leases.
+    """
+    leases = leases_on(scope, node)[node.name]
+    with open_session(node) as session:
+        for lease in reversed(leases):
             cancel_job(session, lease.run_dir, GRACE_S)

@@ -24,7 +24,7 @@ def with_enough_memory(node: NodeT, config: Config) -> NodeT:
     """The node's settings; of a node to rent with as much memory for each GPU as the training takes at least."""
     if not isinstance(node, RentedNode):
         return node
-    needed_gb = least_memory_bytes(config) / GIB
+    needed_gb = least_memory_bytes(config, num_machines=node.num_trainer_nodes) / GIB
     if needed_gb <= max(node.query.min_vram_gb, SMALLEST_GPU_GB):
         return node
     query = node.query.model_copy(update={"min_vram_gb": round(needed_gb, 1)})

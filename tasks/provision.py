@@ -78,19 +78,30 @@ def end_jobs(node: Node, leases: Sequence[Lease], scope: RunScope) -> list[str]:
 
 
 def give_back_further(node: Node, leases: Sequence[Lease], scope: RunScope) -> list[str]:
-    """Give back a further node; where it does not answer its jobs end by themselves: nobody renews their leases."""
+    """End the jobs on a further node, and give it back unless it is rented: its unit is given back as one, or kept.
+
+    Where it does not answer its jobs end by themselves: nobody renews their leases.
+    """
     try:
         done = end_jobs(node, leases, scope) if leases else []
     except InfraError as error:
         drop_leases(scope, leases)
         done = [f"the jobs on {node.name} end by themselves within a minute ({error})"]
+    if node.is_rented:
+        return done
     release_node(node)
     return [*done, describe_release(node)]
 
 
 def describe_release(node: Node) -> str:
     """What became of a node; one that somebody rented goes on costing money."""
-    return f"{node.name} is yours, and runs on" if node.is_of_user else f"gave back {node.provider} node {node.name}"
+    names = [node.name, *(each.name for each in node.further_nodes if each.is_rented)]
+    nodes = "node" if len(names) == 1 else "nodes"
+    return (
+        f"{node.name} is yours, and runs on"
+        if node.is_of_user
+        else f"gave back {node.provider} {nodes} {', '.join(names)}"
+    )
 
 
 def release_now(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> None:

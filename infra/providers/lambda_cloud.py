@@ -69,6 +69,7 @@ class _Instance(BaseModel):
     id: InstanceId
     name: str = ""
     ip: str = ""
+    private_ip: str = ""
     status: str = ""
     instance_type: _Kind | None = None
 
@@ -175,5 +176,6 @@ def _read_instance(instance: _Instance) -> Instance:
         status=_STATUS.get(instance.status, InstanceStatus.UNKNOWN),
         host=usable_host(instance.ip),
         user=USER,
+        private_address=usable_host(instance.private_ip),
         usd_per_hour=kind.price_cents_per_hour / 100 if kind else None,
     )

@@ -1,9 +1,9 @@
-"""A machine that is rented for a run, reached over SSH, and given back: the provider `provision` of a node's settings.
+"""Machines that are rented for a run, reached over SSH, and given back: the provider `provision` of a node's settings.
 
 Not here: renting itself (infra/provision.py), the providers' APIs (runpod.py and its like), SSH (ssh_session.py).
 
-    settings ── rent_machine ── first login: host key noted, set up ── Node ─┬─ release_machine
-                                                                             └─ its run failed: kept for a while
+    settings ── rent_machines ── first login: host key noted, set up ── Node ─┬─ release_machines
+                                                                              └─ its run failed: kept for a while
 
 The host key of a fresh machine is believed at the first login, noted in the ledger, and demanded ever after: it belongs
 to the machine, whatever address the machine has meanwhile.
@@ -13,8 +13,8 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,10 +32,11 @@ from infra.errors import (
 from infra.host_keys import HostKeyPolicy
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import InstanceNode, Node, RentedNode, SSHAccess
-from infra.offers import Instance, Offer
+from infra.offers import NETWORKED_CLOUDS, Instance, Offer
 from infra.providers.clouds import account_of, credentials_in_use, open_clouds, require_keys
 from infra.providers.ssh import CALL_TIMEOUT_S, expand_root, open_ssh_session
-from infra.provision import Pace, RentRequest, release_machine, rent_machine, search_offers
+from infra.provision import Pace, RentRequest, release_machines, rent_machines, search_offers
+from infra.reach import own_address
 from infra.reaper import reap
 from infra.rentals import Rental, RentalState, change_rental, find_rental, in_utc, rentals_of
 from infra.session import Session
@@ -56,16 +57,16 @@ logger = logging.getLogger(__name__)
 
 
 def provision_rented(settings: RentedNode, store: Path, run_id: str, say: Say) -> Node:
-    """A rented machine that is set up; the run's own, if it has one already.
+    """A rented machine that is set up, with the others of its unit; the run's own, if it has some already.
 
     Raises:
         NoMachineError, StillRentedError, MissingKeyError, ProviderRefusedError: no machine could be had.
-        InfraError: the machine is not what the settings say; it is given back.
+        InfraError: a machine is not what the settings say; all are given back.
     """
     assert run_id, "a machine is rented for a run"
-    names = require_keys(settings.query.providers)
     mirror = store.expanduser().absolute()
     request = build_request(settings, run_id)
+    names = require_keys(request.query.providers)
     with Ledger(mirror / LEDGER_FILE) as ledger, open_clouds(names) as clouds:
         report = reap(
             ledger, clouds, spare=True, credentials=request.credentials, pace=Pace(gone_within_s=REAP_WITHIN_S)
@@ -74,21 +75,26 @@ def provision_rented(settings: RentedNode, store: Path, run_id: str, say: Say) -
             say(f"ended {line}, whose time was over or which had never been used")
         for line in report.failures:
             say(line)
-        rental = rent_machine(request, ledger, clouds, check=partial(log_in, settings, mirror, say), say=say)
-        instance = clouds[rental.provider].get(rental.instance_id)
+        rentals = rent_machines(request, ledger, clouds, check=partial(log_in, settings, mirror, say), say=say)
+        try:
+            nodes = [_node_now(rental, clouds[rental.provider], settings, mirror) for rental in rentals]
+        except BaseException:  # nobody else knows of them yet
+            release_machines(rentals, ledger, clouds)
+            raise
     for line in report.kept:
-        if rental.name not in line:
+        if not any(rental.name in line for rental in rentals):
             say(f"also rented: {line}; `rollouts reap` ends what no run wants")
-    if instance is None or not instance.has_address:
-        raise TransientInfraError(f"{rental.name} is gone: its provider took it away a moment after it was ready")
-    node = _node_of(rental, instance, settings, mirror)
-    price = f"{rental.usd_per_hour:.2f} USD/h"
-    say(f"rented {rental.gpu} at {rental.provider} for {price}, for {settings.max_usd:g} USD at most")
-    return node
+    first, several = rentals[0], f"{len(rentals)} times " if len(rentals) > 1 else ""
+    usd_per_hour = sum(rental.usd_per_hour for rental in rentals)
+    say(
+        f"rented {several}{first.gpu} at {first.provider} for {usd_per_hour:.2f} USD/h, "
+        f"for {settings.max_usd:g} USD at most"
+    )
+    return _unit_of(nodes, settings)
 
 
 def find_rented(settings: RentedNode, store: Path, run_id: str) -> Node | None:
-    """The machine that a run has; None where it has none that could be used. Nothing is rented.
+    """The machine that a run has, with the others of its unit; None where none could be used. Nothing is rented.
 
     Raises:
         InfraError: it cannot be reached.
@@ -96,18 +102,35 @@ def find_rented(settings: RentedNode, store: Path, run_id: str) -> Node | None:
     mirror = store.expanduser().absolute()
     with Ledger(mirror / LEDGER_FILE) as ledger:
         usable = [rental for rental in rentals_of(ledger, run_id) if not rental.state.is_over and rental.host_key]
+    nodes = []
     for rental in usable:
         with account_of(rental) as cloud:
             instance = cloud.get(rental.instance_id)
         if instance is not None and instance.has_address and instance.status.may_become_usable:
-            return _node_of(rental, instance, settings, mirror)
-    return None
+            nodes.append(_node_of(rental, instance, settings, mirror))
+    return _unit_of(nodes, settings) if nodes else None
+
+
+def _unit_of(nodes: Sequence[Node], settings: RentedNode) -> Node:
+    """The first one as the one that leads; then come those that train, and last those of engines."""
+    leader, *further = nodes
+    num_trainers = settings.num_trainer_nodes - 1
+    trainer_nodes, engine_nodes = tuple(further[:num_trainers]), tuple(further[num_trainers:])
+    return replace(leader, address="", trainer_nodes=trainer_nodes, engine_nodes=engine_nodes)
+
+
+def _node_now(rental: Rental, cloud: Cloud, settings: RentedNode, mirror: Path) -> Node:
+    instance = cloud.get(rental.instance_id)
+    if instance is None or not instance.has_address:
+        raise TransientInfraError(f"{rental.name} is gone: its provider took it away a moment after it was ready")
+    return _node_of(rental, instance, settings, mirror)
 
 
 def _node_of(rental: Rental, instance: Instance, settings: RentedNode, mirror: Path) -> Node:
     access = replace(access_to(instance, settings), host_key=rental.host_key)
     with open_ssh(access, python=settings.python) as session:
         root = expand_root(session, settings.python, settings.root)
+        address = instance.private_address or (own_address(session) if settings.num_machines > 1 else "")
     return Node(
         name=rental.name,
         provider="provision",
@@ -117,41 +140,52 @@ def _node_of(rental: Rental, instance: Instance, settings: RentedNode, mirror: P
         access=access,
         is_rented=True,
         believed_by="first_use",
+        address=address,
     )
 
 
 def release_rented(node: Node) -> None:
-    """Give the machine back; returns when its provider has it no more.
+    """Give the machine back, with the others of its unit; returns when their provider has them no more.
 
     Raises:
-        StillRentedError: it may still be rented.
+        StillRentedError: one may still be rented.
     """
-    with rental_of(node) as (ledger, rental, cloud):
-        release_machine(rental, ledger, cloud)
+    with ExitStack() as stack:
+        found = [stack.enter_context(rental_of(each)) for each in (node, *node.further_nodes)]
+        clouds = {rental.provider: cloud for _, rental, cloud in found}
+        release_machines([rental for _, rental, _ in found], found[0][0], clouds)
 
 
 def keep_rented(node: Node, minutes: float) -> list[str]:
-    """Leave the machine of a run that failed rented for a while; returns what a person has to know, a sentence each.
+    """Leave the machines of a run that failed rented for a while; returns what a person has to know, a sentence each.
 
-    Nothing is kept, and nothing returned, where its hours or the run's money are used up or somebody else ends it.
+    Nothing is kept, and nothing returned, where their hours or the run's money are used up or somebody else ends one.
 
     Raises:
-        InfraError: it cannot be logged in to, so that keeping it is of no use.
+        InfraError: one cannot be logged in to, so that keeping it is of no use.
     """
-    with open_rented_session(node) as session:
-        session.run(["true"], timeout_s=CALL_TIMEOUT_S, may_repeat=True)
+    unit = (node, *node.further_nodes)
+    for each in unit:
+        with open_rented_session(each) as session:
+            session.run(["true"], timeout_s=CALL_TIMEOUT_S, may_repeat=True)
     now = time.time()
+    kept = []
     with Ledger(Path(node.mirror) / LEDGER_FILE) as ledger:
-        rental = find_rental(ledger, node.name)
-        if rental is None or rental.state is not RentalState.READY or rental.expires_at <= now:
-            return []
-        kept_until = min(now + 60 * minutes, rental.expires_at)
-        if change_rental(ledger, rental, kept_until=kept_until) is None:
-            return []
+        for each in unit:
+            rental = find_rental(ledger, each.name)
+            if rental is None or rental.state is not RentalState.READY or rental.expires_at <= now:
+                return []
+            rental = change_rental(ledger, rental, kept_until=min(now + 60 * minutes, rental.expires_at))
+            if rental is None:
+                return []
+            kept.append(rental)
     return [
-        f"keeps {node.name} until {in_utc(kept_until)}, because the run failed, at {rental.usd_per_hour:.2f} USD/h: "
-        f"`rollouts nodes ssh {node.name}` logs in, Retry or the same command goes on there, and "
-        f"`rollouts nodes release {node.name}` ends it now",
+        *(
+            f"keeps {rental.name} until {in_utc(rental.ends_at)}, because the run failed, at "
+            f"{rental.usd_per_hour:.2f} USD/h: `rollouts nodes ssh {rental.name}` logs in, Retry or the same command "
+            f"goes on there, and `rollouts nodes release {rental.name}` ends it now"
+            for rental in kept
+        ),
         "what `rollouts up` or `rollouts watch` started, a later run or `rollouts reap` ends it then: where none of "
         "them runs, it goes on costing money",
     ]
@@ -163,34 +197,41 @@ def release_rentals(store: Path, run_id: str) -> list[str]:
     Raises:
         StillRentedError: a machine may still be rented.
     """
-    done = []
-    with Ledger(store / LEDGER_FILE) as ledger:
-        left = [rental for rental in rentals_of(ledger, run_id) if not rental.state.is_over]
-        for rental in left:
-            if not rental.instance_id:  # nobody knows yet whether it was made
-                done.append(f"{rental.name} may be rented at {rental.provider}: `rollouts reap` finds and ends it")
+    done, known = [], []
+    with Ledger(store / LEDGER_FILE) as ledger, ExitStack() as stack:
+        for rental in rentals_of(ledger, run_id):
+            if rental.state.is_over:
                 continue
-            with account_of(rental) as cloud:
-                release_machine(rental, ledger, cloud)
-            done.append(f"gave back {rental.name} at {rental.provider}")
-    return done
+            if rental.instance_id:
+                known.append(rental)
+            else:  # nobody knows yet whether it was made
+                done.append(f"{rental.name} may be rented at {rental.provider}: `rollouts reap` finds and ends it")
+        clouds = {rental.provider: stack.enter_context(account_of(rental)) for rental in known}
+        release_machines(known, ledger, clouds)
+    return [*done, *(f"gave back {rental.name} at {rental.provider}" for rental in known)]
 
 
 @contextmanager
 def ended_when_expired(node: Node) -> Iterator[None]:
-    """While the block runs, a rented machine is ended when its hours or the run's money are used up."""
+    """While the block runs, rented machines are ended when the hours of one, or the run's money, are used up."""
     if not node.is_rented:
         yield
         return
-    with rental_of(node) as (_, rental, _):
-        seconds = rental.expires_at - time.time()
-    alarm = threading.Timer(max(0.0, seconds), _end_expired, [node])
+    with Ledger(Path(node.mirror) / LEDGER_FILE) as ledger:
+        expires_at = min(each.expires_at for each in rentals_of_unit(ledger, node))
+    alarm = threading.Timer(max(0.0, expires_at - time.time()), _end_expired, [node])
     alarm.daemon = True
     alarm.start()
     try:
         yield
     finally:
         alarm.cancel()
+
+
+def rentals_of_unit(ledger: Ledger, node: Node) -> list[Rental]:
+    """The rows of a rented machine and of the others of its unit."""
+    found = [find_rental(ledger, each.name) for each in (node, *node.further_nodes)]
+    return [rental for rental in found if rental is not None]
 
 
 def _end_expired(node: Node) -> None:
@@ -213,16 +254,18 @@ def check_rentable(settings: RentedNode) -> str:
         PermanentInfraError: a key is missing or refused, or nothing on offer fits.
     """
     request = build_request(settings, "nobody")
-    with open_clouds(require_keys(settings.query.providers)) as clouds:
+    with open_clouds(require_keys(request.query.providers)) as clouds:
         offers = search_offers(request.query, clouds)
     if not offers:
         raise PermanentInfraError(
             "no provider offers a machine that fits node.query now: see `rollouts gpus`, or widen it"
         )
     cheapest = offers[0]
+    several = f", {settings.num_machines} times," if settings.num_machines > 1 else ""
+    hours = settings.max_usd / (cheapest.usd_per_hour * settings.num_machines)
     return (
-        f"node: {describe_offer(cheapest)} is the cheapest of {len(offers)} offers; {settings.max_usd:g} USD "
-        f"(node.max_usd) last {settings.max_usd / cheapest.usd_per_hour:.1f} h there"
+        f"node: {describe_offer(cheapest)}{several} is the cheapest of {len(offers)} offers; {settings.max_usd:g} USD "
+        f"(node.max_usd) last {hours:.1f} h there"
     )
 
 
@@ -246,11 +289,16 @@ def build_request(settings: RentedNode, run_id: str) -> RentRequest:
     demands = {"min_free_gb", "usable_within_minutes", "min_link_mbit_s", "min_disk_mb_s"}
     limits = {"max_usd", "max_hours", "keep_on_failure_minutes"}
     sameness = settings.model_dump_json(exclude=limits | demands)
+    query = settings.query
+    if settings.num_machines > 1:
+        networked = tuple(name for name in query.providers if name in NETWORKED_CLOUDS)
+        query = query.model_copy(update={"providers": networked})
     public_key = read_public_key(key_file=settings.key_file, key_variable=settings.key_variable)
     require_login_key(key_file=settings.key_file, key_variable=settings.key_variable)
     return RentRequest(
         run_id=run_id,
-        query=settings.query,
+        query=query,
+        num_machines=settings.num_machines,
         public_key=public_key,
         image=settings.image,
         purpose=hashlib.sha256(sameness.encode()).hexdigest()[:16],

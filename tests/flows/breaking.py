@@ -460,11 +460,16 @@ def rent(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
 
 def rented_node(server: SSHServer, root: Path, *, python: str = sys.executable) -> dict[str, Any]:  # Any: settings
     """Settings of a node that is rented, and is this machine by SSH."""
+    return rented_settings(server.client_key_file, root, python=python)
+
+
+def rented_settings(key_file: Path, root: Path, *, python: str = sys.executable) -> dict[str, Any]:  # Any: settings
+    """Settings of a node that is rented, with all that it needs."""
     return {
         "provider": "provision",
         "query": {"gpu_types": ["H100"], "max_usd_per_gpu_hour": 3.0},
         "max_usd": 5.0,
-        "key_file": str(server.client_key_file),
+        "key_file": str(key_file),
         "root": str(root),
         "python": python,
         "install": "nothing",

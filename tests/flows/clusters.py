@@ -37,13 +37,17 @@ def further_node_settings(node: SeparateNode, link: PrivateLink) -> dict[str, An
 
 
 @contextmanager
-def two_machines(rollouts: Rollouts, folder: Path) -> Iterator[Cluster]:
-    """Nodes that see neither the store nor the files of the configuration, in `folder`/small."""
+def two_machines(rollouts: Rollouts, folder: Path, *, client_key: Path | None = None) -> Iterator[Cluster]:
+    """Nodes that see neither the store nor the files of the configuration, in `folder`/small.
+
+    Args:
+        client_key: one that may log in to both; each has its own if None.
+    """
     small = folder / "small"
     small.mkdir()
     with ExitStack() as stack:
         leader, further = (
-            stack.enter_context(separate_node(folder / name, hidden=[rollouts.store, small]))
+            stack.enter_context(separate_node(folder / name, hidden=[rollouts.store, small], client_key=client_key))
             for name in ("leader", "further")
         )
         yield Cluster(leader, further, stack.enter_context(private_link(leader, further)))

@@ -64,8 +64,9 @@ class Rollouts:
 
 
 def clean_environment() -> dict[str, str]:
-    """The environment of a user who never set anything of Prefect's or of ours."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "ROLLOUTS_"))}
+    """The environment of a user who never set anything of Prefect's or of ours but what names a provider."""
+    ours = ("PREFECT_", "ROLLOUTS_")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(ours) or key == "ROLLOUTS_SKY"}
     return kept | {"PYTHONPATH": str(ROOT)}
 
 

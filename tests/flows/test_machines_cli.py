@@ -21,7 +21,7 @@ from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import InstanceNode, RentedNode
 from infra.providers import provision_node
 from infra.providers.clouds import ENDPOINTS, open_clouds
-from infra.provision import rent_machine
+from infra.provision import rent_machines
 from infra.rentals import Rental, change_rental, open_rentals
 from tests.infra.delay_proxy import delayed_port
 from tests.infra.fake_cloud import KEY, FakeCloud
@@ -58,7 +58,8 @@ def rent(store: Path) -> Rental:
     """A machine of a run that is no more."""
     store.mkdir()
     with Ledger(store / LEDGER_FILE) as ledger, ledger.living_run(REQUEST.run_id), open_clouds(["runpod"]) as clouds:
-        return rent_machine(REQUEST, ledger, clouds, check=usable, pace=PACE)
+        [rental] = rent_machines(REQUEST, ledger, clouds, check=usable, pace=PACE)
+        return rental
 
 
 def test_offers_of_all_providers_are_one_table_cheapest_first(

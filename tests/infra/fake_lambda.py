@@ -19,6 +19,7 @@ KIND = {
     "price_cents_per_hour": 249,
     "specs": {"vcpus": 26, "memory_gib": 200, "storage_gib": 1024, "gpus": 1},
 }
+PRIVATE_ADDRESS = "10.0.2.100"
 OPERATION = {"available": True}
 
 
@@ -93,4 +94,4 @@ class FakeLambda(FakeCloud):
             "instance_type": {**KIND, "price_cents_per_hour": round(249 * self.faults.price_factor)},
             "actions": dict.fromkeys(("migrate", "rebuild", "restart", "cold_reboot", "terminate"), OPERATION),
         }
-        return description | ({"ip": self.host} if status == "active" else {})
+        return description | ({"ip": self.host, "private_ip": PRIVATE_ADDRESS} if status == "active" else {})

@@ -1,7 +1,8 @@
 """SkyPilot 0.14 as far as it is used here, as a program that remembers its clusters: FOLDER WORDS...
 
 It takes the options that the real one takes, and no others. What it remembers, and its faults, of which numbers count
-down, are in FOLDER/state.json.
+down, are in FOLDER/state.json: each cluster that it makes has the next of `addresses`, where `address` says nothing
+else.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ def launch(state: State, options: argparse.Namespace) -> int:
         "minutes": options.idle_minutes_to_autostop,
         "waits_for": options.wait_for,
         "ends": options.down,
+        "address": state["addresses"][state["num_made"] % len(state["addresses"])],
     }
     state["num_made"] += 1
     if is_broken:
@@ -117,7 +119,7 @@ def status(state: State, options: argparse.Namespace, home: Path) -> int:
             continue
         shown = state["faults"].get("status") or cluster["status"]
         found.append({"name": name, "status": shown, "init_kind": cluster["init_kind"], "nodes": 1, "cloud": "AWS"})
-        address = state["address"]
+        address = cluster.get("address", state["addresses"][0]) | state["address"]
         lines = ["# Added by sky", f"Host {name}", *(f"  {key} {value}" for key, value in address.items()), ""]
         folder = home / ".sky/generated/ssh"
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,6 @@
-"""A run that rents, uses and gives back one machine, as a process that a test can kill: LEDGER URL RUN_ID KEY [STEP].
+"""A run that rents, uses and gives back machines, as a process that a test can kill.
+
+    LEDGER URL RUN_ID KEY NUM_MACHINES [STEP]
 
 With a step it kills itself there: when the provider has made the machine ("asked"), and nobody has written that down
 yet, or when the ledger has a row in the state of that name.
@@ -17,7 +19,7 @@ from typing import Any
 from infra.ledger import Ledger
 from infra.offers import GPUQuery, Instance
 from infra.providers.runpod import RunPod
-from infra.provision import Pace, RentRequest, release_machine, rent_machine
+from infra.provision import Pace, RentRequest, release_machines, rent_machines
 from infra.rentals import Rental, RentalState
 
 PACE = Pace(poll_s=0.02, looks_s=(0.0, 0.3, 0.6, 0.9), gone_within_s=60.0)
@@ -42,19 +44,20 @@ def die_at(step: str) -> None:
 
         setattr(module, name, act_and_die)
 
-    provision = sys.modules[rent_machine.__module__]
+    provision = sys.modules[rent_machines.__module__]
     end_of(provision, "add_rental", lambda _: step == RentalState.INTENDED)
     end_of(RunPod, "create", lambda _: step == "asked")
     end_of(provision, "change_rental", lambda changes: step == changes.get("state"))
 
 
 def main() -> None:
-    ledger_file, url, run_id, key, *step = sys.argv[1:]
+    ledger_file, url, run_id, key, num_machines, *step = sys.argv[1:]
     if step:
         die_at(step[0])
     request = RentRequest(
         run_id=run_id,
         query=GPUQuery(gpu_types=("H100",)),
+        num_machines=int(num_machines),
         public_key="ssh-ed25519 AAAA me",
         purpose=run_id,
         max_usd=10.0,
@@ -64,9 +67,9 @@ def main() -> None:
     with Ledger(Path(ledger_file)) as ledger, ledger.living_run(run_id), RunPod(key, url) as cloud:
         sys.stdout.write("begun\n")
         sys.stdout.flush()
-        rental = rent_machine(request, ledger, {"runpod": cloud}, check=check, pace=PACE)
+        rentals = rent_machines(request, ledger, {"runpod": cloud}, check=check, pace=PACE)
         time.sleep(USED_S)
-        release_machine(rental, ledger, cloud, pace=PACE)
+        release_machines(rentals, ledger, {"runpod": cloud}, pace=PACE)
 
 
 if __name__ == "__main__":

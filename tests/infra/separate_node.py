@@ -76,9 +76,12 @@ class SeparateNode:
             known_hosts=(),
         )
 
-    def files(self, pattern: str) -> list[Path]:
-        """The node's own files, as somebody who can look into every namespace sees them."""
-        inside = Path(f"/proc/{self.init_pid}/root{self.folder}")
+    def files(self, pattern: str, *, folder: Path | None = None) -> list[Path]:
+        """The node's own files, as somebody who can look into every namespace sees them; those of its folder if None.
+
+        Another one that is its own is /dev/shm, which every node has.
+        """
+        inside = Path(f"/proc/{self.init_pid}/root{folder or self.folder}")
         return sorted(inside.glob(pattern))
 
     def commands(self) -> list[str]:
@@ -115,12 +118,13 @@ class SeparateNode:
 
 
 @contextmanager
-def separate_node(folder: Path, *, hidden: Sequence[Path]) -> Iterator[SeparateNode]:
+def separate_node(folder: Path, *, hidden: Sequence[Path], client_key: Path | None = None) -> Iterator[SeparateNode]:
     """A node that is gone, with all of its processes, at the end of the block.
 
     Args:
         folder: for keys, and the place of the node's own files.
         hidden: our folders that the node must not see; the packages of this project are hidden as well.
+        client_key: one that may log in; a new one if None.
     """
     programs = {name: shutil.which(name, path=_PATH) for name in ("sshd", "ip", "unshare")}
     if missing := [name for name, found in programs.items() if found is None]:
@@ -130,9 +134,11 @@ def separate_node(folder: Path, *, hidden: Sequence[Path]) -> Iterator[SeparateN
     keys, own = folder / "keys", folder / "own"
     for made in (keys, own, _PRIVILEGE_SEPARATION_DIR):
         made.mkdir(parents=True, exist_ok=True)
-    host_key, client_key = keys / "host_key", folder / "client_key"
+    host_key = keys / "host_key"
     make_key(host_key)
-    make_key(client_key)
+    if client_key is None:
+        client_key = folder / "client_key"
+        make_key(client_key)
     shutil.copy(f"{host_key}.pub", f"{folder / 'host_key'}.pub")
     shutil.copy(f"{client_key}.pub", keys / "authorized_keys")
     number = _free_number()
@@ -194,6 +200,21 @@ class PrivateLink:
             yield
         finally:
             self._set("up")
+
+    @contextmanager
+    def one_way(self) -> Iterator[None]:
+        """The second node knows no way to the first one inside the block."""
+        hole = ("blackhole", f"{self.addresses[0]}/32")
+        _inside(self.init_pids[1], "ip", "route", "add", *hole)
+        try:
+            yield
+        finally:
+            _inside(self.init_pids[1], "ip", "route", "del", *hole)
+
+    def route_everything(self) -> None:
+        """Let both nodes take it for the way to everywhere."""
+        for end, pid in zip(self.ends, self.init_pids, strict=True):
+            _inside(pid, "ip", "route", "add", "default", "dev", end)
 
     def _set(self, state: str) -> None:
         for end, pid in zip(self.ends, self.init_pids, strict=True):

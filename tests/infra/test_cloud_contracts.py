@@ -23,7 +23,7 @@ from infra.providers.shadeform import Shadeform
 from infra.providers.vast import Vast
 from tests.infra.contract import ContractTransport, read_document, specs_dir
 from tests.infra.fake_cloud import KEY, FakeCloud
-from tests.infra.fake_lambda import FakeLambda
+from tests.infra.fake_lambda import PRIVATE_ADDRESS, FakeLambda
 from tests.infra.fake_prime import FakePrime
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.fake_shadeform import FakeShadeform
@@ -106,6 +106,7 @@ def test_a_life_of_a_machine_is_as_the_document_says(pair: Pair) -> None:
     pair.fake.faults.boot_s = 0.0
     running = pair.cloud.get(instance_id)
     assert running is not None and running.has_address and running.host == pair.fake.host
+    assert running.private_address == (PRIVATE_ADDRESS if running.provider == "lambda" else "")
     assert running.usd_per_hour == pytest.approx(offer.usd_per_hour)
     assert [each.id for each in pair.cloud.list_named("rollouts-")] == [instance_id]
     assert pair.cloud.list_named("others-") == []

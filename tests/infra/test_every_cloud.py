@@ -19,7 +19,7 @@ from infra.ledger import Ledger
 from infra.offers import GPUQuery, InstanceStatus, MachineSpec
 from infra.providers.addresses import usable_port
 from infra.providers.prime import Prime
-from infra.provision import RentRequest, release_machine, rent_machine
+from infra.provision import RentRequest, release_machine, rent_machines
 from infra.reaper import reap
 from infra.rentals import Rental, RentalState, all_rentals
 from tests.infra.fake_cloud import KEY, FakeCloud
@@ -39,7 +39,8 @@ class World:
     ledger: Ledger
 
     def rent(self, request: RentRequest = WANTED) -> Rental:
-        return rent_machine(request, self.ledger, {self.cloud.name: self.cloud}, check=usable, pace=PACE)
+        [rental] = rent_machines(request, self.ledger, {self.cloud.name: self.cloud}, check=usable, pace=PACE)
+        return rental
 
 
 class Altered(httpx.BaseTransport):

@@ -24,7 +24,7 @@ from infra.errors import (
 from infra.ledger import Ledger
 from infra.offers import GPUQuery, Instance
 from infra.providers.runpod import RunPod
-from infra.provision import MAX_OFFERS, Check, Pace, RentRequest, release_machine, rent_machine
+from infra.provision import MAX_OFFERS, Check, Pace, RentRequest, release_machine, rent_machines
 from infra.rentals import Rental, RentalState, all_rentals, change_rental, rentals_of, usd_spent
 from tests.infra.fake_cloud import HANG_S, KEY
 from tests.infra.fake_runpod import FakeRunPod
@@ -57,7 +57,8 @@ class World:
 
     def rent(self, request: RentRequest = REQUEST, check: Check = usable) -> Rental:
         with Ledger(self.path) as ledger:
-            return rent_machine(request, ledger, {"runpod": self.cloud}, check=check, pace=PACE)
+            [rental] = rent_machines(request, ledger, {"runpod": self.cloud}, check=check, pace=PACE)
+        return rental
 
     def release(self, rental: Rental, pace: Pace = PACE) -> Rental:
         with Ledger(self.path) as ledger:
@@ -303,9 +304,10 @@ def test_a_provider_that_does_not_answer_is_done_without_and_is_an_error_only_wh
     broken.faults.refuses_key = True
     with broken.served() as url, RunPod(KEY, url) as other, Ledger(world.path) as ledger:
         clouds = {"lambda": other, "runpod": world.cloud}
-        assert rent_machine(REQUEST, ledger, clouds, check=usable, pace=PACE).state is RentalState.READY
+        [rental] = rent_machines(REQUEST, ledger, clouds, check=usable, pace=PACE)
+        assert rental.state is RentalState.READY
         with pytest.raises(ProviderRefusedError):
-            rent_machine(replace(REQUEST, run_id="b"), ledger, {"lambda": other}, check=usable, pace=PACE)
+            rent_machines(replace(REQUEST, run_id="b"), ledger, {"lambda": other}, check=usable, pace=PACE)
 
 
 def test_two_processes_of_one_run_rent_one_machine(world: World) -> None:

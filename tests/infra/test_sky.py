@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from infra.offers import GPUQuery, InstanceStatus
 from infra.providers import sky
 from infra.providers.clouds import ENDPOINTS, open_account
 from infra.providers.sky import Sky
-from infra.provision import release_machine, rent_machine
+from infra.provision import release_machine, rent_machines
 from infra.reaper import reap
 from infra.rentals import Rental, RentalState, all_rentals
 from tests.infra.test_provision import PACE, REQUEST, usable
@@ -33,14 +33,17 @@ QUERY = GPUQuery(gpu_types=("H100",), max_usd_per_gpu_hour=10.0)
 WANTED = replace(REQUEST, query=QUERY, public_key="ssh-ed25519 AAAA it's me", max_usd=100.0)
 
 
+ADDRESS = {"HostName": "203.0.113.7", "User": "ubuntu", "Port": "22", "IdentityFile": "~/.ssh/sky-key"}
+
+
 class Installed:
     """SkyPilot with what it knows and does wrong."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, addresses: Sequence[dict[str, str]] = (ADDRESS,)) -> None:
         self.folder = folder
         folder.mkdir()
-        address = {"HostName": "203.0.113.7", "User": "ubuntu", "Port": "22", "IdentityFile": "~/.ssh/sky-key"}
-        self._write({"clusters": {}, "faults": {}, "calls": [], "num_made": 0, "address": address})
+        made = {"clusters": {}, "calls": [], "num_made": 0}
+        self._write({**made, "faults": {}, "address": {}, "addresses": list(addresses)})
         self.program = folder / "sky"
         script = Path(__file__).with_name("fake_sky.py")
         self.program.write_text(f"#!/bin/sh\nexec '{sys.executable}' -I '{script}' '{folder}' \"$@\"\n")
@@ -83,7 +86,8 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 
 
 def rent(cloud: Sky, ledger: Ledger) -> Rental:
-    return rent_machine(WANTED, ledger, {"sky": cloud}, check=usable, pace=PACE)
+    [rental] = rent_machines(WANTED, ledger, {"sky": cloud}, check=usable, pace=PACE)
+    return rental
 
 
 def test_offers_are_those_of_clouds_that_can_be_used_with_prices_and_memory(cloud: Sky) -> None:
@@ -137,7 +141,7 @@ def test_what_cannot_be_had_is_skipped_and_what_broke_half_way_is_ended(
     assert "is failed" in second
     installed.set("faults", no_capacity=100)
     with pytest.raises(NoMachineError, match="Failed to acquire resources"):
-        rent_machine(replace(WANTED, run_id="other"), ledger, {"sky": cloud}, check=usable, pace=PACE)
+        rent_machines(replace(WANTED, run_id="other"), ledger, {"sky": cloud}, check=usable, pace=PACE)
 
 
 def test_a_launch_that_is_not_answered_is_found_by_its_name(
