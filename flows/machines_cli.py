@@ -127,7 +127,7 @@ def render_offers(offers: Sequence[Offer]) -> str:
         (
             f"{offer.usd_per_gpu_hour:.2f}",
             f"{offer.usd_per_hour:.2f}",
-            f"{offer.gpu_count}x {offer.gpu_type}",
+            offer.gpus,
             f"{offer.vram_gb:.0f}" if offer.vram_gb else "?",
             offer.provider,
             offer.region or "any",

@@ -105,6 +105,11 @@ class Offer:
     """Size of its disk where that is fixed; None where it is asked for."""
 
     @property
+    def gpus(self) -> str:
+        """For people: 1x NVIDIA H100."""
+        return f"{self.gpu_count}x {self.gpu_type}"
+
+    @property
     def usd_per_gpu_hour(self) -> float:
         """Price of one GPU."""
         return self.usd_per_hour / self.gpu_count

@@ -116,13 +116,14 @@ def rent_machines(
     with ledger.renting(request.run_id), _all_or_none(ledger, clouds, pace) as unit:
         for rental in _inherited(request, ledger):
             cloud = clouds[rental.provider]
-            usable = _settle(rental, request, ledger, cloud, check, say, pace)
-            if usable is not None and _may_join(usable, unit, request):
-                say(f"goes on with {usable.name}, {usable.gpu} at {usable.provider}")
-                unit.append(usable)
-            elif usable is not None:  # its creation was not answered, and another one took its place
-                say(f"gives {usable.name} back: there are others in its place")
-                release_machine(usable, ledger, cloud, pace=pace)
+            if len(unit) < request.num_machines and _is_where(rental, unit):
+                usable = _settle(rental, request, ledger, cloud, check, say, pace)
+                if usable is not None:
+                    say(f"goes on with {usable.name}, {usable.gpu} at {usable.provider}")
+                    unit.append(usable)
+            elif rental.instance_id:  # one whose creation was not answered, and another one took its place
+                say(f"gives {rental.name} back: there are others in its place")
+                release_machine(rental, ledger, cloud, pace=pace)
         if len(unit) < request.num_machines:
             _rent_new(unit, request, ledger, clouds, check, say, pace)
         return unit
@@ -230,10 +231,9 @@ def _left_by(rental: Rental) -> str:
     return f"left by run {rental.run_id}"
 
 
-def _may_join(rental: Rental, unit: Sequence[Rental], request: RentRequest) -> bool:
-    """Whether the unit lacks a machine, and this one is where the others are."""
-    places = {(each.provider, each.region, each.gpu) for each in (rental, *unit)}
-    return len(unit) < request.num_machines and len(places) == 1
+def _is_where(rental: Rental, unit: Sequence[Rental]) -> bool:
+    """Whether a machine is of the kind, and in the place, of the others."""
+    return len({(each.provider, each.region, each.gpu) for each in (rental, *unit)}) == 1
 
 
 def _settle(
@@ -318,11 +318,7 @@ def _rent_new(
 
 def _is_beside(offer: Offer, rental: Rental) -> bool:
     """Whether the offer is for a machine of the same kind in the same place."""
-    return (offer.provider, offer.region, _describe_gpus(offer)) == (rental.provider, rental.region, rental.gpu)
-
-
-def _describe_gpus(offer: Offer) -> str:
-    return f"{offer.gpu_count}x {offer.gpu_type}"
+    return (offer.provider, offer.region, offer.gpus) == (rental.provider, rental.region, rental.gpu)
 
 
 def _rent_at(
@@ -392,7 +388,7 @@ def _intend(request: RentRequest, offer: Offer, ledger: Ledger, *, beside: Seque
         provider=offer.provider,
         purpose=request.purpose,
         credentials=request.credentials,
-        gpu=_describe_gpus(offer),
+        gpu=offer.gpus,
         region=offer.region,
         usd_per_hour=offer.usd_per_hour,
         intended_at=now,

@@ -272,7 +272,7 @@ def check_rentable(settings: RentedNode) -> str:
 def describe_offer(offer: Offer) -> str:
     """The offer for people."""
     place = f" in {offer.region}" if offer.region else ""
-    return f"{offer.gpu_count}x {offer.gpu_type} at {offer.provider}{place} for {offer.usd_per_hour:.2f} USD/h"
+    return f"{offer.gpus} at {offer.provider}{place} for {offer.usd_per_hour:.2f} USD/h"
 
 
 # ── details ──

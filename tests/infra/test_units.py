@@ -184,12 +184,12 @@ def test_the_machines_of_a_dead_run_go_to_one_that_wants_the_same(world: World) 
     assert world.fake.num_creates() == 2
 
 
-def test_a_machine_that_appears_late_beside_a_whole_unit_is_given_back(world: World) -> None:
+def test_a_machine_that_appeared_late_beside_a_whole_unit_is_given_back(world: World) -> None:
     rentals = world.rent()
-    extra = replace(rentals[0], name=f"{rentals[0].name}9", instance_id="", state=RentalState.INTENDED, host_key="")
+    name = f"{rentals[0].name}9"
+    late = world.fake.add(name, world.fake.machines[rentals[0].instance_id].request)
     with Ledger(world.path) as ledger:
-        add_rental(ledger, extra)
-    world.fake.add(extra.name, world.fake.machines[rentals[0].instance_id].request)
+        add_rental(ledger, replace(rentals[0], name=name, instance_id=late.id, state=RentalState.RENTED))
     assert ids(world.rent()) == ids(rentals) == world.alive()
 
 
