@@ -21,6 +21,8 @@ HOST = re.compile(
     re.ASCII | re.VERBOSE,
 )
 """user@host:port without anything that a shell, or a program that takes a host, could misread."""
+HOST_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
+"""A machine's name in OpenSSH's configuration."""
 _HOP = r"([A-Za-z0-9_][\w.-]*@)?(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9][\w.-]*)(:\d{1,5})?"
 PROXY_JUMP = re.compile(rf"({_HOP}(,{_HOP})*)?", re.ASCII)
 """Machines to go through, with as little to misread."""
@@ -75,7 +77,7 @@ class SSHMachine(PackageSettings):
     """How a machine of yours is logged in to, and what is where on it."""
 
     host: str
-    """The machine, as user@host or user@host:port; an IPv6 address in brackets."""
+    """The machine, as user@host or user@host:port; an IPv6 address in brackets. Or its name in ~/.ssh/config."""
     key_file: str = ""
     """Private key to log in with. Leave it empty to use those of the SSH agent and of ~/.ssh."""
     key_variable: str = Field("", pattern=VARIABLE)
@@ -89,7 +91,7 @@ class SSHMachine(PackageSettings):
     """Machines to go through, as `ssh -J` takes them: user@bastion:port, or a name in ~/.ssh/config; several with
     commas."""
     ssh_config: str = ""
-    """Configuration of OpenSSH for the machines in `proxy_jump`. Leave it empty for ~/.ssh/config."""
+    """Configuration of OpenSSH for names in `host` and `proxy_jump`. Leave it empty for ~/.ssh/config."""
     trust_first_use: bool = Field(default=False, strict=True)
     """Believe the key of a machine that nobody knows, remember it in the store, and refuse another one later."""
     root: str = "~/rollouts"
@@ -106,9 +108,10 @@ class SSHMachine(PackageSettings):
 
     @property
     def place(self) -> tuple[str, int]:
-        """The host and port of the login."""
+        """The host and port of the login; of a name in OpenSSH's configuration only that."""
         parts = HOST.fullmatch(self.host)
-        assert parts is not None, self.host
+        if parts is None:
+            return self.host, SSH_PORT
         return parts["host"] or parts["ipv6"], int(parts["port"] or SSH_PORT)
 
 
@@ -285,6 +288,8 @@ def check_form(value: str, info: ValidationInfo) -> str:
     assert info.field_name is not None
     pattern, expected = _FORMS[info.field_name]
     match = pattern.fullmatch(value)
+    if match is None and info.field_name == "host" and HOST_NAME.fullmatch(value):
+        return value
     is_port = match is None or int(match.groupdict().get("port") or SSH_PORT) in range(1, 65536)
     if match is None or not is_port:
         raise ValueError(f"expected {expected}, found {value!r}")
@@ -301,7 +306,7 @@ def is_ip_address(text: str) -> bool:
 
 
 _FORMS = {
-    "host": (HOST, "user@host or user@host:port"),
+    "host": (HOST, "user@host, user@host:port or a name in ~/.ssh/config"),
     "instance": (INSTANCE, f"PROVIDER:ID, for example runpod:abc123, of one of {', '.join(CLOUD_NAMES)}"),
     "host_key": (FINGERPRINT, "a fingerprint as `ssh-keygen -l` prints it, SHA256:..."),
     "proxy_jump": (PROXY_JUMP, "user@host:port or a name in ~/.ssh/config, several with commas and no spaces"),

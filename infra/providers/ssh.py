@@ -12,6 +12,7 @@ from pathlib import Path
 from infra.errors import PermanentInfraError
 from infra.node import HOST, Node, SSHAccess, SSHMachine, SSHNode
 from infra.session import Session
+from infra.ssh_config import read_ssh_config
 
 FIRST_USE_FILE = "known_hosts"
 PROGRAMS_DIR = "programs"
@@ -75,15 +76,16 @@ def expand_root(session: Session, python: str, root: str) -> str:
 
 
 def read_access(settings: SSHMachine, store: Path) -> SSHAccess:
-    """How the settings say that the machine is reached."""
-    host, port = settings.place
-    parts = HOST.fullmatch(settings.host)
-    assert parts is not None, settings.host
+    """How the settings say that the machine is reached; what they leave out, OpenSSH's configuration of its name says.
+
+    Raises:
+        PermanentInfraError: it is called by a name that OpenSSH cannot look up.
+    """
     first_use_file = str(store.expanduser().absolute() / FIRST_USE_FILE)
-    return SSHAccess(
-        host=host,
-        port=port,
-        user=parts["user"],
+    access = SSHAccess(
+        host=settings.place[0],
+        port=settings.place[1],
+        user="",
         key_file=settings.key_file,
         key_variable=settings.key_variable,
         host_key=settings.host_key,
@@ -91,6 +93,20 @@ def read_access(settings: SSHMachine, store: Path) -> SSHAccess:
         first_use_file=first_use_file if settings.trust_first_use else "",
         proxy_jump=settings.proxy_jump,
         ssh_config=settings.ssh_config,
+    )
+    if parts := HOST.fullmatch(settings.host):
+        return replace(access, user=parts["user"])
+    found = read_ssh_config(settings.host, settings.ssh_config)
+    has_own_key = settings.key_file or settings.key_variable
+    is_usual = settings.known_hosts == type(settings).model_fields["known_hosts"].default
+    return replace(
+        access,
+        host=found.host,
+        port=found.port,
+        user=found.user,
+        key_file=settings.key_file if has_own_key else found.key_file,
+        known_hosts=(*found.known_hosts, first_use_file) if is_usual else access.known_hosts,
+        proxy_jump=settings.proxy_jump or found.proxy_jump,
     )
 
 

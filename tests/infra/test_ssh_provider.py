@@ -41,8 +41,19 @@ def test_an_address_is_read(text: str, parts: tuple[str, str, int]) -> None:
     ("setting", "value", "expected"),
     [
         *(
-            ("host", host, "expected user@host or user@host:port")
-            for host in ("box", "me@", "-o@box", "me@-oProxyCommand=x", "me@a b", "me@box:0", "me@box:70000", "me@::1")
+            ("host", host, "expected user@host, user@host:port or a name in ~/.ssh/config")
+            for host in (
+                "-box",
+                "bo x",
+                "box:22",
+                "me@",
+                "-o@box",
+                "me@-oProxyCommand=x",
+                "me@a b",
+                "me@box:0",
+                "me@box:70000",
+                "me@::1",
+            )
         ),
         ("host", "me@box:22\n", "expected user@host"),
         ("host_key", "SHA256:short", "expected a fingerprint"),
