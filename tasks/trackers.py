@@ -128,7 +128,12 @@ class WandbTracker:
             self._run = wandb.init(**options, mode="offline")
         folder = Path(self._run.dir).parent
         is_kept_here = self._run.settings.mode == "offline"
-        self.shown_at = f"metrics kept for: wandb sync {folder}" if is_kept_here else f"metrics at {self._run.url}"
+        if os.environ.get("WANDB_MODE") == "disabled":
+            self.shown_at = "metrics nowhere, because WANDB_MODE is disabled"
+        elif is_kept_here:
+            self.shown_at = f"metrics kept for: wandb sync {folder}"
+        else:
+            self.shown_at = f"metrics at {self._run.url}"
         # A server that has some of it knows best how much.
         self.next_step = int(self._run.step) if self._run.resumed else next_step
 

@@ -39,6 +39,8 @@ from tests.small_pipeline import small_settings
 
 POLL_S = 0.002
 """What is to be held at a place lasts some hundredths of a second there."""
+UNASKED_S = 20.0
+"""An engine that nobody has asked anything for so long is not asked any more."""
 PLACE_TIMEOUT_S = 180.0
 END_TIMEOUT_S = 240.0
 LEASE_TOUCH_S = 2.0
@@ -312,15 +314,18 @@ def reach_publication(bench: Bench, *, first_step: int, last_step: int) -> None:
     """RL has sent the weights of a step to its engine, which has not answered.
 
     The engine is stopped when the samples of a step are complete. What it is asked next is either to take the weights
-    of that step, or, where it was stopped too late, to sample: then the step is in the metrics.
+    of that step, or, where it was stopped too late, to sample: then the step is in the metrics. Where it had read the
+    request already, nobody asks it anything more, and the next step is tried.
     """
     for step in range(first_step, last_step + 1):
         bench.wait(lambda: (bench.directory("rl") / f"samples/step_{step:06d}.jsonl").exists(), f"step {step}")  # noqa: B023
         rl, engine = bench.directory("rl"), bench.directory("engine")
         port = int(json.loads((engine / "job.json").read_text())["port"])
         bench.freeze(program_of(engine))
-        bench.wait(lambda: has_unread_requests(port) or exits_of(rl) != [], "a request to the engine")  # noqa: B023
-        if exits_of(rl) == [] and step not in {line["step"] for line in read_json_lines(rl / "metrics.jsonl")}:
+        late = time.monotonic() + UNASKED_S
+        bench.wait(lambda: has_unread_requests(port) or exits_of(rl) != [] or time.monotonic() > late, "a request")  # noqa: B023
+        is_met = has_unread_requests(port) and exits_of(rl) == []
+        if is_met and step not in {line["step"] for line in read_json_lines(rl / "metrics.jsonl")}:
             bench.freeze(program_of(rl))
             bench.thaw(program_of(engine))
             return

@@ -108,6 +108,17 @@ def steps(numbers: range) -> list[tuple[int, float]]:
     return [(step, round(1 / step, 4)) for step in numbers]
 
 
+def test_a_tracker_that_is_disabled_says_that_nothing_is_kept(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    said = list[str]()
+    write_steps(stage, range(1, 4))
+    with tracked(stage, scope_of(tmp_path, "wandb"), said.append):
+        pass
+    assert "wandb: metrics nowhere, because WANDB_MODE is disabled" in said and not list(tmp_path.glob("wandb/*run-*"))
+
+
 def test_every_step_is_shown_once_while_and_after_a_training_is_resumed(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
