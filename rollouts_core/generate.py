@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from rollouts_core.environments.protocol import MultiTurnEnvironment, describe_t
 from rollouts_core.errors import DataError, EngineError, EnvironmentUnavailableError
 from rollouts_core.resolve import resolve_environment
 from rollouts_core.seeds import derive_seed
+from rollouts_core.turn_log import TurnLog
 from rollouts_core.types import Prompt, Sample, Status
 
 if TYPE_CHECKING:
@@ -85,29 +86,62 @@ def create_conversation_generate_fn(
     tokenizer: PreTrainedTokenizerBase,
     config: RolloutConfig,
     environment: MultiTurnEnvironment,
-) -> Callable[[Sequence[Sample]], Awaitable[list[Sample]]]:
+) -> ConversationGenerator:
     """A `generate_fn` that holds a conversation for each sample of a group, all at the same time."""
+    return ConversationGenerator(engines, tokenizer, config, environment)
 
-    async def converse(pending: Sample) -> list[Sample]:
+
+class ConversationGenerator:
+    """A `generate_fn` whose state is what the policy has said in the conversations under way."""
+
+    def __init__(
+        self,
+        engines: Sequence[InferenceEngine],
+        tokenizer: PreTrainedTokenizerBase,
+        config: RolloutConfig,
+        environment: MultiTurnEnvironment,
+    ) -> None:
+        self.engines = engines
+        self.tokenizer = tokenizer
+        self.config = config
+        self.environment = environment
+        self._log = TurnLog()
+
+    async def __call__(self, group: Sequence[Sample]) -> list[Sample]:
+        try:
+            return list(itertools.chain(*await gather([partial(self._converse, pending) for pending in group])))
+        finally:
+            self._log.end(group)
+
+    def state_dict(self) -> dict[str, Any]:  # Any: JSON
+        """What has been said so far, as JSON values."""
+        return self._log.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: JSON
+        """Say it again, as far as the environment answers the same, when these conversations are asked for."""
+        self._log.load_state_dict(state)
+
+    async def _converse(self, pending: Sample) -> list[Sample]:
+        trajectory = await _hold_with_retries(partial(self._hold, pending), self.config)
+        return agent_integration(trajectory, pending, form=self.config.multi_turn.form)
+
+    async def _hold(self, pending: Sample) -> Trajectory:
+        log = self._log.begin(pending)
+        # The engine of a group has the beginning of its conversations in its cache.
+        engine = self.engines[pending.group_index % len(self.engines)]
+
         async def sample_turn(tokens: list[int], sampling: SamplingConfig, turn: int) -> Completion:
             request = GenerationRequest(
                 prompt_tokens=tokens,
                 sampling=sampling,
-                stop_token_ids=(int(tokenizer.eos_token_id),),
-                seed=sampling_seed(config.seed, pending.group_index, pending.index, turn),
+                stop_token_ids=(int(self.tokenizer.eos_token_id),),
+                seed=sampling_seed(self.config.seed, pending.group_index, pending.index, turn),
             )
-            # The engine of a group has the beginning of its conversations in its cache.
-            return await complete_request(engines[pending.group_index % len(engines)], request)
+            return await complete_request(
+                engine, request, begun=log.recall(turn, tokens), note=partial(log.note, turn, tokens)
+            )
 
-        trajectory = await _hold_with_retries(
-            lambda: hold_conversation(pending, environment, sample_turn, tokenizer, config), config
-        )
-        return agent_integration(trajectory, pending, form=config.multi_turn.form)
-
-    async def generate_conversations(group: Sequence[Sample]) -> list[Sample]:
-        return list(itertools.chain(*await gather([partial(converse, pending) for pending in group])))
-
-    return generate_conversations
+        return await hold_conversation(pending, self.environment, sample_turn, self.tokenizer, self.config)
 
 
 async def _hold_with_retries(hold: Callable[[], Awaitable[Trajectory]], config: RolloutConfig) -> Trajectory:
@@ -123,18 +157,32 @@ async def _hold_with_retries(hold: Callable[[], Awaitable[Trajectory]], config: 
     raise AssertionError("the loop only ends by returning or raising")
 
 
-async def complete_request(engine: InferenceEngine, request: GenerationRequest) -> Completion:
+async def complete_request(
+    engine: InferenceEngine,
+    request: GenerationRequest,
+    *,
+    begun: Completion | None = None,
+    note: Callable[[Completion], None] = lambda completion: None,
+) -> Completion:
     """The whole completion of a request, continued from its tokens each time that it is broken off.
+
+    Args:
+        begun: what there is of it already; returned as it is where it is whole.
+        note: told of what there is of it, each time that there is more.
 
     Raises:
         EngineError: it was broken off again and again.
     """
-    [completion] = await engine.generate([request])
+    completion = begun
     for _ in range(MAX_INTERRUPTIONS):
+        if completion is None:
+            [completion] = await engine.generate([request])
+        elif completion.status is Status.ABORTED:
+            [rest] = await engine.generate([continue_request(request, completion.tokens)])
+            completion = join_completions(completion, rest)
+        note(completion)
         if completion.status is not Status.ABORTED:
             return completion
-        [rest] = await engine.generate([continue_request(request, completion.tokens)])
-        completion = join_completions(completion, rest)
     raise EngineError(f"{engine.name} broke a completion off {MAX_INTERRUPTIONS} times: look at its log")
 
 

@@ -6,7 +6,8 @@ environments/).
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from rollouts_core.config import RewardConfig, RolloutConfig
 from rollouts_core.environments import ENVIRONMENTS
@@ -23,7 +24,21 @@ GenerateFn = Callable[..., Sequence[Sample] | Awaitable[Sequence[Sample]]]
 """Takes the pending samples of a group (and the caller's keywords) and returns them finished, in order.
 
 A trajectory may come back as several samples, one per turn (`Sample.turn`). A group of which some samples come back as
-`Status.ABORTED` is handed in again, to be continued from the tokens that they have."""
+`Status.ABORTED` is handed in again, to be continued from the tokens that they have. One that is `Resumable`, too, is
+saved with each checkpoint."""
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """A generate function with a state of its own: what it knows of the groups under way."""
+
+    def state_dict(self) -> dict[str, Any]:  # Any: JSON
+        """The state as JSON values. Called at a checkpoint, amid groups."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: JSON
+        """Go on with what `state_dict` gave, before the first group is asked for."""
+        ...
 
 
 def resolve_generate_fn(config: RolloutConfig) -> GenerateFn:

@@ -50,7 +50,7 @@ from rollouts_core.errors import (
 from rollouts_core.filters import FilterDecision
 from rollouts_core.generate import MAX_INTERRUPTIONS, UNFINISHED, Group, build_pending_group
 from rollouts_core.group_order import FinishedGroup, LoggedOrder, Schedule
-from rollouts_core.resolve import GenerateFn, resolve_filter_fn, resolve_generate_fn, resolve_reward_fn
+from rollouts_core.resolve import GenerateFn, Resumable, resolve_filter_fn, resolve_generate_fn, resolve_reward_fn
 from rollouts_core.rewards import RewardFn, WeightedRewards, grade_group, grade_sample
 from rollouts_core.rollout_batch import apply_sample_transforms, convert_to_batch
 from rollouts_core.staleness import PublishedVersions
@@ -103,6 +103,8 @@ class AsyncRolloutManager:
         self.data_buffer = data_buffer
         self.config = config
         self.generate_fn = generate_fn or resolve_generate_fn(config)
+        function: object = self.generate_fn
+        self._resumable = function if isinstance(function, Resumable) else None
         self.reward_fn = reward_fn or resolve_reward_fn(config)
         self.filter_fn = resolve_filter_fn(config)
         self.partial_samples: list[Sample] = []
@@ -182,6 +184,7 @@ class AsyncRolloutManager:
             "partial_samples": [sample.to_json() for sample in (*self.partial_samples, *under_way)],
             "ready_samples": [sample.to_json() for index in order(self._ready) for sample in self._ready[index]],
             "published": list(self.published.versions),
+            **({"generation": self._resumable.state_dict()} if self._resumable else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: JSON
@@ -190,6 +193,8 @@ class AsyncRolloutManager:
         ready = [sample_from_json(record) for record in state.get("ready_samples", ())]
         self._ready = {group[0].group_index: group for group in group_samples(ready)}
         self.published = PublishedVersions(self.published.num_kept, state.get("published", ()))
+        if self._resumable and "generation" in state:
+            self._resumable.load_state_dict(state["generation"])
 
     def replay(self, schedules: Sequence[Schedule]) -> None:
         """Make the next batches like those whose metadata said `completed` and `unavailable` so, in order."""
