@@ -460,10 +460,17 @@ def read_completion(
             f"{name} ended a completion after {len(tokens)} of {request.sampling.max_new_tokens} tokens: its "
             f"context is too short for them and the prompt of {len(request.prompt_tokens)}, serve it with a longer one"
         )
+    status = STATUS_OF_FINISH.get(finish_reason, Status.FAILED)
+    if status is Status.ABORTED and tokens:
+        # SGLang looks for an abort before it looks for an end: such a completion must not be continued behind that.
+        if tokens[-1] in request.stop_token_ids:
+            status = Status.COMPLETED
+        elif len(tokens) >= request.sampling.max_new_tokens:
+            status = Status.TRUNCATED
     return Completion(
         tokens=list(tokens),
         logprobs=list(logprobs),
-        status=STATUS_OF_FINISH.get(finish_reason, Status.FAILED),
+        status=status,
         finish_reason=finish_reason,
         version_spans=version_spans,
     )
