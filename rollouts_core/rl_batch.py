@@ -244,7 +244,7 @@ def split_groups(samples: Sequence[Sample], num_parts: int) -> list[list[int]]:
 def has_gradient(sample: Sample, advantage: Tensor | float, config: RLTrainingConfig) -> bool:
     """Whether a sample changes the weights: something of it is trained, by its advantage or by another term."""
     loss = config.loss
-    others = loss.kl_coef > 0 or loss.entropy_coef > 0 or config.with_values
+    others = loss.kl_coef > 0 or loss.entropy_coef > 0 or loss.ratio_penalty > 0 or config.with_values
     is_reinforced = bool(advantage.any()) if isinstance(advantage, Tensor) else advantage != 0.0
     return any(sample.loss_mask[1:]) and (others or is_reinforced)
 

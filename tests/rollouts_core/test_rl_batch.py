@@ -169,6 +169,7 @@ def constant_group() -> RolloutBatch:
         (LossConfig(), 4),
         (LossConfig(kl_coef=0.1), 8),
         (LossConfig(entropy_coef=0.1), 8),
+        (LossConfig(ratio_penalty=0.1), 8),
     ],
 )
 def test_a_sample_without_advantage_is_left_out_only_where_nothing_else_trains_it(
