@@ -41,7 +41,8 @@ def check_reward_nonzero_std(group: Sequence[Sample]) -> FilterDecision:
     if not rewards:
         return UNSCORED
     is_constant = statistics.pstdev(rewards) <= MIN_REWARD_STD
-    return FilterDecision(not is_constant, f"zero_std_{rewards[0]:g}" if is_constant else "")
+    # Rounded, so that rewards of any size give few reasons.
+    return FilterDecision(not is_constant, f"zero_std_{round(rewards[0], 1):g}" if is_constant else "")
 
 
 def check_min_reward(group: Sequence[Sample], *, min_reward: float = 0.0) -> FilterDecision:

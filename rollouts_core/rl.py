@@ -262,6 +262,7 @@ def describe_rollouts(batch: RolloutBatch) -> Metrics:
         "truncated_share": sum(sample.status is Status.TRUNCATED for sample in lasts) / len(lasts),
         "signal_share": sum(len(set(rewards_G)) > 1 for rewards_G in groups) / len(groups),
         "num_dropped_groups": float(batch.metadata.get("num_dropped_groups", 0)),
+        **{f"dropped/{reason}": float(count) for reason, count in batch.metadata.get("drops", {}).items()},
         **describe_conversations(lasts),
         **batch.metadata.get("reward_metrics", {}),
         **batch.metadata.get("staleness", {}),

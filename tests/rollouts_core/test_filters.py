@@ -28,6 +28,7 @@ from tests.rollouts_core.make import make_group
         ("reward_nonzero_std", [1.0, 1.0], False, "zero_std_1"),
         ("reward_nonzero_std", [0.5], False, "zero_std_0.5"),
         ("reward_nonzero_std", [0.3, 0.1 + 0.2], False, "zero_std_0.3"),
+        ("reward_nonzero_std", [1 / 3, 1 / 3], False, "zero_std_0.3"),
         ("min_reward", [0.0, 0.5], True, ""),
         ("min_reward", [0.0, 0.0], False, "low_reward"),
         ("min_reward", [-1.0, 1.0], False, "low_reward"),

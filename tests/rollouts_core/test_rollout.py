@@ -78,6 +78,7 @@ def test_dropped_groups_are_replaced_and_counted_by_reason() -> None:
     assert all(s.group_index % 2 == 1 for s in batch.samples)
     assert len(batch.groups) == 3
     assert batch.metadata["drops"]["even"] == batch.metadata["num_dropped_groups"] >= 2
+    assert describe_rollouts(batch)["dropped/even"] == batch.metadata["drops"]["even"]
 
 
 def test_a_filter_that_drops_everything_ends_with_a_sentence() -> None:
