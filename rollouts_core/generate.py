@@ -20,6 +20,7 @@ from rollouts_core.concurrency import gather
 from rollouts_core.config import RolloutConfig, SamplingConfig
 from rollouts_core.conversation import hold_conversation
 from rollouts_core.data.chat import tokenize_prompt, tokenize_prompts
+from rollouts_core.engines.in_flight import InFlightEngine, InterruptibleEngine
 from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
 from rollouts_core.environments.protocol import MultiTurnEnvironment, describe_tools, is_multi_turn
 from rollouts_core.errors import DataError, EngineError, EnvironmentUnavailableError
@@ -45,7 +46,7 @@ MAX_INTERRUPTIONS = 1000
 
 def create_engine_generate_fn(
     engines: Sequence[InferenceEngine], tokenizer: PreTrainedTokenizerBase, config: RolloutConfig
-) -> Callable[[Sequence[Sample]], Awaitable[list[Sample]]]:
+) -> CompletionGenerator | ConversationGenerator:
     """A `generate_fn` that asks `engines`: one request per group, or per turn where the environment answers.
 
     Samples that have tokens already are continued from them.
@@ -53,32 +54,59 @@ def create_engine_generate_fn(
     environment = resolve_environment(config)
     if is_multi_turn(environment):
         return create_conversation_generate_fn(engines, tokenizer, config, environment)
-    tools = describe_tools(environment)
+    return CompletionGenerator(engines, tokenizer, config, tools=describe_tools(environment))
 
-    async def generate_with_engine(group: Sequence[Sample]) -> list[Sample]:
-        prompt_tokens = tokenize_prompt(tokenizer, group[0].messages, tools)
+
+class CompletionGenerator:
+    """A `generate_fn` that asks an engine once for each group.
+
+    Args:
+        tools: what prompts say of the tools that there are.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[InferenceEngine],
+        tokenizer: PreTrainedTokenizerBase,
+        config: RolloutConfig,
+        *,
+        tools: Sequence[dict[str, Any]] = (),  # Any: JSON schemas
+    ) -> None:
+        self.engines = _interruptible(engines, config)
+        self.tokenizer = tokenizer
+        self.config = config
+        self.tools = tools
+
+    async def __call__(self, group: Sequence[Sample]) -> list[Sample]:
+        prompt_tokens = tokenize_prompt(self.tokenizer, group[0].messages, self.tools)
         unfinished = [sample for sample in group if sample.status in UNFINISHED]
         requests = [
             continue_request(
                 GenerationRequest(
                     prompt_tokens=prompt_tokens,
-                    sampling=config.sampling,
-                    stop_token_ids=(int(tokenizer.eos_token_id),),
-                    seed=sampling_seed(config.seed, sample.group_index, sample.index),
+                    sampling=self.config.sampling,
+                    stop_token_ids=(int(self.tokenizer.eos_token_id),),
+                    seed=sampling_seed(self.config.seed, sample.group_index, sample.index),
                 ),
                 sample.tokens[len(prompt_tokens) :],
             )
             for sample in unfinished
         ]
-        engine = engines[group[0].group_index % len(engines)]
+        engine = self.engines[group[0].group_index % len(self.engines)]
         completions = await engine.generate(requests)
         finished = {
-            sample.index: complete_sample(sample, prompt_tokens, completion, tokenizer)
+            sample.index: complete_sample(sample, prompt_tokens, completion, self.tokenizer)
             for sample, completion in zip(unfinished, completions, strict=True)
         }
         return [finished.get(sample.index, sample) for sample in group]
 
-    return generate_with_engine
+    async def break_off(self) -> None:
+        """End the requests under way: their samples have the tokens that they came to. Others wait until `go_on`."""
+        await _break_off(self.engines)
+
+    def go_on(self) -> None:
+        """Ask the engines again."""
+        _go_on(self.engines)
 
 
 def create_conversation_generate_fn(
@@ -101,17 +129,29 @@ class ConversationGenerator:
         config: RolloutConfig,
         environment: MultiTurnEnvironment,
     ) -> None:
-        self.engines = engines
+        self.engines = _interruptible(engines, config)
         self.tokenizer = tokenizer
         self.config = config
         self.environment = environment
         self._log = TurnLog()
+        self._is_broken_off = False
 
     async def __call__(self, group: Sequence[Sample]) -> list[Sample]:
         try:
             return list(itertools.chain(*await gather([partial(self._converse, pending) for pending in group])))
         finally:
-            self._log.end(group)
+            self._log.end(group, is_kept=self._is_broken_off)
+
+    async def break_off(self) -> None:
+        """End the requests under way; conversations that are given up before `go_on` are continued, when they are asked
+        for again, from what the policy had said."""
+        self._is_broken_off = True
+        await _break_off(self.engines)
+
+    def go_on(self) -> None:
+        """Ask the engines again."""
+        self._is_broken_off = False
+        _go_on(self.engines)
 
     def state_dict(self) -> dict[str, Any]:  # Any: JSON
         """What has been said so far, as JSON values."""
@@ -142,6 +182,23 @@ class ConversationGenerator:
             )
 
         return await hold_conversation(pending, self.environment, sample_turn, self.tokenizer, self.config)
+
+
+def _interruptible(engines: Sequence[InferenceEngine], config: RolloutConfig) -> Sequence[InferenceEngine]:
+    """The engines, each so that its requests can be ended with their tokens where the settings keep those."""
+    if not config.max_partial_staleness:
+        return engines
+    return [InFlightEngine(each) if isinstance(each, InterruptibleEngine) else each for each in engines]
+
+
+async def _break_off(engines: Sequence[InferenceEngine]) -> None:
+    await gather([engine.break_off for engine in engines if isinstance(engine, InFlightEngine)])
+
+
+def _go_on(engines: Sequence[InferenceEngine]) -> None:
+    for engine in engines:
+        if isinstance(engine, InFlightEngine):
+            engine.go_on()
 
 
 async def _hold_with_retries(hold: Callable[[], Awaitable[Trajectory]], config: RolloutConfig) -> Trajectory:

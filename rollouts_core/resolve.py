@@ -25,7 +25,7 @@ GenerateFn = Callable[..., Sequence[Sample] | Awaitable[Sequence[Sample]]]
 
 A trajectory may come back as several samples, one per turn (`Sample.turn`). A group of which some samples come back as
 `Status.ABORTED` is handed in again, to be continued from the tokens that they have. One that is `Resumable`, too, is
-saved with each checkpoint."""
+saved with each checkpoint; one that is `Interruptible` can end what is under way with the tokens that it has."""
 
 
 @runtime_checkable
@@ -38,6 +38,20 @@ class Resumable(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: JSON
         """Go on with what `state_dict` gave, before the first group is asked for."""
+        ...
+
+
+@runtime_checkable
+class Interruptible(Protocol):
+    """A generate function whose work can be broken off without losing it."""
+
+    async def break_off(self) -> None:
+        """Stop generating. Calls under way return their samples as `Status.ABORTED`, or wait to be cancelled, with what
+        there is of theirs kept for the call that asks for the same samples again. Other calls wait."""
+        ...
+
+    def go_on(self) -> None:
+        """Generate again after `break_off`."""
         ...
 
 

@@ -11,7 +11,8 @@ Groups are never chosen by reward, which would bias the gradient. How many are a
 back-pressure there is:
 
     max_staleness 0    One batch while the trainer waits for it, none while it trains. A batch is made of the groups
-                       that finish first; the others are given up and begin the next one. Where that, or a filter,
+                       that finish first; the others are given up and begin the next one, anew or, with
+                       max_partial_staleness, from the tokens that they have. Where that, or a filter,
                        lets timing decide which groups a batch gets, the order is in its metadata; a manager that is
                        told that order makes the same batch again, however the groups finish this time.
     max_staleness S    S batches while the trainer trains, one more while it waits. A batch is made of the oldest
@@ -50,7 +51,14 @@ from rollouts_core.errors import (
 from rollouts_core.filters import FilterDecision
 from rollouts_core.generate import MAX_INTERRUPTIONS, UNFINISHED, Group, build_pending_group
 from rollouts_core.group_order import FinishedGroup, LoggedOrder, Schedule
-from rollouts_core.resolve import GenerateFn, Resumable, resolve_filter_fn, resolve_generate_fn, resolve_reward_fn
+from rollouts_core.resolve import (
+    GenerateFn,
+    Interruptible,
+    Resumable,
+    resolve_filter_fn,
+    resolve_generate_fn,
+    resolve_reward_fn,
+)
 from rollouts_core.rewards import RewardFn, WeightedRewards, grade_group, grade_sample
 from rollouts_core.rollout_batch import apply_sample_transforms, convert_to_batch
 from rollouts_core.staleness import PublishedVersions
@@ -62,6 +70,8 @@ logger = logging.getLogger(__name__)
 
 FAILURE_WINDOW = 50
 """Over so many groups the share is taken that was dropped because something was not available."""
+BREAK_OFF_TIMEOUT_S = 30.0
+"""An engine that has not ended its requests by then loses the tokens that it came to."""
 UNAVAILABLE = "environment_unavailable"
 """The reason under which those are counted."""
 STALE = "stale"
@@ -105,11 +115,13 @@ class AsyncRolloutManager:
         self.generate_fn = generate_fn or resolve_generate_fn(config)
         function: object = self.generate_fn
         self._resumable = function if isinstance(function, Resumable) else None
+        is_kept = config.max_partial_staleness > 0
+        self._interruptible = function if is_kept and isinstance(function, Interruptible) else None
         self.reward_fn = reward_fn or resolve_reward_fn(config)
         self.filter_fn = resolve_filter_fn(config)
         self.partial_samples: list[Sample] = []
         """Groups that were asked for and given up, with the tokens that they have: they are asked for first."""
-        self.published = PublishedVersions(config.max_staleness + 2)
+        self.published = PublishedVersions(config.max_token_age + 2)
         """The versions of the weights, as far as `weights_published` told of them."""
         self._under_way: dict[int, Group] = {}
         self._ready: dict[int, Group] = {}
@@ -154,9 +166,15 @@ class AsyncRolloutManager:
             return await self._wait_for_batch()
         await self._start()
         try:
-            return await self._wait_for_batch()
+            batch = await self._wait_for_batch()
+            if self._interruptible:
+                with anyio.move_on_after(BREAK_OFF_TIMEOUT_S):
+                    await self._interruptible.break_off()
+            return batch
         finally:
             await self._stop()
+            if self._interruptible:
+                self._interruptible.go_on()
 
     async def generate_batches(self, reward_fn: RewardFn | None = None) -> AsyncIterator[RolloutBatch]:
         """Batches without end."""
@@ -213,7 +231,7 @@ class AsyncRolloutManager:
         self._tasks = None
         for index, group in self._under_way.items():
             # Without a staleness to spare, the next weights generate it anew.
-            self.partial_samples.extend(group if self.config.max_staleness else self._pending_group(index))
+            self.partial_samples.extend(group if self.config.max_token_age else self._pending_group(index))
         self._under_way = {}
         self._idle_since = perf_counter()
 
@@ -241,7 +259,7 @@ class AsyncRolloutManager:
 
     def _ask_again_for_stale(self, indices: Sequence[int]) -> bool:
         """Start those of some ready groups again that are too old to be trained on; False where there are none."""
-        stale = [i for i in indices if self.published.oldest(self._ready[i]) > self.config.max_staleness]
+        stale = [i for i in indices if self.published.oldest(self._ready[i]) > self.config.max_token_age]
         for index in stale:
             del self._ready[index]
             self._tally.drops[STALE] += 1
@@ -282,11 +300,18 @@ class AsyncRolloutManager:
 
     def _next_groups(self, num_groups: int) -> list[Group]:
         """The groups to ask for: those given up first, then new prompts."""
-        given_up = group_samples(self.partial_samples)
+        given_up = [self._renewed_if_stale(group) for group in group_samples(self.partial_samples)]
         self.partial_samples = []
         first_index = self.data_buffer.num_drawn
         num_drawn = len(self.data_buffer.get_prompts(max(0, num_groups - len(given_up))))
         return [*given_up, *(self._pending_group(first_index + i) for i in range(num_drawn))]
+
+    def _renewed_if_stale(self, group: Group) -> Group:
+        """A group that was given up; without its tokens where they have become too old to be trained on."""
+        if self.published.oldest(group) <= self.config.max_token_age:
+            return group
+        self._tally.drops[STALE] += 1
+        return self._pending_group(group[0].group_index)
 
     def _pending_group(self, index: int) -> Group:
         size = self.config.n_samples_per_prompt

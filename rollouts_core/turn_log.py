@@ -39,10 +39,17 @@ class TurnLog:
         log = self._under_way[place] = ConversationLog(self._earlier.pop(place, []))
         return log
 
-    def end(self, group: Sequence[Sample]) -> None:
-        """Forget the conversations of a group: all of them are over, or it was given up."""
+    def end(self, group: Sequence[Sample], *, is_kept: bool = False) -> None:
+        """Forget the conversations of a group: all of them are over, or it was given up.
+
+        Args:
+            is_kept: they go on later, from what has been said.
+        """
         for pending in group:
-            self._under_way.pop((pending.group_index, pending.index), None)
+            place = (pending.group_index, pending.index)
+            log = self._under_way.pop(place, None)
+            if is_kept and log is not None:
+                self._earlier[place] = log.turns
 
     def state_dict(self) -> dict[str, Any]:  # Any: JSON
         """The turns of the groups under way, also of those conversations that are over, as JSON values."""

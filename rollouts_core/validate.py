@@ -136,12 +136,14 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig]) -> list[s
 
 def warn_of_uncorrected_age(config: Config) -> list[str]:
     """A sentence where completions of other weights are trained on as if the current ones had sampled them."""
-    source = "data.rollouts" if config.data.rollouts else f"rollout.max_staleness {config.rollout.max_staleness}"
-    is_current = not config.data.rollouts and not config.rollout.max_staleness
-    if is_current or config.training.rl.corrects_for_age:
+    ages = {name: getattr(config.rollout, name) for name in ("max_staleness", "max_partial_staleness")}
+    old = [f"rollout.{name} {age}" for name, age in ages.items() if age]
+    if config.data.rollouts:
+        old = ["data.rollouts"]
+    if not old or config.training.rl.corrects_for_age:
         return []
     return [
-        f"{source} trains on completions of other weights than the current ones, and nothing in "
+        f"{old[0]} trains on completions of other weights than the current ones, and nothing in "
         'training.rl.loss corrects for that: set ratio_base = "rollout", or mismatch.weight with its limits'
     ]
 

@@ -86,6 +86,10 @@ class RolloutConfig(Record):
     max_staleness: int = Field(0, ge=0)
     """How many publications of weights the oldest token of a completion may be behind the weights it trains. Above 0,
     so many batches are generated ahead while the trainer trains; 0 generates and trains in turns."""
+    max_partial_staleness: int = Field(0, ge=0)
+    """With max_staleness 0, what becomes of completions under way when a batch is full, because over-sampling or a
+    filter asked for more. 0 begins them anew in the next step. Above 0 they are broken off, and the next weights go on
+    from their tokens, the oldest of which may be so many publications behind."""
     in_flight: InFlight = "finish"
     """What becomes of completions under way when weights are published. finish: the publication waits for them. abort:
     they are broken off, and the new weights go on from their tokens. continue: the engine pauses, takes the weights,
@@ -108,12 +112,27 @@ class RolloutConfig(Record):
                 f"over_sampling_factor {self.over_sampling_factor:g} is for max_staleness 0: with max_staleness "
                 f"{self.max_staleness} other groups are under way anyway, leave it out"
             )
+        if self.max_partial_staleness and self.max_staleness:
+            raise ValueError(
+                f"max_partial_staleness {self.max_partial_staleness} is for max_staleness 0: with max_staleness "
+                f"{self.max_staleness} what is under way is kept anyway, leave it out"
+            )
+        if self.max_partial_staleness and self.over_sampling_factor == 1 and self.filter_fn == "":
+            raise ValueError(
+                f"max_partial_staleness {self.max_partial_staleness} keeps what is under way when a batch is full: set "
+                "over_sampling_factor above 1 or a filter, else nothing is"
+            )
         if self.in_flight == "continue" and self.engine.kind == "vllm":
             raise ValueError(
                 'in_flight "continue" needs an engine that says of each token which weights sampled it, and vLLM does '
                 'not: set in_flight = "finish" or "abort"'
             )
         return self
+
+    @property
+    def max_token_age(self) -> int:
+        """How many publications the oldest token that is trained on may be behind."""
+        return max(self.max_staleness, self.max_partial_staleness)
 
     def engine_context(self, num_prompt_tokens: int) -> int:
         """Tokens for which the engine must have room: of a prompt, and of its completion or conversation."""

@@ -8,13 +8,15 @@ Not here: how one engine loads and proves its weights (http.py), who continues w
     continue         pause with their tokens       wait            several, each recorded
 
 In each case nothing is sampled between the begin of a load and its proof.
+
+`break_off` ends requests at any time, as `abort` does.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import anyio
 
@@ -30,6 +32,7 @@ ABORT_INTERVAL_S = 0.2
 """After this the engine is told again to end its requests: one that was on its way to it has arrived by then."""
 
 
+@runtime_checkable
 class InterruptibleEngine(InferenceEngine, Protocol):
     """An engine whose requests can be ended or paused from outside."""
 
@@ -96,10 +99,20 @@ class InFlightEngine:
         if self._opened.is_set():  # else those that wait since memory was handed over would wait for ever
             self._opened = anyio.Event()
         try:
-            async with self._paused() if self.in_flight == "continue" else self._idling():
+            async with self._paused() if self.in_flight == "continue" else self._idling(is_aborting=self._aborts):
                 await self.engine.load_weights(weights, version, canary)
         finally:
             self._opened.set()
+
+    async def break_off(self) -> None:
+        """End the requests under way with the tokens that they have; new ones wait until `go_on`."""
+        self._opened = anyio.Event()
+        async with self._idling(is_aborting=True):
+            pass
+
+    def go_on(self) -> None:
+        """Take requests again after `break_off`."""
+        self._opened.set()
 
     async def release_memory(self) -> None:
         """Hand memory over, after the requests under way were dealt with; new ones wait for the next load.
@@ -110,7 +123,7 @@ class InFlightEngine:
             EngineError: what the engine raised.
         """
         self._opened = anyio.Event()
-        async with self._idling():
+        async with self._idling(is_aborting=self._aborts):
             await self.engine.release_memory()
 
     async def resume_memory(self) -> None:
@@ -125,12 +138,17 @@ class InFlightEngine:
         """Close the engine's connections."""
         await self.engine.aclose()
 
+    @property
+    def _aborts(self) -> bool:
+        """Whether what is under way is broken off where it cannot be paused."""
+        return self.in_flight != "finish"
+
     @asynccontextmanager
-    async def _idling(self) -> AsyncIterator[None]:
+    async def _idling(self, *, is_aborting: bool) -> AsyncIterator[None]:
         """No request is under way inside."""
         while self.num_running:
             self._idle = anyio.Event()
-            if self.in_flight == "finish":
+            if not is_aborting:
                 await self._idle.wait()
                 continue
             with suppress(EngineUnavailableError):  # what cannot be reached generates nothing

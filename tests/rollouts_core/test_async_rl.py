@@ -1,7 +1,8 @@
-"""RL with generation ahead of the trainer, against the embedded engine: what it trains on, and what a stop leaves.
+"""RL on completions that outlive a publication, against the embedded engine: what it trains on, and what a stop leaves.
 
-Without these tests a run could train on tokens that are older than allowed, take log-probs of one version for those of
-another, or leave requests behind that nobody reads.
+They do where generation is ahead of the trainer, and where those that over-sampling broke off are kept. Without these
+tests a run could train on tokens that are older than allowed, take log-probs of one version for those of another, or
+leave requests behind that nobody reads.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -28,6 +29,7 @@ from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.engines import InferenceEngine, InFlightEngine, PublishTarget, SGLangEngine, publish_weights
+from rollouts_core.engines.protocol import Completion, GenerationRequest
 from rollouts_core.generate import build_pending_group, create_engine_generate_fn
 from rollouts_core.rewards import grade_group
 from rollouts_core.rl import run_rl_training, train_on_rollouts
@@ -204,17 +206,84 @@ def test_completions_that_span_publications_keep_the_bound_and_their_logprobs(ru
     for step, batch in enumerate(mixed.batches):
         assert min(versions_of(batch)) >= step - 2
     samples = [sample for batch in mixed.batches for sample in batch.samples]
-    spanning = [sample for sample in samples if len({span.version for span in sample.policy_versions}) > 1]
+    spanning = spans_several(samples)
     assert spanning, "no publication fell into a completion"
     assert group_counts(mixed.batches) == Counter(range(15))
-    for sample in spanning[:20]:
+    check_logprobs(mixed, backend, spanning[:20])
+
+
+def spans_several(samples: Sequence[Sample]) -> list[Sample]:
+    """Those whose tokens are of several versions."""
+    return [sample for sample in samples if len({span.version for span in sample.policy_versions}) > 1]
+
+
+def check_logprobs(run: Run, backend: PyTorchTrainingBackend, samples: Sequence[Sample]) -> None:
+    """Assert that the log-probs of each span are those of its version's weights."""
+    for sample in samples:
         for span in sample.policy_versions:
-            backend.model.load_state_dict(mixed.weights[span.version])
+            backend.model.load_state_dict(run.weights[span.version])
             batch = build_batch([[sample]], pad_id=0)
             scores = asyncio.run(backend.score(batch).result()).logprobs_BT
             expected = split_by_sample(scores, [place_samples([sample])])[0][0][span.start - 1 : span.end - 1]
             found = torch.tensor(sample.rollout_log_probs)[span.start : span.end]
             assert torch.allclose(expected, found, atol=1e-4)
+
+
+class Uneven(SGLangEngine):
+    """Ends completions of the first three prompts after three tokens, and begins none of the seventh and later ones
+    before it is told to end what is under way."""
+
+    def __init__(self, client: SGLangEngine, prompts: Sequence[list[int]] = ()) -> None:
+        vars(self).update(vars(client))
+        self.prompts = [*prompts]
+        """In the order in which they were asked for."""
+        self.is_ending = asyncio.Event()
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        prompt = next((known for known in self.prompts if requests[0].prompt_tokens[: len(known)] == known), None)
+        if prompt is None:
+            self.prompts.append(prompt := requests[0].prompt_tokens)
+        place = self.prompts.index(prompt)
+        if place >= 6:
+            await self.is_ending.wait()
+        sampling = requests[0].sampling.model_copy(update={"max_new_tokens": 3})
+        return await super().generate([replace(each, sampling=sampling) if place < 3 else each for each in requests])
+
+    async def abort_running(self) -> None:
+        self.is_ending.set()
+        self.is_ending = asyncio.Event()
+        await super().abort_running()
+
+
+def test_completions_under_way_when_a_batch_is_full_go_on_from_their_tokens(run: Run) -> None:
+    """Groups 0 to 2 are short, so that 3 to 5 are broken off, which then end before 6 to 8."""
+    kept = with_rollout(run, over_sampling_factor=2.0, max_partial_staleness=3, sampling=LONG)
+    with served_engine(Path(run.base_model.path), num_slots=32) as (client, scheduler):
+        backend = asyncio.run(kept.train(Uneven(client), 2))
+        assert_idle(scheduler)
+    assert [sorted(group_counts([batch])) for batch in kept.batches] == [[0, 1, 2], [3, 4, 5]]
+    spanning = spans_several(kept.batches[1].samples)
+    assert len(spanning) >= 6, "most of the twelve were begun before the publication and ended after it"
+    assert versions_of(kept.batches[1]) == {0, 1}
+    check_logprobs(kept, backend, spanning)
+    assert kept.history[1]["staleness_max"] == 1.0
+
+
+def test_completions_under_way_when_a_batch_is_full_begin_anew_where_no_age_is_allowed(run: Run) -> None:
+    anew = with_rollout(run, over_sampling_factor=2.0, sampling=LONG)
+    with served_engine(Path(run.base_model.path), num_slots=32) as (client, _):
+        asyncio.run(anew.train(Uneven(client), 2))
+    assert [versions_of(batch) for batch in anew.batches] == [{0}, {1}]
+
+
+def test_tokens_that_were_kept_survive_a_restart(run: Run) -> None:
+    kept = with_rollout(run, over_sampling_factor=2.0, max_partial_staleness=3, sampling=LONG)
+    kept.training = kept.training.model_copy(update={"checkpoint_every": 1})
+    with served_engine(Path(run.base_model.path), num_slots=32) as (client, _):
+        asyncio.run(kept.train(first := Uneven(client), 1))
+        asyncio.run(kept.train(Uneven(client, first.prompts), 2))
+    assert sorted(group_counts(kept.batches[1:])) == [3, 4, 5]
+    assert versions_of(kept.batches[1]) == {0, 1}
 
 
 @pytest.mark.parametrize("in_flight", ["finish", "abort", "continue"])

@@ -19,12 +19,12 @@ from rollouts_core.config import RewardConfig, RolloutConfig, name_of_function
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.errors import ConfigError, DataError, RewardError
 from rollouts_core.filters import FilterDecision
-from rollouts_core.generate import sampling_seed
+from rollouts_core.generate import build_pending_group, sampling_seed
 from rollouts_core.group_order import Schedule
 from rollouts_core.resolve import GenerateFn
 from rollouts_core.rl import describe_rollouts
 from rollouts_core.rollout import AsyncRolloutManager, generate_rollout_batches
-from rollouts_core.types import RolloutBatch, Sample, Status
+from rollouts_core.types import RolloutBatch, Sample, Status, VersionSpan
 from tests.rollouts_core.make import make_prompts
 
 
@@ -87,6 +87,30 @@ def test_a_filter_that_drops_everything_ends_with_a_sentence() -> None:
 
     with pytest.raises(DataError, match=r"only 0 of 3 groups passed the filter after 4 refills.*zero_std_0"):
         generate(CONFIG.model_copy(update={"filter_fn": drop_all, "max_refills": 4}))
+
+
+@pytest.mark.parametrize(("num_published", "num_kept_tokens"), [(2, 3), (3, 3), (4, 0)])
+def test_tokens_that_were_kept_are_given_up_when_they_are_too_old(num_published: int, num_kept_tokens: int) -> None:
+    """Those of version 0 may be two publications behind: in use up to version 2, the third publication."""
+    asked = []
+
+    async def note_tokens(group: Sequence[Sample]) -> list[Sample]:
+        asked.append([len(sample.tokens) for sample in group])
+        return [answer_with(sample) for sample in group]
+
+    partial = [
+        replace(answer_with(sample), status=Status.ABORTED, policy_versions=(VersionSpan(0, 1, 3),))
+        for sample in build_pending_group(make_prompts(1)[0], group_index=0, size=2)
+    ]
+    settings = {"generate_fn": note_tokens, "batch_size": 1, "over_sampling_factor": 2.0, "max_partial_staleness": 2}
+    manager = AsyncRolloutManager(DataBuffer(make_prompts(8)), CONFIG.model_copy(update=settings))
+    manager.data_buffer.get_prompts(1)
+    manager.load_state_dict({"partial_samples": [sample.to_json() for sample in partial]})
+    for version in range(num_published):
+        manager.weights_published(version)
+    batch = asyncio.run(manager.generate_batch())
+    assert asked[0] == [num_kept_tokens] * 2
+    assert batch.metadata["drops"] == ({} if num_kept_tokens else {"stale": 1})
 
 
 def test_groups_asked_for_but_not_used_begin_the_next_batch() -> None:

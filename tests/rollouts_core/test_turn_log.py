@@ -172,6 +172,20 @@ def test_a_group_that_the_next_weights_sample_anew_takes_nothing_from_before(
     assert manager.state_dict()["generation"] == {"conversations": []}, "what is over is not kept"
 
 
+def test_conversations_that_over_sampling_broke_off_go_on_from_what_was_said(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    waiting = Opponent(holds=lambda conversation: conversation.sample.group_index == 1 and conversation.num_turns == 2)
+    engine = ScriptedEngine(["7"], tokenizer)
+    settings = {"max_staleness": 0, "over_sampling_factor": 2.0, "max_partial_staleness": 9}
+    manager = manager_of(engine, tokenizer, waiting, **settings)
+    asyncio.run(manager.generate_batch())
+    assert len(manager.state_dict()["generation"]["conversations"]) == 2, "a checkpoint has them"
+    waiting.holds, engine.turns = lambda conversation: False, ["9"]
+    batch = asyncio.run(manager.generate_batch())
+    assert [(sample.group_index, said_of(sample)) for sample in batch.samples] == [(1, ["7", "7", "9", "9"])] * 2
+
+
 def test_a_run_that_is_stopped_twice_takes_all_that_was_said_before_the_first_stop(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:

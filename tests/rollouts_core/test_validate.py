@@ -226,11 +226,15 @@ def test_a_grader_that_is_not_available_is_found_before_the_run() -> None:
         ({"objective": "reinforce", "mismatch": {"weight": "token"}}, False),
     ],
 )
-def test_training_on_old_completions_without_a_correction_is_said(loss: dict[str, Any], is_said: bool) -> None:
-    config = with_rollout(max_staleness=2)
+@pytest.mark.parametrize("setting", ["max_staleness", "max_partial_staleness"])
+def test_training_on_old_completions_without_a_correction_is_said(
+    setting: str, loss: dict[str, Any], is_said: bool
+) -> None:
+    config = with_rollout(**{setting: 2}, over_sampling_factor=2.0 if setting == "max_partial_staleness" else 1.0)
     training = config.training.model_copy(update={"rl": RLTrainingConfig.model_validate({"loss": loss})})
     findings = warn_of_uncorrected_age(config.model_copy(update={"training": training}))
     assert bool(findings) == is_said
+    assert not findings or f"rollout.{setting} 2" in findings[0]
     assert not findings or 'nothing in training.rl.loss corrects for that: set ratio_base = "rollout"' in findings[0]
 
 
