@@ -176,6 +176,7 @@ class ConversationGenerator:
                 sampling=sampling,
                 stop_token_ids=(int(self.tokenizer.eos_token_id),),
                 seed=sampling_seed(self.config.seed, pending.group_index, pending.index, turn),
+                affinity=pending.group_index,
             )
             return await complete_request(
                 engine, request, begun=log.recall(turn, tokens), note=partial(log.note, turn, tokens)

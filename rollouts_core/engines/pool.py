@@ -4,6 +4,7 @@ Not here: one server's restarts (http.py), loading into several engines without 
 
     generate -> the engine with the fewest requests under way; a group is one call, so it stays together on one
                 |                                                engine and shares its prompt's keys and values
+                +-- a turn of a conversation -> the engine of its group, whose cache has the turns before
                 +-- it cannot be reached -> quarantined, and the group goes to another engine
 
     quarantined -> never asked for completions -> loads and proves the version of the others -> asked again
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_LEAD = 16
+"""An engine that has so many requests more than another is not asked for the sake of its cache."""
 RETRY_S = 10.0
 """Between two attempts to take a quarantined engine back."""
 
@@ -108,7 +111,7 @@ class EnginePool(ClosedOnExit):
             EngineError: an engine refused the request, or answered something unusable.
         """
         while healthy := [member for member in self._members if not member.quarantined]:
-            member = min(healthy, key=lambda each: each.num_running)
+            member = self._choose(healthy, requests[0].affinity)
             member.num_running += len(requests)
             try:
                 return await member.engine.generate(requests)
@@ -117,6 +120,15 @@ class EnginePool(ClosedOnExit):
             finally:
                 member.num_running -= len(requests)
         raise EngineUnavailableError(f"no engine is left: {self._describe_quarantine()}")
+
+    def _choose(self, healthy: Sequence[Member], affinity: int | None) -> Member:
+        """The engine of an affinity, the one with the fewest requests under way where that has too many, or is away."""
+        idlest = min(healthy, key=lambda each: each.num_running)
+        if affinity is None:
+            return idlest
+        home = self._members[affinity % len(self._members)]
+        is_away = bool(home.quarantined)
+        return idlest if is_away or home.num_running > idlest.num_running + MAX_LEAD else home
 
     async def segment_access(self) -> SegmentAccess:
         """What all engines that are asked have access to."""

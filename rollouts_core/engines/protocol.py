@@ -45,6 +45,9 @@ class GenerationRequest:
     """Tokens that end the completion and are part of it."""
     seed: int
     """Randomness of this completion, where the engine has seeds."""
+    affinity: int | None = None
+    """Requests of one number, the turns of a group's conversations, share the beginnings of their prompts: of several
+    engines the same one is asked, as far as it has not much more to do than the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

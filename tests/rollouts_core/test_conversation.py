@@ -103,6 +103,13 @@ def test_a_conversation_is_one_sample_with_the_environments_tokens_masked(tokeni
     assert (sample.group_index, sample.metadata["prompt_id"], sample.metadata["heard"]) == (3, "p7", 2)
 
 
+def test_all_turns_of_a_group_ask_for_the_engine_that_has_them_in_its_cache(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    _, engine = converse(["3", "4", ":"], tokenizer)
+    assert [request.affinity for request in engine.requests] == [3, 3, 3], "the number of the group"
+
+
 def test_each_turn_reads_exactly_the_tokens_before_it_and_has_a_seed_of_its_own(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:

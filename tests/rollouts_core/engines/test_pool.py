@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -15,6 +16,7 @@ import pytest
 from rollouts_core.config import SamplingConfig
 from rollouts_core.engines import EnginePool, SGLangEngine, sync_weights_to_engines
 from rollouts_core.engines.canary import Canary
+from rollouts_core.engines.pool import MAX_LEAD
 from rollouts_core.engines.protocol import Completion, GenerationRequest, SegmentAccess
 from rollouts_core.errors import CheckpointError, EngineError, EngineUnavailableError, WeightSyncError
 from rollouts_core.types import Sample, Status
@@ -97,6 +99,33 @@ def test_a_group_goes_to_the_engine_with_the_fewest_requests_under_way() -> None
         return [engine.num_calls for engine in engines]
 
     assert asyncio.run(share()) == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("num_busy", "is_away", "expected"),
+    [(0, False, [4, 0]), (MAX_LEAD, False, [5, 0]), (MAX_LEAD + 1, False, [1, 4]), (0, True, [1, 4])],
+)
+def test_the_turns_of_a_group_go_to_one_engine_unless_it_is_busy_or_away(
+    num_busy: int, is_away: bool, expected: list[int]
+) -> None:
+    """Its cache has what was said before."""
+
+    async def converse() -> list[int]:
+        engines = [FakeEngine("a"), FakeEngine("b")]
+        both = EnginePool(engines)
+        engines[0].may_answer.clear()
+        busy = asyncio.ensure_future(both.generate([REQUEST] * num_busy)) if num_busy else None
+        await asyncio.sleep(0)
+        engines[0].may_answer.set()
+        engines[0].failure = lost("a") if is_away else None
+        for _ in range(4):
+            await both.generate([replace(REQUEST, affinity=2)])
+        if busy:
+            await busy
+        await both.aclose()
+        return [engine.num_calls for engine in engines]
+
+    assert asyncio.run(converse()) == expected
 
 
 def test_a_group_of_an_engine_that_died_is_sampled_by_another() -> None:
