@@ -267,7 +267,7 @@ def _beside(config: Config, folder: Path) -> Config:
 
 def _check_importable(config: Config, path: Path) -> None:
     """Raise ConfigError for a function that the jobs, which are other processes, could not find."""
-    for name in ("generate_fn", "reward_fn", "filter_fn"):
+    for name in ("generate_fn", "reward_fn", "filter_fn", "buffer_filter_fn"):
         function = getattr(config.rollout, name)
         if isinstance(function, str):
             continue

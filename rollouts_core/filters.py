@@ -34,6 +34,9 @@ UNSCORED = FilterDecision(False, "unscored")
 FilterFn = Callable[[Sequence[Sample]], FilterDecision | bool]
 """Takes the graded samples of one group."""
 
+BufferFilterFn = Callable[[Sequence[Sequence[Sample]], int], Sequence[Sequence[Sample]]]
+"""Takes the groups that were given up, in order, and how many are wanted; returns those to ask for now."""
+
 
 def check_reward_nonzero_std(group: Sequence[Sample]) -> FilterDecision:
     """Keep a group whose rewards differ: equal rewards give advantages of 0. Source: DAPO, arXiv:2503.14476."""

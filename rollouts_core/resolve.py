@@ -6,14 +6,16 @@ environments/).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from rollouts_core.config import RewardConfig, RolloutConfig
+from rollouts_core.config import FilterConfig, RewardConfig, RolloutConfig, name_of_function
 from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.environments.protocol import Environment
 from rollouts_core.errors import ConfigError
-from rollouts_core.filters import FILTERS, FilterFn
+from rollouts_core.filters import FILTERS, BufferFilterFn, FilterFn, compose_filters
 from rollouts_core.functions import resolve_function
 from rollouts_core.messages import first_line
 from rollouts_core.reward_services import REWARD_SERVICES
@@ -101,7 +103,27 @@ def _resolve_reward(reward: RewardConfig, config: RolloutConfig) -> RewardFn:
 
 
 def resolve_filter_fn(config: RolloutConfig) -> FilterFn | None:
-    """The function that `rollout.filter_fn` names, if any."""
+    """The function that `rollout.filter_fn` names, or all of `rollout.filters` as one, if any."""
+    if config.filters:
+        return compose_filters(*map(_resolve_filter, config.filters))
     if config.filter_fn == "":
         return None
     return resolve_function(config.filter_fn, FILTERS, setting="rollout.filter_fn")
+
+
+def _resolve_filter(config: FilterConfig) -> FilterFn:
+    function = resolve_function(config.name, FILTERS, setting="rollout.filters")
+    taken = [name for name, each in inspect.signature(function).parameters.items() if each.kind is each.KEYWORD_ONLY]
+    if unknown := sorted(config.settings.keys() - set(taken)):
+        raise ConfigError(
+            f"rollout.filters: {name_of_function(config.name)} takes no setting {unknown[0]!r}; "
+            f"it takes {', '.join(taken) or 'none'}"
+        )
+    return partial(function, **config.settings)
+
+
+def resolve_buffer_filter_fn(config: RolloutConfig) -> BufferFilterFn | None:
+    """The function that `rollout.buffer_filter_fn` names, if any."""
+    if config.buffer_filter_fn == "":
+        return None
+    return resolve_function(config.buffer_filter_fn, {}, setting="rollout.buffer_filter_fn")

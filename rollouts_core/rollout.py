@@ -55,6 +55,7 @@ from rollouts_core.resolve import (
     GenerateFn,
     Interruptible,
     Resumable,
+    resolve_buffer_filter_fn,
     resolve_filter_fn,
     resolve_generate_fn,
     resolve_reward_fn,
@@ -119,6 +120,7 @@ class AsyncRolloutManager:
         self._interruptible = function if is_kept and isinstance(function, Interruptible) else None
         self.reward_fn = reward_fn or resolve_reward_fn(config)
         self.filter_fn = resolve_filter_fn(config)
+        self.buffer_filter_fn = resolve_buffer_filter_fn(config)
         self.partial_samples: list[Sample] = []
         """Groups that were asked for and given up, with the tokens that they have: they are asked for first."""
         self.published = PublishedVersions(config.max_token_age + 2)
@@ -300,11 +302,32 @@ class AsyncRolloutManager:
 
     def _next_groups(self, num_groups: int) -> list[Group]:
         """The groups to ask for: those given up first, then new prompts."""
-        given_up = [self._renewed_if_stale(group) for group in group_samples(self.partial_samples)]
-        self.partial_samples = []
+        given_up = self._take_given_up(num_groups)
         first_index = self.data_buffer.num_drawn
         num_drawn = len(self.data_buffer.get_prompts(max(0, num_groups - len(given_up))))
         return [*given_up, *(self._pending_group(first_index + i) for i in range(num_drawn))]
+
+    def _take_given_up(self, num_wanted: int) -> list[Group]:
+        """Groups that were given up, by the buffer filter's choice; the others stay."""
+        given_up = [self._renewed_if_stale(group) for group in group_samples(self.partial_samples)]
+        chosen = given_up if self.buffer_filter_fn is None else self._choose(given_up, num_wanted)
+        taken = {group[0].group_index for group in chosen}
+        self.partial_samples = [sample for group in given_up for sample in group if sample.group_index not in taken]
+        return chosen
+
+    def _choose(self, given_up: list[Group], num_wanted: int) -> list[Group]:
+        assert self.buffer_filter_fn is not None, "without one all are taken"
+        try:
+            with interrupt_after(self.config.reward_timeout_s):
+                chosen = self.buffer_filter_fn(given_up, num_wanted)
+                indices = dict.fromkeys(group[0].group_index for group in chosen)
+            by_index = {group[0].group_index: group for group in given_up}
+            return [by_index[index] for index in indices]
+        except Exception as error:
+            raise RewardError(
+                f"buffer filter {name_of_function(self.buffer_filter_fn)} on {len(given_up)} groups "
+                f"{describe_raised(error)}: expected some of the groups that it was given"
+            ) from error
 
     def _renewed_if_stale(self, group: Group) -> Group:
         """A group that was given up; without its tokens where they have become too old to be trained on."""

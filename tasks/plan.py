@@ -222,7 +222,8 @@ def plugin_digest(config: Config) -> str:
     """The digest of the user's own packages that sampling, grading and filtering for RL name."""
     rollout = config.rollout
     rewards = [each.name for each in rollout.rewards]
-    return digest_plugins(rollout.environment, rollout.generate_fn, rollout.reward_fn, *rewards, rollout.filter_fn)
+    filters = [rollout.filter_fn, *(each.name for each in rollout.filters), rollout.buffer_filter_fn]
+    return digest_plugins(rollout.environment, rollout.generate_fn, rollout.reward_fn, *rewards, *filters)
 
 
 def build_stage(name: str, job: Job, scope: RunScope, node: Node, *, num_steps: int) -> Stage:

@@ -29,6 +29,7 @@ from rollouts_core.config.deployment import DeploymentConfig
 from rollouts_core.config.engine import ENGINE_MARGINS, MIN_ENGINE_CONTEXT, EngineConfig, EngineKind, WeightTransfer
 from rollouts_core.config.evaluation import EvaluationConfig
 from rollouts_core.config.files import parse_config, read_settings, resolve_paths
+from rollouts_core.config.filter import FilterConfig
 from rollouts_core.config.model import ModelConfig
 from rollouts_core.config.optim import OptimConfig, RLOptimConfig
 from rollouts_core.config.pipeline import Config, TrainingConfig
@@ -53,6 +54,7 @@ __all__ = [
     "EngineConfig",
     "EngineKind",
     "EvaluationConfig",
+    "FilterConfig",
     "FunctionName",
     "InFlight",
     "LoRAConfig",

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from rollouts_core.config.engine import ENGINE_MARGINS, MIN_ENGINE_CONTEXT, EngineConfig
+from rollouts_core.config.filter import FilterConfig
 from rollouts_core.config.record import PLACEMENT, Finite, FunctionName, Record, name_of_function
 from rollouts_core.config.reward import RewardConfig
 
@@ -83,6 +84,12 @@ class RolloutConfig(Record):
     """A reward or a filter that takes longer ends the run with a sentence, also where it never waits for anything."""
     filter_fn: FunctionName = ""
     """Which groups are trained on: a name of `rollouts_core.filters.FILTERS` or `package.module:function`."""
+    filters: tuple[FilterConfig, ...] = ()
+    """Several filters, in place of `filter_fn`: a group is trained on that all of them keep. The first that does not
+    gives the reason."""
+    buffer_filter_fn: FunctionName = ""
+    """Which of the groups that were given up when a batch was full are asked for next: `package.module:function`, which
+    takes them and how many are wanted, and returns some of them. The others wait. Empty takes all, in order."""
     max_staleness: int = Field(0, ge=0)
     """How many publications of weights the oldest token of a completion may be behind the weights it trains. Above 0,
     so many batches are generated ahead while the trainer trains; 0 generates and trains in turns."""
@@ -100,9 +107,11 @@ class RolloutConfig(Record):
     """How long one engine request may take before it is asked again."""
 
     @model_validator(mode="after")
-    def _check_rewards(self) -> Self:
+    def _check_functions(self) -> Self:
         if self.rewards and self.reward_fn != "":
             raise ValueError("give reward_fn or rewards, not both: reward_fn may be one of the rewards")
+        if self.filters and self.filter_fn != "":
+            raise ValueError("give filter_fn or filters, not both: filter_fn may be one of the filters")
         return self
 
     @model_validator(mode="after")
@@ -117,7 +126,7 @@ class RolloutConfig(Record):
                 f"max_partial_staleness {self.max_partial_staleness} is for max_staleness 0: with max_staleness "
                 f"{self.max_staleness} what is under way is kept anyway, leave it out"
             )
-        if self.max_partial_staleness and self.over_sampling_factor == 1 and self.filter_fn == "":
+        if self.max_partial_staleness and self.over_sampling_factor == 1 and not self.is_filtered:
             raise ValueError(
                 f"max_partial_staleness {self.max_partial_staleness} keeps what is under way when a batch is full: set "
                 "over_sampling_factor above 1 or a filter, else nothing is"
@@ -128,6 +137,11 @@ class RolloutConfig(Record):
                 'not: set in_flight = "finish" or "abort"'
             )
         return self
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether there is a filter."""
+        return bool(self.filters) or self.filter_fn != ""
 
     @property
     def max_token_age(self) -> int:
@@ -156,7 +170,9 @@ class RolloutConfig(Record):
             "generate_fn": self.generate_fn,
             "reward_fn": self.reward_fn,
             "filter_fn": self.filter_fn,
+            "buffer_filter_fn": self.buffer_filter_fn,
             **{f"rewards.{index}.name": reward.name for index, reward in enumerate(self.rewards)},
+            **{f"filters.{index}.name": each.name for index, each in enumerate(self.filters)},
         }
         named = {f"rollout.{setting}": name_of_function(each).partition(":") for setting, each in functions.items()}
         return {setting: module for setting, (module, colon, _) in named.items() if colon}

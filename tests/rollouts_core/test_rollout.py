@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import pytest
 
-from rollouts_core.config import RewardConfig, RolloutConfig, name_of_function
+from rollouts_core.config import FilterConfig, RewardConfig, RolloutConfig, name_of_function
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.errors import ConfigError, DataError, RewardError
 from rollouts_core.filters import FilterDecision
@@ -79,6 +79,50 @@ def test_dropped_groups_are_replaced_and_counted_by_reason() -> None:
     assert len(batch.groups) == 3
     assert batch.metadata["drops"]["even"] == batch.metadata["num_dropped_groups"] >= 2
     assert describe_rollouts(batch)["dropped/even"] == batch.metadata["drops"]["even"]
+
+
+def test_filters_of_the_settings_all_have_to_keep_a_group() -> None:
+    filters = ({"name": "reasonable_length", "settings": {"max_tokens": 3}}, {"name": "any_success"})
+    _, batch = generate(RolloutConfig.model_validate({**CONFIG.model_dump(), "filters": filters}))
+    assert batch.metadata["drops"] == {}
+    short = ({"name": "any_success"}, {"name": "reasonable_length", "settings": {"max_tokens": 1}})
+    with pytest.raises(DataError, match=r"dropped: \{'unreasonable_length': \d+\}"):
+        generate(RolloutConfig.model_validate({**CONFIG.model_dump(), "filters": short}))
+
+
+def test_a_setting_that_a_filter_does_not_take_is_named_with_those_that_it_takes() -> None:
+    filters = (FilterConfig(name="reasonable_length", settings={"longest": 9}),)
+    with pytest.raises(ConfigError, match="reasonable_length takes no setting 'longest'; it takes min_tokens, max_tok"):
+        generate(CONFIG.model_copy(update={"filters": filters}))
+
+
+def test_the_buffer_filter_chooses_among_groups_that_were_given_up() -> None:
+    """Two batches of one group; of the two that the first gave up, the later one is chosen, the other waits."""
+    seen = []
+
+    def take_last(groups: Sequence[Sequence[Sample]], num_wanted: int) -> list[Sequence[Sample]]:
+        seen.append(([group[0].group_index for group in groups], num_wanted))
+        return list(groups[-1:])
+
+    async def first_answers(group: Sequence[Sample]) -> list[Sample]:
+        if group[0].group_index not in (0, 2):
+            await asyncio.sleep(3600)
+        return [answer_with(sample) for sample in group]
+
+    settings = {"generate_fn": first_answers, "buffer_filter_fn": take_last, "batch_size": 1, "over_sampling_factor": 3}
+    manager = AsyncRolloutManager(DataBuffer(make_prompts(8)), CONFIG.model_copy(update=settings))
+    batches = [asyncio.run(manager.generate_batch()) for _ in range(2)]
+    assert [batch.samples[0].group_index for batch in batches] == [0, 2]
+    assert seen == [([], 3), ([1, 2], 3)]
+    assert sorted({sample.group_index for sample in manager.partial_samples}) == [1, 3, 4], "none was lost"
+
+
+def test_a_buffer_filter_that_returns_something_else_is_named() -> None:
+    def invent(groups: Sequence[Sequence[Sample]], num_wanted: int) -> list[Sequence[Sample]]:
+        return [[Sample(group_index=77)]]
+
+    with pytest.raises(RewardError, match=r"buffer filter .*invent on 0 groups .*some of the groups that it was given"):
+        generate(CONFIG.model_copy(update={"buffer_filter_fn": invent}))
 
 
 def test_a_filter_that_drops_everything_ends_with_a_sentence() -> None:
