@@ -158,14 +158,17 @@ def find_root(folders: list[str]) -> str:
     raise OSError(f"each of {', '.join(ROOTS)} is missing or holds a folder that the program needs")
 
 
-def drop_privileges() -> None:
-    """Become nobody, without a way back."""
+def drop_privileges(settings: dict[str, Any]) -> None:
+    """Become nobody under the limits of one program, without a way back."""
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-    # A user namespace of its own: its processes are counted by themselves, and nothing there maps to a real user.
+    # A user namespace of its own: nothing there maps to a real user, so the program can make no further one.
     check(libc.unshare(CLONE_NEWUSER), "unshare user")
+    # Limits behind it: those of its processes hold for the users of the namespace that it was made in, too, and in that
+    # one root's programs are all the same nobody.
+    set_limits(settings)
     for number in range(NUM_CAPABILITIES):
         libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0)
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
@@ -215,9 +218,7 @@ def become_program(settings: dict[str, Any], program: dict[str, str]) -> None:
     given = os.open("/tmp/stdin", os.O_RDONLY)
     os.dup2(given, 0)
     os.close(given)
-    # Limits first: the user namespace counts its processes against the limit that it was made under.
-    set_limits(settings)
-    drop_privileges()
+    drop_privileges(settings)
     # Last, because a change of user clears it. A second guard only: the program may clear it too.
     end_with_parent(signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])

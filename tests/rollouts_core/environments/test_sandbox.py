@@ -280,6 +280,35 @@ def test_a_program_that_takes_too_much_is_refused_it(code: str) -> None:
     assert len(result.stdout) <= SandboxLimits().output_bytes
 
 
+def test_programs_that_run_at_once_do_not_take_each_others_processes() -> None:
+    code = (
+        "import os, time\n"
+        "children = [os.fork() for _ in range(2)]\n"  # four processes
+        "time.sleep(3)\n"
+        "print('done' if all(children) else '', end='')\n"
+    )
+    allowed = SandboxLimits(wall_s=60, num_processes=8)
+
+    async def run_all() -> list[SandboxResult]:
+        return await asyncio.gather(*[run_in_sandbox(code, limits=allowed) for _ in range(24)])
+
+    results = asyncio.run(run_all())
+    assert [(result.outcome, result.stdout, result.stderr) for result in results] == [(Outcome.OK, "done", "")] * 24
+
+
+def test_a_program_has_as_many_processes_as_its_limit_says() -> None:
+    code = (
+        "import os, time\n"
+        "for number in range(50):\n"
+        "    try:\n"
+        "        if os.fork() == 0: time.sleep(60)\n"
+        "    except OSError:\n"
+        "        print(number + 1)\n"
+        "        break\n"
+    )
+    assert run(code, num_processes=7).stdout == "7\n"
+
+
 def test_processes_that_hold_too_much_together_are_ended() -> None:
     code = (
         "import os, time\n"
