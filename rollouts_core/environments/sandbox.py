@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -29,6 +30,8 @@ from rollouts_core.errors import EnvironmentUnavailableError
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
+BEGIN_TIMEOUT_S = 120.0
+"""How long the machine may take to shut a program in, which is a part of a second where it has a processor for it."""
 END_TIMEOUT_S = 5.0
 """How long the end of all processes of a program may take before the process that watches them is killed as well."""
 
@@ -38,6 +41,7 @@ class SandboxLimits:
     """What a program may use."""
 
     wall_s: float = 10.0
+    """From its first instruction to its end."""
     cpu_s: int = 5
     memory_mb: int = 512
     """Address space of each process, and what all of them hold together."""
@@ -55,38 +59,23 @@ class SandboxResult:
     outcome: Outcome
     """OK for exit code 0, TIMEOUT, or TOOL_ERROR for any other end."""
     exit_code: int
-    """128 and the signal's number where one ended it; negative where the sandbox was ended."""
+    """128 and the signal's number where one ended it; negative where it was stopped for its time or its output."""
     stdout: str
     stderr: str
 
 
 async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | None = None) -> SandboxResult:
-    """What a Python program does.
+    """What a Python program does. Its time begins when it does: how long the machine takes to shut it in is apart.
 
     Raises:
-        EnvironmentUnavailableError: the machine could not shut a program in.
+        EnvironmentUnavailableError: the machine could not shut a program in, or ended it.
     """
     allowed = limits or SandboxLimits()
-    read_status, write_status = os.pipe()
-    settings = {**asdict(allowed), "folders": visible_folders(), "executable": sys.executable}
-    try:
-        process = await anyio.open_process(
-            [sys.executable, "-I", "-S", str(CHILD), json.dumps(settings), str(write_status), str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=(write_status,),
-            start_new_session=True,
-            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp", "OMP_NUM_THREADS": "1"},
-        )
-    except OSError as error:
-        os.close(read_status)
-        raise EnvironmentUnavailableError(f"no sandbox could be started: {error}") from error
-    finally:
-        os.close(write_status)
+    process, read_status = await _start(allowed)
     program = json.dumps({"code": code, "stdin": stdin}).encode()
     streams = {"stdout": b"", "stderr": b""}
-    is_too_much = False
+    problem = b""
+    has_begun = is_too_much = False
 
     async def read(name: str) -> None:
         nonlocal is_too_much
@@ -106,30 +95,30 @@ async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | 
             await process.stdin.send(program)
             await process.stdin.aclose()
 
+    async def wait_for_begin() -> None:
+        nonlocal problem, has_begun
+        while chunk := await _read_when_ready(read_status):
+            problem += chunk
+        has_begun = True
+        time.deadline = anyio.current_time() + allowed.wall_s
+
     try:
-        with anyio.move_on_after(allowed.wall_s) as time:
+        with anyio.move_on_after(BEGIN_TIMEOUT_S) as time:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(read, "stdout")
-                tasks.start_soon(read, "stderr")
-                tasks.start_soon(write)
+                for each in (wait_for_begin, partial(read, "stdout"), partial(read, "stderr"), write):
+                    tasks.start_soon(each)
             await process.wait()
     finally:
-        _end(process)
-        with anyio.CancelScope(shield=True):
-            with anyio.move_on_after(END_TIMEOUT_S) as ending:
-                await process.wait()
-            if ending.cancelled_caught:
-                _kill_group(process.pid)
-            exit_code = await process.wait()
-            await process.aclose()
-        with os.fdopen(read_status, "rb") as status:
-            problem = status.read().decode(errors="replace")
-    if problem and not time.cancelled_caught:
+        os.close(read_status)
+        exit_code = await _wait_until_gone(process)
+    _check_machine(problem.decode(errors="replace"), has_begun=has_begun)
+    was_stopped = time.cancelled_caught or is_too_much
+    if exit_code < 0 and not was_stopped:
         raise EnvironmentUnavailableError(
-            f"this machine cannot shut a program in ({problem}): run where Linux namespaces are allowed, "
-            "as root or with user namespaces"
+            f"a program was killed by this machine (signal {-exit_code}) and not by its limits: look for the "
+            "out-of-memory killer in the machine's log, and give it more memory or fewer programs at a time"
         )
-    # Nothing but the limit of its processor time kills the first process of a namespace from within.
+    # Nothing else kills the first process of a namespace from within; for its memory it ends with an exit code.
     is_late = time.cancelled_caught or exit_code == 128 + signal.SIGKILL
     failed = Outcome.TIMEOUT if is_late else Outcome.TOOL_ERROR
     return SandboxResult(
@@ -138,6 +127,60 @@ async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | 
         stdout=streams["stdout"][: allowed.output_bytes].decode(errors="replace"),
         stderr=streams["stderr"][: allowed.output_bytes].decode(errors="replace"),
     )
+
+
+async def _start(limits: SandboxLimits) -> tuple[Process, int]:
+    """The process that watches a program, and where problems are read: it ends when the program begins."""
+    read_status, write_status = os.pipe()
+    os.set_blocking(read_status, False)
+    settings = {**asdict(limits), "folders": visible_folders(), "executable": sys.executable}
+    try:
+        process = await anyio.open_process(
+            [sys.executable, "-I", "-S", str(CHILD), json.dumps(settings), str(write_status), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=(write_status,),
+            start_new_session=True,
+            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp", "OMP_NUM_THREADS": "1"},
+        )
+    except OSError as error:
+        os.close(read_status)
+        raise EnvironmentUnavailableError(f"no sandbox could be started: {error}") from error
+    finally:
+        os.close(write_status)
+    return process, read_status
+
+
+async def _read_when_ready(file: int) -> bytes:
+    await anyio.wait_readable(file)
+    return os.read(file, 1 << 16)
+
+
+async def _wait_until_gone(process: Process) -> int:
+    """The exit code of the process that watches a program, after it has ended it."""
+    _end(process)
+    with anyio.CancelScope(shield=True):
+        with anyio.move_on_after(END_TIMEOUT_S) as ending:
+            await process.wait()
+        if ending.cancelled_caught:
+            _kill_group(process.pid)
+        exit_code = await process.wait()
+        await process.aclose()
+    return exit_code
+
+
+def _check_machine(problem: str, *, has_begun: bool) -> None:
+    """Raise where no program was begun."""
+    if problem:
+        raise EnvironmentUnavailableError(
+            f"this machine cannot shut a program in ({problem}): run where Linux namespaces are allowed, "
+            "as root or with user namespaces"
+        )
+    if not has_begun:
+        raise EnvironmentUnavailableError(
+            f"no program was begun within {BEGIN_TIMEOUT_S:g} s: this machine has too much else to do"
+        )
 
 
 def visible_folders() -> list[str]:

@@ -8,7 +8,8 @@ namespaces --> fork --> [1] new root, read-only folders, no privileges, limits -
                 |
                 +----- waits, ends with its exit code; on SIGTERM, when sandbox.py's process dies, or when all processes
                        in there hold too much memory together, it kills [1], and with the first process of its
-                       namespace the kernel kills everything in there
+                       namespace the kernel kills everything in there; where the machine kills [1], or it cannot watch
+                       any longer, it ends by a signal itself
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import signal
 import struct
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x4000000, 0x8000000, 0x10000000
 CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
@@ -63,6 +64,9 @@ ROOTS = ("/mnt", "/media", "/srv", "/opt", "/tmp")
 """Where the new root may be put together: covered in this mount namespace alone."""
 DEVICES = ("null", "zero", "urandom", "random", "full")
 CHECK_MEMORY_S = 0.05
+CPU_LIMIT_SHARE = 0.5
+"""A program that was killed before it had used this share of its processor time was not killed for that: the kernel's
+two ways to count the time differ, by less than half."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -246,22 +250,36 @@ def kill_on_sigterm(child: int) -> None:
     signal.signal(signal.SIGTERM, end)
 
 
-def wait_for_end(child: int, memory_mb: int) -> int:
+def wait_for_end(child: int, *, memory_mb: int, cpu_s: int) -> int:
     """The exit code of the program, which is killed where its processes hold more memory together than one may.
 
-    Needs SIGCHLD to be blocked.
+    Needs SIGCHLD to be blocked. Does not return where neither the limits nor the program were its end.
     """
     while True:
         signal.sigtimedwait([signal.SIGCHLD], CHECK_MEMORY_S)
-        ended, waited = os.waitpid(child, os.WNOHANG)
+        ended, waited, used = os.wait4(child, os.WNOHANG)
         if ended:
             code = os.waitstatus_to_exitcode(waited)
+            if code == -signal.SIGKILL and used.ru_utime + used.ru_stime < CPU_LIMIT_SHARE * cpu_s:
+                end_by_signal()
             return code if code >= 0 else 128 - code
-        if count_memory_kb() > memory_mb << 10:
+        try:
+            is_too_much = count_memory_kb() > memory_mb << 10
+        except (OSError, MemoryError):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            end_by_signal()
+        if is_too_much:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             os.write(2, f"MemoryError: all processes together held more than {memory_mb} MB\n".encode())
             return 1
+
+
+def end_by_signal() -> NoReturn:
+    """End this process so that its exit code is not taken for the program's."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("no process survives SIGKILL")
 
 
 def count_memory_kb() -> int:
@@ -303,7 +321,7 @@ def main() -> int:
     kill_on_sigterm(child)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     os.close(status)
-    code = wait_for_end(child, settings["memory_mb"])
+    code = wait_for_end(child, memory_mb=settings["memory_mb"], cpu_s=settings["cpu_s"])
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # its number may be another's from here on
     return code
 

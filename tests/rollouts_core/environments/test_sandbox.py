@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -344,6 +346,52 @@ def test_a_machine_that_cannot_shut_a_program_in_runs_nothing(monkeypatch: pytes
     change_child(monkeypatch, tmp_path, ("check(libc.unshare(spaces)", "check(libc.unshare(-1)"), USER_CHANGE)
     with pytest.raises(EnvironmentUnavailableError, match=r"cannot shut a program in .*unshare.*user namespaces"):
         run("print('free')")
+
+
+@pytest.mark.parametrize("which", ["the process that watches the program", "the program"])
+def test_a_program_that_the_machine_killed_is_not_graded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, which: str
+) -> None:
+    change_child(monkeypatch, tmp_path)  # its path tells these processes from all others
+
+    async def run_and_kill() -> None:
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            tasks.create_task(run_in_sandbox("import time\ntime.sleep(60)"))
+            while (pids := find_watcher_and_program(tmp_path / "child.py")) is None:
+                await asyncio.sleep(0.01)
+            os.kill(pids[which == "the program"], signal.SIGKILL)
+
+    with pytest.RaisesGroup(pytest.RaisesExc(EnvironmentUnavailableError, match="killed by this machine")):
+        asyncio.run(run_and_kill())
+
+
+def find_watcher_and_program(script: Path) -> tuple[int, int] | None:
+    """The number of the process of a script, and that of the program it watches once it has begun."""
+    texts = {int(path.parent.name): _read(path) for path in Path("/proc").glob("[0-9]*/cmdline")}
+    watchers = [pid for pid, text in texts.items() if str(script).encode() in text]
+    begun = [pid for pid, text in texts.items() if b"/tmp/main.py" in text]
+    parents = {pid: re.search(rb"^PPid:\s*(\d+)", _read(Path(f"/proc/{pid}/status")), re.M) for pid in begun}
+    pairs = [(int(found[1]), pid) for pid, found in parents.items() if found and int(found[1]) in watchers]
+    return pairs[0] if pairs else None
+
+
+SLOW_START = "    build_root(settings"
+
+
+def test_how_long_the_machine_takes_to_shut_a_program_in_is_not_the_programs_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    change_child(monkeypatch, tmp_path, (SLOW_START, f"    import time; time.sleep(6)\n{SLOW_START}"))
+    assert run("print('in time')", wall_s=5).stdout == "in time\n"
+
+
+def test_a_machine_too_busy_to_begin_a_program_does_not_grade_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    change_child(monkeypatch, tmp_path, (SLOW_START, f"    import time; time.sleep(60)\n{SLOW_START}"))
+    monkeypatch.setattr(sandbox, "BEGIN_TIMEOUT_S", 1.0)
+    with pytest.raises(EnvironmentUnavailableError, match="no program was begun within 1 s"):
+        run("print('never')")
 
 
 @pytest.mark.slow
