@@ -7,7 +7,8 @@ Not here: what environments are (environments/protocol.py), samples of it (agent
                                   +--- tokens of the completion --+                               |
                                   +--- tokenize_reply <-------------------------------------------+
 
-Every budget that is used up ends it as TRUNCATED, with the budget's name as the reason.
+Every budget that is used up ends it as TRUNCATED, with the budget's name as the reason. The one of time is the
+environment's alone: that an engine is busy, restarted or given new weights is nothing that the policy did.
 """
 
 from __future__ import annotations
@@ -73,36 +74,37 @@ async def hold_conversation(
             metadata=dict(conversation.metadata),
         )
 
+    left_s = limits.timeout_s
     try:
-        with anyio.move_on_after(limits.timeout_s):
-            while True:
-                num_left = max_tokens - len(tokens)
-                num_new = min(limits.max_tokens_per_turn or num_left, num_left)
-                sampling = config.sampling.model_copy(update={"max_new_tokens": num_new})
-                completion = await sample_turn(tokens, sampling, len(turns))
-                turns.append(AgentTurn(prompt_tokens=tokens, completion=completion))
-                text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
-                conversation.messages.append({"role": "assistant", "content": text})
-                conversation.num_turns += 1
-                if completion.status is not Status.COMPLETED:
-                    return end(completion.status, completion.finish_reason)
+        while True:
+            num_left = max_tokens - len(tokens)
+            num_new = min(limits.max_tokens_per_turn or num_left, num_left)
+            sampling = config.sampling.model_copy(update={"max_new_tokens": num_new})
+            completion = await sample_turn(tokens, sampling, len(turns))
+            turns.append(AgentTurn(prompt_tokens=tokens, completion=completion))
+            text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
+            conversation.messages.append({"role": "assistant", "content": text})
+            conversation.num_turns += 1
+            if completion.status is not Status.COMPLETED:
+                return end(completion.status, completion.finish_reason)
+            asked = anyio.current_time()
+            with anyio.move_on_after(left_s) as time:
                 reply = await _ask(environment, conversation, limits.reply_timeout_s)
-                turns[-1] = replace(turns[-1], outcome=reply.outcome)
-                if not reply.messages:
-                    return end(Status.COMPLETED, completion.finish_reason)
-                if len(turns) == limits.max_turns:
-                    return end(Status.TRUNCATED, "max_turns")
-                said = [*tokens, *completion.tokens]
-                tokens = [*said, *tokenize_reply(tokenizer, reply.messages, completion.tokens)]
-                if len(tokens) >= max_tokens:
-                    return end(Status.TRUNCATED, "max_new_tokens")
-                conversation.messages.extend(reply.messages)
-        if not turns:
-            raise EnvironmentUnavailableError(
-                f"prompt {_name(pending)}: the policy's first turn took longer than the {limits.timeout_s:g} s of "
-                "rollout.multi_turn.timeout_s"
-            )
-        return end(Status.TRUNCATED, "timeout_s")
+            if time.cancelled_caught:
+                return end(Status.TRUNCATED, "timeout_s")
+            left_s -= anyio.current_time() - asked
+            turns[-1] = replace(turns[-1], outcome=reply.outcome)
+            if not reply.messages:
+                return end(Status.COMPLETED, completion.finish_reason)
+            if len(turns) == limits.max_turns:
+                return end(Status.TRUNCATED, "max_turns")
+            if left_s <= 0:
+                return end(Status.TRUNCATED, "timeout_s")
+            said = [*tokens, *completion.tokens]
+            tokens = [*said, *tokenize_reply(tokenizer, reply.messages, completion.tokens)]
+            if len(tokens) >= max_tokens:
+                return end(Status.TRUNCATED, "max_new_tokens")
+            conversation.messages.extend(reply.messages)
     finally:
         await _close(environment, conversation)
 

@@ -33,7 +33,8 @@ class MultiTurnConfig(Record):
     max_tokens_per_turn: int = Field(0, ge=0)
     """Token limit of one turn of the policy; 0 leaves it all that the conversation has left."""
     timeout_s: Annotated[Finite, Field(gt=0)] = 3600.0
-    """How long a conversation may take before it is cut off."""
+    """How long the environment may take for all its answers in a conversation, which is cut off then. How long the
+    engines take does not count: what the policy says is limited in tokens and turns."""
     reply_timeout_s: Annotated[Finite, Field(gt=0)] = 120.0
     """How long the environment may take to answer one turn; longer counts as a failure of the environment. One that
     computes for so long without waiting for anything ends the run: it holds up all other conversations."""

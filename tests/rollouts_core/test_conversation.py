@@ -26,7 +26,7 @@ from rollouts_core.batch import build_batch
 from rollouts_core.config import ModelConfig, MultiTurnConfig, RolloutConfig, SamplingConfig
 from rollouts_core.data.chat import tokenize_prompt
 from rollouts_core.data.data_buffer import DataBuffer
-from rollouts_core.engines.protocol import Completion
+from rollouts_core.engines.protocol import Completion, GenerationRequest
 from rollouts_core.environments import CalculatorEnvironment, Conversation, Outcome, Reply
 from rollouts_core.errors import DataError, EnvironmentOutageError, EnvironmentUnavailableError, RewardError
 from rollouts_core.generate import build_pending_group, create_conversation_generate_fn
@@ -245,6 +245,29 @@ def test_a_conversation_that_takes_too_long_is_cut(tokenizer: PreTrainedTokenize
         ["3"], tokenizer, EchoEnvironment(answer_slowly), timeout_s=1.0, sampling=SamplingConfig(max_new_tokens=999)
     )
     assert (sample.status, sample.finish_reason) == (Status.TRUNCATED, "timeout_s")
+
+
+def test_an_environment_that_is_amid_an_answer_when_its_time_is_over_is_not_waited_for(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    environment = EchoEnvironment(never_answer)
+    [sample], _ = converse(["3"], tokenizer, environment, timeout_s=0.05)
+    assert (sample.status, sample.finish_reason, sample.metadata["outcomes"]) == (Status.TRUNCATED, "timeout_s", ["ok"])
+    assert environment.closed == [1]
+
+
+def test_the_time_that_an_engine_takes_is_not_the_conversations(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say_at_once = ScriptedEngine.generate
+
+    async def say_after_an_outage(engine: ScriptedEngine, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        await asyncio.sleep(0.6)
+        return await say_at_once(engine, requests)
+
+    monkeypatch.setattr(ScriptedEngine, "generate", say_after_an_outage)
+    [sample], _ = converse(["3", "4", ":"], tokenizer, timeout_s=1.5)
+    assert (sample.status, len(sample.metadata["outcomes"])) == (Status.COMPLETED, 3)
 
 
 def test_what_became_of_each_turn_is_kept_and_counted(tokenizer: PreTrainedTokenizerBase) -> None:
