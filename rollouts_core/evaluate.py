@@ -9,7 +9,7 @@ the mean loss of a demonstration (metric loss).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,11 +27,12 @@ from rollouts_core.embedded.offline import generate_tokens
 from rollouts_core.embedded.running import Completion as EmbeddedCompletion
 from rollouts_core.embedded.sampling import SamplingParams
 from rollouts_core.embedded.scheduler import Scheduler
-from rollouts_core.engines.protocol import STATUS_OF_FINISH, Completion, InferenceEngine
+from rollouts_core.engines.protocol import Completion, InferenceEngine, status_of_finish
 from rollouts_core.engines.sglang import SGLangEngine
 from rollouts_core.environments.protocol import describe_tools, is_multi_turn
-from rollouts_core.errors import RewardError
+from rollouts_core.errors import EngineError, RewardError
 from rollouts_core.generate import (
+    MAX_INTERRUPTIONS,
     Group,
     build_pending_group,
     complete_sample,
@@ -40,7 +41,7 @@ from rollouts_core.generate import (
 )
 from rollouts_core.model.loading import check_attention, default_device, load_hf_model, load_tokenizer, pad_token_id
 from rollouts_core.resolve import resolve_environment
-from rollouts_core.types import Prompt, Sample, group_samples
+from rollouts_core.types import Prompt, Sample, Status, group_samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,7 +95,7 @@ async def ask_engine(
     one_sample_each = config.multi_turn.model_copy(update={"form": "interleaved"})
     config = config.model_copy(update={"multi_turn": one_sample_each})
     generate = create_engine_generate_fn([engine], load_tokenizer(model), config)
-    calls = [partial(generate, group) for group in pending_groups(prompts, config)]
+    calls = [partial(_generate_whole, generate, group) for group in pending_groups(prompts, config)]
     # Twice as many as it generates: while an environment answers the one, or a request is on its way, it has others.
     max_concurrent = max(1, 2 * num_running // config.n_samples_per_prompt)
     return list(itertools.chain(*await gather(calls, max_concurrent=max_concurrent)))
@@ -170,6 +171,20 @@ def evaluation_rollouts(evaluation: EvaluationConfig, rollout: RolloutConfig) ->
     )
 
 
+async def _generate_whole(
+    generate: Callable[[Sequence[Sample]], Awaitable[list[Sample]]], group: Group
+) -> Sequence[Sample]:
+    """The group with whole completions: those that were broken off are asked for again from their tokens."""
+    generated: Sequence[Sample] = group
+    for _ in range(MAX_INTERRUPTIONS):
+        generated = await generate(generated)
+        if all(sample.status is not Status.ABORTED for sample in generated):
+            return generated
+    raise EngineError(
+        f"group {group[0].group_index} was broken off {MAX_INTERRUPTIONS} times: look at the engine's log"
+    )
+
+
 def _sampling_params(sample: Sample, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
     return SamplingParams(
         temperature=config.sampling.temperature,
@@ -180,11 +195,11 @@ def _sampling_params(sample: Sample, config: RolloutConfig, tokenizer: PreTraine
 
 
 def _as_engine_completion(completion: EmbeddedCompletion) -> Completion:
-    reason = completion.finish_reason.kind
+    reason, _, message, _ = completion.finish_reason
     return Completion(
         tokens=list(completion.output_ids),
         logprobs=list(completion.output_logprobs),
-        status=STATUS_OF_FINISH[reason],
+        status=status_of_finish("the embedded decoder", reason, message),
         finish_reason=reason,
         version_spans=(),
     )

@@ -21,7 +21,7 @@ from rollouts_core.environments import Environment
 from rollouts_core.errors import EnvironmentUnavailableError, RewardError, RolloutsError
 from rollouts_core.messages import first_line
 from rollouts_core.time_limits import OutOfTimeError, call_within
-from rollouts_core.types import Sample, trajectory_places
+from rollouts_core.types import Sample, Status, trajectory_places
 from rollouts_core.user_code import describe_raised
 
 RewardFn = Callable[[Sample], float | Awaitable[float | None] | None]
@@ -76,8 +76,14 @@ async def grade_sample(sample: Sample, reward_fn: RewardFn, *, timeout_s: float 
     Raises:
         RewardError: the function raised, took too long, or returned something that is no finite number; names the
             prompt.
-        EnvironmentUnavailableError: the function says that something it stands on failed; names the prompt.
+        EnvironmentUnavailableError: the function says that something it stands on failed, or the sample's generation
+            did; names the prompt.
     """
+    if sample.status is Status.FAILED:
+        raise EnvironmentUnavailableError(
+            f"prompt {sample.metadata.get('prompt_id', '?')!r} was given no usable completion: "
+            f"{sample.metadata.get('error') or sample.finish_reason or 'its metadata has no `error`'}"
+        )
     if isinstance(reward_fn, WeightedRewards):  # its terms name themselves and the prompt
         return replace(sample, reward=await reward_fn(sample, timeout_s=timeout_s))
     where = f"reward function {name_of_function(reward_fn)} on prompt {sample.metadata.get('prompt_id', '?')!r}"

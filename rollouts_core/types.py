@@ -47,7 +47,7 @@ class Status(StrEnum):
     ABORTED = "aborted"
     """It was stopped from outside and keeps what it has."""
     FAILED = "failed"
-    """No usable completion exists; `metadata["error"]` says why."""
+    """No usable completion exists, by no doing of the policy; `metadata["error"]` says why. It is never graded."""
 
 
 class VersionSpan(NamedTuple):

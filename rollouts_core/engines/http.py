@@ -34,13 +34,12 @@ from httpx_aiohttp import AiohttpTransport
 from rollouts_core.concurrency import in_short_thread
 from rollouts_core.engines.canary import Canary, prove, published_canary
 from rollouts_core.engines.content import EMPTY_DIGEST, HeldTensors, check_digests, find_unproven, vocabulary_size
-from rollouts_core.engines.protocol import STATUS_OF_FINISH, Completion, GenerationRequest
+from rollouts_core.engines.protocol import Completion, GenerationRequest, status_of_finish
 from rollouts_core.engines.segments import SegmentedWeights
 from rollouts_core.engines.sent import SentWeights
 from rollouts_core.errors import CheckpointError, EngineError, EngineUnavailableError, WeightSyncError
 from rollouts_core.keys import key_header
 from rollouts_core.messages import first_line
-from rollouts_core.types import Status
 
 if TYPE_CHECKING:
     from rollouts_core.engines.protocol import Weights
@@ -451,6 +450,7 @@ def read_completion(
     Raises:
         EngineError: something in it that training could not use.
     """
+    status = status_of_finish(name, finish_reason)
     if len(logprobs) != len(tokens):
         raise EngineError(f"{name} answered {len(tokens)} tokens with {len(logprobs)} logprobs")
     if not all(map(math.isfinite, logprobs)):

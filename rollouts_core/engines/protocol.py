@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from rollouts_core.config import SamplingConfig
+from rollouts_core.errors import EngineError
 from rollouts_core.types import Status
 
 if TYPE_CHECKING:
@@ -20,6 +21,20 @@ if TYPE_CHECKING:
 
 STATUS_OF_FINISH = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 """What the finish reasons of all engines mean."""
+
+
+def status_of_finish(name: str, reason: str, message: str = "") -> Status:
+    """How a completion of the engine `name` ended that it ended for this reason.
+
+    Raises:
+        EngineError: for another reason than those of every engine, so there is nothing to grade.
+    """
+    if reason not in STATUS_OF_FINISH:
+        raise EngineError(
+            f"{name} ended a completion with the reason {reason!r}, expected one of {', '.join(STATUS_OF_FINISH)}: "
+            f"{message or 'look at its log'}"
+        )
+    return STATUS_OF_FINISH[reason]
 
 
 class SegmentAccess(IntEnum):

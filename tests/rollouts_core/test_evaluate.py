@@ -6,19 +6,22 @@ Without it a policy trained to use tools would be compared by its first turn alo
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rollouts_core.config import ModelConfig, MultiTurnConfig, RolloutConfig, SamplingConfig
+from rollouts_core.engines.protocol import Completion, GenerationRequest
 from rollouts_core.environments import Conversation, Reply
 from rollouts_core.errors import RewardError
-from rollouts_core.evaluate import generate_samples, scores_by_prompt
+from rollouts_core.evaluate import ask_engine, generate_samples, scores_by_prompt
 from rollouts_core.resolve import resolve_reward_fn
 from rollouts_core.rewards import grade_group
-from rollouts_core.types import Message, Prompt, Sample
+from rollouts_core.types import Message, Prompt, Sample, Status
 from tests.rollouts_core.make import make_group
+from tests.rollouts_core.scripted import ScriptedEngine
 
 
 class CountingEnvironment:
@@ -61,6 +64,29 @@ def test_an_evaluation_holds_whole_conversations_one_sample_each(
 def test_how_many_decode_at_a_time_changes_nothing(base_model: ModelConfig) -> None:
     few, many = evaluate(base_model, num_slots=2), evaluate(base_model, num_slots=16)
     assert [sample.tokens for sample in few] == [sample.tokens for sample in many]
+
+
+class InterruptedEngine(ScriptedEngine):
+    """Breaks every first completion of a prompt off after one token."""
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """The rest where there is a beginning, else the beginning."""
+        completions = await super().generate(requests)
+        return [
+            replace(each, tokens=each.tokens[:1], logprobs=each.logprobs[:1], status=Status.ABORTED, version_spans=())
+            if len(request.prompt_tokens) == 4
+            else replace(each, version_spans=())
+            for request, each in zip(requests, completions, strict=True)
+        ]
+
+
+def test_an_evaluation_has_completions_that_were_broken_off_completed(
+    base_model: ModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    config = RolloutConfig(environment="arithmetic", n_samples_per_prompt=2)
+    engine = InterruptedEngine(["3"], tokenizer)
+    samples = asyncio.run(ask_engine(engine, base_model, [PROMPTS[1]], config, num_running=2))
+    assert [(sample.status, sample.response) for sample in samples] == [(Status.COMPLETED, "33")] * 2
 
 
 def test_a_score_is_the_mean_reward_of_a_prompt() -> None:

@@ -17,7 +17,13 @@ import pytest
 
 from rollouts_core.config import FilterConfig, RewardConfig, RolloutConfig, name_of_function
 from rollouts_core.data.data_buffer import DataBuffer
-from rollouts_core.errors import ConfigError, DataError, RewardError
+from rollouts_core.errors import (
+    ConfigError,
+    DataError,
+    EnvironmentOutageError,
+    EnvironmentUnavailableError,
+    RewardError,
+)
 from rollouts_core.filters import FilterDecision
 from rollouts_core.generate import build_pending_group, sampling_seed
 from rollouts_core.group_order import Schedule
@@ -123,6 +129,42 @@ def test_a_buffer_filter_that_returns_something_else_is_named() -> None:
 
     with pytest.raises(RewardError, match=r"buffer filter .*invent on 0 groups .*some of the groups that it was given"):
         generate(CONFIG.model_copy(update={"buffer_filter_fn": invent}))
+
+
+async def fail_the_first_group(group: Sequence[Sample]) -> list[Sample]:
+    if group[0].group_index == 0:
+        first = replace(group[0], status=Status.FAILED, metadata={**group[0].metadata, "error": "no GPU left"})
+        return [first, *(answer_with(sample) for sample in group[1:])]
+    return [answer_with(sample) for sample in group]
+
+
+def test_a_group_with_a_sample_that_failed_is_dropped_as_an_outage_and_never_graded() -> None:
+    graded: list[Status] = []
+
+    def note_status(sample: Sample) -> float:
+        graded.append(sample.status)
+        return 0.0
+
+    changes = {"generate_fn": fail_the_first_group, "reward_fn": note_status}
+    _, batch = generate(CONFIG.model_copy(update=changes))
+    assert [group[0].group_index for group in batch.groups] == [1, 2, 3]
+    assert batch.metadata["drops"] == {"environment_unavailable": 1}
+    assert set(graded) == {Status.COMPLETED}
+
+
+def test_too_many_samples_that_failed_end_the_batch_and_say_why() -> None:
+    changes = {"generate_fn": fail_the_first_group, "max_environment_failure_share": 0.0}
+    with pytest.raises(EnvironmentOutageError, match="was given no usable completion: no GPU left"):
+        generate(CONFIG.model_copy(update=changes))
+
+
+def test_a_sample_that_failed_ends_plain_batches() -> None:
+    def fail(samples: Sequence[Sample]) -> list[Sample]:
+        return [replace(sample, status=Status.FAILED) for sample in samples]
+
+    config = CONFIG.model_copy(update={"generate_fn": fail})
+    with pytest.raises(EnvironmentUnavailableError, match="was given no usable completion"):
+        next(generate_rollout_batches(DataBuffer(make_prompts(8)), config))
 
 
 def test_a_filter_that_drops_everything_ends_with_a_sentence() -> None:

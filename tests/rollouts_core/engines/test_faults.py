@@ -88,6 +88,7 @@ def ask(engine: SGLangEngine | VLLMEngine) -> list[Completion]:
         ([5, 6], [-1.0, None], "length", "not finite numbers"),
         ([5, 6], [-1.0, float("-inf")], "length", "not finite numbers"),
         ([5], [-1.0], "length", "after 1 of 2 tokens: its context is too short"),
+        ([5, 6], [-1.0, -1.0], "error", "with the reason 'error', expected one of stop, length, abort"),
     ],
 )
 def test_a_completion_that_training_could_not_use_is_an_error(
