@@ -24,7 +24,7 @@ from rollouts_core.config import PLACEMENT, SELECTION, FunctionName, ModelConfig
 from rollouts_core.data.rows import digest_path
 from rollouts_core.errors import ConfigError
 
-SEMANTICS_VERSION = 2
+SEMANTICS_VERSION = 3
 """Raised when the same settings and data train to another result than before."""
 
 FINGERPRINT_CHARS = 16

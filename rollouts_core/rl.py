@@ -229,7 +229,7 @@ async def score_rollouts(
     ref: dict[int, Tensor] = {}
     values: dict[int, Tensor] = {}
     samples = trained_samples(batch.samples, config.reward_shaping)
-    places = places_to_score(samples, batch.rewards, config)
+    places = places_to_score(batch.samples, batch.rewards, config)
     for rows in plan_rows(places, samples, config, num_ranks=backend.num_ranks):
         in_rows = [[samples[place] for place in row] for row in rows]
         in_order = list(itertools.chain(*rows))

@@ -102,7 +102,7 @@ def prepare_updates(
     """
     known = scores or RolloutScores()
     samples = trained_samples(batch.samples, config.reward_shaping)
-    credit = assign_credit(samples, rewards, config, known)
+    credit = assign_credit(batch.samples, rewards, config, known)
     return [
         _build_update(places, samples, credit, known, config, pad_id=pad_id, num_ranks=num_ranks)
         for places in split_groups(samples, num_updates)
@@ -134,7 +134,11 @@ def shape_reward(reward: float, *, num_response_tokens: int, shaping: RewardShap
 def assign_credit(
     samples: Sequence[Sample], rewards: Sequence[float], config: RLTrainingConfig, scores: RolloutScores
 ) -> Credit:
-    """Advantages of every sample, and returns where there are values."""
+    """Advantages of every sample, and returns where there are values.
+
+    Args:
+        samples: as they were sampled: how long a response is does not depend on what is trained of it.
+    """
     shaping = config.reward_shaping
     trajectories = trajectory_places(samples)
     shaped = [0.0] * len(samples)
@@ -152,7 +156,7 @@ def assign_credit(
     if config.with_values or shaping.kl_coef or config.advantage.whiten:  # else they would take most of the time here
         masks = [
             torch.tensor(sample.loss_mask[1:]) * (not left_out)
-            for sample, left_out in zip(samples, is_left_out, strict=True)
+            for sample, left_out in zip(trained_samples(samples, shaping), is_left_out, strict=True)
         ]
     if config.with_values:
         return _credit_tokens(masks, shaped, kl_penalties, scores.values, config.advantage)
@@ -256,10 +260,11 @@ def places_to_score(samples: Sequence[Sample], rewards: Sequence[float], config:
     """
     if not (config.needs_old_scores or config.with_reference):
         return []
+    trained = trained_samples(samples, config.reward_shaping)
     if config.with_values or config.reward_shaping.kl_coef:
-        return [place for place, sample in enumerate(samples) if any(sample.loss_mask[1:])]
+        return [place for place, sample in enumerate(trained) if any(sample.loss_mask[1:])]
     advantages = assign_credit(samples, rewards, config, RolloutScores()).advantages
-    return [place for place, sample in enumerate(samples) if has_gradient(sample, advantages[place], config)]
+    return [place for place, sample in enumerate(trained) if has_gradient(sample, advantages[place], config)]
 
 
 def plan_rows(

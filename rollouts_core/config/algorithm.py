@@ -62,7 +62,8 @@ class RewardShapingConfig(Record):
     overlong_capped: bool = True
     """A response beyond the limit loses no more than one at the limit."""
     mask_truncated: bool = False
-    """Leave completions that the token limit cut out of the loss; their rewards still count in baselines."""
+    """Leave completions that the token limit cut out of the loss; their rewards still count in baselines. The penalty
+    above then teaches by those that end within the buffer alone."""
     kl_coef: Annotated[Finite, Field(ge=0)] = 0.0
     """Subtract this times the KL divergence from the model that training starts from, summed over tokens."""
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"

@@ -334,6 +334,21 @@ def test_truncated_samples_may_be_left_out_of_the_loss_but_not_of_the_baseline()
     assert prepare_grpo_batch(batch, batch.rewards, counting)[0].num_samples == 4
 
 
+def test_with_truncated_samples_left_out_the_penalty_teaches_by_those_that_end_within_the_buffer() -> None:
+    # Tokens sampled: 2, 6 (half the buffer), 8 (cut). Shaped rewards: 1, 0.5, 0; the baseline is 0.5.
+    ends = {2: Status.COMPLETED, 6: Status.COMPLETED, 8: Status.TRUNCATED}
+    samples = [
+        replace(make_sample(range(n + 1)), group_index=0, index=n, reward=1.0, status=status)
+        for n, status in ends.items()
+    ]
+    batch = convert_to_batch(samples)
+    shaping = RewardShapingConfig(max_response_tokens=8, overlong_buffer_tokens=4, mask_truncated=True)
+    config = RLTrainingConfig(advantage=MEAN_ONLY, packing=False, reward_shaping=shaping, loss=LossConfig(kl_coef=0.1))
+    scores = RolloutScores(ref_logprobs={place: torch.zeros(n) for place, n in enumerate(ends)})
+    [micro_batch] = prepare_grpo_batch(batch, batch.rewards, config, scores=scores)
+    assert advantages_of(micro_batch) == pytest.approx({"0/2": 0.5, "0/6": 0.0})
+
+
 def two_samples() -> tuple[list[Sample], RolloutScores]:
     """A prompt with two completions of two tokens; d = log policy - log reference is 0.1, 0.3 and 0, 0."""
     samples = [replace(make_sample([1, 2, 3]), group_index=0, index=i) for i in range(2)]
