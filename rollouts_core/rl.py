@@ -25,6 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from rollouts_core.algorithms.loss import Metrics
+from rollouts_core.algorithms.mismatch import MISMATCH_METRICS
 from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.backends.threaded import beside_event_loop, run_with
 from rollouts_core.batch import build_batch, place_samples, split_by_sample
@@ -202,7 +203,12 @@ async def train_on_rollouts(
         "num_updates": float(len(done)),
         "num_nonfinite": float(len(tried) - len(done)),
     }
-    return {**average_metrics(done), **counts} if done else counts
+    if not done:
+        return counts
+    averaged = average_metrics(done)
+    if not scores.old_logprobs:  # later updates know the trainer only as the earlier ones left it
+        averaged |= {name: value for name, value in done[0].items() if name in MISMATCH_METRICS}
+    return {**averaged, **counts}
 
 
 def check_scored(samples: Sequence[Sample], config: RLTrainingConfig) -> None:

@@ -22,6 +22,11 @@ MAX_LOG_WEIGHT = 20.0
 """|log w| is clamped to this before exp, so that a stray token gives a large number instead of infinity."""
 
 
+MISMATCH_METRICS = ("mismatch_kl", "mismatch_ratio_max")
+"""What every update says about engine and trainer. Only where the trainer's log-probs from before the step's first
+update are known is it about these two in later updates, too."""
+
+
 @torch.no_grad()
 def mismatch_weights(log_weight_BT: Tensor, batch: TrainBatch, config: MismatchConfig) -> Tensor:
     """(B, T) what the policy loss of each token is multiplied with; 1 without a correction, 0 where it is masked.

@@ -74,7 +74,10 @@ RL_CURVES = (
     Curve("reward", "Reward", "Mean over the step's rollouts, on training prompts.", is_from_zero=False),
     Curve("response_tokens", "Completion length", "Mean number of sampled tokens."),
     Curve(
-        "kl_rollout_policy", "KL(rollout ‖ policy)", "Between engine and trainer; 0 when they agree.", min_high=0.001
+        "kl_rollout_policy",
+        "KL(rollout ‖ policy)",
+        "Between the engine and the policy before each update; with one per step 0 when they agree.",
+        min_high=0.001,
     ),
     Curve("entropy", "Entropy", "Mean over the trained tokens, in nats."),
     Curve("staleness_mean", "Staleness", "Mean age of the sampled tokens, in versions of the weights.", min_high=1.0),

@@ -251,6 +251,20 @@ def test_one_update_with_scores_from_before_equals_one_without_them(base_model: 
     assert results[0] == pytest.approx(results[1], rel=1e-5)
 
 
+@pytest.mark.parametrize("ratio_base", ["rollout", "old"])
+def test_the_mismatch_of_a_step_does_not_grow_with_what_its_updates_learned(
+    base_model: ModelConfig, ratio_base: str
+) -> None:
+    batch = convert_to_batch(graded_samples())
+    results = []
+    for num_epochs in (1, 3):
+        config = with_settings({"num_epochs": num_epochs, "loss": {"ratio_base": ratio_base}})
+        backend = make_backend(base_model, config)
+        metrics = asyncio.run(train_on_rollouts(backend, batch, config, pad_id=0))
+        results.append((metrics["mismatch_kl"], metrics["mismatch_ratio_max"]))
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
+
+
 def test_the_reference_is_the_model_that_training_started_from(base_model: ModelConfig) -> None:
     config = with_settings({"loss": {"kl_coef": 0.1}})
     backend, batch = make_backend(base_model, config), convert_to_batch(graded_samples())
