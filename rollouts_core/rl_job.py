@@ -10,7 +10,9 @@ Not here: what the job is (job.py), the loop (rl.py), its processes and signals 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +29,7 @@ from rollouts_core.job import RLJob
 from rollouts_core.job_engines import keep_leases, open_engines, publish_target
 from rollouts_core.job_inputs import check_model, check_resume, checked_file
 from rollouts_core.keys import read_key
-from rollouts_core.metrics import EventLog, JSONLLogger
+from rollouts_core.metrics import EventLog, JSONLLogger, read_metrics
 from rollouts_core.model.loading import load_tokenizer, pad_token_id
 from rollouts_core.offline_rollouts import OfflineRollouts
 from rollouts_core.resolve import resolve_environment, resolve_generate_fn
@@ -36,6 +38,20 @@ from rollouts_core.rollout import AsyncRolloutManager
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.training_job import describe_training, run_training_job
 from rollouts_core.types import RolloutBatch
+
+logger = logging.getLogger(__name__)
+
+MANY_SKIPPED = 0.5
+"""From this share of steps without an update on a training says so."""
+NO_SIGNAL = "completions of each prompt had equal rewards"
+NOT_TRAINED = "no completion with an advantage is trained on"
+NONFINITE = "loss or gradient was no finite number"
+REMEDIES = {
+    NO_SIGNAL: "look at what was said in samples/, and give prompts that the model solves now and then, more "
+    "completions of each, or a reward that tells them apart",
+    NOT_TRAINED: "look at reward_shaping.mask_truncated and at the loss masks in samples/",
+    NONFINITE: "lower the learning rate, or look at the samples that the log names",
+}
 
 
 def run_rl_job(job: RLJob, directory: RunDirectory) -> None:
@@ -67,7 +83,7 @@ async def train(job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ra
         check_model(job.model)
         train_on = train_on_recorded if job.rollouts else train_on_prompts
         counts = await train_on(job, directory, events, ranks)
-    directory.write_result({**describe_training(job, directory), **counts})
+    directory.write_result({**describe_training(job, directory), **counts, **warn_of_skipped_steps(directory, events)})
 
 
 async def train_on_recorded(
@@ -141,6 +157,39 @@ async def run_rl_loop(
             is_colocated=job.deployment.colocated,
             is_end_asked=directory.end_request.exists,
         )
+
+
+def warn_of_skipped_steps(directory: RunDirectory, events: EventLog) -> dict[str, str]:
+    """The record's `warning` where many steps, or all, made no update; it is in the log and the events, too."""
+    lines = read_metrics(directory.metrics)
+    warning = describe_skipped_steps(lines)
+    if not warning:
+        return {}
+    logger.warning("%s", warning)
+    events.write("few_updates", message=warning)
+    return {"warning": warning}
+
+
+def describe_skipped_steps(lines: Sequence[Mapping[str, float]]) -> str:
+    """How many steps made no update, why, and what to do; empty where they are fewer than `MANY_SKIPPED`.
+
+    Args:
+        lines: the metrics of the steps, where each is logged.
+    """
+    skipped = [line for line in lines if line["skipped"]]
+    if not skipped or len(skipped) < MANY_SKIPPED * len(lines):
+        return ""
+    reasons = Counter(map(_why_skipped, skipped))
+    [(most, _)] = reasons.most_common(1)
+    counted = ", ".join(f"{reason}: {count}" for reason, count in reasons.most_common())
+    many = "no step" if len(skipped) == len(lines) else f"only {len(lines) - len(skipped)}"
+    return f"{many} of {len(lines)} made an update ({counted}): {REMEDIES[most]}"
+
+
+def _why_skipped(line: Mapping[str, float]) -> str:
+    if line["num_nonfinite"]:
+        return NONFINITE
+    return NO_SIGNAL if not line["signal_share"] else NOT_TRAINED
 
 
 def write_rollouts(directory: RunDirectory, step: int, batch: RolloutBatch) -> None:

@@ -56,9 +56,11 @@ def run_cached(
         StageProgress(stage.name, num_steps=0, console=stage_console()) as progress,
         tracked(stage, scope, progress.say),
     ):
+        # What counts is the directory that was just verified: the store may have been moved, or a flow killed after its
+        # job replaced a damaged result and before Prefect took note of the new one.
+        result = RunDirectory(Path(stage.run_dir)).read_result() or record.result
+        if warning := result.get("warning"):
+            progress.say(warning)
         progress.say(f"reused from {stage.run_dir}")
-    # What counts is the directory that was just verified: the store may have been moved, or a flow killed after its
-    # job replaced a damaged result and before Prefect took note of the new one.
-    result = RunDirectory(Path(stage.run_dir)).read_result() or record.result
     reused = {"how": "reused", "why": why_so("reused", stage, scope, result), "seconds": 0.0}
     return record.model_copy(update={**reused, "run_dir": stage.run_dir, "result": result})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import tomli_w
@@ -30,7 +31,7 @@ def write_report(
 ) -> tuple[str, Verdict | None]:
     """Write report.html, run.json and config.toml; returns the report's path and the verdict on RL, None without RL."""
     by_stage = {record.stage: record for record in records}
-    verdict = judge_rl(by_stage["evaluate"], config) if "rl" in by_stage else None
+    verdict = judge_rl(by_stage["evaluate"], by_stage["rl"], config) if "rl" in by_stage else None
     settings_toml = render_settings(config, node, scope)
     report = build_report_input(by_stage, config, settings_toml, checkpoint_path, scope, verdict)
     path = scope.output_dir / "report.html"
@@ -66,13 +67,15 @@ def describe_how(record: StageRecord) -> str:
     return f"{record.how}, {EarlyEnd.model_validate(early).sentence}" if early else record.how
 
 
-def judge_rl(evaluation: StageRecord, config: Config) -> Verdict:
-    """Whether RL beat the model that it started from, on the held-out prompts."""
+def judge_rl(evaluation: StageRecord, rl: StageRecord, config: Config) -> Verdict:
+    """Whether RL beat the model that it started from, on the held-out prompts, and what its record warns of."""
     scores = {entry["name"]: entry["scores"] for entry in evaluation.result["checkpoints"]}
     start = "sft" if "sft" in scores else "base"
-    return judge_improvement(
+    verdict = judge_improvement(
         scores[start], scores["rl"], names=(NAME_OF[start], NAME_OF["rl"]), max_p_value=config.evaluation.max_p_value
     )
+    warning = rl.result.get("warning")
+    return replace(verdict, sentence=f"{verdict.sentence}; {warning}") if warning else verdict
 
 
 def render_settings(config: Config, node: NodeSettings, scope: RunScope) -> str:

@@ -69,6 +69,8 @@ def run_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
         seconds = time.monotonic() - began
         if early := read_early_end(Path(stage.run_dir)):
             progress.say(early.sentence)
+        if warning := result.get("warning"):
+            progress.say(warning)
         progress.say(f"reused from {stage.run_dir}" if how == "reused" else f"finished in {seconds:.1f} s")
     return StageRecord(
         stage=stage.name,

@@ -72,6 +72,7 @@ def test_a_run_whose_rl_learns_nothing_fails_and_says_so(rollouts: Rollouts, tmp
     code, output = rollouts.run("run", str(config))
     assert code == 1
     assert "RL did not improve on the selected SFT checkpoint beyond noise" in output
+    assert output.count("no step of 4 made an update (completions of each prompt had equal rewards: 4)") >= 2
     assert "Traceback" not in output
     (run,) = (rollouts.store / "runs").iterdir()
     assert (run / "report.html").is_file()

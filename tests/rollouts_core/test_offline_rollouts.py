@@ -37,7 +37,7 @@ from rollouts_core.errors import DataError
 from rollouts_core.fingerprint import digest_model
 from rollouts_core.generate import create_engine_generate_fn
 from rollouts_core.job import InputFile, InputModel, RLJob
-from rollouts_core.metrics import read_metrics
+from rollouts_core.metrics import read_json_lines, read_metrics
 from rollouts_core.offline_rollouts import OfflineRollouts, check_rollouts, read_rollouts
 from rollouts_core.rl import run_rl_training
 from rollouts_core.rl_job import write_rollouts
@@ -146,6 +146,39 @@ def test_an_offline_job_leaves_checkpoints_and_metrics(
     assert [row["step"] for row in read_metrics(run.metrics)] == [1, 2, 3]
     weights = [load_file(step_directory(each.checkpoints, 1) / "model.safetensors") for each in (recorded, run)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize(
+    ("num_equal", "sentence"),
+    [
+        (1, None),
+        (2, "only 1 of 3 made an update (completions of each prompt had equal rewards: 2): look at what was said"),
+        (3, "no step of 3 made an update (completions of each prompt had equal rewards: 3): look at what was said"),
+    ],
+)
+def test_a_training_of_which_many_steps_made_no_update_says_so(
+    base_model: ModelConfig, tmp_path: Path, num_equal: int, sentence: str | None
+) -> None:
+    folder, run = tmp_path / "recorded", RunDirectory(tmp_path / "run")
+    folder.mkdir()
+    run.root.mkdir()
+    for step in (1, 2, 3):
+        samples = [replace(s, reward=0.0) if step <= num_equal else s for s in make_groups(2, 4, seed=step)]
+        lines = [json.dumps(sample.to_json()) + "\n" for sample in samples]
+        (folder / f"step_{step:06d}.jsonl").write_text("".join(lines))
+    job = RLJob(
+        model=InputModel(name="base", model=base_model, digest=digest_model(base_model)),
+        rollouts=InputFile(path=str(folder), digest=digest_path(folder)),
+        training=TRAINING,
+        rollout=RolloutConfig(),
+        deployment=DeploymentConfig(trainer_threads=1),
+    )
+    run.job.write_text(job.model_dump_json())
+    assert main(["rl", str(run.job)]) == 0
+    warning = json.loads(run.result.read_text()).get("warning")
+    warned = [line["message"] for line in read_json_lines(run.events) if line["event"] == "few_updates"]
+    assert warned == ([warning] if sentence else [])
+    assert warning is None if sentence is None else warning.startswith(sentence)
 
 
 def test_a_folder_without_recorded_steps_is_refused(tmp_path: Path) -> None:
