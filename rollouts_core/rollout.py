@@ -229,13 +229,17 @@ class AsyncRolloutManager:
             return
         self._num_wanted = 0  # what finishes while it is being stopped is given up, too
         self._tasks.cancel_scope.cancel()
-        await self._running.aclose()
-        self._tasks = None
-        for index, group in self._under_way.items():
-            # Without a staleness to spare, the next weights generate it anew.
-            self.partial_samples.extend(group if self.config.max_token_age else self._pending_group(index))
-        self._under_way = {}
-        self._idle_since = perf_counter()
+        try:
+            await self._running.aclose()
+        finally:  # it raises in a task that was cancelled, too, when the last group has ended
+            self._tasks = None
+            for index, group in self._under_way.items():
+                # Without a staleness to spare, the next weights generate it anew.
+                self.partial_samples.extend(group if self.config.max_token_age else self._pending_group(index))
+            # Of a batch that was not taken: what is asked for again has not been asked for.
+            self._tally.num_asked = max(0, self._tally.num_asked - len(self._under_way))
+            self._under_way = {}
+            self._idle_since = perf_counter()
 
     async def _wait_for_batch(self) -> RolloutBatch:
         ahead = self.config.batch_size * self.config.max_staleness

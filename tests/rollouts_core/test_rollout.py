@@ -216,6 +216,40 @@ def test_groups_asked_for_but_not_used_begin_the_next_batch() -> None:
     assert [group[0].group_index for group in next_batch.groups] == [3, 4, 5]
 
 
+async def cancel_then_generate(
+    manager: AsyncRolloutManager, may_answer: asyncio.Event, num_cancelled: int
+) -> list[int]:
+    """The groups of a batch that was asked for again after it was cancelled."""
+    async with manager:
+        for _ in range(num_cancelled):
+            waiting = asyncio.create_task(manager.generate_batch())
+            while not manager.state_dict()["partial_samples"] or manager.partial_samples:  # they are under way
+                await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        may_answer.set()
+        batch = await asyncio.wait_for(manager.generate_batch(), 60)
+    return [group[0].group_index for group in batch.groups]
+
+
+# The second number is one more than the refills that a batch may have.
+@pytest.mark.parametrize("num_cancelled", [1, 3])
+def test_a_batch_that_was_cancelled_can_be_asked_for_again(num_cancelled: int) -> None:
+    async def run() -> list[int]:
+        may_answer = asyncio.Event()
+
+        async def answer_when_allowed(group: Sequence[Sample]) -> list[Sample]:
+            await may_answer.wait()
+            return [answer_with(sample) for sample in group]
+
+        config = CONFIG.model_copy(update={"generate_fn": answer_when_allowed, "max_refills": 1})
+        manager = AsyncRolloutManager(DataBuffer(make_prompts(8)), config)
+        return await cancel_then_generate(manager, may_answer, num_cancelled)
+
+    assert asyncio.run(run()) == [0, 1, 2]
+
+
 def test_a_reward_that_raises_ends_the_batch_and_names_function_and_prompt() -> None:
     def broken_reward(sample: Sample) -> float:
         raise ZeroDivisionError("no baseline")
