@@ -12,6 +12,7 @@ that refuses a request is a mistake in the settings or the service, and ends the
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
 from collections import OrderedDict
@@ -57,13 +58,12 @@ class BatchedReward:
         self.num_calls = 0
         self.num_cached = 0
         self._waiting: list[tuple[Sample, asyncio.Future[float | None]]] = []
-        self._cache: OrderedDict[str, asyncio.Future[float | None]] = OrderedDict()
+        self._cache: OrderedDict[bytes, asyncio.Future[float | None]] = OrderedDict()
         self._batches: set[asyncio.Task[None]] = set()
 
     async def __call__(self, sample: Sample) -> float | None:
         """The sample's reward; None where it could not be scored."""
-        # Everything that a service is sent: what it answers may depend on any of it.
-        key = json.dumps([sample.prompt, sample.response, dict(sample.metadata)], sort_keys=True, default=str)
+        key = _identify(sample)
         self.num_calls += 1
         if (known := self._cache.get(key)) is not None:
             self.num_cached += 1
@@ -81,7 +81,7 @@ class BatchedReward:
             asyncio.get_running_loop().call_later(COLLECT_S, self._start_batch)
         return await _wait_for(future)
 
-    def _forget(self, key: str, done: asyncio.Future[float | None]) -> None:
+    def _forget(self, key: bytes, done: asyncio.Future[float | None]) -> None:
         """What failed is asked again the next time."""
         if done.cancelled() or done.exception() is not None:
             self._cache.pop(key, None)
@@ -106,6 +106,12 @@ class BatchedReward:
         for (_, future), reward in zip(batch, rewards, strict=True):
             if not future.done():
                 future.set_result(reward)
+
+
+def _identify(sample: Sample) -> bytes:
+    """A digest of everything that a service is sent: what it answers may depend on any of it."""
+    sent = json.dumps([sample.prompt, sample.response, dict(sample.metadata)], sort_keys=True, default=str)
+    return hashlib.sha256(sent.encode()).digest()
 
 
 async def _wait_for(future: asyncio.Future[float | None]) -> float | None:

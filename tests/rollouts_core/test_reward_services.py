@@ -6,10 +6,12 @@ Without these tests an overloaded service could become a reward of 0, or every s
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 import time
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from rollouts_core import http_service
 from rollouts_core.config import RewardConfig
 from rollouts_core.errors import CheckpointError, ConfigError, EnvironmentUnavailableError, RewardError
 from rollouts_core.reward_services import (
+    BatchedReward,
     create_classifier_reward,
     create_http_reward,
     create_judge_reward,
@@ -89,6 +92,26 @@ def test_samples_that_differ_in_their_metadata_alone_are_scored_each(serve: Any)
     service = serve(lambda body: (200, {"rewards": [sample["metadata"]["rubric"] for sample in body["samples"]]}))
     samples = [replace(sample, metadata={"rubric": i}) for i, sample in enumerate(make_samples("x", "x"))]
     assert grade(samples, http_reward(service)) == [0.0, 1.0]
+
+
+def test_of_a_sample_that_was_scored_no_text_stays_in_memory() -> None:
+    num_bytes = 1_000_000
+
+    async def score(samples: Sequence[Sample]) -> list[float]:
+        return [1.0 for _ in samples]
+
+    async def grade_many(reward: BatchedReward) -> None:
+        for place in range(20):
+            [sample] = make_samples(f"{place}" + "x" * num_bytes)
+            await reward(sample)
+
+    reward = BatchedReward(score, batch_size=1)
+    tracemalloc.start()
+    asyncio.run(grade_many(reward))
+    gc.collect()
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < num_bytes, "of 20 texts of this length"
 
 
 def test_a_sample_that_is_cancelled_leaves_its_equals_their_reward(serve: Any) -> None:
