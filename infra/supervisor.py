@@ -115,9 +115,11 @@ class JobSpec:
     grace_s: float = 30.0
     """Between SIGTERM and SIGKILL when the job is ended from outside."""
     max_restarts: int = 0
-    """How often, within an attempt, a program that ended with another code than 0 is started again."""
+    """How often, within an attempt, a program that ended with another code than 0 is started again in a row."""
+    healthy_s: float = 3600.0
+    """A program that ran for so long before it ended is one that was not restarted yet: its restarts begin anew."""
     restart_backoff_s: float = 1.0
-    """Pause before the first restart; doubles with each, up to half a minute."""
+    """Pause before the first restart in a row; doubles with each, up to half a minute."""
     lease_s: float = 0.0
     """The job ends when nobody has renewed its lease for this time; 0 is no lease."""
     max_log_bytes: int = 256 << 20
@@ -948,22 +950,26 @@ def run_with_restarts(
 ) -> tuple[Ending, int]:
     """Watch the program to its final end; returns that end and the number of restarts before it."""
     requests = StopRequests(spec, meta["attempt"])
-    for restarts in range(spec.max_restarts):
+    restarts = in_a_row = 0
+    while True:
+        began = time.monotonic()
         ending = watch_program(program, spec, log, requests)
-        if ending.code == 0 or ending.stopped_by:
+        if time.monotonic() - began >= spec.healthy_s:
+            in_a_row = 0
+        if ending.code == 0 or ending.stopped_by or in_a_row >= spec.max_restarts:
             return ending, restarts
-        pause_s = min(spec.restart_backoff_s * 2.0**restarts, MAX_BACKOFF_S)
+        pause_s = min(spec.restart_backoff_s * 2.0**in_a_row, MAX_BACKOFF_S)
         log.note(f"the program ended with code {ending.code}: restart {restarts + 1} in {pause_s:g} s")
-        stopped_by = requests.wait(pause_s)
-        if stopped_by:
+        if stopped_by := requests.wait(pause_s):
             return dataclasses.replace(ending, stopped_by=stopped_by), restarts
         try:
             program = spawn_program(spec, meta["attempt"], gpu_locks)
         except OSError as error:
             log.note(f"the program cannot be started again: {error}")
             return ending, restarts
-        update_meta(spec.run_dir, {**meta, "pid": program.process.pid, "restarts": restarts + 1})
-    return watch_program(program, spec, log, requests), spec.max_restarts
+        restarts += 1
+        in_a_row += 1
+        update_meta(spec.run_dir, {**meta, "pid": program.process.pid, "restarts": restarts})
 
 
 def spawn_program(spec: JobSpec, attempt: int, gpu_locks: Sequence[int] = ()) -> Program:

@@ -29,6 +29,7 @@ from tasks.records import EngineRecord, RunScope, Stage
 from tasks.unit_keys import own_keys
 
 MAX_RESTARTS = 3
+"""In a row: of an engine that ran for an hour they are counted anew."""
 
 
 @task(name="launch-engine", cache_policy=NO_CACHE)

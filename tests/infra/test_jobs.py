@@ -263,6 +263,17 @@ def test_a_program_that_dies_is_restarted_until_the_limit(session: Session, run_
     assert log.count("up\n") == 3 and log.count("[supervisor] the program ended with code 7") == 2
 
 
+@pytest.mark.slow
+def test_after_a_program_ran_for_long_its_restarts_are_counted_anew(tmp_path: Path) -> None:
+    session, run_dir = LocalSession(sys.executable), tmp_path / "serve-0123"
+    # One that dies, one that runs for long and dies, and from then on ones that die.
+    script = 'echo >> starts; [ "$(grep -c "" starts)" = 2 ] && sleep 4; exit 7'
+    start_or_attach(session, shell_spec(run_dir, script, max_restarts=1, healthy_s=3.0, restart_backoff_s=0.05))
+    status = wait_for_end(session, run_dir)
+    assert status.exit is not None
+    assert (status.exit.code, status.exit.restarts) == (7, 2)
+
+
 def test_a_program_that_ends_well_is_not_restarted(session: Session, run_dir: Path) -> None:
     start_or_attach(session, shell_spec(run_dir, "echo up", max_restarts=3, restart_backoff_s=0.05))
     wait_for_end(session, run_dir)
