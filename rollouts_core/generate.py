@@ -250,7 +250,12 @@ def continue_request(request: GenerationRequest, tokens: Sequence[int]) -> Gener
         return request
     num_left = request.sampling.max_new_tokens - len(tokens)
     sampling = request.sampling.model_copy(update={"max_new_tokens": num_left})
-    return replace(request, prompt_tokens=[*request.prompt_tokens, *tokens], sampling=sampling)
+    return replace(
+        request,
+        prompt_tokens=[*request.prompt_tokens, *tokens],
+        sampling=sampling,
+        num_continued=request.num_continued + len(tokens),
+    )
 
 
 def join_completions(first: Completion, rest: Completion) -> Completion:

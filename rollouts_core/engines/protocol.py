@@ -60,6 +60,8 @@ class GenerationRequest:
     """Tokens that end the completion and are part of it."""
     seed: int
     """Randomness of this completion, where the engine has seeds."""
+    num_continued: int = 0
+    """How many tokens at the end of `prompt_tokens` are of the same completion, which was broken off after them."""
     affinity: int | None = None
     """Requests of one number, the turns of a group's conversations, share the beginnings of their prompts: of several
     engines the same one is asked, as far as it has not much more to do than the others."""

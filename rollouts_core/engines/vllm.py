@@ -27,6 +27,7 @@ from rollouts_core.engines.content import HEAD, HeldTensors, check_same_model, i
 from rollouts_core.engines.http import CONNECT_TIMEOUT_S, UPDATE_TIMEOUT, read_completion, read_logprob
 from rollouts_core.engines.protocol import Completion, GenerationRequest
 from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
+from rollouts_core.seeds import derive_seed
 
 RESUME_TIMEOUT = httpx.Timeout(30.0, connect=CONNECT_TIMEOUT_S)
 MEMORY_TIMEOUT = httpx.Timeout(120.0, connect=CONNECT_TIMEOUT_S)
@@ -181,6 +182,9 @@ async def _untied(directory: Path) -> AsyncIterator[Path]:
 
 
 def _render_request(request: GenerationRequest) -> dict[str, Any]:  # Any: JSON
+    # vLLM draws a request's numbers from its seed on, wherever its prompt ends: with the same seed, the rest of a
+    # completion would be drawn by the numbers that its beginning was drawn by.
+    is_rest = request.num_continued > 0
     return {
         "prompt": request.prompt_tokens,
         "max_tokens": request.sampling.max_new_tokens,
@@ -190,7 +194,7 @@ def _render_request(request: GenerationRequest) -> dict[str, Any]:  # Any: JSON
         "min_p": 0.0,
         "repetition_penalty": 1.0,
         "stop_token_ids": list(request.stop_token_ids),
-        "seed": request.seed,
+        "seed": derive_seed(request.seed, "rest", request.num_continued) if is_rest else request.seed,
         "logprobs": 0,
         "return_token_ids": True,
     }

@@ -21,6 +21,7 @@ from infra.engines import has_generated, resume_generation
 from rollouts_core.config import SamplingConfig
 from rollouts_core.engines import Completion, GenerationRequest, SGLangEngine, VLLMEngine
 from rollouts_core.errors import EngineError, WeightSyncError
+from rollouts_core.generate import continue_request
 from rollouts_core.types import Status
 from tests.engines.conftest import SavedModel, make, save
 from tests.engines.servers import CONTEXT_LENGTH, Server
@@ -96,6 +97,21 @@ def test_each_completion_has_its_own_temperature(server: Server, start: SavedMod
         assert worst_gap(start, request, completion) < LOGPROB_TOLERANCE
     greedy = completions[0].tokens
     assert greedy == expected_logits(start.model, [*PROMPT, *greedy])[len(PROMPT) - 1 : -1].argmax(-1).tolist()
+
+
+def test_the_rest_of_a_completion_is_not_drawn_by_the_numbers_of_its_beginning(server: Server, tmp_path: Path) -> None:
+    """Every token is as probable as any: by the same numbers, the same ones would follow."""
+    undecided = save(make(2, initializer_range=1e-3), tmp_path / "undecided")
+    wholes = [ask(num_tokens=2, seed=seed) for seed in range(16)]
+
+    async def break_off(engine: Engine) -> tuple[list[Completion], list[Completion]]:
+        await engine.load_weights(undecided.directory, "undecided-1")
+        begun = await engine.generate([ask(num_tokens=1, seed=seed) for seed in range(16)])
+        rests = [continue_request(whole, first.tokens) for whole, first in zip(wholes, begun, strict=True)]
+        return begun, await engine.generate(rests)
+
+    pairs = zip(*with_client(server, break_off), strict=True)
+    assert sum(first.tokens == rest.tokens for first, rest in pairs) < 8
 
 
 def test_a_stop_token_ends_a_completion_and_is_part_of_it(server: Server) -> None:

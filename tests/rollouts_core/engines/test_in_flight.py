@@ -7,6 +7,7 @@ log-probs of one version for those of another.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -188,6 +189,26 @@ def test_vllm_refuses_to_go_on_with_new_weights() -> None:
     engine = VLLMEngine("http://engine", transport=httpx.MockTransport(lambda request: httpx.Response(200, json={})))
     with pytest.raises(EngineError, match=r"http://engine is vLLM, which cannot go on with new weights.*\"abort\""):
         asyncio.run(engine.pause())
+
+
+def test_vllm_is_given_another_seed_for_each_rest_of_a_completion_and_its_own_for_the_whole() -> None:
+    """It would draw the rest by the numbers of the beginning."""
+    seeds: list[int] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/weight_info":
+            return httpx.Response(200, json={"weight_version": "v-1"})
+        body = json.loads(request.content)
+        seeds.append(body["seed"])
+        choice = {"token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
+        return httpx.Response(200, json={"choices": [choice]})
+
+    engine = VLLMEngine("http://engine", transport=httpx.MockTransport(answer))
+    rests = [continue_request(ask(8, seed=7), tokens) for tokens in ([], [4], [4, 4])]
+    asyncio.run(engine.generate([*rests, continue_request(rests[1], [4])]))
+    assert seeds[0] == 7
+    assert len(set(seeds[:3])) == 3
+    assert seeds[3] == seeds[2], "broken off twice, after the same tokens"
 
 
 def test_vllm_answers_again_after_its_requests_were_ended() -> None:
