@@ -56,7 +56,10 @@ async def open_engines(job: RLJob) -> AsyncIterator[list[InFlightEngine]]:
     if clients and not is_alone:
         pool = EnginePool(clients)
         together = [route(job, clients, pool) if router_url else pool]
-    engines = [InFlightEngine(engine, job.rollout.in_flight) for engine in together]
+    engines = [
+        InFlightEngine(engine, job.rollout.in_flight, finish_timeout_s=job.rollout.request_timeout_s)
+        for engine in together
+    ]
     try:
         for engine in engines:
             await engine.wait_until_ready(job.rollout.engine.start_timeout_s)

@@ -40,6 +40,7 @@ from rollouts_core.engines.sent import SentWeights
 from rollouts_core.errors import CheckpointError, EngineError, EngineUnavailableError, WeightSyncError
 from rollouts_core.keys import key_header
 from rollouts_core.messages import first_line
+from rollouts_core.types import Status
 
 if TYPE_CHECKING:
     from rollouts_core.engines.protocol import Weights
@@ -460,7 +461,6 @@ def read_completion(
             f"{name} ended a completion after {len(tokens)} of {request.sampling.max_new_tokens} tokens: its "
             f"context is too short for them and the prompt of {len(request.prompt_tokens)}, serve it with a longer one"
         )
-    status = STATUS_OF_FINISH.get(finish_reason, Status.FAILED)
     if status is Status.ABORTED and tokens:
         # SGLang looks for an abort before it looks for an end: such a completion must not be continued behind that.
         if tokens[-1] in request.stop_token_ids:

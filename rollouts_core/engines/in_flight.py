@@ -7,13 +7,15 @@ Not here: how one engine loads and proves its weights (http.py), who continues w
     abort            end with what they have       wait            one; what continues them, of a later one
     continue         pause with their tokens       wait            several, each recorded
 
-In each case nothing is sampled between the begin of a load and its proof.
+In each case nothing is sampled between the begin of a load and its proof. Requests that do not end in the time that one
+may take are given up and made again under the new weights: whatever holds them up, it holds no other engine up.
 
 `break_off` ends requests at any time, as `abort` does.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -28,6 +30,9 @@ from rollouts_core.errors import EngineUnavailableError
 if TYPE_CHECKING:
     from rollouts_core.engines.protocol import SegmentAccess, Weights
 
+logger = logging.getLogger(__name__)
+
+FINISH_TIMEOUT_S = 600.0
 ABORT_INTERVAL_S = 0.2
 """After this the engine is told again to end its requests: one that was on its way to it has arrived by then."""
 
@@ -54,13 +59,23 @@ class InFlightEngine:
 
     Args:
         in_flight: what becomes of the requests that are under way then.
+        finish_timeout_s: how long is waited for them to end, or to pause: as long as one of them may take.
     """
 
-    def __init__(self, engine: InterruptibleEngine, in_flight: InFlight = "finish") -> None:
+    def __init__(
+        self,
+        engine: InterruptibleEngine,
+        in_flight: InFlight = "finish",
+        *,
+        finish_timeout_s: float = FINISH_TIMEOUT_S,
+    ) -> None:
         self.engine = engine
         self.in_flight = in_flight
+        self.finish_timeout_s = finish_timeout_s
         self.num_running = 0
         """Requests under way."""
+        self._calls: set[anyio.CancelScope] = set()
+        """Those that brought them."""
         self._idle = anyio.Event()
         self._opened = anyio.Event()
         self._opened.set()
@@ -76,15 +91,20 @@ class InFlightEngine:
         Raises:
             EngineError: what the engine raised.
         """
-        while not self._opened.is_set():
-            await self._opened.wait()
-        self.num_running += len(requests)
-        try:
-            return await self.engine.generate(requests)
-        finally:
-            self.num_running -= len(requests)
-            if not self.num_running:
-                self._idle.set()
+        while True:
+            while not self._opened.is_set():
+                await self._opened.wait()
+            self.num_running += len(requests)
+            call = anyio.CancelScope()
+            self._calls.add(call)
+            try:
+                with call:
+                    return await self.engine.generate(requests)
+            finally:
+                self._calls.discard(call)
+                self.num_running -= len(requests)
+                if not self.num_running:
+                    self._idle.set()
 
     async def segment_access(self) -> SegmentAccess:
         """Which `SegmentedWeights` the engine can load."""
@@ -146,6 +166,19 @@ class InFlightEngine:
     @asynccontextmanager
     async def _idling(self, *, is_aborting: bool) -> AsyncIterator[None]:
         """No request is under way inside."""
+        with anyio.move_on_after(self.finish_timeout_s):
+            await self._wait_until_idle(is_aborting=is_aborting)
+        if self.num_running:
+            logger.warning(
+                "%s: %d requests did not end within %g s; they are made again when it has its new weights",
+                self.name,
+                self.num_running,
+                self.finish_timeout_s,
+            )
+            await self._give_up_running()
+        yield
+
+    async def _wait_until_idle(self, *, is_aborting: bool) -> None:
         while self.num_running:
             self._idle = anyio.Event()
             if not is_aborting:
@@ -155,12 +188,19 @@ class InFlightEngine:
                 await self.engine.abort_running()
             with anyio.move_on_after(ABORT_INTERVAL_S):
                 await self._idle.wait()
-        yield
+
+    async def _give_up_running(self) -> None:
+        """Break off all calls from this side; they begin again, and wait as all others that are new."""
+        for call in self._calls:
+            call.cancel()
+        while self.num_running:
+            self._idle = anyio.Event()
+            await self._idle.wait()
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
         """Requests under way wait inside."""
-        with suppress(EngineUnavailableError):
+        with suppress(EngineUnavailableError), anyio.move_on_after(self.finish_timeout_s):
             await self.engine.pause()
         try:
             yield

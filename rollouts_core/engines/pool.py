@@ -19,7 +19,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -59,6 +59,8 @@ class Member:
     engine: InterruptibleEngine
     num_running: int = 0
     """Requests under way."""
+    calls: set[anyio.CancelScope] = field(default_factory=set)
+    """Those that brought them."""
     quarantined: str = ""
     """Why it is not asked; empty while it is."""
     returning: asyncio.Task[None] | None = None
@@ -112,12 +114,16 @@ class EnginePool(ClosedOnExit):
         """
         while healthy := [member for member in self._members if not member.quarantined]:
             member = self._choose(healthy, requests[0].affinity)
+            call = anyio.CancelScope()
+            member.calls.add(call)
             member.num_running += len(requests)
             try:
-                return await member.engine.generate(requests)
+                with call:
+                    return await member.engine.generate(requests)
             except (EngineUnavailableError, WeightSyncError) as error:
                 self._quarantine(member, str(error))
             finally:
+                member.calls.discard(call)
                 member.num_running -= len(requests)
         raise EngineUnavailableError(f"no engine is left: {self._describe_quarantine()}")
 
@@ -150,6 +156,8 @@ class EnginePool(ClosedOnExit):
         for member, result in zip(members, results, strict=True):
             if result.error:
                 self._quarantine(member, result.error)
+                for call in member.calls:  # paused there, or held up: another engine is asked
+                    call.cancel()
             else:
                 self._take_back(member, version)
         if all(member.quarantined for member in self._members):

@@ -25,6 +25,7 @@ from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.concurrency import gather, in_short_thread
 from rollouts_core.config import WeightTransfer
 from rollouts_core.engines.canary import Canary, backend_canary
+from rollouts_core.engines.in_flight import InFlightEngine
 from rollouts_core.engines.protocol import InferenceEngine, SegmentAccess
 from rollouts_core.engines.segments import SegmentedWeights, SegmentStore
 from rollouts_core.engines.sent import SentBy, SentWeights, copy_to_host
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from rollouts_core.engines.protocol import Weights
 
 SYNC_TIMEOUT_S = 900.0
+PUBLISH_MARGIN_S = 60.0
+"""By so much a publication waits longer than a pool, which leaves an engine behind that does not take a version."""
 KEPT_VERSIONS = 2
 """Published directories that stay: the newest, and the one that a slow engine may still be reading."""
 
@@ -83,13 +86,17 @@ async def sync_weights_to_engines(
         checkpoint_path: its directory, segments that all engines have access to, or weights that are sent to them.
         canary: proves tensors that cannot be compared; by default a forward pass of the checkpoint's model.
         timeout_s: an engine that takes longer has not taken the version; the others do not wait for it for longer.
+            Where requests may be under way, the time that is waited for them comes on top.
     """
     weights = Path(checkpoint_path) if isinstance(checkpoint_path, str) else checkpoint_path
     results: dict[int, WeightSyncResult] = {}
 
     async def sync_one(place: int, engine: InferenceEngine) -> None:
         error = f"it did not take {version} within {timeout_s:g} s"
-        with anyio.move_on_after(timeout_s):
+        wait_s = engine.finish_timeout_s if isinstance(engine, InFlightEngine) else 0.0
+        if wait_s:
+            error += f", after up to {wait_s:g} s for the requests that were under way"
+        with anyio.move_on_after(wait_s + timeout_s):
             try:
                 await engine.load_weights(weights, version, canary)
                 error = ""
@@ -126,7 +133,9 @@ async def publish_weights(backend: TrainingBackend, engines: Sequence[InferenceE
         canary = backend_canary(backend, directory, temperature=target.temperature)
     else:
         published = await _write_segments(weights, version, target, in_memory=access is SegmentAccess.MEMORY)
-    results = await sync_weights_to_engines(engines, published, version=version, canary=canary)
+    results = await sync_weights_to_engines(
+        engines, published, version=version, canary=canary, timeout_s=SYNC_TIMEOUT_S + PUBLISH_MARGIN_S
+    )
     if failed := [result for result in results if result.error]:
         raise WeightSyncError("; ".join(f"{result.engine}: {result.error}" for result in failed))
     _remove_old_versions(target.weights_dir)

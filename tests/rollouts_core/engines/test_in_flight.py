@@ -20,7 +20,14 @@ from rollouts_core.config import InFlight, ModelConfig, SamplingConfig
 from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
-from rollouts_core.engines import EnginePool, InFlightEngine, SGLangEngine, VLLMEngine, http
+from rollouts_core.engines import (
+    EnginePool,
+    InFlightEngine,
+    SGLangEngine,
+    VLLMEngine,
+    http,
+    sync_weights_to_engines,
+)
 from rollouts_core.engines.protocol import Completion, GenerationRequest
 from rollouts_core.errors import EngineError, WeightSyncError
 from rollouts_core.generate import complete_request, continue_request, join_completions
@@ -148,6 +155,70 @@ def test_a_completion_that_outlives_all_versions_that_are_remembered_is_asked_fo
             return await publish_amid(InFlightEngine(client, "continue"), scheduler, versions, ask())
 
     assert asyncio.run(run()).version_spans == (("v-2", 0, NUM_TOKENS),)
+
+
+class Hanging(httpx.AsyncBaseTransport):
+    """A server that answers nothing any more once it hangs."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.hangs = False
+        self.is_asked = asyncio.Event()
+        self._inner = httpx.ASGITransport(app=build_app(scheduler))
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if self.hangs:
+            self.is_asked.set()
+            await asyncio.Event().wait()
+        return await self._inner.handle_async_request(request)
+
+
+@contextmanager
+def served_until_it_hangs(model_dir: Path) -> Iterator[tuple[SGLangEngine, Hanging]]:
+    with Scheduler(Decoder(model_dir, num_slots=4), model_dir=model_dir) as scheduler:
+        transport = Hanging(scheduler)
+        yield SGLangEngine("http://hanging", transport=transport, restart_timeout_s=5.0), transport
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "abort", "continue"])
+def test_an_engine_that_hangs_is_left_behind_and_its_requests_are_answered_by_the_others(
+    versions: dict[str, Path], in_flight: InFlight
+) -> None:
+    async def run(client: SGLangEngine, other: SGLangEngine, hanging: Hanging) -> tuple[list[str], set[str]]:
+        pool = EnginePool([other, client], sync_timeout_s=0.5)
+        engine = InFlightEngine(pool, in_flight, finish_timeout_s=0.5)
+        await engine.load_weights(versions["v-1"], "v-1")
+        hanging.hangs = True
+        tasks = [asyncio.create_task(engine.generate([ask(8)])) for _ in range(2)]
+        await hanging.is_asked.wait()
+        [result] = await sync_weights_to_engines([engine], versions["v-2"], version="v-2", timeout_s=30.0)
+        for task in tasks:
+            await task
+        [completion] = await engine.generate([ask(8)])
+        quarantined = set(pool.quarantined)
+        await pool.aclose()
+        return [result.error, completion.version_spans[0][0]], quarantined
+
+    with served_engine(versions["v-1"]) as (other, _), served_until_it_hangs(versions["v-1"]) as (client, hanging):
+        outcome = asyncio.run(asyncio.wait_for(run(client, other, hanging), 120))
+    assert outcome == (["", "v-2"], {"http://hanging"})
+
+
+def test_an_only_engine_that_hangs_is_a_sentence_about_the_load_and_the_wait_before_it(
+    versions: dict[str, Path],
+) -> None:
+    async def run(client: SGLangEngine, hanging: Hanging) -> str:
+        engine = InFlightEngine(client, finish_timeout_s=0.2)
+        await engine.load_weights(versions["v-1"], "v-1")
+        hanging.hangs = True
+        task = asyncio.create_task(engine.generate([ask(8)]))
+        await hanging.is_asked.wait()
+        [result] = await sync_weights_to_engines([engine], versions["v-2"], version="v-2", timeout_s=0.3)
+        task.cancel()
+        return result.error
+
+    with served_until_it_hangs(versions["v-1"]) as (client, hanging):
+        error = asyncio.run(asyncio.wait_for(run(client, hanging), 120))
+    assert error == "it did not take v-2 within 0.3 s, after up to 0.2 s for the requests that were under way"
 
 
 class WithoutChecksums(httpx.AsyncBaseTransport):
