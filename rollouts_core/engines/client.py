@@ -98,6 +98,14 @@ class EngineClient(ClosedOnExit):
         """
         await self._keeper.resume_memory()
 
+    async def resume(self) -> None:
+        """Go on after a pause; a server that cannot be told is told before it is next asked for anything.
+
+        Raises:
+            EngineError: it refused, or cannot be reached.
+        """
+        await self._keeper.resume()
+
     async def wait_until_ready(self, timeout_s: float) -> None:
         """Return when the server answers.
 
@@ -140,6 +148,10 @@ class EngineClient(ClosedOnExit):
     @abstractmethod
     async def take_back(self) -> None:
         """Allocate weights and cache once, after `hand_over`."""
+
+    @abstractmethod
+    async def end_pause(self) -> None:
+        """Tell a paused server once that it generates again; nothing where it is not paused."""
 
     async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]:
         """Load segments once, set the version, and return the sha256 of every tensor that is served then.

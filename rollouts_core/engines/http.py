@@ -116,6 +116,10 @@ class ServerCalls(Protocol):
         """Allocate weights and cache after `hand_over`."""
         ...
 
+    async def end_pause(self) -> None:
+        """Generate again; nothing where it is not paused."""
+        ...
+
     async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]:
         """Load segments, check the version, return the digests of all tensors; raises WeightSyncError."""
         ...
@@ -223,6 +227,8 @@ class WeightKeeper:
         """What was served last, the current version at the end."""
         self.is_paused = False
         """The server answers no completion before it is told to go on."""
+        self._is_left_paused = False
+        """It was told to go on, and may not have heard it."""
         self._handed_over: str | None = None
         """The version that was served when memory was handed over; None while the server has its own."""
         self._recovering = asyncio.Lock()
@@ -243,6 +249,7 @@ class WeightKeeper:
         for attempt in range(MAX_ATTEMPTS):
             if attempt:
                 await anyio.sleep(RETRY_PAUSE_S * 2 ** (attempt - 1))
+            if attempt or self._is_left_paused:
                 await self._recover()
             served = self._served
             try:
@@ -272,6 +279,21 @@ class WeightKeeper:
         """
         async with self._recovering:
             await self._load(ServedWeights(weights, version, canary))
+
+    def note_pause(self) -> None:
+        """Take note that the server was paused."""
+        self.is_paused, self._is_left_paused = True, False
+
+    async def resume(self) -> None:
+        """Have the server go on after a pause; one that cannot be told is told before it is next asked for anything.
+
+        Raises:
+            EngineError: it refused, or cannot be reached.
+        """
+        self.is_paused = False
+        self._is_left_paused = True
+        await self.server.end_pause()
+        self._is_left_paused = False
 
     async def release_memory(self) -> None:
         """Have the server hand its memory over; its weights count as unproved until the next load.
@@ -341,6 +363,8 @@ class WeightKeeper:
 
     async def _recover_once(self) -> None:
         await self.wait_until_ready(self.restart_timeout_s)
+        if self._is_left_paused:
+            await self.resume()
         if self._served is None:
             return
         if not self._is_proven or await self.server.weight_version() != self._served.version:
@@ -354,6 +378,8 @@ class WeightKeeper:
             if attempt:
                 await self.wait_until_ready(self.restart_timeout_s)
             try:
+                if self._is_left_paused:
+                    await self.resume()
                 await self._load_once(weights)
             except EngineUnavailableError as error:
                 problem = str(error)

@@ -61,6 +61,8 @@ class Member:
     """Requests under way."""
     calls: set[anyio.CancelScope] = field(default_factory=set)
     """Those that brought them."""
+    is_paused: bool = False
+    """It was told to pause, and not yet to go on."""
     quarantined: str = ""
     """Why it is not asked; empty while it is."""
     returning: asyncio.Task[None] | None = None
@@ -188,10 +190,14 @@ class EnginePool(ClosedOnExit):
 
     async def pause(self) -> None:
         """Stop generating; requests stay with their tokens."""
+        for member in self._members:
+            member.is_paused = member.is_paused or not member.quarantined
         await self._tell_all(lambda engine: engine.pause())
 
     async def resume(self) -> None:
         """Go on after `pause`."""
+        for member in self._members:
+            member.is_paused = member.is_paused and bool(member.quarantined)
         await self._tell_all(lambda engine: engine.resume())
 
     async def release_memory(self) -> None:
@@ -274,6 +280,10 @@ class EnginePool(ClosedOnExit):
                 await anyio.sleep(self.retry_s)
             if (tried := self._published) is None:
                 continue
+            if member.is_paused:  # it was quarantined before it could be told to go on
+                member.is_paused = False
+                with suppress(EngineError):  # its client says so again
+                    await member.engine.resume()
             [result] = await self._sync([member], tried)
             if result.error:
                 member.quarantined = result.error

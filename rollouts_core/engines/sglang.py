@@ -58,11 +58,10 @@ class SGLangEngine(EngineClient):
     async def pause(self) -> None:
         """Stop generating; requests stay with their tokens, and their cache is computed anew after `resume`."""
         await self._connection.call("POST", "/pause_generation", json={"mode": "retract"})
-        self._keeper.is_paused = True
+        self._keeper.note_pause()
 
-    async def resume(self) -> None:
-        """Go on after `pause`."""
-        self._keeper.is_paused = False
+    async def end_pause(self) -> None:
+        """Generate again after `pause`."""
         await self._connection.call("POST", "/continue_generation", json={})
 
     async def hand_over(self) -> None:

@@ -53,7 +53,7 @@ class VLLMEngine(EngineClient):
         """
         raise EngineError(f'{self.name} is vLLM, which cannot go on with new weights: set rollout.in_flight = "abort"')
 
-    async def resume(self) -> None:
+    async def end_pause(self) -> None:
         """Generate again after a pause; what a paused server was asked waits for ever."""
         with anyio.CancelScope(shield=True):
             await self._call_development("POST", "/resume", timeout=RESUME_TIMEOUT)

@@ -29,7 +29,7 @@ from rollouts_core.engines import (
     sync_weights_to_engines,
 )
 from rollouts_core.engines.protocol import Completion, GenerationRequest
-from rollouts_core.errors import EngineError, WeightSyncError
+from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
 from rollouts_core.generate import complete_request, continue_request, join_completions
 from rollouts_core.model.loading import load_hf_model
 from rollouts_core.types import Status
@@ -219,6 +219,62 @@ def test_an_only_engine_that_hangs_is_a_sentence_about_the_load_and_the_wait_bef
     with served_until_it_hangs(versions["v-1"]) as (client, hanging):
         error = asyncio.run(asyncio.wait_for(run(client, hanging), 120))
     assert error == "it did not take v-2 within 0.3 s, after up to 0.2 s for the requests that were under way"
+
+
+class AwayOncePaused(httpx.AsyncBaseTransport):
+    """A server that cannot be reached from its first pause until it is said to be back."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.is_back = False
+        self._was_paused = False
+        self._inner = httpx.ASGITransport(app=build_app(scheduler))
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if self._was_paused and not self.is_back:
+            raise httpx.ConnectError("no route")
+        response = await self._inner.handle_async_request(request)
+        self._was_paused |= request.url.path == "/pause_generation" and b"retract" in request.content
+        return response
+
+
+@contextmanager
+def served_until_a_pause(model_dir: Path) -> Iterator[tuple[SGLangEngine, AwayOncePaused]]:
+    with Scheduler(Decoder(model_dir, num_slots=4), model_dir=model_dir) as scheduler:
+        transport = AwayOncePaused(scheduler)
+        yield SGLangEngine("http://away", transport=transport, restart_timeout_s=0.2), transport
+
+
+def test_an_engine_that_was_lost_while_it_was_paused_answers_when_it_is_taken_back(versions: dict[str, Path]) -> None:
+    async def run(client: SGLangEngine, other: SGLangEngine, away: AwayOncePaused) -> tuple[set[str], Completion]:
+        async with EnginePool([other, client], retry_s=0.05) as pool:
+            await pool.load_weights(versions["v-1"], "v-1")
+            await InFlightEngine(pool, "continue").load_weights(versions["v-2"], "v-2")
+            lost = set(pool.quarantined)
+            away.is_back = True
+            while pool.quarantined:
+                await asyncio.sleep(0.01)
+            [completion] = await client.generate([ask(8)])
+            return lost, completion
+
+    with served_engine(versions["v-1"]) as (other, _), served_until_a_pause(versions["v-1"]) as (client, away):
+        lost, completion = asyncio.run(asyncio.wait_for(run(client, other, away), 60))
+    assert lost == {"http://away"}
+    assert completion.version_spans == (("v-2", 0, 8),)
+
+
+def test_an_only_engine_that_was_lost_while_it_was_paused_answers_when_it_is_back(versions: dict[str, Path]) -> None:
+    async def run(client: SGLangEngine, away: AwayOncePaused) -> Completion:
+        await client.load_weights(versions["v-1"], "v-1")
+        engine = InFlightEngine(client, "continue")
+        with pytest.raises(EngineUnavailableError):
+            await engine.load_weights(versions["v-2"], "v-2")
+        away.is_back = True
+        [completion] = await engine.generate([ask(8)])
+        return completion
+
+    with served_until_a_pause(versions["v-1"]) as (client, away):
+        completion = asyncio.run(asyncio.wait_for(run(client, away), 60))
+    assert completion.version_spans == (("v-1", 0, 8),)
 
 
 class WithoutChecksums(httpx.AsyncBaseTransport):
