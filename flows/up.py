@@ -42,6 +42,7 @@ from flows.status import describe_machines, describe_reports, describe_runs, goi
 from flows.terminal import DEFAULT_STORE, Port, Store, console
 from flows.tools import TOOLS
 from infra.locks import lock_file, open_lock, try_lock
+from infra.supervisor import with_absolute_paths
 
 READY_TIMEOUT_S = 180.0
 DOWN_TIMEOUT_S = 45.0
@@ -247,11 +248,12 @@ def _start_serving(store: Path, home: Path) -> None:
             raise ServerError(f"another process holds {home / 'serving.lock'}")
         (home / "serving.json").unlink(missing_ok=True)
         (home / "serving.log").unlink(missing_ok=True)
-        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+        variables = {**os.environ, **with_absolute_paths(os.environ, Path.cwd())}
+        path = os.pathsep.join(filter(None, [variables.get("PYTHONPATH"), str(ROOT)]))
         with (home / "serving.log").open("ab") as log:
             subprocess.Popen(
                 [sys.executable, "-P", "-m", "flows.serving", str(store)],
-                env={**os.environ, "PYTHONPATH": path},
+                env={**variables, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

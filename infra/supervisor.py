@@ -93,6 +93,8 @@ _INHERITED_NAMES = """
     http_proxy https_proxy no_proxy all_proxy HTTP_PROXY HTTPS_PROXY NO_PROXY ALL_PROXY
 """
 _INHERITED_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "TORCH_", "TRITON_")
+_FOLDER_LISTS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SSL_CERT_DIR")
+_PATHS = ("TMPDIR", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 
 
 class JobError(Exception):
@@ -475,6 +477,8 @@ def _run_detached(spec: JobSpec, attempt: int, report_fd: int) -> None:
             # At a shutdown we outlive the program for the moment that it takes to write down its end.
             # A function, not SIG_IGN, because that would be passed on to the program.
             signal.signal(number, lambda *_: None)
+        with contextlib.suppress(FileNotFoundError):  # a folder that was removed: nothing is found there either
+            os.environ.update(with_absolute_paths(os.environ, Path.cwd()))
         os.chdir("/")
         own_output = internal_path(spec.run_dir, f"supervisor-{attempt}.txt")
         null = os.open(os.devnull, os.O_RDONLY)
@@ -490,6 +494,23 @@ def _run_detached(spec: JobSpec, attempt: int, report_fd: int) -> None:
     finally:
         sys.stderr.flush()
         os._exit(exit_code)
+
+
+def with_absolute_paths(variables: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """The variables that name paths of this process in `folder`, as a process in another folder needs them.
+
+    A part of PYTHONPATH or PATH that is empty means the folder itself; what begins with ~ or $ its readers expand.
+    """
+
+    def absolute(path: str) -> str:
+        return path if path.startswith(("/", "~", "$")) else str(folder / path)
+
+    lists = {
+        name: os.pathsep.join(map(absolute, variables[name].split(os.pathsep)))
+        for name in _FOLDER_LISTS
+        if variables.get(name)
+    }
+    return lists | {name: absolute(variables[name]) for name in _PATHS if variables.get(name)}
 
 
 def become_subreaper() -> None:

@@ -105,6 +105,37 @@ def test_eight_concurrent_starts_start_exactly_one(session: Session, run_dir: Pa
     assert (run_dir / "log.txt").read_text() == "started\n"
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "seen"),
+    [
+        ("PYTHONPATH", ".:/opt/x:own", "{here}:/opt/x:{here}/own"),
+        ("PYTHONPATH", "/opt/x:", "/opt/x:{here}"),
+        ("HF_HOME", "models", "{here}/models"),
+        ("HF_HOME", "~/models", "~/models"),
+    ],
+)
+def test_a_job_finds_what_relative_paths_of_its_environment_meant_here(
+    name: str, value: str, seen: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(name, value)
+    local = LocalSession(sys.executable)
+    start_or_attach(local, shell_spec(run_dir, f'echo "${name}"'))
+    wait_for_end(local, run_dir)
+    assert (run_dir / "log.txt").read_text() == seen.format(here=tmp_path) + "\n"
+
+
+def test_a_job_can_be_started_from_a_folder_that_was_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    local = LocalSession(sys.executable)
+    start_or_attach(local, shell_spec(run_dir, WRITE_RESULT))
+    assert wait_for_end(local, run_dir).state == JobState.FINISHED
+
+
 def test_the_next_attempt_gets_its_own_job_document(session: Session, run_dir: Path) -> None:
     start_or_attach(session, shell_spec(run_dir, "exit 3"))
     wait_for_end(session, run_dir)
