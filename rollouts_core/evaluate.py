@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import httpx
 import torch
@@ -20,7 +19,7 @@ import torch
 from rollouts_core.batch import build_batch
 from rollouts_core.concurrency import gather
 from rollouts_core.config import ENGINE_MARGINS, EvaluationConfig, ModelConfig, RolloutConfig
-from rollouts_core.data.chat import tokenize_prompt, tokenize_prompts
+from rollouts_core.data.chat import stop_token_ids, tokenize_prompt, tokenize_prompts
 from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.offline import generate_tokens
@@ -42,9 +41,6 @@ from rollouts_core.generate import (
 from rollouts_core.model.loading import check_attention, default_device, load_hf_model, load_tokenizer, pad_token_id
 from rollouts_core.resolve import resolve_environment
 from rollouts_core.types import Prompt, Sample, Status, group_samples
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 MAX_BATCH_TOKENS = 8192
 """Of demonstrations that are scored together, with their padding."""
@@ -73,10 +69,11 @@ async def generate_samples(
             engine = SGLangEngine("http://embedded", transport=httpx.ASGITransport(app=build_app(scheduler)))
             return await ask_engine(engine, model, prompts, config, num_running=num_slots)
     pending = list(itertools.chain(*pending_groups(prompts, config)))
+    ends = stop_token_ids(tokenizer)
     completions = generate_tokens(
         decoder,
         [prompt_tokens[sample.group_index] for sample in pending],
-        [_sampling_params(sample, config, tokenizer) for sample in pending],
+        [_sampling_params(sample, config, ends) for sample in pending],
     )
     return [
         complete_sample(sample, prompt_tokens[sample.group_index], _as_engine_completion(completion), tokenizer)
@@ -185,11 +182,11 @@ async def _generate_whole(
     )
 
 
-def _sampling_params(sample: Sample, config: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
+def _sampling_params(sample: Sample, config: RolloutConfig, ends: tuple[int, ...]) -> SamplingParams:
     return SamplingParams(
         temperature=config.sampling.temperature,
         max_new_tokens=config.sampling.max_new_tokens,
-        stop_token_ids=(int(tokenizer.eos_token_id),),
+        stop_token_ids=ends,
         sampling_seed=sampling_seed(config.seed, sample.group_index, sample.index),
     )
 

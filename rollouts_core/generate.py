@@ -19,7 +19,7 @@ from rollouts_core.agent import Trajectory, agent_integration, place_version_spa
 from rollouts_core.concurrency import gather
 from rollouts_core.config import RolloutConfig, SamplingConfig
 from rollouts_core.conversation import hold_conversation
-from rollouts_core.data.chat import tokenize_prompt, tokenize_prompts
+from rollouts_core.data.chat import stop_token_ids, tokenize_prompt, tokenize_prompts
 from rollouts_core.engines.in_flight import InFlightEngine, InterruptibleEngine
 from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
 from rollouts_core.environments.protocol import MultiTurnEnvironment, describe_tools, is_multi_turn
@@ -76,6 +76,7 @@ class CompletionGenerator:
         self.tokenizer = tokenizer
         self.config = config
         self.tools = tools
+        self._ends = stop_token_ids(tokenizer)
 
     async def __call__(self, group: Sequence[Sample]) -> list[Sample]:
         prompt_tokens = tokenize_prompt(self.tokenizer, group[0].messages, self.tools)
@@ -85,7 +86,7 @@ class CompletionGenerator:
                 GenerationRequest(
                     prompt_tokens=prompt_tokens,
                     sampling=self.config.sampling,
-                    stop_token_ids=(int(self.tokenizer.eos_token_id),),
+                    stop_token_ids=self._ends,
                     seed=sampling_seed(self.config.seed, sample.group_index, sample.index),
                 ),
                 sample.tokens[len(prompt_tokens) :],
@@ -133,6 +134,7 @@ class ConversationGenerator:
         self.tokenizer = tokenizer
         self.config = config
         self.environment = environment
+        self._ends = stop_token_ids(tokenizer)
         self._log = TurnLog()
         self._is_broken_off = False
 
@@ -174,7 +176,7 @@ class ConversationGenerator:
             request = GenerationRequest(
                 prompt_tokens=tokens,
                 sampling=sampling,
-                stop_token_ids=(int(self.tokenizer.eos_token_id),),
+                stop_token_ids=self._ends,
                 seed=sampling_seed(self.config.seed, pending.group_index, pending.index, turn),
                 affinity=pending.group_index,
             )

@@ -23,7 +23,7 @@ from typing import Any
 import anyio
 
 from rollouts_core.config import ModelConfig, RewardConfig
-from rollouts_core.data.chat import tokenize_prompt
+from rollouts_core.data.chat import stop_token_ids, tokenize_prompt
 from rollouts_core.errors import CheckpointError, ConfigError, RewardError
 from rollouts_core.http_service import HTTPService
 from rollouts_core.messages import first_line
@@ -172,7 +172,11 @@ def _create_native_judge(config: RewardConfig) -> AskJudge:
     """Asks in token ids, which the embedded engine takes, and an SGLang that runs without a tokenizer."""
     service = HTTPService(config.url, config)
     tokenizer = load_tokenizer(ModelConfig(path=config.model))
-    sampling = {"temperature": 0.0, "max_new_tokens": MAX_JUDGE_TOKENS, "stop_token_ids": [tokenizer.eos_token_id]}
+    sampling = {
+        "temperature": 0.0,
+        "max_new_tokens": MAX_JUDGE_TOKENS,
+        "stop_token_ids": list(stop_token_ids(tokenizer)),
+    }
 
     async def ask_judge(question: Message) -> float:
         body = {"input_ids": tokenize_prompt(tokenizer, [question]), "sampling_params": sampling}

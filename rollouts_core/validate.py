@@ -31,6 +31,7 @@ from rollouts_core.config import (
     SFTTrainingConfig,
     name_of_function,
 )
+from rollouts_core.data.chat import warn_of_endless_turns
 from rollouts_core.data.dataset import (
     CHUNK_ROWS,
     check_disjoint,
@@ -107,6 +108,7 @@ def validate_config(config: Config) -> list[str]:
         limit = config.evaluation.max_p_value
         check_num_rows(num_rows, limit, source="data.heldout", setting="evaluation.max_p_value")
     findings += [f"{prompts[name]}: {len(rows)} prompts" for name, rows in loaded.items()]
+    findings += warn_of_endless_turns(tokenizer)
     return findings + (warn_of_uncorrected_age(config) if config.mode != "sft" else [])
 
 
@@ -130,7 +132,7 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig]) -> list[s
         prompts = _load_checked_prompts(heldout, scored, tokenizer)
         check_answers(prompts, scored, source=heldout)
         check_functions(scored, prompts[0])
-        findings.append(f"{heldout}: {len(prompts)} prompts")
+        findings += [f"{heldout}: {len(prompts)} prompts", *warn_of_endless_turns(tokenizer)]
     return list(dict.fromkeys(findings))
 
 

@@ -106,6 +106,52 @@ def tokenize_reply(tokenizer: PreTrainedTokenizerBase, replies: Sequence[Message
     return tokens[1:] if sampled and tokens[:1] == [sampled[-1]] else tokens
 
 
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """What ends a completion: the tokenizer's end of sequence, and the token that ends a turn in the chat template.
+
+    Base models often have an end of sequence that no template writes; SFT teaches them the one of the template.
+    """
+    end = find_turn_end(tokenizer)
+    return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *([] if end is None else [end])]))
+
+
+def find_turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that the chat template writes behind what an assistant said; None where it writes text."""
+    special = tokenizer.added_tokens_decoder
+    for token in _encode_rest_of_turn(tokenizer):
+        if token in special:
+            return token
+        if tokenizer.decode([token]).strip():
+            return None
+    return None
+
+
+def warn_of_endless_turns(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """A sentence where nothing that the chat template writes could end a completion."""
+    if not (rest := _encode_rest_of_turn(tokenizer, default=[tokenizer.eos_token_id])):
+        found = "nothing behind what an assistant says"
+    elif find_turn_end(tokenizer) is None and tokenizer.eos_token_id not in rest:
+        found = f"{tokenizer.decode(rest)!r} behind what an assistant says, and no special token"
+    else:
+        return []
+    return [
+        f"the chat template writes {found}: only {tokenizer.eos_token!r} ends a completion, and SFT on conversations "
+        "does not teach it: let the template write it there"
+    ]
+
+
+def _encode_rest_of_turn(tokenizer: PreTrainedTokenizerBase, default: Sequence[int] = ()) -> Sequence[int]:
+    """The tokens that the template writes behind what an assistant said, `default` where it does not tell."""
+    if tokenizer.chat_template is None:
+        return default
+    said: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN_MARK}]
+    try:
+        _, mark, rest = _render(tokenizer, said, None, add_generation_prompt=False).partition(TURN_MARK)
+    except DataError:
+        return default
+    return encode_texts(tokenizer, [rest])[0] if mark else default
+
+
 def tokenize_conversation(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],

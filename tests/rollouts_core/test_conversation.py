@@ -120,6 +120,14 @@ def test_each_turn_reads_exactly_the_tokens_before_it_and_has_a_seed_of_its_own(
     assert [request.sampling.max_new_tokens for request in engine.requests] == [40, 34, 28]
 
 
+def test_a_turn_ends_where_the_template_ends_it(byte_tokenizer: PreTrainedTokenizerBase) -> None:
+    byte_tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
+    byte_tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    _, engine = converse([":"], byte_tokenizer)
+    ends = byte_tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    assert [request.stop_token_ids for request in engine.requests] == [tuple(ends)]
+
+
 def test_with_branching_each_turn_is_a_sample_that_ends_with_it(tokenizer: PreTrainedTokenizerBase) -> None:
     samples, engine = converse(["3", ":"], tokenizer, form="branching")
     assert [sample.turn for sample in samples] == [0, 1]

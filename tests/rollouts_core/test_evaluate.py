@@ -6,8 +6,11 @@ Without it a policy trained to use tools would be compared by its first turn alo
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +20,7 @@ from rollouts_core.engines.protocol import Completion, GenerationRequest
 from rollouts_core.environments import Conversation, Reply
 from rollouts_core.errors import RewardError
 from rollouts_core.evaluate import ask_engine, generate_samples, scores_by_prompt
+from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.resolve import resolve_reward_fn
 from rollouts_core.rewards import grade_group
 from rollouts_core.types import Message, Prompt, Sample, Status
@@ -87,6 +91,26 @@ def test_an_evaluation_has_completions_that_were_broken_off_completed(
     engine = InterruptedEngine(["3"], tokenizer)
     samples = asyncio.run(ask_engine(engine, base_model, [PROMPTS[1]], config, num_running=2))
     assert [(sample.status, sample.response) for sample in samples] == [(Status.COMPLETED, "33")] * 2
+
+
+def test_completions_end_where_the_template_ends_a_turn_although_the_model_ends_sequences_otherwise(
+    base_model: ModelConfig, tmp_path: Path
+) -> None:
+    """As with base models: their end of sequence is in no conversation that SFT teaches them."""
+    folder = tmp_path / "base"
+    shutil.copytree(base_model.path, folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    for name, end in (("config.json", {"eos_token_id": 0}), ("tokenizer_config.json", {"eos_token": "<|pad|>"})):
+        settings = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**settings, **end}))
+    model = ModelConfig(path=str(folder))
+    config = RolloutConfig(n_samples_per_prompt=4, sampling=SamplingConfig(max_new_tokens=300))
+    samples = asyncio.run(generate_samples(model, PROMPTS, config, num_slots=8))
+    [end_of_turn] = load_tokenizer(model).convert_tokens_to_ids(["<|end|>"])
+    assert any(sample.tokens[-1] == end_of_turn for sample in samples)
+    for sample in samples:
+        completion = [token for token, is_sampled in zip(sample.tokens, sample.loss_mask, strict=True) if is_sampled]
+        assert end_of_turn not in completion[:-1]
 
 
 def test_a_score_is_the_mean_reward_of_a_prompt() -> None:

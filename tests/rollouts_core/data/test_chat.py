@@ -13,10 +13,12 @@ from rollouts_core.data.chat import (
     TrainOn,
     Turn,
     compute_loss_mask,
+    stop_token_ids,
     tokenize_conversation,
     tokenize_conversations,
     tokenize_prompt,
     tokenize_reply,
+    warn_of_endless_turns,
 )
 from rollouts_core.errors import DataError
 from rollouts_core.model.loading import load_tokenizer
@@ -304,3 +306,51 @@ def test_a_template_that_loses_the_assistants_words_cannot_hold_a_conversation(
     own_tokenizer.chat_template = DROPS_EARLIER_ANSWERS
     with pytest.raises(DataError, match="does not write what an assistant said"):
         tokenize_reply(own_tokenizer, [Message(role="user", content="1")], [])
+
+
+@pytest.mark.parametrize(
+    ("behind", "ends"),
+    [
+        ("<|im_end|>", ["<|endoftext|>", "<|im_end|>"]),  # as base models of Qwen have it
+        (" \n<|im_end|>\n", ["<|endoftext|>", "<|im_end|>"]),
+        ("<|endoftext|>", ["<|endoftext|>"]),
+        ("###", ["<|endoftext|>"]),
+        (" stop<|im_end|>", ["<|endoftext|>"]),
+        ("", ["<|endoftext|>"]),
+    ],
+)
+def test_the_token_that_ends_a_turn_in_the_template_ends_completions(
+    behind: str, ends: list[str], byte_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    write_behind_turns(byte_tokenizer, behind)
+    assert list(stop_token_ids(byte_tokenizer)) == byte_tokenizer.convert_tokens_to_ids(ends)
+
+
+@pytest.mark.parametrize("template", [None, "{{ raise_exception('no') }}", "{{ messages[0].content }}"])
+def test_a_template_that_does_not_tell_leaves_the_end_of_sequence(
+    template: str | None, byte_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    byte_tokenizer.chat_template = template
+    assert stop_token_ids(byte_tokenizer) == (byte_tokenizer.eos_token_id,)
+    assert warn_of_endless_turns(byte_tokenizer) == []
+
+
+@pytest.mark.parametrize(
+    ("behind", "said"),
+    [("", "nothing behind what"), ("###\n", "'###\\n' behind what"), ("<|im_end|>", ""), ("###<|endoftext|>", "")],
+)
+def test_a_template_that_no_completion_can_end_by_is_told(
+    behind: str, said: str, byte_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    write_behind_turns(byte_tokenizer, behind)
+    warnings = warn_of_endless_turns(byte_tokenizer)
+    assert [f"the chat template writes {said}" in warning for warning in warnings] == [True] * bool(said)
+
+
+def write_behind_turns(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    """Give the tokenizer an end of sequence that its template need not write, and a template."""
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}" + text + "{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
