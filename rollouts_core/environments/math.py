@@ -1,4 +1,4 @@
-r"""Word problems with one final answer, as in GSM8K and MATH: it stands after `####` or in `\boxed{}`.
+r"""Word problems with one final answer, as in GSM8K and MATH: it stands in `\boxed{}` or after `####`.
 
 Which answers are equal is decided by the name of the environment, never by what happens to be installed:
 
@@ -90,21 +90,27 @@ def check_reference(answer: str) -> None:
 
 
 def final_answer(text: str) -> str | None:
-    r"""The last answer marked by `####`, else by `\boxed{}`, in a form that can be compared; None without one."""
+    r"""`marked_answer` in a form that can be compared; None without one."""
     answer = marked_answer(text)
     return None if answer is None else normalise_answer(answer)
 
 
 def marked_answer(text: str) -> str | None:
-    r"""The last answer marked by `####`, else by `\boxed{}`, as it is written; None without one."""
-    if after_hashes := HASHES.findall(text):
-        last: str = after_hashes[-1]
-        return _last_boxed(last) or last
-    return _last_boxed(text)
+    r"""The last answer in `\boxed{}` or as a number behind `####`, as it is written; None without one.
+
+    What else stands behind `####` may be a heading: it is the answer only where there is no other.
+    """
+    lines = list(HASHES.finditer(text))
+    numbers = [(line.start(), line[1]) for line in lines if _read_number(line[1]) is not None]
+    boxed = _last_boxed(text)
+    answers = numbers[-1:] + ([boxed] if boxed else [])
+    if answers:
+        return max(answers)[1]
+    return lines[-1][1] if lines else None
 
 
-def _last_boxed(text: str) -> str | None:
-    r"""What stands in the braces of the last `\boxed{...}`, which may hold further braces."""
+def _last_boxed(text: str) -> tuple[int, str] | None:
+    r"""Where the last `\boxed{...}` begins and what stands in its braces, which may hold further braces."""
     start = text.rfind(BOXED)
     if start < 0:
         return None
@@ -113,16 +119,27 @@ def _last_boxed(text: str) -> str | None:
     for place, character in enumerate(content):
         depth += {"{": 1, "}": -1}.get(character, 0)
         if depth == 0:
-            return content[:place]
+            return start, content[:place]
     return None
 
 
 def normalise_answer(answer: str) -> str:
     """An answer in a form that can be compared: a number without units, thousands' commas and needless zeros."""
-    bare = NOISE.sub("", THOUSANDS.sub("", answer.strip()))
-    try:
-        number = Decimal(bare).normalize()
-    except (InvalidOperation, Overflow):
-        return bare.lower()
+    number = _read_number(answer)
+    if number is None:
+        return _strip_noise(answer).lower()
     # Written out, 1e999999 has a million digits.
-    return format(number, "f") if number.is_finite() and abs(number.adjusted()) < MAX_EXPONENT else bare.lower()
+    is_short = number.is_finite() and abs(number.adjusted()) < MAX_EXPONENT
+    return format(number, "f") if is_short else _strip_noise(answer).lower()
+
+
+def _read_number(answer: str) -> Decimal | None:
+    """The number that an answer is, without units and marks; None for any other text."""
+    try:
+        return Decimal(_strip_noise(answer)).normalize()
+    except (InvalidOperation, Overflow):
+        return None
+
+
+def _strip_noise(answer: str) -> str:
+    return NOISE.sub("", THOUSANDS.sub("", answer.strip()))

@@ -133,6 +133,13 @@ def test_drawn_numbers_have_the_asked_number_of_digits(num_digits: int) -> None:
         ("#### 1e999999", "18", 0.0),
         ("#### -1e-9999999", "18", 0.0),
         ("#### 1e3", "1000", 1.0),
+        ("#### Step 1: double\n9 * 2 = 18, so \\boxed{18}", "18", 1.0),
+        ("\\boxed{18}\n\n#### Explanation\nTwice nine.", "18", 1.0),
+        ("#### 18\n\n#### Explanation\nTwice nine.", "18", 1.0),
+        ("#### 18\nNo, it is \\boxed{19}", "18", 0.0),
+        ("\\boxed{19}\nNo, it is\n#### 18", "18", 1.0),
+        ("#### \\boxed{18}", "18", 1.0),
+        ("#### x + 1", "x+1", 1.0),
     ],
 )
 def test_the_last_marked_answer_decides(response: str, answer: str, reward: float) -> None:
