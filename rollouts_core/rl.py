@@ -94,7 +94,13 @@ async def run_rl_training(
     async with (
         beside_event_loop(backend, is_needed=rollout_manager.config.max_staleness > 0) as trainer,
         RunCheckpoints(
-            trainer, checkpoint_dir, config, settings=settings, events=events, is_end_asked=is_end_asked
+            trainer,
+            checkpoint_dir,
+            config,
+            settings=settings,
+            scored_by="reward",
+            events=events,
+            is_end_asked=is_end_asked,
         ) as checkpoints,
     ):
         handed_over = partial(memory_handed_over, trainer, inference_engines, is_colocated=is_colocated)

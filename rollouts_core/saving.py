@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import anyio
 from pydantic import BaseModel
@@ -39,8 +39,8 @@ from rollouts_core.metrics import EventLog
 
 logger = logging.getLogger(__name__)
 
-SCORED_METRICS = ("reward", "eval_loss", "loss")
-"""What `score_steps` reads."""
+ScoredBy = Literal["reward", "eval_loss", "loss"]
+"""Which metric the checkpoints of a run are compared by: the same for all of them."""
 
 
 class _Save(NamedTuple):
@@ -60,6 +60,7 @@ class RunCheckpoints:
     Args:
         directory: where they lie; None neither writes nor goes on from any.
         settings: what `describe_settings` gave: a checkpoint of others is refused.
+        scored_by: what `score_steps` reads; a checkpoint of steps that do not have it has no score.
         is_end_asked: looked at after every step; True ends the training there, with a checkpoint.
     """
 
@@ -70,6 +71,7 @@ class RunCheckpoints:
         config: SFTTrainingConfig | RLTrainingConfig,
         *,
         settings: Mapping[str, Any],  # Any: JSON
+        scored_by: ScoredBy = "loss",
         events: EventLog | None = None,
         is_end_asked: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -77,6 +79,7 @@ class RunCheckpoints:
         self.directory = directory
         self.config = config
         self.settings = settings
+        self.scored_by = scored_by
         self.events = events
         self.is_end_asked = is_end_asked
         self._saving: _Save | None = None
@@ -136,11 +139,11 @@ class RunCheckpoints:
             self._write_event("finished_early", step=step, num_steps=self.config.num_steps)
         if self.directory is None:
             return ends_here
-        self._window.append({name: metrics[name] for name in SCORED_METRICS if name in metrics})
+        self._window.append({name: value for name, value in metrics.items() if name == self.scored_by})
         if not (ends_here or self.is_due(step)):
             return False
         await self._settle(wait=True)
-        score = score_steps(self._window)
+        score = score_steps(self._window, self.scored_by)
         if step % self.config.checkpoint_every == 0:
             self._window = []
         state = {
@@ -246,18 +249,19 @@ def check_same_settings(
     return changed
 
 
-def score_steps(window: Sequence[Metrics]) -> float | None:
+def score_steps(window: Sequence[Metrics], scored_by: ScoredBy) -> float | None:
     """How good the policy was over some steps, higher is better: what keep-best goes by.
 
-    The mean reward in RL; in SFT minus the last evaluation's loss, or minus the mean training loss where none fell
-    into these steps.
+    The mean reward, minus the mean training loss, or minus the loss of the last evaluation; None where none of the
+    steps has it.
     """
-    if rewards := [metrics["reward"] for metrics in window if "reward" in metrics]:
-        return sum(rewards) / len(rewards)
-    if evaluations := [metrics["eval_loss"] for metrics in window if "eval_loss" in metrics]:
-        return -evaluations[-1]
-    losses = [metrics["loss"] for metrics in window if "loss" in metrics]
-    return -sum(losses) / len(losses) if losses else None
+    values = [metrics[scored_by] for metrics in window if scored_by in metrics]
+    if not values:
+        return None
+    if scored_by == "eval_loss":
+        return -values[-1]
+    mean = sum(values) / len(values)
+    return mean if scored_by == "reward" else -mean
 
 
 def _show(settings: Mapping[str, Any], name: str) -> str:  # Any: JSON

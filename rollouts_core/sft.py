@@ -64,7 +64,13 @@ async def run_sft_training(
     settings = describe_settings(config, known_inputs)
     history: list[Metrics] = []
     async with RunCheckpoints(
-        backend, checkpoint_dir, config, settings=settings, events=events, is_end_asked=is_end_asked
+        backend,
+        checkpoint_dir,
+        config,
+        settings=settings,
+        scored_by="eval_loss" if eval_samples else "loss",
+        events=events,
+        is_end_asked=is_end_asked,
     ) as checkpoints:
         state = await checkpoints.resume()
         start_step = state["step"] if state else 0

@@ -27,7 +27,7 @@ from rollouts_core.config import (
 )
 from rollouts_core.errors import CheckpointError
 from rollouts_core.metrics import EventLog, read_json_lines
-from rollouts_core.saving import RunCheckpoints, check_same_settings, describe_settings, score_steps
+from rollouts_core.saving import RunCheckpoints, ScoredBy, check_same_settings, describe_settings, score_steps
 from rollouts_core.sft import run_sft_training
 from rollouts_core.types import Sample
 from tests.rollouts_core.histories import without_times
@@ -160,18 +160,38 @@ def test_the_best_stay_besides_the_newest(tmp_path: Path) -> None:
     }
 
 
+def test_checkpoints_without_an_evaluation_are_not_compared_with_those_that_have_one(tmp_path: Path) -> None:
+    """The training loss of packed rows is mostly below that of held-out ones, and would always win."""
+    backend = SlowDiskBackend()
+    backend.may_write.set()
+    evaluated = {4: {"eval_loss": 30.0}, 8: {"eval_loss": 40.0}}
+
+    async def loop() -> None:
+        config = CONFIG.model_copy(update={"keep_best": 1})
+        async with RunCheckpoints(backend, tmp_path, config, settings={}, scored_by="eval_loss") as checkpoints:
+            for step in range(1, config.num_steps + 1):
+                await checkpoints.after_step(step, {"loss": 1.0, **evaluated.get(step, {})})
+
+    asyncio.run(loop())
+    assert {path.name: load_manifest(path).score for path in list_checkpoints(tmp_path)} == {
+        "step_000004": -30.0,
+        "step_000008": -40.0,
+    }
+
+
 @pytest.mark.parametrize(
-    ("window", "score"),
+    ("window", "scored_by", "score"),
     [
-        ([{"reward": 0.5, "loss": 9.0}, {"reward": 1.0}], 0.75),
-        ([{"loss": 2.0}, {"loss": 4.0}], -3.0),
-        ([{"loss": 2.0, "eval_loss": 5.0}, {"loss": 4.0, "eval_loss": 1.0}, {"loss": 9.0}], -1.0),
-        ([{"skipped": 1.0}], None),
-        ([], None),
+        ([{"reward": 0.5, "loss": 9.0}, {"loss": 1.0}, {"reward": 1.0}], "reward", 0.75),
+        ([{"loss": 2.0}], "reward", None),
+        ([{"loss": 2.0}, {"loss": 4.0}], "loss", -3.0),
+        ([{"loss": 2.0, "eval_loss": 5.0}, {"loss": 4.0, "eval_loss": 1.0}, {"loss": 9.0}], "eval_loss", -1.0),
+        ([{"loss": 2.0}], "eval_loss", None),
+        ([], "loss", None),
     ],
 )
-def test_a_score_is_higher_for_a_better_policy(window: list[Metrics], score: float | None) -> None:
-    assert score_steps(window) == score
+def test_a_score_is_higher_for_a_better_policy(window: list[Metrics], scored_by: ScoredBy, score: float | None) -> None:
+    assert score_steps(window, scored_by) == score
 
 
 def reward_nothing(sample: Sample) -> float:
