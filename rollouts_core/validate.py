@@ -40,6 +40,7 @@ from rollouts_core.data.dataset import (
     load_prompts_from_jsonl,
     sample_rules,
 )
+from rollouts_core.data.held_out import HeldOutRows, key_of_prompt, read_held_out, watch_rows
 from rollouts_core.data.rows import load_rows, open_rows, resolve_revision
 from rollouts_core.embedded.architecture import load_architecture
 from rollouts_core.environments import ENVIRONMENTS
@@ -80,8 +81,9 @@ def validate_config(config: Config) -> list[str]:
     tokenizer = load_tokenizer(config.model)
     check_model_vocabulary(config.model, tokenizer)
     findings = [f"model {config.model.path}: tokenizer with {len(tokenizer)} tokens"]
+    held_out = _read_held_out(config)
     if config.mode != "rl":
-        findings += check_demonstrations(config, tokenizer)
+        findings += check_demonstrations(config, tokenizer, held_out)
         if config.data.sft_eval:
             path = config.data.sft_eval
             findings.append(_check_demonstrations(DatasetConfig(path=path), config, tokenizer).sentence(path))
@@ -91,7 +93,7 @@ def validate_config(config: Config) -> list[str]:
             for path in (config.data.selection, config.data.heldout)
         ]
         check_other_rows(config.data.selection, config.data.heldout)
-        return findings
+        return findings + check_held_out(held_out)
     prompts = {"selection": config.data.selection, "heldout": config.data.heldout}
     if config.mode != "sft" and config.data.rollouts:
         folder, vocab_size = Path(config.data.rollouts), num_embedded_tokens(config.model) or len(tokenizer)
@@ -100,6 +102,7 @@ def validate_config(config: Config) -> list[str]:
         prompts["prompts"] = config.data.prompts
     loaded = {name: _load_checked_prompts(path, config, tokenizer) for name, path in prompts.items()}
     check_disjoint(loaded["selection"], loaded["heldout"], names=("data.selection", "data.heldout"))
+    findings += check_held_out(held_out, loaded.get("prompts", ()), source=prompts.get("prompts", ""))
     for name, rows in loaded.items():
         check_answers(rows, config, source=prompts[name])
     check_functions(config, loaded["heldout"][0])
@@ -150,8 +153,13 @@ def warn_of_uncorrected_age(config: Config) -> list[str]:
     ]
 
 
-def check_demonstrations(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def check_demonstrations(
+    config: Config, tokenizer: PreTrainedTokenizerBase, held_out: Sequence[HeldOutRows] = ()
+) -> list[str]:
     """Read every row that SFT would, or the first of each dataset where they are streamed; a sentence per dataset.
+
+    Args:
+        held_out: told of every row that is read.
 
     Raises:
         DataError: a row or a dataset that cannot be trained on.
@@ -160,7 +168,7 @@ def check_demonstrations(config: Config, tokenizer: PreTrainedTokenizerBase) -> 
     num_epoch_rows = 0.0
     sft = config.training.sft
     for dataset in config.demonstrations:
-        counts = _check_demonstrations(dataset, config, tokenizer)
+        counts = _check_demonstrations(dataset, config, tokenizer, held_out)
         findings.append(counts.sentence(dataset.path))
         share = dataset.repeat * counts.num_rows / counts.num_checked
         kept = counts.num_checked - counts.num_dropped
@@ -383,6 +391,17 @@ def check_other_rows(first: str, second: str) -> None:
             )
 
 
+def check_held_out(held_out: Sequence[HeldOutRows], prompts: Sequence[Prompt] = (), *, source: str = "") -> list[str]:
+    """Look for prompts of RL among the rows that are held out; a sentence where a few of these are trained on.
+
+    Raises:
+        DataError: more than a few of them are, as demonstrations that were looked at before or as prompts.
+    """
+    for each, prompt in itertools.product(held_out, prompts):
+        each.look_for([key_of_prompt(prompt)], source, prompt.row)
+    return [sentence for each in held_out for sentence in each.check()]
+
+
 def check_functions(config: Config, prompt: Prompt) -> None:
     """Find the user's functions, grade an empty completion of `prompt`, and filter a group of it.
 
@@ -441,7 +460,12 @@ class _Counts:
         return f"{path}: {kept} demonstrations{checked}, {self.num_trained} trained tokens{cut}{dropped}"
 
 
-def _check_demonstrations(dataset: DatasetConfig, config: Config, tokenizer: PreTrainedTokenizerBase) -> _Counts:
+def _check_demonstrations(
+    dataset: DatasetConfig,
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: Sequence[HeldOutRows] = (),
+) -> _Counts:
     commit = resolve_revision(dataset.path, dataset.revision)  # a name that is wrong is told at once
     table = open_rows(dataset.path, split=dataset.split, subset=dataset.subset, revision=commit)
     num_rows = count_used_rows(table, dataset)
@@ -449,7 +473,8 @@ def _check_demonstrations(dataset: DatasetConfig, config: Config, tokenizer: Pre
     chunks = (range(i, min(i + CHUNK_ROWS, num_checked)) for i in range(0, num_checked, CHUNK_ROWS))
     rows = (row for chunk in chunks for row in table.read(chunk))
     num_kept = num_cut = num_tokens = num_trained = 0
-    for sample in iterate_samples(rows, dataset.path, tokenizer, sample_rules(config.training.sft)):
+    watched = watch_rows(rows, dataset.path, config.evaluation.metric, held_out)
+    for sample in iterate_samples(watched, dataset.path, tokenizer, sample_rules(config.training.sft)):
         if sample is not None:
             num_kept += 1
             num_cut += sample.status is Status.TRUNCATED
@@ -458,6 +483,13 @@ def _check_demonstrations(dataset: DatasetConfig, config: Config, tokenizer: Pre
     if num_kept == 0 and num_checked == num_rows:
         raise DataError(f"{dataset.path}: all {num_rows} rows are longer than training.sft.max_length: raise it")
     return _Counts(num_rows, num_checked, num_checked - num_kept, num_cut, num_tokens, num_trained)
+
+
+def _read_held_out(config: Config) -> list[HeldOutRows]:
+    """The rows that checkpoints are chosen by, and those that grade the chosen ones."""
+    paths = {"data.selection": config.data.selection, "data.heldout": config.data.heldout}
+    num_used = config.evaluation.max_prompts
+    return [read_held_out(name, path, config.evaluation.metric, max_rows=num_used) for name, path in paths.items()]
 
 
 def _load_checked_prompts(path: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:

@@ -104,6 +104,23 @@ def test_a_demonstration_of_the_selection_among_the_heldout_ones_is_named(folder
     assert_refused(config, "heldout.jsonl, row 2 is also row 1 of", "remove it from one of them")
 
 
+@pytest.mark.parametrize("trained", ["sft", "prompts"])
+@pytest.mark.parametrize("held_out", ["selection", "heldout"])
+def test_training_on_rows_that_models_are_compared_on_is_refused(folder: Path, trained: str, held_out: str) -> None:
+    row = json.loads((folder / f"{held_out}.jsonl").read_text().splitlines()[3])
+    demonstration = {"prompt": row["prompt"], "completion": ":2"}
+    write_rows(folder / f"{trained}.jsonl", [GOOD_ROW | {"answer": "2"}, demonstration | {"answer": row["answer"]}])
+    words = f"1 of 20 rows of data.{held_out} are also trained on (row 4 is row 2 of "
+    assert_refused(write_config(folder), words, f"{trained}.jsonl)")
+
+
+def test_a_demonstration_whose_loss_grades_is_not_trained_on(folder: Path) -> None:
+    for name, row in (("sft", GOOD_ROW), ("selection", {"text": "1"}), ("heldout", GOOD_ROW)):
+        write_rows(folder / f"{name}.jsonl", [row])
+    config = write_config(folder, mode="sft", evaluation__metric="loss")
+    assert_refused(config, "1 of 1 rows of data.heldout are also trained on (row 1 is row 1 of ", "sft.jsonl)")
+
+
 def delete(*patterns: str) -> Change:
     """Delete the files of these names."""
     return lambda model: [path.unlink() for pattern in patterns for path in model.glob(pattern)]

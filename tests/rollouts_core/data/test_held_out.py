@@ -1,0 +1,100 @@
+"""Pins that rows which models are compared on are noticed when they are trained on.
+
+Without it a model that learnt the answers by heart is reported as an improvement.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollouts_core.data.dataset import load_prompts_from_jsonl
+from rollouts_core.data.held_out import HeldOutRows, Metric, key_of_prompt, read_held_out, watch_rows
+from rollouts_core.errors import DataError
+
+SUM = {"role": "user", "content": "1+1=?"}
+ANSWER = {"role": "assistant", "content": "2"}
+OTHER = {"role": "user", "content": "7"}
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def look_at(folder: Path, held_out: list[dict[str, Any]], trained: list[dict[str, Any]], metric: Metric) -> HeldOutRows:
+    rows = read_held_out("data.heldout", str(write_rows(folder / "heldout.jsonl", held_out)), metric)
+    assert list(watch_rows(enumerate(trained, 1), "sft.jsonl", metric, [rows])) == list(enumerate(trained, 1))
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("trained", "is_found"),
+    [
+        ({"prompt": "1+1=?", "completion": "another answer"}, True),
+        ({"messages": [SUM, ANSWER]}, True),
+        ({"messages": [SUM, ANSWER, OTHER, ANSWER]}, True),
+        ({"messages": [OTHER, ANSWER, SUM, ANSWER]}, False),
+        ({"prompt": "1+1=? ", "completion": "2"}, False),
+        ({"text": "1+1=?"}, False),
+        ({"no": "demonstration"}, False),
+    ],
+)
+def test_a_held_out_prompt_that_is_answered_in_a_demonstration_is_found(
+    trained: dict[str, Any], is_found: bool, tmp_path: Path
+) -> None:
+    rows = look_at(tmp_path, [{"prompt": "3"}, {"prompt": "1+1=?"}], [{"text": "7"}, trained], "accuracy")
+    if is_found:
+        with pytest.raises(
+            DataError, match=r"1 of 2 rows of data\.heldout .*\(row 2 is row 2 of sft\.jsonl\): .*remove"
+        ):
+            rows.check()
+    else:
+        assert rows.check() == []
+
+
+@pytest.mark.parametrize(
+    ("trained", "is_found"),
+    [
+        ({"prompt": "1+1=?", "completion": "2"}, True),
+        ({"messages": [SUM, ANSWER]}, True),
+        ({"prompt": "1+1=?", "completion": "3"}, False),
+        ({"text": "a page"}, True),
+    ],
+)
+def test_a_held_out_demonstration_is_found_where_all_that_it_says_is_trained_on(
+    trained: dict[str, Any], is_found: bool, tmp_path: Path
+) -> None:
+    held_out = [{"text": "a page"}, {"prompt": "1+1=?", "completion": "2"}]
+    rows = look_at(tmp_path, held_out, [trained], "loss")
+    if is_found:
+        with pytest.raises(DataError, match=r"1 of 2 rows of data\.heldout are also trained on"):
+            rows.check()
+    else:
+        assert rows.check() == []
+
+
+def test_a_prompt_of_rl_that_is_held_out_is_found_whatever_its_id(tmp_path: Path) -> None:
+    rows = look_at(tmp_path, [{"id": "a", "prompt": "1+1=?", "answer": "2"}], [], "accuracy")
+    [prompt] = load_prompts_from_jsonl(write_rows(tmp_path / "p.jsonl", [{"id": "b", "messages": [SUM]}]))
+    rows.look_for([key_of_prompt(prompt)], "p.jsonl", prompt.row)
+    with pytest.raises(DataError, match=r"row 1 is row 1 of p\.jsonl"):
+        rows.check()
+
+
+def test_a_few_of_many_are_told_and_no_reason_to_stop(tmp_path: Path) -> None:
+    """Two datasets of the hub often have a few sentences in common."""
+    held_out = [{"prompt": f"{number}"} for number in range(200)]
+    trained = [{"prompt": f"{number}", "completion": "x"} for number in range(3)]
+    [sentence] = look_at(tmp_path, held_out, trained[:2], "accuracy").check()
+    assert sentence.startswith("2 of 200 rows of data.heldout are also trained on (row 1 is row 1 of")
+    with pytest.raises(DataError, match="3 of 200"):
+        look_at(tmp_path, held_out, trained, "accuracy").check()
+
+
+def test_rows_that_are_not_compared_may_be_trained_on(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "h.jsonl", [{"prompt": "3"}, {"prompt": "1+1=?"}])
+    rows = read_held_out("data.heldout", str(path), "accuracy", max_rows=1)
+    list(watch_rows([(1, {"messages": [SUM, ANSWER]})], "sft.jsonl", "accuracy", [rows]))
+    assert rows.check() == []
