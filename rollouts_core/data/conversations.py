@@ -24,6 +24,8 @@ Row = Mapping[str, Any]  # Any: JSON values of a user's file
 
 COMPLETION_KEYS = ("completion", "response")
 KNOWN_KEYS = ["messages", "prompt", *COMPLETION_KEYS, "text", "tools"]
+PROMPT_ELSEWHERE = ("question", "instruction", "problem", "query", "input")
+"""What datasets of others call a prompt; the likelier first."""
 MAX_SHOWN_CHARS = 80
 
 
@@ -81,6 +83,10 @@ def describe_keys(row: Row) -> str:
         return (
             f"{found}; ShareGPT's `conversations` (`from`, `value`) must be converted to `messages` (`role`, `content`)"
         )
+    if not {"prompt", "messages", "text"}.intersection(keys):
+        for name in PROMPT_ELSEWHERE:
+            if name in keys:
+                return f"{found}; did you mean prompt? rename {name}"
     hints = (closest_name(key, KNOWN_KEYS) for key in keys if key not in KNOWN_KEYS)
     return (found or "no field at all") + next((hint for hint in hints if "did you mean" in hint), "")
 

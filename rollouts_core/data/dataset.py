@@ -348,6 +348,11 @@ def _build_prompt(row: Row, number: int, *, default_id: str) -> Prompt:
         raise DataError(f"`prompt` must be text or a list of messages, found {type(row['prompt']).__name__}")
     else:
         raise DataError(f"expected `prompt` or `messages`; found {describe_keys(row)}")
+    if messages[-1]["role"] == "assistant":
+        raise DataError(
+            "the prompt ends with a turn of the assistant, which the policy is to give: remove that turn, or put it "
+            "into `answer` where graders compare with it"
+        )
     return Prompt(
         id=default_id if row.get("id") is None else str(row["id"]),
         messages=tuple(messages),

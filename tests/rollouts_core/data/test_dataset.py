@@ -179,8 +179,9 @@ def test_an_id_and_an_answer_that_are_null_count_as_absent(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("key", ["messages", "prompt"])
 def test_a_prompt_may_be_a_conversation(tmp_path: Path, key: str) -> None:
-    [prompt] = load_prompts_from_jsonl(write_rows(tmp_path / "p.jsonl", [{key: CONVERSATION}]))
-    assert prompt.messages == tuple(CONVERSATION)
+    conversation = [*CONVERSATION, {"role": "user", "content": "and 2+2=?"}]
+    [prompt] = load_prompts_from_jsonl(write_rows(tmp_path / "p.jsonl", [{key: conversation}]))
+    assert prompt.messages == tuple(conversation)
 
 
 def test_prompts_without_an_id_are_named_by_file_and_row(tmp_path: Path) -> None:
@@ -191,7 +192,13 @@ def test_prompts_without_an_id_are_named_by_file_and_row(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"question": "x"}, "expected `prompt` or `messages`; found question"),
+        ({"question": "x"}, r"expected `prompt` or `messages`; found question; did you mean prompt\? rename question"),
+        ({"input": "", "instruction": "x"}, r"found input, instruction; did you mean prompt\? rename instruction"),
+        ({"promt": "x", "query": None}, r"found promt; did you mean prompt\?$"),
+        (
+            {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]},
+            "ends with a turn of the assistant, which the policy is to give: remove that turn",
+        ),
         ({"prompt": 3}, "`prompt` must be text or a list of messages, found int"),
         ({"prompt": []}, "at least one message"),
         ({"messages": None}, r"expected `prompt` or `messages`; found messages \(null\)"),
