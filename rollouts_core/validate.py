@@ -31,7 +31,7 @@ from rollouts_core.config import (
     SFTTrainingConfig,
     name_of_function,
 )
-from rollouts_core.data.chat import warn_of_endless_turns
+from rollouts_core.data.chat import encode_texts, tokenize_prompt, warn_of_endless_turns
 from rollouts_core.data.dataset import (
     CHUNK_ROWS,
     check_disjoint,
@@ -43,11 +43,12 @@ from rollouts_core.data.dataset import (
 from rollouts_core.data.held_out import HeldOutRows, key_of_prompt, read_held_out, watch_rows
 from rollouts_core.data.rows import load_rows, open_rows, resolve_revision
 from rollouts_core.embedded.architecture import load_architecture
+from rollouts_core.engines.protocol import Completion
 from rollouts_core.environments import ENVIRONMENTS
-from rollouts_core.environments.protocol import describe_tools
+from rollouts_core.environments.protocol import Outcome, describe_tools, is_multi_turn
 from rollouts_core.errors import CheckpointError, ConfigError, DataError, EnvironmentUnavailableError, RewardError
 from rollouts_core.filters import FilterDecision, FilterFn
-from rollouts_core.generate import build_pending_group, check_prompt_lengths
+from rollouts_core.generate import build_pending_group, check_prompt_lengths, complete_sample
 from rollouts_core.messages import first_line
 from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.offline_rollouts import check_rollouts
@@ -55,7 +56,7 @@ from rollouts_core.resolve import resolve_environment, resolve_filter_fn, resolv
 from rollouts_core.rewards import REWARDS, check_reward_row, grade_sample
 from rollouts_core.saving import check_same_settings, describe_settings
 from rollouts_core.time_limits import interrupt_after
-from rollouts_core.types import Prompt, Sample, Status
+from rollouts_core.types import Message, Prompt, Sample, Status
 from rollouts_core.user_code import describe_raised
 
 if TYPE_CHECKING:
@@ -68,6 +69,9 @@ MODEL_FILES = {
 }
 """What a model's folder must hold, and the names under which it may."""
 NUM_STREAMED_ROWS_CHECKED = 10_000
+TRIED_TEXT = "It is 2."
+"""What rewards are tried with where the prompt has no answer."""
+MAX_SHOWN_CHARS = 80
 
 
 def validate_config(config: Config) -> list[str]:
@@ -105,7 +109,7 @@ def validate_config(config: Config) -> list[str]:
     findings += check_held_out(held_out, loaded.get("prompts", ()), source=prompts.get("prompts", ""))
     for name, rows in loaded.items():
         check_answers(rows, config, source=prompts[name])
-    check_functions(config, loaded["heldout"][0])
+    check_functions(config, loaded["heldout"][0], tokenizer)
     if config.mode != "sft":
         num_rows = min(len(loaded["heldout"]), config.evaluation.max_prompts)
         limit = config.evaluation.max_p_value
@@ -134,7 +138,7 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig]) -> list[s
             continue
         prompts = _load_checked_prompts(heldout, scored, tokenizer)
         check_answers(prompts, scored, source=heldout)
-        check_functions(scored, prompts[0])
+        check_functions(scored, prompts[0], tokenizer)
         findings += [f"{heldout}: {len(prompts)} prompts", *warn_of_endless_turns(tokenizer)]
     return list(dict.fromkeys(findings))
 
@@ -402,8 +406,8 @@ def check_held_out(held_out: Sequence[HeldOutRows], prompts: Sequence[Prompt] = 
     return [sentence for each in held_out for sentence in each.check()]
 
 
-def check_functions(config: Config, prompt: Prompt) -> None:
-    """Find the user's functions, grade an empty completion of `prompt`, and filter a group of it.
+def check_functions(config: Config, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Find the user's functions, grade completions of `prompt`, an empty one and its answer, and filter a group.
 
     Raises:
         ConfigError: a name that stands for nothing.
@@ -412,20 +416,58 @@ def check_functions(config: Config, prompt: Prompt) -> None:
     filter_fn = resolve_filter_fn(config.rollout)
     if config.rollout.generate_fn != "":
         resolve_generate_fn(config.rollout)
-    reward_fn = resolve_reward_fn(config.rollout)
-    empty = replace(build_pending_group(prompt, group_index=0, size=1)[0], status=Status.COMPLETED)
-    try:
-        graded = asyncio.run(grade_sample(empty, reward_fn, timeout_s=config.rollout.reward_timeout_s))
-    except EnvironmentUnavailableError as error:
-        raise ConfigError(f"an empty completion cannot be graded: {error}") from error
-    if graded.reward is None and config.training.rl.advantage.unscored == "error":
-        raise RewardError(
-            f"reward function {name_of_function(reward_fn)} on an empty completion returned None: expected a finite "
-            'number, or training.rl.advantage.unscored = "exclude" where some completions cannot be scored'
-        )
+    texts = ("", prompt.answer or TRIED_TEXT)
+    completions = [build_completion(prompt, text, tokenizer, config.rollout) for text in texts]
+    graded = asyncio.run(_grade_each(completions, config))
     if filter_fn is not None:
-        group = [graded] * config.rollout.n_samples_per_prompt
+        group = [graded[0]] * config.rollout.n_samples_per_prompt
         _check_filter(filter_fn, group, timeout_s=config.rollout.reward_timeout_s)
+
+
+def build_completion(prompt: Prompt, text: str, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> Sample:
+    """What rewards are given when a policy says this text and stops."""
+    [pending] = build_pending_group(prompt, group_index=0, size=1)
+    environment = resolve_environment(rollout)
+    tokens = [*encode_texts(tokenizer, [text])[0], int(tokenizer.eos_token_id)]
+    completion = Completion(
+        tokens=tokens,
+        logprobs=[0.0] * len(tokens),
+        status=Status.COMPLETED,
+        finish_reason="stop",
+        version_spans=(),
+    )
+    prompt_tokens = tokenize_prompt(tokenizer, prompt.messages, describe_tools(environment))
+    sample = replace(complete_sample(pending, prompt_tokens, completion, tokenizer), response=text)
+    if not is_multi_turn(environment):
+        return sample
+    said: Message = {"role": "assistant", "content": text}
+    held = {"conversation": [*prompt.messages, said], "outcomes": [Outcome.OK.value]}
+    return replace(sample, metadata={**sample.metadata, **held})
+
+
+async def _grade_each(completions: Sequence[Sample], config: Config) -> list[Sample]:
+    """The completions with their rewards, in the one event loop that the services of rewards belong to."""
+    reward_fn = resolve_reward_fn(config.rollout)
+    graded = []
+    for completion in completions:
+        what = (
+            f"the completion {completion.response[:MAX_SHOWN_CHARS]!r}"
+            if completion.response
+            else "an empty completion"
+        )
+        try:
+            sample = await grade_sample(completion, reward_fn, timeout_s=config.rollout.reward_timeout_s)
+        except EnvironmentUnavailableError as error:
+            raise ConfigError(f"{what} cannot be graded: {error}") from error
+        except RewardError as error:
+            raise RewardError(f"{error}; it was given {what}") from error
+        if sample.reward is None and config.training.rl.advantage.unscored == "error":
+            raise RewardError(
+                f"reward function {name_of_function(reward_fn)} on {what} returned None: expected a finite "
+                'number, or training.rl.advantage.unscored = "exclude" where some completions cannot be scored'
+            )
+        graded.append(sample)
+    return graded
 
 
 def _check_filter(filter_fn: FilterFn, group: list[Sample], *, timeout_s: float) -> None:

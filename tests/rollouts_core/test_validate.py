@@ -18,8 +18,8 @@ from rollouts_core.checkpoint import new_checkpoint
 from rollouts_core.comparison import compare_paired
 from rollouts_core.config import Config, RewardConfig, RLTrainingConfig, RolloutConfig
 from rollouts_core.data.dataset import load_prompts_from_jsonl
-from rollouts_core.environments import ENVIRONMENTS
-from rollouts_core.errors import CheckpointError, ConfigError, DataError
+from rollouts_core.environments import ENVIRONMENTS, Conversation, Reply
+from rollouts_core.errors import CheckpointError, ConfigError, DataError, RewardError
 from rollouts_core.generate import check_prompt_lengths
 from rollouts_core.saving import describe_settings
 from rollouts_core.types import Sample
@@ -211,10 +211,40 @@ def test_a_long_prompt_behind_an_empty_line_is_named_by_its_row(
         check_prompt_lengths(load_prompts_from_jsonl(path), tokenizer, max_tokens=20, source=str(path))
 
 
-def test_a_grader_that_is_not_available_is_found_before_the_run() -> None:
+def test_a_grader_that_is_not_available_is_found_before_the_run(tokenizer: PreTrainedTokenizerBase) -> None:
     service = RewardConfig(kind="http", url="http://127.0.0.1:9/score", max_retries=0)
     with pytest.raises(ConfigError, match=r"cannot be graded.* on prompt 'p0': http://127.0.0.1:9/score gave"):
-        check_functions(with_rollout(rewards=(service,)), make_prompts(1)[0])
+        check_functions(with_rollout(rewards=(service,)), make_prompts(1)[0], tokenizer)
+
+
+def fails_for_text(sample: Sample) -> float:
+    return 1 / len(sample.tokens) if not sample.response else float(sample.response.index("="))
+
+
+@pytest.mark.parametrize(("answer", "tried"), [("-713", "-713"), ("", "It is 2.")])
+def test_a_reward_that_fails_for_a_usual_completion_is_found_before_the_run(
+    answer: str, tried: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prompt = replace(make_prompts(1)[0], answer=answer)
+    with pytest.raises(RewardError, match=rf"raised ValueError: .*; it was given the completion '{tried}'$"):
+        check_functions(with_rollout(reward_fn=f"{__name__}:fails_for_text"), prompt, tokenizer)
+
+
+class ReadsTheConversation:
+    """As docs/environments.md says that a grade may."""
+
+    async def respond(self, conversation: Conversation) -> Reply:
+        return Reply()
+
+    def grade(self, sample: Sample) -> float:
+        assert sample.metadata["conversation"][-1] == {"role": "assistant", "content": sample.response}
+        return float(len(sample.metadata["outcomes"]))
+
+
+def test_the_tried_completions_of_a_conversation_have_what_a_rollout_writes(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    check_functions(with_rollout(environment=f"{__name__}:ReadsTheConversation"), make_prompts(1)[0], tokenizer)
 
 
 @pytest.mark.parametrize(
