@@ -51,6 +51,7 @@ from rollouts_core.filters import FilterDecision, FilterFn
 from rollouts_core.generate import build_pending_group, check_prompt_lengths, complete_sample
 from rollouts_core.messages import first_line
 from rollouts_core.model.loading import load_tokenizer
+from rollouts_core.no_effect import find_settings_without_effect
 from rollouts_core.offline_rollouts import check_rollouts
 from rollouts_core.resolve import resolve_environment, resolve_filter_fn, resolve_generate_fn, resolve_reward_fn
 from rollouts_core.rewards import REWARDS, check_reward_row, grade_sample
@@ -85,6 +86,7 @@ def validate_config(config: Config) -> list[str]:
     tokenizer = load_tokenizer(config.model)
     check_model_vocabulary(config.model, tokenizer)
     findings = [f"model {config.model.path}: tokenizer with {len(tokenizer)} tokens"]
+    findings += find_settings_without_effect(config)
     held_out = _read_held_out(config)
     if config.mode != "rl":
         findings += check_demonstrations(config, tokenizer, held_out)

@@ -87,6 +87,26 @@ class Config(Record):
         return self
 
     @model_validator(mode="after")
+    def _check_batch(self) -> Self:
+        rl, rollout = self.training.rl, self.rollout
+        if self.mode == "sft" or self.data.rollouts:  # recorded batches are what they are
+            return self
+        if rl.num_minibatches > rollout.batch_size:
+            raise ValueError(
+                f"training.rl.num_minibatches {rl.num_minibatches} are more than the {rollout.batch_size} groups of a "
+                "step (rollout.batch_size), and an update needs a whole one: lower the one or raise the other"
+            )
+        shaping, max_new_tokens = rl.reward_shaping, rollout.sampling.max_new_tokens
+        penalty_start = shaping.max_response_tokens - shaping.overlong_buffer_tokens
+        if shaping.overlong_buffer_tokens and penalty_start >= max_new_tokens:
+            raise ValueError(
+                f"training.rl.reward_shaping subtracts for more than {penalty_start} tokens (max_response_tokens - "
+                f"overlong_buffer_tokens), and rollout.sampling.max_new_tokens {max_new_tokens} lets no completion be "
+                f"so long: set max_response_tokens to {max_new_tokens}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_colocated(self) -> Self:
         if not self.deployment.colocated or self.mode == "sft":
             return self

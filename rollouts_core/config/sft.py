@@ -61,8 +61,11 @@ class SFTTrainingConfig(Record):
 
     @model_validator(mode="after")
     def _check_micro_batch(self) -> Self:
-        if self.batch_size % min(self.micro_batch_size, self.batch_size):
+        most = min(self.micro_batch_size, self.batch_size)
+        if self.batch_size % most:
+            fitting = max(size for size in range(1, most) if self.batch_size % size == 0)
             raise ValueError(
-                f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}"
+                f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}: take "
+                f"micro_batch_size {fitting}, which gives the same step, or another batch_size"
             )
         return self

@@ -79,7 +79,7 @@ from tests.small_pipeline import small_settings
         ("run__name", "my run", "name: string should match pattern"),
         ("evaluation__metric", "loss", 'evaluation.metric cannot be "loss"'),
         ("rollout__environment", "", "rollout.environment: string should have at least 1 character"),
-        ("training__sft__micro_batch_size", 3, "batch_size 8 is not a multiple of micro_batch_size 3"),
+        ("training__sft__micro_batch_size", 3, "not a multiple of micro_batch_size 3: take micro_batch_size 2,"),
     ],
 )
 def test_a_setting_that_does_not_fit_is_named(folder: Path, key: str, value: object, words: str) -> None:

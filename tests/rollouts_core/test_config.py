@@ -6,6 +6,7 @@ Without it a misspelt key would be ignored and a run would train with a default 
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,30 @@ def test_a_mistake_is_one_sentence_with_file_and_key(key: str, value: object, se
     with pytest.raises(ConfigError, match=rf"^pipeline\.toml: {sentence}") as caught:
         parse(with_setting(key, value))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rl", "rollout", "sentence"),
+    [
+        ({"num_minibatches": 9}, {}, r"num_minibatches 9 are more than the 8 groups of a step"),
+        ({"num_minibatches": 8}, {}, ""),
+        ({"algorithm": "verl-dapo"}, {"batch_size": 2}, r"num_minibatches \d+ are more than the 2 groups"),
+        (
+            {"reward_shaping": {"max_response_tokens": 640, "overlong_buffer_tokens": 128}},
+            {},
+            r"subtracts for more than 512 tokens .*max_new_tokens 512 lets no .*: set max_response_tokens to 512",
+        ),
+        ({"reward_shaping": {"max_response_tokens": 640, "overlong_buffer_tokens": 129}}, {}, ""),
+        ({"reward_shaping": {"max_response_tokens": 640}}, {}, ""),
+    ],
+)
+def test_what_no_batch_of_rollouts_can_have_is_refused(
+    rl: dict[str, Any], rollout: dict[str, Any], sentence: str
+) -> None:
+    settings = {**MINIMAL, "training": {"rl": rl}, "rollout": {"batch_size": 8, **rollout}}
+    with pytest.raises(ConfigError, match=sentence) if sentence else nullcontext():
+        parse(settings)
+    parse({**settings, "mode": "sft"})
 
 
 def test_completions_without_another_to_compare_with_are_refused() -> None:

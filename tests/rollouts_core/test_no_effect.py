@@ -1,0 +1,70 @@
+"""Pins that a setting which does nothing is told before the run.
+
+Without it somebody trains all weights for a day in place of the adapters that lora.alpha was set for.
+"""
+
+from typing import Any
+
+import pytest
+
+from rollouts_core.config import Config
+from rollouts_core.environments import Conversation, Reply
+from rollouts_core.no_effect import find_settings_without_effect
+from rollouts_core.types import Sample
+
+DATA = {"sft": "a", "prompts": "b", "selection": "c", "heldout": "d"}
+
+
+class Answers:
+    """An environment that is needed for the conversation, whoever grades it."""
+
+    async def respond(self, conversation: Conversation) -> Reply:
+        return Reply()
+
+    def grade(self, sample: Sample) -> float:
+        return 0.0
+
+
+def find(**sections: Any) -> list[str]:  # Any: settings of every type
+    return find_settings_without_effect(Config.model_validate({"model": {"path": "m"}, "data": DATA, **sections}))
+
+
+def test_usual_settings_all_do_something() -> None:
+    assert find() == []
+
+
+@pytest.mark.parametrize("stage", ["sft", "rl"])
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"optim": {"lr": 0.0}}, "optim.lr is 0: nothing is learned"),
+        ({"num_steps": 5, "optim": {"num_warmup_steps": 5}}, "optim.num_warmup_steps 5 are as many as all updates (5)"),
+        ({"num_steps": 6, "optim": {"num_warmup_steps": 5}}, ""),
+        ({"policy": {"lora": {"alpha": 16.0}}}, "policy.lora.alpha does nothing without lora.rank"),
+        ({"policy": {"lora": {"rank": 8, "alpha": 16.0}}}, ""),
+    ],
+)
+def test_a_setting_of_a_stage_without_effect_is_told_where_the_stage_runs(
+    stage: str, settings: dict[str, Any], words: str
+) -> None:
+    expected = [True] * bool(words)
+    assert [f"training.{stage}.{words}" in sentence for sentence in find(training={stage: settings})] == expected
+    other = {"sft": "rl", "rl": "sft"}[stage]
+    assert find(training={stage: settings}, mode=other) == []
+
+
+@pytest.mark.parametrize(
+    ("rollout", "is_told"),
+    [
+        ({"environment": "math", "reward_fn": "exact_match"}, True),
+        ({"environment": "math", "rewards": [{"name": "exact_match"}]}, True),
+        ({"environment": "math", "rewards": [{"name": "exact_match"}, {}]}, False),
+        ({"environment": "math"}, False),
+        ({"reward_fn": "exact_match"}, False),
+        ({"environment": "calculator", "reward_fn": "exact_match"}, False),
+        ({"environment": f"{__name__}:Answers", "reward_fn": "exact_match"}, False),
+    ],
+)
+def test_an_environment_that_neither_answers_nor_grades_is_told(rollout: dict[str, Any], is_told: bool) -> None:
+    told = [each for each in find(rollout=rollout) if 'environment "math" does nothing' in each]
+    assert len(told) == is_told
