@@ -7,7 +7,7 @@ prompt's completions, or minus the mean loss of a demonstration.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,8 @@ NUM_RESAMPLES = 10_000
 LEAST_P_VALUE = 1 / (1 + NUM_RESAMPLES)
 """No comparison has a smaller one."""
 CONFIDENCE = 0.95
+MAX_NUMBERS = 1 << 21
+"""Of resamples that are in memory at a time, 16 MB of each kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,14 +134,24 @@ def select_best(mean_scores: Sequence[float]) -> int:
 
 
 def _sign_flip_p_value(differences: np.ndarray, seed: int) -> float:
-    signs = np.random.default_rng(seed).choice((-1.0, 1.0), size=(NUM_RESAMPLES, len(differences)))
-    flipped_means = (signs * differences).mean(axis=1)
-    num_as_large = int((flipped_means >= differences.mean() - 1e-12).sum())
+    rng = np.random.default_rng(seed)
+    least = differences.mean() - 1e-12
+    num_as_large = sum(
+        int(((rng.choice((-1.0, 1.0), size=size) * differences).mean(axis=1) >= least).sum())
+        for size in _blocks(len(differences))
+    )
     return (1 + num_as_large) / (1 + NUM_RESAMPLES)
 
 
 def _bootstrap_interval(values: np.ndarray, seed: int) -> tuple[float, float]:
     rng = np.random.default_rng(seed)
-    means = rng.choice(values, size=(NUM_RESAMPLES, len(values))).mean(axis=1)
+    means = np.concatenate([rng.choice(values, size=size).mean(axis=1) for size in _blocks(len(values))])
     tail = (1 - CONFIDENCE) / 2
     return float(np.quantile(means, tail)), float(np.quantile(means, 1 - tail))
+
+
+def _blocks(num_rows: int) -> Iterator[tuple[int, int]]:
+    """The shapes of all resamples, so few at a time that their numbers fit: one after the other they are the same."""
+    num_together = max(1, MAX_NUMBERS // max(1, num_rows))
+    for start in range(0, NUM_RESAMPLES, num_together):
+        yield min(num_together, NUM_RESAMPLES - start), num_rows

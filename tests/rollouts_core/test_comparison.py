@@ -81,6 +81,15 @@ def test_a_comparison_is_the_same_every_time() -> None:
     assert compare_paired(first, second) == compare_paired(first, second)
 
 
+@pytest.mark.parametrize("max_numbers", [1, 777, 1 << 40])
+def test_how_much_is_resampled_at_a_time_changes_nothing(max_numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """10,000 resamples of a million rows at once would take 80 GB."""
+    first, second = draw_scores(0, 0.4, num_rows=77), draw_scores(1, 0.5, num_rows=77)
+    usual = compare_paired(first, second), estimate_mean(first)
+    monkeypatch.setattr("rollouts_core.comparison.MAX_NUMBERS", max_numbers)
+    assert (compare_paired(first, second), estimate_mean(first)) == usual
+
+
 def test_scores_of_different_rows_are_not_compared() -> None:
     with pytest.raises(AssertionError, match="3 scores against 2"):
         compare_paired([0.0] * 3, [0.0] * 2)
