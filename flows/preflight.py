@@ -80,7 +80,9 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
         check_installed_engines(config, pipeline.node, node)
         if config.mode != "sft" and not config.data.rollouts:
             check_engine_ports(config, node, store)
-    return [*findings, *check_training(config), *check_retrain(pipeline, config)]
+    trained = check_training(config)
+    check_own_gpus(config, pipeline.node)
+    return [*findings, *trained, *check_retrain(pipeline, config)]
 
 
 def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
@@ -157,6 +159,20 @@ def check_query(query: GPUQuery, config: Config) -> None:
         raise ConfigError(
             f"checkpoints take {disk_gb:.1f} GB, and node.query.disk_gb asks for {query.disk_gb}: ask for more, or "
             "keep fewer of them (training.*.keep_checkpoints)"
+        )
+
+
+def check_own_gpus(config: Config, node: NodeSettings) -> None:
+    """Raise ConfigError when this machine, where the stages run, has fewer GPUs than the settings name."""
+    ranks = {*config.deployment.trainer_gpu_ranks, *config.deployment.engine_gpu_ranks}
+    if not ranks or not isinstance(node, LocalNode) or node.python:
+        return
+    import torch  # loaded by the checks of models before
+
+    if len(ranks) > (num_gpus := torch.cuda.device_count()):
+        raise ConfigError(
+            f"deployment names {len(ranks)} GPUs (trainer_gpu_ranks, engine_gpu_ranks), this machine has {num_gpus}: "
+            "name others, leave them out to train without, or name another machine in [node]"
         )
 
 

@@ -86,6 +86,11 @@ def test_a_setting_that_does_not_fit_is_named(folder: Path, key: str, value: obj
     assert_refused(write_config(folder, **{key: value}), "small.toml", words)
 
 
+def test_more_gpus_than_this_machine_has_are_refused_before_anything_is_started(folder: Path) -> None:
+    config = write_config(folder, mode="sft", deployment__trainer_gpu_ranks=list(range(64)))
+    assert_refused(config, "deployment names 64 GPUs", "this machine has ", "name others, leave them out")
+
+
 @pytest.mark.parametrize(("mode", "missing"), [("rl", "prompts"), ("sft", "sft"), ("sft+rl", "heldout")])
 def test_a_mode_without_its_data_is_named(folder: Path, mode: str, missing: str) -> None:
     assert_refused(write_config(folder, mode=mode, **{f"data__{missing}": ""}), f'mode "{mode}" needs data.{missing}')
