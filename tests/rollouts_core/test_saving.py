@@ -321,6 +321,16 @@ def test_extending_another_schedule_is_told_to_be_inexact(
     assert [metrics["lr"] for metrics in history] == pytest.approx([0.005, 0.0025, 0.0])  # steps 3 to 5 of 5
 
 
+def test_where_sft_evaluates_its_checkpoints_are_scored_by_that_alone(base_model: ModelConfig, tmp_path: Path) -> None:
+    config = TRAINING.model_copy(update={"checkpoint_every": 2, "eval_every": 4})
+    backend = create_pytorch_backend(
+        base_model, config.optim, create_cross_entropy_loss(), num_steps=config.num_steps, device="cpu"
+    )
+    history = asyncio.run(run_sft_training(backend, SAMPLES, config, checkpoint_dir=tmp_path, eval_samples=SAMPLES[:2]))
+    scores = [load_manifest(path).score for path in list_checkpoints(tmp_path)]
+    assert scores == [None, -history[-1]["eval_loss"]]
+
+
 def test_a_run_does_not_go_back(base_model: ModelConfig, tmp_path: Path) -> None:
     train(base_model, tmp_path)
     with pytest.raises(CheckpointError, match="is of step 4, num_steps is 3: raise num_steps"):
