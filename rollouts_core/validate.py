@@ -53,7 +53,13 @@ from rollouts_core.messages import first_line
 from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.no_effect import find_settings_without_effect
 from rollouts_core.offline_rollouts import check_rollouts
-from rollouts_core.resolve import resolve_environment, resolve_filter_fn, resolve_generate_fn, resolve_reward_fn
+from rollouts_core.resolve import (
+    resolve_buffer_filter_fn,
+    resolve_environment,
+    resolve_filter_fn,
+    resolve_generate_fn,
+    resolve_reward_fn,
+)
 from rollouts_core.rewards import REWARDS, check_reward_row, grade_sample
 from rollouts_core.saving import check_same_settings, describe_settings
 from rollouts_core.time_limits import interrupt_after
@@ -416,6 +422,7 @@ def check_functions(config: Config, prompt: Prompt, tokenizer: PreTrainedTokeniz
         RewardError: a function raised, or returned something unusable.
     """
     filter_fn = resolve_filter_fn(config.rollout)
+    resolve_buffer_filter_fn(config.rollout)
     if config.rollout.generate_fn != "":
         resolve_generate_fn(config.rollout)
     texts = ("", prompt.answer or TRIED_TEXT)
