@@ -36,7 +36,6 @@ from rollouts_core import (
     DataBuffer,
     Message,
     Prompt,
-    PublishTarget,
     PyTorchTrainingBackend,
     RLTrainingConfig,
     RolloutConfig,
@@ -147,12 +146,11 @@ async def reinforce(folder: Path, *, num_steps: int) -> None:
         ModelConfig(path=str(start)), config.optim, create_policy_loss(config.loss), num_steps=num_steps, device="cpu"
     )
     prompts = DataBuffer(load_prompts_from_jsonl(folder / "prompts.jsonl"))
-    target = PublishTarget(weights_dir=folder / "weights", model_config=start / "config.json", prefix="tool")
     with Scheduler(Decoder(start, num_slots=128), model_dir=start) as scheduler:
         engine = SGLangEngine("http://embedded", transport=httpx.ASGITransport(app=build_app(scheduler)))
         generate = create_engine_generate_fn([engine], backend.tokenizer, ROLLOUT)
         async with AsyncRolloutManager(prompts, ROLLOUT, generate_fn=generate) as manager:
-            history = await run_rl_training(backend, prompts, manager, [engine], config, target=target)
+            history = await run_rl_training(backend, prompts, manager, [engine], config)
     for step, metrics in enumerate(history, start=1):
         if step == 1 or step % 5 == 0:
             print(f"step {step:3d}  reward {metrics['reward']:.3f}  turns {metrics['num_turns']:.2f}", flush=True)

@@ -31,7 +31,7 @@ from rollouts_core.backends.threaded import beside_event_loop, run_with
 from rollouts_core.batch import build_batch, place_samples, split_by_sample
 from rollouts_core.config import RLTrainingConfig
 from rollouts_core.data.data_buffer import DataBuffer
-from rollouts_core.engines import InferenceEngine, PublishTarget, memory_handed_over, publish_weights
+from rollouts_core.engines import InferenceEngine, PublishTarget, memory_handed_over, open_target, publish_weights
 from rollouts_core.environments.protocol import Outcome
 from rollouts_core.errors import RewardError
 from rollouts_core.group_order import Schedule
@@ -61,7 +61,7 @@ async def run_rl_training(
     config: RLTrainingConfig,
     metrics_logger: MetricsLogger | None = None,
     *,
-    target: PublishTarget,
+    target: PublishTarget | None = None,
     pad_id: int = 0,
     checkpoint_dir: Path | None = None,
     inputs: Mapping[str, str] | None = None,
@@ -78,7 +78,8 @@ async def run_rl_training(
 
     Args:
         rollout_manager: gives the batches: sampled for the prompts of `data_buffer`, or recorded, without prompts.
-        target: where weights are published for the engines.
+        target: where weights are published for the engines, and under which names; None takes a folder in
+            `checkpoint_dir`, or one that is removed at the end, and names that no other training has.
         is_colocated: the engines hand their memory over while the trainer trains, and are published to after each step.
         inputs: digests of what the training was made from, by name; a checkpoint of others is refused.
         is_end_asked: looked at after every step; True ends the training there, with a checkpoint.
@@ -92,6 +93,9 @@ async def run_rl_training(
     settings = describe_settings(config, inputs or {}, rollout=rollout_manager.config)
     history: list[Metrics] = []
     async with (
+        open_target(
+            target, backend, inference_engines, rollout_manager.config, checkpoint_dir=checkpoint_dir
+        ) as own_target,
         beside_event_loop(backend, is_needed=rollout_manager.config.max_staleness > 0) as trainer,
         RunCheckpoints(
             trainer,
@@ -104,6 +108,7 @@ async def run_rl_training(
         ) as checkpoints,
     ):
         handed_over = partial(memory_handed_over, trainer, inference_engines, is_colocated=is_colocated)
+        publish = partial(publish_weights, trainer, inference_engines, own_target)
         async with handed_over():  # says before the first step where an engine cannot
             state = await checkpoints.resume()
         if state:
@@ -111,7 +116,7 @@ async def run_rl_training(
         skips = SkipCounter(config.max_skipped_updates, state.get("num_skipped", 0) if state else 0)
         if events and checkpoint_dir:
             rollout_manager.replay(read_schedules(events.path, after_step=state["step"] if state else 0))
-        await publish_weights(trainer, inference_engines, target)
+        await publish()
         rollout_manager.weights_published(num_published := backend.weight_version)
         for step in range((state["step"] if state else 0) + 1, config.num_steps + 1):
             began = perf_counter()
@@ -128,7 +133,7 @@ async def run_rl_training(
             # At a checkpoint too: a run that goes on from there publishes these weights before anything else.
             is_publish_due = step % config.sync_every == 0 or checkpoints.is_due(step)
             if is_colocated or (is_publish_due and backend.weight_version != num_published):
-                version = await publish_weights(trainer, inference_engines, target)
+                version = await publish()
                 rollout_manager.weights_published(num_published := backend.weight_version)
                 if events:
                     events.write("weights_published", step=step, version=version)

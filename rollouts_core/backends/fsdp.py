@@ -54,6 +54,7 @@ from rollouts_core.backends.training_state import (
     check_named_tensors,
     own_weights,
     read_training_checkpoint,
+    write_model_config,
     write_training_checkpoint,
 )
 from rollouts_core.batch import TrainBatch
@@ -276,6 +277,10 @@ class FSDPTrainingBackend:
     def _load_weights(self, weights: Mapping[str, Tensor] | None) -> None:
         self._fill_all(base_weights(self.model), weights or {})
         reset_adapters(self.model)
+
+    def save_model_config(self, path: Path) -> None:
+        """Write the model's config.json to `path`."""
+        write_model_config(path, self.model)
 
     def save_checkpoint(self, path: Path, state: TrainingState) -> ThreadTrainFuture[None]:
         """Write a directory that engines load as it is and that any number of processes resumes from.

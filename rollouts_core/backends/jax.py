@@ -221,6 +221,10 @@ class JAXTrainingBackend:
         check_named_tensors(_without_value_head(own), weights)
         self._params = to_params({**own, **weights})
 
+    def save_model_config(self, path: Path) -> None:
+        """Write the model's config.json to `path`."""
+        shutil.copyfile(self.model_dir / "config.json", path)
+
     def save_checkpoint(self, path: Path, state: TrainingState) -> ThreadTrainFuture[None]:
         """Write a directory in the layout of the PyTorch backend, which engines load and either backend resumes from.
 

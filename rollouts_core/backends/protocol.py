@@ -95,6 +95,8 @@ class TrainingBackend(Protocol):
 
     `forward_backward` accumulates gradients; `optim_step` applies and clears them. Metrics of micro-batches of one
     step add up.
+
+    It may have `save_model_config(path)`, which writes its model's config.json: then RL needs no `PublishTarget`.
     """
 
     @property

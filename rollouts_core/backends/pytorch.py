@@ -46,6 +46,7 @@ from rollouts_core.backends.training_state import (
     check_named_tensors,
     own_weights,
     read_training_checkpoint,
+    write_model_config,
     write_training_checkpoint,
 )
 from rollouts_core.batch import TrainBatch
@@ -180,6 +181,10 @@ class PyTorchTrainingBackend:
     def release_cache(self) -> TrainFuture[None]:
         """Give memory of the GPU back that holds nothing."""
         return future_of(torch.cuda.empty_cache)  # does nothing where there is none
+
+    def save_model_config(self, path: Path) -> None:
+        """Write the model's config.json to `path`."""
+        write_model_config(path, self.model)
 
     def save_checkpoint(self, path: Path, state: TrainingState) -> ThreadTrainFuture[None]:
         """Write a directory that engines load as it is and that training resumes from exactly.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,7 +25,7 @@ from rollouts_core.errors import CheckpointError
 from rollouts_core.model.lora import is_adapter_weight
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from rollouts_core.model.policy import Policy
 
@@ -56,6 +57,13 @@ class SavesPretrained(Protocol):
     def save_pretrained(self, save_directory: Path, *, state_dict: dict[str, Tensor]) -> object:
         """Write config.json and the weights in `state_dict`."""
         ...
+
+
+def write_model_config(path: Path, model: PreTrainedModel) -> None:
+    """The model's configuration as `save_pretrained` writes it, without the weights."""
+    config = deepcopy(model.config)
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # the class of a model that is spread out
+    config.to_json_file(path)
 
 
 def own_weights(policy: Policy) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from rollouts_core.engines.vllm import VLLMEngine
 from rollouts_core.engines.weight_sync import (
     PublishTarget,
     WeightSyncResult,
+    open_target,
     publish_weights,
     sync_weights_to_engines,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "connect",
     "create_engine",
     "memory_handed_over",
+    "open_target",
     "publish_weights",
     "sync_weights_to_engines",
 ]

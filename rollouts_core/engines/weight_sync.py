@@ -10,8 +10,12 @@ Not here: how one engine takes and proves its weights (sglang.py, vllm.py, http.
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,13 +27,13 @@ from torch import Tensor
 
 from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.concurrency import gather, in_short_thread
-from rollouts_core.config import WeightTransfer
+from rollouts_core.config import RolloutConfig, WeightTransfer
 from rollouts_core.engines.canary import Canary, backend_canary
 from rollouts_core.engines.in_flight import InFlightEngine
 from rollouts_core.engines.protocol import InferenceEngine, SegmentAccess
 from rollouts_core.engines.segments import SegmentedWeights, SegmentStore
 from rollouts_core.engines.sent import SentBy, SentWeights, copy_to_host
-from rollouts_core.errors import CheckpointError, EngineError, WeightSyncError
+from rollouts_core.errors import CheckpointError, ConfigError, EngineError, WeightSyncError
 from rollouts_core.files import new_directory, write_atomically
 
 if TYPE_CHECKING:
@@ -38,6 +42,8 @@ if TYPE_CHECKING:
 SYNC_TIMEOUT_S = 900.0
 PUBLISH_MARGIN_S = 60.0
 """By so much a publication waits longer than a pool, which leaves an engine behind that does not take a version."""
+VERSION_CHARS = 16
+"""Hexadecimal digits that tell the default versions of different weights, or of different trainings, apart."""
 KEPT_VERSIONS = 2
 """Published directories that stay: the newest, and the one that a slow engine may still be reading."""
 
@@ -76,7 +82,7 @@ async def sync_weights_to_engines(
     engines: Sequence[InferenceEngine],
     checkpoint_path: str | Path | SegmentedWeights | SentWeights,
     *,
-    version: str,
+    version: str = "",
     canary: Canary | None = None,
     timeout_s: float = SYNC_TIMEOUT_S,
 ) -> list[WeightSyncResult]:
@@ -84,30 +90,98 @@ async def sync_weights_to_engines(
 
     Args:
         checkpoint_path: its directory, segments that all engines have access to, or weights that are sent to them.
+        version: what the engines call these weights from then on; no other weights may have the same. By default a
+            directory's name with the digest of its tensors; segments and weights that are sent bring their own.
         canary: proves tensors that cannot be compared; by default a forward pass of the checkpoint's model.
         timeout_s: an engine that takes longer has not taken the version; the others do not wait for it for longer.
             Where requests may be under way, the time that is waited for them comes on top.
+
+    Raises:
+        CheckpointError: no version was given, and the directory has no weights that one could be made from.
     """
     weights = Path(checkpoint_path) if isinstance(checkpoint_path, str) else checkpoint_path
+    given = version or await _own_version(weights)
     results: dict[int, WeightSyncResult] = {}
 
     async def sync_one(place: int, engine: InferenceEngine) -> None:
-        error = f"it did not take {version} within {timeout_s:g} s"
+        error = f"it did not take {given} within {timeout_s:g} s"
         wait_s = engine.finish_timeout_s if isinstance(engine, InFlightEngine) else 0.0
         if wait_s:
             error += f", after up to {wait_s:g} s for the requests that were under way"
         with anyio.move_on_after(wait_s + timeout_s):
             try:
-                await engine.load_weights(weights, version, canary)
+                await engine.load_weights(weights, given, canary)
                 error = ""
             except (EngineError, CheckpointError, OSError) as problem:
                 error = str(problem) or type(problem).__name__
-        results[place] = WeightSyncResult(engine=engine.name, version=version, error=error)
+        results[place] = WeightSyncResult(engine=engine.name, version=given, error=error)
 
     async with anyio.create_task_group() as tasks:
         for place, engine in enumerate(engines):
             tasks.start_soon(sync_one, place, engine)
     return [results[place] for place in range(len(engines))]
+
+
+async def _own_version(weights: Weights) -> str:
+    return await in_short_thread(partial(content_version, weights)) if isinstance(weights, Path) else weights.version
+
+
+def content_version(directory: Path) -> str:
+    """A version that only the weights in a directory have, and the same weights again: `step_000100@8c1f...`.
+
+    Raises:
+        CheckpointError: it has no weights, or they cannot be read.
+    """
+    total = hashlib.sha256()
+    files = sorted(directory.glob("*.safetensors"))
+    try:
+        for path in files:
+            with path.open("rb") as file:
+                total.update(f"{path.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be read ({error}): give the folder of a model") from error
+    if not files:
+        raise CheckpointError(f"{directory} has no *.safetensors: give the folder of a model or a checkpoint")
+    return f"{directory.resolve().name}@{total.hexdigest()[:VERSION_CHARS]}"
+
+
+@asynccontextmanager
+async def open_target(
+    target: PublishTarget | None,
+    backend: TrainingBackend,
+    engines: Sequence[InferenceEngine],
+    config: RolloutConfig,
+    *,
+    checkpoint_dir: Path | None = None,
+) -> AsyncIterator[PublishTarget]:
+    """The target as it was given; where none was, one for this training alone, whose versions no other training has.
+
+    Its files lie in `weights` in the checkpoints' folder; without one, in a folder that is removed at the end.
+
+    Raises:
+        ConfigError: none was given, there are engines, and the backend does not know its model's config.json.
+    """
+    if target is not None:
+        yield target
+        return
+    with nullcontext(checkpoint_dir) if checkpoint_dir else tempfile.TemporaryDirectory(prefix="weights-") as folder:
+        weights_dir = Path(folder) / "weights"
+        if engines:
+            save_model_config: Callable[[Path], None] | None = getattr(backend, "save_model_config", None)
+            if save_model_config is None:
+                raise ConfigError(
+                    f"{type(backend).__name__} has no save_model_config, so the config.json that engines need beside "
+                    "the weights is not known: give target=PublishTarget(weights_dir=..., model_config=..., prefix=...)"
+                )
+            weights_dir.mkdir(parents=True, exist_ok=True)
+            save_model_config(weights_dir / "config.json")
+        yield PublishTarget(
+            weights_dir=weights_dir,
+            model_config=weights_dir / "config.json",
+            prefix=secrets.token_hex(VERSION_CHARS // 2),
+            temperature=config.sampling.temperature,
+            transfer=config.engine.weight_transfer,
+        )
 
 
 async def publish_weights(backend: TrainingBackend, engines: Sequence[InferenceEngine], target: PublishTarget) -> str:

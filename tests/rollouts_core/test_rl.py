@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,18 +35,19 @@ from rollouts_core.config import (
 )
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.data.dataset import load_prompts_from_jsonl
-from rollouts_core.engines import PublishTarget, SGLangEngine
+from rollouts_core.engines import Completion, GenerationRequest, PublishTarget, SGLangEngine
 from rollouts_core.engines.client import EngineClient
 from rollouts_core.environments import Conversation, Reply
-from rollouts_core.errors import NonFiniteError, RewardError
+from rollouts_core.errors import ConfigError, NonFiniteError, RewardError
 from rollouts_core.generate import create_engine_generate_fn
+from rollouts_core.model.loading import load_hf_model
 from rollouts_core.rl import describe_rollouts, run_rl_training, score_rollouts, train_on_rollouts
 from rollouts_core.rl_batch import prepare_grpo_batch
 from rollouts_core.rollout import AsyncRolloutManager
 from rollouts_core.rollout_batch import convert_to_batch
 from rollouts_core.types import RolloutBatch, Sample
 from tests.rollouts_core.histories import without_times
-from tests.rollouts_core.make import make_random_samples
+from tests.rollouts_core.make import make_prompts, make_random_samples
 from tests.rollouts_core.served_engine import served_engine
 
 TRAINING = RLTrainingConfig(num_steps=4, checkpoint_every=2, optim=RLOptimConfig(lr=1e-3, schedule="constant"))
@@ -177,6 +179,73 @@ def test_only_the_last_published_versions_stay_on_disk(
     monkeypatch.setattr(SGLangEngine, "segment_access", EngineClient.segment_access)
     train(base_model, tokenizer, tmp_path, num_steps=4)
     assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["test-3", "test-4"]
+
+
+async def train_without_a_target(
+    base_model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    checkpoint_dir: Path | None = None,
+    has_segments: bool = True,
+) -> tuple[PyTorchTrainingBackend, str, list[Completion]]:
+    """Two steps with nothing said about where weights go; then the engine's version, and completions of it."""
+    config = TRAINING.model_copy(update={"num_steps": 2})
+    backend = make_backend(base_model, config)
+    data_buffer = DataBuffer(load_prompts_from_jsonl(Path(base_model.path).parent / "prompts.jsonl"))
+    with served_engine(Path(base_model.path)) as (engine, _), pytest.MonkeyPatch.context() as patch:
+        if not has_segments:
+            patch.setattr(SGLangEngine, "segment_access", EngineClient.segment_access)
+        manager = AsyncRolloutManager(
+            data_buffer, ROLLOUT, generate_fn=create_engine_generate_fn([engine], tokenizer, ROLLOUT)
+        )
+        await run_rl_training(backend, data_buffer, manager, [engine], config, checkpoint_dir=checkpoint_dir)
+        request = GenerationRequest(prompt_tokens=[4, 8, 1], sampling=ROLLOUT.sampling, stop_token_ids=(1,), seed=0)
+        return backend, await engine.weight_version(), await engine.generate([request])
+
+
+@pytest.mark.parametrize("has_segments", [True, False])
+def test_without_a_target_the_engines_follow_and_nothing_stays(
+    base_model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_segments: bool,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run = train_without_a_target(base_model, tokenizer, has_segments=has_segments)
+    backend, version, [completion] = asyncio.run(run)
+    assert version.endswith(f"-{backend.weight_version}")
+    assert {served for served, _, _ in completion.version_spans} == {version}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_target_two_trainings_share_no_version(
+    base_model: ModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    versions = [asyncio.run(train_without_a_target(base_model, tokenizer))[1] for _ in range(2)]
+    assert versions[0] != versions[1]
+
+
+def test_without_a_target_published_weights_lie_beside_the_checkpoints_and_load_as_a_model(
+    base_model: ModelConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    run = train_without_a_target(base_model, tokenizer, checkpoint_dir=tmp_path, has_segments=False)
+    backend, version, _ = asyncio.run(run)
+    published = load_hf_model(ModelConfig(path=str(tmp_path / "weights" / version)))
+    for ours, theirs in zip(backend.model.parameters(), published.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_without_a_target_a_backend_must_know_the_configuration_of_its_model(base_model: ModelConfig) -> None:
+    class OwnBackend:
+        weight_version = 0
+
+    with (
+        served_engine(Path(base_model.path)) as (engine, _),
+        pytest.raises(ConfigError, match=r"OwnBackend has no .*target="),
+    ):
+        manager = AsyncRolloutManager(DataBuffer(make_prompts(1)), ROLLOUT, generate_fn=list)
+        asyncio.run(run_rl_training(OwnBackend(), None, manager, [engine], TRAINING))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("max_tokens", [12, 40, 10_000])

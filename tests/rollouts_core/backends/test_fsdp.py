@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rollouts_core.algorithms.loss import Metrics, TokenScores, cross_entropy_loss
-from rollouts_core.backends.fsdp import create_fsdp_backend
+from rollouts_core.backends.fsdp import FSDPTrainingBackend, create_fsdp_backend
 from rollouts_core.backends.protocol import TrainingBackend, TrainingState
 from rollouts_core.backends.pytorch import create_pytorch_backend
 from rollouts_core.backends.ranks import Ranks
@@ -269,6 +269,19 @@ def test_a_checkpoint_of_two_has_the_files_of_one(base_model: ModelConfig, pair:
     assert first == second  # nothing was trained yet: not even a rounding error differs
     loaded = AutoModelForCausalLM.from_pretrained(two, dtype=torch.float32)
     assert all(torch.equal(value, weights[name]) for name, value in loaded.named_parameters())
+
+
+def config_alone(backend: FSDPTrainingBackend, *, path: Path) -> str:
+    backend.save_model_config(path)
+    return path.read_text()
+
+
+def test_the_configuration_alone_is_that_of_a_checkpoint(
+    base_model: ModelConfig, pair: TwoProcesses, tmp_path: Path
+) -> None:
+    with_two(pair, partial(just_save, path=tmp_path / "checkpoint"), base_model)
+    alone = with_two(pair, partial(config_alone, path=tmp_path / "config.json"), base_model)
+    assert alone == (tmp_path / "checkpoint" / "config.json").read_text()
 
 
 def load_weights(backend: TrainingBackend, *, weights: Weights) -> tuple[str, TokenScores, Weights]:

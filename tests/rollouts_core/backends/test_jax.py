@@ -229,6 +229,11 @@ def test_an_sft_job_gives_the_losses_of_the_pytorch_job(
     assert losses[0] == pytest.approx(losses[1], rel=ROUNDING)
 
 
+def test_the_configuration_alone_is_that_of_the_model(qwen3: ModelConfig, tmp_path: Path) -> None:
+    create(qwen3).save_model_config(tmp_path / "config.json")
+    assert (tmp_path / "config.json").read_text() == (Path(qwen3.path) / "config.json").read_text()
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_a_checkpoint_loads_as_a_hugging_face_model_with_the_same_logprobs(
     name: str, models: dict[str, ModelConfig], tmp_path: Path

@@ -185,6 +185,13 @@ def test_the_random_state_of_every_library_is_restored(base_model: ModelConfig, 
     assert draws[0] == draws[1]
 
 
+def test_the_configuration_alone_is_that_of_a_checkpoint(base_model: ModelConfig, tmp_path: Path) -> None:
+    backend = create_backend(base_model)
+    save(backend, tmp_path / "step_000001", {"step": 1})
+    backend.save_model_config(tmp_path / "config.json")
+    assert (tmp_path / "config.json").read_text() == (tmp_path / "step_000001" / "config.json").read_text()
+
+
 def test_a_checkpoint_is_of_the_moment_of_the_call(base_model: ModelConfig, tmp_path: Path) -> None:
     backend = create_backend(base_model)
     take_steps(backend, range(2))

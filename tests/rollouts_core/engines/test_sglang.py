@@ -26,7 +26,7 @@ from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.engines import SGLangEngine, sync_weights_to_engines
 from rollouts_core.engines.canary import Canary, canary_requests, checkpoint_canary
 from rollouts_core.engines.protocol import GenerationRequest
-from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
+from rollouts_core.errors import CheckpointError, EngineError, EngineUnavailableError, WeightSyncError
 from rollouts_core.types import Sample, Status
 from tests.rollouts_core.served_engine import served_engine
 
@@ -218,6 +218,30 @@ def test_a_server_that_came_back_is_proved_by_the_canary_of_its_version(
     asyncio.run(run())
     assert transport.paths.count("/update_weights_from_disk") == 2
     assert len(asked) == 2
+
+
+def test_a_checkpoint_is_loaded_under_a_version_of_its_own_where_none_is_given(
+    model_dir: Path, trained_dir: Path, tmp_path: Path
+) -> None:
+    same = shutil.copytree(trained_dir, tmp_path / "same" / "trained")
+    other = shutil.copytree(model_dir, tmp_path / "other" / "trained")
+
+    async def load(engine: SGLangEngine, path: Path) -> tuple[str, set[str]]:
+        [result] = await sync_weights_to_engines([engine], path)
+        assert not result.error
+        return result.version, {version for c in await engine.generate(REQUESTS) for version, _, _ in c.version_spans}
+
+    with served_engine(model_dir) as (engine, _):
+        first, served_first = asyncio.run(load(engine, trained_dir))
+        second, served_second = asyncio.run(load(engine, other))
+        third, _ = asyncio.run(load(engine, same))
+    assert (served_first, served_second) == ({first}, {second})
+    assert first == third != second, "a version names the weights, not the folder"
+
+
+def test_a_folder_without_weights_gets_no_version(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no \*.safetensors: give the folder of a model or a checkpoint"):
+        asyncio.run(sync_weights_to_engines([], tmp_path))
 
 
 def test_weights_that_cannot_be_read_here_are_an_error_of_the_engine_that_was_given_them(
