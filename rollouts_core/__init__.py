@@ -43,10 +43,9 @@ PUBLIC_NAMES = {
     "rl_batch": "RolloutScores prepare_grpo_batch prepare_updates",
     "offline_rollouts": "OfflineRollouts",
     "rollout": "AsyncRolloutManager generate_rollout_batches",
-    "rollout_batch": "apply_sample_transforms build_batch_metadata compute_response_lengths convert_to_batch "
-    "extract_sample_fields",
+    "rollout_batch": "apply_sample_transforms build_batch_metadata convert_to_batch",
     "sft": "collate_batch prepare_sft_batch run_sft_training",
-    "types": "Message Prompt RolloutBatch Sample Status",
+    "types": "Message Prompt RolloutBatch Sample Status compute_response_lengths extract_sample_fields",
 }
 """The public names of each module."""
 

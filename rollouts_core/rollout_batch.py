@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollouts_core.types import RolloutBatch, Sample, Status
+from rollouts_core.types import RolloutBatch, Sample, Status, compute_response_lengths, extract_sample_fields
 
 
 def apply_sample_transforms(
@@ -34,17 +34,6 @@ def convert_to_batch(samples: Sequence[Sample], *, metadata: Mapping[str, Any] |
         metadata={**build_batch_metadata(samples), **(metadata or {})},
         samples=tuple(samples),
     )
-
-
-def extract_sample_fields(samples: Sequence[Sample]) -> dict[str, list[Any]]:  # Any: one type per column
-    """The columns `tokens`, `loss_mask` and `reward` of some samples."""
-    names = ("tokens", "loss_mask", "reward")
-    return {name: [getattr(sample, name) for sample in samples] for name in names}
-
-
-def compute_response_lengths(samples: Sequence[Sample]) -> list[int]:
-    """Per sample the number of tokens that the policy sampled."""
-    return [sum(1 for weight in sample.loss_mask if weight) for sample in samples]
 
 
 def build_batch_metadata(samples: Sequence[Sample]) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """The records that training data is made of: a prompt, a sample, a batch of samples.
 
-Not here: reading them from files (data/dataset.py), turning them into tensors (batch.py).
+Not here: reading them from files (data/dataset.py), a batch from samples (rollout_batch.py), tensors (batch.py).
 
 Index t of every per-token array of a `Sample` speaks about token t given the tokens before it:
 
@@ -14,10 +14,11 @@ Only `batch.build_batch` shifts them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import Any, NamedTuple, NotRequired, Self, TypedDict
 
 
 class Message(TypedDict):
@@ -163,8 +164,52 @@ class RolloutBatch:
         return group_samples(self.samples)
 
     def to_json(self) -> dict[str, Any]:  # Any: JSON
-        """The batch as JSON values: its samples and counters say everything."""
-        return {"samples": [sample.to_json() for sample in self.samples], "metadata": dict(self.metadata)}
+        """The batch as JSON values; `from_json` is the inverse.
+
+        Samples and counters, and only those columns that are not what the samples say.
+        """
+        said = _columns_of(self.samples)
+        columns = {
+            "tokens": self.tokens,
+            "loss_masks": self.loss_masks,
+            "rewards": [None if math.isnan(reward) else reward for reward in self.rewards],
+            "response_lengths": self.response_lengths,
+        }
+        return {
+            "samples": [sample.to_json() for sample in self.samples],
+            "metadata": dict(self.metadata),
+            **{name: column for name, column in columns.items() if column != said[name]},
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Self:  # Any: JSON
+        """The batch that `to_json` wrote: the same tokens, masks, rewards, groups and metadata, floats bit for bit."""
+        samples = tuple(sample_from_json(sample) for sample in record["samples"])
+        columns = {name: record.get(name, column) for name, column in _columns_of(samples).items()}
+        rewards = [math.nan if reward is None else reward for reward in columns["rewards"]]
+        return cls(**{**columns, "rewards": rewards}, metadata=record["metadata"], samples=samples)
+
+
+def extract_sample_fields(samples: Sequence[Sample]) -> dict[str, list[Any]]:  # Any: one type per column
+    """The columns `tokens`, `loss_mask` and `reward` of some samples."""
+    names = ("tokens", "loss_mask", "reward")
+    return {name: [getattr(sample, name) for sample in samples] for name in names}
+
+
+def compute_response_lengths(samples: Sequence[Sample]) -> list[int]:
+    """Per sample the number of tokens that the policy sampled."""
+    return [sum(1 for weight in sample.loss_mask if weight) for sample in samples]
+
+
+def _columns_of(samples: Sequence[Sample]) -> dict[str, list[Any]]:  # Any: one type per column
+    """What a batch of the samples has as columns, with None for a reward that is missing."""
+    fields_of = extract_sample_fields(samples)
+    return {
+        "tokens": fields_of["tokens"],
+        "loss_masks": fields_of["loss_mask"],
+        "rewards": fields_of["reward"],
+        "response_lengths": compute_response_lengths(samples),
+    }
 
 
 def trajectory_places(samples: Sequence[Sample]) -> list[list[int]]:
