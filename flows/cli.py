@@ -76,7 +76,8 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML, JSON o
 
 app = typer.Typer(
     name="rollouts",
-    help="Turn a base model and data into a trained, evaluated checkpoint: SFT, checkpoint selection, RL.",
+    help="Turn a base model and data into a trained, evaluated checkpoint: SFT, checkpoint selection, RL.\n\n"
+    "Begin with `rollouts quickstart`, which needs nothing; then `rollouts validate` and `rollouts run` your own file.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -281,7 +282,10 @@ def serve(
         ),
     ] = "",
 ) -> None:
-    """Serve a checkpoint by the embedded engine, which speaks SGLang's HTTP API."""
+    """Serve a checkpoint by the embedded engine, which speaks SGLang's HTTP API.
+
+    Prints its address and a command that asks it for a completion; Ctrl-C ends it. A run starts its engines itself.
+    """
     check_model_folder(model_dir)
     from rollouts_core.embedded.server import serve as serve_model  # torch loads here
 

@@ -63,12 +63,12 @@ def gpus(
     disk: Annotated[int, typer.Option(min=1, help="Disk, GB.")] = 1,
     region: Annotated[list[str] | None, typer.Option(help="Beginning of a region's name. Repeatable.")] = None,
     community: Annotated[bool, typer.Option("--community", help="Also machines of private people.")] = False,
-    spot: Annotated[bool, typer.Option("--spot", help="Machines that may be taken away at any time, alone.")] = False,
+    spot: Annotated[bool, typer.Option("--spot", help="Only machines that may be taken away at any time.")] = False,
     min_cuda: Annotated[str, typer.Option(help="Lowest CUDA version of the driver, for example 12.8.")] = "",
     provider: Annotated[
         list[str] | None, typer.Option(help=f"Only this provider: {', '.join(CLOUD_NAMES)}. Repeatable.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Lines.")] = 30,
+    limit: Annotated[int, typer.Option(min=1, help="How many offers to show.")] = 30,
     credentials: CredentialsName = "",
     store: Store = DEFAULT_STORE,
 ) -> None:

@@ -21,7 +21,9 @@ from rollouts_core.errors import InputError
 def pull(
     url: Annotated[
         str,
-        typer.Argument(metavar="URL", help="What run.publish and the run's name say, or any folder or object."),
+        typer.Argument(
+            metavar="URL", help="run.publish and the run's name, as s3://bucket/team/my-run; or any folder or object."
+        ),
     ],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where it is to lie; must not exist yet.")],
 ) -> None:

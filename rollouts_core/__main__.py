@@ -39,12 +39,55 @@ from rollouts_core.user_code import is_raised_by_user_code
 
 USER_ERROR_CODE = 2
 JOB_KINDS = {
-    "sft": "fine-tune a model on demonstrations",
-    "rl": "improve a model by reinforcement learning against engines",
-    "eval": "score checkpoints on the same rows and name the best",
-    "generate": "sample completions of prompts and grade them",
-    "serve": "serve a model over HTTP",
+    "sft": (
+        "Fine-tune a model on demonstrations.",
+        "Goes on from the newest whole checkpoint. Leaves checkpoints/, metrics.jsonl, events.jsonl and, at the end, "
+        "result.json.",
+    ),
+    "rl": (
+        "Improve a model by reinforcement learning, against engines or from recorded rollouts.",
+        "Goes on from the newest whole checkpoint. Leaves checkpoints/, samples/ with what the policy said in every "
+        "step, metrics.jsonl, events.jsonl and, at the end, result.json. The engines must be there already: a job "
+        "`serve` is one.",
+    ),
+    "eval": (
+        "Score checkpoints on the same rows and name the best.",
+        "Leaves samples/ with the completions of each checkpoint and, at the end, result.json with their scores.",
+    ),
+    "generate": (
+        "Sample completions of prompts and grade them.",
+        "Leaves samples/ with the completions and, at the end, result.json.",
+    ),
+    "serve": (
+        "Serve a model over HTTP until it is told to stop.",
+        "The pipeline starts its engines so, at the address that job.json names. To try a checkpoint by hand, take "
+        "`rollouts serve FOLDER`, which needs no job.json.",
+    ),
 }
+"""What each kind of job does, in a sentence, and what whoever starts one should know."""
+ABOUT_JOBS = """
+Do one stage of training, as its job.json says, without Prefect.
+
+job.json names the settings and the inputs with their digests; everything that
+is written lies beside it. `rollouts run` writes one for every stage that it
+starts, into <store>/stages/<stage>-<fingerprint>/, and runs this command there.
+To do a stage again by hand, copy its job.json into an empty folder, and start
+it where the run was started:
+
+    mkdir again && cp .rollouts/stages/sft-3f9c1d20b7a64e58/job.json again/
+    python -m rollouts_core sft again/job.json
+
+For a whole pipeline, begin with `rollouts --help`.
+"""
+EXIT_CODES = """
+exit codes:
+  0   done
+  1   failed
+  2   the user must change something: the last line says what
+  75  one of several machines is gone: starting again may help
+
+docs/run_directory.md describes the files, docs/library.md the same from Python.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -151,11 +194,13 @@ def _fail(directory: RunDirectory, attempt: int, message: str, *, code: int = US
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m rollouts_core",
-        description="Run one training job. Everything it writes lies beside its job.json (docs/run_directory.md).",
+        description=ABOUT_JOBS,
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    for kind, purpose in JOB_KINDS.items():
-        sub = kinds.add_parser(kind, help=purpose, description=purpose.capitalize() + ".")
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND", title="kinds of jobs")
+    for kind, (purpose, details) in JOB_KINDS.items():
+        sub = kinds.add_parser(kind, help=purpose, description=f"{purpose} {details}")
         sub.add_argument(
             "job", type=Path, metavar="job.json", help="the job's description; its folder is the run directory"
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -36,6 +37,7 @@ from rollouts_core.data.rows import digest_path
 from rollouts_core.errors import DataError
 from rollouts_core.fingerprint import digest_checkpoint, digest_model
 from rollouts_core.job import (
+    JOB_TYPES,
     EngineAddress,
     EvalJob,
     GenerateJob,
@@ -386,3 +388,36 @@ def test_a_model_that_caps_its_logits_is_trained_and_its_checkpoints_are_compare
     # a cap of 1.5 on 32 tokens leaves at least this loss, which uncapped logits would not keep to
     least = math.log(1 + 31 * math.exp(-3.0))
     assert all(-score > least for entry in result["checkpoints"] for score in entry["scores"])
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--help"])
+    assert ended.value.code == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_the_help_says_what_each_kind_does_where_a_job_comes_from_and_what_the_exit_codes_mean(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shown = help_of(capsys)
+    for kind in JOB_TYPES:
+        assert re.search(rf" {kind} [A-Z][^.]+\.", shown), f"{kind} is not explained in {shown}"
+    for words in ("`rollouts run` writes one", "python -m rollouts_core sft", "exit codes:", "2 the user must change"):
+        assert words in shown
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("sft", "Leaves checkpoints/, metrics.jsonl"),
+        ("rl", "Leaves checkpoints/, samples/"),
+        ("eval", "Leaves samples/"),
+        ("generate", "Leaves samples/"),
+        ("serve", "Serve a model over HTTP"),
+    ],
+)
+def test_the_help_of_a_kind_says_what_is_there_afterwards(
+    capsys: pytest.CaptureFixture[str], kind: str, words: str
+) -> None:
+    assert words in help_of(capsys, kind)
