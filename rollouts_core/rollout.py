@@ -22,6 +22,7 @@ back-pressure there is:
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections import Counter, deque
@@ -37,6 +38,7 @@ import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup
 
+from rollouts_core.concurrency import start_short_thread
 from rollouts_core.config import RolloutConfig, name_of_function
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.errors import (
@@ -476,8 +478,18 @@ def generate_rollout_batches(
 
 
 def _grade_now(sample: Sample, reward_fn: RewardFn, timeout_s: float) -> Sample:
-    graded: Sample = anyio.run(partial(grade_sample, sample, reward_fn, timeout_s=timeout_s))
+    """The graded sample; where an event loop has this thread, as in a notebook, another thread grades meanwhile."""
+    grade = partial(anyio.run, partial(grade_sample, sample, reward_fn, timeout_s=timeout_s))
+    graded: Sample = start_short_thread(grade).result() if _has_event_loop() else grade()
     return graded
+
+
+def _has_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _round_size(config: RolloutConfig) -> int:

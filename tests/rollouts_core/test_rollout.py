@@ -28,6 +28,7 @@ from rollouts_core.filters import FilterDecision
 from rollouts_core.generate import build_pending_group, sampling_seed
 from rollouts_core.group_order import Schedule
 from rollouts_core.resolve import GenerateFn
+from rollouts_core.rewards import RewardFn
 from rollouts_core.rl import describe_rollouts
 from rollouts_core.rollout import AsyncRolloutManager, generate_rollout_batches
 from rollouts_core.types import RolloutBatch, Sample, Status, VersionSpan
@@ -43,6 +44,11 @@ def answer_with(sample: Sample, response: str = "ok") -> Sample:
         rollout_log_probs=[0.0, -0.1, -0.2],
         status=Status.COMPLETED,
     )
+
+
+async def reward_by_place_later(sample: Sample) -> float:
+    await asyncio.sleep(0)
+    return float(sample.index)
 
 
 async def answer_late_groups_first(group: Sequence[Sample]) -> list[Sample]:
@@ -300,6 +306,19 @@ def test_plain_functions_give_batches_without_end() -> None:
     assert [group[0].group_index for group in first.groups + second.groups] == [0, 1, 2, 3, 4, 5]
     assert first.samples[0].response == "ok!"
     assert second.metadata["epoch_id"] == 1
+
+
+@pytest.mark.parametrize("reward_fn", [reward_by_place, reward_by_place_later])
+def test_plain_batches_are_also_graded_where_an_event_loop_runs_as_in_a_notebook(reward_fn: RewardFn) -> None:
+    config = CONFIG.model_copy(
+        update={"generate_fn": lambda samples: list(map(answer_with, samples)), "reward_fn": reward_fn}
+    )
+
+    async def run_cell() -> RolloutBatch:
+        return next(generate_rollout_batches(DataBuffer(make_prompts(4)), config))
+
+    batch = asyncio.run(run_cell())
+    assert batch.rewards == [sample.index for sample in batch.samples]
 
 
 def test_a_coroutine_function_is_refused_where_only_plain_ones_work() -> None:
