@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import inspect
 import re
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
+import rollouts_core
 from rollouts_core.algorithms.presets import ALGORITHMS
 from rollouts_core.config import RolloutConfig, algorithm_preset
 from rollouts_core.generate import build_pending_group, create_conversation_generate_fn
@@ -76,3 +79,51 @@ def test_the_docs_name_the_algorithms_that_correct_for_old_completions() -> None
     sentence = text[text.index("Of the named algorithms") : text.index("correct as they are")]
     named = set(re.findall(r"`([^`]+)`", sentence))
     assert named == {name for name in ALGORITHMS if name and algorithm_preset(name).corrects_for_age}
+
+
+def snippets_of(page: str) -> list[str]:
+    """The Python of a page in order, each piece on the line on which it stands there."""
+    text = (DOCS / page).read_text()
+    found = re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return ["\n" * text.count("\n", 0, each.start(1)) + each[1] for each in found]
+
+
+def imported_from_the_core(snippet: str) -> set[str]:
+    imports = [node for node in ast.walk(ast.parse(snippet)) if isinstance(node, ast.ImportFrom)]
+    return {alias.name for node in imports if node.module == "rollouts_core" for alias in node.names}
+
+
+def used_in(snippet: str) -> set[str]:
+    return {node.id for node in ast.walk(ast.parse(snippet)) if isinstance(node, ast.Name)}
+
+
+async def run_as_a_notebook(page: str) -> None:
+    """Run the snippets in one namespace and one event loop; they may await outside of functions."""
+    defined: dict[str, Any] = {"__name__": "notebook"}
+    for snippet in snippets_of(page):
+        code = compile(snippet, f"docs/{page}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        outcome = eval(code, defined)
+        if inspect.isawaitable(outcome):
+            await outcome
+
+
+def test_the_snippets_of_the_library_page_run_in_order() -> None:
+    num_threads = torch.get_num_threads()
+    try:
+        asyncio.run(run_as_a_notebook("library.md"))
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def test_the_library_page_imports_and_uses_every_public_name() -> None:
+    snippets = snippets_of("library.md")
+    imported = [imported_from_the_core(snippet) for snippet in snippets]
+    assert set().union(*imported) == set(rollouts_core.__all__)
+    assert [names - used_in(snippet) for names, snippet in zip(imported, snippets, strict=True) if names] == [
+        set() for names in imported if names
+    ]
+
+
+def test_the_library_page_says_something_about_every_public_name() -> None:
+    prose = re.sub(r"^```.*?^```", "", (DOCS / "library.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert set(rollouts_core.__all__) - set(re.findall(r"`(\w+)`", prose)) == set()
