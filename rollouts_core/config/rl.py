@@ -76,6 +76,25 @@ class RLTrainingConfig(Record):
             return settings
         return {**_fill_in(cls, ALGORITHMS[settings["algorithm"]].settings, settings), "algorithm": ""}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _place_baseline(cls, settings: Any) -> Any:  # Any: unchecked settings
+        """`baseline=0.5` is short for the advantage `{"estimator": "constant", "baseline": 0.5}`."""
+        if not isinstance(settings, dict) or "baseline" not in settings:
+            return settings
+        given = {name: value for name, value in settings.items() if name != "baseline"}
+        if "advantage" in given or given.get("algorithm"):
+            raise ValueError(
+                'baseline is short for advantage = {estimator = "constant", baseline = ...}, and another advantage or '
+                "algorithm is given besides: give one of them"
+            )
+        return {**given, "advantage": {"estimator": "constant", "baseline": settings["baseline"]}}
+
+    @property
+    def baseline(self) -> float:
+        """The reward that counts as neutral, for the estimator `constant`."""
+        return self.advantage.baseline
+
     @property
     def num_optim_steps(self) -> int:
         """Optimizer updates of the whole stage where every step has signal: what the learning rate's schedule spans."""

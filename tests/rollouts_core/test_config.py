@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from rollouts_core import config as config_module
 from rollouts_core.config import (
+    AdvantageConfig,
     Config,
     DataConfig,
     DatasetConfig,
@@ -171,6 +172,19 @@ def test_completions_without_another_to_compare_with_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"needs rollout\.n_samples_per_prompt of 2 or more, found 1"):
         parse(settings)
     parse({**settings, "training": {"rl": {"advantage": {"estimator": "constant", "baseline": 0.5}}}})
+
+
+def test_a_baseline_alone_is_the_estimator_that_subtracts_it() -> None:
+    config = RLTrainingConfig(baseline=0.5, sync_every=2)  # type: ignore[call-arg]
+    assert config == RLTrainingConfig(advantage=AdvantageConfig(estimator="constant", baseline=0.5), sync_every=2)
+    assert RLTrainingConfig.model_validate(config.model_dump()) == config
+    assert config.baseline == 0.5
+
+
+@pytest.mark.parametrize("other", [{"advantage": {"estimator": "group_mean"}}, {"algorithm": "verl-grpo"}])
+def test_a_baseline_beside_another_way_to_take_advantages_is_refused(other: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=r"baseline is short for advantage .* give one of them"):
+        RLTrainingConfig.model_validate({"baseline": 0.5, **other})
 
 
 def test_the_schedule_spans_every_update_of_every_step() -> None:
