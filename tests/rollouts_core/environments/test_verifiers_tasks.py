@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("verifiers", reason="verifiers is not installed: pip install 'rollouts[verifiers]'")
+
 import verifiers.v1 as vf
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import AgentInfo, Error, Reward, TraceTask
