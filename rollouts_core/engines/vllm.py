@@ -73,9 +73,8 @@ class VLLMEngine(EngineClient):
         await self._call_development("POST", "/sleep", params=params, timeout=MEMORY_TIMEOUT)
 
     async def take_back(self) -> None:
-        """Allocate what was freed."""
-        params = {"tags": ["weights", "kv_cache"]}
-        await self._call_development("POST", "/wake_up", params=params, timeout=MEMORY_TIMEOUT)
+        """Allocate what was freed: all of it, since no tags are named."""
+        await self._call_development("POST", "/wake_up", timeout=MEMORY_TIMEOUT)
 
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Ask once, whichever weights the server has.

@@ -281,10 +281,7 @@ def test_vllm_drops_its_weights_and_is_woken_with_all_that_it_had() -> None:
                 await engine.release_memory()
 
     asyncio.run(use())
-    assert seen == [
-        ("/sleep", {"level": ["2"], "mode": ["wait"]}),
-        ("/wake_up", {"tags": ["weights", "kv_cache"]}),
-    ]
+    assert seen == [("/sleep", {"level": ["2"], "mode": ["wait"]}), ("/wake_up", {})]
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
