@@ -12,6 +12,7 @@ import signal
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import perf_counter
 
 import anyio
 import httpx
@@ -143,6 +144,15 @@ class Noted(httpx.AsyncBaseTransport):
         await self.server.aclose()
 
 
+async def time_requests(server: Server) -> float:
+    """How long the requests take there, seconds, when whatever it prepares for its first ones is done."""
+    async with server.client() as client:
+        await client.generate(REQUESTS)
+        began = perf_counter()
+        await client.generate(REQUESTS)
+        return perf_counter() - began
+
+
 PROOF, COMPLETIONS = ("/weights_checker", "/weight_checker"), ("/generate", "/v1/completions")
 
 
@@ -154,7 +164,8 @@ def test_an_engine_that_hangs_amid_requests_is_done_without_and_proved_before_it
     noted = Noted()
 
     async def hang_and_go_on(other: Server) -> tuple[list[Completion], list[Completion]]:
-        hung = type(server.client())(server.url, request_timeout_s=5.0, restart_timeout_s=1.0, transport=noted)
+        timeout_s = 5.0 + 4 * await time_requests(server)
+        hung = type(server.client())(server.url, request_timeout_s=timeout_s, restart_timeout_s=1.0, transport=noted)
         async with EnginePool([hung, other.client()], retry_s=0.2) as pool:
             await pool.load_weights(start.directory, "start-10")
             under_way = asyncio.ensure_future(pool.generate(REQUESTS))  # the first engine's, while none has any
@@ -162,7 +173,7 @@ def test_an_engine_that_hangs_amid_requests_is_done_without_and_proved_before_it
                 while not await asyncio.to_thread(num_running, server):
                     assert not under_way.done()
             os.killpg(process.pid, signal.SIGSTOP)
-            meanwhile = await asyncio.wait_for(under_way, 120)
+            meanwhile = await asyncio.wait_for(under_way, 120 + timeout_s)
             assert pool.quarantined.keys() == {server.url}
             await asyncio.wait_for(pool.load_weights(trained.directory, "trained-10"), 60)
             noted.paths.clear()
