@@ -167,6 +167,9 @@ async def _model_info(model: ServedModel, _: Request) -> Response:
             "preferred_sampling_params": None,
             "weight_version": model.scheduler.weight_version,
             "load_format": "auto",
+            "reasoning_parser": None,
+            "tool_call_parser": None,
+            "disaggregation_mode": "null",
             "has_image_understanding": False,
             "has_audio_understanding": False,
             "model_type": architecture.model_type,
@@ -179,8 +182,13 @@ async def _server_info(model: ServedModel, _: Request) -> Response:
     scheduler = model.scheduler
     return _json(
         {
+            "status": "ready",
             "model_path": str(scheduler.model_dir),
+            "served_model_name": str(scheduler.model_dir),
             "weight_version": scheduler.weight_version,
+            "tp_size": 1,
+            "pp_size": 1,
+            "dp_size": 1,
             "context_length": scheduler.decoder.context_length,
             "max_running_requests": scheduler.decoder.num_slots,
             "dtype": str(scheduler.decoder.dtype).removeprefix("torch."),

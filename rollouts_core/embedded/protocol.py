@@ -165,12 +165,17 @@ def completion_to_json(
         "prompt_tokens": completion.prompt_tokens,
         "completion_tokens": len(completion.output_ids),
         "cached_tokens": 0,
+        "cached_tokens_details": None,  # as where nothing was cached
+        "reasoning_tokens": 0,
+        "dp_rank": None,
         "weight_version": completion.weight_version,
         "weight_versions": [WeightSpan._asdict(span) for span in completion.weight_versions],
         "e2e_latency": completion.latency_s,
     }
     if wants_logprobs:
+        meta_info["input_token_logprobs"] = []  # a start within the prompt is refused
         meta_info["output_token_logprobs"] = logprobs_to_json(completion.output_ids, completion.output_logprobs)
+        meta_info["output_token_logprobs_length"] = len(completion.output_ids)
     answer = {"text": text, "output_ids": list(completion.output_ids), "meta_info": meta_info}
     return answer if index is None else {**answer, "index": index}
 
@@ -178,10 +183,12 @@ def completion_to_json(
 def progress_to_json(
     partial: Partial, *, weight_version: str, wants_logprobs: bool, text: str, index: int | None = None
 ) -> dict[str, Json]:
-    """SGLang's event for a completion that goes on: everything so far, without a finish reason."""
+    """SGLang's event for a completion that goes on: everything so far, without what the end tells."""
     so_far = complete(partial, FinishReason("length"), weight_version=weight_version)
     answer = completion_to_json(so_far, wants_logprobs=wants_logprobs, text=text, index=index)
-    answer["meta_info"]["finish_reason"] = None
+    meta_info = answer["meta_info"]
+    meta_info["finish_reason"] = None
+    del meta_info["weight_versions"], meta_info["e2e_latency"]
     return answer
 
 
@@ -292,7 +299,7 @@ def finish_reason_to_json(reason: FinishReason, num_tokens: int) -> dict[str, Js
         case "length":
             return {"type": "length", "length": num_tokens}
         case "abort":
-            return {"type": "abort", "message": reason.message}
+            return {"type": "abort", "message": reason.message, "status_code": None, "err_type": None}
         case "error":
             raise AssertionError(f"it is answered as an error, not as a completion: {reason.message}")
 

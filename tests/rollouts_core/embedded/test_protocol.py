@@ -196,7 +196,10 @@ def test_parameters_that_change_nothing_are_accepted(neutral: dict[str, Any]) ->
         (FinishReason("stop", token_id=9), {"type": "stop", "matched": 9}),
         (FinishReason("stop", string="ab"), {"type": "stop", "matched": "ab"}),
         (FinishReason("length"), {"type": "length", "length": 2}),
-        (FinishReason("abort", message="Aborted"), {"type": "abort", "message": "Aborted"}),
+        (
+            FinishReason("abort", message="Aborted"),
+            {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None},
+        ),
     ],
 )
 def test_an_answer_has_sglangs_fields(reason: FinishReason, rendered: dict[str, Any]) -> None:
@@ -219,10 +222,15 @@ def test_an_answer_has_sglangs_fields(reason: FinishReason, rendered: dict[str, 
             "prompt_tokens": 4,
             "completion_tokens": 2,
             "cached_tokens": 0,
+            "cached_tokens_details": None,
+            "reasoning_tokens": 0,
+            "dp_rank": None,
             "weight_version": "2",
             "weight_versions": [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 2}],
             "e2e_latency": 0.25,
+            "input_token_logprobs": [],
             "output_token_logprobs": [[-0.5, 5, None], [-1.5, 9, None]],
+            "output_token_logprobs_length": 2,
         },
     }
     for span in answer["meta_info"]["weight_versions"]:
