@@ -5,6 +5,7 @@ Without it a client that works here fails against the server that it is for.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from rollouts_core.engines.launch import render_launch
 from tests.engines.conftest import SavedModel
 from tests.engines.servers import Server, make_server, started_by_hand
 from tests.engines.test_contract import LOGPROB_TOLERANCE
+from tests.rollouts_core.served_engine import engine_url
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -38,43 +40,128 @@ CALLS: list[tuple[str, str, dict[str, Any] | None]] = [  # Any: JSON
     ),
     ("POST", "/generate", {"input_ids": [[4, 8], [9]], "sampling_params": {**GREEDY, "n": 3}}),
     ("POST", "/generate", {"input_ids": [[4], [9]], "sampling_params": [{**GREEDY, "n": 3}, {**GREEDY, "n": 2}]}),
+    *(
+        ("POST", "/generate", {**prompts, "sampling_params": GREEDY, "return_logprob": True, "stream": True})
+        for prompts in ({"input_ids": [4, 8, 9]}, {"input_ids": [[4, 8], [9]]})
+    ),
+    ("POST", "/generate", {"input_ids": [4], "sampling_params": {"nothing": 1}, "stream": True}),
     ("GET", "/model_info", None),
+    ("GET", "/server_info", None),
+    ("GET", "/health", None),
+    ("GET", "/health_generate", None),
     ("POST", "/weights_checker", {"action": "checksum"}),
     ("POST", "/update_weight_version", {"new_version": "v7"}),
     ("POST", "/pause_generation", {"mode": "retract"}),
     ("POST", "/continue_generation", {}),
+    ("POST", "/abort_request", {"rid": "of nobody"}),
+    ("POST", "/abort_request", {"abort_all": True}),
+    ("POST", "/flush_cache", None),
+    ("POST", "/release_memory_occupation", {"tags": ["kv_cache", "weights", "cuda_graph"]}),
+    ("POST", "/resume_memory_occupation", {"tags": ["kv_cache", "weights", "cuda_graph"]}),
+    ("POST", "/begin_weight_update", {}),
+    ("POST", "/end_weight_update", {}),
     ("POST", "/update_weights_from_disk", {"model_path": "/nowhere", "weight_version": "v8"}),
 ]
-NOT_COMPARED = ("checksums", "parallelism_info", "text")
-"""Tables whose keys are names of tensors or of ranks; and text, which SGLang without a tokenizer leaves out."""
+NOT_COMPARED = {
+    *("checksums", "parallelism_info"),  # tables whose keys are names of tensors or of ranks
+    "text",  # SGLang without a tokenizer leaves it out
+    "cached_tokens_details",  # SGLang's, where it had part of the prompt in its cache; null where it had not
+}
+OURS = {
+    *("memory_scope", "num_threads"),  # which segments the engine can open, and its threads
+    *("num_running_reqs", "num_waiting_reqs", "is_paused"),  # SGLang has them at /v1/loads
+}
+NOT_OURS = {
+    "num_retractions",  # how often a completion was computed anew is not counted
+    "response_sent_to_client_ts",  # SGLang's own measurement, in the first event of a stream or its answer
+    "embedding",  # how a model makes embeddings, which the engine does not
+}
+SETTINGS = "/server_info"
+"""SGLang answers the hundreds of settings that it was started with: here what we lack is not looked for."""
 
 
 def misfits(ours: Any, theirs: Any, path: str = "") -> list[str]:  # Any: JSON
-    """Where an answer of ours has a field that theirs lacks, or another type."""
+    """Where two answers differ in their fields, in the lengths of lists, or in the types of values."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
-        names = ours.keys() - set(NOT_COMPARED)
-        found = [f"{path}.{key} is not SGLang's" for key in names - theirs.keys()]
-        shared = names & theirs.keys()
-        return found + [each for key in shared for each in misfits(ours[key], theirs[key], f"{path}.{key}")]
-    if isinstance(ours, list) and isinstance(theirs, list) and ours and theirs:
-        return misfits(ours[0], theirs[0], f"{path}[0]")
-    is_alike = type(ours) is type(theirs) or None in (ours, theirs)
+        found = [f"{path}.{name} is not SGLang's" for name in sorted(ours.keys() - theirs.keys() - OURS - NOT_COMPARED)]
+        if not path.startswith(SETTINGS):
+            lacking = theirs.keys() - ours.keys() - NOT_OURS - NOT_COMPARED
+            found += [f"{path}.{name} is SGLang's, and missing" for name in sorted(lacking)]
+        shared = sorted(ours.keys() & theirs.keys() - NOT_COMPARED)
+        return found + [each for name in shared for each in misfits(ours[name], theirs[name], f"{path}.{name}")]
+    if isinstance(ours, list) and isinstance(theirs, list):
+        if len(ours) != len(theirs):
+            return [f"{path} has {len(ours)} elements, SGLang's has {len(theirs)}"]
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        return [each for place, pair in pairs for each in misfits(*pair, f"{path}[{place}]")]
+    is_alike = type(ours) is type(theirs)
     return [] if is_alike else [f"{path} is {type(ours).__name__}, SGLang's is {type(theirs).__name__}"]
+
+
+class TextLine(str):
+    """The first line of an answer that is no JSON."""
+
+
+def content_of(response: httpx.Response) -> Any:  # Any: JSON
+    """What was answered: JSON, or the first and the last event of each prompt of a stream, or the first line of text.
+
+    How many events come in between is up to how fast they are read.
+    """
+    kind = response.headers.get("content-type", "")
+    if kind == "application/json":
+        return response.json()
+    if not kind.startswith("text/event-stream"):
+        return TextLine(response.text.partition("\n")[0])
+    *events, end = response.text.removesuffix("\n\n").split("\n\n")
+    assert end == "data: [DONE]"
+    by_prompt: dict[int, list[Any]] = {}  # Any: JSON
+    for event in events:
+        answer = json.loads(event.removeprefix("data: "))
+        by_prompt.setdefault(answer.get("index", 0), []).append(answer)
+    return [answers[place] for _, answers in sorted(by_prompt.items()) for place in (0, -1)]
 
 
 @pytest.mark.parametrize("server", ["sglang"], indirect=True)
 def test_the_embedded_engine_answers_in_sglangs_form_with_the_same_tokens(server: Server, start: SavedModel) -> None:
-    with Scheduler(Decoder(start.directory, num_slots=4), model_dir=start.directory) as scheduler:
-        embedded = TestClient(build_app(scheduler))
-        with httpx.Client(base_url=server.url, timeout=60.0) as sglang:
-            sglang.post("/update_weights_from_disk", json={"model_path": str(start.directory)})
-            for method, path, body in CALLS:
-                ours, theirs = (client.request(method, path, json=body) for client in (embedded, sglang))
-                assert ours.status_code == theirs.status_code, (path, ours.text, theirs.text)
-                assert misfits(ours.json(), theirs.json(), path) == []
-                if path == "/generate" and ours.status_code == 200:
-                    assert tokens_of(ours.json()) == tokens_of(theirs.json())
-                    assert logprobs_of(ours.json()) == pytest.approx(logprobs_of(theirs.json()), abs=LOGPROB_TOLERANCE)
+    with engine_url(start.directory, num_slots=4) as url:
+        clients = [httpx.Client(base_url=each, timeout=60.0) for each in (url, server.url)]
+        clients[1].post("/update_weights_from_disk", json={"model_path": str(start.directory)})
+        for method, path, body in CALLS:
+            answers = [client.request(method, path, json=body) for client in clients]
+            ours, theirs = map(content_of, answers)
+            assert answers[0].status_code == answers[1].status_code, (path, ours, theirs)
+            assert misfits(ours, theirs, path) == []
+            if isinstance(ours, TextLine):
+                assert ours == theirs
+            if path == "/generate" and answers[0].status_code == 200:
+                assert tokens_of(ours) == tokens_of(theirs)
+                assert logprobs_of(ours) == pytest.approx(logprobs_of(theirs), abs=LOGPROB_TOLERANCE)
+            if path == "/resume_memory_occupation":  # what is in the memory means nothing
+                clients[1].post("/update_weights_from_disk", json={"model_path": str(start.directory)})
+
+
+@pytest.mark.parametrize("server", ["sglang"], indirect=True)
+def test_a_completion_that_is_aborted_is_answered_as_by_sglang(server: Server, start: SavedModel) -> None:
+    with engine_url(start.directory, num_slots=4) as url:
+        ours, theirs = (abort_amid(each) for each in (url, server.url))
+    assert ours["meta_info"]["finish_reason"] == theirs["meta_info"]["finish_reason"]
+    for answer in (ours, theirs):
+        del answer["output_ids"]  # each has as many as it had until then
+    assert misfits(ours, theirs) == []
+
+
+def abort_amid(url: str) -> Any:  # Any: JSON
+    """The last event of a stream that is aborted after its first."""
+    params = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": None}
+    body = {"input_ids": [4, 8, 9], "rid": "long", "sampling_params": params, "stream": True}
+    with httpx.Client(base_url=url, timeout=60.0) as client, client.stream("POST", "/generate", json=body) as stream:
+        last = ""
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                if not last:
+                    assert httpx.post(f"{url}/abort_request", json={"rid": "long"}).status_code == 200
+                last = line
+    return json.loads(last.removeprefix("data: "))
 
 
 @pytest.fixture
@@ -133,8 +220,13 @@ def logprobs_of(answer: Any) -> list[float]:  # Any: JSON
     return [entry[0] for entry in answer["meta_info"].get("output_token_logprobs", ())]
 
 
-def test_a_field_that_sglang_lacks_and_another_type_are_misfits() -> None:
-    assert misfits({"a": 1, "b": [{"c": 2.0}]}, {"b": [{"c": "2"}], "d": 0}, "/x") == [
+def test_every_difference_in_form_is_a_misfit() -> None:
+    ours = {"a": 1, "b": [{"c": None}, {"c": 2.0}], "e": [1], "is_paused": True}
+    theirs = {"b": [{"c": "2"}, {"c": "2"}], "d": 0, "e": [], "embedding": {}}
+    assert misfits(ours, theirs, "/x") == [
         "/x.a is not SGLang's",
-        "/x.b[0].c is float, SGLang's is str",
+        "/x.d is SGLang's, and missing",
+        "/x.b[0].c is NoneType, SGLang's is str",
+        "/x.b[1].c is float, SGLang's is str",
+        "/x.e has 1 elements, SGLang's has 0",
     ]
