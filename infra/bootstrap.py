@@ -37,9 +37,15 @@ class NodeReport:
     torch_version: str | None
     torch_problem: str
     """Why torch cannot be imported; else empty."""
+    torch_build: str
+    """For what torch is built, for example `CUDA 12.8` or `the CPU`; empty without torch."""
     gpus: tuple[GpuReport, ...]
     gpu_problem: str
-    """Why a device that the driver lists cannot compute; else empty."""
+    """Why a device that the machine has cannot compute; else empty."""
+    driver: str
+    """Version of NVIDIA's driver; empty where its nvidia-smi does not say."""
+    num_driver_gpus: int
+    """GPUs that nvidia-smi lists, whichever of them torch may see."""
     num_cpus: int
     total_memory_gb: float
     free_memory_gb: float
@@ -64,6 +70,12 @@ class NodeNeeds:
     disk_gb: float = 0.0
     num_gpus: int = 0
     """GPUs that its settings name."""
+    last_gpu: int = -1
+    """The highest rank of them; -1 where they name none."""
+    trains_on_gpu: bool = False
+    """Whether torch trains there and the settings do not say that the CPU will do."""
+    is_rented_for_gpus: bool = False
+    """Whether GPUs are paid for."""
     trainer_gpu_ranks: tuple[int, ...] = ()
     """Those of the trainer; empty for the first, or the CPU where there is none."""
     num_trainers: int = 1
@@ -126,12 +138,7 @@ def check_node(report: NodeReport, needs: NodeNeeds) -> None:
         raise PermanentInfraError(
             f"torch {_dotted(MIN_TORCH)} or newer is needed, {report.python} has {report.torch_version}: upgrade it"
         )
-    if len(report.gpus) < needs.num_gpus:
-        reason = f" ({report.gpu_problem})" if report.gpu_problem else ""
-        raise PermanentInfraError(
-            f"{needs.num_gpus} working GPUs are needed, the node has {len(report.gpus)}{reason}: "
-            "use fewer ranks or another node"
-        )
+    check_gpus(report, needs)
     check_memory(report, needs)
     if report.root_problem:
         raise PermanentInfraError(
@@ -141,6 +148,35 @@ def check_node(report: NodeReport, needs: NodeNeeds) -> None:
         raise PermanentInfraError(
             f"{_size(needs.disk_gb)} of free disk are needed at {report.root}, {_size(report.free_disk_gb)} are there: "
             "free some space, choose another root, or lower min_free_gb"
+        )
+
+
+def check_gpus(report: NodeReport, needs: NodeNeeds) -> None:
+    """Return if the node has the GPUs that are named, and torch can use GPUs where it is to train on some.
+
+    Raises:
+        PermanentInfraError: it has too few, or would train on its CPU at the price of a GPU.
+    """
+    if len(report.gpus) < needs.num_gpus:
+        reason = f" ({report.gpu_problem})" if report.gpu_problem else ""
+        raise PermanentInfraError(
+            f"{needs.num_gpus} working GPUs are needed, the node has {len(report.gpus)}{reason}: "
+            "use fewer ranks or another node"
+        )
+    if 0 < report.num_driver_gpus <= needs.last_gpu:
+        raise PermanentInfraError(
+            f"deployment names GPU {needs.last_gpu}, the node has GPUs 0 to {report.num_driver_gpus - 1}: name others, "
+            "or use another node"
+        )
+    if needs.trains_on_gpu and not report.gpus and (report.gpu_problem or needs.is_rented_for_gpus):
+        driver = f"NVIDIA's driver is {report.driver}" if report.driver else "its nvidia-smi lists none"
+        problem = report.gpu_problem.strip().split("\n")[0].split(". ")[0].rstrip(".")
+        raise PermanentInfraError(
+            f"the training needs a GPU that torch can use, torch {report.torch_version} on the node, built for "
+            f"{report.torch_build}, can use none ({'; '.join(each for each in (driver, problem) if each)}): take "
+            "a build of torch that the driver supports (node.requirements, node.package_index), or a machine with a "
+            "newer driver (node.query.min_cuda), or set deployment.trainer_processes = 1 without trainer_gpu_ranks to "
+            "train on the CPU"
         )
 
 

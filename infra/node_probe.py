@@ -16,6 +16,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,7 @@ KEPT_DIR = ".probes"
 MAX_KEPT_FOLDERS = 20
 NVIDIA_SMI_TIMEOUT_S = 30.0
 _DRIVER, _BOOT = "/proc/driver/nvidia/version", "/proc/sys/kernel/random/boot_id"
+_DEVICE = re.compile(r"nvidia\d+$")
 _VARIABLES = ("CUDA_", "NVIDIA_", "HIP_", "ROCR_", "LD_", "PYTHON", "VIRTUAL_ENV")
 """How those begin that decide what can be imported, and which devices are seen."""
 
@@ -45,8 +47,11 @@ def probe(root: str) -> "dict[str, Any]":
         "python_version": platform.python_version(),
         "torch_version": None,
         "torch_problem": "",
+        "torch_build": "",
         "gpus": [],
         "gpu_problem": "",
+        "driver": "",
+        "num_driver_gpus": 0,
         "num_cpus": os.cpu_count() or 1,
         "total_memory_gb": total_memory / 1e9,
         "free_memory_gb": free_memory / 1e9,
@@ -60,15 +65,18 @@ def probe(root: str) -> "dict[str, Any]":
         document["free_disk_gb"] = shutil.disk_usage(root).free / 1e9
     except OSError as error:
         document["root_problem"] = str(error)
+    rows = _ask_driver()
+    document["driver"], document["num_driver_gpus"] = rows[0][-1] if rows else "", len(rows)
     identity = describe_environment()
     kept = _read_kept(root, "torch", identity)
-    gpus = None if kept is None else refresh_gpus(kept["gpus"])
+    gpus = None if kept is None else refresh_gpus(kept["gpus"], rows)
     if kept is not None and gpus is not None:
-        document["torch_version"], document["gpus"] = kept["torch_version"], gpus
+        document.update(kept, gpus=gpus)
         return document
-    found = _ask_torch(document)
+    found = _ask_torch(document, rows)
     if found is not None and identity == describe_environment():  # else somebody installs something just now
-        _keep(root, "torch", identity, {"torch_version": document["torch_version"], "gpus": found})
+        kept = {name: document[name] for name in ("torch_version", "torch_build")}
+        _keep(root, "torch", identity, dict(kept, gpus=found))
     return document
 
 
@@ -87,14 +95,14 @@ def check_imports(root: str, code_dir: str) -> "dict[str, Any]":
 # ── torch and the devices ──
 
 
-def _ask_torch(document: "dict[str, Any]") -> "list[dict[str, Any]] | None":
+def _ask_torch(document: "dict[str, Any]", rows: "list[list[str]]") -> "list[dict[str, Any]] | None":
     """Add what torch says; returns the devices as they can be kept, None where something is wrong or not sure."""
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError, RuntimeError) as error:
         document["torch_problem"] = str(error)
         return None
-    document["torch_version"] = torch.__version__
+    document["torch_version"], document["torch_build"] = torch.__version__, _build_of(torch)
     found = []
     try:
         for index in range(torch.cuda.device_count()):
@@ -104,33 +112,59 @@ def _ask_torch(document: "dict[str, Any]") -> "list[dict[str, Any]] | None":
             document["gpus"].append(dict(gpu, free_gb=free_bytes / 1e9))
             uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
             found.append(dict(gpu, uuid="GPU-" + str(uuid)))
-        if not found and os.path.exists(_DRIVER):  # noqa: PTH110 - old syntax
+        if not found and has_gpus(rows) and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1"):
             torch.cuda.init()  # says why it sees none: a driver that is too old, or a build without CUDA
+            raise RuntimeError("torch sees none of them, and does not say why")
     except (AssertionError, RuntimeError) as error:
         document["gpu_problem"] = str(error)
         return None
-    return found if refresh_gpus(found) is not None else None
+    return found if refresh_gpus(found, rows) is not None else None
 
 
-def refresh_gpus(kept: "list[dict[str, Any]]") -> "list[dict[str, Any]] | None":
+def _build_of(torch: "Any") -> str:
+    """For what a torch is built, in words."""
+    version = getattr(torch, "version", None)
+    for name, attribute in (("CUDA", "cuda"), ("ROCm", "hip")):
+        if getattr(version, attribute, None):
+            return name + " " + str(getattr(version, attribute))
+    return "the CPU"
+
+
+def has_gpus(rows: "list[list[str]]") -> bool:
+    """Whether this machine has GPUs of NVIDIA's, by what the driver's program said or by its devices.
+
+    A container that was given none has none, although the kernel has the driver.
+    """
+    return bool(rows) or any(_DEVICE.match(name) for name in os.listdir("/dev"))  # noqa: PTH208 - old syntax
+
+
+def refresh_gpus(kept: "list[dict[str, Any]]", rows: "list[list[str]]") -> "list[dict[str, Any]] | None":
     """The devices with the memory that is free now; None where they are not those that the driver has now."""
     if not kept:
-        return None if os.path.exists(_DRIVER) else []  # noqa: PTH110 - old syntax
-    free_gb = _free_memory_of_gpus()
+        return None if has_gpus(rows) else []
+    free_gb = _free_memory_of_gpus(rows)
     if sorted(free_gb) != sorted(gpu["uuid"] for gpu in kept):
         return None
     return [{"name": gpu["name"], "total_gb": gpu["total_gb"], "free_gb": free_gb[gpu["uuid"]]} for gpu in kept]
 
 
-def _free_memory_of_gpus() -> "dict[str, float]":
+def _free_memory_of_gpus(rows: "list[list[str]]") -> "dict[str, float]":
     """Free memory in GB by the device's UUID; none where the driver does not say it of every device."""
-    query = ["nvidia-smi", "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        return {uuid: float(free_mib) * 1048576 / 1e9 for uuid, free_mib, _ in rows}
+    except ValueError:
+        return {}
+
+
+def _ask_driver() -> "list[list[str]]":
+    """UUID, free memory in MiB and the driver's version of each GPU, as the driver's program tells them."""
+    query = ["nvidia-smi", "--query-gpu=uuid,memory.free,driver_version", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, stdout=subprocess.PIPE, check=True, timeout=NVIDIA_SMI_TIMEOUT_S).stdout.decode()
-        rows = [line.split(",") for line in answer.splitlines()]
-        return {row[0].strip(): float(row[1]) * 1048576 / 1e9 for row in rows}
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return {}
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
+    rows = [[field.strip() for field in line.split(",")] for line in answer.splitlines()]
+    return [row for row in rows if len(row) == 3]
 
 
 # ── what is kept ──

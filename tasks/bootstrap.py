@@ -42,6 +42,9 @@ def bootstrap(node: Node, config: Config, settings: NodeSettings, *, trains: boo
     needs = NodeNeeds(
         disk_gb=max(settings.min_free_gb, checkpoint_disk_bytes(config) / 1e9 if trains else 0.0),
         num_gpus=len(own_gpus),
+        last_gpu=max(own_gpus, default=-1),
+        trains_on_gpu=trains and wants_gpu(config),
+        is_rented_for_gpus=node.is_rented,
         trainer_gpu_ranks=placement.trainer_gpu_ranks,
         num_trainers=placement.num_trainer_processes,
         trainer_gb=least_memory_bytes(config, num_machines=1 + len(node.trainer_nodes)) / 1e9 if trains else 0.0,
@@ -53,7 +56,12 @@ def bootstrap(node: Node, config: Config, settings: NodeSettings, *, trains: boo
             check_installed(session, ready, config.rollout.engine)
         trainers, trainer_nodes, engine_nodes = [(session, node)], [], []
         for each, own_settings in zip(node.trainer_nodes, settings_of_trainers(settings), strict=True):
-            own_needs = replace(needs, disk_gb=own_settings.min_free_gb, num_gpus=len(placement.trainer_gpu_ranks))
+            own_needs = replace(
+                needs,
+                disk_gb=own_settings.min_free_gb,
+                num_gpus=len(placement.trainer_gpu_ranks),
+                last_gpu=max(placement.trainer_gpu_ranks, default=-1),
+            )
             with named_in_errors("node.trainer_nodes", each):
                 own_session = stack.enter_context(open_session(each))
                 found, own_report = prepare_machine(own_session, each, own_settings, own_needs, config, progress)
@@ -63,13 +71,25 @@ def bootstrap(node: Node, config: Config, settings: NodeSettings, *, trains: boo
             trainers.append((own_session, each))
             trainer_nodes.append(found)
         for each, own_settings in zip(node.engine_nodes, settings_of_engines(settings), strict=True):
-            own_needs = NodeNeeds(disk_gb=own_settings.min_free_gb, num_gpus=len(placement.engine_gpu_ranks))
+            own_needs = NodeNeeds(
+                disk_gb=own_settings.min_free_gb,
+                num_gpus=len(placement.engine_gpu_ranks),
+                last_gpu=max(placement.engine_gpu_ranks, default=-1),
+            )
             with named_in_errors("node.engine_nodes", each), open_session(each) as own_session:
                 found, _ = prepare_machine(own_session, each, own_settings, own_needs, config, progress)
                 check_installed(own_session, found, config.rollout.engine)
                 check_both_ways(session, node, own_session, each)
             engine_nodes.append(found)
     return replace(ready, trainer_nodes=tuple(trainer_nodes), engine_nodes=tuple(engine_nodes))
+
+
+def wants_gpu(config: Config) -> bool:
+    """Whether torch trains, and on a GPU where there is one: processes without GPUs' ranks are content with a CPU."""
+    placement, training = config.deployment, config.training
+    policies = {"sft": training.sft.policy, "rl": training.rl.policy}
+    uses_torch = any(policy.backend == "pytorch" for kind, policy in policies.items() if kind in config.mode)
+    return uses_torch and not (placement.trainer_processes and not placement.trainer_gpu_ranks)
 
 
 @contextmanager

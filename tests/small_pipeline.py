@@ -45,7 +45,7 @@ def small_settings(**overrides: Any) -> dict[str, Any]:  # Any: settings of ever
             "sampling": {"max_new_tokens": 30},
         },
         "evaluation": {"max_p_value": 1.0},
-        "deployment": {"trainer_threads": 1},
+        "deployment": {"trainer_threads": 1, "trainer_processes": 1},
         "node": {"min_free_gb": 0.1},
         "run": {"name": "small", "restarts": 0},
     }

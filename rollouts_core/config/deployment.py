@@ -22,8 +22,8 @@ class DeploymentConfig(Record):
     several machines train together, GPUs of each of them."""
     trainer_processes: int = Field(0, ge=0, json_schema_extra=PLACEMENT)
     """Processes that train together, each with a GPU of its own; 0 takes as many as there are trainer_gpu_ranks, or
-    one. Without trainer_gpu_ranks they share the CPU, which is for trying things out. Where several machines train
-    together, as many on each."""
+    one. Without trainer_gpu_ranks they share the CPU, which is for trying things out: with 1 or more, a machine is not
+    refused on which torch can use no GPU. Where several machines train together, as many on each."""
     engine_gpu_ranks: tuple[GpuRank, ...] = Field((), json_schema_extra=PLACEMENT)
     """GPUs of the inference engines, shared evenly between them; those of one engine hold its model together. Where
     engines have nodes of their own, GPUs of each of these nodes."""

@@ -110,6 +110,16 @@ def test_a_run_rents_a_machine_works_on_it_and_gives_it_back(
     assert len(fake.machines) == 1
 
 
+def test_a_rented_machine_whose_gpus_torch_cannot_use_is_given_back_before_anything_is_trained(
+    rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
+) -> None:
+    settings = SHORT | {"deployment__trainer_processes": 0}
+    config = write_small_pipeline(tmp_path / "small", node=rented_node(server, tmp_path / "machine"), **settings)
+    code, output = rollouts.run("run", str(config))
+    assert code == 2 and "the training needs a GPU that torch can use, torch " in output, output
+    assert len(fake.machines) == 1 and fake.alive() == [] and not (tmp_path / "machine" / "stages").exists()
+
+
 @pytest.mark.matrix
 def test_a_run_on_a_machine_that_somebody_rented_leaves_it_there(
     rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path

@@ -23,8 +23,11 @@ GOOD = NodeReport(
     python_version="3.11.9",
     torch_version="2.10.0+cu128",
     torch_problem="",
+    torch_build="CUDA 12.8",
     gpus=(GPU, GPU),
     gpu_problem="",
+    driver="570.86.15",
+    num_driver_gpus=2,
     num_cpus=16,
     total_memory_gb=128.0,
     free_memory_gb=100.0,
@@ -72,6 +75,39 @@ def test_a_defect_is_refused_with_one_sentence(defect: dict[str, Any], sentence:
         check_node(report, NodeNeeds(disk_gb=20, num_gpus=2, trainer_gb=100, num_trainers=2))
 
 
+TOO_OLD = (
+    "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by downloading "
+    "and installing a new version"
+)
+
+
+def test_a_machine_is_refused_whose_gpus_torch_cannot_use() -> None:
+    report = dataclasses.replace(GOOD, gpus=(), gpu_problem=TOO_OLD, driver="470.57.02")
+    with pytest.raises(PermanentInfraError) as caught:
+        check_node(report, NodeNeeds(trains_on_gpu=True))
+    assert str(caught.value) == (
+        "the training needs a GPU that torch can use, torch 2.10.0+cu128 on the node, built for CUDA 12.8, can use "
+        "none (NVIDIA's driver is 470.57.02; The NVIDIA driver on your system is too old (found version 11040)): take "
+        "a build of torch that the driver supports (node.requirements, node.package_index), or a machine with a newer "
+        "driver (node.query.min_cuda), or set deployment.trainer_processes = 1 without trainer_gpu_ranks to train on "
+        "the CPU"
+    )
+    check_node(report, NodeNeeds(trains_on_gpu=False))
+
+
+def test_a_machine_that_was_rented_for_its_gpus_has_to_have_one() -> None:
+    report = dataclasses.replace(GOOD, gpus=(), driver="", num_driver_gpus=0)
+    check_node(report, NodeNeeds(trains_on_gpu=True))
+    with pytest.raises(PermanentInfraError, match=r"can use none \(its nvidia-smi lists none\)"):
+        check_node(report, NodeNeeds(trains_on_gpu=True, is_rented_for_gpus=True))
+
+
+def test_a_gpu_is_named_that_the_machine_does_not_have() -> None:
+    check_node(GOOD, NodeNeeds(num_gpus=1, last_gpu=1))
+    with pytest.raises(PermanentInfraError, match="deployment names GPU 2, the node has GPUs 0 to 1: name others"):
+        check_node(GOOD, NodeNeeds(num_gpus=1, last_gpu=2))
+
+
 def test_a_machine_without_gpus_needs_the_memory_of_all_trainers() -> None:
     report = dataclasses.replace(GOOD, gpus=())
     check_node(report, NodeNeeds(num_trainers=2, trainer_gb=64))
@@ -107,6 +143,7 @@ from types import SimpleNamespace as Some
 
 Path({log!r}).open("a").write("torch\\n")
 __version__ = "2.9.0"
+version = Some(cuda="12.8", hip=None)
 devices = Path({devices!r}).read_text().split()
 
 class Sum:
@@ -116,7 +153,11 @@ class Sum:
 def ones(size, device):
     return Sum()
 
+def init():
+    raise AssertionError("Torch not compiled with CUDA enabled")
+
 cuda = Some(
+    init=init,
     device_count=lambda: len(devices),
     mem_get_info=lambda index: (1e9, 80e9),
     get_device_name=lambda index: "H200",
@@ -124,7 +165,7 @@ cuda = Some(
 )
 """
 NVIDIA_SMI = """#!/bin/sh
-for device in $(cat {devices}); do echo "GPU-$device, $(cat {free})"; done
+for device in $(cat {listed}); do echo "GPU-$device, $(cat {free}), 570.86.15"; done
 """
 
 
@@ -133,7 +174,7 @@ class FakePackages:
 
     def __init__(self, folder: Path) -> None:
         self.log, self.packages, self.devices = folder / "log", folder / "packages", folder / "devices"
-        self.free, tools = folder / "free", folder / "tools"
+        self.free, tools, self.listed = folder / "free", folder / "tools", folder / "listed"
         for path in (self.packages / "torch", tools, folder / "code" / "rollouts_core"):
             path.mkdir(parents=True)
         self.log.write_text("")
@@ -143,7 +184,7 @@ class FakePackages:
         (self.packages / "torch" / "__init__.py").write_text(TORCH.format(log=str(self.log), devices=str(self.devices)))
         for job in ("sft_job", "rl_job", "eval_job"):
             (self.code_dir / "rollouts_core" / f"{job}.py").write_text("import torch\n")
-        (tools / "nvidia-smi").write_text(NVIDIA_SMI.format(devices=self.devices, free=self.free))
+        (tools / "nvidia-smi").write_text(NVIDIA_SMI.format(listed=self.listed, free=self.free))
         python = tools / "python"
         variables = f"PATH={tools}:$PATH PYTHONPATH={self.packages} PYTHONDONTWRITEBYTECODE=1"
         python.write_text(f'#!/bin/sh\nexport {variables}\nexec {sys.executable} -S "$@"\n')
@@ -151,8 +192,9 @@ class FakePackages:
             program.chmod(0o755)
         self.node = provision_node(LocalNode(python=str(python)), folder / "store")
 
-    def use_devices(self, uuids: str) -> None:
-        self.devices.write_text(uuids)
+    def use_devices(self, uuids: str, *, of_torch: str | None = None) -> None:
+        self.listed.write_text(uuids)
+        self.devices.write_text(uuids if of_torch is None else of_torch)
 
     def probe(self) -> NodeReport:
         with open_session(self.node) as session:
@@ -205,6 +247,26 @@ def test_devices_are_asked_for_their_memory_every_time_and_tried_again_when_they
     fake.free.write_text("[GPU is lost]")
     for num_imports in (3, 4):
         assert len(fake.probe().gpus) == 2 and fake.num_imports == num_imports
+
+
+@pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="this machine has devices of its own")
+def test_torch_says_why_it_sees_no_device_that_the_driver_lists(tmp_path: Path) -> None:
+    fake = FakePackages(tmp_path)
+    fake.use_devices("a b", of_torch="")
+    for _ in range(2):
+        found = fake.probe()
+        assert (found.gpus, found.gpu_problem) == ((), "Torch not compiled with CUDA enabled")
+        assert (found.driver, found.num_driver_gpus, found.torch_build) == ("570.86.15", 2, "CUDA 12.8")
+    fake.use_devices("a b")
+    assert fake.probe().gpu_problem == "" and fake.probe().torch_build == "CUDA 12.8"
+
+
+def test_gpus_that_were_hidden_on_purpose_are_not_missed(tmp_path: Path) -> None:
+    fake = FakePackages(tmp_path)
+    fake.use_devices("a b", of_torch="")
+    python = Path(fake.node.python)
+    python.write_text(python.read_text().replace("export ", "export CUDA_VISIBLE_DEVICES= "))
+    assert fake.probe().gpu_problem == ""
 
 
 def test_code_is_imported_once_and_other_code_too(tmp_path: Path) -> None:

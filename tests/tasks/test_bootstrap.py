@@ -1,0 +1,27 @@
+"""Pins what the pipeline asks of its machines before the first stage, and with which sentence one is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.bootstrap import wants_gpu
+from tests.tasks.test_plan import config_at
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, True),
+        ({"deployment": {"trainer_gpu_ranks": [0, 1], "trainer_processes": 2}}, True),
+        ({"deployment": {"trainer_processes": 1}}, False),
+        ({"training": {"sft": {"policy": {"backend": "jax"}}}, "mode": "sft"}, False),
+        ({"training": {"sft": {"policy": {"backend": "jax"}}}}, True),
+    ],
+)
+def test_a_gpu_is_wanted_unless_the_settings_say_that_the_cpu_will_do(
+    settings: dict[str, Any], wanted: bool, tmp_path: Path
+) -> None:
+    assert wants_gpu(config_at(tmp_path, **settings)) is wanted
