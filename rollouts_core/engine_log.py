@@ -15,6 +15,19 @@ SIGNS = (
         "it ran out of memory: use a smaller model, a smaller context or more memory",
     ),
     (
+        r"less than desired GPU memory utilization",
+        "other programs have memory of its GPU: end them, give it a GPU of its own (deployment.engine_gpu_ranks), or "
+        "let it take less by --gpu-memory-utilization in rollout.engine.extra_args",
+    ),
+    (
+        r"No available memory for the cache blocks|larger than the available KV cache memory"
+        r"|Not enough memory\. Please try to increase|leave no GPU memory for the KV cache"
+        r"|increase --mem-fraction-static",
+        "its share of the memory does not hold the model and the context of completions: give it more by "
+        "--mem-fraction-static (SGLang) or --gpu-memory-utilization (vLLM) in rollout.engine.extra_args, or use a "
+        "smaller model or context",
+    ),
+    (
         r"Unsupported CPU attention configuration|head_size .*not supported|head size .* is not supported",
         "it cannot compute the model's attention here: its heads have a size that this engine lacks on this device",
     ),
@@ -33,7 +46,21 @@ SIGNS = (
     ),
     (r"No module named", "a package is missing in its environment: install the engine there anew"),
     (
-        r"CUDA driver version is insufficient|no NVIDIA driver|No CUDA GPUs are available|invalid device ordinal",
+        r"driver on your system is too old|CUDA driver version is insufficient",
+        "its torch is built for a newer CUDA than the GPU driver of its machine knows: update the driver, install a "
+        "build for an older CUDA in its environment, or rent by node.query.min_cuda",
+    ),
+    (
+        r"system not yet initialized|cudaErrorSystemNotReady",
+        "the GPUs of its machine are not ready, because what joins them (nvidia-fabricmanager) does not run: start "
+        "that, or take another machine",
+    ),
+    (
+        r"no kernel image is available for execution",
+        "its build cannot compute on this type of GPU: install one that can in its environment, or use another GPU",
+    ),
+    (
+        r"no NVIDIA driver|No CUDA GPUs are available|invalid device ordinal",
         "it found no GPU that it can use: check the driver and deployment.engine_gpu_ranks",
     ),
     (
@@ -42,13 +69,22 @@ SIGNS = (
     ),
     (r"No space left on device", "its disk is full: free some space"),
     (
-        r"GatedRepoError|gated repo|401 Client Error|403 Client Error",
-        "the hub refuses the model: accept its terms and give a token that may read it",
+        r"RepositoryNotFoundError:|Repository Not Found for|is not a local folder",
+        "its model is missing at the hub, or private: check its name, or set HF_TOKEN to a token that may read it",
     ),
     (
-        r"RepositoryNotFoundError|Repository Not Found|is not a local folder|No such file or directory"
+        r"GatedRepoError|Cannot access gated repo|access a gated repo|401 Client Error|403 Client Error|403 Forbidden",
+        "the hub refuses the model: accept its terms and set HF_TOKEN to a token that may read it",
+    ),
+    (
+        r"No such file or directory"
         r"|FileNotFoundError|LocalEntryNotFoundError|does not appear to have a file named",
         "its model, or a file of it, is missing: check the model's path or name",
+    ),
+    (
+        r"NCCL error|ncclSystemError|ncclInternalError|ncclUnhandledCudaError",
+        "its GPUs cannot talk to each other by NCCL: look whether /dev/shm is large enough and what NCCL_DEBUG=INFO "
+        "says, or give it a single GPU",
     ),
 )
 

@@ -20,13 +20,15 @@ Files = Mapping[str, bytes]
 
 @dataclass(slots=True, kw_only=True)
 class Hub:
-    """Dataset repositories, and every request that was made."""
+    """Dataset repositories, names of models that it gives to nobody, and every request that was made."""
 
     url: str
     commits: dict[str, dict[str, Files]] = field(default_factory=dict)
     """Per repository its commits, by their hashes."""
     refs: dict[str, dict[str, str]] = field(default_factory=dict)
     """Per repository the commits of its branches and tags."""
+    gated: set[str] = field(default_factory=set)
+    """Models whose terms nobody has accepted."""
     requests: list[str] = field(default_factory=list)
 
     def commit(self, repo: str, files: Files, *, ref: str = "main") -> str:
@@ -82,8 +84,15 @@ class _Handler(BaseHTTPRequestHandler):
                 self._list(hub, f"{owner}/{name}", revision, "/".join(folder))
             case ["datasets", owner, name, "resolve", revision, *file]:
                 self._send_file(hub, f"{owner}/{name}", revision, "/".join(file))
+            case ["api", "models", owner, name, *_] | [owner, name, "resolve", *_]:
+                self._refuse_model(hub, f"{owner}/{name}")
             case _:
                 self._send(404, b'{"error": "not found"}')
+
+    def _refuse_model(self, hub: Hub, repo: str) -> None:
+        """A gated model is shown to exist; one that is private is not, and looks as one that does not exist."""
+        code = "GatedRepo" if repo in hub.gated else "RepoNotFound"
+        self._send(401, b'{"error": "Invalid username or password."}', {"X-Error-Code": code})
 
     def _describe(self, hub: Hub, repo: str, revision: str) -> None:
         if found := self._find(hub, repo, revision):
