@@ -3,8 +3,10 @@
 probe_node ── node_probe.py on the node ── NodeReport ── check_node ── fine, or PermanentInfraError
 """
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from infra import node_probe
 from infra.errors import PermanentInfraError
@@ -13,6 +15,7 @@ from infra.session import Session, read_answer
 
 MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 6)
+NO_MODULES: Mapping[str, str] = MappingProxyType({})
 PROBE_TIMEOUT_S = 180.0
 """Importing torch from a cold network disk takes a minute or two."""
 
@@ -98,23 +101,40 @@ def probe_node(session: Session, node: Node) -> NodeReport:
     return NodeReport(**{**document, "gpus": gpus, "python": node.python, "root": node.root})
 
 
-def check_imports(session: Session, node: Node, code_dir: str) -> None:
-    """Return if the node's interpreter can import the training from the folder where its code lies.
+def check_imports(
+    session: Session,
+    node: Node,
+    code_dir: str,
+    modules: Mapping[str, str] = NO_MODULES,
+    variables: Collection[str] = (),
+) -> None:
+    """Return if the node's interpreter can import the training, and the user's modules, from where their code lies.
 
     Args:
         code_dir: named by its content, so that it is asked for once.
+        modules: those of the user's, by the settings that name them.
+        variables: names of those that a job has besides what the node's session has.
 
     Raises:
-        PermanentInfraError: a package is missing there.
+        PermanentInfraError: a package is missing there, or a file.
     """
     program = session.place_program(Path(node_probe.__file__))
-    command = [node.python, program, "imports", node.root, code_dir]
+    names = [*dict.fromkeys(modules.values()), *(f"{variable}=" for variable in sorted(variables))]
+    command = [node.python, program, "imports", node.root, code_dir, *names]
     completed = session.run(command, timeout_s=PROBE_TIMEOUT_S, check=False)
     if completed.exit_code != 0:
         problem = completed.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise PermanentInfraError(
             f"{node.python} on the node cannot import the training ({problem}): "
             "install the project's dependencies there, or name another interpreter in the node's settings"
+        )
+    answer = read_answer(completed)
+    if refused := answer.get("module"):
+        setting = next(setting for setting, module in modules.items() if module == refused)
+        raise PermanentInfraError(
+            f"{setting}: {node.python} on the node cannot import {refused} ({answer['problem']}): install what it "
+            "needs there, or list it in node.requirements; modules of yours come along where they are on PYTHONPATH "
+            "here and an import names them, and data only in the folder of a package"
         )
 
 

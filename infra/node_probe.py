@@ -1,7 +1,9 @@
 """Say, as one JSON object, what a node has, or that it can import the training; run on the node by bootstrap.py.
 
     python node_probe.py probe ROOT               what the node has
-    python node_probe.py imports ROOT CODE_DIR    whether the training can be imported from CODE_DIR
+    python node_probe.py imports ROOT CODE_DIR [MODULE]... [VARIABLE=]...
+                                                  whether the training, and modules of the user's, can be imported from
+                                                  CODE_DIR by a job that has values of these variables
 
 Standard library only, and old syntax, so that an interpreter that is too old can say so. Each CUDA device has to add
 two numbers: a device that the driver lists and that cannot compute is not there.
@@ -35,8 +37,11 @@ _VARIABLES = ("CUDA_", "NVIDIA_", "HIP_", "ROCR_", "LD_", "PYTHON", "VIRTUAL_ENV
 def main(argv: "list[str]") -> int:
     """Carry out one verb; see the head of this file."""
     verb, root = argv[1], argv[2]
-    document = probe(root) if verb == "probe" else check_imports(root, argv[3])
-    sys.stdout.write(json.dumps(document) + "\n")
+    try:
+        document = probe(root) if verb == "probe" else check_imports(root, argv[3], argv[4:])
+    except RefusedModuleError as error:
+        document = {"module": error.args[0], "problem": error.args[1]}
+    sys.stdout.write("\n" + json.dumps(document) + "\n")  # what was imported may have written there, too
     return 0
 
 
@@ -80,15 +85,32 @@ def probe(root: str) -> "dict[str, Any]":
     return document
 
 
-def check_imports(root: str, code_dir: str) -> "dict[str, Any]":
-    """Nothing, when the training can be imported from this folder, which is named by its content; else ImportError."""
+class RefusedModuleError(Exception):
+    """A module of the user's cannot be imported: its name, and why."""
+
+
+def check_imports(root: str, code_dir: str, names: "list[str]") -> "dict[str, Any]":
+    """Nothing, when all can be imported from this folder, which is named by its content.
+
+    Raises:
+        RefusedModuleError: a module of the user's cannot.
+        ImportError: the training cannot.
+    """
     identity = describe_environment()
     kept = _read_kept(root, "imports", identity) or {"folders": []}
-    if code_dir not in kept["folders"]:
+    asked = " ".join([code_dir, *names])
+    if asked not in kept["folders"]:
         sys.path.insert(0, code_dir)
         for job in ("sft_job", "rl_job", "eval_job"):
             importlib.import_module("rollouts_core." + job)
-        _keep(root, "imports", identity, {"folders": [*kept["folders"], code_dir][-MAX_KEPT_FOLDERS:]})
+        for variable in [name[:-1] for name in names if name.endswith("=")]:
+            os.environ.setdefault(variable, "not known here")
+        for module in [name for name in names if not name.endswith("=")]:
+            try:
+                importlib.import_module(module)
+            except (Exception, SystemExit) as error:
+                raise RefusedModuleError(module, type(error).__name__ + ": " + str(error)) from error
+        _keep(root, "imports", identity, {"folders": [*kept["folders"], asked][-MAX_KEPT_FOLDERS:]})
     return {}
 
 

@@ -9,7 +9,6 @@ Fields marked PLACEMENT stay out: paths, ports, threads and log intervals do not
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from rollouts_core.checkpoint import MANIFEST, find_checkpoint, load_manifest
 from rollouts_core.config import PLACEMENT, SELECTION, FunctionName, ModelConfig, name_of_function
 from rollouts_core.data.rows import digest_path
 from rollouts_core.errors import ConfigError
+from rollouts_core.own_code import OwnCode, find_code, own_code
 
 SEMANTICS_VERSION = 3
 """Raised when the same settings and data train to another result than before."""
@@ -122,20 +122,31 @@ def digest_checkpoint(path: str) -> str:
 
 
 def digest_plugins(*names: FunctionName) -> str:
-    """One digest of the top-level packages that `package.module:function` names come from; "" without any.
+    """One digest of the packages that `package.module:function` names come from, and of what they import of the user's.
+
+    It is "" where no name is of that form.
 
     Raises:
         ConfigError: a package that cannot be found.
     """
-    digests = []
+    digests, packages = [], []
     for name in names:
         module, colon, _ = name_of_function(name).partition(":")
         if not colon:
             continue
         package = module.partition(".")[0]
-        spec = importlib.util.find_spec(package)
-        if spec is None or spec.origin is None:
+        code = find_code(package)
+        if code is None:
             raise ConfigError(f"{name}: the package {package!r} cannot be found; is its folder on PYTHONPATH?")
-        origin = Path(spec.origin)
-        digests.append(digest_path(origin.parent if origin.name == "__init__.py" else origin))
+        packages.append(package)
+        digests.append(_digest_code(code))
+    digests += [_digest_code(code) for code in own_code(packages) if code.name not in packages]
     return hashlib.sha256("".join(digests).encode()).hexdigest() if digests else ""
+
+
+def _digest_code(code: OwnCode) -> str:
+    """The digest of one package, folder or file."""
+    if path := code.package or code.file:
+        return digest_path(path)
+    files = "".join(f"{name}\0{digest_path(path)}\n" for name, path in sorted(code.files.items()))
+    return hashlib.sha256(files.encode()).hexdigest()

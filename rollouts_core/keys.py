@@ -10,9 +10,12 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollouts_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rollouts_core.config import RolloutConfig
 
 HUB_TOKEN = "HF_TOKEN"
 """The variable in which Hugging Face's libraries look for a token."""
@@ -68,6 +71,11 @@ def read_named_keys(
     named = {engine_key_variable(job): "rollout.engine", **unit}
     named |= dict.fromkeys((reward["api_key_variable"] for reward in rewards), "rollout.rewards")
     return {variable: read_key(variable, setting, known) for variable, setting in named.items() if variable}
+
+
+def key_variables(rollout: RolloutConfig) -> set[str]:
+    """The variables that the engine and the rewards of a run name."""
+    return {rollout.engine.api_key_variable, *(reward.api_key_variable for reward in rollout.rewards)} - {""}
 
 
 def read_hub_token(job: Mapping[str, Any]) -> dict[str, str]:  # Any: JSON

@@ -5,7 +5,7 @@ All that it must have is seen here, before the first stage: an engine that is mi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from infra.bootstrap import NodeNeeds, NodeReport, check_alike, check_imports, check_node, probe_node
+from infra.bootstrap import NO_MODULES, NodeNeeds, NodeReport, check_alike, check_imports, check_node, probe_node
 from infra.environment import ensure_environment, installed_requirements, read_requirements
 from infra.errors import PermanentInfraError
 from infra.node import FurtherNode, LocalNode, Node, NodeSettings, settings_of_engines, settings_of_trainers
@@ -21,6 +21,7 @@ from infra.providers import open_session
 from infra.reach import check_both_ways
 from infra.session import Session
 from rollouts_core.config import Config
+from rollouts_core.keys import key_variables
 from rollouts_core.resource_needs import checkpoint_disk_bytes, least_memory_bytes
 from tasks.installed_engines import check_installed, leads_engines
 from tasks.placement import place_code
@@ -51,7 +52,8 @@ def bootstrap(node: Node, config: Config, settings: NodeSettings, *, trains: boo
     )
     with StageProgress("bootstrap", num_steps=0, console=stage_console()) as progress, ExitStack() as stack:
         session = stack.enter_context(open_session(node))
-        ready, report = prepare_machine(session, node, settings, needs, config, progress)
+        modules = modules_called(config, trains=trains)
+        ready, report = prepare_machine(session, node, settings, needs, config, progress, modules)
         if leads_engines(config, node, trains=trains):
             check_installed(session, ready, config.rollout.engine)
         trainers, trainer_nodes, engine_nodes = [(session, node)], [], []
@@ -92,6 +94,15 @@ def wants_gpu(config: Config) -> bool:
     return uses_torch and not (placement.trainer_processes and not placement.trainer_gpu_ranks)
 
 
+def modules_called(config: Config, *, trains: bool) -> dict[str, str]:
+    """The user's modules that stages import, by the settings that name them; none where nothing is sampled."""
+    samples_for_rl = trains and config.mode != "sft"
+    if not samples_for_rl and config.evaluation.metric != "accuracy":
+        return {}
+    only_rl = () if samples_for_rl else ("rollout.generate_fn", "rollout.filter_fn")
+    return {setting: module for setting, module in config.rollout.modules_named.items() if setting not in only_rl}
+
+
 @contextmanager
 def named_in_errors(setting: str, node: Node) -> Iterator[None]:
     """Say of what is wrong with a further machine, which one it is."""
@@ -108,13 +119,19 @@ def prepare_machine(
     needs: NodeNeeds,
     config: Config,
     progress: StageProgress,
+    modules: Mapping[str, str] = NO_MODULES,
 ) -> tuple[Node, NodeReport]:
-    """One machine of the unit, with what it needs, and what it has."""
+    """One machine of the unit, with what it needs, and what it has.
+
+    Args:
+        modules: the user's, that stages there import, by the settings that name them.
+    """
     ready = install_packages(session, node, settings, progress)
     report = probe_node(session, ready)
     check_node(report, needs)
     if ready.is_remote:
-        check_imports(session, ready, place_code(session, ready, config.rollout))
+        code_dir = place_code(session, ready, config.rollout, say=progress.say)
+        check_imports(session, ready, code_dir, modules, key_variables(config.rollout))
     progress.say(
         f"Python {report.python_version}, torch {report.torch_version}, {report.device_summary}, "
         f"{report.free_disk_gb:.0f} GB free"

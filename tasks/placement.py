@@ -5,7 +5,7 @@ Not here: what a stage is (plan.py), running it (stage.py), bringing its results
     this machine                                            the node
     <store>/stages/<stage>/          job's own files  ──>   <root>/stages/<stage>/       if another node began it
     data files, models, checkpoints  by content       ──>   <root>/inputs/<digest>/      unless they are there
-    rollouts_core, the user's code   by content       ──>   <root>/code/<digest>/
+    rollouts_core, the user's code   by content       ──>   <root>/code/<digest>/        own_code.py says which
 
 What is named by its content is sent once. What an S3 URL named (inputs.py) the node fetches from there itself, where it
 can. Names of datasets and models of a hub stay: the node fetches those itself.
@@ -14,9 +14,7 @@ can. Names of datasets and models of a hub stay: the node fetches those itself.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import logging
-import site
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +43,7 @@ from rollouts_core.job import (
     ServeJob,
     SFTJob,
 )
+from rollouts_core.own_code import own_code
 from tasks.inputs import find_origin, keys_at_origin
 from tasks.records import Stage
 
@@ -211,30 +210,32 @@ def bring_earlier_work(session: Session, mirror: Path, run_dir: str) -> None:
     publish_files(session, files, run_dir)
 
 
-def place_code(session: Session, node: Node, rollout: RolloutConfig | None) -> str:
-    """The folder on the node with `rollouts_core` as it is here, and the user's own packages beside it."""
-    files = {f"rollouts_core/{name}": path for name, path in source_files(Path(rollouts_core.__file__).parent).items()}
-    for origin in plugin_origins(rollout) if rollout else ():
-        if origin.name == "__init__.py":
-            package = origin.parent
-            files |= {f"{package.name}/{name}": path for name, path in source_files(package).items()}
-        else:
-            files[origin.name] = origin
+def place_code(
+    session: Session, node: Node, rollout: RolloutConfig | None, *, say: Callable[[str], None] = logger.info
+) -> str:
+    """The folder on the node with `rollouts_core` as it is here, and the user's own code beside it.
+
+    Args:
+        say: told what is sent, in a sentence.
+    """
+    core = source_files(Path(rollouts_core.__file__).parent)
+    parts = {"rollouts_core": {f"rollouts_core/{name}": path for name, path in core.items()}}
+    parts |= {code.name: code.files for code in (own_code(rollout.modules_named.values()) if rollout else ())}
+    files = {name: path for part in parts.values() for name, path in part.items()}
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):
         digest.update(f"{name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
     folder = f"{node.root}/code/{digest.hexdigest()[:_DIGEST_CHARS]}"
     if not exists_on_node(session, folder):
+        say(f"sends code: {', '.join(describe_files(name, part) for name, part in parts.items())}")
         publish_files(session, files, folder)
     return folder
 
 
-def plugin_origins(rollout: RolloutConfig) -> list[Path]:
-    """The files of the user's own packages that the settings name; what is installed has to be so on the node too."""
-    packages = {module.partition(".")[0] for module in rollout.modules_named.values()}
-    specs = [importlib.util.find_spec(package) for package in sorted(packages - {"rollouts_core"})]
-    origins = [Path(spec.origin) for spec in specs if spec and spec.origin]
-    return [origin for origin in origins if not any(origin.is_relative_to(each) for each in site.getsitepackages())]
+def describe_files(name: str, files: Mapping[str, Path]) -> str:
+    """What somebody should know before it leaves the machine: how many files, and how large."""
+    num_bytes = sum(path.stat().st_size for path in files.values())
+    return f"{name} ({len(files)} file{'s' if len(files) > 1 else ''}, {num_bytes / 1000:,.0f} kB)"
 
 
 def source_files(package: Path) -> dict[str, Path]:

@@ -200,9 +200,9 @@ class FakePackages:
         with open_session(self.node) as session:
             return probe_node(session, self.node)
 
-    def check_imports(self, code_dir: Path) -> None:
+    def check_imports(self, code_dir: Path, modules: dict[str, str] | None = None, *variables: str) -> None:
         with open_session(self.node) as session:
-            check_imports(session, self.node, str(code_dir))
+            check_imports(session, self.node, str(code_dir), modules or {}, variables)
 
     @property
     def num_imports(self) -> int:
@@ -284,6 +284,38 @@ def test_code_is_imported_once_and_other_code_too(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(PermanentInfraError, match=r"cannot import the training .*no_such_module"):
             fake.check_imports(tmp_path / "broken")
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("import sympy_of_a_test\n", "ModuleNotFoundError: No module named 'sympy_of_a_test'"),
+        ("print('{}')\nopen('no_such_words.txt')\n", r"FileNotFoundError: .*no_such_words\.txt'"),
+        ("import sys\nsys.exit()\n", "SystemExit: "),
+    ],
+)
+def test_a_module_of_the_users_that_the_node_cannot_import_is_one_sentence(
+    code: str, problem: str, tmp_path: Path
+) -> None:
+    fake = FakePackages(tmp_path)
+    (fake.code_dir / "my_rewards.py").write_text("print('hello')\n")
+    (fake.code_dir / "my_environment.py").write_text(code)
+    modules = {"rollout.reward_fn": "my_rewards", "rollout.environment": "my_environment"}
+    for _ in range(2):
+        with pytest.raises(
+            PermanentInfraError, match=rf"^rollout\.environment: .* import my_environment \({problem}\)"
+        ):
+            fake.check_imports(fake.code_dir, modules)
+    fake.check_imports(fake.code_dir, {"rollout.reward_fn": "my_rewards"})
+
+
+def test_a_module_of_the_users_may_read_the_keys_that_its_job_has(tmp_path: Path) -> None:
+    fake = FakePackages(tmp_path)
+    (fake.code_dir / "my_rewards.py").write_text("import os\nKEY = os.environ['KEY_OF_A_TEST']\n")
+    modules = {"rollout.reward_fn": "my_rewards"}
+    with pytest.raises(PermanentInfraError, match="KEY_OF_A_TEST"):
+        fake.check_imports(fake.code_dir, modules)
+    fake.check_imports(fake.code_dir, modules, "KEY_OF_A_TEST")
 
 
 def test_a_root_that_cannot_be_a_directory_is_reported(tmp_path: Path) -> None:

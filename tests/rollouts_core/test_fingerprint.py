@@ -168,6 +168,21 @@ def test_the_plugin_digest_follows_the_users_code(tmp_path: Path, monkeypatch: p
     assert digest_plugins(f"{name}:f") != before
 
 
+@pytest.mark.parametrize("changed", ["helpers_of_a_test.py", "folder_of_a_test/scores.py"])
+def test_the_plugin_digest_follows_what_the_users_code_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    (tmp_path / "rewards_of_a_test.py").write_text("import helpers_of_a_test\nfrom folder_of_a_test import scores\n")
+    for name in ("helpers_of_a_test.py", "folder_of_a_test/scores.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("A = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = digest_plugins("rewards_of_a_test:f")
+    assert digest_plugins("rewards_of_a_test:f") == before
+    (tmp_path / changed).write_text("A = 2\n")
+    assert digest_plugins("rewards_of_a_test:f") != before
+
+
 def test_a_package_that_cannot_be_found_is_one_sentence() -> None:
     with pytest.raises(ConfigError, match="the package 'no_such_package' cannot be found"):
         digest_plugins("no_such_package.rewards:f")

@@ -20,7 +20,7 @@ from rollouts_core.checkpoint import load_manifest
 from rollouts_core.config import Config, ModelConfig
 from rollouts_core.job import InputModel
 from tasks.inputs import bring_inputs
-from tasks.placement import Placement, place_stage
+from tasks.placement import Placement, place_code, place_stage
 from tasks.plan import base_model, plan_engine, plan_rl, plan_selection, plan_sft
 from tasks.records import RunScope, Stage
 from tests.infra.s3_server import S3Server
@@ -165,6 +165,28 @@ def test_the_users_own_package_comes_along_and_an_edit_makes_new_code(
     assert (Path(first) / "my_rewards" / "__init__.py").read_text() == "def score(*_): return 1.0\n"
     (package / "__init__.py").write_text("def score(*_): return 2.0\n")
     assert place_stage(session, stage, node).code_dir != first
+
+
+def test_a_single_file_comes_with_what_it_imports_and_what_is_sent_is_said(
+    session: CountingSession, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own"
+    (own / "rubrics_of_a_test").mkdir(parents=True)
+    (own / "rubrics_of_a_test" / "math.py").write_text("def score(*_): return 1.0\n")
+    (own / "graders_of_a_test.py").write_text("from rubrics_of_a_test.math import score\n")
+    monkeypatch.syspath_prepend(own)
+    config = config_at(tmp_path / "inputs", rollout={"reward_fn": "graders_of_a_test:score"})
+    said: list[str] = []
+    folder = place_code(session, node, config.rollout, say=said.append)
+    code = "import graders_of_a_test as own; print(own.score(), own.__file__)"
+    found = session.run(
+        [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {folder!r}); {code}"], timeout_s=60
+    )
+    assert found.stdout.decode().split() == ["1.0", f"{folder}/graders_of_a_test.py"]
+    [sentence] = said
+    assert sentence.endswith(", graders_of_a_test (1 file, 0 kB), rubrics_of_a_test (1 file, 0 kB)")
+    assert sentence.startswith("sends code: rollouts_core (")
+    assert place_code(session, node, config.rollout, say=said.append) == folder and len(said) == 1
 
 
 def test_on_this_machine_nothing_is_copied(

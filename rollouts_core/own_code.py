@@ -1,0 +1,143 @@
+"""Which files are the user's own code that settings name as `package.module:function`.
+
+They are part of a stage's identity (fingerprint.py) and are brought to other machines (tasks/placement.py). Not here:
+importing the functions (functions.py), what their errors say (user_code.py).
+
+    module of a setting ── its top-level name ── on sys.path ──┬── a package: its folder
+                                                               ├── a folder without __init__.py: its Python files
+                                                               └── a single file
+    what their files import by name is looked up in the same way, again and again; what is installed is left out
+
+Nothing is imported here: import statements are read.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from rollouts_core.user_code import INSTALLED_FOLDERS, STANDARD_LIBRARY
+
+OWN_PACKAGE = __name__.partition(".")[0]
+_KEY_NAMES = ("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519")
+_KEY_ENDINGS = (".pem", ".key", ".p12", ".pfx", ".kdbx")
+_OF_TOOLS = frozenset({"__pycache__", "node_modules"})
+_VIRTUAL_ENVIRONMENT = "pyvenv.cfg"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnCode:
+    """A package, a folder without __init__.py, or a single file, that Python imports by its top-level name."""
+
+    name: str
+    package: Path | None = None
+    """Its folder, where it has an __init__.py: all files below it belong to it, but hidden ones and keys."""
+    folders: tuple[Path, ...] = ()
+    """Its folders, where it has none: Python files alone belong to it, because data may lie there as well."""
+    file: Path | None = None
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """What belongs to it, by the names below the folder that is to be on sys.path elsewhere."""
+        if self.file is not None:
+            return {self.file.name: self.file.resolve()}
+        if self.package is not None:
+            return dict(_below(self.package, self.name))
+        python = (pair for folder in reversed(self.folders) for pair in _below(folder, self.name))
+        return {name: path for name, path in python if path.suffix == ".py"}
+
+
+def find_code(name: str) -> OwnCode | None:
+    """What Python would import by a top-level name; None where there is no such, or none that has files of its own."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):
+        return None
+    if spec is None:
+        return None
+    if spec.origin is None:
+        folders = tuple(Path(each) for each in spec.submodule_search_locations or ())
+        return OwnCode(name=name, folders=folders) if folders else None
+    origin = Path(spec.origin)
+    is_package = origin.name == "__init__.py"
+    return OwnCode(name=name, package=origin.parent) if is_package else OwnCode(name=name, file=origin)
+
+
+def own_code(modules: Iterable[str]) -> list[OwnCode]:
+    """The user's own code that these modules are, and all that it imports of the same kind, sorted by name.
+
+    What is installed, or belongs to this project's core, is neither returned nor looked into.
+    """
+    found: dict[str, OwnCode] = {}
+    pending = deque(sorted({module.partition(".")[0] for module in modules}))
+    seen = set(pending)
+    while pending:
+        name = pending.popleft()
+        code = find_code(name) if name != OWN_PACKAGE and name not in sys.stdlib_module_names else None
+        if code is None or _is_installed(code) or not code.files:
+            continue
+        found[name] = code
+        for path in code.files.values():
+            new = _imports_of_file(path) - seen
+            seen |= new
+            pending.extend(sorted(new))
+    return [found[name] for name in sorted(found)]
+
+
+def _is_installed(code: OwnCode) -> bool:
+    places = [place for place in (code.package, code.file, *code.folders) if place is not None]
+    return all(
+        not INSTALLED_FOLDERS.isdisjoint(place.parts) or place.is_relative_to(STANDARD_LIBRARY) for place in places
+    )
+
+
+def _imports_of_file(path: Path) -> frozenset[str]:
+    """Top-level names that a file imports anywhere in it; none of a file that is no Python."""
+    if path.suffix != ".py":
+        return frozenset()
+    try:
+        found = path.stat()
+    except OSError:
+        return frozenset()
+    return _imports_of(path, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=4096)
+def _imports_of(path: Path, mtime_ns: int, size: int) -> frozenset[str]:
+    """See `_imports_of_file`; a file is read again when it has changed."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return frozenset()
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.append(node.module)
+    return frozenset(name.partition(".")[0] for name in names)
+
+
+def _below(folder: Path, name: str) -> Iterator[tuple[str, Path]]:
+    """The files below a folder that may go to another machine, under the folder's name."""
+    for parent, folders, files in os.walk(folder):
+        if _VIRTUAL_ENVIRONMENT in files:
+            folders.clear()
+            continue
+        folders[:] = sorted(each for each in folders if not each.startswith(".") and each not in _OF_TOOLS)
+        for file in sorted(files):
+            path = Path(parent, file)
+            if path.is_file() and not is_private(file):
+                yield f"{name}/{path.relative_to(folder).as_posix()}", path.resolve()
+
+
+def is_private(name: str) -> bool:
+    """True for the name of a file that stays where it is: hidden ones, as .env, and private keys."""
+    return name.startswith((".", *_KEY_NAMES)) or name.endswith(_KEY_ENDINGS)
