@@ -31,6 +31,7 @@ from rollouts_core.backends.launch import (
 )
 from rollouts_core.backends.unit import MACHINE_LOST_CODE, Unit, follow, lead
 from rollouts_core.errors import InputError, MachineLostError
+from rollouts_core.hub_cache import use_fallback
 from rollouts_core.job import Job, RLJob, ServeJob, SFTJob, load_job
 from rollouts_core.keys import OWN_KEY_VARIABLE, read_key
 from rollouts_core.metrics import EventLog
@@ -95,6 +96,7 @@ logger = logging.getLogger(__name__)
 def main(argv: list[str] | None = None) -> int:
     """Run the job that the command line names; returns the exit code."""
     arguments = _build_parser().parse_args(argv)
+    use_fallback(os.environ, Path.home())
     level = logging.WARNING if is_follower() else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per engine request otherwise

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +15,7 @@ from infra.jobs import FIRST_GPU, JobSpec, JobState, job_status
 from infra.node import Node
 from infra.session import Session
 from rollouts_core.backends.allocator import KEPT_MEMORY
+from rollouts_core.hub_cache import FALLBACK
 from rollouts_core.keys import read_hub_token, read_named_keys
 from tasks.records import RunScope, Stage
 
@@ -43,7 +45,7 @@ def job_spec(
         run_dir=stage.run_dir,
         argv=(session.python, "-m", "rollouts_core", stage.kind, f"{stage.run_dir}/job.json"),
         job=stage.job,
-        env=job_environment(stage, known_keys) | ({"PYTHONPATH": code_dir} if code_dir else {}),
+        env=job_environment(stage, known_keys) | variables_of_place(code_dir),
         timeout_s=stage.timeout_s,
         grace_s=GRACE_S,
         max_restarts=max_restarts,
@@ -52,6 +54,18 @@ def job_spec(
         gpu_group=stage.fingerprint,
         run_name=scope.output_dir.name,
     )
+
+
+def variables_of_place(code_dir: str) -> dict[str, str]:
+    """Where a job imports from, and where it keeps models of the hub; none for a job that finds everything by itself.
+
+    Args:
+        code_dir: <root>/code/<digest> on the node, or empty.
+    """
+    if not code_dir:
+        return {}
+    root = PurePosixPath(code_dir).parents[1]
+    return {"PYTHONPATH": code_dir, FALLBACK: str(root / "cache" / "huggingface")}
 
 
 def gpus_of(stage: Stage, node: Node) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from infra.session import LocalSession
 from infra.supervisor import GPU_LOCKS_VARIABLE
 from rollouts_core.backends.allocator import KEPT_MEMORY
 from rollouts_core.keys import OWN_KEY_VARIABLE
-from tasks.node_job import gpus_of, gpus_of_engines, job_environment
+from tasks.node_job import gpus_of, gpus_of_engines, job_environment, variables_of_place
 from tasks.progress import StageProgress
 from tasks.records import Stage
 from tasks.stage import follow_until_finished
@@ -60,6 +60,15 @@ def test_a_stage_sees_its_own_gpus(kind: str, engine: str, gpus: str) -> None:
     assert found["CUDA_VISIBLE_DEVICES"] == gpus
     assert found["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert "CUDA_VISIBLE_DEVICES" not in job_environment(anywhere)
+
+
+def test_models_of_the_hub_lie_below_the_root_of_another_machine() -> None:
+    found = variables_of_place("/volume/rollouts/code/0123456789abcdef")
+    assert found == {
+        "PYTHONPATH": "/volume/rollouts/code/0123456789abcdef",
+        "ROLLOUTS_HUB_HOME": "/volume/rollouts/cache/huggingface",
+    }
+    assert variables_of_place("") == {}
 
 
 def test_the_hubs_token_goes_only_to_a_job_that_reads_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
