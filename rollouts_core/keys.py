@@ -79,12 +79,13 @@ def key_variables(rollout: RolloutConfig) -> set[str]:
 
 
 def read_hub_token(job: Mapping[str, Any]) -> dict[str, str]:  # Any: JSON
-    """The variable with the hub's token, for a job that reads a dataset of the hub and where there is one.
+    """The variable with the hub's token, for a job that reads a dataset or a model of the hub and where there is one.
 
     Args:
         job: the content of its job.json.
     """
     datasets = job["data"] if job["kind"] == "sft" and not job.get("node_rank") else ()  # the leader reads them
-    reads_hub = any(not Path(dataset["path"]).is_absolute() for dataset in datasets)
+    models = [model["model"] for model in (*job.get("checkpoints", ()), *([job["model"]] if "model" in job else ()))]
+    reads_hub = any(not Path(each["path"]).is_absolute() for each in (*datasets, *models))
     token = os.environ.get(HUB_TOKEN, "")
     return {HUB_TOKEN: token} if reads_hub and token else {}

@@ -62,6 +62,19 @@ def test_a_stage_sees_its_own_gpus(kind: str, engine: str, gpus: str) -> None:
     assert "CUDA_VISIBLE_DEVICES" not in job_environment(anywhere)
 
 
+@pytest.mark.parametrize(("path", "is_given"), [("team/gated", True), ("/models/own", False)])
+def test_the_hubs_token_goes_to_a_job_whose_model_is_of_the_hub(
+    path: str, is_given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "token")
+    model = {"name": "base", "model": {"path": path}}
+    trained, scored = stage("rl"), stage("eval")
+    trained.job.update(model=model, node_rank=1)  # each machine loads it
+    scored.job.update(checkpoints=[model], rollout={"engine": {"kind": "embedded"}})
+    for each in (trained, scored):
+        assert ("HF_TOKEN" in job_environment(each)) is is_given
+
+
 def test_models_of_the_hub_lie_below_the_root_of_another_machine() -> None:
     found = variables_of_place("/volume/rollouts/code/0123456789abcdef")
     assert found == {
