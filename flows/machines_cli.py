@@ -24,7 +24,7 @@ from flows.terminal import DEFAULT_STORE
 from infra.cloud import Cloud
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.ledger import LEDGER_FILE, Ledger
-from infra.offers import CLOUD_NAMES, CloudName, GPUQuery, Offer
+from infra.offers import CLOUD_NAMES, CloudName, GPUQuery, Offer, Offered, describe_closest
 from infra.providers.clouds import ENDPOINTS, account_of, clouds_with_keys, open_clouds, require_keys
 from infra.providers.instance import find_instance
 from infra.providers.rented import known_hosts_of
@@ -50,6 +50,19 @@ def add_machine_commands(app: typer.Typer, explained: Explained) -> None:
 
 
 UNKNOWN_MACHINE = "the ledger knows no machine {name}: `rollouts nodes --all` shows those that it knows"
+
+
+OPTIONS = {
+    "gpu_types": "--gpu",
+    "gpu_count": "--count",
+    "min_vram_gb": "--min-vram",
+    "max_usd_per_gpu_hour": "--max-price",
+    "disk_gb": "--disk",
+    "regions": "--region",
+    "security": "--community",
+    "spot": "--spot",
+}
+"""Of `rollouts gpus`, by the fields of a query."""
 
 
 # ── offers ──
@@ -88,7 +101,8 @@ def gpus(
     with with_credentials(credentials, store):
         names = require_keys(query.providers)
         with open_clouds(names) as clouds:
-            offers, failures = search_in_parallel(query, clouds)
+            offered, failures = search_in_parallel(query, clouds)
+    offers = offered.fitting
     if offers:
         typer.echo(render_offers(offers[:limit]))
     if len(offers) > limit:
@@ -102,22 +116,27 @@ def gpus(
     if len(failures) == len(names):
         raise TransientInfraError("no provider answered")
     if not offers:
-        typer.echo("nothing on offer fits")
+        typer.echo(f"nothing on offer fits: {describe_closest(query, offered.others, OPTIONS.__getitem__)}")
 
 
-def search_in_parallel(query: GPUQuery, clouds: dict[CloudName, Cloud]) -> tuple[list[Offer], list[str]]:
-    """The offers that the query admits, cheapest first, and a sentence for each provider that did not answer."""
+def search_in_parallel(query: GPUQuery, clouds: dict[CloudName, Cloud]) -> tuple[Offered, list[str]]:
+    """What is on offer, by the price of a GPU, and a sentence for each provider that did not answer."""
 
     def search(cloud: Cloud) -> list[Offer] | str:
         try:
-            return [offer for offer in cloud.search(query) if query.admits(offer)]
+            return cloud.search(query)
         except InfraError as error:
             return str(error)
 
     with ThreadPoolExecutor(max_workers=len(clouds)) as pool:
         answers = list(pool.map(search, clouds.values()))
     offers = [offer for answer in answers if isinstance(answer, list) for offer in answer]
-    return sorted(offers, key=lambda offer: offer.usd_per_gpu_hour), [each for each in answers if isinstance(each, str)]
+    fitting = [offer for offer in offers if query.admits(offer)]
+    offered = Offered(
+        fitting=sorted(fitting, key=lambda offer: offer.usd_per_gpu_hour),
+        others=[offer for offer in offers if not query.admits(offer)],
+    )
+    return offered, [each for each in answers if isinstance(each, str)]
 
 
 def render_offers(offers: Sequence[Offer]) -> str:

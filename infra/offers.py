@@ -5,7 +5,9 @@ Not here: how a provider is asked (providers/), how a machine is rented and give
     GPUQuery ──search──> Offer ──create──> Instance ──terminate──> gone
 """
 
+import math
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -48,18 +50,22 @@ class GPUQuery(BaseModel):
 
     def admits(self, offer: "Offer") -> bool:
         """True when the offer is what was asked for."""
-        types = self.gpu_types
-        return (
-            (not types or any(is_gpu_type(offer.gpu_type, wanted) for wanted in types))
-            and offer.gpu_count == self.gpu_count
-            and offer.vram_gb >= self.min_vram_gb
-            and 0 < offer.usd_per_gpu_hour <= self.max_usd_per_gpu_hour
-            and (offer.disk_gb is None or offer.disk_gb >= self.disk_gb)
-            and (not self.regions or any(offer.region.lower().startswith(name.lower()) for name in self.regions))
-            and (offer.is_secure or self.security == "any")
-            and offer.is_spot == self.spot
-            and (offer.gpu_type + offer.region).isprintable()  # they are shown on terminals
-        )
+        return offer.is_sane and not self.misses(offer)
+
+    def misses(self, offer: "Offer") -> list[str]:
+        """The fields that the offer does not answer to, by their names."""
+        types, regions = self.gpu_types, self.regions
+        answers = {
+            "gpu_types": not types or any(is_gpu_type(offer.gpu_type, wanted) for wanted in types),
+            "gpu_count": offer.gpu_count == self.gpu_count,
+            "min_vram_gb": offer.vram_gb >= self.min_vram_gb,
+            "max_usd_per_gpu_hour": offer.usd_per_gpu_hour <= self.max_usd_per_gpu_hour,
+            "disk_gb": offer.disk_gb is None or offer.disk_gb >= self.disk_gb,
+            "regions": not regions or any(offer.region.lower().startswith(name.lower()) for name in regions),
+            "security": offer.is_secure or self.security == "any",
+            "spot": offer.is_spot == self.spot,
+        }
+        return [field for field, is_met in answers.items() if not is_met]
 
 
 class InstanceStatus(StrEnum):
@@ -114,6 +120,25 @@ class Offer:
         """Price of one GPU."""
         return self.usd_per_hour / self.gpu_count
 
+    @property
+    def is_sane(self) -> bool:
+        """True when it has a price, and names that a terminal would only show."""
+        return self.usd_per_hour > 0 and (self.gpu_type + self.region).isprintable()
+
+    @property
+    def where(self) -> str:
+        """For people: at runpod in EU-RO-1."""
+        return f"at {self.provider} in {self.region}" if self.region else f"at {self.provider}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offered:
+    """What providers answered to a query."""
+
+    fitting: list[Offer]
+    """What the query admits, cheapest first."""
+    others: list[Offer]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineSpec:
@@ -152,6 +177,26 @@ class Instance:
     def has_address(self) -> bool:
         """True when one may try to log in."""
         return self.status is InstanceStatus.RUNNING and self.host != ""
+
+
+def describe_closest(query: GPUQuery, offers: Sequence[Offer], named: Callable[[str], str]) -> str:
+    """What comes closest to the query, of offers none of which it admits: the cheapest, where the price alone is amiss.
+
+    Args:
+        named: what people call a field of the query.
+    """
+    sane = [offer for offer in offers if offer.is_sane]
+    if not sane:
+        return "no provider that was asked has anything like it"
+    price = ["max_usd_per_gpu_hour"]
+    missed = {offer: query.misses(offer) for offer in sane}
+    closest = min(sane, key=lambda each: (missed[each] != price, len(missed[each]), each.usd_per_gpu_hour))
+    what = f"{closest.gpus} {closest.where}"
+    usd = math.ceil(round(100 * closest.usd_per_gpu_hour, 6)) / 100  # less would not do
+    if missed[closest] == price:
+        return f"the cheapest is {what} for {usd:.2f} USD per GPU and hour: raise {named(price[0])} to that"
+    fields = " and ".join(named(field) for field in missed[closest])
+    return f"the closest is {what} for {usd:.2f} USD per GPU and hour, which does not answer to {fields}"
 
 
 def is_gpu_type(name: str, wanted: str) -> bool:

@@ -33,7 +33,7 @@ from infra.errors import (
     UnfitMachineError,
 )
 from infra.ledger import Ledger
-from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
+from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer, Offered, describe_closest
 from infra.rentals import (
     Rental,
     RentalState,
@@ -294,7 +294,8 @@ def _rent_new(
 ) -> None:
     """Complete the unit, beside the machines that it has or with all of them elsewhere."""
     tried: list[str] = []
-    offers = search_offers(request.query, clouds)
+    offered = search_offers(request.query, clouds)
+    offers = offered.fitting
     offers.sort(key=lambda offer: bool(unit) and not _is_beside(offer, unit[0]))  # otherwise in their order
     for offer in offers[:MAX_OFFERS]:
         if unit and not _is_beside(offer, unit[0]):
@@ -307,11 +308,13 @@ def _rent_new(
             tried.append(str(error))
         else:
             return
+    if not offers:
+        tried.append(describe_closest(request.query, offered.others, "node.query.{}".format))
     wanted = " or ".join(request.query.gpu_types) or "GPU"
     machines = "no machine" if request.num_machines == 1 else f"no {request.num_machines} machines of one region"
     raise NoMachineError(
         f"{machines} with {request.query.gpu_count}x {wanted} for {request.query.max_usd_per_gpu_hour:g} USD per GPU "
-        f"and hour or less could be had ({'; '.join(tried) or 'no offer fits the query'}): try again later, or widen "
+        f"and hour or less could be had ({'; '.join(tried)}): try again later, or widen "
         "node.query"
     )
 
@@ -345,8 +348,8 @@ def _rent_at(
         return [_use_or_release(created, request, ledger, cloud, check, say, pace) for created in fresh]
 
 
-def search_offers(query: GPUQuery, clouds: Mapping[CloudName, Cloud]) -> list[Offer]:
-    """What the query admits of all providers that answer, cheapest first.
+def search_offers(query: GPUQuery, clouds: Mapping[CloudName, Cloud]) -> Offered:
+    """What all providers that answer have.
 
     Raises:
         ProviderUnavailableError, ProviderRefusedError: none of them answers.
@@ -356,13 +359,17 @@ def search_offers(query: GPUQuery, clouds: Mapping[CloudName, Cloud]) -> list[Of
     failures: list[InfraError] = []
     for name in order:
         try:
-            offers += [offer for offer in clouds[name].search(query) if query.admits(offer)]
+            offers += clouds[name].search(query)
         except InfraError as error:
             logger.warning("went on without %s: %s", name, error)
             failures.append(error)
     if failures and len(failures) == len(order):
         raise failures[0]
-    return sorted(offers, key=lambda offer: (offer.usd_per_hour, order.index(offer.provider)))
+    fitting = [offer for offer in offers if query.admits(offer)]
+    return Offered(
+        fitting=sorted(fitting, key=lambda offer: (offer.usd_per_hour, order.index(offer.provider))),
+        others=[offer for offer in offers if not query.admits(offer)],
+    )
 
 
 def _intend(request: RentRequest, offer: Offer, ledger: Ledger, *, beside: Sequence[Rental]) -> Rental:

@@ -32,7 +32,7 @@ from infra.errors import (
 from infra.host_keys import HostKeyPolicy
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import InstanceNode, Node, RentedNode, SSHAccess
-from infra.offers import NETWORKED_CLOUDS, Instance, Offer
+from infra.offers import NETWORKED_CLOUDS, Instance, Offer, describe_closest
 from infra.providers.clouds import account_of, credentials_in_use, open_clouds, require_keys
 from infra.providers.ssh import CALL_TIMEOUT_S, expand_root, open_ssh_session
 from infra.provision import Pace, RentRequest, release_machines, rent_machines, search_offers
@@ -255,10 +255,12 @@ def check_rentable(settings: RentedNode) -> str:
     """
     request = build_request(settings, "nobody")
     with open_clouds(require_keys(request.query.providers)) as clouds:
-        offers = search_offers(request.query, clouds)
+        offered = search_offers(request.query, clouds)
+    offers = offered.fitting
     if not offers:
+        closest = describe_closest(request.query, offered.others, "node.query.{}".format)
         raise PermanentInfraError(
-            "no provider offers a machine that fits node.query now: see `rollouts gpus`, or widen it"
+            f"no provider offers a machine that fits node.query now ({closest}): see `rollouts gpus`, or widen it"
         )
     cheapest = offers[0]
     several = f", {settings.num_machines} times," if settings.num_machines > 1 else ""
@@ -271,8 +273,7 @@ def check_rentable(settings: RentedNode) -> str:
 
 def describe_offer(offer: Offer) -> str:
     """The offer for people."""
-    place = f" in {offer.region}" if offer.region else ""
-    return f"{offer.gpus} at {offer.provider}{place} for {offer.usd_per_hour:.2f} USD/h"
+    return f"{offer.gpus} {offer.where} for {offer.usd_per_hour:.2f} USD/h"
 
 
 # ── details ──

@@ -87,7 +87,6 @@ class Vast(Account):
             "num_gpus": {"eq": query.gpu_count},
             "gpu_ram": {"gte": int(query.min_vram_gb * 1000)},
             "disk_space": {"gte": query.disk_gb},
-            "dph_total": {"lte": query.max_usd_per_gpu_hour * query.gpu_count},
             "allocated_storage": query.disk_gb,
             "order": [["dph_total", "asc"], ["id", "asc"]],
             "limit": _MAX_OFFERS,

@@ -118,6 +118,12 @@ def test_a_machine_that_does_not_end_is_not_forgotten(world: World) -> None:
     assert world.fake.alive() == []
 
 
+def test_what_is_too_dear_is_seen_all_the_same(world: World) -> None:
+    query = WANTED.query.model_copy(update={"max_usd_per_gpu_hour": 0.01})
+    with pytest.raises(NoMachineError, match=rf"the cheapest is .* at {world.cloud.name} .*for 2\.\d\d USD"):
+        world.rent(replace(WANTED, query=query))
+
+
 def test_all_of_thirty_machines_are_listed(world: World) -> None:
     body = _request_of(world)
     names = {f"rollouts-{number}" for number in range(30)}

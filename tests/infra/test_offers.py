@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from infra.offers import GPUQuery, Offer, is_gpu_type
+from flows.machines_cli import OPTIONS
+from infra.offers import GPUQuery, Offer, describe_closest, is_gpu_type
 
 OFFER = Offer(
     provider="runpod",
@@ -60,3 +61,32 @@ def test_a_gpu_is_recognised_by_its_words(name: str, wanted: str, is_it: bool) -
 )
 def test_a_query_refuses_what_was_not_asked_for(offer: Offer) -> None:
     assert QUERY.admits(OFFER) and not QUERY.admits(offer)
+
+
+A100 = replace(OFFER, gpu_type="NVIDIA A100", region="US-TX-3", usd_per_hour=2.0)
+
+
+@pytest.mark.parametrize(
+    ("offers", "sentence"),
+    [
+        ([], "no provider that was asked has anything like it"),
+        ([replace(OFFER, usd_per_hour=0.0)], "no provider that was asked has anything like it"),
+        (
+            [replace(OFFER, usd_per_hour=9.0), A100, replace(OFFER, usd_per_hour=5.982)],
+            "the cheapest is 2x NVIDIA H100 80GB HBM3 at runpod in EU-RO-1 for 3.00 USD per GPU and hour: "
+            "raise <max_usd_per_gpu_hour> to that",
+        ),
+        (
+            [replace(OFFER, region="US-TX-3", is_secure=False), A100, replace(A100, usd_per_hour=1.0, gpu_count=1)],
+            "the closest is 2x NVIDIA A100 at runpod in US-TX-3 for 1.00 USD per GPU and hour, which does not answer "
+            "to <gpu_types> and <regions>",
+        ),
+    ],
+)
+def test_the_closest_offer_is_the_cheapest_where_the_price_alone_is_amiss(offers: list[Offer], sentence: str) -> None:
+    assert describe_closest(QUERY, offers, "<{}>".format) == sentence
+
+
+def test_every_condition_of_a_query_has_an_option_by_which_people_change_it() -> None:
+    fields = set(GPUQuery.model_fields) - {"min_cuda", "providers"}  # these choose what is asked, not what fits
+    assert set(OPTIONS) == fields

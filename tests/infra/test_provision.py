@@ -126,6 +126,16 @@ def test_an_account_without_money_is_said_at_once_and_no_other_offer_is_tried(wo
     assert [row.state for row in world.rows()] == [RentalState.REFUSED]
 
 
+def test_where_all_is_too_dear_the_cheapest_is_named_with_what_to_raise(world: World) -> None:
+    cheap = REQUEST.query.model_copy(update={"max_usd_per_gpu_hour": 0.5})
+    sentence = (
+        r"\(the cheapest is 1x H100 SXM at runpod in \S+ for 2\.49 USD .* node\.query\.max_usd_per_gpu_hour to that"
+    )
+    with pytest.raises(NoMachineError, match=sentence):
+        world.rent(replace(REQUEST, query=cheap))
+    assert world.fake.num_creates() == 0
+
+
 def test_a_busy_provider_is_waited_for(world: World) -> None:
     world.fake.faults.busy = 5
     assert world.rent().state is RentalState.READY

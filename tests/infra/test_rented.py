@@ -22,7 +22,7 @@ from infra.errors import HostKeyError, MachineGoneError, NoMachineError, Permane
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import Node, RentedNode
 from infra.providers import open_session, provision_node, release_node
-from infra.providers.rented import keep_rented
+from infra.providers.rented import check_rentable, keep_rented
 from infra.rentals import RentalState, all_rentals, change_rental
 from rollouts_core.errors import ConfigError
 from tests.infra.fake_cloud import KEY
@@ -196,6 +196,17 @@ def test_a_key_that_cannot_be_used_is_said_before_anything_is_rented(
         with pytest.raises(PermanentInfraError, match=sentence):
             rent(ssh_server, tmp_path, key_file=str(tmp_path / name), usable_within_minutes=0.01)
     assert fake.machines == {} and fake.num_creates() == 0
+
+
+@pytest.mark.slow
+def test_before_anything_is_rented_the_cheapest_is_named_where_all_is_too_dear(
+    fake: FakeRunPod, ssh_server: SSHServer
+) -> None:
+    query = {"gpu_types": ["H100"], "providers": ["runpod"], "max_usd_per_gpu_hour": 1.0}
+    settings = parse({**GIVEN, "query": query, "key_file": str(ssh_server.client_key_file)})
+    sentence = r"the cheapest is 1x H100 SXM at runpod for 2\.99 USD .* raise node\.query\.max_usd_per_gpu_hour"
+    with pytest.raises(PermanentInfraError, match=sentence):
+        check_rentable(settings)
 
 
 @pytest.mark.slow
