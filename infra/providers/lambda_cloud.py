@@ -20,7 +20,7 @@ from infra.providers.addresses import quoted, usable_host
 from infra.providers.http import Account, Endpoint, InstanceId, Json, error_code, key_blob
 
 USER = "ubuntu"
-_STATUS = {
+STATUS = {
     "booting": InstanceStatus.STARTING,
     "active": InstanceStatus.RUNNING,
     "unhealthy": InstanceStatus.FAILED,
@@ -173,7 +173,7 @@ def _read_instance(instance: _Instance) -> Instance:
         provider="lambda",
         id=instance.id,
         name=instance.name,
-        status=_STATUS.get(instance.status, InstanceStatus.UNKNOWN),
+        status=STATUS.get(instance.status, InstanceStatus.UNKNOWN),
         host=usable_host(instance.ip),
         user=USER,
         private_address=usable_host(instance.private_ip),

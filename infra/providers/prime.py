@@ -23,16 +23,19 @@ DEFAULT_IMAGE = "ubuntu_22_cuda_12"
 _KEY_NAME = "rollouts"
 _PAGE, _MAX_PAGES = 100, 100
 _SSH_ADDRESS = re.compile(r"(?:ssh\s+)?(?P<user>[^@\s]+)@(?P<host>[^@\s]+)(?:\s+-p\s+(?P<port>\d+))?")
-_STATUS = {
+STATUS = {
     "PROVISIONING": InstanceStatus.STARTING,
     "PENDING": InstanceStatus.STARTING,
     "ACTIVE": InstanceStatus.RUNNING,
     "STOPPED": InstanceStatus.STOPPED,
     "ERROR": InstanceStatus.FAILED,
     "DELETING": InstanceStatus.ENDING,
+    "UNKNOWN": InstanceStatus.UNKNOWN,
     "TERMINATED": InstanceStatus.GONE,
 }
-_INSTALLATION = {
+INSTALLATION = {
+    "PENDING": InstanceStatus.STARTING,
+    "ACTIVE": InstanceStatus.STARTING,
     "FINISHED": InstanceStatus.RUNNING,
     "ERROR": InstanceStatus.FAILED,
     "TERMINATED": InstanceStatus.FAILED,
@@ -238,9 +241,9 @@ def _image_of(images: list[str]) -> str:
 def _read_pod(pod: _Pod) -> Instance:
     connections = pod.sshConnection if isinstance(pod.sshConnection, list) else [pod.sshConnection]
     address = _SSH_ADDRESS.fullmatch((connections[0] if connections else None) or "")
-    status = _STATUS.get(pod.status, InstanceStatus.UNKNOWN)
+    status = STATUS.get(pod.status, InstanceStatus.UNKNOWN)
     if status is InstanceStatus.RUNNING:
-        status = _INSTALLATION.get(pod.installationStatus, InstanceStatus.STARTING)
+        status = INSTALLATION.get(pod.installationStatus, InstanceStatus.STARTING)
     return Instance(
         provider="prime",
         id=pod.id,

@@ -15,7 +15,7 @@ from infra.providers.addresses import quoted, usable_host, usable_port, usable_u
 from infra.providers.http import Account, Endpoint, InstanceId, Json
 
 DEFAULT_IMAGE = "runpod/pytorch:2.8.0-py3.11-cuda12.8.1-cudnn-devel-ubuntu22.04"
-_STATUS = {
+STATUS = {
     "PROVISIONING": InstanceStatus.STARTING,
     "STARTING": InstanceStatus.STARTING,
     "RUNNING": InstanceStatus.RUNNING,
@@ -147,7 +147,7 @@ def _read_pod(pod: _Pod) -> Instance:
         provider="runpod",
         id=pod.id,
         name=pod.name,
-        status=_STATUS.get(pod.status, InstanceStatus.UNKNOWN),
+        status=STATUS.get(pod.status, InstanceStatus.UNKNOWN),
         host=usable_host(direct.host) if direct else "",
         port=usable_port(direct.port) if direct else 22,
         user=usable_user(direct.username if direct else None, "root"),

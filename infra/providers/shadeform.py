@@ -15,7 +15,7 @@ from infra.providers.addresses import quoted, usable_host, usable_port, usable_u
 from infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob
 
 _KEY_NAME = "rollouts"
-_STATUS = {
+STATUS = {
     "creating": InstanceStatus.STARTING,
     "pending_provider": InstanceStatus.STARTING,
     "pending": InstanceStatus.STARTING,
@@ -154,7 +154,7 @@ def _read_instance(instance: _Instance) -> Instance:
         provider="shadeform",
         id=instance.id,
         name=instance.name,
-        status=_STATUS.get(instance.status, InstanceStatus.UNKNOWN),
+        status=STATUS.get(instance.status, InstanceStatus.UNKNOWN),
         host=usable_host(instance.ip),
         port=usable_port(instance.ssh_port),
         user=usable_user(instance.ssh_user, "shadeform"),

@@ -20,12 +20,15 @@ from infra.providers.http import Account, Endpoint, Json
 DEFAULT_IMAGE = "vastai/pytorch:@vastai-automatic-tag"
 _MAX_OFFERS, _PAGE, _MAX_PAGES = 100, 25, 200
 _LIST = "/api/v1/instances/"
-_STATUS = {
+STATUS = {
     "created": InstanceStatus.STARTING,
     "loading": InstanceStatus.STARTING,
     "running": InstanceStatus.RUNNING,
     "exited": InstanceStatus.STOPPED,
     "stopped": InstanceStatus.STOPPED,
+    # Its document: these "will never reach `running` -- destroy and retry".
+    "offline": InstanceStatus.FAILED,
+    "unknown": InstanceStatus.FAILED,
 }
 
 
@@ -153,7 +156,7 @@ def _read_instance(instance: _Instance) -> Instance:
         provider="vast",
         id=str(instance.id),
         name=instance.label or "",
-        status=_STATUS.get(instance.actual_status or "loading", InstanceStatus.UNKNOWN),
+        status=STATUS.get(instance.actual_status or "loading", InstanceStatus.UNKNOWN),
         host=usable_host((instance.public_ipaddr or "").strip()) if port else "",
         port=usable_port(port),
         usd_per_hour=instance.dph_total,

@@ -30,12 +30,17 @@ def specs_dir() -> Path:
 
 
 @functools.cache
+def parse_document(path: Path) -> dict[str, Any]:  # Any: JSON
+    """The document as it is written."""
+    text = path.read_text()
+    return dict(json.loads(text) if path.suffix == ".json" else yaml.safe_load(text))
+
+
+@functools.cache
 def read_document(path: Path) -> OpenAPI:
     """The document, checked itself."""
-    text = path.read_text()
-    document: dict[str, Any] = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     problems = {"application/problem+json": json.loads}  # JSON under another name
-    return OpenAPI.from_dict(document, config=Config(extra_media_type_deserializers=problems))
+    return OpenAPI.from_dict(parse_document(path), config=Config(extra_media_type_deserializers=problems))
 
 
 class ContractTransport(httpx.BaseTransport):

@@ -5,6 +5,8 @@ Without it the fakes and the clients could agree with each other and with nobody
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -16,12 +18,13 @@ from openapi_core.validation.response.exceptions import InvalidData
 from infra.cloud import Cloud
 from infra.errors import OfferGoneError, ProviderRefusedError
 from infra.offers import GPUQuery, InstanceStatus, MachineSpec
+from infra.providers import lambda_cloud, prime, runpod, shadeform, vast
 from infra.providers.lambda_cloud import Lambda
 from infra.providers.prime import Prime
 from infra.providers.runpod import RunPod
 from infra.providers.shadeform import Shadeform
 from infra.providers.vast import Vast
-from tests.infra.contract import ContractTransport, read_document, specs_dir
+from tests.infra.contract import ContractTransport, parse_document, read_document, specs_dir
 from tests.infra.fake_cloud import KEY, FakeCloud
 from tests.infra.fake_lambda import PRIVATE_ADDRESS, FakeLambda
 from tests.infra.fake_prime import FakePrime
@@ -153,6 +156,35 @@ def test_what_is_paid_in_advance_in_other_money_or_sold_out_is_no_offer_of_prime
     ]
     assert [QUERY.admits(offer) for offer in offers] == [True, False]
     assert GPUQuery(gpu_types=("H100",), spot=True).admits(offers[1])
+
+
+STATUSES = {
+    "runpod": [("/components/schemas/PodStatus/enum", runpod.STATUS)],
+    "lambda": [("/components/schemas/InstanceStatus/enum", lambda_cloud.STATUS)],
+    "prime": [
+        ("/components/schemas/PodStatusEnum/enum", prime.STATUS),
+        ("/components/schemas/InstallationStatusEnum/enum", prime.INSTALLATION),
+    ],
+    "shadeform": [("/components/schemas/Instance/properties/status/enum", shadeform.STATUS)],
+}
+"""Where a document lists every status, and what the client makes of each."""
+
+
+@pytest.mark.parametrize("provider", sorted(STATUSES))
+def test_every_status_of_a_document_is_one_that_the_client_knows(provider: str) -> None:
+    document = parse_document(specs_dir() / PROVIDERS[provider][1])
+    for place, known in STATUSES[provider]:
+        documented = functools.reduce(lambda part, key: part[key], place.strip("/").split("/"), document)
+        assert len(documented) >= 5 and set(documented) <= set(known)
+
+
+def test_what_vast_says_will_never_run_never_will() -> None:
+    """Its document lists no statuses, and names in its introduction those that are a trap."""
+    introduction = parse_document(specs_dir() / PROVIDERS["vast"][1])["info"]["description"]
+    [trap] = re.findall(r"if `actual_status` becomes (.*?) it will never reach `running`", introduction)
+    documented = re.findall(r"`(\w+)`", trap)
+    assert len(documented) == 3
+    assert all(not vast.STATUS[status].may_become_usable for status in documented)
 
 
 def test_the_document_is_strict_about_what_is_sent_and_answered() -> None:

@@ -106,6 +106,24 @@ def test_no_capacity_an_unknown_status_and_a_higher_price_end_with_nothing_rente
     assert world.fake.alive() == [] and all(rental.state.is_over for rental in all_rentals(world.ledger))
 
 
+NEVER_RUN = {
+    "lambda": ["unhealthy"],
+    "prime": ["STOPPED", "ERROR"],
+    "runpod": ["EXITED", "ERROR"],
+    "shadeform": ["error"],
+    "vast": ["exited", "offline", "unknown"],
+}
+"""What providers say of machines that will not run any more, and may cost money all the same."""
+
+
+def test_a_machine_that_will_never_run_is_given_back_at_once(world: World) -> None:
+    for status in NEVER_RUN[world.cloud.name]:
+        world.fake.faults.extra_status = status
+        with pytest.raises(NoMachineError, match=r" is (stopped|failed)"):
+            world.rent()
+    assert world.fake.alive() == [] and {row.state for row in all_rentals(world.ledger)} == {RentalState.GONE}
+
+
 def test_a_machine_that_does_not_end_is_not_forgotten(world: World) -> None:
     rental = world.rent()
     world.fake.faults.never_ends = True
