@@ -56,9 +56,13 @@ class Faults:
     """Drop the connection without creating."""
     no_capacity: int = 0
     no_money: int = 0
-    """Answer 402 to whatever asks for a machine."""
+    """Refuse to create anything for an account that cannot pay, as this provider says it."""
+    no_rights: int = 0
+    """Answer 403 to whatever asks for a machine."""
     busy: int = 0
     """Answer 429 to whatever comes."""
+    busy_creates: int = 0
+    """Answer 429 to whatever asks for a machine, and create none."""
     retry_after: str = "0.05"
     down: int = 0
     """Answer 500 to whatever comes."""
@@ -146,6 +150,13 @@ class FakeCloud(ABC):
     @abstractmethod
     def refuse_capacity(self) -> Response: ...
 
+    def refuse_money(self) -> Response:
+        return self.error(402, "insufficient credits")
+
+    def refuse_haste(self) -> Response:
+        headers = {"Retry-After": self.faults.retry_after} if self.faults.retry_after else {}
+        return PlainTextResponse("slow down", 429, headers=headers)
+
     async def front(self, scope: Scope, receive: Receive, send: Send) -> None:
         """What comes before any route: the key, and faults of everything."""
         assert scope["type"] == "http"
@@ -154,8 +165,7 @@ class FakeCloud(ABC):
         if self.faults.refuses_key or not self.has_key(request):
             await self.error(401, f"who is {request.headers.get('authorization', '')}?")(scope, receive, send)
         elif self.takes("busy"):
-            headers = {"Retry-After": self.faults.retry_after} if self.faults.retry_after else {}
-            await PlainTextResponse("slow down", 429, headers=headers)(scope, receive, send)
+            await self.refuse_haste()(scope, receive, send)
         elif self.takes("down"):
             await self.error(500, "out of order")(scope, receive, send)
         else:
@@ -175,10 +185,14 @@ class FakeCloud(ABC):
         body = json.loads(await request.body())
         if self.takes("drop_before_create"):
             return Dropped()
+        if self.takes("busy_creates"):
+            return self.refuse_haste()
         if self.takes("no_capacity"):
             return self.refuse_capacity()
         if self.takes("no_money"):
-            return self.error(402, "insufficient credits")
+            return self.refuse_money()
+        if self.takes("no_rights"):
+            return self.error(403, "not with this key")
         machine = self.add((body[within] if within else body)[name_key], body)
         if self.takes("drop_creates"):
             return Dropped()

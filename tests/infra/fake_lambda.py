@@ -49,6 +49,9 @@ class FakeLambda(FakeCloud):
     def refuse_capacity(self) -> Response:
         return self.error(400, "Not enough capacity.", "instance-operations/launch/insufficient-capacity")
 
+    def refuse_money(self) -> Response:
+        return self.error(403, "Your account is inactive.", "global/account-inactive")
+
     async def kinds(self, request: Request) -> Response:
         return reply({"data": {KIND["name"]: {"instance_type": KIND, "regions_with_capacity_available": [REGION]}}})
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,15 +15,24 @@ import httpx
 import pytest
 
 from infra.cloud import Cloud
-from infra.errors import NoMachineError, ProviderUnavailableError, StillRentedError
-from infra.ledger import Ledger
-from infra.offers import GPUQuery, InstanceStatus, MachineSpec
+from infra.errors import (
+    MachineGoneError,
+    NoMachineError,
+    ProviderRefusedError,
+    ProviderUnavailableError,
+    StillRentedError,
+)
+from infra.ledger import LEDGER_FILE, Ledger
+from infra.node import Node, SSHAccess
+from infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec
 from infra.providers.addresses import usable_port
+from infra.providers.clouds import ENDPOINTS
 from infra.providers.prime import Prime
+from infra.providers.rented import access_now, find_machine
 from infra.provision import RentRequest, release_machine, rent_machines
 from infra.reaper import reap
 from infra.rentals import Rental, RentalState, all_rentals
-from tests.infra.fake_cloud import KEY, FakeCloud
+from tests.infra.fake_cloud import HANG_S, KEY, FakeCloud
 from tests.infra.fake_prime import FakePrime
 from tests.infra.test_cloud_contracts import PROVIDERS, PUBLIC_KEY
 from tests.infra.test_provision import PACE, REQUEST, usable
@@ -36,11 +46,24 @@ class World:
 
     fake: FakeCloud
     cloud: Cloud
+    store: Path
     ledger: Ledger
 
     def rent(self, request: RentRequest = WANTED) -> Rental:
         [rental] = rent_machines(request, self.ledger, {self.cloud.name: self.cloud}, check=usable, pace=PACE)
         return rental
+
+    def node(self, rental: Rental) -> Node:
+        """The machine as its run knows it."""
+        access = SSHAccess(host="203.0.113.1", port=1, user="root")
+        mirror = str(self.store)
+        return Node(name=rental.name, provider="provision", root="/r", python="/p", mirror=mirror, access=access)
+
+    def find(self, rental: Rental) -> Instance:
+        """The machine as its run is told by its provider."""
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("infra.providers.rented.account_of", lambda _: nullcontext(self.cloud))
+            return find_machine(self.node(rental))
 
 
 class Altered(httpx.BaseTransport):
@@ -54,7 +77,8 @@ class Altered(httpx.BaseTransport):
         answer = self._way.handle_request(request)
         content = answer.read()
         answer.close()
-        return httpx.Response(answer.status_code, content=self.change(request, content))
+        headers = {"Retry-After": answer.headers["Retry-After"]} if "Retry-After" in answer.headers else {}
+        return httpx.Response(answer.status_code, headers=headers, content=self.change(request, content))
 
 
 @pytest.fixture
@@ -66,8 +90,8 @@ def way() -> Altered:
 def world(request: pytest.FixtureRequest, way: Altered, tmp_path: Path) -> Iterator[World]:
     fake_type, _, _, base, open_cloud = PROVIDERS[request.param]
     fake = fake_type()
-    with fake.served() as url, open_cloud(url + base, way) as cloud, Ledger(tmp_path / "l") as ledger:
-        yield World(fake, cloud, ledger)
+    with fake.served() as url, open_cloud(url + base, way) as cloud, Ledger(tmp_path / LEDGER_FILE) as ledger:
+        yield World(fake, cloud, tmp_path, ledger)
 
 
 def test_a_lost_answer_a_slow_boot_and_a_slow_end_leave_nothing(world: World) -> None:
@@ -122,6 +146,79 @@ def test_a_machine_that_will_never_run_is_given_back_at_once(world: World) -> No
         with pytest.raises(NoMachineError, match=r" is (stopped|failed)"):
             world.rent()
     assert world.fake.alive() == [] and {row.state for row in all_rentals(world.ledger)} == {RentalState.GONE}
+
+
+TAKEN_AWAY = {
+    "lambda": ["preempted", "terminated"],
+    "prime": ["TERMINATED", "STOPPED"],
+    "runpod": ["TERMINATED", "EXITED"],
+    "shadeform": ["deleted", "error"],
+    "vast": ["offline", "exited"],
+}
+"""What providers say of a machine that they took away while it was used."""
+
+
+@pytest.mark.parametrize("how", [0, 1, None], ids=["first", "second", "not there"])
+def test_a_machine_that_was_taken_away_is_gone_for_its_run_and_the_next_start_has_another_one(
+    world: World, how: int | None
+) -> None:
+    first = world.rent()
+    assert world.find(first).id == first.instance_id
+    if how is None:
+        world.fake.machines[first.instance_id].ended_at = 0.0
+    else:
+        world.fake.machines[first.instance_id].status = TAKEN_AWAY[world.cloud.name][how]
+    with pytest.raises(MachineGoneError, match="goes on from the last checkpoint on another machine"):
+        world.find(first)
+    second = world.rent()
+    assert [machine.id for machine in world.fake.alive()] == [second.instance_id]
+    assert [row.state for row in all_rentals(world.ledger)] == [RentalState.GONE, RentalState.READY]
+
+
+def test_a_machine_that_moved_is_found_where_it_is_now(world: World) -> None:
+    rental = world.rent()
+    before = access_now(world.node(rental), lambda: world.find(rental))
+    world.fake.host, world.fake.port = "203.0.113.9", 40022
+    after = access_now(world.node(rental), lambda: world.find(rental))
+    assert (before.host, before.port) == ("127.0.0.1", 22)
+    assert (after.host, after.port) == ("203.0.113.9", 22 if world.cloud.name == "lambda" else 40022)
+    assert world.fake.num_creates() == 1
+
+
+@pytest.mark.parametrize("retry_after", ["0.05", ""], ids=["says when", "does not say when"])
+def test_a_provider_that_is_busy_is_asked_again_and_has_one_machine(world: World, retry_after: str) -> None:
+    world.fake.faults.retry_after = retry_after
+    offers = world.cloud.search(WANTED.query)
+    world.fake.faults.busy_creates = 1
+    spec = MachineSpec(name="rollouts-1", public_key=PUBLIC_KEY, disk_gb=100)
+    instance_id = world.cloud.create(offers[0], spec)
+    world.fake.faults.busy = 1
+    assert [each.id for each in world.cloud.list_named("rollouts-")] == [instance_id]
+    world.fake.faults.busy = 1
+    world.cloud.terminate(instance_id)
+    assert len(world.fake.machines) == 1 and world.fake.num_creates() == 2 and world.fake.alive() == []
+
+
+@pytest.mark.parametrize("fault", ["no_money", "no_rights"])
+def test_an_account_without_money_or_rights_is_said_at_once_and_no_other_offer_is_tried(
+    world: World, fault: str
+) -> None:
+    setattr(world.fake.faults, fault, 100)
+    with pytest.raises(ProviderRefusedError, match=ENDPOINTS[world.cloud.name].key_variable) as caught:
+        world.rent()
+    assert world.fake.num_creates() == 1 and KEY not in str(caught.value)
+    assert [row.state for row in all_rentals(world.ledger)] == [RentalState.REFUSED]
+
+
+@pytest.mark.parametrize("fault", ["hang_creates", "break_creates"])
+def test_a_machine_whose_creation_was_not_answered_well_is_the_only_one(
+    world: World, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infra.providers.http.CREATE_TIMEOUT_S", HANG_S / 2)
+    setattr(world.fake.faults, fault, 1)
+    rental = world.rent()
+    assert [machine.id for machine in world.fake.alive()] == [rental.instance_id]
+    assert world.fake.num_creates() == 1 and [row.name for row in all_rentals(world.ledger)] == [rental.name]
 
 
 def test_a_machine_that_does_not_end_is_not_forgotten(world: World) -> None:
