@@ -15,7 +15,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
@@ -114,6 +114,21 @@ class ProviderAPI:
             raise ProviderUnavailableError(
                 self._say(f"GET {path}", f"an unreadable answer ({_first(error)})")
             ) from error
+
+    def named(self, records: Sequence[Json], prefix: str, shape: type[RecordT], *, key: str = "name") -> list[RecordT]:
+        """Those records of a list that are called so, in the given shape; how others look does not matter.
+
+        Args:
+            key: where a record has its name.
+
+        Raises:
+            ProviderUnavailableError: one of ours cannot be read.
+        """
+        ours = [record for record in records if str(record.get(key) or "").startswith(prefix)]
+        try:
+            return [shape.model_validate(record) for record in ours]
+        except ValidationError as error:
+            raise ProviderUnavailableError(self._say("a list", f"an unreadable answer ({_first(error)})")) from error
 
     def change(self, method: str, path: str, body: Json | None = None) -> bytes | None:
         """Ask for something that may be asked for twice; returns the answer, or None where the API answers 404.

@@ -67,10 +67,10 @@ class _Launch(BaseModel):
 
 class _Instance(BaseModel):
     id: InstanceId
-    name: str = ""
-    ip: str = ""
-    private_ip: str = ""
-    status: str = ""
+    name: str | None = None
+    ip: str | None = None
+    private_ip: str | None = None
+    status: str | None = None
     instance_type: _Kind | None = None
 
 
@@ -79,7 +79,7 @@ class _OneInstance(BaseModel):
 
 
 class _Instances(BaseModel):
-    data: list[_Instance]
+    data: list[Json]
 
 
 class _Key(BaseModel):
@@ -135,7 +135,7 @@ class Lambda(Account):
 
     def list_named(self, prefix: str) -> list[Instance]:
         instances = self._api.read("/api/v1/instances", _Instances).data
-        return [_read_instance(each) for each in instances if each.name.startswith(prefix)]
+        return [_read_instance(each) for each in self._api.named(instances, prefix, _Instance)]
 
     def terminate(self, instance_id: str) -> None:
         self._api.change("POST", "/api/v1/instance-operations/terminate", {"instance_ids": [instance_id]})
@@ -172,8 +172,8 @@ def _read_instance(instance: _Instance) -> Instance:
     return Instance(
         provider="lambda",
         id=instance.id,
-        name=instance.name,
-        status=STATUS.get(instance.status, InstanceStatus.UNKNOWN),
+        name=instance.name or "",
+        status=STATUS.get(instance.status or "", InstanceStatus.UNKNOWN),
         host=usable_host(instance.ip),
         user=USER,
         private_address=usable_host(instance.private_ip),

@@ -106,15 +106,15 @@ class _Configurations(BaseModel):
 
 class _Pod(BaseModel):
     id: InstanceId
-    name: str = ""
-    status: str = "PROVISIONING"
-    installationStatus: str = "PENDING"
+    name: str | None = None
+    status: str | None = None
+    installationStatus: str | None = None
     priceHr: float | None = None
     sshConnection: str | list[str | None] | None = None
 
 
 class _Pods(BaseModel):
-    data: list[_Pod]
+    data: list[Json]
     total_count: int = 0
 
 
@@ -171,7 +171,7 @@ class Prime(Account):
         return None if pod is None else _read_pod(pod)
 
     def list_named(self, prefix: str) -> list[Instance]:
-        pods: list[_Pod] = []
+        pods: list[Json] = []
         for _ in range(_MAX_PAGES):
             page = self._api.read("/api/v1/pods/", _Pods, {"offset": str(len(pods)), "limit": str(_PAGE)})
             pods += page.data
@@ -180,7 +180,7 @@ class Prime(Account):
                     f"{self.endpoint.title} lists {len(pods)} of {page.total_count} pods: its list is cut short"
                 )
             if not page.data or 0 < page.total_count <= len(pods):
-                return [_read_pod(pod) for pod in pods if pod.name.startswith(prefix)]
+                return [_read_pod(pod) for pod in self._api.named(pods, prefix, _Pod)]
         raise ProviderUnavailableError(
             f"{self.endpoint.title} lists more than {_MAX_PAGES * _PAGE} pods: that cannot be all ours"
         )
@@ -241,13 +241,13 @@ def _image_of(images: list[str]) -> str:
 def _read_pod(pod: _Pod) -> Instance:
     connections = pod.sshConnection if isinstance(pod.sshConnection, list) else [pod.sshConnection]
     address = _SSH_ADDRESS.fullmatch((connections[0] if connections else None) or "")
-    status = STATUS.get(pod.status, InstanceStatus.UNKNOWN)
+    status = STATUS.get(pod.status or "PROVISIONING", InstanceStatus.UNKNOWN)
     if status is InstanceStatus.RUNNING:
-        status = INSTALLATION.get(pod.installationStatus, InstanceStatus.STARTING)
+        status = INSTALLATION.get(pod.installationStatus or "PENDING", InstanceStatus.STARTING)
     return Instance(
         provider="prime",
         id=pod.id,
-        name=pod.name,
+        name=pod.name or "",
         status=status,
         host=usable_host(address["host"]) if address else "",
         port=usable_port(address["port"] if address else None),

@@ -26,9 +26,9 @@ STATUS = {
 
 
 class _Direct(BaseModel):
-    host: str
-    port: int
-    username: str = "root"
+    host: str | None = None
+    port: int | None = None
+    username: str | None = None
 
 
 class _SSH(BaseModel):
@@ -37,14 +37,14 @@ class _SSH(BaseModel):
 
 class _Pod(BaseModel):
     id: InstanceId
-    name: str = ""
-    status: str = ""
+    name: str | None = None
+    status: str | None = None
     cost: float | None = None
     ssh: _SSH | None = None
 
 
 class _Pods(BaseModel):
-    pods: list[_Pod]
+    pods: list[Json]
 
 
 class _PerCloud(BaseModel):
@@ -108,7 +108,7 @@ class RunPod(Account):
 
     def list_named(self, prefix: str) -> list[Instance]:
         pods = self._api.read("/v2/pods", _Pods).pods
-        return [_read_pod(pod) for pod in pods if pod.name.startswith(prefix)]
+        return [_read_pod(pod) for pod in self._api.named(pods, prefix, _Pod)]
 
     def terminate(self, instance_id: str) -> None:
         self._api.change("DELETE", f"/v2/pods/{quoted(instance_id)}")
@@ -146,9 +146,9 @@ def _read_pod(pod: _Pod) -> Instance:
     return Instance(
         provider="runpod",
         id=pod.id,
-        name=pod.name,
-        status=STATUS.get(pod.status, InstanceStatus.UNKNOWN),
-        host=usable_host(direct.host) if direct else "",
+        name=pod.name or "",
+        status=STATUS.get(pod.status or "", InstanceStatus.UNKNOWN),
+        host=usable_host(direct.host) if direct and direct.port else "",
         port=usable_port(direct.port) if direct else 22,
         user=usable_user(direct.username if direct else None, "root"),
         usd_per_hour=pod.cost,

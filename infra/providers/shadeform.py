@@ -56,16 +56,16 @@ class _Created(BaseModel):
 
 class _Instance(BaseModel):
     id: InstanceId
-    name: str = ""
+    name: str | None = None
     ip: str | None = None
     ssh_user: str | None = None
     ssh_port: int | None = None
-    status: str = ""
+    status: str | None = None
     hourly_price: float | None = None
 
 
 class _Instances(BaseModel):
-    instances: list[_Instance]
+    instances: list[Json]
 
 
 class _Key(BaseModel):
@@ -122,7 +122,7 @@ class Shadeform(Account):
 
     def list_named(self, prefix: str) -> list[Instance]:
         instances = self._api.read("/instances", _Instances).instances
-        return [_read_instance(each) for each in instances if each.name.startswith(prefix)]
+        return [_read_instance(each) for each in self._api.named(instances, prefix, _Instance)]
 
     def terminate(self, instance_id: str) -> None:
         self._api.change("POST", f"/instances/{quoted(instance_id)}/delete")
@@ -153,8 +153,8 @@ def _read_instance(instance: _Instance) -> Instance:
     return Instance(
         provider="shadeform",
         id=instance.id,
-        name=instance.name,
-        status=STATUS.get(instance.status, InstanceStatus.UNKNOWN),
+        name=instance.name or "",
+        status=STATUS.get(instance.status or "", InstanceStatus.UNKNOWN),
         host=usable_host(instance.ip),
         port=usable_port(instance.ssh_port),
         user=usable_user(instance.ssh_user, "shadeform"),

@@ -51,7 +51,7 @@ class _Contract(BaseModel):
 
 
 class _Mapping(BaseModel):
-    HostPort: str = ""
+    HostPort: str | None = None
 
 
 class _Ports(BaseModel):
@@ -70,7 +70,7 @@ class _Instance(BaseModel):
 
 
 class _Page(BaseModel):
-    instances: list[_Instance]
+    instances: list[Json]
     next_token: str | None = None
 
 
@@ -117,16 +117,17 @@ class Vast(Account):
         # The address of a single instance shows its ports in another form than the list, which is the newer one.
         params = {"limit": "1", "select_filters": json.dumps({"id": {"eq": int(instance_id)}})}
         instances = self._api.read(_LIST, _Page, params).instances
-        return next((_read_instance(each) for each in instances if str(each.id) == instance_id), None)
+        mine = [each for each in instances if str(each.get("id")) == instance_id]
+        return next(map(_read_instance, self._api.named(mine, "", _Instance)), None)
 
     def list_named(self, prefix: str) -> list[Instance]:
-        instances: list[_Instance] = []
+        instances: list[Json] = []
         params = {"limit": str(_PAGE), "order_by": json.dumps([{"col": "id", "dir": "asc"}])}
         for _ in range(_MAX_PAGES):
             page = self._api.read(_LIST, _Page, params)
             instances += page.instances
             if not page.next_token:
-                return [_read_instance(each) for each in instances if (each.label or "").startswith(prefix)]
+                return [_read_instance(each) for each in self._api.named(instances, prefix, _Instance, key="label")]
             params["after_token"] = page.next_token
         raise ProviderUnavailableError(
             f"{self.endpoint.title} lists more than {_MAX_PAGES * _PAGE} machines: that cannot be all ours"
@@ -151,7 +152,8 @@ def _read_offer(ask: _Ask, *, is_secure: bool) -> Offer:
 
 def _read_instance(instance: _Instance) -> Instance:
     mapped = (instance.ports and instance.ports.ssh) or []
-    port = mapped[0].HostPort if mapped and mapped[0].HostPort.isdecimal() else ""
+    written = (mapped[0].HostPort if mapped else None) or ""
+    port = written if written.isdecimal() else ""
     return Instance(
         provider="vast",
         id=str(instance.id),

@@ -269,6 +269,54 @@ def test_a_list_that_is_cut_short_ends_nothing_and_forgets_nothing(world: World,
     assert all_rentals(world.ledger) == before
 
 
+def _without(value: object, machine_id: str, keep: set[str]) -> object:
+    """JSON in which the record of a machine has nothing but what is to be kept; the rest of it is null."""
+    if isinstance(value, list):
+        return [_without(each, machine_id, keep) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if str(value.get("id")) == machine_id:
+        return {key: each if key in keep else None for key, each in value.items()}
+    return {key: _without(each, machine_id, keep) for key, each in value.items()}
+
+
+def _change_machine(way: Altered, machine_id: str, keep: set[str]) -> None:
+    def change(request: httpx.Request, content: bytes) -> bytes:
+        return json.dumps(_without(json.loads(content), machine_id, keep)).encode() if content else content
+
+    way.change = change
+
+
+@pytest.mark.parametrize("keep", [{"id"}, set[str]()], ids=["with an id", "without"])
+def test_what_a_machine_of_others_lacks_keeps_no_machine_of_ours_rented(
+    world: World, way: Altered, keep: set[str]
+) -> None:
+    foreign = world.fake.add("somebody-elses", _request_of(world))
+    with world.ledger.living_run(WANTED.run_id):
+        world.rent()
+    _change_machine(way, foreign.id, keep)
+    report = reap(world.ledger, {world.cloud.name: world.cloud}, pace=PACE)
+    assert report.failures == [] and len(report.ended) == 1
+    assert world.fake.alive() == [foreign]
+
+
+def test_a_machine_of_ours_without_its_id_is_an_error(world: World, way: Altered) -> None:
+    rental = world.rent()
+    _change_machine(way, rental.instance_id, {"name", "label"})
+    with pytest.raises(ProviderUnavailableError, match="unreadable answer"):
+        world.cloud.list_named("rollouts-")
+
+
+def test_a_machine_of_ours_of_which_nothing_is_known_but_its_names_is_found_and_not_usable(
+    world: World, way: Altered
+) -> None:
+    rental = world.rent()
+    _change_machine(way, rental.instance_id, {"id", "name", "label"})
+    found = world.cloud.get(rental.instance_id)
+    assert found is not None and not found.has_address and found.status is not InstanceStatus.GONE
+    assert [each.id for each in world.cloud.list_named("rollouts-")] == [rental.instance_id]
+
+
 def test_a_page_without_machines_is_not_the_end_of_a_list_that_has_more(way: Altered) -> None:
     fake = FakePrime()
 
