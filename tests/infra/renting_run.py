@@ -1,6 +1,6 @@
 """A run that rents, uses and gives back machines, as a process that a test can kill.
 
-    LEDGER URL RUN_ID KEY NUM_MACHINES [STEP]
+    LEDGER PROVIDER URL RUN_ID KEY NUM_MACHINES [STEP]
 
 With a step it kills itself there: when the provider has made the machine ("asked"), and nobody has written that down
 yet, or when the ledger has a row in the state of that name.
@@ -18,19 +18,25 @@ from typing import Any
 
 from infra.ledger import Ledger
 from infra.offers import GPUQuery, Instance
+from infra.providers.http import Account
+from infra.providers.lambda_cloud import Lambda
+from infra.providers.prime import Prime
 from infra.providers.runpod import RunPod
+from infra.providers.shadeform import Shadeform
+from infra.providers.vast import Vast
 from infra.provision import Pace, RentRequest, release_machines, rent_machines
 from infra.rentals import Rental, RentalState
 
 PACE = Pace(poll_s=0.02, looks_s=(0.0, 0.3, 0.6, 0.9), gone_within_s=60.0)
 USED_S = 0.2
+ACCOUNTS: dict[str, type[Account]] = {account.name: account for account in (RunPod, Lambda, Prime, Shadeform, Vast)}
 
 
 def check(rental: Rental, instance: Instance) -> str:
     return "SHA256:key"
 
 
-def die_at(step: str) -> None:
+def die_at(step: str, account: type[Account]) -> None:
     """Have this process killed at the step."""
 
     def end_of(module: object, name: str, is_it: Callable[[dict[str, Any]], bool]) -> None:  # Any: values of columns
@@ -46,30 +52,36 @@ def die_at(step: str) -> None:
 
     provision = sys.modules[rent_machines.__module__]
     end_of(provision, "add_rental", lambda _: step == RentalState.INTENDED)
-    end_of(RunPod, "create", lambda _: step == "asked")
+    end_of(account, "create", lambda _: step == "asked")
     end_of(provision, "change_rental", lambda changes: step == changes.get("state"))
 
 
 def main() -> None:
-    ledger_file, url, run_id, key, num_machines, *step = sys.argv[1:]
+    ledger_file, provider, url, run_id, key, num_machines, *step = sys.argv[1:]
+    account = ACCOUNTS[provider]
     if step:
-        die_at(step[0])
+        die_at(step[0], account)
     request = RentRequest(
         run_id=run_id,
         query=GPUQuery(gpu_types=("H100",)),
         num_machines=int(num_machines),
-        public_key="ssh-ed25519 AAAA me",
+        public_key="ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIKHEMZ7ibIPHlAUA0YUTIGe8rRkl5uVMl0Y1rpqCMhXi me",
         purpose=run_id,
         max_usd=10.0,
         max_hours=1.0,
         usable_within_s=60.0,
     )
-    with Ledger(Path(ledger_file)) as ledger, ledger.living_run(run_id), RunPod(key, url) as cloud:
+    with (
+        Ledger(Path(ledger_file)) as ledger,
+        ledger.living_run(run_id),
+        account(key, url, min_interval_s=0) as cloud,
+    ):
         sys.stdout.write("begun\n")
         sys.stdout.flush()
-        rentals = rent_machines(request, ledger, {"runpod": cloud}, check=check, pace=PACE)
+        clouds = {account.name: cloud}
+        rentals = rent_machines(request, ledger, clouds, check=check, pace=PACE)
         time.sleep(USED_S)
-        release_machines(rentals, ledger, {"runpod": cloud}, pace=PACE)
+        release_machines(rentals, ledger, clouds, pace=PACE)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,9 @@ from infra.provision import release_machine
 from infra.reaper import UNSEEN_AFTER_S, ReapReport, reap
 from infra.rentals import Rental, RentalState, add_rental, all_rentals, change_rental, find_rental
 from tests.infra import renting_run
-from tests.infra.fake_cloud import KEY
+from tests.infra.fake_cloud import KEY, FakeCloud, Faults
 from tests.infra.fake_runpod import FakeRunPod
+from tests.infra.test_cloud_contracts import PROVIDERS
 from tests.infra.test_provision import PACE, REQUEST, World
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -341,45 +343,56 @@ def test_a_run_that_is_killed_between_two_steps_leaves_nothing_that_is_not_found
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_machines", [1, pytest.param(2, marks=pytest.mark.matrix)])
-def test_kills_at_thirty_moments_leave_nothing_behind(tmp_path: Path, num_machines: int) -> None:
+def test_kills_at_thirty_moments_leave_nothing_behind_at_any_provider(tmp_path: Path, num_machines: int) -> None:
     chance = random.Random(20)
-    fake = FakeRunPod()
-    fake.faults.list_lag_s, fake.faults.boot_s, fake.faults.end_lag_s = 0.3, 0.1, 0.1
-    with fake.served() as url:
+    fakes: list[FakeCloud] = []
+    with ExitStack() as stack:
+        places = []
+        for name, (fake_type, _, _, base, _) in sorted(PROVIDERS.items()):
+            fakes.append(fake_type())
+            places.append((name, stack.enter_context(fakes[-1].served()) + base))
+            fakes[-1].faults = Faults(list_lag_s=0.3, boot_s=0.1, end_lag_s=0.1)
         started = time.monotonic()
-        assert run_once(tmp_path, url, "whole", num_machines=num_machines).wait(60) == 0
+        assert run_once(tmp_path, places[0][1], "whole", provider=places[0][0], num_machines=num_machines).wait(60) == 0
         whole_s = time.monotonic() - started
         for number in range(30):
+            provider, url = places[number % 5]
             if number % 3 == 0:
-                fake.faults.drop_creates = 1
+                fakes[number % 5].faults.drop_creates = 1
             run_id = f"n{number:02d}"
-            process = run_once(tmp_path, url, run_id, num_machines=num_machines)
+            process = run_once(tmp_path, url, run_id, provider=provider, num_machines=num_machines)
             time.sleep(chance.uniform(0.0, whole_s))
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
             if number % 2 == 0:  # the others are left to the reaper
-                assert run_once(tmp_path, url, run_id, num_machines=num_machines).wait(60) == 0
-        time.sleep(fake.faults.list_lag_s)
-        with Ledger(tmp_path / "ledger.db") as ledger, RunPod(KEY, url) as cloud:
-            num_left = len(fake.alive())
-            report = reap(ledger, {"runpod": cloud}, pace=renting_run.PACE)
-            rows = all_rentals(ledger)
-    assert report.failures == [] and fake.alive() == []
-    assert num_left > 0 and len(fake.machines) > 20, "the kills came at moments that test nothing"
-    assert fake.most_at_once == num_machines, "a run had more machines at once than it wants"
-    created = {machine.name for machine in fake.machines.values()}
+                assert run_once(tmp_path, url, run_id, provider=provider, num_machines=num_machines).wait(60) == 0
+        time.sleep(fakes[0].faults.list_lag_s)
+        accounts = {name: renting_run.ACCOUNTS[name](KEY, url, min_interval_s=0) for name, url in places}
+        clouds = {name: stack.enter_context(account) for name, account in accounts.items()}
+        ledger = stack.enter_context(Ledger(tmp_path / "ledger.db"))
+        num_left = sum(len(fake.alive()) for fake in fakes)
+        report = reap(ledger, clouds, pace=renting_run.PACE)
+        rows = all_rentals(ledger)
+    assert report.failures == [] and [fake.alive() for fake in fakes] == [[]] * 5
+    created = {machine.name for fake in fakes for machine in fake.machines.values()}
+    assert num_left > 0 and len(created) > 20, "the kills came at moments that test nothing"
+    assert max(fake.most_at_once for fake in fakes) == num_machines, "a run had more machines at once than it wants"
     assert all(row.state.is_over or row.name not in created for row in rows) and created <= {row.name for row in rows}
 
 
-def begin_run(folder: Path, url: str, run_id: str, *step: str, num_machines: int = 1) -> subprocess.Popen[bytes]:
+def begin_run(
+    folder: Path, url: str, run_id: str, *step: str, provider: str = "runpod", num_machines: int = 1
+) -> subprocess.Popen[bytes]:
     """A run that begins."""
-    words = [str(folder / "ledger.db"), url, run_id, KEY, str(num_machines), *step]
+    words = [str(folder / "ledger.db"), provider, url, run_id, KEY, str(num_machines), *step]
     command = [sys.executable, "-m", "tests.infra.renting_run", *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
 
 
-def run_once(folder: Path, url: str, run_id: str, *step: str, num_machines: int = 1) -> subprocess.Popen[bytes]:
+def run_once(
+    folder: Path, url: str, run_id: str, *step: str, provider: str = "runpod", num_machines: int = 1
+) -> subprocess.Popen[bytes]:
     """A run under way."""
-    process = begin_run(folder, url, run_id, *step, num_machines=num_machines)
+    process = begin_run(folder, url, run_id, *step, provider=provider, num_machines=num_machines)
     assert process.stdout is not None and process.stdout.readline() == b"begun\n"
     return process
