@@ -6,10 +6,13 @@ Not here: what is asked (runpod.py and its like).
     creating           sent once: 429 created nothing and is asked again; no answer or 5xx is an UnclearAnswerError
     both               401, 402, 403 are a ProviderRefusedError at once
 
+Providers count the requests of an account, whoever sends them: so all connections of a process to one take turns.
+
 Keys are sent in a header and written nowhere; what a provider says is shown without them, shortened.
 """
 
 import email.utils
+import hashlib
 import logging
 import random
 import re
@@ -56,6 +59,8 @@ class Endpoint:
     key_prefix: str = "Bearer "
     min_interval_s: float = 0.0
     """Requests are at least this far apart."""
+    create_interval_s: float = 0.0
+    """Requests for machines are."""
     patience_s: float = 60.0
     """Reading and ending are tried for this long."""
 
@@ -72,6 +77,28 @@ class _Answer:
     retry_after: str
 
 
+class _Turns:
+    """When something may be asked for next, for all connections of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next_at: dict[tuple[str, ...], float] = {}
+
+    def wait(self, kind: tuple[str, ...], interval_s: float) -> None:
+        """Sleep until it is this caller's turn; the next one's is `interval_s` later."""
+        if interval_s <= 0:
+            return
+        with self._lock:
+            now = time.monotonic()
+            turn_at = max(now, self._next_at.get(kind, now))
+            self._next_at[kind] = turn_at + interval_s
+        if turn_at > now:
+            time.sleep(turn_at - now)
+
+
+_TURNS = _Turns()
+
+
 class ProviderAPI:
     """An open connection to an API; may be used by several threads."""
 
@@ -85,8 +112,7 @@ class ProviderAPI:
             transport=transport,
             follow_redirects=False,
         )
-        self._pace = threading.Lock()
-        self._next_at = 0.0
+        self._account = (endpoint.url, hashlib.sha256(key.encode()).hexdigest())
 
     def read(self, path: str, shape: type[RecordT], params: Mapping[str, str] | None = None) -> RecordT:
         """What is there, in the given shape.
@@ -152,8 +178,13 @@ class ProviderAPI:
             problem = f"an unreadable answer ({_first(error)})"
             raise ProviderUnavailableError(self._say(f"POST {path}", problem)) from error
 
-    def create(self, path: str, body: Json, shape: type[RecordT], *, method: str = "POST") -> RecordT:
+    def create(
+        self, path: str, body: Json, shape: type[RecordT], *, method: str = "POST", is_machine: bool = False
+    ) -> RecordT:
         """Ask once for something to be created.
+
+        Args:
+            is_machine: providers want requests for these to be further apart than others.
 
         Raises:
             OfferGoneError: the API refused this one.
@@ -167,7 +198,7 @@ class ProviderAPI:
         while True:
             attempt += 1
             try:
-                answer = self._ask(method, path, body=body, timeout_s=CREATE_TIMEOUT_S)
+                answer = self._ask(method, path, body=body, timeout_s=CREATE_TIMEOUT_S, is_machine=is_machine)
             except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:  # nothing was sent
                 raise ProviderUnavailableError(self._say_silent(what, error)) from error
             except (httpx.HTTPError, OverflowError) as error:
@@ -220,8 +251,11 @@ class ProviderAPI:
         params: Mapping[str, str] | None = None,
         body: Json | None = None,
         timeout_s: float = TIMEOUT_S,
+        is_machine: bool = False,
     ) -> _Answer:
-        self._wait_for_turn()
+        _TURNS.wait((*self._account, "any"), self._endpoint.min_interval_s)
+        if is_machine:
+            _TURNS.wait((*self._account, "machine"), self._endpoint.create_interval_s)
         with self._client.stream(method, path, params=params, json=body, timeout=timeout_s) as response:
             content = b""
             for chunk in response.iter_bytes():
@@ -229,13 +263,6 @@ class ProviderAPI:
                 if len(content) > MAX_ANSWER_BYTES:
                     raise OverflowError
             return _Answer(response.status_code, content, response.headers.get("retry-after", ""))
-
-    def _wait_for_turn(self) -> None:
-        with self._pace:
-            pause_s = self._next_at - time.monotonic()
-            self._next_at = max(time.monotonic(), self._next_at) + self._endpoint.min_interval_s
-        if pause_s > 0:
-            time.sleep(pause_s)
 
     def _pause_after(self, answer: _Answer, attempt: int, deadline: float, what: str) -> None:
         """Like `_pause`, as long as an answer says."""
@@ -287,10 +314,10 @@ class Account:
         transport: httpx.BaseTransport | None = None,
         min_interval_s: float | None = None,
     ) -> None:
-        """`url` and `min_interval_s` take the place of the endpoint's own."""
+        """`url` takes the place of the endpoint's own, and `min_interval_s` that of both intervals."""
         endpoint = replace(self.endpoint, url=url or self.endpoint.url)
         if min_interval_s is not None:
-            endpoint = replace(endpoint, min_interval_s=min_interval_s)
+            endpoint = replace(endpoint, min_interval_s=min_interval_s, create_interval_s=min_interval_s)
         self._api = ProviderAPI(endpoint, key, transport)
 
     def __enter__(self) -> Self:

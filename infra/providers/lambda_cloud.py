@@ -100,7 +100,11 @@ class Lambda(Account):
 
     name: ClassVar[CloudName] = "lambda"
     endpoint = Endpoint(
-        title="Lambda", url="https://cloud.lambda.ai", key_variable="LAMBDA_API_KEY", min_interval_s=1.0
+        title="Lambda",
+        url="https://cloud.lambda.ai",
+        key_variable="LAMBDA_API_KEY",
+        min_interval_s=1.0,
+        create_interval_s=12.0,
     )
 
     def search(self, query: GPUQuery) -> list[Offer]:
@@ -122,7 +126,7 @@ class Lambda(Account):
         if spec.image:
             body["image"] = {"family": spec.image}
         try:
-            launch = self._api.create("/api/v1/instance-operations/launch", body, _Launch)
+            launch = self._api.create("/api/v1/instance-operations/launch", body, _Launch, is_machine=True)
         except OfferGoneError as error:
             if error_code(str(error)) in _HOPELESS_CODES:
                 raise ProviderRefusedError(str(error)) from error

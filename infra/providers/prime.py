@@ -164,7 +164,7 @@ class Prime(Account):
             pod["diskSize"] = int(disk_gb)
         if data_center:
             pod["dataCenterId"] = data_center
-        return self._api.create("/api/v1/pods/", {"pod": pod, "provider": {"type": provider}}, _Pod).id
+        return self._api.create("/api/v1/pods/", {"pod": pod, "provider": {"type": provider}}, _Pod, is_machine=True).id
 
     def get(self, instance_id: str) -> Instance | None:
         pod = self._api.find(f"/api/v1/pods/{quoted(instance_id)}", _Pod)

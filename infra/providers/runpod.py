@@ -100,7 +100,7 @@ class RunPod(Account):
         }
         if offer.region:
             body["dataCenterIds"] = [offer.region]
-        return self._api.create("/v2/pods", body, _Pod).id
+        return self._api.create("/v2/pods", body, _Pod, is_machine=True).id
 
     def get(self, instance_id: str) -> Instance | None:
         pod = self._api.find(f"/v2/pods/{quoted(instance_id)}", _Pod)

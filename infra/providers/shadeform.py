@@ -114,7 +114,7 @@ class Shadeform(Account):
         if spec.ends_at is not None:
             ends_at = datetime.datetime.fromtimestamp(spec.ends_at, datetime.UTC)
             body["auto_delete"] = {"delete_at": ends_at.strftime("%Y-%m-%dT%H:%M:%SZ")}
-        return self._api.create("/instances/create", body, _Created).id
+        return self._api.create("/instances/create", body, _Created, is_machine=True).id
 
     def get(self, instance_id: str) -> Instance | None:
         found = self._api.find(f"/instances/{quoted(instance_id)}/info", _Instance)

@@ -78,7 +78,13 @@ class Vast(Account):
     """An account at Vast.ai."""
 
     name: ClassVar[CloudName] = "vast"
-    endpoint = Endpoint(title="Vast.ai", url="https://console.vast.ai", key_variable="VAST_API_KEY", min_interval_s=1.0)
+    endpoint = Endpoint(
+        title="Vast.ai",
+        url="https://console.vast.ai",
+        key_variable="VAST_API_KEY",
+        min_interval_s=1.0,
+        create_interval_s=4.5,
+    )
 
     def search(self, query: GPUQuery) -> list[Offer]:
         is_secure = query.security == "secure"
@@ -111,7 +117,8 @@ class Vast(Account):
             "onstart": f"mkdir -p ~/.ssh; chmod 700 ~/.ssh; echo {key} >> ~/.ssh/authorized_keys",
             "cancel_unavail": True,
         }
-        return str(self._api.create(f"/api/v0/asks/{offer.id}/", body, _Contract, method="PUT").new_contract)
+        path = f"/api/v0/asks/{offer.id}/"
+        return str(self._api.create(path, body, _Contract, method="PUT", is_machine=True).new_contract)
 
     def get(self, instance_id: str) -> Instance | None:
         # The address of a single instance shows its ports in another form than the list, which is the newer one.

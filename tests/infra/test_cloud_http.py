@@ -20,8 +20,15 @@ from infra.errors import (
     ProviderUnavailableError,
     UnclearAnswerError,
 )
+from infra.offers import GPUQuery, MachineSpec
 from infra.providers.clouds import ENDPOINTS, open_account, require_keys
 from infra.providers.http import MAX_ANSWER_BYTES, Endpoint, ProviderAPI
+from infra.providers.lambda_cloud import Lambda
+from infra.providers.vast import Vast
+from tests.infra.fake_cloud import KEY as FAKE_KEY
+from tests.infra.fake_cloud import FakeCloud
+from tests.infra.fake_lambda import FakeLambda
+from tests.infra.fake_vast import FakeVast
 
 KEY = "sk-canary-0123456789"
 
@@ -146,12 +153,46 @@ def test_a_pause_may_be_named_as_a_date(clock: Clock) -> None:
     assert clock.pauses == [7.0]
 
 
-def test_requests_are_as_far_apart_as_the_provider_wants_them(clock: Clock) -> None:
-    endpoint = Endpoint(title="Cloud", url="http://cloud", key_variable="CLOUD_API_KEY", min_interval_s=1.5)
-    api = ProviderAPI(endpoint, KEY, httpx.MockTransport(says(200, '{"id": "m"}')))
+def test_requests_are_as_far_apart_as_the_provider_wants_them_whoever_sends_them(clock: Clock) -> None:
+    """Each caller opens the account anew: a run, the watch for its end, a look of the reaper."""
+    endpoint = Endpoint(
+        title="Cloud",
+        url="http://paced",
+        key_variable="CLOUD_API_KEY",
+        min_interval_s=1.5,
+        create_interval_s=12.0,
+    )
+
+    def opened(key: str) -> ProviderAPI:
+        return ProviderAPI(endpoint, key, httpx.MockTransport(says(200, '{"id": "m"}')))
+
     for _ in range(4):
-        api.read("/machines/1", _Thing)
+        opened("mine").read("/machines/1", _Thing)
     assert clock.pauses == [1.5] * 3
+    opened("of another account").read("/machines/1", _Thing)
+    opened("mine").create("/keys", {}, _Thing)
+    assert clock.pauses == [1.5] * 4
+    began = clock.now
+    for _ in range(3):
+        opened("mine").create("/machines", {}, _Thing, is_machine=True)
+    assert clock.now - began == pytest.approx(2 * 12.0 + 1.5)
+
+
+@pytest.mark.parametrize(
+    ("fake_type", "account", "between_s"),
+    [(FakeLambda, Lambda, 12.0), (FakeVast, Vast, 4.5)],  # five launches a minute; the interval in Vast.ai's refusals
+)
+def test_machines_are_asked_for_as_slowly_as_the_provider_wants(
+    fake_type: type[FakeCloud], account: type[Lambda | Vast], between_s: float, clock: Clock
+) -> None:
+    fake = fake_type()
+    with fake.served() as url:
+        began = clock.now
+        for number in range(3):
+            with account(FAKE_KEY, url) as cloud:
+                spec = MachineSpec(name=f"rollouts-{number}", public_key="ssh-ed25519 AAAA me", disk_gb=50)
+                cloud.create(cloud.search(GPUQuery())[0], spec)
+    assert len(fake.machines) == 3 and 2 * between_s <= clock.now - began < 2 * between_s + 5
 
 
 def test_a_wait_beyond_our_patience_is_not_begun() -> None:
