@@ -1,6 +1,6 @@
 """Ask a service for JSON: a bounded number of requests at a time, over shared connections, again while it is away.
 
-Not here: what is asked and what the answer means (reward_services.py), inference servers (engines/).
+Not here: what is asked and what the answer means (reward_services.py, reward_models.py), inference servers (engines/).
 
     ask -> slot -> POST -- answer --> read --> result
                     ^                  |
@@ -60,10 +60,11 @@ class HTTPService:
         self._client: httpx.AsyncClient | None = None
         self._num_users = 0
 
-    async def ask(self, body: dict[str, Any], read: Callable[[Any], Any]) -> Any:  # Any: JSON
+    async def ask(self, body: dict[str, Any] | None, read: Callable[[Any], Any]) -> Any:  # Any: JSON
         """What `read` finds in the answer to `body`.
 
         Args:
+            body: None asks without one, by GET.
             read: raises ValueError, KeyError, TypeError or IndexError for an answer that it cannot read.
 
         Raises:
@@ -84,11 +85,11 @@ class HTTPService:
         raise AssertionError("the loop only ends by returning or raising")
 
     async def _ask_once(
-        self, client: httpx.AsyncClient, body: dict[str, Any], read: Callable[[Any], Any]
+        self, client: httpx.AsyncClient, body: dict[str, Any] | None, read: Callable[[Any], Any]
     ) -> Any:  # Any: JSON
         try:
             with anyio.fail_after(self.config.timeout_s):
-                response = await client.post(self.url, json=body)
+                response = await client.request("GET" if body is None else "POST", self.url, json=body)
         except (TimeoutError, httpx.TimeoutException) as error:
             raise _NoAnswerError(f"it did not answer within {self.config.timeout_s:g} s") from error
         except (httpx.TransportError, aiohttp.ClientError) as error:

@@ -1,7 +1,7 @@
-"""Rewards that something else computes: a service over HTTP, a classifier, a language model as judge.
+"""Rewards that something else computes: a service over HTTP, a classifier here or served, a language model as judge.
 
 Not here: rewards that are plain functions and their composition (rewards.py), how a service is asked, and asked again
-(http_service.py).
+(http_service.py), what servers of reward models are sent (reward_models.py).
 
     sample -> cache -> batch of samples -> service --rewards--> samples
 
@@ -16,7 +16,8 @@ import hashlib
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from rollouts_core.errors import CheckpointError, ConfigError, RewardError
 from rollouts_core.http_service import HTTPService
 from rollouts_core.messages import first_line
 from rollouts_core.model.loading import load_tokenizer
+from rollouts_core.reward_models import RewardModelServer, find_label, pick_score
 from rollouts_core.types import Message, Sample
 
 MAX_CACHED = 100_000
@@ -205,13 +207,9 @@ def create_classifier_reward(config: RewardConfig) -> BatchedReward:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    if not Path(config.model).is_dir():
-        raise ConfigError(f"rollout.rewards: model {config.model!r} is not a folder: give that of a classifier")
-    try:
+    with _loading(config):
         model = AutoModelForSequenceClassification.from_pretrained(config.model).eval()
         tokenizer = AutoTokenizer.from_pretrained(config.model)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"the reward model at {config.model} cannot be loaded: {first_line(error)}") from error
     if model.config.num_labels != 1:
         raise ConfigError(
             f"the reward model at {config.model} has {model.config.num_labels} labels: a reward model has one"
@@ -242,6 +240,46 @@ def create_classifier_reward(config: RewardConfig) -> BatchedReward:
 
     async def score(samples: Sequence[Sample]) -> list[float | None]:
         return await anyio.to_thread.run_sync(score_now, samples, limiter=one_at_a_time)
+
+    return BatchedReward(score, batch_size=config.batch_size)
+
+
+@contextmanager
+def _loading(config: RewardConfig) -> Iterator[None]:
+    """What a classifier's folder holds is loaded inside; what goes wrong names the folder."""
+    if not Path(config.model).is_dir():
+        raise ConfigError(f"rollout.rewards: model {config.model!r} is not a folder: give that of a classifier")
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"the reward model at {config.model} cannot be loaded: {first_line(error)}") from error
+
+
+def create_reward_model_reward(config: RewardConfig) -> BatchedReward:
+    """A reward by a sequence classifier that SGLang or vLLM serves: its raw output for prompt and response.
+
+    The server is sent token ids: what a classifier in this process would read, by the tokenizer of `config.model`.
+
+    Raises:
+        ConfigError: no such folder, several labels of which none is named, or no such label.
+        CheckpointError: a folder without a tokenizer that can be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    with _loading(config):
+        tokenizer = AutoTokenizer.from_pretrained(config.model)
+    label = find_label(config)
+    server = RewardModelServer(config)
+    one_at_a_time = anyio.CapacityLimiter(1)  # a tokenizer is for one thread
+
+    def tokenize(samples: Sequence[Sample]) -> list[list[int]]:
+        texts = [render_for_classifier(tokenizer, sample) for sample in samples]
+        rows: list[list[int]] = tokenizer(texts, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
+        return rows
+
+    async def score(samples: Sequence[Sample]) -> list[float | None]:
+        rows = await anyio.to_thread.run_sync(tokenize, samples, limiter=one_at_a_time)
+        return [pick_score(scores, label, server.url) for scores in await server.score(rows)]
 
     return BatchedReward(score, batch_size=config.batch_size)
 
@@ -291,6 +329,7 @@ def read_score(text: str) -> float:
 REWARD_SERVICES: dict[str, Callable[[RewardConfig], BatchedReward]] = {
     "http": create_http_reward,
     "classifier": create_classifier_reward,
+    "reward_model": create_reward_model_reward,
     "judge": create_judge_reward,
 }
 """What makes a reward of each kind that is no function."""

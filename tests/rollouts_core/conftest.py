@@ -57,12 +57,12 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[Callable[[dict[str, Any]], Answer]], Service]]:
-    """Starts a service for each function that it is called with; they end with the test."""
+def serve() -> Iterator[Callable[..., Service]]:
+    """Starts a service for each function that it is called with, with pages for GET; they end with the test."""
     services: list[Service] = []
 
-    def start(answer: Callable[[dict[str, Any]], Answer]) -> Service:
-        services.append(Service(answer))
+    def start(answer: Callable[[dict[str, Any]], Answer], pages: dict[str, Any] | None = None) -> Service:
+        services.append(Service(answer, pages))
         threading.Thread(target=services[-1].server.serve_forever, args=(0.01,), daemon=True).start()
         return services[-1]
 

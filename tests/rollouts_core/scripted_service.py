@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -16,9 +16,16 @@ Answer = tuple[int, Any] | tuple[int, Any, dict[str, str]]
 
 
 class Service:
-    """A server that answers every POST by a function of its body, and keeps connections open."""
+    """A server that answers every POST by a function of its body, and keeps connections open.
 
-    def __init__(self, answer: Callable[[dict[str, Any]], Answer]) -> None:
+    Args:
+        answer: that function.
+        pages: what GET answers, by path.
+    """
+
+    def __init__(self, answer: Callable[[dict[str, Any]], Answer], pages: Mapping[str, Any] | None = None) -> None:
+        self.paths: list[str] = []
+        """Of all requests."""
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.clients: set[tuple[str, int]] = set()
@@ -32,9 +39,18 @@ class Service:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                service.paths.append(self.path)
                 service._begin(body, self.headers.get("Authorization"), self.client_address)
                 status, content, headers = (*answer(body), {})[:3]
                 service._end()
+                self._send(status, content, headers)
+
+            def do_GET(self) -> None:
+                service.paths.append(self.path)
+                is_there = self.path in (pages or {})
+                self._send(200 if is_there else 404, (pages or {}).get(self.path, "no such page"), {})
+
+            def _send(self, status: int, content: Any, headers: dict[str, str]) -> None:
                 raw = content if isinstance(content, bytes) else json.dumps(content).encode()
                 self.send_response(status)
                 for name, value in {"Content-Length": str(len(raw)), **headers}.items():

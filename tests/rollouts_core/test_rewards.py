@@ -209,6 +209,10 @@ def test_rewards_are_taken_from_the_settings() -> None:
         ({"kind": "http"}, 'the kind "http" needs url'),
         ({"kind": "judge", "url": "http://x"}, 'the kind "judge" needs model'),
         ({"kind": "classifier"}, 'the kind "classifier" needs model'),
+        ({"kind": "reward_model", "model": "m"}, 'the kind "reward_model" needs url'),
+        ({"kind": "classifier", "model": "m", "label": "good"}, 'label is for a reward of the kind "reward_model"'),
+        ({"kind": "http", "url": "10.0.0.7:9000"}, "url '10.0.0.7:9000' is no address of a service: write it as"),
+        ({"kind": "http", "url": "http://10.0.0.7:90000"}, "is no address of a service"),
     ],
 )
 def test_a_reward_without_what_its_kind_needs_is_refused(settings: dict[str, Any], sentence: str) -> None:
