@@ -14,7 +14,7 @@ current version again. What comes through the router therefore counts only by th
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import dropwhile
 from typing import TYPE_CHECKING
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WORKERS_TIMEOUT_S = 10.0
-"""For the router to take a first engine in: it does so beside its answers, after a look at it."""
+"""For the router to take engines in, after a look at them, and to let others go: it does both beside its answers."""
 
 
 class SGLangRouter(ClosedOnExit):
@@ -93,10 +93,12 @@ class SGLangRouter(ClosedOnExit):
         raise EngineUnavailableError(f"{self.name}, the router, did not answer within {timeout_s:g} s: {problem}")
 
     async def use(self, urls: Sequence[str]) -> None:
-        """Have it ask these engines and no others; returns when it asks one of them.
+        """Have it ask these engines and no others; returns when it does.
+
+        One that it does not take in in time is done without, where it asks another.
 
         Raises:
-            EngineUnavailableError: it is away, or took none of them in time.
+            EngineUnavailableError: it is away, or did not do so in time.
         """
         workers = await self._workers()
         for url, (worker_id, _) in workers.items():
@@ -107,13 +109,12 @@ class SGLangRouter(ClosedOnExit):
                 key = {"api_key": self._api_key} if self._api_key else {}
                 await self._connection.call("POST", "/workers", json={"url": url, **key}, is_answered=False)
         with anyio.move_on_after(WORKERS_TIMEOUT_S):
-            while not any(url in urls and is_healthy for url, (_, is_healthy) in workers.items()):
+            # What it was told to take in must be there: until then it cannot be told to let go of it again.
+            while _describe_difference(workers, urls) or not workers.keys() >= {*urls}:
                 await anyio.sleep(POLL_INTERVAL_S)
                 workers = await self._workers()
-            return
-        raise EngineUnavailableError(
-            f"{self.name}, the router, asked none of {', '.join(urls)} within {WORKERS_TIMEOUT_S:g} s"
-        )
+        if problem := _describe_difference(workers, urls):
+            raise EngineUnavailableError(f"{self.name}, the router, {problem} within {WORKERS_TIMEOUT_S:g} s")
 
     async def _workers(self) -> dict[str, tuple[str, bool]]:
         """Its engines by their URLs: what it calls each, and whether it asks it."""
@@ -128,6 +129,15 @@ class SGLangRouter(ClosedOnExit):
     async def aclose(self) -> None:
         """Close the connections."""
         await self._connection.aclose()
+
+
+def _describe_difference(workers: Mapping[str, tuple[str, bool]], urls: Sequence[str]) -> str:
+    """What keeps a router from being asked for completions of these engines; empty where nothing does."""
+    if others := sorted(workers.keys() - {*urls}):
+        return f"did not let go of {', '.join(others)}"
+    if not any(is_healthy for _, is_healthy in workers.values()):
+        return f"asked none of {', '.join(urls)}"
+    return ""
 
 
 class RoutedPool(ClosedOnExit):

@@ -199,6 +199,23 @@ def test_without_the_router_the_engines_are_asked_and_with_it_again_when_it_is_b
     router.wait_for_workers(pair)
 
 
+def test_an_engine_that_is_taken_away_is_none_of_the_routers_any_more_when_it_was_told(
+    router: Router, pair: list[Server]
+) -> None:
+    """It only takes note of a removal when it is told, and goes on asking the engine until it comes to that."""
+
+    async def take_away_and_give_back() -> list[set[str]]:
+        left: list[set[str]] = []
+        async with SGLangRouter(router.url) as client:
+            for _ in range(5):
+                await client.use([server.url for server in pair])
+                await client.use([pair[0].url])
+                left.append(set(await client._workers()))
+        return left
+
+    assert asyncio.run(take_away_and_give_back()) == [{pair[0].url}] * 5
+
+
 def test_a_router_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
     async def wait() -> None:
         async with SGLangRouter("http://127.0.0.1:9") as client:
