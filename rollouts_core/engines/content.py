@@ -33,6 +33,8 @@ SHORT_DIGEST_LENGTH = 16
 """Hexadecimal digits of the 8 of 32 bytes that SGLang gives."""
 VOCABULARY_PADDING = 64
 """SGLang and vLLM fill the rows of embedding and head up to a multiple of this with zeros."""
+PIECE_LENGTH = 2**16
+"""Numbers of a tensor that are looked at to see whether it changed; a step of training moves some of so many."""
 SHAPE_KEYS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BODY_FILE, HEAD_FILE = "model-body.safetensors", "model-head.safetensors"
@@ -47,6 +49,8 @@ class HeldTensors:
     """Checksums by name; of one rank alone, since those of several are of parts."""
     dtype: torch.dtype | None
     """The number format they are of; None where the checksums are of a kind that cannot be computed here."""
+    kept_in: torch.dtype | None = None
+    """The number format of the tensors themselves, where the published ones are rounded to it and no further."""
 
 
 def read_config(directory: Path) -> dict[str, Any]:  # Any: JSON
@@ -110,6 +114,36 @@ def find_unproven(name: str, weights: Path | Mapping[str, Tensor], version: str,
             "them as they were, restart it"
         )
     return sorted(expected.keys() - compared)
+
+
+def sample_content(published: Mapping[str, Tensor], held: HeldTensors) -> dict[str, tuple[str, ...]]:
+    """For each tensor of a server a digest of a piece of each published one that it is made of, as the server keeps it.
+
+    Nothing for tensors without a usable checksum, or of an unknown number format. Where the piece of another version is
+    another one, the tensor is, too; where it is the same, nothing is known.
+    """
+    if held.kept_in is None:
+        return {}
+    content: dict[str, tuple[str, ...]] = {}
+    for name, digest in held.digests.items():
+        sources = _sources_of(name, published)
+        if digest != EMPTY_DIGEST and sources:
+            content[name] = tuple(tensor_digest(_piece_of(published[each]).to(held.kept_in)) for each in sources)
+    return content
+
+
+def find_left_behind(
+    before: tuple[Mapping[str, tuple[str, ...]], Mapping[str, str]],
+    now: tuple[Mapping[str, tuple[str, ...]], Mapping[str, str]],
+) -> list[str]:
+    """The tensors whose content is another one than that of an earlier version while the server's checksum is the same.
+
+    Args:
+        before: what `sample_content` gave, and the server's checksums.
+    """
+    (content_before, digests_before), (content, digests) = before, now
+    changed = [name for name in content if name in content_before and content[name] != content_before[name]]
+    return sorted(name for name in changed if digests.get(name) == digests_before.get(name))
 
 
 def check_digests(name: str, version: str, served: Mapping[str, str], published: Mapping[str, str]) -> None:
@@ -183,6 +217,27 @@ def _fuse(tensors: Mapping[str, Tensor], served: Collection[str]) -> dict[str, T
             if found and all(part in joined for part in names):
                 joined[name] = torch.cat([joined.pop(part) for part in names])
     return joined
+
+
+def _sources_of(name: str, published: Collection[str]) -> list[str]:
+    """The published tensors that a server's tensor is made of; none where that is not known."""
+    if name in published:
+        return [name]
+    if name == HEAD and EMBEDDING in published:
+        return [EMBEDDING]
+    for whole, parts in FUSED.items():
+        stem, found, kind = name.partition(whole)
+        sources = [f"{stem}{part}{kind}" for part in parts]
+        if found and all(source in published for source in sources):
+            return sources
+    return []
+
+
+def _piece_of(tensor: Tensor) -> Tensor:
+    """What lies in the middle of a tensor: all of it would be read again for every version and engine."""
+    flat = tensor.reshape(-1)
+    begin = max(0, (len(flat) - PIECE_LENGTH) // 2)
+    return flat[begin : begin + PIECE_LENGTH]
 
 
 def _pad_rows(tensor: Tensor) -> Tensor:

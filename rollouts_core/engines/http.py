@@ -32,8 +32,18 @@ from aiohttp import AddrInfoType
 from httpx_aiohttp import AiohttpTransport
 
 from rollouts_core.concurrency import in_short_thread
+from rollouts_core.embedded.weights import read_tensors
 from rollouts_core.engines.canary import Canary, prove, published_canary
-from rollouts_core.engines.content import EMPTY_DIGEST, HeldTensors, check_digests, find_unproven, vocabulary_size
+from rollouts_core.engines.content import (
+    EMPTY_DIGEST,
+    HeldTensors,
+    check_digests,
+    find_left_behind,
+    find_unproven,
+    read_config,
+    sample_content,
+    vocabulary_size,
+)
 from rollouts_core.engines.protocol import Completion, GenerationRequest, status_of_finish
 from rollouts_core.engines.segments import SegmentedWeights
 from rollouts_core.engines.sent import SentWeights
@@ -223,6 +233,8 @@ class WeightKeeper:
         """False from the beginning of a load until the server proved it, also where it failed or was given up."""
         self._proven: tuple[str, Mapping[str, str]] | None = None
         """A version that a canary proved, and the checksums that the server gave for it."""
+        self._proven_content: tuple[Mapping[str, tuple[str, ...]], Mapping[str, str]] = ({}, {})
+        """What that version's tensors were made of (`sample_content`), and the same checksums."""
         self._proven_versions: deque[str] = deque(maxlen=MAX_SPANNED_VERSIONS)
         """What was served last, the current version at the end."""
         self.is_paused = False
@@ -413,13 +425,27 @@ class WeightKeeper:
 
     async def _prove(self, weights: Path | SentWeights, served: ServedWeights, held: HeldTensors) -> None:
         """Compare what the server says it holds with what was published; where that says too little, ask a canary."""
-        tensors = weights.tensors if isinstance(weights, SentWeights) else weights
-        unproven = await in_short_thread(lambda: find_unproven(self.server.name, tensors, served.version, held))
+
+        def examine() -> tuple[list[str], dict[str, tuple[str, ...]]]:
+            tensors = weights.tensors if isinstance(weights, SentWeights) else read_tensors(weights)
+            unproven = find_unproven(self.server.name, tensors, served.version, held)
+            is_quantized = "quantization_config" in read_config(served.model_dir)  # small steps may not show in it
+            return unproven, sample_content(tensors, held) if unproven and not is_quantized else {}
+
+        unproven, sampled = await in_short_thread(examine)
         proof = (served.version, held.digests)
         # Checksums that are missing, or those of nothing, are the same for any weights.
         is_identified = bool(held.digests) and EMPTY_DIGEST not in held.digests.values()
         if not unproven or (is_identified and self._proven == proof):
             return
+        content = (sampled, held.digests)
+        # After a small step of training a canary finds the weights before it as right as those after it.
+        if left := find_left_behind(self._proven_content, content):
+            raise WeightSyncError(
+                f"{self.server.name} says it serves {served.version}, but its checksums of {len(left)} tensors "
+                f"that changed are those of the version before, {left[0]} first: its update left them as they were, "
+                "restart it"
+            )
         if self.is_paused:
             raise WeightSyncError(
                 f"{self.server.name} has no comparable checksum of {unproven[0]}, so it must sample to prove "
@@ -433,7 +459,7 @@ class WeightKeeper:
             unproven[0],
             gap,
         )
-        self._proven = proof
+        self._proven, self._proven_content = proof, content
 
     def _versions_since(self, served: ServedWeights | None) -> list[str]:
         """The proven versions from the served one on; all where nothing had been loaded."""

@@ -159,7 +159,8 @@ class SGLangEngine(EngineClient):
         dtype = getattr(torch, str(server.get("dtype")), None)
         # On a GPU, SGLang's checksums come out of a kernel of its own.
         is_computable = server.get("device") == "cpu" and isinstance(dtype, torch.dtype)
-        return HeldTensors(digests=digests, dtype=dtype if is_computable else None)
+        is_plain = isinstance(dtype, torch.dtype) and not server.get("quantization")
+        return HeldTensors(digests=digests, dtype=dtype if is_computable else None, kept_in=dtype if is_plain else None)
 
     async def _model_info(self) -> dict[str, Any]:  # Any: JSON
         info = await self._connection.call("GET", "/model_info")

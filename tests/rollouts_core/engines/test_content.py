@@ -19,7 +19,9 @@ from rollouts_core.engines.content import (
     HEAD,
     HeldTensors,
     check_same_model,
+    find_left_behind,
     find_unproven,
+    sample_content,
     write_untied,
 )
 from rollouts_core.errors import CheckpointError, WeightSyncError
@@ -52,6 +54,49 @@ def held_by_a_fusing_server(directory: Path, dtype: torch.dtype) -> dict[str, to
     embedding = tensors[EMBEDDING]
     padded = torch.cat([embedding, torch.zeros(-len(embedding) % 64, embedding.shape[1], dtype=dtype)])
     return {**tensors, EMBEDDING: padded, HEAD: padded}
+
+
+def left_behind(
+    directory: Path,
+    changed: str,
+    *,
+    by: float = 1.0,
+    digests: dict[str, str] | None = None,
+    kept_in: torch.dtype | None = torch.bfloat16,
+) -> list[str]:
+    """What a server that fuses and has a head of its own left as it was, when `changed` of the published changed."""
+    before = read_tensors(directory)
+    served = digests or dict.fromkeys(held_by_a_fusing_server(directory, torch.bfloat16), "0" * 16)
+    held = HeldTensors(digests=served, dtype=None, kept_in=kept_in)
+    after = {**before, changed: before[changed] + by}
+    return find_left_behind((sample_content(before, held), served), (sample_content(after, held), served))
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        (f"{LAYER}.self_attn.v_proj.weight", [QKV]),
+        (f"{LAYER}.mlp.gate_proj.weight", [f"{LAYER}.mlp.gate_up_proj.weight"]),
+        (f"{LAYER}.mlp.down_proj.weight", [f"{LAYER}.mlp.down_proj.weight"]),
+        (EMBEDDING, [HEAD, EMBEDDING]),
+    ],
+)
+def test_a_tensor_that_changed_in_any_part_must_have_another_checksum(
+    tied_dir: Path, changed: str, expected: list[str]
+) -> None:
+    assert left_behind(tied_dir, changed) == expected
+
+
+def test_a_change_that_the_servers_number_format_does_not_show_is_not_demanded(tied_dir: Path) -> None:
+    norm = "model.norm.weight"
+    assert left_behind(tied_dir, norm, by=1e-7) == []
+    assert left_behind(tied_dir, norm, kept_in=None) == []
+
+
+def test_of_tensors_without_a_usable_checksum_nothing_is_demanded(tied_dir: Path) -> None:
+    norm = "model.norm.weight"
+    assert left_behind(tied_dir, norm, digests={norm: EMPTY_DIGEST}) == []
+    assert left_behind(tied_dir, norm, digests={QKV: "0" * 16}) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -312,6 +312,54 @@ def test_weights_that_only_sampling_proves_are_refused_while_the_engine_is_pause
     assert completion.version_spans == (("v-2", 0, 4),)
 
 
+class LikeSGLangOnAGPU(httpx.AsyncBaseTransport):
+    """A server whose checksums cannot be computed by others, and whose updates a test may have it lose."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.keeps: Path | None = None
+        """What it loads in place of what it is given."""
+        self._inner = httpx.ASGITransport(app=build_app(scheduler))
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/update_weights_from_disk" and self.keeps:
+            body = {**json.loads(request.content), "model_path": str(self.keeps)}
+            request = httpx.Request("POST", request.url, json=body)
+        response = await self._inner.handle_async_request(request)
+        if request.url.path == "/server_info":
+            await response.aread()
+            return httpx.Response(200, json={**response.json(), "device": "cuda"})
+        return response
+
+
+def save_small_step(before: Path, folder: Path) -> Path:
+    """The model after a step of training in which its embedding stayed as it was."""
+    model = load_hf_model(ModelConfig(path=str(before))).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "embed_tokens" not in name:
+                parameter.add_(torch.full_like(parameter, 1e-5))
+    return save_model(model, folder)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_an_update_that_changed_no_checksum_of_what_it_changed_is_none_however_small_it_was(
+    versions: dict[str, Path], tmp_path: Path, is_lost: bool
+) -> None:
+    async def publish_twice(client: SGLangEngine, server: LikeSGLangOnAGPU) -> None:
+        await client.load_weights(versions["v-1"], "v-1")
+        server.keeps = versions["v-1"] if is_lost else None
+        await client.load_weights(save_small_step(versions["v-1"], tmp_path), "v-1a")
+
+    with Scheduler(Decoder(versions["v-1"], num_slots=4), model_dir=versions["v-1"]) as scheduler:
+        server = LikeSGLangOnAGPU(scheduler)
+        client = SGLangEngine("http://engine", transport=server, restart_timeout_s=5.0)
+        if is_lost:
+            with pytest.raises(WeightSyncError, match=r"serves v-1a, but its checksums of \d+ tensors that changed"):
+                asyncio.run(publish_twice(client, server))
+        else:
+            asyncio.run(publish_twice(client, server))
+
+
 def test_vllm_refuses_to_go_on_with_new_weights() -> None:
     engine = VLLMEngine("http://engine", transport=httpx.MockTransport(lambda request: httpx.Response(200, json={})))
     with pytest.raises(EngineError, match=r"http://engine is vLLM, which cannot go on with new weights.*\"abort\""):
