@@ -22,7 +22,7 @@ from infra.errors import (
 )
 from infra.offers import GPUQuery, MachineSpec
 from infra.providers.clouds import ENDPOINTS, open_account, require_keys
-from infra.providers.http import MAX_ANSWER_BYTES, Endpoint, ProviderAPI
+from infra.providers.http import MAX_ANSWER_BYTES, Endpoint, ProviderAPI, _Turns
 from infra.providers.lambda_cloud import Lambda
 from infra.providers.vast import Vast
 from tests.infra.fake_cloud import KEY as FAKE_KEY
@@ -133,6 +133,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr("infra.providers.http.time", clock)
+    monkeypatch.setattr("infra.providers.http._TURNS", _Turns())  # those of the real time are another thing
     return clock
 
 
