@@ -91,6 +91,13 @@ class Rental:
             return 0.0
         return max(0.0, (self.ended_at or now) - self.rented_at) / 3600 * self.usd_per_hour
 
+    def usd_within(self, since: float, until: float) -> float:
+        """What it cost between two times."""
+        if self.rented_at is None:
+            return 0.0
+        ended_at = until if self.ended_at is None else min(until, self.ended_at)
+        return max(0.0, ended_at - max(since, self.rented_at)) / 3600 * self.usd_per_hour
+
 
 def in_utc(seconds: float) -> str:
     """A time of the ledger, for people."""

@@ -62,5 +62,5 @@ def run_cached(
         if warning := result.get("warning"):
             progress.say(warning)
         progress.say(f"reused from {stage.run_dir}")
-    reused = {"how": "reused", "why": why_so("reused", stage, scope, result), "seconds": 0.0}
+    reused = {"how": "reused", "why": why_so("reused", stage, scope, result), "began_at": 0.0, "seconds": 0.0}
     return record.model_copy(update={**reused, "run_dir": stage.run_dir, "result": result})

@@ -18,6 +18,7 @@ from infra.rentals import usd_spent
 from tasks.progress import StageProgress, stage_console
 from tasks.records import RunScope
 from tasks.salvage import salvage
+from tasks.spending import note_spending
 from tasks.stage import drop_leases, leases_on, stop_leased_jobs
 
 
@@ -65,6 +66,7 @@ def give_back(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> list
         with Ledger(scope.ledger_path) as ledger:
             usd = usd_spent(ledger, scope.run_id, time.time())
         done.append(f"the machines of the run cost {usd:.2f} USD{' so far' if kept else ''}")
+        note_spending(scope)
     return done
 
 

@@ -94,6 +94,8 @@ class StageRecord(TaskRecord):
     """ran: started by this run. attached: already under way. reused: finished before."""
     why: str = ""
     """The reason of that, in words; which other run it was, where one was."""
+    began_at: float = 0.0
+    """When this run came to it, seconds since 1970; 0 where it only took the record."""
     seconds: float
     """What this run waited for it."""
     result: dict[str, Any]  # Any: JSON

@@ -20,6 +20,7 @@ from rollouts_core.report import ReportInput, StageSummary, render_report, rende
 from tasks.early_end import EarlyEnd
 from tasks.progress import StageProgress, stage_console
 from tasks.records import RunScope, StageRecord
+from tasks.spending import RUN_FILE, Spending, spending_of_records, with_spending
 
 NAME_OF = {"base": "the start model", "sft": "the selected SFT checkpoint", "rl": "RL"}
 """What the verdict calls the models of an evaluation."""
@@ -33,28 +34,27 @@ def write_report(
     by_stage = {record.stage: record for record in records}
     verdict = judge_rl(by_stage["evaluate"], by_stage["rl"], config) if "rl" in by_stage else None
     settings_toml = render_settings(config, node, scope)
-    report = build_report_input(by_stage, config, settings_toml, checkpoint_path, scope, verdict)
+    spending = spending_of_records(records, scope)
+    report = build_report_input(by_stage, config, settings_toml, checkpoint_path, scope, verdict, spending)
     path = scope.output_dir / "report.html"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(scope.output_dir / "config.toml", settings_toml)
     write_atomically(path, render_report(report))
-    write_json(
-        scope.output_dir / "run.json",
-        {
-            "run_id": scope.run_id,
-            "run_name": scope.run_name,
-            "config": config.model_dump(mode="json", exclude_defaults=True),
-            "stages": [
-                {
-                    **record.model_dump(mode="json", exclude={"result"}),
-                    "finished_early": record.result.get("finished_early"),
-                }
-                for record in records
-            ],
-            "selected": dict(report.selected),
-            "verdict": report.verdict,
-        },
-    )
+    run = {
+        "run_id": scope.run_id,
+        "run_name": scope.run_name,
+        "config": config.model_dump(mode="json", exclude_defaults=True),
+        "stages": [
+            {
+                **record.model_dump(mode="json", exclude={"result"}),
+                "finished_early": record.result.get("finished_early"),
+            }
+            for record in records
+        ],
+        "selected": dict(report.selected),
+        "verdict": report.verdict,
+    }
+    write_json(scope.output_dir / RUN_FILE, with_spending(run, spending))
     create_markdown_artifact(render_summary_markdown(report), key="report", description=f"Report: {path}")
     with StageProgress("report", num_steps=0, console=stage_console()) as progress:
         progress.say(f"{path}{': ' + verdict.sentence if verdict else ''}")
@@ -95,6 +95,7 @@ def build_report_input(
     checkpoint_path: str,
     scope: RunScope,
     verdict: Verdict | None,
+    spending: Spending | None,
 ) -> ReportInput:
     """What the report's renderer needs, from the records of the stages."""
 
@@ -113,9 +114,11 @@ def build_report_input(
                 why=record.why,
                 seconds=record.seconds,
                 run_dir=record.run_dir,
+                usd=spending.usd_by_stage[record.stage] if spending else None,
             )
             for record in by_stage.values()
         ),
+        usd_outside_stages=spending.outside_stages_usd if spending else None,
         evaluation_dir=evaluation_dir,
         sft_dir=run_dir("sft"),
         sft_selection_dir=run_dir("select-sft"),

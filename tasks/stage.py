@@ -54,7 +54,7 @@ def run_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
         InputError: the job says that the user must change something.
         JobFailedError, JobLostError: it ended without its record.
     """
-    began = time.monotonic()
+    began_at, began = time.time(), time.monotonic()
     with StageProgress(stage.name, num_steps=stage.num_steps, console=stage_console()) as progress:
         if damage := set_damage_aside(stage):
             damage = f"done again, because what an earlier run left is damaged: {damage}"
@@ -78,6 +78,7 @@ def run_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
         run_dir=stage.run_dir,
         how=how,
         why=damage or begun or why_so(how, stage, scope, result),
+        began_at=began_at,
         seconds=seconds,
         result=result,
     )

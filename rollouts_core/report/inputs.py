@@ -24,6 +24,8 @@ class StageSummary:
     """Time that this pipeline run spent on it."""
     run_dir: str
     """Where its files lie; empty for a stage without a run directory."""
+    usd: float | None = None
+    """What rented machines cost meanwhile; None where the run rented none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,8 @@ class ReportInput:
     """The mode of the configuration: sft, rl or sft+rl."""
     stages: tuple[StageSummary, ...]
     """The stages in the order in which they ran."""
+    usd_outside_stages: float | None = None
+    """What rented machines cost besides, until the report; None where the run rented none."""
     evaluation_dir: Path
     """Run directory of the final evaluation; its checkpoints are named base, sft and rl, as far as they exist."""
     sft_dir: Path | None

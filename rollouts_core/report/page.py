@@ -57,12 +57,25 @@ def render_report(report: ReportInput) -> str:
             selections=load_selections(report),
             transcripts=load_transcripts(report.evaluation_dir, [score.name for score in results.scores]),
             stages=[(stage, format_seconds(stage.seconds)) for stage in report.stages],
+            costs=format_costs(report),
+            outside_stages=OUTSIDE_STAGES,
             total_time=format_seconds(sum(stage.seconds for stage in report.stages)),
             python_code=usage_code(report),
             num_resamples=NUM_RESAMPLES,
             registered_name=Markup("".join(REGISTERED_NAME)),
         )
     )
+
+
+OUTSIDE_STAGES = "Start, set-up and the rest"
+
+
+def format_costs(report: ReportInput) -> list[str]:
+    """Of each stage, of what was outside of them, and together; empty where nothing was rented."""
+    if report.usd_outside_stages is None:
+        return []
+    usd = [*(stage.usd or 0.0 for stage in report.stages), report.usd_outside_stages]
+    return [f"{each:.2f} USD" for each in (*usd, sum(usd))]
 
 
 def with_registered_name(page: str, name: str) -> str:
@@ -95,12 +108,17 @@ def render_summary_markdown(report: ReportInput) -> str:
     heading = {True: "Improvement", False: "No improvement", None: "Result"}[report.is_improvement]
     lines = [f"# {report.run_name}", "", f"**{heading}.** {report.verdict or results.finding}", ""]
     lines += [render_results_markdown(results), ""]
-    lines += ["| Stage | How | Why | Time | Run directory |", "|---|---|---|---:|---|"]
+    costs = format_costs(report)
+    cells = [f" {cost} |" for cost in costs] or [""] * len(report.stages)
+    head, rule = (" Cost |", "---:|") if costs else ("", "")
+    lines += [f"| Stage | How | Why | Time |{head} Run directory |", f"|---|---|---|---:|{rule}---|"]
     lines += [
-        f"| {stage.name} | {stage.how} | {stage.why.replace('|', '/')} | {format_seconds(stage.seconds)} | "
+        f"| {stage.name} | {stage.how} | {stage.why.replace('|', '/')} | {format_seconds(stage.seconds)} |{cell} "
         f"{_markdown_code(stage.run_dir)} |"
-        for stage in report.stages
+        for stage, cell in zip(report.stages, cells, strict=False)
     ]
+    if costs:
+        lines += [f"| {OUTSIDE_STAGES} | | | |{cells[-2]} |", f"| All, until this report | | | |{cells[-1]} |"]
     return "\n".join([*lines, "", f"Final checkpoint: {_markdown_code(report.checkpoint_path)}", ""])
 
 

@@ -101,6 +101,9 @@ def test_a_run_rents_a_machine_works_on_it_and_gives_it_back(
     assert (root / "setup.txt").read_text() == "once\n" and list(root.glob("stages/sft-*/result.json"))
     assert KEY not in output and "is the cheapest of" in output and "5 USD (node.max_usd) last " in output
     assert "the machines of the run cost 0." in output
+    spent = json.loads((run / "run.json").read_text())["spent"]
+    assert spent["is_final"] and spent["total_usd"] > spent["outside_stages_usd"] > 0
+    assert "Start, set-up and the rest" in (run / "report.html").read_text()
     for path in [*rollouts.store.rglob("*"), *root.rglob("*")]:
         assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
 

@@ -190,6 +190,21 @@ def test_the_page_says_what_the_run_found(full_report: ReportInput) -> None:
     assert "the accuracy of RL is 45.0 points higher than that of SFT: better" in page
 
 
+def test_where_machines_were_rented_the_page_and_the_summary_say_what_each_stage_cost(full_report: ReportInput) -> None:
+    assert "USD" not in render_report(full_report) and "USD" not in render_summary_markdown(full_report)
+    stages = tuple(replace(stage, usd=usd) for stage, usd in zip(full_report.stages, (0.0, 1.25), strict=True))
+    report = replace(full_report, stages=stages, usd_outside_stages=0.5)
+    page = render_report(report)
+    assert all(f">{usd} USD<" in page for usd in ("0.00", "1.25", "0.50", "1.75"))
+    lines = render_summary_markdown(report).splitlines()
+    assert "| rl | ran |  | 1 min 15 s | 1.25 USD | `stages/rl-1` |" in lines
+    assert "| All, until this report | | | | 1.75 USD | |" in lines
+    table = [
+        line for line in lines if line.startswith("|") and ("stages/" in line or "Stage" in line or "All," in line)
+    ]
+    assert len({line.count("|") for line in table}) == 1 and len(table) == 4
+
+
 def test_the_page_shows_every_part(full_report: ReportInput) -> None:
     page = render_report(full_report)
     parts = ("12,000 demonstrations", "2,000 prompts", "Learning rate", "Reward", "Completion length", "Clip share",

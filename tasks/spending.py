@@ -1,0 +1,94 @@
+"""What the machines of a run cost: per stage, outside of stages, and together; from the ledger, by times.
+
+Not here: prices and times of machines (infra/rentals.py), the run's limit (budget.py).
+
+    ledger     |<------------- rented, at a price per hour ------------->|
+    stages           |<--- sft --->|<-- select-sft -->|    |<-- rl -->|
+    outside    boot, set-up                             engines         sync, end
+
+What earlier tries of the run did is outside of stages, too: this one did not wait for it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from infra.ledger import Ledger
+from infra.rentals import rentals_of
+from rollouts_core.files import write_json
+from tasks.records import RunScope, StageRecord, TaskRecord
+
+RUN_FILE = "run.json"
+
+
+class Spending(TaskRecord):
+    """What a run has spent on machines, in US dollars."""
+
+    total_usd: float
+    outside_stages_usd: float
+    """While no stage went on: the machine started or was set up, engines started, an earlier try was under way."""
+    until: float
+    """It is counted so far; seconds since 1970."""
+    is_final: bool
+    """All machines are given back."""
+    usd_by_stage: dict[str, float]
+
+
+def spending_of(stages: Mapping[str, tuple[float, float]], scope: RunScope) -> Spending | None:
+    """What the run has spent until now; None where it rented nothing.
+
+    Args:
+        stages: when each began, in seconds since 1970, and how long it took. No two go on at once.
+    """
+    now = time.time()
+    with Ledger(scope.ledger_path) as ledger:
+        rentals = [rental for rental in rentals_of(ledger, scope.run_id) if rental.rented_at is not None]
+    if not rentals:
+        return None
+    usd_by_stage = {
+        name: sum(rental.usd_within(began_at, min(now, began_at + seconds)) for rental in rentals)
+        for name, (began_at, seconds) in stages.items()
+    }
+    total_usd = sum(rental.usd(now) for rental in rentals)
+    return Spending(
+        total_usd=total_usd,
+        outside_stages_usd=max(0.0, total_usd - sum(usd_by_stage.values())),
+        until=now,
+        is_final=all(rental.state.is_over for rental in rentals),
+        usd_by_stage=usd_by_stage,
+    )
+
+
+def spending_of_records(records: Sequence[StageRecord], scope: RunScope) -> Spending | None:
+    """The same of the stages' records."""
+    return spending_of({record.stage: (record.began_at, record.seconds) for record in records}, scope)
+
+
+def with_spending(run: Mapping[str, Any], spending: Spending | None) -> dict[str, Any]:  # Any: JSON
+    """The content of run.json with what was spent: `spent`, and `usd` of each stage; null where nothing was rented."""
+    usd_by_stage = spending.usd_by_stage if spending else {}
+    stages = [{**stage, "usd": _rounded(usd_by_stage.get(stage["stage"]))} for stage in run["stages"]]
+    spent = spending and {
+        "total_usd": _rounded(spending.total_usd),
+        "outside_stages_usd": _rounded(spending.outside_stages_usd),
+        "until": spending.until,
+        "is_final": spending.is_final,
+    }
+    return {**run, "stages": stages, "spent": spent}
+
+
+def note_spending(scope: RunScope) -> None:
+    """Bring a run.json that is there up to date: it was written while the machine was still rented."""
+    path = scope.output_dir / RUN_FILE
+    if not path.is_file():
+        return
+    run = json.loads(path.read_text())
+    stages = {stage["stage"]: (stage.get("began_at", 0.0), stage["seconds"]) for stage in run["stages"]}
+    write_json(path, with_spending(run, spending_of(stages, scope)))
+
+
+def _rounded(usd: float | None) -> float | None:
+    return None if usd is None else round(usd, 4)
