@@ -16,13 +16,14 @@ from pathlib import Path
 
 from infra import gpu_trial
 from infra.errors import CommandTimeoutError, TransientInfraError, UnfitMachineError
+from infra.offers import is_same_model
 from infra.session import Session, read_answer
 
 LINK_BYTES = 4 << 20
 DISK_BYTES = 64 << 20
 ALLOWANCE_S = 15.0
 """For the start of an interpreter and round trips, on top of what the slowest speed that will do takes."""
-_BITS_PER_MBIT, _BYTES_PER_MB = 1e6, 1e6
+_BITS_PER_MBIT, _BYTES_PER_MB, _BYTES_PER_GB = 1e6, 1e6, 1e9
 
 _TAKE = "import sys; sys.stdin.buffer.read()"
 _GIVE = "import os, sys; sys.stdout.buffer.write(os.urandom(int(sys.argv[1])))"
@@ -46,11 +47,19 @@ NOT_READY = 802
 """CUDA_ERROR_SYSTEM_NOT_READY: what joins the GPUs of a large machine is still being started."""
 
 
-def require_gpus(session: Session, num_gpus: int) -> str:
+MIN_MEMORY_SHARE = 0.9
+"""Of what was offered: the driver keeps a little, and some providers count in another GB."""
+
+
+def require_gpus(session: Session, num_gpus: int, *, gpu_type: str = "", vram_gb: float = 0.0) -> str:
     """Have every GPU of a machine compute something; returns what was found, in words.
 
+    Args:
+        gpu_type: what was offered, in the provider's words.
+        vram_gb: memory of each, as it was offered; 0 where nobody knows.
+
     Raises:
-        UnfitMachineError: fewer of them can than were paid for.
+        UnfitMachineError: fewer of them can than were paid for, or they are others.
         TransientInfraError: they are not ready so far.
     """
     program = Path(gpu_trial.__file__).read_bytes()
@@ -68,7 +77,16 @@ def require_gpus(session: Session, num_gpus: int) -> str:
         raise UnfitMachineError(
             f"{len(names)} of its {num_gpus} GPUs can compute ({found['problem'] or 'the driver has no more'})"
         )
-    return f"{len(names)}x {' and '.join(sorted(set(names)))}"
+    what = f"{len(names)}x {' and '.join(sorted(set(names)))}"
+    others = [name for name in names if not is_same_model(gpu_type, name)]
+    if others:
+        raise UnfitMachineError(f"it has {what}, and {num_gpus}x {gpu_type} was offered")
+    least_gb = min(found["memory"]) / _BYTES_PER_GB
+    if least_gb < MIN_MEMORY_SHARE * vram_gb:
+        raise UnfitMachineError(
+            f"its GPUs ({what}) have {least_gb:.0f} GB of memory, and {vram_gb:.0f} GB were offered"
+        )
+    return what
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ By the driver's own library (libcuda), so before anything is installed there: th
 mean that it can be used. Each GPU fills a piece of its memory, which is read back. Standard library only, and old
 syntax, so that every interpreter can run it.
 
-    {"has_driver": true, "gpus": ["NVIDIA H100 80GB HBM3"], "code": 0, "problem": ""}
+    {"has_driver": true, "gpus": ["NVIDIA H100 80GB HBM3"], "memory": [85028765696], "code": 0, "problem": ""}
 """
 
 import ctypes
@@ -31,7 +31,7 @@ def main() -> int:
     try:
         cuda = ctypes.CDLL(LIBRARY)
     except OSError:
-        answer = {"has_driver": False, "gpus": [], "code": 0, "problem": ""}  # type: dict[str, Any]
+        answer = {"has_driver": False, "gpus": [], "memory": [], "code": 0, "problem": ""}  # type: dict[str, Any]
     else:
         answer = try_gpus(cuda)
     sys.stdout.write(json.dumps(answer) + "\n")
@@ -40,24 +40,26 @@ def main() -> int:
 
 def try_gpus(cuda: Any) -> "dict[str, Any]":
     """The GPUs that computed, up to the first that did not, with what the driver said about that."""
-    found = []  # type: list[str]
+    names, memory = [], []  # type: list[str], list[int]
     code, problem = 0, ""
     try:
         call(cuda, "cuInit", ctypes.c_uint(0))
         count = ctypes.c_int()
         call(cuda, "cuDeviceGetCount", ctypes.byref(count))
         for index in range(count.value):
-            found.append(try_gpu(cuda, index))
+            name, num_bytes = try_gpu(cuda, index)
+            names.append(name)
+            memory.append(num_bytes)
     except RefusedCallError as error:
         code = error.code
-        problem = f"GPU {len(found)}: {error.call} answers {code} ({describe(cuda, code)})"
+        problem = f"GPU {len(names)}: {error.call} answers {code} ({describe(cuda, code)})"
     except ValueError as error:
-        problem = f"GPU {len(found)}: {error}"
-    return {"has_driver": True, "gpus": found, "code": code, "problem": problem}
+        problem = f"GPU {len(names)}: {error}"
+    return {"has_driver": True, "gpus": names, "memory": memory, "code": code, "problem": problem}
 
 
-def try_gpu(cuda: Any, index: int) -> str:
-    """Have one GPU fill memory; returns its name.
+def try_gpu(cuda: Any, index: int) -> "tuple[str, int]":
+    """Have one GPU fill memory; returns its name, and how many bytes of memory it has.
 
     Raises:
         RefusedCallError: the driver refuses a call.
@@ -66,9 +68,10 @@ def try_gpu(cuda: Any, index: int) -> str:
     device, context, pointer = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_ulonglong()
     name = ctypes.create_string_buffer(NAME_BYTES)
     filled = (ctypes.c_uint32 * NUM_WORDS)()
-    num_bytes = ctypes.c_size_t(ctypes.sizeof(filled))
+    num_bytes, total_bytes = ctypes.c_size_t(ctypes.sizeof(filled)), ctypes.c_size_t()
     call(cuda, "cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
     call(cuda, "cuDeviceGetName", name, ctypes.c_int(NAME_BYTES), device)
+    call(cuda, "cuDeviceTotalMem_v2", ctypes.byref(total_bytes), device)
     call(cuda, "cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
     call(cuda, "cuCtxSetCurrent", context)
     call(cuda, "cuMemAlloc_v2", ctypes.byref(pointer), num_bytes)
@@ -77,7 +80,7 @@ def try_gpu(cuda: Any, index: int) -> str:
     call(cuda, "cuMemFree_v2", pointer)
     if bytes(filled) != PATTERN.to_bytes(4, sys.byteorder) * NUM_WORDS:
         raise ValueError("its memory does not hold what it wrote")
-    return name.value.decode("utf-8", "replace")
+    return name.value.decode("utf-8", "replace"), total_bytes.value
 
 
 def call(cuda: Any, name: str, *arguments: Any) -> None:

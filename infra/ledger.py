@@ -125,6 +125,11 @@ _MIGRATIONS = (
         "ALTER TABLE stage_uses ADD COLUMN began_at REAL NOT NULL DEFAULT 0",
         "UPDATE stage_uses SET began_at = used_at",
     ),
+    (
+        "ALTER TABLE rentals ADD COLUMN vram_gb REAL NOT NULL DEFAULT 0",
+        "ALTER TABLE rentals ADD COLUMN host TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE rentals ADD COLUMN is_unfit INTEGER NOT NULL DEFAULT 0",
+    ),
 )
 """What brings a ledger from each format to the next; formats count from 0, an empty file."""
 SCHEMA_VERSION = len(_MIGRATIONS)

@@ -20,6 +20,7 @@ NETWORKED_CLOUDS: tuple[CloudName, ...] = ("lambda", "sky")
 """Those whose machines reach each other by private addresses within a region."""
 CUDA_PATTERN = r"^(\d+\.\d+)?$"
 _LETTERS_AND_NUMBER = re.compile(r"([a-z]{2,})(\d)")
+_MODEL = re.compile(r"(?<![a-z0-9])[a-z]?\d+")
 
 
 class GPUQuery(BaseModel):
@@ -109,6 +110,8 @@ class Offer:
     is_spot: bool = False
     disk_gb: int | None = None
     """Size of its disk where that is fixed; None where it is asked for."""
+    host: str = ""
+    """The provider's name for the one machine that is offered; empty where it offers a kind."""
 
     @property
     def gpus(self) -> str:
@@ -204,5 +207,19 @@ def is_gpu_type(name: str, wanted: str) -> bool:
     return _words(wanted) <= _words(name)
 
 
+def is_same_model(offered: str, found: str) -> bool:
+    """Whether a driver's name of a GPU is of the model that a provider calls so, as far as both say it.
+
+    Only the model's number and the letter before it count, A100 or 4090: the rest is written in many ways.
+    """
+    model = _MODEL.search(_apart(offered))
+    return model is None or re.search(rf"(?<![a-z0-9]){model[0]}(?!\d)", _apart(found)) is not None
+
+
 def _words(name: str) -> set[str]:
-    return set(re.findall(r"[a-z0-9]+", _LETTERS_AND_NUMBER.sub(r"\1 \2", name.lower())))
+    return set(re.findall(r"[a-z0-9]+", _apart(name)))
+
+
+def _apart(name: str) -> str:
+    """In small letters, with a word and a number apart: rtx 4090, but h100."""
+    return _LETTERS_AND_NUMBER.sub(r"\1 \2", name.lower())

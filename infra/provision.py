@@ -42,12 +42,15 @@ from infra.rentals import (
     change_rental,
     find_rental,
     machine_name,
+    unfit_hosts,
     usd_spent,
 )
 
 MAX_OFFERS = 6
 UNSEEN_S = 60.0
 """A machine that was created this recently may not be shown yet by its provider."""
+UNFIT_FOR_S = 24 * 3600.0
+"""A machine that could not be used is not rented again for so long."""
 PRICE_TOLERANCE = 1.001
 _SIGHTINGS = 2
 """A machine is gone when it was not there this many times in a row."""
@@ -295,7 +298,10 @@ def _rent_new(
     """Complete the unit, beside the machines that it has or with all of them elsewhere."""
     tried: list[str] = []
     offered = search_offers(request.query, clouds)
-    offers = offered.fitting
+    unfit = unfit_hosts(ledger, time.time() - UNFIT_FOR_S)
+    offers = [offer for offer in offered.fitting if (offer.provider, offer.host) not in unfit]
+    if num_unfit := len(offered.fitting) - len(offers):
+        tried.append(f"{num_unfit} offered machines could not be used within the last day")
     offers.sort(key=lambda offer: bool(unit) and not _is_beside(offer, unit[0]))  # otherwise in their order
     for offer in offers[:MAX_OFFERS]:
         if unit and not _is_beside(offer, unit[0]):
@@ -308,7 +314,7 @@ def _rent_new(
             tried.append(str(error))
         else:
             return
-    if not offers:
+    if not offered.fitting:
         tried.append(describe_closest(request.query, offered.others, "node.query.{}".format))
     wanted = " or ".join(request.query.gpu_types) or "GPU"
     machines = "no machine" if request.num_machines == 1 else f"no {request.num_machines} machines of one region"
@@ -400,6 +406,8 @@ def _intend(request: RentRequest, offer: Offer, ledger: Ledger, *, beside: Seque
         usd_per_hour=offer.usd_per_hour,
         intended_at=now,
         expires_at=now + 3600 * min(request.max_hours, own_usd / offer.usd_per_hour),
+        vram_gb=offer.vram_gb,
+        host=offer.host,
     )
     add_rental(ledger, rental)
     return rental
@@ -456,6 +464,8 @@ def _use_or_release(
         raise
     if problem:
         say(f"gives {rental.name} back: {problem}")
+        if rental.state is RentalState.RENTED:
+            rental = change_rental(ledger, rental, is_unfit=True) or rental
         release_machine(rental, ledger, cloud, note=problem, pace=pace)
         raise _NotHadError(problem)
     ready = change_rental(ledger, rental, state=RentalState.READY, host_key=host_key, usd_per_hour=price)

@@ -74,6 +74,12 @@ class Rental:
     """Fingerprint of its SSH server's key, from the first login on."""
     note: str = ""
     """What happened to it last, in words."""
+    vram_gb: float = 0.0
+    """Memory of each GPU as it was offered; 0 where nobody knows."""
+    host: str = ""
+    """The provider's name for the physical machine, where it has told one."""
+    is_unfit: bool = False
+    """It was given back fresh, because it could not be used."""
 
     @property
     def is_kept(self) -> bool:
@@ -172,12 +178,18 @@ def open_rentals(ledger: Ledger) -> list[Rental]:
     return [rental for rental in all_rentals(ledger) if not rental.state.is_over]
 
 
+def unfit_hosts(ledger: Ledger, since: float) -> set[tuple[CloudName, str]]:
+    """Providers and their names of machines that could not be used when they were rented since then."""
+    rows = _select(ledger, "WHERE is_unfit AND host != '' AND intended_at >= ?", since)
+    return {(rental.provider, rental.host) for rental in rows}
+
+
 def usd_spent(ledger: Ledger, run_id: str, now: float) -> float:
     """What the machines of a run have cost until `now`."""
     return sum(rental.usd(now) for rental in rentals_of(ledger, run_id))
 
 
-def _select(ledger: Ledger, condition: str, *values: str) -> list[Rental]:
+def _select(ledger: Ledger, condition: str, *values: str | float) -> list[Rental]:
     with ledger.transaction() as database:
         rows = database.execute(f"SELECT {_COLUMNS} FROM rentals {condition}", values).fetchall()
     return [

@@ -326,7 +326,7 @@ def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance
     """Log in, try and set the machine up where it is fresh, and return the fingerprint of its host key.
 
     Raises:
-        UnfitMachineError: its GPUs cannot compute, or it is too slow.
+        UnfitMachineError: its GPUs cannot compute or are not those that were offered, or it is too slow.
     """
     access = access_to(instance, settings)
     if rental.host_key:
@@ -338,7 +338,8 @@ def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance
     known = known_hosts_of(store, rental.name)
     access = replace(access, known_hosts=(str(known),), first_use_file=str(known))
     with open_ssh(access, python=SETUP_PYTHON if settings.setup else settings.python) as session:
-        gpus = require_gpus(session, settings.query.gpu_count)
+        gpu_type = rental.gpu.partition("x ")[2]
+        gpus = require_gpus(session, settings.query.gpu_count, gpu_type=gpu_type, vram_gb=rental.vram_gb)
         speed = require_speed(
             session,
             expand_root(session, session.python, settings.root),

@@ -40,6 +40,7 @@ class _Ask(BaseModel):
     """MB of each GPU."""
     dph_total: float
     geolocation: str | None = None
+    machine_id: int | None = None
 
 
 class _Asks(BaseModel):
@@ -154,6 +155,7 @@ def _read_offer(ask: _Ask, *, is_secure: bool) -> Offer:
         usd_per_hour=ask.dph_total,
         region=(ask.geolocation or "").rpartition(",")[2].strip(),
         is_secure=is_secure,
+        host="" if ask.machine_id is None else str(ask.machine_id),
     )
 
 

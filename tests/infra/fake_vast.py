@@ -13,10 +13,16 @@ from tests.infra.fake_cloud import FakeCloud, Machine, reply
 
 PAGE = 2
 """Small, so that every list has several pages."""
-ASK = {"id": 7001, "gpu_name": "H100 SXM", "num_gpus": 1, "gpu_ram": 80000, "geolocation": "Romania, RO"}
+ASK = {"id": 7001, "gpu_name": "H100 SXM", "num_gpus": 1, "gpu_ram": 80000, "geolocation": "Romania, RO"} | {
+    "machine_id": 41
+}
 
 
 class FakeVast(FakeCloud):
+    def __init__(self) -> None:
+        super().__init__()
+        self.asks = [{**ASK, "dph_total": 2.2}]
+
     def routes(self) -> list[Any]:
         return [
             Route("/api/v0/bundles/", self.search, methods=["POST"]),
@@ -38,7 +44,7 @@ class FakeVast(FakeCloud):
         return self.error(410, "no_such_ask: it is no longer available")
 
     async def search(self, request: Request) -> Response:
-        return reply({"offers": [{**ASK, "dph_total": 2.2}]})
+        return reply({"offers": self.asks})
 
     async def take(self, request: Request) -> Response:
         return await self.creates(

@@ -8,7 +8,8 @@ static int number(const char *name) { return getenv(name) ? atoi(getenv(name)) :
 int cuInit(unsigned flags) { return flags ? 1 : number("STUB_INIT"); }
 int cuDeviceGetCount(int *count) { *count = number("STUB_GPUS"); return 0; }
 int cuDeviceGet(int *device, int index) { *device = 10 + index; return 0; }
-int cuDeviceGetName(char *name, int length, int device) { strncpy(name, device < 10 ? "?" : "Stub GPU", length); return 0; }
+int cuDeviceGetName(char *name, int length, int device) { strncpy(name, device < 10 ? "?" : getenv("STUB_NAME") ? getenv("STUB_NAME") : "Stub GPU", length); return 0; }
+int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = number("STUB_GB") * 1000000000ULL; return device < 10; }
 int cuDevicePrimaryCtxRetain(void **context, int device)
 {
     *context = malloc(1);

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -58,10 +59,10 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def machine_with(driver: Path, folder: Path, **variables: int) -> Session:
+def machine_with(driver: Path, folder: Path, **variables: int | str) -> Session:
     """A machine whose driver has such GPUs."""
     python = folder / "python"
-    given = " ".join(f"{name}={value}" for name, value in variables.items())
+    given = " ".join(f"{name}='{value}'" for name, value in variables.items())
     python.write_text(f'#!/bin/sh\nexec env LD_LIBRARY_PATH={driver} {given} {sys.executable} "$@"\n')
     python.chmod(0o755)
     return LocalSession(str(python))
@@ -85,6 +86,26 @@ def test_a_machine_whose_gpus_cannot_compute_is_refused(
 ) -> None:
     with pytest.raises(UnfitMachineError, match=reason):
         require_gpus(machine_with(driver, tmp_path, **variables), 2)
+
+
+H100 = {"STUB_GPUS": 2, "STUB_NAME": "NVIDIA H100 80GB HBM3"}
+
+
+@pytest.mark.parametrize(
+    ("gpu_type", "gigabytes", "reason"),
+    [
+        ("H100 SXM", 85, ""),
+        ("H100 SXM", 73, ""),
+        ("H100 SXM", 71, r"\(2x NVIDIA H100 80GB HBM3\) have 71 GB of memory, and 80 GB were offered"),
+        ("A100 PCIE", 85, r"it has 2x NVIDIA H100 80GB HBM3, and 2x A100 PCIE was offered"),
+    ],
+)
+def test_other_gpus_than_were_offered_are_refused(
+    driver: Path, tmp_path: Path, gpu_type: str, gigabytes: int, reason: str
+) -> None:
+    machine = machine_with(driver, tmp_path, **H100, STUB_GB=gigabytes)
+    with pytest.raises(UnfitMachineError, match=reason) if reason else nullcontext():
+        assert require_gpus(machine, 2, gpu_type=gpu_type, vram_gb=80.0) == "2x NVIDIA H100 80GB HBM3"
 
 
 def test_gpus_that_are_not_ready_are_asked_again(driver: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from infra.errors import (
     ProviderRefusedError,
     ProviderUnavailableError,
     StillRentedError,
+    UnfitMachineError,
 )
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import Node, SSHAccess
@@ -29,11 +30,13 @@ from infra.providers.addresses import usable_port
 from infra.providers.clouds import ENDPOINTS
 from infra.providers.prime import Prime
 from infra.providers.rented import access_now, find_machine
-from infra.provision import RentRequest, release_machine, rent_machines
+from infra.providers.vast import Vast
+from infra.provision import UNFIT_FOR_S, RentRequest, release_machine, rent_machines
 from infra.reaper import reap
-from infra.rentals import Rental, RentalState, all_rentals
+from infra.rentals import Rental, RentalState, all_rentals, change_rental
 from tests.infra.fake_cloud import HANG_S, KEY, FakeCloud
 from tests.infra.fake_prime import FakePrime
+from tests.infra.fake_vast import FakeVast
 from tests.infra.test_cloud_contracts import PROVIDERS, PUBLIC_KEY
 from tests.infra.test_provision import PACE, REQUEST, usable
 
@@ -393,3 +396,28 @@ def _request_of(world: World) -> dict[str, object]:
     body = world.fake.machines[rental.instance_id].request
     release_machine(rental, world.ledger, world.cloud, pace=PACE)
     return body
+
+
+def test_a_physical_machine_that_could_not_be_used_is_not_rented_again_within_a_day(tmp_path: Path) -> None:
+    fake = FakeVast()
+    fake.asks.append({**fake.asks[0], "id": 7002, "machine_id": 42, "dph_total": 2.3})
+
+    def check(rental: Rental, instance: Instance) -> str:
+        if rental.host == "41":
+            raise UnfitMachineError("it has 1x NVIDIA T4, and 1x H100 SXM was offered")
+        return "SHA256:key"
+
+    def rent(run_id: str) -> list[Rental]:
+        return rent_machines(replace(WANTED, run_id=run_id), ledger, {"vast": cloud}, check=check, pace=PACE)
+
+    with fake.served() as url, Vast(KEY, url, min_interval_s=0) as cloud, Ledger(tmp_path / LEDGER_FILE) as ledger:
+        assert [rental.host for rental in rent("a")] == ["42"] and fake.num_creates() == 2
+        assert [rental.host for rental in rent("b")] == ["42"] and fake.num_creates() == 3
+        del fake.asks[1]
+        with pytest.raises(NoMachineError, match="1 offered machines could not be used within the last day"):
+            rent("c")
+        [unfit] = [rental for rental in all_rentals(ledger) if rental.is_unfit]
+        change_rental(ledger, unfit, intended_at=unfit.intended_at - UNFIT_FOR_S - 1)
+        with pytest.raises(NoMachineError, match="was offered"):
+            rent("d")
+        assert fake.num_creates() == 4

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from flows.machines_cli import OPTIONS
-from infra.offers import GPUQuery, Offer, describe_closest, is_gpu_type
+from infra.offers import GPUQuery, Offer, describe_closest, is_gpu_type, is_same_model
 
 OFFER = Offer(
     provider="runpod",
@@ -40,6 +40,30 @@ QUERY = GPUQuery(gpu_types=("h100",), gpu_count=2, max_usd_per_gpu_hour=2.5, reg
 )
 def test_a_gpu_is_recognised_by_its_words(name: str, wanted: str, is_it: bool) -> None:
     assert is_gpu_type(name, wanted) is is_it
+
+
+@pytest.mark.parametrize(
+    ("offered", "found", "is_it"),
+    [
+        ("H100 SXM", "NVIDIA H100 80GB HBM3", True),
+        ("A100_80GB", "NVIDIA A100-SXM4-80GB", True),
+        ("RTX4090_24GB", "NVIDIA GeForce RTX 4090", True),
+        ("GH200_96GB", "NVIDIA GH200 480GB", True),
+        ("RTX 6000Ada", "NVIDIA RTX 6000 Ada Generation", True),
+        ("RTX 4070S Ti", "NVIDIA GeForce RTX 4070 Ti SUPER", True),
+        ("V100 (16 GB)", "Tesla V100-SXM2-16GB", True),
+        ("RTXPRO6000", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", True),
+        ("Titan RTX", "NVIDIA TITAN RTX", True),
+        ("H100", "NVIDIA A100-SXM4-80GB", False),
+        ("A100", "NVIDIA A10", False),
+        ("A10", "NVIDIA A100-PCIE-40GB", False),
+        ("H200", "NVIDIA GH200 480GB", False),
+        ("L4", "NVIDIA L40", False),
+        ("RTX 6000 Ada", "NVIDIA RTX A6000", False),
+    ],
+)
+def test_another_model_than_was_offered_is_told_by_its_number(offered: str, found: str, is_it: bool) -> None:
+    assert is_same_model(offered, found) is is_it
 
 
 @pytest.mark.parametrize(
