@@ -51,7 +51,7 @@ class Credentials(Block):
     prime_api_key: SecretStr = Field(NOTHING, title="Prime Intellect API key")
     shadeform_api_key: SecretStr = Field(NOTHING, title="Shadeform API key")
     vast_api_key: SecretStr = Field(NOTHING, title="Vast.ai API key")
-    hf_token: SecretStr = Field(NOTHING, title="Hugging Face token", description="For datasets of the hub.")
+    hf_token: SecretStr = Field(NOTHING, title="Hugging Face token", description="For datasets and models of the hub.")
     aws_access_key_id: SecretStr = Field(NOTHING, title="S3 access key", description="For s3:// URLs.")
     aws_secret_access_key: SecretStr = Field(NOTHING, title="S3 secret key")
     aws_endpoint_url: SecretStr = Field(NOTHING, title="S3 address", description="Of another service than Amazon's.")

@@ -36,7 +36,10 @@ def read_key(variable: str, setting: str, known: Mapping[str, str] = MappingProx
     if not variable:
         return ""
     if not (key := known.get(variable) or os.environ.get(variable)):
-        raise ConfigError(f"{setting}: api_key_variable {variable} is not set: export it where the run is started")
+        raise ConfigError(
+            f"{setting}: api_key_variable {variable} is not set: export it where the run is started, or save it in the "
+            "credentials that run.credentials names"
+        )
     return key
 
 

@@ -46,7 +46,8 @@ def open_account(name: CloudName) -> Cloud:
     key = _key_of(name)
     if not key:
         raise MissingKeyError(
-            f"there is no {endpoint.key_is} for {endpoint.title}: put it into the variable {endpoint.key_variable}"
+            f"there is no {endpoint.key_is} for {endpoint.title}: put it into the variable {endpoint.key_variable}, "
+            f"{_or_save(endpoint.key_variable)}"
         )
     return _ACCOUNTS[name](key, os.environ.get(endpoint.url_variable, "") if endpoint.url else "")
 
@@ -88,7 +89,10 @@ def require_keys(names: Sequence[CloudName]) -> list[CloudName]:
     known, others = clouds_with_keys(names)
     if not known:
         variables = " or ".join(ENDPOINTS[name].key_variable for name in others)
-        raise MissingKeyError(f"there is no key of a provider: put one into the variable {variables}")
+        raise MissingKeyError(
+            f"there is no key of a provider: put one into the variable {variables}, "
+            f"{_or_save(ENDPOINTS[others[0]].key_variable)}"
+        )
     return known
 
 
@@ -101,6 +105,15 @@ def open_clouds(names: Sequence[CloudName]) -> Iterator[dict[CloudName, Cloud]]:
     """
     with ExitStack() as stack:
         yield {name: stack.enter_context(open_account(name)) for name in names}
+
+
+def _or_save(variable: str) -> str:
+    """How a key gets into the block of Prefect's from which a process has its keys, or could have them."""
+    if name := credentials_in_use():
+        return f"and `rollouts credentials {name} {variable}` saves it in the credentials {name}, which lack it"
+    return (
+        f"or save it in a block of Prefect's by `rollouts credentials NAME {variable}` and name that as run.credentials"
+    )
 
 
 def _key_of(name: CloudName) -> str:

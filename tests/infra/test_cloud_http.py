@@ -21,7 +21,7 @@ from infra.errors import (
     UnclearAnswerError,
 )
 from infra.offers import GPUQuery, MachineSpec
-from infra.providers.clouds import ENDPOINTS, open_account, require_keys
+from infra.providers.clouds import CREDENTIALS_VARIABLE, ENDPOINTS, open_account, require_keys
 from infra.providers.http import MAX_ANSWER_BYTES, Endpoint, ProviderAPI, _Turns
 from infra.providers.lambda_cloud import Lambda
 from infra.providers.vast import Vast
@@ -253,7 +253,25 @@ def test_what_a_provider_says_moves_no_cursor(status: int, text: str) -> None:
 def test_a_missing_key_names_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     for entry in ENDPOINTS.values():
         monkeypatch.delenv(entry.key_variable, raising=False)
+    monkeypatch.delenv("ROLLOUTS_CREDENTIALS", raising=False)
     with pytest.raises(MissingKeyError, match="put it into the variable RUNPOD_API_KEY"):
         open_account("runpod")
     with pytest.raises(MissingKeyError, match="LAMBDA_API_KEY or SHADEFORM_API_KEY"):
         require_keys(("lambda", "shadeform"))
+
+
+@pytest.mark.parametrize(
+    ("in_use", "command"),
+    [
+        ("", r"or save it in a block of Prefect's by `rollouts credentials NAME RUNPOD_API_KEY` and name that as"),
+        ("team", r"and `rollouts credentials team RUNPOD_API_KEY` saves it in the credentials team, which lack it"),
+    ],
+)
+def test_a_missing_key_names_the_way_through_prefect(
+    in_use: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CREDENTIALS_VARIABLE, in_use)
+    monkeypatch.delenv("RUNPOD_API_KEY", raising=False)
+    for ask in (lambda: open_account("runpod"), lambda: require_keys(("runpod",))):
+        with pytest.raises(MissingKeyError, match=command):
+            ask()
