@@ -7,7 +7,9 @@ another folder: its jobs must name no path of ours.
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 import pytest
 
 from rollouts_core.checkpoint import verify_checkpoint
-from tests.flows.conftest import Rollouts, join_home, processes_of
+from tests.flows.conftest import ROOT, Rollouts, clean_environment, join_home, processes_of
 from tests.infra.ssh_server import SSHServer, running_server
 from tests.small_pipeline import write_small_pipeline
 
@@ -89,6 +91,35 @@ def test_the_pipeline_over_ssh_ends_as_on_this_machine(
     assert code == 0, output
     (run,) = (local_only.store / "runs").iterdir()
     assert verify_checkpoint(run / "checkpoint").digest == over_ssh.digest
+
+
+def test_a_module_of_the_users_that_the_machine_cannot_import_is_told_before_anything_is_trained(
+    rollouts: Rollouts, server: SSHServer, node_root: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "own" / "graders_of_a_test"
+    own.mkdir(parents=True)
+    (own / "words.txt").write_text("a b")
+    (own / "words.py").write_text("import pathlib\nWORDS = pathlib.Path(__file__).with_name('words.txt').read_text()\n")
+    (own / "score.py").write_text("from graders_of_a_test.words import WORDS\n\n\ndef score(sample): return 1.0\n")
+    config = write_small_pipeline(
+        tmp_path / "small",
+        node=node_settings(server, node_root),
+        rollout__reward_fn="graders_of_a_test.score:score",
+    )
+    ended = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "run", str(config), "--store", str(rollouts.store)],
+        cwd=ROOT,
+        env=clean_environment() | {"PYTHONPATH": f"{ROOT}{os.pathsep}{own.parent}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=400,
+        check=False,
+        text=True,
+    )
+    said = " ".join(ended.stdout.split())
+    assert ended.returncode == 2 and ", graders_of_a_test (2 files, 0 kB)" in said, said
+    assert "rollout.reward_fn: " in said and "cannot import graders_of_a_test.score (FileNotFoundError: " in said, said
+    assert not (node_root / "stages").exists()
 
 
 @pytest.mark.matrix
