@@ -13,15 +13,14 @@ from tests.infra.fake_cloud import FakeCloud, Machine, reply
 
 PAGE = 2
 """Small, so that every list has several pages."""
-ASK = {"id": 7001, "gpu_name": "H100 SXM", "num_gpus": 1, "gpu_ram": 80000, "geolocation": "Romania, RO"} | {
-    "machine_id": 41
-}
+ASK = {"id": 7001, "gpu_name": "H100 SXM", "num_gpus": 1, "gpu_ram": 80000, "geolocation": "Romania, RO"}
 
 
 class FakeVast(FakeCloud):
     def __init__(self) -> None:
         super().__init__()
-        self.asks = [{**ASK, "dph_total": 2.2}]
+        self.asks: list[dict[str, Any]] = [{**ASK, "dph_total": 2.2}]
+        """Without a `machine_id` they are for whatever machine, so that a test may rent after one that broke."""
 
     def routes(self) -> list[Any]:
         return [

@@ -400,7 +400,8 @@ def _request_of(world: World) -> dict[str, object]:
 
 def test_a_physical_machine_that_could_not_be_used_is_not_rented_again_within_a_day(tmp_path: Path) -> None:
     fake = FakeVast()
-    fake.asks.append({**fake.asks[0], "id": 7002, "machine_id": 42, "dph_total": 2.3})
+    ask = fake.asks[0]
+    fake.asks = [{**ask, "machine_id": 41}, {**ask, "id": 7002, "machine_id": 42, "dph_total": 2.3}]
 
     def check(rental: Rental, instance: Instance) -> str:
         if rental.host == "41":
