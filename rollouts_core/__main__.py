@@ -96,7 +96,7 @@ logger = logging.getLogger(__name__)
 def main(argv: list[str] | None = None) -> int:
     """Run the job that the command line names; returns the exit code."""
     arguments = _build_parser().parse_args(argv)
-    use_fallback(os.environ, Path.home())
+    use_fallback(os.environ)
     level = logging.WARNING if is_follower() else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per engine request otherwise

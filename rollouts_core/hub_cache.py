@@ -14,12 +14,12 @@ FALLBACK = "ROLLOUTS_HUB_HOME"
 _CHOSEN_BY = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
 
 
-def use_fallback(environment: MutableMapping[str, str], home: Path) -> None:
+def use_fallback(environment: MutableMapping[str, str]) -> None:
     """Set HF_HOME to the fallback, unless the machine's variables choose a folder, or the usual one holds models.
 
     Who has logged in to the hub on the machine stays so: the token is looked for where it was.
     """
-    usual = home / ".cache" / "huggingface"
+    usual = Path(environment.get("HOME", "/nowhere"), ".cache", "huggingface")
     fallback = environment.get(FALLBACK, "")
     if not fallback or any(environment.get(name) for name in _CHOSEN_BY) or (usual / "hub").exists():
         return

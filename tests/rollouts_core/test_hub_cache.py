@@ -15,22 +15,29 @@ from rollouts_core.hub_cache import FALLBACK, use_fallback
 
 @pytest.mark.parametrize("chosen", ["HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME"])
 def test_what_the_machine_chooses_stays(chosen: str, tmp_path: Path) -> None:
-    environment = {FALLBACK: "/volume/cache", chosen: "/elsewhere"}
-    use_fallback(environment, tmp_path)
-    assert environment == {FALLBACK: "/volume/cache", chosen: "/elsewhere"}
+    given = {FALLBACK: "/volume/cache", chosen: "/elsewhere", "HOME": str(tmp_path)}
+    environment = dict(given)
+    use_fallback(environment)
+    assert environment == given
 
 
 def test_models_that_the_machine_has_are_not_downloaded_again(tmp_path: Path) -> None:
     (tmp_path / ".cache" / "huggingface" / "hub").mkdir(parents=True)
-    environment = {FALLBACK: "/volume/cache"}
-    use_fallback(environment, tmp_path)
+    environment = {FALLBACK: "/volume/cache", "HOME": str(tmp_path)}
+    use_fallback(environment)
     assert "HF_HOME" not in environment
 
 
-def test_a_job_of_nobodys_choice_keeps_the_cache_as_it_is(tmp_path: Path) -> None:
+def test_a_job_on_this_machine_keeps_the_cache_as_it_is() -> None:
     environment: dict[str, str] = {}
-    use_fallback(environment, tmp_path)
+    use_fallback(environment)
     assert environment == {}
+
+
+def test_a_machine_without_a_home_has_the_fallback() -> None:
+    environment = {FALLBACK: "/volume/cache"}
+    use_fallback(environment)
+    assert environment["HF_HOME"] == "/volume/cache"
 
 
 @pytest.mark.slow
