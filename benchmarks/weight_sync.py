@@ -1,4 +1,4 @@
-"""Publishing a version to the embedded engine in a process of its own: as a directory, in files, and in memory.
+"""Publishing a version to the embedded engine in a process of its own: as a directory, in files, in memory, and sent.
 
     python benchmarks/weight_sync.py --size 20M [--rounds 15] [--out weight-sync.json]
 
@@ -10,6 +10,9 @@ alternate in one process, on the same weights:
     memory              segments in memory
     memory, attention   the projections of attention changed alone, as with LoRA
     memory, unchanged   nothing changed
+    sent                through a process group over gloo
+    sent, attention     the projections of attention changed alone
+    sent, unchanged     nothing changed
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from side_by_side import describe_machine, range_of, render_machine, render_tabl
 from torch import Tensor
 
 from rollouts_core.backends.protocol import ImmediateTrainFuture
+from rollouts_core.config import WeightTransfer
 from rollouts_core.embedded.server import serve
 from rollouts_core.engines import PublishTarget, SGLangEngine, publish_weights
 from rollouts_core.engines.protocol import SegmentAccess
@@ -80,14 +84,23 @@ class Contender:
 
     client: type[SGLangEngine]
     is_changed: Callable[[str], bool]
+    transfer: WeightTransfer = "auto"
+
+
+def is_of_attention(name: str) -> bool:
+    """True for the projections of attention."""
+    return "self_attn" in name and "_proj" in name
 
 
 CONTENDERS = {
     "directory": Contender(DirectoryEngine, lambda name: True),
     "files": Contender(FileEngine, lambda name: True),
     "memory": Contender(SGLangEngine, lambda name: True),
-    "memory, attention": Contender(SGLangEngine, lambda name: "self_attn" in name and "_proj" in name),
+    "memory, attention": Contender(SGLangEngine, is_of_attention),
     "memory, unchanged": Contender(SGLangEngine, lambda name: False),
+    "sent": Contender(SGLangEngine, lambda name: True, "gloo"),
+    "sent, attention": Contender(SGLangEngine, is_of_attention, "gloo"),
+    "sent, unchanged": Contender(SGLangEngine, lambda name: False, "gloo"),
 }
 
 
@@ -130,8 +143,13 @@ async def measure_publishes(model_dir: Path, weights_dir: Path, options: argpars
     trainer = Trainer(load_file(model_dir / "model.safetensors"))
     seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     targets = {
-        name: PublishTarget(weights_dir=weights_dir / name, model_config=model_dir / "config.json", prefix="bench")
-        for name in CONTENDERS
+        name: PublishTarget(
+            weights_dir=weights_dir / name,
+            model_config=model_dir / "config.json",
+            prefix="bench",
+            transfer=contender.transfer,
+        )
+        for name, contender in CONTENDERS.items()
     }
     for round_number in range(options.rounds + 1):
         for name, contender in CONTENDERS.items():

@@ -253,8 +253,12 @@ async def _destroy_weights_update_group(model: ServedModel, request: Request) ->
     return _json({"success": True, "message": "Succeeded to destroy custom process group."})
 
 
-async def _begin_weight_update(model: ServedModel, _: Request) -> Response:
-    model.receiver.begin()
+async def _begin_weight_update(model: ServedModel, request: Request) -> Response:
+    """Open an update; SGLang does not know `kept`, the names of tensors that will not be sent."""
+    kept = (await _read_object(request)).get("kept", [])
+    if not isinstance(kept, list) or not all(isinstance(name, str) for name in kept):
+        raise ContractError(f"kept must be a list of names, found {kept!r}")
+    model.receiver.begin([str(name) for name in kept])
     return _json({"success": True, "message": "Succeeded to begin weight update."})
 
 
@@ -265,9 +269,12 @@ async def _update_weights_from_distributed(model: ServedModel, request: Request)
 
 
 async def _end_weight_update(model: ServedModel, _: Request) -> Response:
-    """Load what was sent, all of the model or nothing."""
-    if tensors := model.receiver.end():
-        update = model.scheduler.update_weights(model.scheduler.model_dir, tensors=tensors, weight_version=None)
+    """Load what was sent, all of the model but what stays, or nothing."""
+    tensors, kept = model.receiver.end()
+    if tensors:
+        update = model.scheduler.update_weights(
+            model.scheduler.model_dir, tensors=tensors, kept=kept, weight_version=None
+        )
         await asyncio.wrap_future(update)
     return _json({"success": True, "message": "Succeeded to end weight update."})
 

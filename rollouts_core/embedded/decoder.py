@@ -174,13 +174,15 @@ class Decoder:
         self._segment_ids = segment_ids
 
     @torch.inference_mode()
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace every weight by those in memory, or raise `CheckpointError` and keep all old ones.
+    def load_tensors(self, tensors: Mapping[str, Tensor], *, kept: Collection[str] = ()) -> None:
+        """Replace every weight but those that are kept by those in memory, or raise `CheckpointError` and keep all.
 
         Their digests are of the decoder's number format, whatever they came in, as with other servers.
         """
-        self._replace_weights(tensors, source="what was sent")
-        self._file_dtypes = dict.fromkeys(tensors, self.dtype)
+        if unknown := sorted(name for name in kept if name not in self._file_dtypes):
+            raise CheckpointError(f"what was sent leaves {unknown[0]} as it is, which the loaded model lacks")
+        self._replace_weights(tensors, source="what was sent", kept=kept)
+        self._file_dtypes = dict.fromkeys([*kept, *tensors], self.dtype)
         self._segment_ids = {}
 
     def _replace_weights(self, tensors: Mapping[str, Tensor], *, source: str, kept: Collection[str] = ()) -> None:

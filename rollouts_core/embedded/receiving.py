@@ -2,7 +2,7 @@
 
 Not here: the trainer's end (engines/group.py), loading what arrived (scheduler.py), the form of requests (protocol.py).
 
-    begin -> receive a bucket, another, ... -> end: all that arrived, to be loaded at once
+    begin -> receive a bucket, another, ... -> end: all that arrived, to be loaded at once beside what stays
     join, leave: a group, which outlives many updates
 
 SGLang loads each bucket as it comes. Here they are kept apart until the end, so an update that broke off leaves the old
@@ -12,7 +12,7 @@ weights as they were.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -68,13 +68,18 @@ class WeightReceiver:
         self._groups: dict[str, Any] = {}  # Any: ProcessGroupGloo, which not every build of torch has
         self._arrived: dict[str, Tensor] | None = None
         """None while no update is open."""
+        self._kept: frozenset[str] = frozenset()
 
-    def begin(self) -> None:
-        """Open an update; what one that was never ended has left is forgotten."""
-        self._arrived = {}
+    def begin(self, kept: Collection[str] = ()) -> None:
+        """Open an update; what one that was never ended has left is forgotten.
 
-    def end(self) -> dict[str, Tensor]:
-        """Close the update; returns what arrived.
+        Args:
+            kept: tensors that will not be sent, since they stay as they are.
+        """
+        self._arrived, self._kept = {}, frozenset(kept)
+
+    def end(self) -> tuple[dict[str, Tensor], frozenset[str]]:
+        """Close the update; returns what arrived, and the names of what stays.
 
         Raises:
             RequestError: none is open.
@@ -82,7 +87,7 @@ class WeightReceiver:
         if self._arrived is None:
             raise RequestError("No weight update is open: begin one.")
         arrived, self._arrived = self._arrived, None
-        return arrived
+        return arrived, self._kept
 
     async def join(self, call: GroupCall) -> None:
         """Become part of a group.

@@ -68,6 +68,8 @@ class WeightUpdate:
     """Where the weights lie; empty where they lie in the directory."""
     tensors: Mapping[str, Tensor] | None = None
     """The weights themselves, where they were sent."""
+    kept: frozenset[str] = frozenset()
+    """Those that stay as they are beside `tensors`."""
     weight_version: str | None
     """Name of the new weights; None keeps the old name."""
     done: Future[int]
@@ -199,18 +201,25 @@ class Scheduler:
         weight_version: str | None,
         segments: tuple[SegmentAddress, ...] = (),
         tensors: Mapping[str, Tensor] | None = None,
+        kept: frozenset[str] = frozenset(),
     ) -> Future[int]:
         """Load other weights, at once if paused, else when the running requests have ended.
 
         Args:
             segments: where they lie; by default they are in the directory.
             tensors: the weights themselves, where they were sent.
+            kept: those that stay as they are beside `tensors`.
 
         The future resolves to the number of paused requests, or fails with `CheckpointError`: then all old weights
         are still in place.
         """
         update = WeightUpdate(
-            model_dir=model_dir, segments=segments, tensors=tensors, weight_version=weight_version, done=Future()
+            model_dir=model_dir,
+            segments=segments,
+            tensors=tensors,
+            kept=kept,
+            weight_version=weight_version,
+            done=Future(),
         )
         update.done.set_running_or_notify_cancel()
         queued = self._between_steps(lambda: self._updates.append(update))
@@ -317,7 +326,7 @@ class Scheduler:
         num_paused = self._batch.num_rows
         try:
             if update.tensors is not None:
-                self.decoder.load_tensors(update.tensors)
+                self.decoder.load_tensors(update.tensors, kept=update.kept)
             elif update.segments:
                 self.decoder.load_segments(update.segments, model_dir=update.model_dir)
             else:

@@ -6,7 +6,7 @@ Not here: those calls (sglang.py, vllm.py), restarts and retries (http.py), seve
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -161,8 +161,11 @@ class EngineClient(ClosedOnExit):
         """
         raise WeightSyncError(f"{self.name} takes no segments: publish {version} as a model directory")
 
-    async def take_sent(self, weights: SentWeights, version: str) -> HeldTensors:
+    async def take_sent(self, weights: SentWeights, version: str, kept: Collection[str]) -> HeldTensors:
         """Load weights that are sent once and set the version; running requests end before that, on the old weights.
+
+        Args:
+            kept: tensors that the server has already, and need not be sent.
 
         Raises:
             WeightSyncError: the server refused, or cannot be sent any.

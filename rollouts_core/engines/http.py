@@ -18,7 +18,7 @@ import logging
 import math
 import socket
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
@@ -46,7 +46,7 @@ from rollouts_core.engines.content import (
 )
 from rollouts_core.engines.protocol import Completion, GenerationRequest, status_of_finish
 from rollouts_core.engines.segments import SegmentedWeights
-from rollouts_core.engines.sent import SentWeights
+from rollouts_core.engines.sent import SentWeights, find_kept
 from rollouts_core.errors import CheckpointError, EngineError, EngineUnavailableError, WeightSyncError
 from rollouts_core.keys import key_header
 from rollouts_core.messages import first_line
@@ -114,8 +114,8 @@ class ServerCalls(Protocol):
         """Load the weights of a directory and check the version; raises WeightSyncError."""
         ...
 
-    async def take_sent(self, weights: SentWeights, version: str) -> HeldTensors:
-        """Load weights that are sent and check the version; raises WeightSyncError."""
+    async def take_sent(self, weights: SentWeights, version: str, kept: Collection[str]) -> HeldTensors:
+        """Load weights that are sent, but for those that it has, and check the version; raises WeightSyncError."""
         ...
 
     async def hand_over(self) -> None:
@@ -246,6 +246,8 @@ class WeightKeeper:
         self._recovering = asyncio.Lock()
         self._recovery_failure: EngineError | None = None
         """Why the last recovery that failed did."""
+        self._takes_parts = True
+        """False after it was sent what changed, and refused that or did not prove the whole: it is sent everything."""
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Completions of the requests in their order, from the weights that were loaded last when they were asked for,
@@ -385,6 +387,7 @@ class WeightKeeper:
     async def _load(self, weights: ServedWeights) -> None:
         """Load and prove; begins again when the server vanished meanwhile, since loading twice is loading once."""
         problem = ""
+        before = self._served if self._is_proven else None
         self._is_proven = False
         for attempt in range(MAX_ATTEMPTS):
             if attempt:
@@ -392,7 +395,7 @@ class WeightKeeper:
             try:
                 if self._is_left_paused:
                     await self.resume()
-                await self._load_once(weights)
+                await self._load_once(weights, None if attempt else before)
             except EngineUnavailableError as error:
                 problem = str(error)
                 continue
@@ -405,14 +408,18 @@ class WeightKeeper:
             f"{self.server.name} vanished in each of {MAX_ATTEMPTS} loads of {weights.version}: {problem}"
         )
 
-    async def _load_once(self, served: ServedWeights) -> None:
+    async def _load_once(self, served: ServedWeights, before: ServedWeights | None) -> None:
+        """Load and prove.
+
+        Args:
+            before: what the server was proved to serve until now; None where nobody knows.
+        """
         try:
             if isinstance(served.weights, SegmentedWeights):
                 digests = await self.server.take_segments(served.weights, served.version)
                 check_digests(self.server.name, served.version, digests, await served.weights.digests())
             elif isinstance(served.weights, SentWeights):
-                held = await self.server.take_sent(served.weights, served.version)
-                await self._prove(served.weights, served, held)
+                await self._load_sent(served.weights, served, await self._find_kept(served.weights, before))
             else:
                 held = await self.server.take_weights(served.weights, served.version)
                 await self._prove(served.weights, served, held)
@@ -422,6 +429,30 @@ class WeightKeeper:
             raise WeightSyncError(f"{self.server.name} refused {served.version}: {error}") from error
         except (OSError, CheckpointError) as error:
             raise WeightSyncError(f"{self.server.name} cannot be given {served.version}: {error}") from error
+
+    async def _find_kept(self, weights: SentWeights, before: ServedWeights | None) -> Collection[str]:
+        """The tensors that the server has already: it was proved, and was not started anew since then."""
+        if before is None or not isinstance(before.weights, SentWeights) or not self._takes_parts:
+            return ()
+        kept = find_kept(weights, before.weights)
+        return kept if kept and await self.server.weight_version() == before.version else ()
+
+    async def _load_sent(self, weights: SentWeights, served: ServedWeights, kept: Collection[str]) -> None:
+        """Send and prove; where a part was sent, and that was refused or cannot be proved, send everything."""
+        try:
+            await self._prove(weights, served, await self.server.take_sent(weights, served.version, kept))
+        except EngineUnavailableError:
+            raise
+        except EngineError as error:
+            if not kept:
+                raise
+            logger.warning(
+                "%s was sent what changed alone, and failed: %s; it is sent everything from now on",
+                self.server.name,
+                error,
+            )
+            self._takes_parts = False
+            await self._prove(weights, served, await self.server.take_sent(weights, served.version, ()))
 
     async def _prove(self, weights: Path | SentWeights, served: ServedWeights, held: HeldTensors) -> None:
         """Compare what the server says it holds with what was published; where that says too little, ask a canary."""

@@ -4,13 +4,16 @@ Not here: the groups (group.py), the handles (handles.py), what proves that the 
 
     version "7, loading" -> begin -> bucket, bucket, ..., flush of the cache -> end -> version "7"
 
+Tensors that the server has already are in no bucket, unless it repacks what it holds after each update.
+
 From the first call on completions are of a version that counts for nobody, so none of half the weights is returned.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import AsyncIterator, Mapping
+import logging
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
@@ -23,12 +26,19 @@ from rollouts_core.concurrency import gather, in_short_thread
 from rollouts_core.engines.group import GroupBackend, WeightGroup, is_nccl_usable
 from rollouts_core.engines.handles import forget, render_handles, share
 from rollouts_core.engines.http import CONNECT_TIMEOUT_S, UPDATE_TIMEOUT, EngineConnection
+from rollouts_core.engines.segments import count_bytes
 from rollouts_core.engines.sent import BUCKET_BYTES, SentWeights, flatten, split_buckets
 from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
+
+logger = logging.getLogger(__name__)
 
 CLEAN_UP_TIMEOUT = httpx.Timeout(10.0, connect=CONNECT_TIMEOUT_S)
 SESSION_IS_OPEN = "already open"
 """What SGLang says where a trainer was killed amid an update."""
+MEMORY_SCOPE = "memory_scope"
+"""What the embedded engine says of itself, and SGLang does not."""
+EXPERTS = ".experts."
+"""In the names of weights that SGLang keeps in an order of the kernel's own."""
 
 
 class WeightSender:
@@ -42,10 +52,11 @@ class WeightSender:
         self._connection = connection
         self._group: WeightGroup | None = None
 
-    async def send(self, weights: SentWeights, version: str, *, is_paused: bool) -> None:
+    async def send(self, weights: SentWeights, version: str, kept: Collection[str], *, is_paused: bool) -> None:
         """Have the server load weights once, and set the version; running requests end before that.
 
         Args:
+            kept: tensors that the server has already.
             is_paused: the server samples nothing now, so no completion can be of half the weights.
 
         Raises:
@@ -54,13 +65,24 @@ class WeightSender:
         """
         if not is_paused:
             await self._set_version(f"{version}, loading")
-        async with self._session():
-            server = await self._connection.call("GET", "/server_info")
-            if weights.transfer == "tensors":
-                await self._share(weights, server)
-            else:
-                await self._broadcast(weights, weights.transfer, server)
+        server = await self._connection.call("GET", "/server_info")
+        missing = find_missing(weights.tensors, kept, server)
+        if missing:
+            async with self._session(weights.tensors.keys() - missing.keys(), server):
+                if weights.transfer == "tensors":
+                    await self._share(missing, server)
+                else:
+                    await self._broadcast(missing, weights.transfer, server)
         await self._set_version(version)
+        logger.info(
+            "sent %d of %d tensors of %s to %s, %.1f MB of %.1f",
+            len(missing),
+            len(weights.tensors),
+            version,
+            self._connection.url,
+            count_bytes(missing.values()) / 1e6,
+            count_bytes(weights.tensors.values()) / 1e6,
+        )
 
     async def aclose(self) -> None:
         """Leave the group, and tell the server so."""
@@ -70,11 +92,11 @@ class WeightSender:
             with anyio.CancelScope(shield=True), suppress(EngineError):
                 await self._post("/destroy_weights_update_group", {"group_name": group.name}, CLEAN_UP_TIMEOUT)
 
-    async def _broadcast(self, weights: SentWeights, backend: GroupBackend, server: Mapping[str, Any]) -> None:
+    async def _broadcast(self, tensors: Mapping[str, Tensor], backend: GroupBackend, server: Mapping[str, Any]) -> None:
         is_reused = self._group is not None
         try:
             group = self._group = self._group or await self._join(backend, server)
-            buckets = list(split_buckets(weights.tensors, BUCKET_BYTES))
+            buckets = list(split_buckets(tensors, BUCKET_BYTES))
             for bucket in buckets:
                 body = {
                     "names": list(bucket),
@@ -119,7 +141,7 @@ class WeightSender:
             raise
         return group
 
-    async def _share(self, weights: SentWeights, server: Mapping[str, Any]) -> None:
+    async def _share(self, tensors: Mapping[str, Tensor], server: Mapping[str, Any]) -> None:
         device = "cuda" if server.get("device") == "cuda" else "cpu"
         if device == "cuda" and not is_nccl_usable():
             raise WeightSyncError(
@@ -127,7 +149,7 @@ class WeightSender:
                 'rollout.engine.weight_transfer = "gloo"'
             )
         num_ranks = _count_ranks(self._connection.url, server)
-        buckets = list(split_buckets(weights.tensors, BUCKET_BYTES))
+        buckets = list(split_buckets(tensors, BUCKET_BYTES))
         for bucket in buckets:
             shared = await in_short_thread(partial(share, bucket, device))
             try:
@@ -142,17 +164,19 @@ class WeightSender:
         await self._post("/update_weights_from_tensor", body)
 
     @asynccontextmanager
-    async def _session(self) -> AsyncIterator[None]:
-        """The server takes weights inside."""
+    async def _session(self, kept: Collection[str], server: Mapping[str, Any]) -> AsyncIterator[None]:
+        """The server takes weights inside, all but those that are kept."""
+        # SGLang loads what comes. The embedded engine loads all or nothing at the end, and must know what all is.
+        begin = {"kept": sorted(kept)} if kept and MEMORY_SCOPE in server else {}
         try:
-            await self._post("/begin_weight_update", {})
+            await self._post("/begin_weight_update", begin)
         except EngineUnavailableError:
             raise
         except EngineError as error:
             if SESSION_IS_OPEN not in str(error):
                 raise
             await self._post("/end_weight_update", {})
-            await self._post("/begin_weight_update", {})
+            await self._post("/begin_weight_update", begin)
         try:
             yield
         except BaseException:
@@ -166,6 +190,12 @@ class WeightSender:
 
     async def _post(self, path: str, body: Mapping[str, Any], timeout: httpx.Timeout = UPDATE_TIMEOUT) -> None:
         await self._connection.call("POST", path, json=body, timeout=timeout)
+
+
+def find_missing(tensors: Mapping[str, Tensor], kept: Collection[str], server: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What a server must be sent: everything where, after an update, it repacks what it was not sent, too."""
+    is_repacked = server.get("quantization") is not None or any(EXPERTS in name for name in tensors)
+    return {name: tensor for name, tensor in tensors.items() if is_repacked or name not in kept}
 
 
 def _count_ranks(url: str, server: Mapping[str, Any]) -> int:

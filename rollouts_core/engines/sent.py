@@ -4,6 +4,9 @@ Not here: the ways that they go (group.py, handles.py), what a server is told me
 took them (http.py).
 
     backend.get_weights -> a copy in host memory -> bucket, bucket, ... -> each engine, and again whenever it came back
+                             |                        ^
+                             +- what did not change is the tensor of the version before: an engine that has proved to
+                                hold that one is not sent it again
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from typing import Literal
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from rollouts_core.engines.segments import is_same
 
 SentBy = Literal["gloo", "nccl", "tensors"]
 """`rollout.engine.weight_transfer`, where weights are sent."""
@@ -32,7 +37,8 @@ class SentWeights:
     model_dir: Path
     """Directory with the model's config.json."""
     tensors: Mapping[str, Tensor]
-    """In host memory. Nothing changes them: an engine that comes back later gets what was published."""
+    """In host memory. Nothing changes them: an engine that comes back later gets what was published. Those that are the
+    same as in another version are the same objects."""
     transfer: SentBy
     """How they go."""
 
@@ -42,9 +48,35 @@ class SentWeights:
         shutil.copyfile(self.model_dir / "config.json", directory / "config.json")
 
 
-def copy_to_host(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies that do not change when the weights do."""
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights.items()}
+class HostCopies:
+    """The newest version that one trainer sends, in host memory."""
+
+    def __init__(self) -> None:
+        self._newest: Mapping[str, Tensor] = {}
+
+    def take(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Copies of a new version; where a tensor has the bytes of the version before, it is that one's copy."""
+        self._newest = copy_to_host(weights, self._newest)
+        return self._newest
+
+
+def copy_to_host(weights: Mapping[str, Tensor], before: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Copies that do not change when the weights do; of equal tensors in `before`, those."""
+    return {name: _copy_tensor(tensor.detach(), (before or {}).get(name)) for name, tensor in weights.items()}
+
+
+def _copy_tensor(tensor: Tensor, before: Tensor | None) -> Tensor:
+    on_host = tensor.cpu().contiguous()
+    if before is not None and is_same(on_host, before):
+        return before
+    return on_host.clone() if on_host.data_ptr() == tensor.data_ptr() else on_host
+
+
+def find_kept(weights: SentWeights, held: SentWeights) -> frozenset[str]:
+    """The names of tensors that whoever holds one version need not be sent of another; none where names differ."""
+    if weights.tensors.keys() != held.tensors.keys():
+        return frozenset()
+    return frozenset(name for name, tensor in weights.tensors.items() if held.tensors[name] is tensor)
 
 
 def split_buckets(tensors: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str, Tensor]]:

@@ -6,7 +6,7 @@ publishing to several engines (weight_sync.py), sending weights to a server that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,15 +132,18 @@ class SGLangEngine(EngineClient):
         digests: Mapping[str, str] = answer.get("checksums", {})
         return digests
 
-    async def take_sent(self, weights: SentWeights, version: str) -> HeldTensors:
+    async def take_sent(self, weights: SentWeights, version: str, kept: Collection[str]) -> HeldTensors:
         """Load weights that are sent once and set the version; running requests end before that, on the old weights.
+
+        Args:
+            kept: tensors that the server has already, and need not be sent.
 
         Raises:
             WeightSyncError: the server refused, serves a model of other shapes, or reports another version.
         """
         await self.check_model(weights.model_dir)
         self._sender = self._sender or WeightSender(self._connection)
-        await self._sender.send(weights, version, is_paused=self._keeper.is_paused)
+        await self._sender.send(weights, version, kept, is_paused=self._keeper.is_paused)
         if (served := await self.weight_version()) != version:
             raise WeightSyncError(f"{self.name} serves {served} after it was sent {version}")
         return await self._held_tensors()

@@ -32,7 +32,7 @@ from rollouts_core.engines.canary import Canary, backend_canary
 from rollouts_core.engines.in_flight import InFlightEngine
 from rollouts_core.engines.protocol import InferenceEngine, SegmentAccess
 from rollouts_core.engines.segments import SegmentedWeights, SegmentStore
-from rollouts_core.engines.sent import SentBy, SentWeights, copy_to_host
+from rollouts_core.engines.sent import HostCopies, SentBy, SentWeights
 from rollouts_core.errors import CheckpointError, ConfigError, EngineError, WeightSyncError
 from rollouts_core.files import new_directory, write_atomically
 
@@ -76,6 +76,8 @@ class PublishTarget:
     """How the versions reach the engines."""
     segments: SegmentStore = field(default_factory=SegmentStore, compare=False)
     """What is published instead, where every engine has access to it."""
+    copies: HostCopies = field(default_factory=HostCopies, compare=False)
+    """What engines are sent."""
 
 
 async def sync_weights_to_engines(
@@ -231,7 +233,7 @@ async def _write_segments(
 
 
 async def _copy(weights: Mapping[str, Tensor], version: str, target: PublishTarget, transfer: SentBy) -> SentWeights:
-    tensors = await in_short_thread(partial(copy_to_host, weights))
+    tensors = await in_short_thread(partial(target.copies.take, weights))
     return SentWeights(version=version, model_dir=_folder_with_config(target), tensors=tensors, transfer=transfer)
 
 

@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
@@ -87,6 +88,45 @@ def test_what_is_sent_is_served_and_proved(
     assert (versions_of(before), versions_of(after)) == ({"start-1"}, {"trained-1"})
     assert worst_gap(start, ask(), before[0]) < LOGPROB_TOLERANCE
     assert worst_gap(trained, ask(), after[0]) < LOGPROB_TOLERANCE
+
+
+@every_way
+def test_only_what_changed_is_sent_and_the_whole_is_served_and_proved(
+    server: Server, start: SavedModel, trained: SavedModel, way: SentBy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of what SGLang joins (q of q, k, v; up of gate and up), a norm, and the embedding that is the head, too."""
+    changed = {
+        "model.embed_tokens.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.1.mlp.up_proj.weight",
+    }
+    sent_names: list[set[str]] = []
+    split_buckets = sending_module.split_buckets
+
+    def watched(tensors: dict[str, torch.Tensor], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+        sent_names.append(set(tensors))
+        return split_buckets(tensors, max_bytes)
+
+    monkeypatch.setattr(sending_module, "split_buckets", watched)
+    mixed = deepcopy(start.model)
+    state, other = mixed.state_dict(), trained.model.state_dict()
+    mixed.load_state_dict({name: other[name] if name in changed else tensor for name, tensor in state.items()})
+    mixed.tie_weights()
+    first = sent(start, "start-7", way)
+    tensors = copy_to_host({name: mixed.state_dict()[name] for name in first.tensors}, first.tensors)
+    second = SentWeights(version="mixed-7", model_dir=start.directory, tensors=tensors, transfer=way)
+
+    async def send_both() -> list[Completion]:
+        async with server.client() as engine:
+            await engine.load_weights(first, "start-7")
+            await engine.load_weights(second, "mixed-7")
+            return await engine.generate([ask()])
+
+    completions = asyncio.run(send_both())
+    assert sent_names == [set(first.tensors), changed]
+    assert versions_of(completions) == {"mixed-7"}
+    assert worst_gap(SavedModel(mixed, start.directory), ask(), completions[0]) < LOGPROB_TOLERANCE
 
 
 @every_way

@@ -1,6 +1,7 @@
 """Pins what becomes of weights that are sent to the embedded engine: all of them are served, or the old ones.
 
-Without it an engine whose trainer was killed amid an update could serve half of two models, or never end.
+Without it an engine whose trainer was killed amid an update could serve half of two models, or never end. Also what is
+sent to an engine that has a part of it already: without that, one that was started anew keeps its start weights.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -22,10 +24,11 @@ from transformers import PreTrainedModel
 
 from rollouts_core.config import SamplingConfig
 from rollouts_core.embedded import receiving
-from rollouts_core.embedded.weights import read_tensors
-from rollouts_core.engines import Completion, GenerationRequest, SGLangEngine
+from rollouts_core.embedded.weights import digest_tensors, read_tensors
+from rollouts_core.engines import Completion, GenerationRequest, SGLangEngine, sending
 from rollouts_core.engines.group import WeightGroup
-from rollouts_core.engines.sent import SentWeights, flatten
+from rollouts_core.engines.sent import HostCopies, SentWeights, flatten
+from rollouts_core.errors import WeightSyncError
 from tests.rollouts_core.embedded.tiny_models import expected_logprobs
 from tests.rollouts_core.served_engine import engine_url
 
@@ -165,11 +168,132 @@ def test_a_trainer_that_vanishes_amid_a_bucket_is_noticed_and_another_one_is_tak
             "numbers of 0 or more",
         ),
         ("/end_weight_update", {}, "begin one"),
+        ("/begin_weight_update", {"kept": "all"}, "kept must be a list of names"),
     ],
 )
 def test_what_the_engine_cannot_take_is_refused_by_name(url: str, path: str, body: dict[str, Any], said: str) -> None:
     answer = post(url, path, **body)
     assert (answer.status_code, said in answer.text) == (400, True), answer.text
+
+
+CHANGED = {"model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"}
+
+
+@pytest.fixture
+def sent_names(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
+    """The names of the tensors of each update that is sent."""
+    seen: list[set[str]] = []
+    split_buckets = sending.split_buckets
+
+    def watched(tensors: dict[str, torch.Tensor], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+        seen.append(set(tensors))
+        return split_buckets(tensors, max_bytes)
+
+    monkeypatch.setattr(sending, "split_buckets", watched)
+    return seen
+
+
+@pytest.fixture
+def versions(other_dir: Path) -> list[SentWeights]:
+    """Three versions as a trainer publishes them, each with the same few tensors changed."""
+    copies, weights = HostCopies(), read_tensors(other_dir)
+    published = []
+    for number in range(3):
+        tensors = copies.take(weights)
+        published.append(SentWeights(version=f"w-{number}", model_dir=other_dir, tensors=tensors, transfer="gloo"))
+        weights = {name: tensor + 0.5 if name in CHANGED else tensor for name, tensor in weights.items()}
+    return published
+
+
+def load_all(url: str, *steps: SentWeights | Callable[[SGLangEngine], Awaitable[None]]) -> None:
+    """Load one version after the other by one client; what is no version is called between them."""
+
+    async def load() -> None:
+        async with SGLangEngine(url) as engine:
+            for step in steps:
+                if isinstance(step, SentWeights):
+                    await engine.load_weights(step, step.version)
+                    assert digests_of(url) == digest_tensors(step.tensors)
+                else:
+                    await step(engine)
+
+    asyncio.run(load())
+
+
+def test_what_did_not_change_is_not_sent_again(
+    url: str, versions: list[SentWeights], sent_names: list[set[str]]
+) -> None:
+    first, second, third = versions
+    load_all(url, first, second, third, replace(third, version="w-3"))
+    assert sent_names == [set(first.tensors), CHANGED, CHANGED]  # the last changed nothing
+
+
+def test_an_engine_that_missed_a_version_is_sent_what_changed_since_the_one_that_it_has(
+    url: str, versions: list[SentWeights], sent_names: list[set[str]]
+) -> None:
+    load_all(url, versions[0], versions[2])
+    assert sent_names == [set(versions[0].tensors), CHANGED]
+
+
+def test_an_engine_that_came_back_with_other_weights_is_sent_everything(
+    url: str, model_dir: Path, versions: list[SentWeights], sent_names: list[set[str]]
+) -> None:
+    async def start_anew(_: SGLangEngine) -> None:
+        async with SGLangEngine(url) as stranger:
+            await stranger.load_weights(model_dir, "start")
+
+    load_all(url, versions[0], start_anew, versions[1])
+    assert sent_names == [set(versions[0].tensors)] * 2
+
+
+def test_an_engine_that_handed_its_memory_over_is_sent_everything(
+    url: str, versions: list[SentWeights], sent_names: list[set[str]]
+) -> None:
+    load_all(
+        url, versions[0], lambda engine: engine.release_memory(), lambda engine: engine.resume_memory(), versions[1]
+    )
+    assert sent_names == [set(versions[0].tensors)] * 2
+
+
+def test_a_load_that_failed_is_followed_by_everything(
+    url: str, versions: list[SentWeights], sent_names: list[set[str]]
+) -> None:
+    wide = replace(versions[1], tensors=dict.fromkeys(versions[1].tensors, torch.zeros(1)))
+
+    async def fail(engine: SGLangEngine) -> None:
+        with pytest.raises(WeightSyncError, match="has shape"):
+            await engine.load_weights(wide, "wide")
+
+    load_all(url, versions[0], fail, versions[1])
+    assert sent_names == [set(versions[0].tensors)] * 3
+
+
+def test_a_part_that_makes_no_whole_is_noticed_and_everything_is_sent(
+    url: str, model_dir: Path, versions: list[SentWeights], sent_names: list[set[str]]
+) -> None:
+    """Other weights under the name of those that were proved: no version tells them apart, but the checksums do."""
+
+    async def replace_weights(_: SGLangEngine) -> None:
+        async with SGLangEngine(url) as stranger:
+            await stranger.load_weights(model_dir, versions[0].version)
+
+    load_all(url, versions[0], replace_weights, versions[1], versions[2])
+    everything = set(versions[0].tensors)
+    assert sent_names == [everything, CHANGED, everything, everything]
+
+
+def test_a_part_that_broke_off_leaves_the_old_weights(url: str) -> None:
+    before = digests_of(url)
+    name = next(iter(before))
+    assert post(url, "/begin_weight_update", kept=sorted(before.keys() - CHANGED - {name})).status_code == 200
+    group, tensor = joined_group(url), torch.zeros(1)
+    sending_it = Thread(target=group.broadcast, args=(flatten({name: tensor}),))
+    sending_it.start()
+    assert post(url, "/update_weights_from_distributed", **bucket_of(group, {name: tensor})).status_code == 200
+    sending_it.join()
+    ended = post(url, "/end_weight_update")
+    assert (ended.status_code, "lacks" in ended.text, digests_of(url)) == (400, True, before)
+    group.close()
 
 
 def test_a_bucket_of_a_group_that_nobody_joined_is_refused(url: str) -> None:
