@@ -167,9 +167,9 @@ def check_own_gpus(config: Config, node: NodeSettings) -> None:
     ranks = {*config.deployment.trainer_gpu_ranks, *config.deployment.engine_gpu_ranks}
     if not ranks or not isinstance(node, LocalNode) or node.python:
         return
-    import torch  # loaded by the checks of models before
+    from rollouts_core.model.loading import count_gpus  # torch is loaded by the checks of models before
 
-    if len(ranks) > (num_gpus := torch.cuda.device_count()):
+    if len(ranks) > (num_gpus := count_gpus()):
         raise ConfigError(
             f"deployment names {len(ranks)} GPUs (trainer_gpu_ranks, engine_gpu_ranks), this machine has {num_gpus}: "
             "name others, leave them out to train without, or name another machine in [node]"

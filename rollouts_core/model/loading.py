@@ -70,6 +70,11 @@ def load_hf_model(
     return placed.train()
 
 
+def count_gpus() -> int:
+    """The GPUs of this machine that torch can use."""
+    return torch.cuda.device_count()
+
+
 def default_device() -> str:
     """The first GPU where there is one, else the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"

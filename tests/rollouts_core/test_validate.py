@@ -254,10 +254,10 @@ def test_a_reward_model_without_its_label_is_found_before_the_run(
     (tmp_path / "config.json").write_text('{"id2label": {"0": "bad", "1": "good"}}')
     served = RewardConfig(kind="reward_model", url="http://127.0.0.1:9", model=str(tmp_path), max_retries=0)
     with pytest.raises(ConfigError, match=r"set label to the one whose score is the reward: .* are bad, good$"):
-        check_functions(with_rollout(rewards=(served,)), make_prompts(1)[0])
+        check_functions(with_rollout(rewards=(served,)), make_prompts(1)[0], tokenizer)
     labelled = served.model_copy(update={"label": "good"})
     with pytest.raises(ConfigError, match=r"cannot be graded.*: http://127.0.0.1:9/v1/models gave no reward in 1"):
-        check_functions(with_rollout(rewards=(labelled,)), make_prompts(1)[0])
+        check_functions(with_rollout(rewards=(labelled,)), make_prompts(1)[0], tokenizer)
 
 
 @pytest.mark.parametrize(
