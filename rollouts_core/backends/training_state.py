@@ -21,6 +21,7 @@ from torch import Tensor
 from rollouts_core.backends.protocol import TrainingState
 from rollouts_core.backends.random_state import is_random_state
 from rollouts_core.checkpoint import new_checkpoint, verify_checkpoint
+from rollouts_core.data.chat import stop_token_ids
 from rollouts_core.errors import CheckpointError
 from rollouts_core.model.lora import is_adapter_weight
 
@@ -98,9 +99,25 @@ def write_training_checkpoint(
     ) as directory:
         model.save_pretrained(directory, state_dict=hf_weights)
         tokenizer.save_pretrained(directory)
+        write_ends_of_turn(directory, tokenizer)
         (directory / "trainer").mkdir()
         (directory / TRAINER_STATE).write_text(trainer)
         save_file(others, directory / TRAINER_TENSORS)
+
+
+def write_ends_of_turn(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Have whoever serves the model stop where its chat template ends a turn, beside where it stops anyway.
+
+    A base model often ends sequences by a token that no template writes. Served with its settings, what was trained on
+    conversations would go on behind its answers.
+    """
+    files = [directory / name for name in ("generation_config.json", "config.json")]
+    settings = [json.loads(file.read_text()) if file.is_file() else {} for file in files]
+    given: Any = next((each["eos_token_id"] for each in settings if each.get("eos_token_id") is not None), [])  # JSON
+    known = given if isinstance(given, list) else [given]
+    ends = list(dict.fromkeys([*known, *stop_token_ids(tokenizer)]))
+    if ends != known:
+        files[0].write_text(json.dumps({**settings[0], "eos_token_id": ends}, indent=2) + "\n")
 
 
 def read_training_checkpoint(path: Path) -> SavedTraining:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from rollouts_core.algorithms.loss import create_cross_entropy_loss
 from rollouts_core.backends.optim import lr_ratio
@@ -368,3 +368,21 @@ def test_the_trainers_state_is_readable_json(base_model: ModelConfig, tmp_path: 
     save(backend, tmp_path / "step_000002", {"step": 2})
     trainer = json.loads((tmp_path / "step_000002" / "trainer" / "state.json").read_text())
     assert trainer["num_optim_steps"] == load_manifest(tmp_path / "step_000002").step == 2
+
+
+@pytest.mark.parametrize(("eos_token", "eos_token_id", "expected"), [("<|end|>", 1, 1), ("<|pad|>", 0, [0, 1])])
+def test_whoever_serves_a_checkpoint_stops_where_the_template_ends_a_turn(
+    base_model: ModelConfig, tmp_path: Path, eos_token: str, eos_token_id: int, expected: int | list[int]
+) -> None:
+    """A base model's own end of sequence may be one that no conversation has."""
+    folder = tmp_path / "base"
+    shutil.copytree(base_model.path, folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    for name, end in (
+        ("config.json", {"eos_token_id": eos_token_id}),
+        ("tokenizer_config.json", {"eos_token": eos_token}),
+    ):
+        (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), **end}))
+    backend = create_backend(ModelConfig(path=str(folder)))
+    asyncio.run(backend.save_checkpoint(tmp_path / "step_000001", {"step": 1}).result())
+    assert GenerationConfig.from_pretrained(tmp_path / "step_000001").eos_token_id == expected
