@@ -51,6 +51,23 @@ class EngineUnavailableError(EngineError):
     """An engine that cannot be reached or is starting; the same request may work later."""
 
 
+class EngineBusyError(EngineUnavailableError):
+    """An engine that has too much to do.
+
+    Args:
+        problem: what it answered.
+        retry_after_s: how long it asked to be left alone; 0 where it said nothing.
+    """
+
+    def __init__(self, problem: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(problem)
+        self.retry_after_s = retry_after_s
+
+
+class EngineAnswerError(EngineError):
+    """An engine that answered something unusable, as another one would not."""
+
+
 class WeightSyncError(EngineError):
     """An engine that does not serve the weights that were published to it."""
 

@@ -31,6 +31,7 @@ import orjson
 from aiohttp import AddrInfoType
 from httpx_aiohttp import AiohttpTransport
 
+from rollouts_core.backoff import MAX_BACKOFF_S, read_retry_after
 from rollouts_core.concurrency import in_short_thread
 from rollouts_core.embedded.weights import read_tensors
 from rollouts_core.engines.canary import Canary, prove, published_canary
@@ -47,7 +48,14 @@ from rollouts_core.engines.content import (
 from rollouts_core.engines.protocol import Completion, GenerationRequest, status_of_finish
 from rollouts_core.engines.segments import SegmentedWeights
 from rollouts_core.engines.sent import SentWeights, find_kept
-from rollouts_core.errors import CheckpointError, EngineError, EngineUnavailableError, WeightSyncError
+from rollouts_core.errors import (
+    CheckpointError,
+    EngineAnswerError,
+    EngineBusyError,
+    EngineError,
+    EngineUnavailableError,
+    WeightSyncError,
+)
 from rollouts_core.keys import key_header
 from rollouts_core.messages import first_line
 from rollouts_core.types import Status
@@ -60,6 +68,8 @@ logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 3
 RETRY_PAUSE_S = 1.0
 """Before the second attempt, and twice as long before the third: an overloaded server is not helped by haste."""
+MAX_BUSY_ATTEMPTS = 8
+"""A server that says that it has too much to do is alive: it is given a minute and a half, or the time it asks for."""
 POLL_INTERVAL_S = 0.1
 PROBE_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 10.0
@@ -165,7 +175,10 @@ class EngineConnection:
         except aiohttp.ClientError as error:  # what the transport has no httpx error for
             raise EngineError(f"{self.url}{path} answered no HTTP, is it an engine? {first_line(error)}") from error
         if response.status_code == 429 or response.status_code >= 500:
-            raise EngineUnavailableError(f"{self.url}{path} answered {response.status_code}: {response.text[:200]}")
+            problem = f"{self.url}{path} answered {response.status_code}: {response.text[:200]}"
+            if response.status_code == 429:
+                raise EngineBusyError(problem, read_retry_after(response.headers))
+            raise EngineUnavailableError(problem)
         if response.status_code == 401:
             raise EngineError(
                 f"{self.url}{path} wants another key: name the environment variable that holds the engine's as "
@@ -178,7 +191,7 @@ class EngineConnection:
         try:
             return _parse_json(response.content)
         except ValueError as error:  # no JSON, or no UTF-8
-            raise EngineError(f"{self.url}{path} answered no JSON: {response.text[:200]!r}") from error
+            raise EngineAnswerError(f"{self.url}{path} answered no JSON: {response.text[:200]!r}") from error
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -254,8 +267,9 @@ class WeightKeeper:
         or from others that were loaded and proved since then.
 
         Raises:
-            EngineUnavailableError: the server stayed away.
-            EngineError: it refused the request, or answered something unusable.
+            EngineUnavailableError: the server stayed away, or busy.
+            EngineAnswerError: it answered something unusable.
+            EngineError: it refused the request.
         """
         for request in requests:
             self._check_tokens(request.prompt_tokens, "a prompt")
@@ -267,12 +281,16 @@ class WeightKeeper:
                 await self._recover()
             served = self._served
             try:
-                completions = await self.server.complete(requests)
+                completions = await self._complete(requests)
+            except EngineBusyError as error:
+                raise EngineUnavailableError(
+                    f"{self.server.name} had too much to do {MAX_BUSY_ATTEMPTS} times in a row: {error}"
+                ) from error
             except EngineUnavailableError as error:
                 problem = str(error)
                 continue
             for completion in completions:
-                self._check_tokens(completion.tokens, "a completion")
+                self._check_tokens(completion.tokens, "a completion", EngineAnswerError)
             accepted = self._versions_since(served)
             stale = [c for c in completions if self._served and not _is_of_versions(c, accepted)]
             # A server reports a version before its tensors are proved to be those of it.
@@ -283,6 +301,15 @@ class WeightKeeper:
         raise EngineUnavailableError(
             f"{self.server.name} did not serve {expected} in {MAX_ATTEMPTS} attempts: {problem}"
         )
+
+    async def _complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Completions, asked for later and later where the server has too much to do."""
+        for attempt in range(1, MAX_BUSY_ATTEMPTS):
+            try:
+                return await self.server.complete(requests)
+            except EngineBusyError as error:
+                await anyio.sleep(max(error.retry_after_s, min(MAX_BACKOFF_S, RETRY_PAUSE_S * 2.0 ** (attempt - 1))))
+        return await self.server.complete(requests)
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None) -> None:
         """Serve published weights; returns when the server proved that it does.
@@ -496,13 +523,13 @@ class WeightKeeper:
         """The proven versions from the served one on; all where nothing had been loaded."""
         return list(dropwhile(lambda version: served and version != served.version, self._proven_versions))
 
-    def _check_tokens(self, tokens: Sequence[int], what: str) -> None:
+    def _check_tokens(self, tokens: Sequence[int], what: str, kind: type[EngineError] = EngineError) -> None:
         """Raise for an id outside the vocabulary: as part of a prompt it would end SGLang's and vLLM's process."""
         if self._vocab_size is None or not tokens:
             return
         for token in (min(tokens), max(tokens)):
             if not 0 <= token < self._vocab_size:
-                raise EngineError(
+                raise kind(
                     f"{self.server.name}: {what} has the token id {token}, the served model has {self._vocab_size} "
                     "tokens: serve the model that belongs to the tokenizer"
                 )
@@ -536,9 +563,9 @@ def read_completion(
     """
     status = status_of_finish(name, finish_reason)
     if len(logprobs) != len(tokens):
-        raise EngineError(f"{name} answered {len(tokens)} tokens with {len(logprobs)} logprobs")
+        raise EngineAnswerError(f"{name} answered {len(tokens)} tokens with {len(logprobs)} logprobs")
     if not all(map(math.isfinite, logprobs)):
-        raise EngineError(f"{name} answered log-probs that are not finite numbers: its weights may hold NaN")
+        raise EngineAnswerError(f"{name} answered log-probs that are not finite numbers: its weights may hold NaN")
     if finish_reason == "length" and len(tokens) < request.sampling.max_new_tokens:
         raise EngineError(
             f"{name} ended a completion after {len(tokens)} of {request.sampling.max_new_tokens} tokens: its "

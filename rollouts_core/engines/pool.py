@@ -5,7 +5,7 @@ Not here: one server's restarts (http.py), loading into several engines without 
     generate -> the engine with the fewest requests under way; a group is one call, so it stays together on one
                 |                                                engine and shares its prompt's keys and values
                 +-- a turn of a conversation -> the engine of its group, whose cache has the turns before
-                +-- it cannot be reached -> quarantined, and the group goes to another engine
+                +-- it is away, or its answer is unusable -> quarantined, and the group goes to another engine
 
     quarantined -> never asked for completions -> loads and proves the version of the others -> asked again
 
@@ -30,7 +30,7 @@ from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.in_flight import InterruptibleEngine
 from rollouts_core.engines.protocol import Completion, GenerationRequest, SegmentAccess
 from rollouts_core.engines.weight_sync import SYNC_TIMEOUT_S, WeightSyncResult, common_access, sync_weights_to_engines
-from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
+from rollouts_core.errors import EngineAnswerError, EngineError, EngineUnavailableError, WeightSyncError
 
 if TYPE_CHECKING:
     from rollouts_core.engines.protocol import Weights
@@ -112,7 +112,7 @@ class EnginePool(ClosedOnExit):
 
         Raises:
             EngineUnavailableError: no engine is left.
-            EngineError: an engine refused the request, or answered something unusable.
+            EngineError: an engine refused the request.
         """
         while healthy := [member for member in self._members if not member.quarantined]:
             member = self._choose(healthy, requests[0].affinity)
@@ -122,7 +122,7 @@ class EnginePool(ClosedOnExit):
             try:
                 with call:
                     return await member.engine.generate(requests)
-            except (EngineUnavailableError, WeightSyncError) as error:
+            except (EngineUnavailableError, EngineAnswerError, WeightSyncError) as error:
                 self._quarantine(member, str(error))
             finally:
                 member.calls.discard(call)

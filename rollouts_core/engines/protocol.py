@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from rollouts_core.config import SamplingConfig
-from rollouts_core.errors import EngineError
+from rollouts_core.errors import EngineAnswerError
 from rollouts_core.types import Status
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ def status_of_finish(name: str, reason: str, message: str = "") -> Status:
     """How a completion of the engine `name` ended that it ended for this reason.
 
     Raises:
-        EngineError: for another reason than those of every engine, so there is nothing to grade.
+        EngineAnswerError: for another reason than those of every engine, so there is nothing to grade.
     """
     if reason not in STATUS_OF_FINISH:
-        raise EngineError(
+        raise EngineAnswerError(
             f"{name} ended a completion with the reason {reason!r}, expected one of {', '.join(STATUS_OF_FINISH)}: "
             f"{message or 'look at its log'}"
         )

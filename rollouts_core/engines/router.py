@@ -28,7 +28,7 @@ from rollouts_core.engines.http import MAX_SPANNED_VERSIONS, POLL_INTERVAL_S, PR
 from rollouts_core.engines.pool import EnginePool
 from rollouts_core.engines.protocol import Completion, GenerationRequest, SegmentAccess
 from rollouts_core.engines.sglang import SGLangEngine, parse_completion, render_request
-from rollouts_core.errors import EngineError, EngineUnavailableError
+from rollouts_core.errors import EngineAnswerError, EngineError, EngineUnavailableError
 
 if TYPE_CHECKING:
     from rollouts_core.engines.protocol import Weights
@@ -177,7 +177,7 @@ class RoutedPool(ClosedOnExit):
             except EngineError as error:  # also a refusal: it may be of a worker that it has forgotten by itself
                 raise EngineUnavailableError(str(error)) from error
             completions = await self.router.complete(requests)
-        except EngineUnavailableError as error:
+        except (EngineUnavailableError, EngineAnswerError) as error:
             logger.warning("%s; the engines are asked directly", error)
             self._routed = None
             return await self.pool.generate(requests)

@@ -21,7 +21,7 @@ from rollouts_core.engines.protocol import Completion, GenerationRequest, Segmen
 from rollouts_core.engines.segments import SegmentedWeights
 from rollouts_core.engines.sending import WeightSender
 from rollouts_core.engines.sent import SentWeights
-from rollouts_core.errors import EngineError, WeightSyncError
+from rollouts_core.errors import EngineAnswerError, EngineError, WeightSyncError
 
 IDLE_TIMEOUT_S = 60.0
 MEMORY_TIMEOUT = httpx.Timeout(120.0, connect=CONNECT_TIMEOUT_S)
@@ -92,7 +92,7 @@ class SGLangEngine(EngineClient):
         """Ask once, whichever weights the server has."""
         answers = await self._connection.call("POST", "/generate", json=_render_requests(requests))
         if not isinstance(answers, list) or len(answers) != len(requests):
-            raise EngineError(f"{self.name} answered {len(requests)} prompts with {str(answers)[:200]}")
+            raise EngineAnswerError(f"{self.name} answered {len(requests)} prompts with {str(answers)[:200]}")
         return [parse_completion(answer, request, self.name) for answer, request in zip(answers, requests, strict=True)]
 
     async def weight_version(self) -> str:
@@ -211,7 +211,7 @@ def parse_completion(answer: Mapping[str, Any], request: GenerationRequest, name
         spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
         version_spans = tuple((str(s["version"]), int(s["start"]), int(s["end"])) for s in spans)
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise EngineError(f"{name} answered a completion without {error}: {str(answer)[:300]}") from error
+        raise EngineAnswerError(f"{name} answered a completion without {error}: {str(answer)[:300]}") from error
     return read_completion(
         name, request, tokens=tokens, logprobs=logprobs, finish_reason=finish_reason, version_spans=version_spans
     )

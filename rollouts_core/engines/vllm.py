@@ -26,7 +26,7 @@ from rollouts_core.engines.client import EngineClient
 from rollouts_core.engines.content import HEAD, HeldTensors, check_same_model, is_tied, write_untied
 from rollouts_core.engines.http import CONNECT_TIMEOUT_S, UPDATE_TIMEOUT, read_completion, read_logprob
 from rollouts_core.engines.protocol import Completion, GenerationRequest
-from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
+from rollouts_core.errors import EngineAnswerError, EngineError, EngineUnavailableError, WeightSyncError
 from rollouts_core.seeds import derive_seed
 
 RESUME_TIMEOUT = httpx.Timeout(30.0, connect=CONNECT_TIMEOUT_S)
@@ -208,7 +208,7 @@ def _parse_completion(
         logprobs = [read_logprob(logprob) for logprob in choice["logprobs"]["token_logprobs"]]
         finish_reason = str(choice["finish_reason"])
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise EngineError(f"{name} answered a completion without {error}: {str(answer)[:300]}") from error
+        raise EngineAnswerError(f"{name} answered a completion without {error}: {str(answer)[:300]}") from error
     return read_completion(
         name,
         request,

@@ -12,7 +12,7 @@ become a sample, or end it with a sentence that says neither.
     one engine of several          the others sample its groups                     engines/test_pool.py
     wrong model                    refused before the first sample                  ..._another_model[hidden_size]
     wrong vocabulary size          refused before the first sample                  ..._another_model[vocab_size]
-    status 429, 500, 502-504       asked again; then ends the run                   ..._ends_the_run, ..._is_forgiven
+    status 429, 500, 502-504       asked again, 429 more often; then ends the run   ..._ends_the_run, ..._is_forgiven
     connection reset mid-answer    asked again; then ends the run                   ..._ends_the_run, ..._is_forgiven
     truncated JSON                 ends the run                                     ..._ends_the_run
     logprobs missing               ends the run                                     ..._ends_the_run
@@ -48,6 +48,7 @@ from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.engines import SGLangEngine, VLLMEngine, http
 from rollouts_core.environments import Conversation, Reply
 from rollouts_core.errors import (
+    EngineAnswerError,
     EngineError,
     EngineUnavailableError,
     EnvironmentOutageError,
@@ -145,12 +146,12 @@ def test_a_server_without_a_fault_gives_a_batch(api: Api, tokenizer: PreTrainedT
         (answer_status(504), EngineUnavailableError, "answered 504"),
         (answer_status(400), EngineError, "answered 400: .*The input is too long"),
         (reset_midway, EngineUnavailableError, "reset by peer|not completed"),
-        (truncate, EngineError, "answered no JSON"),
-        (complete_with(logprobs=None), EngineError, "without"),
-        (complete_with(logprobs=[-1.0]), EngineError, "2 tokens with 1 logprobs"),
-        (complete_with(logprobs=[-1.0, float("nan")]), EngineError, "not finite numbers"),
-        (complete_with(token_ids=[5, 4096]), EngineError, "token id 4096, the served model has 29 tokens"),
-        (complete_with(token_ids=[5, -1]), EngineError, "token id -1, the served model has 29 tokens"),
+        (truncate, EngineAnswerError, "answered no JSON"),
+        (complete_with(logprobs=None), EngineAnswerError, "without"),
+        (complete_with(logprobs=[-1.0]), EngineAnswerError, "2 tokens with 1 logprobs"),
+        (complete_with(logprobs=[-1.0, float("nan")]), EngineAnswerError, "not finite numbers"),
+        (complete_with(token_ids=[5, 4096]), EngineAnswerError, "token id 4096, the served model has 29 tokens"),
+        (complete_with(token_ids=[5, -1]), EngineAnswerError, "token id -1, the served model has 29 tokens"),
         (complete_with(token_ids=[5], logprobs=[-1.0]), EngineError, "after 1 of 2 tokens: its context is too short"),
     ],
     ids=lambda value: getattr(value, "__name__", None),

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from rollouts_core import http_service
+from rollouts_core import backoff
+from rollouts_core.backoff import MAX_RETRY_AFTER_S, draw_backoff, read_retry_after
 from rollouts_core.concurrency import gather
 from rollouts_core.config import RewardConfig
 from rollouts_core.errors import ConfigError, EnvironmentUnavailableError
-from rollouts_core.http_service import MAX_RETRY_AFTER_S, HTTPService, draw_backoff, read_retry_after
+from rollouts_core.http_service import HTTPService
 from tests.rollouts_core.scripted_service import Answer, Service
 
 
@@ -60,7 +61,7 @@ def test_a_service_that_says_when_is_asked_no_sooner(serve: Any) -> None:
 
 
 def test_a_request_keeps_its_slot_while_it_pauses(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_service, "FIRST_BACKOFF_S", 0.2)
+    monkeypatch.setattr(backoff, "FIRST_BACKOFF_S", 0.2)
     answers: list[Answer] = [(503, {})]
     server = serve(lambda body: answers.pop() if answers else (200, body))
     ask_all(service_of(server, max_concurrent=1), 2)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from rollouts_core import http_service
+from rollouts_core import backoff
 from rollouts_core.config import RewardConfig
 from rollouts_core.errors import CheckpointError, ConfigError, EnvironmentUnavailableError, RewardError
 from rollouts_core.reward_services import create_reward_model_reward
@@ -28,7 +28,7 @@ MAX_TOKENS = 40
 
 @pytest.fixture(autouse=True)
 def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_service, "FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(backoff, "FIRST_BACKOFF_S", 0.001)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from rollouts_core import http_service
+from rollouts_core import backoff
 from rollouts_core.config import RewardConfig
 from rollouts_core.errors import CheckpointError, ConfigError, EnvironmentUnavailableError, RewardError
 from rollouts_core.reward_services import (
@@ -44,7 +44,7 @@ from tests.rollouts_core.served_engine import engine_url
 
 @pytest.fixture(autouse=True)
 def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_service, "FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(backoff, "FIRST_BACKOFF_S", 0.001)
 
 
 def count_letters(body: dict[str, Any]) -> Answer:

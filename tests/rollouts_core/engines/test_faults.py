@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from time import perf_counter
@@ -130,7 +131,15 @@ def test_a_busy_or_broken_server_is_asked_again_and_then_given_up(engine_type: E
 
     with pytest.raises(EngineUnavailableError, match=rf"http://engine .*answered {status}: overloaded"):
         ask(client_of(engine_type, answer))
-    assert len(asked) == 3
+    assert len(asked) == (http.MAX_BUSY_ATTEMPTS if status == 429 else 3)
+
+
+def test_a_busy_server_is_left_alone_for_as_long_as_it_asks() -> None:
+    completion = httpx.Response(200, json=completion_json(SGLangEngine, [5, 6], [-1.0, -2.0], "length"))
+    answers = [httpx.Response(429, headers={"Retry-After": "1"}), completion]
+    began = time.monotonic()
+    ask(client_of(SGLangEngine, lambda request: answers.pop(0)))
+    assert time.monotonic() - began >= 1.0
 
 
 @BOTH

@@ -18,7 +18,13 @@ from rollouts_core.engines import EnginePool, SGLangEngine, sync_weights_to_engi
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.pool import MAX_LEAD
 from rollouts_core.engines.protocol import Completion, GenerationRequest, SegmentAccess
-from rollouts_core.errors import CheckpointError, EngineError, EngineUnavailableError, WeightSyncError
+from rollouts_core.errors import (
+    CheckpointError,
+    EngineAnswerError,
+    EngineError,
+    EngineUnavailableError,
+    WeightSyncError,
+)
 from rollouts_core.types import Sample, Status
 from tests.rollouts_core.served_engine import served_engine
 
@@ -126,6 +132,20 @@ def test_the_turns_of_a_group_go_to_one_engine_unless_it_is_busy_or_away(
         return [engine.num_calls for engine in engines]
 
     assert asyncio.run(converse()) == expected
+
+
+def test_a_group_whose_engine_answers_nonsense_is_sampled_by_another_and_a_refusal_ends_it() -> None:
+    async def ask(failure: Exception) -> tuple[list[int], dict[str, str]]:
+        engines = [FakeEngine("a"), FakeEngine("b")]
+        engines[0].failure = failure
+        async with EnginePool(engines) as both:
+            await both.generate([REQUEST])
+            return [engine.num_calls for engine in engines], both.quarantined
+
+    nonsense = EngineAnswerError("a answered log-probs that are not finite numbers")
+    assert asyncio.run(ask(nonsense)) == ([1, 1], {"a": str(nonsense)})
+    with pytest.raises(EngineError, match="the input is too long"):
+        asyncio.run(ask(EngineError("the input is too long")))
 
 
 def test_a_group_of_an_engine_that_died_is_sampled_by_another() -> None:

@@ -26,7 +26,13 @@ from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.engines import SGLangEngine, sync_weights_to_engines
 from rollouts_core.engines.canary import Canary, canary_requests, checkpoint_canary
 from rollouts_core.engines.protocol import GenerationRequest
-from rollouts_core.errors import CheckpointError, EngineError, EngineUnavailableError, WeightSyncError
+from rollouts_core.errors import (
+    CheckpointError,
+    EngineAnswerError,
+    EngineError,
+    EngineUnavailableError,
+    WeightSyncError,
+)
 from rollouts_core.types import Sample, Status
 from tests.rollouts_core.served_engine import served_engine
 
@@ -285,7 +291,7 @@ def raw_server(payload: bytes) -> Iterator[str]:
     [
         (b"", EngineUnavailableError, "disconnected"),
         (b'HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"a', EngineUnavailableError, "not completed"),
-        (b'HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n{"a', EngineError, "answered no JSON"),
+        (b'HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n{"a', EngineAnswerError, "answered no JSON"),
         (b"220 mail.example.org ESMTP\r\n\r\n", EngineError, "answered no HTTP, is it an engine"),
     ],
 )
