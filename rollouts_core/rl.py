@@ -283,6 +283,7 @@ def describe_rollouts(batch: RolloutBatch) -> Metrics:
         **describe_conversations(lasts),
         **batch.metadata.get("reward_metrics", {}),
         **batch.metadata.get("staleness", {}),
+        **{name: batch.metadata[name] for name in ("paused_s",) if name in batch.metadata},
     }
 
 

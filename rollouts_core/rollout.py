@@ -73,6 +73,8 @@ logger = logging.getLogger(__name__)
 
 FAILURE_WINDOW = 50
 """Over so many groups the share is taken that was dropped because something was not available."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 15.0, 300.0
+"""Of an outage: the second pause is twice as long as the first, and so on."""
 BREAK_OFF_TIMEOUT_S = 30.0
 """An engine that has not ended its requests by then loses the tokens that it came to."""
 UNAVAILABLE = "environment_unavailable"
@@ -93,6 +95,8 @@ class _Tally:
     """Groups that were looked at, in order."""
     unavailable: list[int] = field(default_factory=list)
     """Those of them that an outage dropped."""
+    paused_s: float = 0.0
+    """Nothing was asked for, because of an outage."""
 
 
 class AsyncRolloutManager:
@@ -136,6 +140,11 @@ class AsyncRolloutManager:
         self._tally = _Tally()
         self._failure: RolloutsError | None = None
         self._failures: deque[bool] = deque(maxlen=FAILURE_WINDOW)
+        self._is_paused = False
+        self._num_pauses = 0
+        """Since something was available."""
+        self._paused_s = 0.0
+        """Of the outage that is not over: fewer failures than are allowed among the last groups end it."""
         self._schedules: deque[Schedule] = deque()
         self._order = LoggedOrder()
         self._timing_decides = not config.max_staleness and (
@@ -230,6 +239,7 @@ class AsyncRolloutManager:
         if self._tasks is None:
             return
         self._num_wanted = 0  # what finishes while it is being stopped is given up, too
+        self._is_paused = False
         self._tasks.cancel_scope.cancel()
         try:
             await self._running.aclose()
@@ -287,6 +297,7 @@ class AsyncRolloutManager:
             "num_dropped_groups": tally.drops.total(),
             "drops": dict(tally.drops),
             **(schedule if is_scheduled else {}),
+            **({"paused_s": tally.paused_s} if tally.paused_s else {}),
             **({"reward_metrics": self._grade.take_metrics()} if isinstance(self._grade, WeightedRewards) else {}),
             **({"staleness": self.published.describe(samples)} if self.published.versions else {}),
         }
@@ -298,6 +309,8 @@ class AsyncRolloutManager:
         """Start groups until as many are alive as are wanted."""
         limit = self.config.max_refills * _round_size(self.config) + self._num_wanted
         while (num_missing := self._num_wanted - len(self._ready) - len(self._under_way)) > 0 and not self._failure:
+            if self._is_paused:
+                return
             num_groups = num_missing if self.config.max_staleness else _round_size(self.config)
             if self._tally.num_asked >= limit:
                 self._failure = _too_few_groups(len(self._ready), self._tally.drops, self.config)
@@ -407,6 +420,8 @@ class AsyncRolloutManager:
             if finished is None or self._failure is not None:
                 break
             del self._under_way[finished.index]
+            if self._waits_for_end_of_outage(finished):
+                continue
             self._tally.completed.append(finished.index)
             if finished.unavailable:
                 self._tally.unavailable.append(finished.index)
@@ -424,13 +439,56 @@ class AsyncRolloutManager:
         """An error, when more groups were dropped for what was not available than the settings allow."""
         self._failures.append(bool(finished.unavailable))
         num_failed, share = sum(self._failures), self.config.max_environment_failure_share
+        if num_failed <= share * FAILURE_WINDOW and len(self._failures) == FAILURE_WINDOW:
+            self._paused_s = 0.0
         if not finished.unavailable or num_failed <= share * FAILURE_WINDOW:
             return None
+        pauses = f", also after pauses of {self._paused_s / 60:.1f} minutes" if self._paused_s else ""
         return EnvironmentOutageError(
             f"{num_failed} of the last {len(self._failures)} groups were dropped because an environment or a reward "
-            f"was not available, more than rollout.max_environment_failure_share {share:g} of {FAILURE_WINDOW} allows; "
-            f"nothing of them was graded. Mend it, then start the run again. The last one: {finished.unavailable}"
+            f"was not available, more than rollout.max_environment_failure_share {share:g} of {FAILURE_WINDOW} allows"
+            f"{pauses}; nothing of them was graded. Mend it, then start the run again. The last one: "
+            f"{finished.unavailable}"
         )
+
+    def _waits_for_end_of_outage(self, finished: FinishedGroup) -> bool:
+        """Whether a group for which something was not available is asked for again after a pause, not dropped."""
+        if not finished.unavailable:
+            self._num_pauses = 0
+            return False
+        if not self._is_paused and not self._begin_pause(finished.unavailable):
+            return False
+        self._tally.num_asked -= 1  # it will be asked for once more
+        self.partial_samples.extend(self._pending_group(finished.index))
+        return True
+
+    def _begin_pause(self, problem: str) -> bool:
+        """Ask for nothing for a while, where there is an outage and time for a pause is left."""
+        assert self._tasks, "groups finish while the manager is open"
+        is_outage = 1 + sum(self._failures) > self.config.max_environment_failure_share * FAILURE_WINDOW
+        left_s = self.config.max_outage_minutes * 60 - self._paused_s
+        pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0**self._num_pauses, left_s)
+        if not (is_outage or self._paused_s) or pause_s <= 0:
+            return False
+        logger.warning(
+            "nothing is generated for %.0f s, because something was not available for more groups than "
+            "rollout.max_environment_failure_share allows (%s); the run ends after %.0f minutes of pauses",
+            pause_s,
+            problem,
+            self.config.max_outage_minutes,
+        )
+        self._is_paused = True
+        self._num_pauses += 1
+        self._tasks.start_soon(self._end_pause, pause_s)
+        return True
+
+    async def _end_pause(self, pause_s: float) -> None:
+        await anyio.sleep(pause_s)
+        self._is_paused = False
+        self._paused_s += pause_s
+        self._tally.paused_s += pause_s
+        self._ask_for_groups()
+        self._changed.set()
 
     def _decide(self, group: Group) -> FilterDecision:
         if self.filter_fn is None:

@@ -71,7 +71,10 @@ class RolloutConfig(Record):
     """How often a conversation is begun again after a failure of the environment's machinery, waiting longer each
     time. Then its group is dropped and counted; nothing is graded."""
     max_environment_failure_share: Annotated[Finite, Field(ge=0, le=1)] = 0.1
-    """The run ends when more than this share of the last 50 groups was dropped for such a failure."""
+    """The run pauses when more than this share of the last 50 groups had such a failure, and ends when that lasts."""
+    max_outage_minutes: Annotated[Finite, Field(ge=0)] = Field(30.0, json_schema_extra=PLACEMENT)
+    """How long such pauses may take together before the run ends; after each, longer and longer, it asks again. 0 ends
+    it at once."""
     generate_fn: FunctionName = ""
     """Takes the pending samples of a group and returns them finished; empty asks the engines."""
     generate_timeout_s: Annotated[Finite, Field(gt=0)] = 3600.0

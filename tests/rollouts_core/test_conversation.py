@@ -410,7 +410,7 @@ def test_groups_that_the_machinery_failed_are_dropped_counted_and_never_graded(
 
 def test_too_many_failures_end_the_run_with_a_sentence(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(EnvironmentOutageError, match=r"6 of the last 6 groups .* on prompt 'p\d+' failed: gone"):
-        generate_batch(EchoEnvironment(raise_error(OSError("gone"))), tokenizer)
+        generate_batch(EchoEnvironment(raise_error(OSError("gone"))), tokenizer, max_outage_minutes=0.0)
 
 
 def test_a_grader_whose_machinery_fails_drops_the_group(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -419,7 +419,7 @@ def test_a_grader_whose_machinery_fails_drops_the_group(tokenizer: PreTrainedTok
             raise EnvironmentUnavailableError("the grader is down")
 
     with pytest.raises(EnvironmentOutageError, match=r"on prompt 'p\d+': the grader is down"):
-        generate_batch(NoGrader(), tokenizer)
+        generate_batch(NoGrader(), tokenizer, max_outage_minutes=0.0)
 
 
 def test_the_turns_of_a_branching_conversation_share_one_reward(tokenizer: PreTrainedTokenizerBase) -> None:
