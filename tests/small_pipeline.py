@@ -1,6 +1,8 @@
 """A pipeline small enough for tests: two-digit additions, a 20k-parameter model, stages of a second.
 
-Its RL cannot improve anything in so few steps: `max_p_value` accepts whatever comes out, unless a test says otherwise.
+Its RL earns no reward in so few steps, but its completions differ in length, which is penalised: so it trains, and what
+it trains can be compared. It cannot improve anything: `max_p_value` accepts whatever comes out, unless a test says
+otherwise.
 """
 
 from __future__ import annotations
@@ -36,7 +38,12 @@ def small_settings(**overrides: Any) -> dict[str, Any]:  # Any: settings of ever
                 "log_every": 5,
                 "optim": {"lr": 5e-3},
             },
-            "rl": {"num_steps": 4, "checkpoint_every": 2, "optim": {"lr": 3e-4, "schedule": "constant"}},
+            "rl": {
+                "num_steps": 4,
+                "checkpoint_every": 2,
+                "optim": {"lr": 3e-4, "schedule": "constant"},
+                "reward_shaping": {"max_response_tokens": 30, "overlong_buffer_tokens": 30},
+            },
         },
         "rollout": {
             "batch_size": 4,

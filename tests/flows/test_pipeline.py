@@ -67,7 +67,10 @@ def test_rl_alone_and_rl_from_its_rollouts_without_an_engine_train_the_same(roll
 @pytest.mark.matrix
 def test_a_run_whose_rl_learns_nothing_fails_and_says_so(rollouts: Rollouts, tmp_path: Path) -> None:
     config = write_small_pipeline(
-        tmp_path / "small", training__rl__optim={"lr": 0.0, "schedule": "constant"}, evaluation__max_p_value=0.01
+        tmp_path / "small",
+        training__rl__optim={"lr": 0.0, "schedule": "constant"},
+        training__rl__reward_shaping={},
+        evaluation__max_p_value=0.01,
     )
     code, output = rollouts.run("run", str(config))
     assert code == 1

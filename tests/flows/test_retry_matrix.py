@@ -55,8 +55,6 @@ SETTINGS: dict[str, Any] = {  # Any: settings of every type
     "training__sft__log_every": 1,
     "training__rl__num_steps": 12,
     "training__rl__checkpoint_every": 4,
-    # So short a training earns no reward, but its completions differ in length: what is penalised trains.
-    "training__rl__reward_shaping": {"max_response_tokens": 30, "overlong_buffer_tokens": 30},
 }
 STAGES = ("sft", "select-sft", "rl", "select-rl", "evaluate")
 
