@@ -3,12 +3,19 @@
 The node's side of sync.py. Runs as `python3 -I receiver.py VERB ...`; standard library only and one file, because it
 is sent to nodes by content. Each verb prints one JSON object; `{"error": sentence}` with exit code 1 when it refuses.
 
-    describe DESTINATION                    what lies there now: {"files": {name: [size, sha256]}}, or null
-    prepare DESTINATION INCOMING BYTES      make the empty directory INCOMING beside it, if the disk has room
+    describe DESTINATION                    (sizes on stdin) what lies there now, and what could be used again, with the
+                                            digests of files of these sizes: {"files": {name: [size, sha256 or null]}
+                                            or null, "usable": [[path, size, mtime_ns, sha256]]}
+    prepare DESTINATION INCOMING BYTES      (a line {name: [path, size, mtime_ns]} on stdin) make the directory INCOMING
+                                            beside it, link those files into it, and see whether the disk has room:
+                                            {"taken": [name]}. Goes on until stdin ends: so long INCOMING is locked
     accept INCOMING                         (files on stdin) write small files, many with one call: {"digests": ...}
     commit DESTINATION INCOMING             (manifest on stdin) compare what has arrived, then swap it in; a digest of
                                             null was compared when the file was written, and is not taken again
     discard INCOMING                        remove what has arrived
+
+An INCOMING that nobody holds a lock on is of a copy that broke off. The next copy to the same destination takes from it
+what is whole and right, and removes the rest; one to another destination beside it removes it after a day.
 """
 
 import contextlib
@@ -27,7 +34,7 @@ from typing import Any, BinaryIO, Literal
 
 INCOMING_MARK = ".incoming-"
 STALE_AFTER_S = 86400.0
-"""What a copy that was cut off has left beside a destination is removed after this time."""
+"""What a copy that broke off has left, and nobody has gone on with, is removed after this time."""
 _SPARE_BYTES = 16 << 20
 _READ_BYTES = 4 << 20
 
@@ -48,9 +55,9 @@ def main(argv: list[str]) -> int:
     answer: dict[str, Any] = {}
     try:
         if verb == "describe":
-            answer = {"files": describe_directory(Path(parameters[0]))}
+            answer = describe_destination(Path(parameters[0]), frozenset(json.loads(sys.stdin.buffer.read())))
         elif verb == "prepare":
-            prepare_directory(Path(parameters[0]), Path(parameters[1]), int(parameters[2]))
+            hold_directory(Path(parameters[0]), Path(parameters[1]), int(parameters[2]))
         elif verb == "accept":
             answer = {"digests": accept_files(Path(parameters[0]), sys.stdin.buffer)}
         elif verb == "commit":
@@ -68,9 +75,34 @@ def main(argv: list[str]) -> int:
     return 1 if "error" in answer else 0
 
 
-def describe_directory(
-    directory: Path, *, without_digest: "frozenset[str]" = frozenset()
-) -> dict[str, list[Any]] | None:
+def describe_destination(destination: Path, sizes: "frozenset[int]") -> dict[str, Any]:
+    """What lies at a destination, and in the directories of copies to it; hashes the files of these sizes.
+
+    No file is usable under two paths, because two names of one file are changed together.
+    """
+    files: dict[str, list[Any]] | None = None
+    usable: dict[tuple[int, int], list[Any]] = {}
+    for directory in [destination, *_incoming_of(destination)]:
+        if not directory.is_dir():
+            continue
+        found: dict[str, list[Any]] = {}
+        try:
+            for path in _walk(directory):
+                status = path.lstat()
+                is_wanted = stat.S_ISREG(status.st_mode) and status.st_size in sizes
+                digest = hash_file(path) if is_wanted else None
+                found[path.relative_to(directory).as_posix()] = [status.st_size, digest]
+                if is_wanted:
+                    entry = [str(path), status.st_size, status.st_mtime_ns, digest]
+                    usable.setdefault((status.st_dev, status.st_ino), entry)
+        except FileNotFoundError:  # another copy has removed it meanwhile
+            continue
+        if directory == destination:
+            files = found
+    return {"files": files, "usable": list(usable.values())}
+
+
+def describe_directory(directory: Path, *, without_digest: "frozenset[str]") -> dict[str, list[Any]] | None:
     """Size and digest of every file below a directory; None when there is none or it holds more than plain files."""
     if not directory.exists():
         return None
@@ -93,18 +125,57 @@ def hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def prepare_directory(destination: Path, incoming: Path, needed_bytes: int) -> None:
-    """Make the directory that takes in the files, beside the destination, so that it can be renamed."""
+def hold_directory(destination: Path, incoming: Path, needed_bytes: int) -> None:
+    """Make the directory that takes in the files, say what is in it, and keep it from being removed by others."""
+    reused = json.loads(sys.stdin.buffer.readline())
+    descriptor = prepare_directory(destination, incoming)
+    try:
+        taken = _link_files(reused, incoming)
+        _remove_abandoned(destination)
+        free_bytes = shutil.disk_usage(destination.parent).free
+        if free_bytes < needed_bytes + min(_SPARE_BYTES, needed_bytes // 8):
+            raise CopyError(f"{destination} needs {needed_bytes} bytes, {free_bytes} are free", kind="disk_full")
+        sys.stdout.write(json.dumps({"taken": taken}) + "\n")
+        sys.stdout.flush()
+        sys.stdin.buffer.read()  # ends with whoever copies
+    finally:
+        os.close(descriptor)
+
+
+def prepare_directory(destination: Path, incoming: Path) -> int:
+    """Make a directory beside the destination, so that it can be renamed, and lock it; returns what holds the lock."""
     if destination.is_symlink():
         raise CopyError(f"{destination} is a symbolic link: give the path that it points to")
     if destination.exists() and not destination.is_dir():
         raise CopyError(f"{destination} is a file: give another destination")
     destination.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(destination)
-    free_bytes = shutil.disk_usage(destination.parent).free
-    if free_bytes < needed_bytes + min(_SPARE_BYTES, needed_bytes // 8):
-        raise CopyError(f"{destination} needs {needed_bytes} bytes, {free_bytes} are free", kind="disk_full")
-    incoming.mkdir(exist_ok=True)  # by the same call, whose answer was lost
+    with _locked_directory(destination.parent):  # else it could be removed before it is locked
+        incoming.mkdir(exist_ok=True)  # by the same call, whose answer was lost
+        descriptor = os.open(incoming, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
+
+
+def _link_files(reused: dict[str, list[Any]], incoming: Path) -> list[str]:
+    """Let files of other directories be in this one, too; returns the names of those that are as they were described.
+
+    What cannot be linked is left out, to be sent.
+    """
+    taken = []
+    for name, (source, size, modified_ns) in reused.items():
+        check_name(name)
+        path = incoming / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(source, path, follow_symlinks=False)
+        except OSError:
+            continue
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode) and (status.st_size, status.st_mtime_ns) == (size, modified_ns):
+            taken.append(name)
+        else:
+            path.unlink()
+    return taken
 
 
 def accept_files(incoming: Path, stream: BinaryIO) -> dict[str, str]:
@@ -154,6 +225,7 @@ def commit_directory(destination: Path, incoming: Path, manifest: dict[str, list
             raise
         flush_directory(destination.parent)
     shutil.rmtree(set_aside, ignore_errors=True)
+    _remove_abandoned(destination)
 
 
 def discard_directory(incoming: Path) -> None:
@@ -198,11 +270,38 @@ def _walk(directory: Path) -> Iterator[Path]:
             yield path
 
 
-def _remove_stale(destination: Path) -> None:
-    for path in destination.parent.iterdir():
-        is_ours = path.name.startswith(f".{destination.name}{INCOMING_MARK}")
-        if is_ours and time.time() - path.stat().st_mtime > STALE_AFTER_S:
-            shutil.rmtree(path, ignore_errors=True)
+def _incoming_of(destination: Path) -> list[Path]:
+    """The directories of copies to a destination, of those that are under way and of those that broke off."""
+    if not destination.parent.is_dir():
+        return []
+    return [path for path in destination.parent.iterdir() if _is_incoming_of(destination, path)]
+
+
+def _is_incoming_of(destination: Path, path: Path) -> bool:
+    return path.name.startswith(f".{destination.name}{INCOMING_MARK}")
+
+
+def _remove_abandoned(destination: Path) -> None:
+    """Remove what copies that broke off have left: those to this destination, and old ones to others beside it."""
+    with _locked_directory(destination.parent):
+        for path in destination.parent.iterdir():
+            if not path.name.startswith(".") or INCOMING_MARK not in path.name:
+                continue
+            with contextlib.suppress(OSError):  # somebody else's, or gone
+                is_old = time.time() - path.stat().st_mtime > STALE_AFTER_S
+                is_download = path.with_name(f"{path.name}.lock").exists()  # which has its lock there (download.py)
+                if _is_incoming_of(destination, path) or (is_old and not is_download):
+                    _remove_unlocked(path)
+
+
+def _remove_unlocked(directory: Path) -> None:
+    """Remove a directory, unless somebody holds a lock on it."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        os.close(descriptor)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 """Copy files to a node so that their destination holds either all of them, verified, or what it held before.
 
     source files ── read once, hashed while read ──> .<name>.incoming-<random> on the node, hashed while written
+                                                          ^
+    on the node: the old one, and what a copy that broke off has left ── files of the same digest are linked
                     compared ──> old one aside, new one in its place, old one removed
 
+A source file is read twice only where a file of its size is there: whether it is the same one is told by its digest.
 Not here: the node's side (receiver.py), how bytes travel (session.py).
 """
 
@@ -13,6 +16,7 @@ import os
 import secrets
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -20,6 +24,7 @@ from typing import Any
 from infra import receiver
 from infra.errors import DiskFullError, InfraError, PermanentInfraError, TransientInfraError
 from infra.session import Session, read_answer
+from infra.supervisor import parse_object
 
 CALL_TIMEOUT_S = 3600.0
 """The node hashes the whole directory within one call: about 1 GB/s."""
@@ -39,6 +44,8 @@ class PublishReport:
     files: Mapping[str, str]
     """sha256 of every file, by its path below the directory."""
     num_bytes: int
+    num_sent_bytes: int
+    """What was neither at the destination nor left there by a copy that broke off."""
     was_identical: bool
     """True when the destination held exactly this already, and nothing was written."""
 
@@ -50,7 +57,8 @@ def publish_directory(session: Session, source: Path, destination: str) -> Publi
 
     Raises:
         DiskFullError: the node has no room; nothing is left of the copy.
-        TransientInfraError: a file changed while it was read, or arrived damaged.
+        TransientInfraError: the connection broke, a file changed while it was read, or arrived damaged; the next call
+            sends what has not arrived whole.
         PermanentInfraError: the source holds symbolic links, devices or unprintable names, or is empty.
     """
     root = source.resolve()
@@ -74,19 +82,39 @@ def publish_filled(
     Args:
         fill: gets that folder; returns size and sha256 of each file, None in place of a digest that was compared.
     """
+    with _incoming_folder(session, destination, num_bytes, {}) as (incoming, _):
+        try:
+            _commit(session, destination, incoming, fill(incoming))
+        except TransientInfraError:  # what the node fetched itself is not gone on with
+            _discard(session, incoming)
+            raise
+
+
+@contextmanager
+def _incoming_folder(
+    session: Session, destination: str, num_bytes: int, reused: Mapping[str, Sequence[Any]]
+) -> Iterator[tuple[str, frozenset[str]]]:
+    """A folder beside the destination, with the names of the files that are there from the beginning.
+
+    It is locked while the block runs. When that fails and a retry may help, the folder stays, for the next copy.
+    """
     place = PurePosixPath(destination)
     incoming = str(place.with_name(f".{place.name}{receiver.INCOMING_MARK}{secrets.token_hex(8)}"))
-    is_there = False
+    program = [session.python, "-I", session.place_program(Path(receiver.__file__))]
+    arguments = ["prepare", destination, incoming, str(num_bytes)]
     try:
-        _call(session, ["prepare", destination, incoming, str(num_bytes)], may_repeat=True)
-        manifest = fill(incoming)
-        _call(session, ["commit", destination, incoming], stdin=json.dumps(manifest).encode())
-        is_there = True
+        with session.stream([*program, *arguments], stdin=json.dumps(reused).encode() + b"\n") as lines:
+            # An interpreter may say something before.
+            answer = next((found for line in lines if (found := parse_object(line)) is not None), None)
+            if answer is None:
+                raise TransientInfraError(f"the node prepared nothing for {destination}: copy again")
+            yield incoming, frozenset(_checked(answer)["taken"])
     except DiskFullError as error:
+        _discard(session, incoming)
         raise DiskFullError(destination, num_bytes) from error
-    finally:
-        if not is_there:
-            _discard(session, incoming)
+    except PermanentInfraError:
+        _discard(session, incoming)
+        raise
 
 
 def _publish(session: Session, files: Mapping[str, Path], sizes: Mapping[str, int], destination: str) -> PublishReport:
@@ -94,22 +122,36 @@ def _publish(session: Session, files: Mapping[str, Path], sizes: Mapping[str, in
     if not place.is_absolute() or ".." in place.parts:
         raise PermanentInfraError(f"the destination {destination} is not an absolute path without `..`")
     num_bytes = sum(sizes.values())
-    if same := _digests_if_identical(session, files, destination, sizes):
+    wanted = json.dumps(sorted(set(sizes.values()))).encode()
+    there = _call(session, ["describe", destination], stdin=wanted, may_repeat=True)
+    there_sizes = {size for _, size, _, _ in there["usable"]}
+    digests = {name: _hash_unchanged(files[name], size) for name, size in sizes.items() if size in there_sizes}
+    if there["files"] == {name: [size, digests.get(name, "")] for name, size in sizes.items()}:
         logger.info("%s is there already", destination)
-        return PublishReport(files=same, num_bytes=num_bytes, was_identical=True)
-    digests: dict[str, str] = {}
-
-    def copy(incoming: str) -> dict[str, list[Any]]:
-        read, written = _copy_small_files(session, files, sizes, incoming)
-        for name in sizes.keys() - read.keys():
+        return PublishReport(files=digests, num_bytes=num_bytes, num_sent_bytes=0, was_identical=True)
+    reused = _choose_reused(there["usable"], {name: (sizes[name], digest) for name, digest in digests.items()})
+    num_missing_bytes = num_bytes - sum(sizes[name] for name in reused)
+    with _incoming_folder(session, destination, num_missing_bytes, reused) as (incoming, taken):
+        missing = {name: size for name, size in sizes.items() if name not in taken}
+        read, written = _copy_small_files(session, files, missing, incoming)
+        for name in missing.keys() - read.keys():
             read[name], written[name] = _copy_file(session, files[name], sizes[name], f"{incoming}/{name}")
         _check_arrived(read, written)
-        digests.update(read)
-        return {name: [sizes[name], None if written[name] else digest] for name, digest in read.items()}
+        compared = dict.fromkeys(taken) | {name: None if written[name] else digest for name, digest in read.items()}
+        _commit(session, destination, incoming, {name: [sizes[name], digest] for name, digest in compared.items()})
+    num_sent_bytes = sum(missing.values())
+    logger.info("published %s, %d bytes in %d files, %d bytes sent", destination, num_bytes, len(sizes), num_sent_bytes)
+    return PublishReport(files=digests | read, num_bytes=num_bytes, num_sent_bytes=num_sent_bytes, was_identical=False)
 
-    publish_filled(session, destination, num_bytes, copy)
-    logger.info("published %s, %d bytes in %d files", destination, num_bytes, len(sizes))
-    return PublishReport(files=digests, num_bytes=num_bytes, was_identical=False)
+
+def _choose_reused(
+    usable: Sequence[Sequence[Any]], wanted: Mapping[str, tuple[int, str]]
+) -> dict[str, tuple[str, int, int]]:
+    """Which file on the node each name becomes a link to; none is taken twice, and empty ones are sent."""
+    found: dict[tuple[int, str], list[tuple[str, int, int]]] = {}
+    for path, size, modified_ns, sha256 in usable:
+        found.setdefault((size, sha256), []).append((path, size, modified_ns))
+    return {name: found[key].pop() for name, key in wanted.items() if key[0] and found.get(key)}
 
 
 def list_files(root: Path) -> dict[str, int]:
@@ -155,15 +197,11 @@ def _check_nesting(root: Path, destination: str) -> None:
         raise PermanentInfraError(f"{root} and {destination} lie in one another: choose another destination")
 
 
-def _digests_if_identical(
-    session: Session, files: Mapping[str, Path], destination: str, sizes: Mapping[str, int]
-) -> dict[str, str] | None:
-    """The digests of the source when the destination has the same; reads the source only if all sizes agree."""
-    there = _call(session, ["describe", destination], may_repeat=True)["files"]
-    if there is None or {name: size for name, (size, _) in there.items()} != sizes:
-        return None
-    digests = {name: receiver.hash_file(files[name]) for name in sizes}
-    return digests if all(there[name][1] == digest for name, digest in digests.items()) else None
+def _hash_unchanged(source: Path, size: int) -> str:
+    digest = hashlib.sha256()
+    for chunk in _read_unchanged(source, size):
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _copy_small_files(
@@ -235,8 +273,12 @@ def _read_unchanged(source: Path, size: int) -> Iterator[bytes]:
         raise TransientInfraError(f"{source} changed while it was copied: copy it once it is complete")
 
 
+def _commit(session: Session, destination: str, incoming: str, manifest: Mapping[str, Sequence[Any]]) -> None:
+    _call(session, ["commit", destination, incoming], stdin=json.dumps(manifest).encode())
+
+
 def _discard(session: Session, incoming: str) -> None:
-    """Remove what is left of a copy; a lost node does it itself, a day later."""
+    """Remove what is left of a copy; on a lost node the next copy does it."""
     try:
         _call(session, ["discard", incoming], may_repeat=True)
     except InfraError as error:
@@ -255,10 +297,14 @@ def _call(
         check=False,
         may_repeat=may_repeat,
     )
-    answer = read_answer(completed)
+    return _checked(read_answer(completed))
+
+
+def _checked(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer that is no refusal."""
     if "error" in answer:
         if answer["kind"] == "disk_full":
-            raise DiskFullError(arguments[1], 0)
+            raise DiskFullError("", 0)  # whoever knows how much was to be written says so
         kind = TransientInfraError if answer["kind"] == "damaged" else PermanentInfraError
         raise kind(answer["error"])
     return answer

@@ -13,9 +13,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from infra.node_agent import END_OF_INPUT, FRAME_HEAD, REQUEST
 from infra.providers.ssh import expand_root
 from infra.ssh_session import SSHSession
 from infra.sync import publish_directory
+from tests.infra.delay_proxy import delayed_port
 from tests.infra.separate_node import separate_node
 from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end
 from tests.infra.ssh_server import SSHServer, running_server
@@ -435,6 +437,39 @@ def test_a_copy_that_was_cut_off_can_be_made_again(fragile: SSHSession, server: 
     publish_directory(fragile, source, str(target))
     assert {p.name: p.read_bytes() for p in target.iterdir()} == {p.name: p.read_bytes() for p in source.iterdir()}
     assert [path.name for path in target.parent.iterdir()] == ["best"]
+
+
+@pytest.mark.parametrize("distance", ["near", "far"])
+def test_a_copy_whose_link_is_cut_amid_the_second_file_sends_what_is_missing(
+    distance: str, server: SSHServer, tmp_path: Path
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "out" / "model"
+    source.mkdir()
+    for name in ("a", "b", "c"):
+        (source / name).write_bytes(os.urandom(9 << 20))
+    sent: list[str] = []
+
+    class CutSession(SSHSession):
+        def write_chunks(self, path: str, chunks: Iterable[bytes]) -> str | None:
+            sent.append(Path(path).name)
+            return super().write_chunks(path, self._cut(chunks) if len(sent) == 2 else chunks)
+
+        def _cut(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
+            for number, chunk in enumerate(chunks):
+                yield chunk
+                if number == 5:
+                    server.signal_sessions(signal.SIGKILL)
+
+    with delayed_port(server.port, one_way_ms=0 if distance == "near" else 10) as port:
+        access = replace(server.access, port=port)
+        with CutSession(access, python=sys.executable, programs_dir=str(tmp_path / "programs")) as session:
+            with pytest.raises(NodeUnreachableError):
+                publish_directory(session, source, str(target))
+            first = sent[0]
+            report = publish_directory(session, source, str(target))
+    assert sorted(sent[2:]) == sorted({"a", "b", "c"} - {first}) and report.num_sent_bytes == 2 * (9 << 20)
+    assert {p.name: p.read_bytes() for p in target.iterdir()} == {p.name: p.read_bytes() for p in source.iterdir()}
+    assert [path.name for path in target.parent.iterdir()] == ["model"]
 
 
 def test_a_log_is_whole_although_its_connection_is_cut_again_and_again(

@@ -4,7 +4,9 @@ Without it an engine loads half a checkpoint, or a file name in one reaches outs
 """
 
 import os
+import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from infra.errors import DiskFullError, PermanentInfraError, TransientInfraError
 from infra.receiver import CopyError, check_name
 from infra.session import LocalSession, Session
 from infra.sync import publish_directory, publish_files
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -61,6 +64,7 @@ def test_a_directory_arrives_whole_and_alone(session: Session, source: Path, tmp
     assert content_of(target) == content_of(source)
     assert [path.name for path in target.parent.iterdir()] == ["best"]
     assert (report.num_bytes, report.was_identical, len(report.files)) == (300_002, False, 3)
+    assert report.num_sent_bytes == report.num_bytes
 
 
 def test_what_is_there_already_is_not_written_again(session: Session, source: Path, tmp_path: Path) -> None:
@@ -92,7 +96,7 @@ def test_a_flipped_byte_or_an_extra_file_at_the_destination_is_replaced(
         (DyingSession, "connection broke"),
     ],
 )
-def test_a_damaged_or_broken_copy_leaves_the_old_destination_and_nothing_else(
+def test_a_damaged_or_broken_copy_leaves_the_old_destination_and_the_next_one_nothing_else(
     broken: type[LocalSession], sentence: str, source: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "out" / "best"
@@ -101,6 +105,8 @@ def test_a_damaged_or_broken_copy_leaves_the_old_destination_and_nothing_else(
     with pytest.raises(TransientInfraError, match=sentence):
         publish_directory(broken(sys.executable), source, str(target))
     assert content_of(target) == {"old": b"old"}
+    publish_directory(LocalSession(sys.executable), source, str(target))
+    assert content_of(target) == content_of(source)
     assert [path.name for path in target.parent.iterdir()] == ["best"]
 
 
@@ -133,7 +139,10 @@ def test_a_file_that_changes_while_it_is_copied_leaves_the_old_destination(
     (target / "old").write_bytes(b"old")
     with pytest.raises(TransientInfraError, match=r"changed while it was copied|cannot be read any more"):
         publish_directory(ChangingSession(sys.executable), source, str(target))
-    assert content_of(target) == {"old": b"old"} and [path.name for path in target.parent.iterdir()] == ["best"]
+    assert content_of(target) == {"old": b"old"}
+    (source / "model.safetensors").unlink(missing_ok=True)
+    publish_directory(LocalSession(sys.executable), source, str(target))
+    assert content_of(target) == content_of(source) and [path.name for path in target.parent.iterdir()] == ["best"]
 
 
 @pytest.mark.parametrize("link_to", ["/etc/passwd", "model.safetensors", "trainer", "missing"])
@@ -228,3 +237,187 @@ def test_a_disk_that_fills_up_meanwhile_leaves_nothing_half_written(source: Path
     with pytest.raises(DiskFullError, match="300002 bytes are needed"):
         publish_directory(FillingSession(sys.executable), source, str(tiny_disk / "best"))
     assert [path.name for path in tiny_disk.iterdir()] == ["filler"]
+
+
+# ── only what is missing is sent ──
+
+
+LARGE = 300_000
+"""More than what travels with other files."""
+
+
+class CountingSession(LocalSession):
+    """Remembers which files were sent one by one, and breaks at one of them, halfway."""
+
+    def __init__(self, breaks_at: str = "") -> None:
+        super().__init__(sys.executable)
+        self.breaks_at = breaks_at
+        self.sent: list[str] = []
+
+    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> str:
+        name = Path(path).name
+        if name == self.breaks_at:
+            super().write_chunks(path, self._broken(chunks))
+        self.sent.append(name)
+        return super().write_chunks(path, chunks)
+
+    def _broken(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
+        yield next(iter(chunks))
+        raise TransientInfraError("the connection broke")
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    path.mkdir()
+    for number in range(3):
+        (path / f"shard-{number}").write_bytes(os.urandom(LARGE + number))
+    (path / "config.json").write_bytes(b"{}")
+    (path / "empty").touch()
+    return path
+
+
+def break_off(source: Path, target: Path) -> Path:
+    """Let a copy break amid one of its files; returns the folder that it leaves."""
+    session = CountingSession("shard-1")
+    with pytest.raises(TransientInfraError, match="connection broke"):
+        publish_directory(session, source, str(target))
+    [left] = target.parent.glob(f".{target.name}.incoming-*")
+    assert sorted(session.sent) == sorted(path.name for path in left.glob("shard-*"))
+    return left
+
+
+def test_a_copy_that_broke_off_is_gone_on_with_at_the_files_that_are_missing(shards: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out" / "model"
+    left = {path.name for path in break_off(shards, target).iterdir()}
+    session = CountingSession()
+    report = publish_directory(session, shards, str(target))
+    assert content_of(target) == content_of(shards)
+    assert set(session.sent) == {"shard-0", "shard-1", "shard-2"} - left
+    assert report.num_sent_bytes == sum((shards / name).stat().st_size for name in session.sent)
+    assert [path.name for path in target.parent.iterdir()] == ["model"]
+
+
+def test_of_many_files_the_changed_one_is_sent(session: Session, shards: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out" / "model"
+    publish_directory(session, shards, str(target))
+    (shards / "shard-1").write_bytes(os.urandom(LARGE + 1))
+    assert publish_directory(session, shards, str(target)).num_sent_bytes == LARGE + 1
+    assert content_of(target) == content_of(shards)
+    assert [path.name for path in target.parent.iterdir()] == ["model"]
+
+
+def test_a_file_that_was_renamed_is_not_sent(session: Session, shards: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out" / "model"
+    publish_directory(session, shards, str(target))
+    (shards / "shard-1").rename(shards / "shard-7")
+    assert publish_directory(session, shards, str(target)).num_sent_bytes == 0
+    assert content_of(target) == content_of(shards)
+
+
+def test_a_file_that_was_damaged_where_it_lies_is_sent_again(shards: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out" / "model"
+    left = break_off(shards, target)
+    (left / "config.json").write_bytes(b"[]")
+    session = CountingSession()
+    report = publish_directory(session, shards, str(target))
+    assert report.num_sent_bytes == sum((shards / name).stat().st_size for name in session.sent) + 2
+    assert content_of(target) == content_of(shards)
+
+
+def test_what_changed_after_it_was_looked_at_is_sent(shards: Path, tmp_path: Path) -> None:
+    class LateSession(CountingSession):
+        def place_program(self, source: Path) -> str:
+            (target / "shard-1").write_bytes(os.urandom(LARGE + 1))
+            return super().place_program(source)
+
+    target = tmp_path / "out" / "model"
+    publish_directory(LocalSession(sys.executable), shards, str(target))
+    (shards / "new").write_bytes(b"new")
+    session = LateSession()
+    publish_directory(session, shards, str(target))
+    assert session.sent == ["shard-1"] and content_of(target) == content_of(shards)
+
+
+def test_files_of_the_same_content_stay_files_of_their_own(session: Session, source: Path, tmp_path: Path) -> None:
+    """Else what a job appends to one of them would be in the other, too."""
+    target = tmp_path / "out" / "best"
+    (source / "metrics.jsonl").touch()
+    publish_directory(session, source, str(target))
+    for name in ("twin", "triplet"):
+        (source / name).write_bytes((source / "model.safetensors").read_bytes())
+    publish_directory(session, source, str(target))
+    assert content_of(target) == content_of(source)
+    assert {path.stat().st_nlink for path in target.rglob("*") if path.is_file()} == {1}
+
+
+def test_two_copies_at_once_do_not_disturb_each_other(shards: Path, tmp_path: Path) -> None:
+    class SlowSession(CountingSession):
+        def write_chunks(self, path: str, chunks: Iterable[bytes]) -> str:
+            if not self.sent:  # one copy amid the other
+                publish_directory(LocalSession(sys.executable), shards, str(target))
+                publish_directory(LocalSession(sys.executable), other, str(target))
+            return super().write_chunks(path, chunks)
+
+    other, target = tmp_path / "other", tmp_path / "out" / "model"
+    other.mkdir()
+    (other / "shard-1").write_bytes(os.urandom(LARGE + 1))
+    publish_directory(SlowSession(), shards, str(target))
+    assert content_of(target) == content_of(shards)
+    assert [path.name for path in target.parent.iterdir()] == ["model"]
+
+
+def test_what_a_killed_copy_left_is_used_and_removed(shards: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out" / "model"
+    code = f"""
+import os, signal, sys
+from pathlib import Path
+from infra.session import LocalSession
+from infra.sync import publish_directory
+
+class KilledSession(LocalSession):
+    num_sent = 0
+    def write_chunks(self, path, chunks):
+        if self.num_sent == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.num_sent += 1
+        return super().write_chunks(path, chunks)
+
+publish_directory(KilledSession(sys.executable), Path({str(shards)!r}), {str(target)!r})
+"""
+    killed = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False)
+    assert killed.returncode == -signal.SIGKILL and not target.exists()
+    session = CountingSession()
+    publish_directory(session, shards, str(target))
+    assert len(session.sent) == 2 and content_of(target) == content_of(shards)
+    # Who kept the folder for the killed one ends by itself: at the latest the next copy removes it.
+    wait_until(lambda: publish_and_list(shards, target) == ["model"])
+
+
+def publish_and_list(source: Path, target: Path) -> list[str]:
+    """What lies beside a destination once something else was published there, and the source again."""
+    (source / "config.json").write_bytes(os.urandom(8))
+    publish_directory(LocalSession(sys.executable), source, str(target))
+    return [path.name for path in target.parent.iterdir()]
+
+
+def test_what_nobody_goes_on_with_is_removed_after_a_day(shards: Path, tmp_path: Path) -> None:
+    left = break_off(shards, tmp_path / "out" / "model")
+    downloaded = tmp_path / "out" / ".data.incoming-0123"  # which has a lock of its own
+    downloaded.mkdir()
+    downloaded.with_name(f"{downloaded.name}.lock").touch()
+    publish_directory(LocalSession(sys.executable), shards, str(tmp_path / "out" / "young"))
+    assert left.exists()
+    for path in (left, downloaded):
+        os.utime(path, (0, 0))
+    publish_directory(LocalSession(sys.executable), shards, str(tmp_path / "out" / "other"))
+    assert not left.exists() and downloaded.exists()
+
+
+def test_a_file_that_is_a_link_there_is_sent(session: Session, shards: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out" / "model"
+    publish_directory(session, shards, str(target))
+    (target / "shard-1").rename(tmp_path / "elsewhere")
+    (target / "shard-1").symlink_to(tmp_path / "elsewhere")
+    assert publish_directory(session, shards, str(target)).num_sent_bytes == LARGE + 1
+    assert content_of(target) == content_of(shards) and not (target / "shard-1").is_symlink()
