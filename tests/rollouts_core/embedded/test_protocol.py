@@ -48,6 +48,7 @@ FULL_REQUEST = {
 }
 
 
+@pytest.mark.specs
 def test_a_full_request_is_understood_and_valid_in_sglangs_schema() -> None:
     check_schema(FULL_REQUEST, "GenerateReqInput")
     call = parse_generate(FULL_REQUEST, None)
@@ -58,6 +59,7 @@ def test_a_full_request_is_understood_and_valid_in_sglangs_schema() -> None:
     assert (call.is_batch, call.wants_logprobs, call.is_stream) == (True, True, False)
 
 
+@pytest.mark.specs
 def test_every_field_that_is_refused_exists_in_sglang() -> None:
     properties = load_spec()["components"]["schemas"]["GenerateReqInput"]["properties"]
     assert set(UNSUPPORTED_FIELDS) <= set(properties)
@@ -88,6 +90,7 @@ def test_one_id_for_a_batch_names_its_members() -> None:
     assert [asked.request_id for asked in call.requests] == ["x_0", "x_1"]
 
 
+@pytest.mark.specs
 @pytest.mark.parametrize(
     ("rid", "expected"),
     [("x", ["x_0", "x_1", "x_2", "x_3"]), (["x", "y"], ["x_0", "x_1", "y_0", "y_1"])],
@@ -190,6 +193,7 @@ def test_parameters_that_change_nothing_are_accepted(neutral: dict[str, Any]) ->
     assert sampling_params_from_json(neutral) == SamplingParams()
 
 
+@pytest.mark.specs
 @pytest.mark.parametrize(
     ("reason", "rendered"),
     [

@@ -158,6 +158,7 @@ UNPUBLISHED = {"/collective_rpc"}
 """vLLM reads their bodies without publishing a form of them; tests/engines asks the real one."""
 
 
+@pytest.mark.specs
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
 def test_every_request_is_valid_under_the_published_schema(kind: EngineKind, quickstart_dir: Path) -> None:
     spec = load_spec(SPEC_OF[kind])
