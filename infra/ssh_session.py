@@ -31,6 +31,7 @@ from infra.errors import (
     DiskFullError,
     FileMissingError,
     InfraError,
+    NodeUnreachableError,
     PermanentInfraError,
     RequestCutError,
     TransientInfraError,
@@ -193,7 +194,12 @@ class SSHSession:
         if not self._connection("control").is_far:
             return self._write(path, chunks, "bulk")
         writing = ParallelWrite(lambda number, request: self._ask(PIECES[number], request), path)
-        _raise_if_refused(writing.run(chunks), path, writing.num_sent_bytes)
+        try:
+            answer = writing.run(chunks)
+        except NodeUnreachableError:
+            self._forget_connections_for_pieces()
+            raise
+        _raise_if_refused(answer, path, writing.num_sent_bytes)
         return None
 
     def read_file(self, path: str) -> bytes:
@@ -310,6 +316,14 @@ class SSHSession:
         for _, agent in self._idle_agents[purpose]:
             agent.end()
         self._idle_agents[purpose].clear()
+
+    def _forget_connections_for_pieces(self) -> None:
+        """Where one broke, the others may be as dead without its having been noticed."""
+        with self._lock:
+            for purpose in PIECES:
+                self._end_idle_agents(purpose)
+                if connection := self._connections.pop(purpose, None):
+                    connection.close()
 
     def _new_agent(self, purpose: Purpose) -> Agent:
         client = self._openssh(purpose)

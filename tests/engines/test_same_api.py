@@ -103,9 +103,9 @@ class TextLine(str):
 
 
 def content_of(response: httpx.Response) -> Any:  # Any: JSON
-    """What was answered: JSON, or the first and the last event of each prompt of a stream, or the first line of text.
+    """What was answered: JSON, or the beginning and the last event of each prompt of a stream, or a line of text.
 
-    How many events come in between is up to how fast they are read.
+    How many events come in between, and with how many tokens the first, is up to how fast they are read.
     """
     kind = response.headers.get("content-type", "")
     if kind == "application/json":
@@ -118,7 +118,19 @@ def content_of(response: httpx.Response) -> Any:  # Any: JSON
     for event in events:
         answer = json.loads(event.removeprefix("data: "))
         by_prompt.setdefault(answer.get("index", 0), []).append(answer)
-    return [answers[place] for _, answers in sorted(by_prompt.items()) for place in (0, -1)]
+    return [each for _, answers in sorted(by_prompt.items()) for each in (first_token_of(answers[0]), answers[-1])]
+
+
+def first_token_of(event: dict[str, Any]) -> dict[str, Any]:  # Any: JSON
+    """The first event of a stream, as if it had come when one token was there."""
+    if "meta_info" not in event:  # it says what went wrong
+        return event
+    details = event["meta_info"]
+    return {
+        **event,
+        "output_ids": event["output_ids"][:1],
+        "meta_info": {**details, "output_token_logprobs": details["output_token_logprobs"][:1], "finish_reason": None},
+    }
 
 
 @pytest.mark.parametrize("server", ["sglang"], indirect=True)
