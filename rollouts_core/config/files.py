@@ -28,7 +28,8 @@ def read_settings(path: Path) -> dict[str, Any]:  # Any: unchecked file content
         problem = "is a folder" if path.is_dir() else "does not exist"
         raise ConfigError(f"{path} {problem}: give the path of a TOML or JSON configuration")
     try:
-        settings = json.loads(path.read_text()) if path.suffix == ".json" else tomllib.loads(path.read_text())
+        text = path.read_text(encoding="utf-8-sig")  # editors of Windows mark UTF-8
+        settings = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): make it readable") from error
     except (ValueError, RecursionError) as error:

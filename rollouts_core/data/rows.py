@@ -302,6 +302,12 @@ def _is_empty(path: str | Path) -> DataError:
     return DataError(f"{path} is empty: expected at least one row")
 
 
+def _is_array(path: str) -> DataError:
+    return DataError(
+        f"{path} is one JSON array: expected one JSON object per line, which `jq -c '.[]' FILE` makes of an array"
+    )
+
+
 def _opened(path: Path) -> BinaryIO:
     """The file, to be read.
 
@@ -331,9 +337,15 @@ def _check_parquet(path: Path) -> None:
 
 def _parse_line(line: bytes, path: str, number: int) -> Row:
     try:
-        row = _STRICT_JSON.decode(line.decode())
+        row = _STRICT_JSON.decode(line.decode("utf-8-sig" if number == 1 else "utf-8"))  # editors of Windows mark it
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}, row {number}: not UTF-8 ({error.reason}): save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:
+        if number == 1 and line.lstrip().startswith(b"["):
+            raise _is_array(path) from error
         raise DataError(f"{path}, row {number}: not valid JSON: {error}") from error
+    if number == 1 and isinstance(row, list):
+        raise _is_array(path)
     if not isinstance(row, dict):
         raise DataError(f"{path}, row {number}: expected a JSON object, found {type(row).__name__}")
     return row

@@ -314,6 +314,15 @@ def test_a_model_that_is_no_folder_beside_the_file_keeps_its_name(tmp_path: Path
     assert Config.load(tmp_path / "pipeline.json").model.path == path
 
 
+@pytest.mark.parametrize("name", ["p.toml", "p.json"])
+def test_a_byte_order_mark_is_no_part_of_a_configuration(tmp_path: Path, name: str) -> None:
+    saved = Config.model_validate(with_setting("model.path", "Qwen/Qwen3-0.6B"))
+    saved.save(tmp_path / name)
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
+    assert Config.load(tmp_path / name).model.path == "Qwen/Qwen3-0.6B"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [

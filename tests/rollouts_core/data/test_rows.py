@@ -9,13 +9,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 
+from rollouts_core.data.conversations import Row
 from rollouts_core.data.rows import digest_path, load_rows, open_rows, resolve_revision
 from rollouts_core.errors import DataError
 
@@ -83,8 +84,25 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
 
 def test_a_file_in_another_encoding_is_named_by_its_row(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_bytes('{"prompt": "x"}\n{"prompt": "ü"}\n'.encode("latin-1"))
-    with pytest.raises(DataError, match=r"rows\.jsonl, row 2: not valid JSON"):
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 2: not UTF-8"):
         list(load_rows(tmp_path / "rows.jsonl"))
+
+
+@pytest.mark.parametrize("read", [load_rows, lambda path: open_rows(path).read([0, 1])])
+def test_a_byte_order_mark_and_windows_line_ends_are_no_part_of_a_row(
+    tmp_path: Path, read: Callable[[Path], Iterable[tuple[int, Row]]]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "x"}\r\n{"prompt": "y"}\r\n')
+    assert list(read(path)) == [(1, {"prompt": "x"}), (2, {"prompt": "y"})]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_array_is_named_with_a_way_to_make_lines_of_it(tmp_path: Path, indent: int | None) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"prompt": "x"}, {"prompt": "y"}], indent=indent))
+    with pytest.raises(DataError, match=r"rows\.json is one JSON array: .*jq -c"):
+        list(load_rows(path))
 
 
 @pytest.mark.parametrize("keep_bytes", [0, 3, 100])
