@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -78,6 +78,7 @@ MODEL_FILES = {
 NUM_STREAMED_ROWS_CHECKED = 10_000
 TRIED_TEXT = "It is 2."
 """What rewards are tried with where the prompt has no answer."""
+MAX_TRIED_PROMPTS = 8
 MAX_SHOWN_CHARS = 80
 
 
@@ -117,12 +118,12 @@ def validate_config(config: Config) -> list[str]:
     findings += check_held_out(held_out, loaded.get("prompts", ()), source=prompts.get("prompts", ""))
     for name, rows in loaded.items():
         check_answers(rows, config, source=prompts[name])
-    check_functions(config, loaded["heldout"][0], tokenizer)
+    findings += check_functions(config, one_of_each_shape(itertools.chain(*loaded.values())), tokenizer)
     if config.mode != "sft":
         num_rows = min(len(loaded["heldout"]), config.evaluation.max_prompts)
         limit = config.evaluation.max_p_value
         check_num_rows(num_rows, limit, source="data.heldout", setting="evaluation.max_p_value")
-    findings += [f"{prompts[name]}: {len(rows)} prompts" for name, rows in loaded.items()]
+    findings += [_count_prompts(rows, prompts[name]) for name, rows in loaded.items()]
     findings += warn_of_endless_turns(tokenizer)
     return findings + (warn_of_uncorrected_age(config) if config.mode != "sft" else [])
 
@@ -146,8 +147,8 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig]) -> list[s
             continue
         prompts = _load_checked_prompts(heldout, scored, tokenizer)
         check_answers(prompts, scored, source=heldout)
-        check_functions(scored, prompts[0], tokenizer)
-        findings += [f"{heldout}: {len(prompts)} prompts", *warn_of_endless_turns(tokenizer)]
+        findings += check_functions(scored, one_of_each_shape(prompts), tokenizer)
+        findings += [_count_prompts(prompts, heldout), *warn_of_endless_turns(tokenizer)]
     return list(dict.fromkeys(findings))
 
 
@@ -414,8 +415,19 @@ def check_held_out(held_out: Sequence[HeldOutRows], prompts: Sequence[Prompt] = 
     return [sentence for each in held_out for sentence in each.check()]
 
 
-def check_functions(config: Config, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Find the user's functions, grade completions of `prompt`, an empty one and its answer, and filter a group.
+def one_of_each_shape(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """The first prompt with each set of fields, `MAX_TRIED_PROMPTS` at most: a function may read what some lack."""
+    shapes: dict[tuple[bool, frozenset[str]], Prompt] = {}
+    for prompt in prompts:
+        shapes.setdefault((prompt.answer != "", frozenset(prompt.metadata)), prompt)
+    return list(shapes.values())[:MAX_TRIED_PROMPTS]
+
+
+def check_functions(config: Config, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Find the user's functions, grade completions of each prompt, an empty one and its answer, and filter a group.
+
+    Returns:
+        What the user's own functions gave, a sentence for each prompt.
 
     Raises:
         ConfigError: a name that stands for nothing.
@@ -425,12 +437,19 @@ def check_functions(config: Config, prompt: Prompt, tokenizer: PreTrainedTokeniz
     resolve_buffer_filter_fn(config.rollout)
     if config.rollout.generate_fn != "":
         resolve_generate_fn(config.rollout)
-    texts = ("", prompt.answer or TRIED_TEXT)
-    completions = [build_completion(prompt, text, tokenizer, config.rollout) for text in texts]
+    tried = [(prompt, text) for prompt in prompts for text in ("", prompt.answer or TRIED_TEXT)]
+    completions = [build_completion(prompt, text, tokenizer, config.rollout) for prompt, text in tried]
     graded = asyncio.run(_grade_each(completions, config))
     if filter_fn is not None:
         group = [graded[0]] * config.rollout.n_samples_per_prompt
         _check_filter(filter_fn, group, timeout_s=config.rollout.reward_timeout_s)
+    own = ", ".join(name for name in config.rollout.reward_names if ":" in name)
+    return [
+        f"{own}: reward {empty.reward} for an empty completion of prompt {prompt.id!r}, "
+        f"{answer.reward} for {answer.response[:MAX_SHOWN_CHARS]!r}"
+        for prompt, empty, answer in zip(prompts, graded[::2], graded[1::2], strict=True)
+        if own
+    ]
 
 
 def build_completion(prompt: Prompt, text: str, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> Sample:
@@ -541,6 +560,12 @@ def _read_held_out(config: Config) -> list[HeldOutRows]:
     paths = {"data.selection": config.data.selection, "data.heldout": config.data.heldout}
     num_used = config.evaluation.max_prompts
     return [read_held_out(name, path, config.evaluation.metric, max_rows=num_used) for name, path in paths.items()]
+
+
+def _count_prompts(prompts: Sequence[Prompt], source: str) -> str:
+    """How many there are, and how many without an answer, for a person."""
+    num_unanswered = sum(prompt.answer == "" for prompt in prompts)
+    return f"{source}: {len(prompts)} prompts" + f", {num_unanswered} without an `answer`" * bool(num_unanswered)
 
 
 def _load_checked_prompts(path: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:

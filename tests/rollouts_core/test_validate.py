@@ -32,6 +32,7 @@ from rollouts_core.validate import (
     check_promotion,
     check_resumed,
     count_positions,
+    one_of_each_shape,
     warn_of_uncorrected_age,
 )
 from tests.rollouts_core.make import make_prompts
@@ -214,7 +215,7 @@ def test_a_long_prompt_behind_an_empty_line_is_named_by_its_row(
 def test_a_grader_that_is_not_available_is_found_before_the_run(tokenizer: PreTrainedTokenizerBase) -> None:
     service = RewardConfig(kind="http", url="http://127.0.0.1:9/score", max_retries=0)
     with pytest.raises(ConfigError, match=r"cannot be graded.* on prompt 'p0': http://127.0.0.1:9/score gave"):
-        check_functions(with_rollout(rewards=(service,)), make_prompts(1)[0], tokenizer)
+        check_functions(with_rollout(rewards=(service,)), make_prompts(1), tokenizer)
 
 
 def fails_for_text(sample: Sample) -> float:
@@ -227,7 +228,26 @@ def test_a_reward_that_fails_for_a_usual_completion_is_found_before_the_run(
 ) -> None:
     prompt = replace(make_prompts(1)[0], answer=answer)
     with pytest.raises(RewardError, match=rf"raised ValueError: .*; it was given the completion '{tried}'$"):
-        check_functions(with_rollout(reward_fn=f"{__name__}:fails_for_text"), prompt, tokenizer)
+        check_functions(with_rollout(reward_fn=f"{__name__}:fails_for_text"), [prompt], tokenizer)
+
+
+def reads_the_level(sample: Sample) -> float:
+    return float(sample.response == sample.metadata["answer"]) * sample.metadata["level"]
+
+
+def test_a_field_that_only_some_rows_lack_is_found_before_the_run(tokenizer: PreTrainedTokenizerBase) -> None:
+    complete, lacking = (replace(prompt, metadata={"level": 2}) for prompt in make_prompts(2)), make_prompts(4)[2:]
+    prompts = one_of_each_shape([*complete, *lacking])
+    assert [prompt.id for prompt in prompts] == ["p0", "p2"]
+    with pytest.raises(RewardError, match=r"on prompt 'p2' raised KeyError: 'level'"):
+        check_functions(with_rollout(reward_fn=f"{__name__}:reads_the_level"), prompts, tokenizer)
+
+
+def test_what_a_function_of_the_user_gave_is_said(tokenizer: PreTrainedTokenizerBase) -> None:
+    prompt = replace(make_prompts(1)[0], answer="12", metadata={"level": 2})
+    [said] = check_functions(with_rollout(reward_fn=f"{__name__}:reads_the_level"), [prompt], tokenizer)
+    assert said.endswith("reads_the_level: reward 0.0 for an empty completion of prompt 'p0', 2.0 for '12'")
+    assert check_functions(with_rollout(environment="math"), [prompt], tokenizer) == []
 
 
 class ReadsTheConversation:
@@ -244,7 +264,7 @@ class ReadsTheConversation:
 def test_the_tried_completions_of_a_conversation_have_what_a_rollout_writes(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    check_functions(with_rollout(environment=f"{__name__}:ReadsTheConversation"), make_prompts(1)[0], tokenizer)
+    check_functions(with_rollout(environment=f"{__name__}:ReadsTheConversation"), make_prompts(1), tokenizer)
 
 
 def test_a_reward_model_without_its_label_is_found_before_the_run(
@@ -254,10 +274,10 @@ def test_a_reward_model_without_its_label_is_found_before_the_run(
     (tmp_path / "config.json").write_text('{"id2label": {"0": "bad", "1": "good"}}')
     served = RewardConfig(kind="reward_model", url="http://127.0.0.1:9", model=str(tmp_path), max_retries=0)
     with pytest.raises(ConfigError, match=r"set label to the one whose score is the reward: .* are bad, good$"):
-        check_functions(with_rollout(rewards=(served,)), make_prompts(1)[0], tokenizer)
+        check_functions(with_rollout(rewards=(served,)), make_prompts(1), tokenizer)
     labelled = served.model_copy(update={"label": "good"})
     with pytest.raises(ConfigError, match=r"cannot be graded.*: http://127.0.0.1:9/v1/models gave no reward in 1"):
-        check_functions(with_rollout(rewards=(labelled,)), make_prompts(1)[0], tokenizer)
+        check_functions(with_rollout(rewards=(labelled,)), make_prompts(1), tokenizer)
 
 
 @pytest.mark.parametrize(
