@@ -1,7 +1,8 @@
 """Sample, grade and filter completions until a batch of groups is full, and ahead of the trainer where it may.
 
 Not here: how a group is generated (generate.py), what settings name (resolve.py), the order of a logged schedule
-(group_order.py), advantages and tensors (rl.py), the order of prompts (data/data_buffer.py).
+(group_order.py), when to wait for the end of an outage (outage.py), the order of prompts (data/data_buffer.py), batches
+from a plain function (plain_rollouts.py), advantages and tensors (rl_batch.py).
 
     DataBuffer -> pending groups -> generate_fn -> reward_fn -> filter_fn --keep--> ready -> batch, ordered by group
                        ^                                           |
@@ -22,14 +23,11 @@ back-pressure there is:
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
@@ -38,21 +36,13 @@ import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup
 
-from rollouts_core.concurrency import start_short_thread
 from rollouts_core.config import RolloutConfig, name_of_function
 from rollouts_core.data.data_buffer import DataBuffer
-from rollouts_core.errors import (
-    ConfigError,
-    DataError,
-    EngineError,
-    EnvironmentOutageError,
-    EnvironmentUnavailableError,
-    RewardError,
-    RolloutsError,
-)
+from rollouts_core.errors import DataError, EngineError, EnvironmentUnavailableError, RewardError, RolloutsError
 from rollouts_core.filters import FilterDecision
 from rollouts_core.generate import MAX_INTERRUPTIONS, UNFINISHED, Group, build_pending_group
 from rollouts_core.group_order import FinishedGroup, LoggedOrder, Schedule
+from rollouts_core.outage import OutageWatch
 from rollouts_core.resolve import (
     GenerateFn,
     Interruptible,
@@ -62,23 +52,19 @@ from rollouts_core.resolve import (
     resolve_generate_fn,
     resolve_reward_fn,
 )
-from rollouts_core.rewards import RewardFn, WeightedRewards, grade_group, grade_sample
-from rollouts_core.rollout_batch import apply_sample_transforms, convert_to_batch
+from rollouts_core.rewards import RewardFn, WeightedRewards, grade_group
+from rollouts_core.rollout_batch import convert_to_batch
 from rollouts_core.staleness import PublishedVersions
-from rollouts_core.time_limits import BlockedError, OutOfTimeError, call_within, interrupt_after
+from rollouts_core.time_limits import call_within, interrupt_after
 from rollouts_core.types import RolloutBatch, Sample, Status, VersionSpan, group_samples, sample_from_json
-from rollouts_core.user_code import describe_raised
+from rollouts_core.user_code import describe_raised, failed_function_error
 
 logger = logging.getLogger(__name__)
 
-FAILURE_WINDOW = 50
-"""Over so many groups the share is taken that was dropped because something was not available."""
-FIRST_PAUSE_S, MAX_PAUSE_S = 15.0, 300.0
-"""Of an outage: the second pause is twice as long as the first, and so on."""
 BREAK_OFF_TIMEOUT_S = 30.0
 """An engine that has not ended its requests by then loses the tokens that it came to."""
 UNAVAILABLE = "environment_unavailable"
-"""The reason under which those are counted."""
+"""The reason under which groups are counted for which something was not available."""
 STALE = "stale"
 """The reason under which groups are counted that were generated again because they had become too old."""
 
@@ -139,12 +125,8 @@ class AsyncRolloutManager:
         self._num_wanted = 0
         self._tally = _Tally()
         self._failure: RolloutsError | None = None
-        self._failures: deque[bool] = deque(maxlen=FAILURE_WINDOW)
+        self._outage = OutageWatch(config)
         self._is_paused = False
-        self._num_pauses = 0
-        """Since something was available."""
-        self._paused_s = 0.0
-        """Of the outage that is not over: fewer failures than are allowed among the last groups end it."""
         self._schedules: deque[Schedule] = deque()
         self._order = LoggedOrder()
         self._timing_decides = not config.max_staleness and (
@@ -404,14 +386,12 @@ class AsyncRolloutManager:
             timeout_s = self.config.generate_timeout_s if self.config.generate_fn else None
             generated: Sequence[Sample] = await call_within(timeout_s, self.generate_fn, group)
             return generated
-        except OutOfTimeError as error:
-            raise _late_function_error("generation", self.generate_fn, group, error) from error
         except EngineError as error:
             raise type(error)(f"prompt {group[0].metadata.get('prompt_id', '?')!r}: {error}") from error
         except RolloutsError:
             raise
         except Exception as error:
-            raise _user_function_error("generation", self.generate_fn, group, error) from error
+            raise failed_function_error("generation", self.generate_fn, group, error) from error
 
     def _look_at_finished(self) -> None:
         """Keep or drop what has finished, in its order, as long as no batch is full that awaits to be taken."""
@@ -425,7 +405,7 @@ class AsyncRolloutManager:
             self._tally.completed.append(finished.index)
             if finished.unavailable:
                 self._tally.unavailable.append(finished.index)
-            self._failure = finished.error or self._outage(finished)
+            self._failure = finished.error or self._outage.note_group(finished.unavailable)
             if finished.decision.keep:
                 self._ready[finished.index] = finished.group
             elif self._failure is None:
@@ -435,57 +415,25 @@ class AsyncRolloutManager:
             self._idle_since = perf_counter()
         self._changed.set()
 
-    def _outage(self, finished: FinishedGroup) -> EnvironmentOutageError | None:
-        """An error, when more groups were dropped for what was not available than the settings allow."""
-        self._failures.append(bool(finished.unavailable))
-        num_failed, share = sum(self._failures), self.config.max_environment_failure_share
-        if num_failed <= share * FAILURE_WINDOW and len(self._failures) == FAILURE_WINDOW:
-            self._paused_s = 0.0
-        if not finished.unavailable or num_failed <= share * FAILURE_WINDOW:
-            return None
-        pauses = f", also after pauses of {self._paused_s / 60:.1f} minutes" if self._paused_s else ""
-        return EnvironmentOutageError(
-            f"{num_failed} of the last {len(self._failures)} groups were dropped because an environment or a reward "
-            f"was not available, more than rollout.max_environment_failure_share {share:g} of {FAILURE_WINDOW} allows"
-            f"{pauses}; nothing of them was graded. Mend it, then start the run again. The last one: "
-            f"{finished.unavailable}"
-        )
-
     def _waits_for_end_of_outage(self, finished: FinishedGroup) -> bool:
         """Whether a group for which something was not available is asked for again after a pause, not dropped."""
+        assert self._tasks, "groups finish while the manager is open"
         if not finished.unavailable:
-            self._num_pauses = 0
             return False
-        if not self._is_paused and not self._begin_pause(finished.unavailable):
-            return False
+        if not self._is_paused:
+            pause_s = self._outage.begin_pause(finished.unavailable)
+            if not pause_s:
+                return False
+            self._is_paused = True
+            self._tasks.start_soon(self._end_pause, pause_s)
         self._tally.num_asked -= 1  # it will be asked for once more
         self.partial_samples.extend(self._pending_group(finished.index))
-        return True
-
-    def _begin_pause(self, problem: str) -> bool:
-        """Ask for nothing for a while, where there is an outage and time for a pause is left."""
-        assert self._tasks, "groups finish while the manager is open"
-        is_outage = 1 + sum(self._failures) > self.config.max_environment_failure_share * FAILURE_WINDOW
-        left_s = self.config.max_outage_minutes * 60 - self._paused_s
-        pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0**self._num_pauses, left_s)
-        if not (is_outage or self._paused_s) or pause_s <= 0:
-            return False
-        logger.warning(
-            "nothing is generated for %.0f s, because something was not available for more groups than "
-            "rollout.max_environment_failure_share allows (%s); the run ends after %.0f minutes of pauses",
-            pause_s,
-            problem,
-            self.config.max_outage_minutes,
-        )
-        self._is_paused = True
-        self._num_pauses += 1
-        self._tasks.start_soon(self._end_pause, pause_s)
         return True
 
     async def _end_pause(self, pause_s: float) -> None:
         await anyio.sleep(pause_s)
         self._is_paused = False
-        self._paused_s += pause_s
+        self._outage.end_pause(pause_s)
         self._tally.paused_s += pause_s
         self._ask_for_groups()
         self._changed.set()
@@ -497,57 +445,8 @@ class AsyncRolloutManager:
             with interrupt_after(self.config.reward_timeout_s):
                 outcome = self.filter_fn(group)
         except Exception as error:
-            raise _user_function_error("filter", self.filter_fn, group, error) from error
+            raise failed_function_error("filter", self.filter_fn, group, error) from error
         return outcome if isinstance(outcome, FilterDecision) else FilterDecision(bool(outcome), "filtered")
-
-
-def generate_rollout_batches(
-    data_buffer: DataBuffer, config: RolloutConfig, **kwargs: Any
-) -> Iterator[RolloutBatch]:  # Any: handed through to the user's function
-    """Batches without end from a plain `config.generate_fn`, one call per batch; no filter, no engine.
-
-    Args:
-        kwargs: handed to `generate_fn` with each call.
-
-    Raises:
-        RewardError: a function took longer than the settings allow, or a reward function failed.
-    """
-    generate_fn, reward_fn = resolve_generate_fn(config), resolve_reward_fn(config)
-    timeout_s = config.reward_timeout_s
-    if inspect.iscoroutinefunction(generate_fn):
-        raise ConfigError("rollout.generate_fn is a coroutine function: use AsyncRolloutManager with it")
-    while True:
-        first_index = data_buffer.num_drawn
-        pending = [
-            sample
-            for i, prompt in enumerate(data_buffer.get_prompts(config.batch_size))
-            for sample in build_pending_group(prompt, group_index=first_index + i, size=config.n_samples_per_prompt)
-        ]
-        try:
-            with interrupt_after(config.generate_timeout_s):
-                generated = generate_fn(pending, **kwargs)
-        except BlockedError as error:
-            raise _late_function_error("generation", generate_fn, pending, error) from error
-        assert not inspect.isawaitable(generated), "a plain generate_fn returned something to wait for"
-        yield convert_to_batch(
-            apply_sample_transforms(generated, [lambda sample: _grade_now(sample, reward_fn, timeout_s)]),
-            metadata={"epoch_id": data_buffer.epoch_id},
-        )
-
-
-def _grade_now(sample: Sample, reward_fn: RewardFn, timeout_s: float) -> Sample:
-    """The graded sample; where an event loop has this thread, as in a notebook, another thread grades meanwhile."""
-    grade = partial(anyio.run, partial(grade_sample, sample, reward_fn, timeout_s=timeout_s))
-    graded: Sample = start_short_thread(grade).result() if _has_event_loop() else grade()
-    return graded
-
-
-def _has_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _round_size(config: RolloutConfig) -> int:
@@ -560,17 +459,6 @@ def _claim_version(sample: Sample, version: int | None) -> Sample:
     if version is None or sample.policy_versions or not sample.tokens:
         return sample
     return replace(sample, policy_versions=(VersionSpan(version, 0, len(sample.tokens)),))
-
-
-def _user_function_error(kind: str, function: Callable[..., Any], group: Group, error: Exception) -> RewardError:
-    prompt_id = group[0].metadata.get("prompt_id", "?")
-    where = f"{kind} function {name_of_function(function)} on prompt {prompt_id!r}"
-    return RewardError(f"{where} {describe_raised(error)}")
-
-
-def _late_function_error(kind: str, function: Callable[..., Any], group: Group, error: OutOfTimeError) -> RewardError:
-    prompt_id = group[0].metadata.get("prompt_id", "?")
-    return RewardError(f"{kind} function {name_of_function(function)} on prompt {prompt_id!r}: {error}")
 
 
 def _too_few_groups(num_kept: int, drops: Counter[str], config: RolloutConfig) -> DataError:

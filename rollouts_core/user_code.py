@@ -1,15 +1,22 @@
 """Say what code of the user's raised, and where in the user's own files.
 
-Not here: how such code is found (functions.py), and who calls it (rewards.py, rollout.py, conversation.py).
+Not here: how such code is found (functions.py), who calls it (rewards.py, rollout.py, plain_rollouts.py,
+conversation.py).
 """
 
 from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from rollouts_core.config import name_of_function
+from rollouts_core.errors import RewardError
 from rollouts_core.messages import first_line
+from rollouts_core.time_limits import OutOfTimeError
+from rollouts_core.types import Sample
 
 PACKAGE_FOLDER = Path(__file__).parent
 STANDARD_LIBRARY = Path(os.__file__).parent
@@ -19,6 +26,19 @@ INSTALLED_FOLDERS = frozenset({"site-packages", "dist-packages"})
 def describe_raised(error: BaseException) -> str:
     """`raised KeyError: 'x' (my_rewards.py, line 6)`: kind and first line of an error, and the place in user code."""
     return f"raised {type(error).__name__}: {first_line(error)}{find_user_place(error)}"
+
+
+def failed_function_error(
+    kind: str,
+    function: Callable[..., Any],  # Any: a user's function made it
+    group: Sequence[Sample],
+    error: Exception,
+) -> RewardError:
+    """The error that names a function of the user's which raised, or took too long, and the prompt it was given."""
+    where = f"{kind} function {name_of_function(function)} on prompt {group[0].metadata.get('prompt_id', '?')!r}"
+    return RewardError(
+        f"{where}: {error}" if isinstance(error, OutOfTimeError) else f"{where} {describe_raised(error)}"
+    )
 
 
 def find_user_place(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import pytest
 
-from rollouts_core import rollout
+from rollouts_core import outage
 from rollouts_core.config import FilterConfig, RewardConfig, RolloutConfig, name_of_function
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.errors import (
@@ -29,10 +29,11 @@ from rollouts_core.errors import (
 from rollouts_core.filters import FilterDecision
 from rollouts_core.generate import build_pending_group, sampling_seed
 from rollouts_core.group_order import Schedule
+from rollouts_core.plain_rollouts import generate_rollout_batches
 from rollouts_core.resolve import GenerateFn
 from rollouts_core.rewards import RewardFn
 from rollouts_core.rl import describe_rollouts
-from rollouts_core.rollout import AsyncRolloutManager, generate_rollout_batches
+from rollouts_core.rollout import AsyncRolloutManager
 from rollouts_core.types import RolloutBatch, Sample, Status, VersionSpan
 from tests.rollouts_core.make import make_prompts
 
@@ -171,7 +172,7 @@ def test_an_outage_pauses_the_run_which_asks_for_the_same_groups_again(
     monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
     """With a share of 0.05 two groups are dropped before it is one; no other is lost."""
-    monkeypatch.setattr(rollout, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(outage, "FIRST_PAUSE_S", 0.01)
     asked: list[int] = []
 
     async def is_back_after_nine_calls(group: Sequence[Sample]) -> list[Sample]:
@@ -191,7 +192,7 @@ def test_an_outage_pauses_the_run_which_asks_for_the_same_groups_again(
 
 
 def test_an_outage_that_lasts_ends_the_run_and_says_for_how_long_it_paused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(outage, "FIRST_PAUSE_S", 0.02)
 
     async def fail(group: Sequence[Sample]) -> list[Sample]:
         raise EnvironmentUnavailableError("the sandboxes are away")
@@ -467,7 +468,7 @@ def block(given: object) -> float:
 
 
 def test_a_filter_that_does_not_return_ends_the_batch_and_names_the_prompt() -> None:
-    with pytest.raises(RewardError, match=r"filter function .*:block on prompt 'p\d' .* did not return within 0.1 s"):
+    with pytest.raises(RewardError, match=r"filter function .*:block on prompt 'p\d': it did not return within 0.1 s"):
         generate(CONFIG.model_copy(update={"filter_fn": block, "reward_timeout_s": 0.1}))
 
 
