@@ -1,6 +1,6 @@
 """Turn samples into the tensors of one forward pass. The one place that shifts and pads.
 
-Not here: which samples form a batch (sft.py, rl.py), the loss (algorithms/loss.py).
+Not here: which samples form a batch (sft.py, rl_batch.py), the loss (algorithms/loss.py).
 
 A sample of n tokens gives n - 1 positions: position i reads token i and is scored on token i + 1. Every per-token
 array of the sample is cut to its last n - 1 entries, so that index i speaks about `targets[i]`:

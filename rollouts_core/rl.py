@@ -90,41 +90,29 @@ async def run_rl_training(
         RewardError: a sample without a reward, unless the settings exclude such samples.
         NonFiniteError: a loss or gradient that is not finite, where the settings stop for it, or too many in a row.
     """
-    settings = describe_settings(config, inputs or {}, rollout=rollout_manager.config)
-    history: list[Metrics] = []
+    rollout, history = rollout_manager.config, list[Metrics]()
     async with (
-        open_target(
-            target, backend, inference_engines, rollout_manager.config, checkpoint_dir=checkpoint_dir
-        ) as own_target,
-        beside_event_loop(backend, is_needed=rollout_manager.config.max_staleness > 0) as trainer,
+        open_target(target, backend, inference_engines, rollout, checkpoint_dir=checkpoint_dir) as own_target,
+        beside_event_loop(backend, is_needed=rollout.max_staleness > 0) as trainer,
         RunCheckpoints(
             trainer,
             checkpoint_dir,
             config,
-            settings=settings,
+            settings=describe_settings(config, inputs or {}, rollout=rollout),
             scored_by="reward",
             events=events,
             is_end_asked=is_end_asked,
         ) as checkpoints,
     ):
         handed_over = partial(memory_handed_over, trainer, inference_engines, is_colocated=is_colocated)
-        publish = partial(publish_weights, trainer, inference_engines, own_target)
+        publish = partial(publish_version, trainer, inference_engines, own_target, rollout_manager)
         async with handed_over():  # says before the first step where an engine cannot
-            state = await checkpoints.resume()
-        if state:
-            set_cursors(data_buffer, rollout_manager, state)
-        skips = SkipCounter(config.max_skipped_updates, state.get("num_skipped", 0) if state else 0)
-        if events and checkpoint_dir:
-            rollout_manager.replay(read_schedules(events.path, after_step=state["step"] if state else 0))
-        await publish()
-        rollout_manager.weights_published(num_published := backend.weight_version)
-        for step in range((state["step"] if state else 0) + 1, config.num_steps + 1):
+            first_step, skips = await resume(checkpoints, data_buffer, rollout_manager)
+        published = await publish()
+        for step in range(first_step, config.num_steps + 1):
             began = perf_counter()
             batch = await rollout_manager.generate_batch()
-            if events and "completed" in batch.metadata:
-                events.write("rollouts_scheduled", step=step, **schedule_of(batch)._asdict())
-            if on_batch:
-                on_batch(step, batch)
+            note_batch(step, batch, events, on_batch)
             generated = perf_counter()
             async with handed_over():
                 metrics = await run_with(trainer, partial(train_on_rollouts, batch=batch, config=config, pad_id=pad_id))
@@ -132,20 +120,61 @@ async def run_rl_training(
             trained = perf_counter()
             # At a checkpoint too: a run that goes on from there publishes these weights before anything else.
             is_publish_due = step % config.sync_every == 0 or checkpoints.is_due(step)
-            if is_colocated or (is_publish_due and backend.weight_version != num_published):
-                version = await publish()
-                rollout_manager.weights_published(num_published := backend.weight_version)
-                if events:
-                    events.write("weights_published", step=step, version=version)
-            metrics |= describe_rollouts(batch)
-            seconds = {"generate_s": generated - began, "train_s": trained - generated}
-            metrics |= {**seconds, "publish_s": perf_counter() - trained, "idle_s": rollout_manager.take_idle_s()}
-            history.append(metrics)
+            if is_colocated or (is_publish_due and backend.weight_version != published):
+                published = await publish(step, events)
+            times = {"generate_s": generated - began, "train_s": trained - generated}
+            times |= {"publish_s": perf_counter() - trained, "idle_s": rollout_manager.take_idle_s()}
+            history.append(metrics | describe_rollouts(batch) | times)
             if metrics_logger and (step % config.log_every == 0 or step in (1, config.num_steps)):
-                metrics_logger.log(metrics, step)
-            if await checkpoints.after_step(step, metrics, lambda: read_cursors(data_buffer, rollout_manager, skips)):
+                metrics_logger.log(history[-1], step)
+            cursors = partial(read_cursors, data_buffer, rollout_manager, skips)
+            if await checkpoints.after_step(step, history[-1], cursors):
                 break
     return history
+
+
+async def resume(
+    checkpoints: RunCheckpoints,
+    data_buffer: DataBuffer | None,
+    rollout_manager: AsyncRolloutManager | OfflineRollouts,
+) -> tuple[int, SkipCounter]:
+    """Go on from the newest checkpoint, where there is one; returns the next step, and the updates just skipped."""
+    state = await checkpoints.resume() or {"step": 0}
+    if state["step"]:
+        rollout_manager.load_state_dict(state["rollout"])
+        if data_buffer:
+            data_buffer.load_state_dict(state["data_buffer"])
+    if checkpoints.events and checkpoints.directory:
+        rollout_manager.replay(read_schedules(checkpoints.events.path, after_step=state["step"]))
+    return state["step"] + 1, SkipCounter(checkpoints.config.max_skipped_updates, state.get("num_skipped", 0))
+
+
+async def publish_version(
+    trainer: TrainingBackend,
+    inference_engines: Sequence[InferenceEngine],
+    target: PublishTarget,
+    rollout_manager: AsyncRolloutManager | OfflineRollouts,
+    step: int = 0,
+    events: EventLog | None = None,
+) -> int:
+    """Bring the engines to the trainer's version, and tell who asks them; returns it.
+
+    Args:
+        events: gets a line that it was after this step; not where a run begins or goes on.
+    """
+    name = await publish_weights(trainer, inference_engines, target)
+    rollout_manager.weights_published(trainer.weight_version)
+    if events:
+        events.write("weights_published", step=step, version=name)
+    return trainer.weight_version
+
+
+def note_batch(step: int, batch: RolloutBatch, events: EventLog | None, on_batch: OnBatch | None) -> None:
+    """Write down what a step trains on, before it does."""
+    if events and "completed" in batch.metadata:
+        events.write("rollouts_scheduled", step=step, **schedule_of(batch)._asdict())
+    if on_batch:
+        on_batch(step, batch)
 
 
 def read_cursors(
@@ -157,15 +186,6 @@ def read_cursors(
         "rollout": rollout_manager.state_dict(),
         "num_skipped": skips.num_in_a_row,
     }
-
-
-def set_cursors(
-    data_buffer: DataBuffer | None, rollout_manager: AsyncRolloutManager | OfflineRollouts, state: Mapping[str, Any]
-) -> None:  # Any: JSON
-    """Go on from what `read_cursors` gave."""
-    if data_buffer:
-        data_buffer.load_state_dict(state["data_buffer"])
-    rollout_manager.load_state_dict(state["rollout"])
 
 
 def schedule_of(batch: RolloutBatch) -> Schedule:

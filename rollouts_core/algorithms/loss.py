@@ -1,6 +1,6 @@
 """The losses: functions of the log-probs of the targets and of the batch, normalised by the step's totals.
 
-Not here: how log-probs come from a model (model/loading.py), how advantages come from rewards (advantages.py).
+Not here: how log-probs come from a model (model/policy.py), how advantages come from rewards (advantages.py).
 
 Each loss of a micro-batch is a summand: the losses of all micro-batches of a step add up to the step's mean, because
 the divisor counts the whole step. Metrics are summands too.
@@ -237,7 +237,7 @@ def token_weights(batch: TrainBatch, config: LossConfig) -> Tensor:
         return batch.loss_mask_BT / (tokens_BT.clamp(min=1e-9) * batch.num_samples)
     if config.aggregation == "constant_length":
         return batch.loss_mask_BT / (config.constant_length * batch.num_samples)
-    assert batch.group_tokens_BT is not None, "prompt_mean needs group_tokens_BT: rl.prepare_grpo_batch fills it"
+    assert batch.group_tokens_BT is not None, "prompt_mean needs group_tokens_BT: prepare_grpo_batch fills it"
     return batch.loss_mask_BT / (batch.group_tokens_BT.clamp(min=1e-9) * batch.num_groups)
 
 

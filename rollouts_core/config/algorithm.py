@@ -1,7 +1,7 @@
 """`training.rl.advantage`, `.reward_shaping` and `.loss`: what tells one RL algorithm from another.
 
 Not here: the formulas (algorithms/advantages.py, algorithms/loss.py), the settings of named systems
-(algorithms/presets.py), how a name is filled in (rl.py).
+(algorithms/presets.py), how a name is filled in (config/rl.py).
 """
 
 from __future__ import annotations
