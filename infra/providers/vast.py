@@ -8,17 +8,33 @@ no key has to be registered with the account. `price` is not sent: with it the m
 
 import json
 import shlex
+from collections.abc import Sequence
 from typing import ClassVar
 
 from pydantic import BaseModel, Field
 
 from infra.errors import ProviderUnavailableError
-from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
+from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer, is_gpu_type
 from infra.providers.addresses import quoted, usable_host, usable_port
 from infra.providers.http import Account, Endpoint, Json
 
 DEFAULT_IMAGE = "vastai/pytorch:@vastai-automatic-tag"
-_MAX_OFFERS, _PAGE, _MAX_PAGES = 100, 25, 200
+_PAGE, _MAX_PAGES = 25, 200
+_OFFERS, _MAX_SEARCHES = 64, 8
+"""A search answers no more offers than that, whatever it is asked for; so many are made for one question, because
+Vast.ai limits how many offers an account may be shown in a day."""
+_GPU_NAMES = (
+    *("A10", "A10g", "A16", "A30", "A40", "A100 PCIE", "A100 SXM", "A100 SXM4", "A100X", "A800 PCIE", "B200", "B300"),
+    *("B300 SXM", "GB10", "GH200 SXM", "H100 NVL", "H100 PCIE", "H100 SXM", "H200", "H200 NVL", "L4", "L40", "L40S"),
+    *("Q RTX 6000", "Q RTX 8000", "Tesla P100", "Tesla T4", "Tesla V100", "Titan RTX", "Titan V", "RTX 2080 Ti"),
+    *("RTX 3060", "RTX 3060 Ti", "RTX 3070", "RTX 3070 Ti", "RTX 3080", "RTX 3080 Ti", "RTX 3090", "RTX 3090 Ti"),
+    *("RTX 4060", "RTX 4060 Ti", "RTX 4070", "RTX 4070 Ti", "RTX 4070S", "RTX 4070S Ti", "RTX 4080", "RTX 4080S"),
+    *("RTX 4090", "RTX 4090D", "RTX 5060", "RTX 5060 Ti", "RTX 5070", "RTX 5070 Ti", "RTX 5080", "RTX 5090"),
+    *("RTX 2000Ada", "RTX 4000Ada", "RTX 4500Ada", "RTX 5000Ada", "RTX 5880Ada", "RTX 6000Ada", "RTX A4000"),
+    *("RTX A4500", "RTX A5000", "RTX A6000", "RTX PRO 4000", "RTX PRO 4500", "RTX PRO 5000", "RTX PRO 6000"),
+    *("RTX PRO 6000 Max-Q", "RTX PRO 6000 S", "RTX PRO 6000 WS"),
+)
+"""What Vast.ai calls GPUs; one that is not here is looked for among all."""
 _LIST = "/api/v1/instances/"
 STATUS = {
     "created": InstanceStatus.STARTING,
@@ -99,14 +115,15 @@ class Vast(Account):
             "disk_space": {"gte": query.disk_gb},
             "allocated_storage": query.disk_gb,
             "order": [["dph_total", "asc"], ["id", "asc"]],
-            "limit": _MAX_OFFERS,
+            "limit": _OFFERS,
         }
         if is_secure:
             body["datacenter"] = {"eq": True}
         if query.min_cuda:
             body["cuda_max_good"] = {"gte": float(query.min_cuda)}
-        asks = self._api.ask("/api/v0/bundles/", body, _Asks).offers
-        return [_read_offer(ask, is_secure=is_secure) for ask in asks]
+        names = _names_of(query.gpu_types)
+        named = self._search(body | {"gpu_name": {"in": names}}, query) if names else []
+        return named or self._search(body, query)  # whatever the names are by now, what is there is found
 
     def create(self, offer: Offer, spec: MachineSpec) -> str:
         key = shlex.quote(spec.public_key)
@@ -143,6 +160,31 @@ class Vast(Account):
 
     def terminate(self, instance_id: str) -> None:
         self._api.change("DELETE", f"/api/v0/instances/{quoted(instance_id)}/")
+
+    def _search(self, body: Json, query: GPUQuery) -> list[Offer]:
+        """What answers to the question, cheapest first, until there is enough that fits, or the rest is too dear."""
+        found: dict[str, Offer] = {}
+        floor: Json = {}
+        for _ in range(_MAX_SEARCHES):
+            asks = self._api.ask("/api/v0/bundles/", body | floor, _Asks).offers
+            offers = {str(ask.id): _read_offer(ask, is_secure="datacenter" in body) for ask in asks}
+            has_more = not offers.keys() <= found.keys()
+            found |= offers
+            price = max((ask.dph_total for ask in asks), default=0.0)
+            num_fitting = sum(map(query.admits, found.values()))
+            if len(asks) < _OFFERS or num_fitting >= _OFFERS or price > query.max_usd_per_gpu_hour * query.gpu_count:
+                break
+            floor = {"dph_total": {"gte" if has_more else "gt": price}}
+        return list(found.values())
+
+
+def _names_of(gpu_types: Sequence[str]) -> list[str]:
+    """What Vast.ai calls GPUs of these types; nothing where it calls one of them something else, or all will do."""
+    names = {wanted: [name for name in _GPU_NAMES if is_gpu_type(name, wanted)] for wanted in gpu_types}
+    if not all(names.values()):
+        return []
+    # Its document writes RTX_4090, its guide and its offers RTX 4090; a name that nobody has does not matter.
+    return sorted({spelt for known in names.values() for name in known for spelt in (name, name.replace(" ", "_"))})
 
 
 def _read_offer(ask: _Ask, *, is_secure: bool) -> Offer:

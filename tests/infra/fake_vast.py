@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import operator
+from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -13,7 +15,14 @@ from tests.infra.fake_cloud import FakeCloud, Machine, reply
 
 PAGE = 2
 """Small, so that every list has several pages."""
+MOST_ASKS = 64
+"""A search answers no more, whatever limit it names."""
 ASK = {"id": 7001, "gpu_name": "H100 SXM", "num_gpus": 1, "gpu_ram": 80000, "geolocation": "Romania, RO"}
+
+_FILTERS: dict[str, Callable[[Any, Any], bool]] = {
+    **{"eq": operator.eq, "gt": operator.gt, "gte": operator.ge},
+    "in": lambda value, wanted: value in wanted,
+}
 
 
 class FakeVast(FakeCloud):
@@ -21,6 +30,7 @@ class FakeVast(FakeCloud):
         super().__init__()
         self.asks: list[dict[str, Any]] = [{**ASK, "dph_total": 2.2}]
         """Without a `machine_id` they are for whatever machine, so that a test may rent after one that broke."""
+        self.searches: list[dict[str, Any]] = []
 
     def routes(self) -> list[Any]:
         return [
@@ -43,7 +53,12 @@ class FakeVast(FakeCloud):
         return self.error(410, "no_such_ask: it is no longer available")
 
     async def search(self, request: Request) -> Response:
-        return reply({"offers": self.asks})
+        query = json.loads(await request.body())
+        self.searches.append(query)
+        wanted = {key: value for key, value in query.items() if key in ("gpu_name", "gpu_ram", "num_gpus", "dph_total")}
+        asks = [ask for ask in self.asks if all(_is_met(ask[key], value) for key, value in wanted.items())]
+        asks.sort(key=lambda ask: [ask[column] for column, _ in query["order"]])
+        return reply({"offers": asks[: min(query["limit"], MOST_ASKS)]})
 
     async def take(self, request: Request) -> Response:
         return await self.creates(
@@ -79,3 +94,9 @@ class FakeVast(FakeCloud):
             "dph_total": 2.2 * self.faults.price_factor,
             "onstart": machine.request["onstart"],
         }
+
+
+def _is_met(value: Any, condition: dict[str, Any]) -> bool:
+    """Whether a column of an ask is as a filter wants it."""
+    ((how, wanted),) = condition.items()
+    return bool(_FILTERS[how](value, wanted))

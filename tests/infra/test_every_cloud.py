@@ -25,7 +25,7 @@ from infra.errors import (
 )
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import Node, SSHAccess
-from infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec
+from infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import usable_port
 from infra.providers.clouds import ENDPOINTS
 from infra.providers.prime import Prime
@@ -36,7 +36,7 @@ from infra.reaper import reap
 from infra.rentals import Rental, RentalState, all_rentals, change_rental
 from tests.infra.fake_cloud import HANG_S, KEY, FakeCloud
 from tests.infra.fake_prime import FakePrime
-from tests.infra.fake_vast import FakeVast
+from tests.infra.fake_vast import ASK, FakeVast
 from tests.infra.test_cloud_contracts import PROVIDERS, PUBLIC_KEY
 from tests.infra.test_provision import PACE, REQUEST, usable
 
@@ -422,3 +422,45 @@ def test_a_physical_machine_that_could_not_be_used_is_not_rented_again_within_a_
         with pytest.raises(NoMachineError, match="was offered"):
             rent("d")
         assert fake.num_creates() == 4
+
+
+def _search_vast(asks: list[dict[str, object]], query: GPUQuery) -> tuple[list[Offer], FakeVast]:
+    """What is admitted of these asks, which take the place of the usual ones."""
+    fake = FakeVast()
+    fake.asks = [{**ASK, "id": number, **ask} for number, ask in enumerate(asks)]
+    with fake.served() as url, Vast(KEY, url, min_interval_s=0) as cloud:
+        return [offer for offer in cloud.search(query) if query.admits(offer)], fake
+
+
+CHEAP: list[dict[str, object]] = [
+    {"gpu_name": "RTX 4090", "gpu_ram": 24_000, "dph_total": 0.3 + 0.001 * number} for number in range(150)
+]
+
+
+@pytest.mark.parametrize("name", ["H100 SXM", "H100 NVL", "H100_SXM"])
+def test_cheaper_machines_with_other_gpus_hide_none_with_the_wanted_one(name: str) -> None:
+    offers, fake = _search_vast([*CHEAP, {"gpu_name": name, "dph_total": 2.2}], GPUQuery(gpu_types=("H100",)))
+    assert [(offer.gpu_type, offer.usd_per_hour) for offer in offers] == [(name, 2.2)]
+    assert len(fake.searches) == 1
+
+
+@pytest.mark.parametrize("gpu_type", ["H100", "Imaginary 9000"], ids=["renamed", "unknown"])
+def test_a_gpu_whose_name_at_its_provider_is_not_known_is_found_all_the_same(gpu_type: str) -> None:
+    name = f"NVIDIA {gpu_type} Ultra"
+    offers, fake = _search_vast([*CHEAP, {"gpu_name": name, "dph_total": 2.2}], GPUQuery(gpu_types=(gpu_type,)))
+    assert [offer.gpu_type for offer in offers] == [name] and len(fake.searches) <= 4
+
+
+@pytest.mark.parametrize("step", [0.001, 0.0], ids=["dearer and dearer", "one price"])
+def test_many_cheaper_machines_elsewhere_hide_none_in_the_wanted_region(step: float) -> None:
+    elsewhere = [{**ask, "dph_total": 0.3 + step * number} for number, ask in enumerate(CHEAP[:100])]
+    there = {"gpu_name": "RTX 4090", "dph_total": 0.9, "geolocation": "Texas, US"}
+    offers, fake = _search_vast([*elsewhere, there], GPUQuery(gpu_types=("RTX 4090",), regions=("US",)))
+    assert [(offer.region, offer.usd_per_hour) for offer in offers] == [("US", 0.9)]
+    assert len(fake.searches) <= 3
+
+
+def test_the_search_ends_with_the_first_machine_that_is_too_dear() -> None:
+    asks = [{"dph_total": 3.0 + 0.02 * number} for number in range(300)]
+    offers, fake = _search_vast(list(asks), GPUQuery(gpu_types=("H100",), max_usd_per_gpu_hour=4.0))
+    assert len(offers) == 51 and len(fake.searches) == 1
