@@ -4,7 +4,7 @@ Not here: what is asked (runpod.py and its like).
 
     reading, ending    asked again while the provider is busy or away, up to `patience_s`, then ProviderUnavailableError
     creating           sent once: 429 created nothing and is asked again; no answer or 5xx is an UnclearAnswerError
-    both               401, 402, 403 are a ProviderRefusedError at once
+    both               401, 402, 403 are a ProviderRefusedError at once, unless a provider means something else by them
 
 Providers count the requests of an account, whoever sends them: so all connections of a process to one take turns.
 
@@ -63,6 +63,10 @@ class Endpoint:
     """Requests for machines are."""
     patience_s: float = 60.0
     """Reading and ending are tried for this long."""
+    account_refusal: str = ""
+    """Regular expression of what is said about the account with other codes than 401, 402 and 403."""
+    offer_refusal: str = ""
+    """Regular expression of what is said about one offer with 403; empty where that is always about the account."""
 
     @property
     def url_variable(self) -> str:
@@ -282,8 +286,14 @@ class ProviderAPI:
         time.sleep(pause_s)
 
     def _check_refused(self, answer: _Answer, what: str) -> None:
-        if reason := _REFUSED.get(answer.status):
-            said = self._shown(answer.content)
+        if not 400 <= answer.status < 500:
+            return
+        said, reason = self._shown(answer.content), _REFUSED.get(answer.status)
+        if self._endpoint.offer_refusal and answer.status == 403 and re.search(self._endpoint.offer_refusal, said):
+            reason = None
+        elif self._endpoint.account_refusal and re.search(self._endpoint.account_refusal, said):
+            reason = reason or "the account may not do that"
+        if reason is not None:
             raise ProviderRefusedError(
                 f"{self._endpoint.title} refused {what} with {answer.status}, {reason} ({said}): "
                 f"check the key in {self._endpoint.key_variable} and the account"
@@ -330,12 +340,6 @@ class Account:
 def key_blob(public_key: str) -> str:
     """The part of a line in OpenSSH's format that is the key itself: type, blob, comment."""
     return public_key.split()[1]
-
-
-def error_code(message: str) -> str:
-    """The `code` of a JSON error inside a message of ours, where there is one."""
-    match = re.search(r'"code"\s*:\s*"([^"]+)"', message)
-    return match[1] if match else ""
 
 
 def _seconds(retry_after: str) -> float | None:

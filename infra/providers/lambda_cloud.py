@@ -14,10 +14,9 @@ from typing import ClassVar
 
 from pydantic import BaseModel, Field
 
-from infra.errors import OfferGoneError, ProviderRefusedError
 from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import quoted, usable_host
-from infra.providers.http import Account, Endpoint, InstanceId, Json, error_code, key_blob
+from infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob
 
 USER = "ubuntu"
 STATUS = {
@@ -28,7 +27,6 @@ STATUS = {
     "terminated": InstanceStatus.GONE,
     "preempted": InstanceStatus.GONE,
 }
-_HOPELESS_CODES = ("global/quota-exceeded", "global/account-inactive", "global/invalid-address")
 _VRAM = re.compile(r"(\d+)\s*GB", re.IGNORECASE)
 
 
@@ -105,6 +103,7 @@ class Lambda(Account):
         key_variable="LAMBDA_API_KEY",
         min_interval_s=1.0,
         create_interval_s=12.0,
+        account_refusal=r'"code"\s*:\s*"global/(quota-exceeded|account-inactive|invalid-address)"',
     )
 
     def search(self, query: GPUQuery) -> list[Offer]:
@@ -125,12 +124,7 @@ class Lambda(Account):
         }
         if spec.image:
             body["image"] = {"family": spec.image}
-        try:
-            launch = self._api.create("/api/v1/instance-operations/launch", body, _Launch, is_machine=True)
-        except OfferGoneError as error:
-            if error_code(str(error)) in _HOPELESS_CODES:
-                raise ProviderRefusedError(str(error)) from error
-            raise
+        launch = self._api.create("/api/v1/instance-operations/launch", body, _Launch, is_machine=True)
         return launch.data.instance_ids[0]
 
     def get(self, instance_id: str) -> Instance | None:

@@ -31,6 +31,8 @@ class FakeVast(FakeCloud):
         self.asks: list[dict[str, Any]] = [{**ASK, "dph_total": 2.2}]
         """Without a `machine_id` they are for whatever machine, so that a test may rent after one that broke."""
         self.searches: list[dict[str, Any]] = []
+        self.barred: set[int] = set()
+        """Asks that our account may not take, although it may take others."""
 
     def routes(self) -> list[Any]:
         return [
@@ -60,7 +62,15 @@ class FakeVast(FakeCloud):
         asks.sort(key=lambda ask: [ask[column] for column, _ in query["order"]])
         return reply({"offers": asks[: min(query["limit"], MOST_ASKS)]})
 
+    def refuse_money(self) -> Response:
+        refusal = {"success": False, "error": "insufficient_credit", "msg": "Your account lacks credit."}
+        return reply(refusal, 400)
+
     async def take(self, request: Request) -> Response:
+        ask_id = request.path_params["id"]
+        if ask_id in self.barred:
+            said = f"error 403/3586: Offer {ask_id} is not your own. Hosts can only rent their own machines."
+            return reply({"success": False, "error": "invalid_args", "msg": said, "ask_id": ask_id}, 403)
         return await self.creates(
             request, "label", lambda machine: reply({"success": True, "new_contract": int(machine.id)})
         )

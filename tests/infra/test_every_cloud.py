@@ -424,6 +424,20 @@ def test_a_physical_machine_that_could_not_be_used_is_not_rented_again_within_a_
         assert fake.num_creates() == 4
 
 
+def test_an_offer_that_the_account_may_not_take_is_passed_over_and_the_next_taken(tmp_path: Path) -> None:
+    fake = FakeVast()
+    fake.asks = [{**ASK, "dph_total": 2.2}, {**ASK, "id": 7002, "dph_total": 2.3}]
+    fake.barred = {7001}
+    with fake.served() as url, Vast(KEY, url, min_interval_s=0) as cloud, Ledger(tmp_path / LEDGER_FILE) as ledger:
+        world = World(fake, cloud, tmp_path, ledger)
+        assert world.rent().usd_per_hour == 2.3 and fake.num_creates() == 2
+        assert [row.state for row in all_rentals(ledger)] == [RentalState.REFUSED, RentalState.READY]
+        fake.barred = {7001, 7002}
+        with pytest.raises(NoMachineError, match=r"Offer 7001 is not your own.*Offer 7002 is not your own"):
+            world.rent(replace(WANTED, run_id="another"))
+    assert len(fake.alive()) == 1
+
+
 def _search_vast(asks: list[dict[str, object]], query: GPUQuery) -> tuple[list[Offer], FakeVast]:
     """What is admitted of these asks, which take the place of the usual ones."""
     fake = FakeVast()
