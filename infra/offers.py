@@ -18,6 +18,8 @@ CloudName = Literal["runpod", "lambda", "prime", "shadeform", "vast", "sky"]
 CLOUD_NAMES: tuple[CloudName, ...] = ("runpod", "lambda", "prime", "shadeform", "vast", "sky")
 NETWORKED_CLOUDS: tuple[CloudName, ...] = ("lambda", "sky")
 """Those whose machines reach each other by private addresses within a region."""
+MAX_USD_PER_HOUR = 1e6
+"""A price beyond it is a mistake."""
 CUDA_PATTERN = r"^(\d+\.\d+)?$"
 _LETTERS_AND_NUMBER = re.compile(r"([a-z]{2,})(\d)")
 _MODEL = re.compile(r"(?<![a-z0-9])[a-z]?\d+")
@@ -125,8 +127,9 @@ class Offer:
 
     @property
     def is_sane(self) -> bool:
-        """True when it has a price, and names that a terminal would only show."""
-        return self.usd_per_hour > 0 and (self.gpu_type + self.region).isprintable()
+        """True when it has GPUs, a price, and names that a terminal would only show."""
+        has_price = 0 < self.usd_per_hour <= MAX_USD_PER_HOUR
+        return self.gpu_count > 0 and has_price and (self.gpu_type + self.region).isprintable()
 
     @property
     def where(self) -> str:

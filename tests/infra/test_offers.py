@@ -6,6 +6,7 @@ Without it a machine could be rented that is too dear, too small, or somebody's 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -109,6 +110,15 @@ A100 = replace(OFFER, gpu_type="NVIDIA A100", region="US-TX-3", usd_per_hour=2.0
 )
 def test_the_closest_offer_is_the_cheapest_where_the_price_alone_is_amiss(offers: list[Offer], sentence: str) -> None:
     assert describe_closest(QUERY, offers, "<{}>".format) == sentence
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"gpu_count": 0}, {"usd_per_hour": 1e308}, {"usd_per_hour": 0.0}, {"gpu_type": "\x1b"}]
+)
+def test_an_offer_that_cannot_be_true_is_none(wrong: dict[str, Any]) -> None:
+    offer = replace(OFFER, **wrong)
+    assert not GPUQuery().admits(offer)
+    assert describe_closest(QUERY, [offer], str) == "no provider that was asked has anything like it"
 
 
 def test_every_condition_of_a_query_has_an_option_by_which_people_change_it() -> None:
