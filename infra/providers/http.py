@@ -160,6 +160,25 @@ class ProviderAPI:
         except ValidationError as error:
             raise ProviderUnavailableError(self._say("a list", f"an unreadable answer ({_first(error)})")) from error
 
+    def readable(self, records: Sequence[Json], shape: type[RecordT]) -> list[RecordT]:
+        """Those records of a list of offers that have the given shape: one of a new kind does not hide the others.
+
+        Raises:
+            ProviderUnavailableError: none of several has it.
+        """
+        found, problems = list[RecordT](), list[str]()
+        for record in records:
+            try:
+                found.append(shape.model_validate(record))
+            except ValidationError as error:
+                problems.append(_first(error))
+        if problems:
+            several = f"{len(problems)} of {len(records)} offers in an unreadable answer ({problems[0]})"
+            if not found:
+                raise ProviderUnavailableError(self._say("a search", several))
+            logger.warning("%s: they are left out", self._say("a search", several))
+        return found
+
     def change(self, method: str, path: str, body: Json | None = None) -> bytes | None:
         """Ask for something that may be asked for twice; returns the answer, or None where the API answers 404.
 

@@ -52,7 +52,7 @@ class _KindAndRegions(BaseModel):
 
 
 class _Kinds(BaseModel):
-    data: dict[str, _KindAndRegions]
+    data: dict[str, Json]
 
 
 class _Launched(BaseModel):
@@ -107,10 +107,10 @@ class Lambda(Account):
     )
 
     def search(self, query: GPUQuery) -> list[Offer]:
-        kinds = self._api.read("/api/v1/instance-types", _Kinds).data.values()
+        kinds = self._api.read("/api/v1/instance-types", _Kinds).data
         return [
             _read_offer(each.instance_type, each.instance_type.specs, region.name)
-            for each in kinds
+            for each in self._api.readable(list(kinds.values()), _KindAndRegions)
             for region in each.regions_with_capacity_available
             if each.instance_type.specs is not None and each.instance_type.specs.gpus > 0
         ]

@@ -100,7 +100,7 @@ class _Configuration(BaseModel):
 
 
 class _Configurations(BaseModel):
-    items: list[_Configuration]
+    items: list[Json]
     totalCount: int
 
 
@@ -138,13 +138,14 @@ class Prime(Account):
         params = {"gpu_count": str(query.gpu_count), "page_size": str(_PAGE)}
         if query.security == "secure":
             params["security"] = "secure_cloud"
-        found: list[_Configuration] = []
+        found: list[Json] = []
         for number in range(1, _MAX_PAGES + 1):
             page = self._api.read("/api/v1/availability/gpus", _Configurations, params | {"page": str(number)})
             found += page.items
             if not page.items or len(found) >= page.totalCount:
                 break
-        return [offer for each in found if (offer := _read_offer(each, query.disk_gb)) is not None]
+        configurations = self._api.readable(found, _Configuration)
+        return [offer for each in configurations if (offer := _read_offer(each, query.disk_gb)) is not None]
 
     def create(self, offer: Offer, spec: MachineSpec) -> str:
         provider, socket, image, disk_gb, data_center, cloud_id = map(unquote, offer.id.split(":"))

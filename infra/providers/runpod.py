@@ -68,7 +68,7 @@ class _GPU(BaseModel):
 
 
 class _GPUs(BaseModel):
-    gpus: list[_GPU]
+    gpus: list[Json]
 
 
 class RunPod(Account):
@@ -119,7 +119,7 @@ class RunPod(Account):
             params["minCudaVersion"] = query.min_cuda
         is_secure = tier == "SECURE"
         offers = []
-        for gpu in self._api.read("/v2/catalog/gpus", _GPUs, params).gpus:
+        for gpu in self._api.readable(self._api.read("/v2/catalog/gpus", _GPUs, params).gpus, _GPU):
             price = gpu.price.secure if is_secure else gpu.price.community
             max_count = gpu.maxCount.secure if is_secure else gpu.maxCount.community
             if gpu.availability == "NONE" or price <= 0 or max_count < query.gpu_count:

@@ -47,7 +47,7 @@ class _Kind(BaseModel):
 
 
 class _Kinds(BaseModel):
-    instance_types: list[_Kind]
+    instance_types: list[Json]
 
 
 class _Created(BaseModel):
@@ -94,7 +94,7 @@ class Shadeform(Account):
         kinds = self._api.read("/instances/types", _Kinds, params).instance_types
         return [
             _read_offer(kind, place.region)
-            for kind in kinds
+            for kind in self._api.readable(kinds, _Kind)
             for place in kind.availability
             if place.available and kind.configuration.num_gpus > 0
         ]

@@ -60,7 +60,7 @@ class _Ask(BaseModel):
 
 
 class _Asks(BaseModel):
-    offers: list[_Ask]
+    offers: list[Json]
 
 
 class _Contract(BaseModel):
@@ -168,13 +168,14 @@ class Vast(Account):
         found: dict[str, Offer] = {}
         floor: Json = {}
         for _ in range(_MAX_SEARCHES):
-            asks = self._api.ask("/api/v0/bundles/", body | floor, _Asks).offers
+            answer = self._api.ask("/api/v0/bundles/", body | floor, _Asks).offers
+            asks = self._api.readable(answer, _Ask)
             offers = {str(ask.id): _read_offer(ask, is_secure="datacenter" in body) for ask in asks}
             has_more = not offers.keys() <= found.keys()
             found |= offers
             price = max((ask.dph_total for ask in asks), default=0.0)
             num_fitting = sum(map(query.admits, found.values()))
-            if len(asks) < _OFFERS or num_fitting >= _OFFERS or price > query.max_usd_per_gpu_hour * query.gpu_count:
+            if len(answer) < _OFFERS or num_fitting >= _OFFERS or price > query.max_usd_per_gpu_hour * query.gpu_count:
                 break
             floor = {"dph_total": {"gte" if has_more else "gt": price}}
         return list(found.values())

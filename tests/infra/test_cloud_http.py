@@ -250,6 +250,17 @@ def test_what_a_provider_says_moves_no_cursor(status: int, text: str) -> None:
     assert str(caught.value).isprintable()
 
 
+def test_an_offer_of_a_new_kind_does_not_hide_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    fake = FakeVast()
+    fake.asks = [{**fake.asks[0], "gpu_name": None}, fake.asks[0]]
+    with fake.served() as url, Vast(FAKE_KEY, url, min_interval_s=0) as cloud:
+        assert [offer.gpu_type for offer in cloud.search(GPUQuery())] == ["H100 SXM"]
+        assert "Vast.ai answered a search with 1 of 2 offers in an unreadable answer (gpu_name: " in caplog.text
+        fake.asks = fake.asks[:1]
+        with pytest.raises(ProviderUnavailableError, match=r"1 of 1 offers in an unreadable answer \(gpu_name: "):
+            cloud.search(GPUQuery())
+
+
 def test_a_missing_key_names_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     for entry in ENDPOINTS.values():
         monkeypatch.delenv(entry.key_variable, raising=False)
