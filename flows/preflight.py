@@ -37,6 +37,7 @@ from infra.session import LOOPBACK, Session
 from rollouts_core.config import Config, DataConfig, EngineConfig
 from rollouts_core.errors import ConfigError
 from rollouts_core.keys import key_header, read_key
+from rollouts_core.model_size import ModelSize, find_model_size
 from rollouts_core.resource_needs import checkpoint_disk_bytes
 from tasks.inputs import bring_inputs
 from tasks.installed_engines import check_installed, leads_engines
@@ -71,9 +72,11 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
     config = bring_inputs(pipeline.config, store, findings.append)
     if isinstance(pipeline.node, RentedNode):  # a machine costs money: what else it can do is seen when it is there
         trained = check_training(config)
-        check_query(pipeline.node.query, config)
-        fitting = with_enough_memory(pipeline.node, config)
-        rented = [*describe_least_memory(fitting), check_rentable(fitting)]
+        size = find_model_size(config.model)
+        check_query(pipeline.node.query, config, size)
+        fitting = with_enough_memory(pipeline.node, config, size)
+        unknown = [size.describe_problem(config.model.path)] if size.problem else []
+        rented = [*unknown, *describe_least_memory(fitting), check_rentable(fitting)]
         return [*findings, *rented, *trained, *check_retrain(pipeline, config)]
     node = reach_node(pipeline.node, store, findings)
     if node is not None:
@@ -146,7 +149,7 @@ def describe_least_memory(node: RentedNode) -> list[str]:
     return [f"node: GPUs with at least {node.query.min_vram_gb:.1f} GB"] if node.query.min_vram_gb else []
 
 
-def check_query(query: GPUQuery, config: Config) -> None:
+def check_query(query: GPUQuery, config: Config, size: ModelSize) -> None:
     """Raise ConfigError when a machine that is asked for could not do the work, whichever it is."""
     ranks = (*config.deployment.trainer_gpu_ranks, *config.deployment.engine_gpu_ranks)
     if ranks and max(ranks) >= query.gpu_count:
@@ -154,7 +157,7 @@ def check_query(query: GPUQuery, config: Config) -> None:
             f"deployment names GPU {max(ranks)}, and node.query.gpu_count {query.gpu_count} asks for GPUs up to "
             f"{query.gpu_count - 1}: ask for more, or name others"
         )
-    disk_gb = checkpoint_disk_bytes(config) / 1e9
+    disk_gb = checkpoint_disk_bytes(config, size) / 1e9
     if disk_gb > query.disk_gb:
         raise ConfigError(
             f"checkpoints take {disk_gb:.1f} GB, and node.query.disk_gb asks for {query.disk_gb}: ask for more, or "

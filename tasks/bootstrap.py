@@ -22,6 +22,7 @@ from infra.reach import check_both_ways
 from infra.session import Session
 from rollouts_core.config import Config
 from rollouts_core.keys import key_variables
+from rollouts_core.model_size import ModelSize, find_model_size
 from rollouts_core.resource_needs import checkpoint_disk_bytes, least_memory_bytes
 from tasks.installed_engines import check_installed, leads_engines
 from tasks.placement import place_code
@@ -39,18 +40,21 @@ def bootstrap(node: Node, config: Config, settings: NodeSettings, *, trains: boo
         trains: whether something is trained there, which takes memory and disk.
     """
     placement = config.deployment
+    size = find_model_size(config.model) if trains else ModelSize()
     own_gpus = {*placement.trainer_gpu_ranks, *(() if node.engine_nodes else placement.engine_gpu_ranks)}
     needs = NodeNeeds(
-        disk_gb=max(settings.min_free_gb, checkpoint_disk_bytes(config) / 1e9 if trains else 0.0),
+        disk_gb=max(settings.min_free_gb, checkpoint_disk_bytes(config, size) / 1e9),
         num_gpus=len(own_gpus),
         last_gpu=max(own_gpus, default=-1),
         trains_on_gpu=trains and wants_gpu(config),
         is_rented_for_gpus=node.is_rented,
         trainer_gpu_ranks=placement.trainer_gpu_ranks,
         num_trainers=placement.num_trainer_processes,
-        trainer_gb=least_memory_bytes(config, num_machines=1 + len(node.trainer_nodes)) / 1e9 if trains else 0.0,
+        trainer_gb=least_memory_bytes(config, size, num_machines=1 + len(node.trainer_nodes)) / 1e9,
     )
     with StageProgress("bootstrap", num_steps=0, console=stage_console()) as progress, ExitStack() as stack:
+        if size.problem:
+            progress.say(size.describe_problem(config.model.path))
         session = stack.enter_context(open_session(node))
         modules = modules_called(config, trains=trains)
         ready, report = prepare_machine(session, node, settings, needs, config, progress, modules)

@@ -17,6 +17,7 @@ from infra.node import LocalNode, RentedNode
 from infra.offers import GPUQuery
 from rollouts_core.config import Config
 from rollouts_core.errors import ConfigError
+from rollouts_core.model_size import find_model_size
 from tasks.plan_node import with_enough_memory
 
 
@@ -54,8 +55,8 @@ def test_eight_gpus_hold_an_eighth_each_and_have_to_be_asked_for(tmp_path: Path)
     model = write_header(tmp_path / "model", num_parameters=7_000_000_000)
     config = make_config(model, trainer_gpu_ranks=tuple(range(8)))
     with pytest.raises(ConfigError, match=r"names GPU 7, and node\.query\.gpu_count 1 asks for GPUs up to 0"):
-        check_query(GPUQuery(), config)
-    check_query(GPUQuery(gpu_count=8), config)
+        check_query(GPUQuery(), config, find_model_size(config.model))
+    check_query(GPUQuery(gpu_count=8), config, find_model_size(config.model))
     node = with_enough_memory(RentedNode(max_usd=1.0, query=GPUQuery(gpu_count=8)), config)
     assert node.query.min_vram_gb == pytest.approx(14e9 / 2**30, abs=0.1)
 
@@ -63,11 +64,11 @@ def test_eight_gpus_hold_an_eighth_each_and_have_to_be_asked_for(tmp_path: Path)
 def test_a_disk_that_is_too_small_for_the_checkpoints_is_refused(tmp_path: Path) -> None:
     config = make_config(write_header(tmp_path / "model", num_parameters=7_000_000_000))
     with pytest.raises(ConfigError, match=r"checkpoints take 84\.0 GB, and node\.query\.disk_gb asks for 50"):
-        check_query(GPUQuery(disk_gb=50), config)
+        check_query(GPUQuery(disk_gb=50), config, find_model_size(config.model))
 
 
 def test_a_small_model_fits_on_whatever_is_rented(tmp_path: Path) -> None:
     config = make_config(write_header(tmp_path / "model", num_parameters=400_000_000))
     node = RentedNode(max_usd=1.0)
     assert with_enough_memory(node, config) == node
-    check_query(node.query, config)
+    check_query(node.query, config, find_model_size(config.model))

@@ -5,9 +5,7 @@ Without it a machine could be rented that cannot hold the model, or a good one b
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +14,9 @@ from rollouts_core.algorithms.loss import create_cross_entropy_loss
 from rollouts_core.backends.pytorch import create_pytorch_backend
 from rollouts_core.batch import build_batch
 from rollouts_core.config import Config, LoRAConfig, ModelConfig, OptimConfig, PolicyConfig
+from rollouts_core.model_size import ModelSize, find_model_size
 from rollouts_core.resource_needs import (
     checkpoint_disk_bytes,
-    count_parameters,
     least_memory_bytes,
     least_training_bytes,
 )
@@ -46,7 +44,7 @@ def test_the_least_memory_is_what_weights_gradients_and_moments_take(
     held += num_bytes(moments)
     if backend.reference is not None:
         held += num_bytes(backend.reference.hf_model.parameters())
-    num_parameters = count_parameters(Path(base_model.path))
+    num_parameters = find_model_size(base_model).num_parameters
     assert num_parameters == sum(weight.numel() for weight in backend.model.parameters())
     needed = least_training_bytes(num_parameters, PolicyConfig(), with_reference=with_reference, num_processes=1)
     assert needed == held
@@ -59,8 +57,8 @@ def test_adapters_spare_the_optimizer_and_processes_share() -> None:
     assert full == 16 * BILLION
 
 
-def test_a_run_needs_what_its_hungriest_stage_does(base_model: ModelConfig, tmp_path: Path) -> None:
-    num_parameters = count_parameters(Path(base_model.path))
+def test_a_run_needs_what_its_hungriest_stage_does(base_model: ModelConfig) -> None:
+    size = find_model_size(base_model)
     settings = {
         "mode": "sft+rl",
         "model": {"path": base_model.path},
@@ -72,22 +70,7 @@ def test_a_run_needs_what_its_hungriest_stage_does(base_model: ModelConfig, tmp_
     }
     config = Config.model_validate(settings)
     assert config.training.rl.with_reference
-    assert least_memory_bytes(config) == num_parameters * 20
+    assert least_memory_bytes(config, size) == size.num_parameters * 20
     kept = config.training.sft.keep_checkpoints + config.training.sft.keep_best
-    assert checkpoint_disk_bytes(config) == num_parameters * (4 * kept + 12)
-    assert least_memory_bytes(config.model_copy(update={"model": ModelConfig(path="org/of-the-hub")})) == 0
-
-
-def test_weights_that_lie_there_twice_count_once_and_damaged_files_not_at_all(
-    base_model: ModelConfig, tmp_path: Path
-) -> None:
-    original = Path(base_model.path) / "model.safetensors"
-    num_parameters = count_parameters(original.parent)
-    for name in ("model-00001-of-00001.safetensors", "consolidated.safetensors"):
-        (tmp_path / name).write_bytes(original.read_bytes())
-    index = {"weight_map": {"a": "model-00001-of-00001.safetensors", "b": "model-00001-of-00001.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert count_parameters(tmp_path) == num_parameters
-    for damage in (b"version https://git-lfs.github.com/spec/v1\n", b"", original.read_bytes()[:100]):
-        (tmp_path / "model-00001-of-00001.safetensors").write_bytes(damage)
-        assert count_parameters(tmp_path) == 0
+    assert checkpoint_disk_bytes(config, size) == size.num_parameters * (4 * kept + 12)
+    assert least_memory_bytes(config, ModelSize()) == checkpoint_disk_bytes(config, ModelSize()) == 0

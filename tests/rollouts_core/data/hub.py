@@ -1,4 +1,4 @@
-"""A Hugging Face hub on this machine: what of its HTTP API `huggingface_hub` and `datasets` use to read datasets.
+"""A Hugging Face hub on this machine: what of its HTTP API `huggingface_hub` and `datasets` use to read repositories.
 
 Not here: pushing, accounts, large-file storage. Routes and headers are those of the hub's own API documentation.
 """
@@ -20,7 +20,7 @@ Files = Mapping[str, bytes]
 
 @dataclass(slots=True, kw_only=True)
 class Hub:
-    """Dataset repositories, names of models that it gives to nobody, and every request that was made."""
+    """Repositories of datasets and models, the models that it gives to nobody else, and every request that was made."""
 
     url: str
     commits: dict[str, dict[str, Files]] = field(default_factory=dict)
@@ -28,8 +28,11 @@ class Hub:
     refs: dict[str, dict[str, str]] = field(default_factory=dict)
     """Per repository the commits of its branches and tags."""
     gated: set[str] = field(default_factory=set)
-    """Models whose terms nobody has accepted."""
+    """Models whose terms only who has the token has accepted."""
+    token: str = "hf_of_who_accepted"
     requests: list[str] = field(default_factory=list)
+    num_sent_bytes: int = 0
+    """Of the bodies of its answers."""
 
     def commit(self, repo: str, files: Files, *, ref: str = "main") -> str:
         """Add a commit that `ref` names from now on; returns its hash."""
@@ -84,10 +87,22 @@ class _Handler(BaseHTTPRequestHandler):
                 self._list(hub, f"{owner}/{name}", revision, "/".join(folder))
             case ["datasets", owner, name, "resolve", revision, *file]:
                 self._send_file(hub, f"{owner}/{name}", revision, "/".join(file))
-            case ["api", "models", owner, name, *_] | [owner, name, "resolve", *_]:
+            case ["api", "models", owner, name, *_] | [owner, name, "resolve", *_] if not self._shows(
+                hub, f"{owner}/{name}"
+            ):
                 self._refuse_model(hub, f"{owner}/{name}")
+            case ["api", "models", owner, name]:
+                self._describe(hub, f"{owner}/{name}", "main")
+            case ["api", "models", owner, name, "revision", *revision]:
+                self._describe(hub, f"{owner}/{name}", "/".join(revision))
+            case [owner, name, "resolve", revision, *file]:
+                self._send_file(hub, f"{owner}/{name}", revision, "/".join(file))
             case _:
                 self._send(404, b'{"error": "not found"}')
+
+    def _shows(self, hub: Hub, repo: str) -> bool:
+        has_token = self.headers.get("Authorization") == f"Bearer {hub.token}"
+        return repo in hub.commits and (repo not in hub.gated or has_token)
 
     def _refuse_model(self, hub: Hub, repo: str) -> None:
         """A gated model is shown to exist; one that is private is not, and looks as one that does not exist."""
@@ -151,6 +166,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
+            hub: Hub = self.server.hub  # type: ignore[attr-defined]  # set by serve_hub
+            hub.num_sent_bytes += len(body)
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
