@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from infra import node_agent
 from infra.errors import NodeUnreachableError, PermanentInfraError, RequestCutError
-from infra.node_agent import DATA, DONE, END_OF_INPUT, FRAME_HEAD, REQUEST
+from infra.node_agent import DATA, DONE, END_OF_INPUT, FRAME_HEAD, OFFSET_BYTES, REQUEST
 from infra.ssh import Channel
 
 MAX_GREETING_BYTES = 64 << 10
@@ -174,7 +174,6 @@ class AgentCall:
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._answer: JsonObject | None = None
         self._can_go_on = False
-        self.num_sent_bytes = 0
         agent.send(*_frame(REQUEST, json.dumps(request).encode()))
 
     @property
@@ -198,7 +197,14 @@ class AgentCall:
                 piece = view[start : start + MAX_FRAME_BYTES]
                 if not self._agent.send(*_frame(DATA, piece)):
                     return
-                self.num_sent_bytes += len(piece)
+        self._agent.send(*_frame(END_OF_INPUT, b""))
+
+    def send_pieces(self, pieces: Iterable[tuple[int, bytes]]) -> None:
+        """Send pieces of a file, each behind its offset there, as the request's input, and that it ends there."""
+        for offset, piece in pieces:
+            head = FRAME_HEAD.pack(DATA, OFFSET_BYTES + len(piece)) + offset.to_bytes(OFFSET_BYTES, "big")
+            if not self._agent.send(head, piece):
+                return
         self._agent.send(*_frame(END_OF_INPUT, b""))
 
     def frames(self) -> Iterator[tuple[bytes, bytes]]:

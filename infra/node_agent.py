@@ -8,14 +8,15 @@ has to be installed and no two versions can meet; standard library only, and old
     client <── nonce, then stdout and stderr frames, then one "done" frame ── agent
 
 A frame is one byte of kind, four of length, the content. What shells print ahead of the nonce, which comes once, is
-skipped. An input that ends without "end of input" is a broken connection: the command is killed, a half-written file is
-removed. Requests come one after the other, and each is answered by a fork of the process that waits for them: opening a
-channel and starting Python takes more than most answers.
+skipped. An input that ends without "end of input" is a broken connection: the command is killed, a file that was to be
+replaced stays, one that is written in chunks has what came. Requests come one after the other, and each is answered by
+a fork of the process that waits for them: opening a channel and starting Python takes more than most answers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import io
@@ -92,9 +93,7 @@ def answer_request(request: JsonObject, stream: BinaryIO, programs: dict[str, ty
         "load": lambda: load(client),
         "run": lambda: run_command(request, client, frames, programs),
         "write": lambda: write_file(request, client),
-        "write_pieces": lambda: write_pieces(request, client),
-        "move": lambda: move_file(request, client),
-        "remove": lambda: remove_file(request, client),
+        "write_chunks": lambda: write_chunks(request, client),
         "read": lambda: read_file(request, client, frames),
     }
     try:
@@ -378,68 +377,82 @@ def kill_group(process: Process) -> None:
 
 
 def write_file(request: JsonObject, client: Client) -> JsonObject:
-    """Write a file atomically from the data frames; the answer has the digest of what was written."""
+    """Write a file atomically from the data frames."""
     try:
-        return {"sha256": write_atomically(Path(request["path"]), client.chunks())}
+        write_atomically(Path(request["path"]), client.chunks())
+    except OSError as error:
+        return {"errno": error.errno, "problem": error.strerror}
+    except ValueError as error:  # a zero byte in the path
+        return {"errno": None, "problem": str(error)}
+    return {}
+
+
+def write_chunks(request: JsonObject, client: Client) -> JsonObject:
+    """Write chunks of a file; the answer has the digest of each, by its number."""
+    pieces = (
+        (int.from_bytes(content[:OFFSET_BYTES], "big"), memoryview(content)[OFFSET_BYTES:])
+        for content in client.chunks()
+    )
+    try:
+        return {"digests": list(write_in_place(Path(request["path"]), pieces, request["chunk_bytes"]).items())}
     except OSError as error:
         return {"errno": error.errno, "problem": error.strerror}
     except ValueError as error:  # a zero byte in the path
         return {"errno": None, "problem": str(error)}
 
 
-def write_pieces(request: JsonObject, client: Client) -> JsonObject:
-    """Write pieces of a file that others write to at the same time; durable when answered."""
-    path = Path(request["path"])
+def write_in_place(path: Path, pieces: Iterable[tuple[int, bytes | memoryview]], chunk_bytes: int) -> dict[int, str]:
+    """Write pieces of a file, each at its offset, durably; returns the sha256 of each chunk, by its number.
+
+    Pieces of a chunk come in order. What else is in the file stays; others may write to it at the same time.
+
+    Raises:
+        OSError: ESTALE: somebody has taken the file over (receiver.py) or removed it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    digests: dict[int, hashlib._Hash] = {}
+    descriptor = os.open(str(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        for offset, piece in pieces:
+            write_if_ours(descriptor, path, offset, memoryview(piece))
+            digests.setdefault(offset // chunk_bytes, hashlib.sha256()).update(piece)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return {number: digest.hexdigest() for number, digest in digests.items()}
+
+
+def write_if_ours(descriptor: int, path: Path, offset: int, piece: memoryview) -> None:
+    """Write a piece of a file that still lies where it was opened.
+
+    What is still on its way from a broken connection may arrive when the file is another copy's already, which holds
+    this lock while it takes the file over.
+    """
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    try:
         try:
-            for piece in client.chunks():
-                place, rest = int.from_bytes(piece[:OFFSET_BYTES], "big"), memoryview(piece)[OFFSET_BYTES:]
-                while rest:
-                    num_written = os.pwrite(descriptor, rest, place)
-                    place, rest = place + num_written, rest[num_written:]
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        return {"errno": error.errno, "problem": error.strerror}
-    except ValueError as error:  # a zero byte in the path
-        return {"errno": None, "problem": str(error)}
-    return {}
+            is_ours = os.path.samestat(os.fstat(descriptor), path.stat())
+        except FileNotFoundError:
+            is_ours = False
+        if not is_ours:
+            raise OSError(errno.ESTALE, "another copy has taken it over")
+        while piece:
+            num_written = os.pwrite(descriptor, piece, offset)
+            offset, piece = offset + num_written, piece[num_written:]
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
-def move_file(request: JsonObject, client: Client) -> JsonObject:
-    """Put a file in its place."""
-    client.skip_input()
-    try:
-        Path(request["path"]).rename(request["to"])
-        flush_directory(Path(request["to"]).parent)
-    except OSError as error:
-        return {"errno": error.errno, "problem": error.strerror}
-    return {}
-
-
-def remove_file(request: JsonObject, client: Client) -> JsonObject:
-    """Remove a file, if it is there."""
-    client.skip_input()
-    with contextlib.suppress(OSError, ValueError):
-        Path(request["path"]).unlink()
-    return {}
-
-
-def write_atomically(target: Path, chunks: Iterable[bytes]) -> str:
-    """Write a file from its pieces so that it is there whole, and durably, or not at all; returns its sha256."""
+def write_atomically(target: Path, chunks: Iterable[bytes]) -> None:
+    """Write a file from its pieces so that it is there whole, and durably, or not at all."""
     target.parent.mkdir(parents=True, exist_ok=True)
     descriptor, part_name = tempfile.mkstemp(dir=str(target.parent), prefix="." + target.name[:50] + ".")
     part = Path(part_name)
-    digest = hashlib.sha256()
     try:
         with os.fdopen(descriptor, "wb") as file:
             os.fchmod(descriptor, 0o644)
             for chunk in chunks:
                 file.write(chunk)
-                digest.update(chunk)
             file.flush()
             os.fsync(descriptor)
         part.rename(target)
@@ -447,7 +460,6 @@ def write_atomically(target: Path, chunks: Iterable[bytes]) -> str:
         with contextlib.suppress(FileNotFoundError):
             part.unlink()
     flush_directory(target.parent)
-    return digest.hexdigest()
 
 
 def flush_directory(path: Path) -> None:

@@ -3,19 +3,23 @@
 The node's side of sync.py. Runs as `python3 -I receiver.py VERB ...`; standard library only and one file, because it
 is sent to nodes by content. Each verb prints one JSON object; `{"error": sentence}` with exit code 1 when it refuses.
 
-    describe DESTINATION                    (sizes on stdin) what lies there now, and what could be used again, with the
-                                            digests of files of these sizes: {"files": {name: [size, sha256 or null]}
-                                            or null, "usable": [[path, size, mtime_ns, sha256]]}
-    prepare DESTINATION INCOMING BYTES      (a line {name: [path, size, mtime_ns]} on stdin) make the directory INCOMING
-                                            beside it, link those files into it, and see whether the disk has room:
-                                            {"taken": [name]}. Goes on until stdin ends: so long INCOMING is locked
+    describe DESTINATION                    (on stdin {"sizes": {name: size}, "chunk_bytes"} of what shall be there)
+                                            what lies there now, and what could be used again, with digests of its
+                                            chunks: {"files": {name: size} or null,
+                                            "usable": [[directory, name, size, mtime_ns, [sha256]]]}
+    prepare DESTINATION INCOMING BYTES      (a line {"reused", "chunk_bytes"} on stdin, see take_files) make the
+                                            directory INCOMING beside it, take those files and chunks into it, and see
+                                            whether the disk has room: {"taken": {name: [chunk number]}}. Goes on until
+                                            stdin ends: so long INCOMING is locked
     accept INCOMING                         (files on stdin) write small files, many with one call: {"digests": ...}
     commit DESTINATION INCOMING             (manifest on stdin) compare what has arrived, then swap it in; a digest of
                                             null was compared when the file was written, and is not taken again
     discard INCOMING                        remove what has arrived
 
-An INCOMING that nobody holds a lock on is of a copy that broke off. The next copy to the same destination takes from it
-what is whole and right, and removes the rest; one to another destination beside it removes it after a day.
+Large files grow in INCOMING, their chunks in any order (node_agent.py). One that nobody holds a lock on is of a copy
+that broke off. The next copy to the same destination takes from it what is right, and removes the rest; one to another
+destination beside it removes it after a day. It is called .<name of DESTINATION>.incoming-<copy>-<attempt>: what an
+earlier attempt of a copy left counts as left even when the node has not noticed yet that its connection is gone.
 """
 
 import contextlib
@@ -55,7 +59,8 @@ def main(argv: list[str]) -> int:
     answer: dict[str, Any] = {}
     try:
         if verb == "describe":
-            answer = describe_destination(Path(parameters[0]), frozenset(json.loads(sys.stdin.buffer.read())))
+            request = json.loads(sys.stdin.buffer.read())
+            answer = describe_destination(Path(parameters[0]), request["sizes"], request["chunk_bytes"])
         elif verb == "prepare":
             hold_directory(Path(parameters[0]), Path(parameters[1]), int(parameters[2]))
         elif verb == "accept":
@@ -75,26 +80,27 @@ def main(argv: list[str]) -> int:
     return 1 if "error" in answer else 0
 
 
-def describe_destination(destination: Path, sizes: "frozenset[int]") -> dict[str, Any]:
-    """What lies at a destination, and in the directories of copies to it; hashes the files of these sizes.
+def describe_destination(destination: Path, sizes: dict[str, int], chunk_bytes: int) -> dict[str, Any]:
+    """What lies at a destination, and in the directories of copies to it; hashes what may be a file or a part of one.
 
     No file is usable under two paths, because two names of one file are changed together.
     """
-    files: dict[str, list[Any]] | None = None
+    files: dict[str, int] | None = None
     usable: dict[tuple[int, int], list[Any]] = {}
+    wanted_sizes = frozenset(sizes.values())
     for directory in [destination, *_incoming_of(destination)]:
         if not directory.is_dir():
             continue
-        found: dict[str, list[Any]] = {}
+        found: dict[str, int] = {}
         try:
             for path in _walk(directory):
                 status = path.lstat()
-                is_wanted = stat.S_ISREG(status.st_mode) and status.st_size in sizes
-                digest = hash_file(path) if is_wanted else None
-                found[path.relative_to(directory).as_posix()] = [status.st_size, digest]
-                if is_wanted:
-                    entry = [str(path), status.st_size, status.st_mtime_ns, digest]
-                    usable.setdefault((status.st_dev, status.st_ino), entry)
+                name = path.relative_to(directory).as_posix()
+                found[name] = status.st_size
+                is_wanted = status.st_size in wanted_sizes or sizes.get(name, 0) > chunk_bytes
+                if is_wanted and stat.S_ISREG(status.st_mode) and (status.st_dev, status.st_ino) not in usable:
+                    entry = [str(directory), name, status.st_size, status.st_mtime_ns, hash_chunks(path, chunk_bytes)]
+                    usable[status.st_dev, status.st_ino] = entry
         except FileNotFoundError:  # another copy has removed it meanwhile
             continue
         if directory == destination:
@@ -102,7 +108,7 @@ def describe_destination(destination: Path, sizes: "frozenset[int]") -> dict[str
     return {"files": files, "usable": list(usable.values())}
 
 
-def describe_directory(directory: Path, *, without_digest: "frozenset[str]") -> dict[str, list[Any]] | None:
+def describe_directory(directory: Path, *, without_digest: frozenset[str]) -> dict[str, list[Any]] | None:
     """Size and digest of every file below a directory; None when there is none or it holds more than plain files."""
     if not directory.exists():
         return None
@@ -125,16 +131,34 @@ def hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
+def hash_chunks(path: Path, chunk_bytes: int) -> list[str]:
+    """The sha256 of each chunk of a file."""
+    digests = []
+    with path.open("rb") as file:
+        while first := file.read(min(_READ_BYTES, chunk_bytes)):
+            digest = hashlib.sha256(first)
+            num_missing_bytes = chunk_bytes - len(first)
+            while num_missing_bytes and (more := file.read(min(_READ_BYTES, num_missing_bytes))):
+                digest.update(more)
+                num_missing_bytes -= len(more)
+            digests.append(digest.hexdigest())
+    return digests
+
+
 def hold_directory(destination: Path, incoming: Path, needed_bytes: int) -> None:
     """Make the directory that takes in the files, say what is in it, and keep it from being removed by others."""
-    reused = json.loads(sys.stdin.buffer.readline())
+    request = json.loads(sys.stdin.buffer.readline())
+    reused, chunk_bytes = request.get("reused", {}), request.get("chunk_bytes", 0)
     descriptor = prepare_directory(destination, incoming)
     try:
-        taken = _link_files(reused, incoming)
-        _remove_abandoned(destination)
+        taken, copied = take_files(reused, destination, incoming, chunk_bytes)
+        _remove_abandoned(destination, incoming)
+        needed_bytes += sum(chunk_bytes * len(chunks) for _, chunks in copied.values())
         free_bytes = shutil.disk_usage(destination.parent).free
         if free_bytes < needed_bytes + min(_SPARE_BYTES, needed_bytes // 8):
             raise CopyError(f"{destination} needs {needed_bytes} bytes, {free_bytes} are free", kind="disk_full")
+        for name, (source, chunks) in copied.items():
+            taken[name] = _copy_chunks(source, incoming / name, chunks, chunk_bytes)
         sys.stdout.write(json.dumps({"taken": taken}) + "\n")
         sys.stdout.flush()
         sys.stdin.buffer.read()  # ends with whoever copies
@@ -156,26 +180,107 @@ def prepare_directory(destination: Path, incoming: Path) -> int:
     return descriptor
 
 
-def _link_files(reused: dict[str, list[Any]], incoming: Path) -> list[str]:
-    """Let files of other directories be in this one, too; returns the names of those that are as they were described.
+def take_files(
+    reused: dict[str, list[Any]], destination: Path, incoming: Path, chunk_bytes: int
+) -> tuple[dict[str, list[int]], dict[str, tuple[Path, list[Any]]]]:
+    """Let files of other directories be in this one, too, as far as they are as they were described.
 
-    What cannot be linked is left out, to be sent.
+    A whole file of the destination is linked. One that a copy has left is moved, also when it is only a part: the rest
+    can be written into it. Of any other the right chunks have to be copied: somebody may use it, or write into it.
+
+    Args:
+        reused: by the name that it gets, [directory, name, size, mtime_ns, wanted size, [[chunk number, sha256]]].
+
+    Returns the chunks that are there, and those that are to be copied, with the file that may have them.
     """
-    taken = []
-    for name, (source, size, modified_ns) in reused.items():
+    left = _set_aside_left(destination, incoming)
+    taken: dict[str, list[int]] = {}
+    copied: dict[str, tuple[Path, list[Any]]] = {}
+    for name, (directory, there, size, modified_ns, wanted_size, chunks) in reused.items():
         check_name(name)
-        path = incoming / name
+        source, path = left.get(directory, Path(directory)) / there, incoming / name
+        is_whole = size == wanted_size and len(chunks) == -(-size // chunk_bytes)
+        is_taken = False
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(source, path, follow_symlinks=False)
-        except OSError:
-            continue
-        status = path.lstat()
-        if stat.S_ISREG(status.st_mode) and (status.st_size, status.st_mtime_ns) == (size, modified_ns):
-            taken.append(name)
+        with contextlib.suppress(OSError):  # the system cannot link, or it is gone
+            if directory in left and (is_whole or source.lstat().st_nlink == 1):
+                is_taken = _move_file(source, path, (size, modified_ns), wanted_size)
+            elif is_whole and directory == str(destination):
+                is_taken = _link_file(source, path, (size, modified_ns))
+        if is_taken:
+            taken[name] = [number for number, _ in chunks]
         else:
-            path.unlink()
-    return taken
+            copied[name] = source, chunks
+    return taken, copied
+
+
+def _set_aside_left(destination: Path, incoming: Path) -> dict[str, Path]:
+    """Rename what copies have left, so that late calls of theirs find nothing; returns the new paths, by the old."""
+    places = {}
+    with _locked_directory(destination.parent):
+        for path in _incoming_of(destination):
+            if path != incoming and _is_left(path, incoming):
+                places[str(path)] = path if path.name.endswith("-left") else path.with_name(f"{path.name}-left")
+                path.rename(places[str(path)])
+    return places
+
+
+def _link_file(source: Path, path: Path, described: tuple[int, int]) -> bool:
+    """Let a file have another name; false, and nothing done, when it is not as it was described, by size and time."""
+    os.link(source, path, follow_symlinks=False)
+    if _is_as_described(path.lstat(), described):
+        return True
+    path.unlink()
+    return False
+
+
+def _move_file(source: Path, path: Path, described: tuple[int, int], wanted_size: int) -> bool:
+    """Take over a file that may be incomplete; false, and nothing done, when it is not as it was described."""
+    descriptor = os.open(source, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        # Who wrote to it may not know yet that it is theirs no more: they look under this lock (node_agent.py).
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if not _is_as_described(source.lstat(), described):
+            return False
+        source.rename(path)
+        if described[0] > wanted_size:
+            os.ftruncate(descriptor, wanted_size)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _is_as_described(status: os.stat_result, described: tuple[int, int]) -> bool:
+    return stat.S_ISREG(status.st_mode) and (status.st_size, status.st_mtime_ns) == described
+
+
+def _copy_chunks(source: Path, path: Path, chunks: list[Any], chunk_bytes: int) -> list[int]:
+    """Copy those chunks of a file that are right; returns their numbers."""
+    copied: list[int] = []
+    try:
+        with source.open("rb") as reading, path.open("xb") as writing:
+            for number, sha256 in chunks:
+                reading.seek(number * chunk_bytes)
+                content = reading.read(chunk_bytes)
+                if hashlib.sha256(content).hexdigest() == sha256:
+                    writing.seek(number * chunk_bytes)
+                    writing.write(content)
+                    copied.append(number)
+            writing.flush()
+            os.fsync(writing.fileno())
+    except FileNotFoundError:  # removed meanwhile
+        return []
+    except OSError as error:
+        raise _as_copy_error(error, path) from error
+    if not copied:
+        path.unlink()
+    return copied
+
+
+def _as_copy_error(error: OSError, path: Path) -> CopyError:
+    kind: Literal["refused", "disk_full"] = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "refused"
+    return CopyError(f"{path}: {error.strerror}", kind=kind)
 
 
 def accept_files(incoming: Path, stream: BinaryIO) -> dict[str, str]:
@@ -195,9 +300,7 @@ def accept_files(incoming: Path, stream: BinaryIO) -> dict[str, str]:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise CopyError(f"{path}: {error.strerror}", kind="disk_full") from error
-            raise
+            raise _as_copy_error(error, path) from error
         digests[name] = hashlib.sha256(content).hexdigest()
     return digests
 
@@ -225,7 +328,7 @@ def commit_directory(destination: Path, incoming: Path, manifest: dict[str, list
             raise
         flush_directory(destination.parent)
     shutil.rmtree(set_aside, ignore_errors=True)
-    _remove_abandoned(destination)
+    _remove_abandoned(destination, incoming)
 
 
 def discard_directory(incoming: Path) -> None:
@@ -281,27 +384,36 @@ def _is_incoming_of(destination: Path, path: Path) -> bool:
     return path.name.startswith(f".{destination.name}{INCOMING_MARK}")
 
 
-def _remove_abandoned(destination: Path) -> None:
+def _remove_abandoned(destination: Path, incoming: Path) -> None:
     """Remove what copies that broke off have left: those to this destination, and old ones to others beside it."""
     with _locked_directory(destination.parent):
         for path in destination.parent.iterdir():
-            if not path.name.startswith(".") or INCOMING_MARK not in path.name:
+            if not path.name.startswith(".") or INCOMING_MARK not in path.name or path == incoming:
                 continue
             with contextlib.suppress(OSError):  # somebody else's, or gone
                 is_old = time.time() - path.stat().st_mtime > STALE_AFTER_S
                 is_download = path.with_name(f"{path.name}.lock").exists()  # which has its lock there (download.py)
-                if _is_incoming_of(destination, path) or (is_old and not is_download):
-                    _remove_unlocked(path)
+                is_due = _is_incoming_of(destination, path) or (is_old and not is_download)
+                if is_due and _is_left(path, incoming):
+                    shutil.rmtree(path, ignore_errors=True)
 
 
-def _remove_unlocked(directory: Path) -> None:
-    """Remove a directory, unless somebody holds a lock on it."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+def _is_left(directory: Path, incoming: Path) -> bool:
+    """True when nobody holds a lock on it, or it is of an earlier attempt of the copy that makes this one."""
+    copy, _, _ = incoming.name.rpartition("-")
+    if directory.name.startswith(f"{copy}-"):
+        return True
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(directory, ignore_errors=True)
+    except BlockingIOError:
+        return False
     finally:
         os.close(descriptor)
+    return True
 
 
 if __name__ == "__main__":

@@ -17,20 +17,23 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from infra import node_agent
+from infra.chunks import CHUNK_BYTES, Chunk
 from infra.errors import (
     CommandFailedError,
     CommandTimeoutError,
     CompletedCommand,
     DiskFullError,
     FileMissingError,
+    InfraError,
     PermanentInfraError,
+    TransientInfraError,
 )
 from infra.supervisor import parse_object
 
@@ -111,13 +114,15 @@ class Session(Protocol):
     def write_file(self, path: str, content: bytes) -> None:
         """Write a file atomically; its missing parent directories are made."""
 
-    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> str | None:
-        """Write a file of any size atomically from its pieces; its missing parent directories are made.
+    def write_chunks(self, path: str, chunks: Sequence[Chunk]) -> dict[int, str]:
+        """Write chunks of a file in their places; what else is in it stays, missing parent directories are made.
 
-        Returns the sha256 of what the node has written; None where that went in several streams, and is not known.
+        Returns the sha256 of each chunk, by its number, as it was written, durably.
 
         Raises:
-            DiskFullError: the node has no room; nothing is left of the file.
+            NodeUnreachableError: the connection broke; some chunks may be there, whole or in part.
+            DiskFullError: there is no room for them.
+            TransientInfraError: somebody has moved or removed the file meanwhile.
         """
 
     def read_file(self, path: str) -> bytes:
@@ -220,23 +225,23 @@ class LocalSession:
         yield port
 
     def write_file(self, path: str, content: bytes) -> None:
-        self.write_chunks(path, [content])
+        with _named_refusal(path, lambda: len(content)):
+            node_agent.write_atomically(Path(path), [content])
 
-    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> str:
-        written_bytes = 0
+    def write_chunks(self, path: str, chunks: Sequence[Chunk]) -> dict[int, str]:
+        num_bytes = 0
 
-        def count() -> Iterator[bytes]:
-            nonlocal written_bytes
+        def pieces() -> Iterator[tuple[int, bytes]]:
+            nonlocal num_bytes
             for chunk in chunks:
-                written_bytes += len(chunk)
-                yield chunk
+                offset = chunk.number * CHUNK_BYTES
+                for piece in chunk.pieces:
+                    yield offset, piece
+                    offset += len(piece)
+                    num_bytes += len(piece)
 
-        try:
-            return node_agent.write_atomically(Path(path), count())
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise DiskFullError(path, written_bytes) from error
-            raise PermanentInfraError(f"{path} cannot be written: {error.strerror}") from error
+        with _named_refusal(path, lambda: num_bytes):
+            return node_agent.write_in_place(Path(path), pieces(), CHUNK_BYTES)
 
     def read_file(self, path: str) -> bytes:
         try:
@@ -260,6 +265,29 @@ class LocalSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Nothing is held between commands."""
+
+
+@contextlib.contextmanager
+def _named_refusal(path: str, count_bytes: Callable[[], int]) -> Iterator[None]:
+    """Say in our words why a file cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise refusal_to_write(path, error.errno, error.strerror, num_bytes=count_bytes()) from error
+
+
+def refusal_to_write(path: str, number: int | None, reason: str | None, *, num_bytes: int) -> InfraError:
+    """Why a file cannot be written.
+
+    Args:
+        number: the system's error number; None where it is none of the system's.
+        num_bytes: how much was to be written, as far as it came.
+    """
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFullError(path, num_bytes)
+    if number == errno.ESTALE:
+        return TransientInfraError(f"{path} cannot be written: {reason}")
+    return PermanentInfraError(f"{path} cannot be written: {reason}")
 
 
 def _start_process(argv: Sequence[str], *, stderr: int) -> subprocess.Popen[bytes]:

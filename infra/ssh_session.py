@@ -17,18 +17,18 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TypeVar, get_args
 
 from infra import openssh
 from infra.agent_call import Agent, AgentCall, JsonObject
+from infra.chunks import Chunk
 from infra.errors import (
     CommandFailedError,
     CommandTimeoutError,
     CompletedCommand,
-    DiskFullError,
     FileMissingError,
     InfraError,
     NodeUnreachableError,
@@ -41,7 +41,7 @@ from infra.node import SSHAccess
 from infra.node_agent import STDERR, STDOUT
 from infra.openssh import OpenSSH
 from infra.parallel_write import MAX_SENDERS, ParallelWrite
-from infra.session import LOOPBACK, MAX_READ_BYTES, split_lines
+from infra.session import LOOPBACK, MAX_READ_BYTES, refusal_to_write, split_lines
 from infra.ssh import SSHConnection, connect
 from infra.tunnel import forwarded_port
 
@@ -188,19 +188,22 @@ class SSHSession:
             yield chunks
 
     def write_file(self, path: str, content: bytes) -> None:
-        self._repeated_if_cut(lambda: self._write(path, [content], "control"))
+        self._repeated_if_cut(lambda: self._write(path, content))
 
-    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> str | None:
-        if not self._connection("control").is_far:
-            return self._write(path, chunks, "bulk")
-        writing = ParallelWrite(lambda number, request: self._ask(PIECES[number], request), path)
+    def write_chunks(self, path: str, chunks: Sequence[Chunk]) -> dict[int, str]:
+        # What a distant node is sent is limited by the window of each connection.
+        purposes: Sequence[Purpose] = PIECES if self._connection("control").is_far else ("bulk",)
+        writing = ParallelWrite(
+            lambda number, request: self._ask(purposes[number], request), path, chunks, max_senders=len(purposes)
+        )
         try:
-            answer = writing.run(chunks)
+            digests = writing.run()
         except NodeUnreachableError:
-            self._forget_connections_for_pieces()
+            self._forget_connections(purposes)
             raise
-        _raise_if_refused(answer, path, writing.num_sent_bytes)
-        return None
+        if writing.problem is not None:
+            raise _refusal(writing.problem, path, writing.num_sent_bytes)
+        return digests
 
     def read_file(self, path: str) -> bytes:
         return self._repeated_if_cut(lambda: self._read(path))
@@ -317,10 +320,10 @@ class SSHSession:
             agent.end()
         self._idle_agents[purpose].clear()
 
-    def _forget_connections_for_pieces(self) -> None:
+    def _forget_connections(self, purposes: Sequence[Purpose]) -> None:
         """Where one broke, the others may be as dead without its having been noticed."""
         with self._lock:
-            for purpose in PIECES:
+            for purpose in purposes:
                 self._end_idle_agents(purpose)
                 if connection := self._connections.pop(purpose, None):
                     connection.close()
@@ -414,12 +417,12 @@ class SSHSession:
             raise PermanentInfraError(f"{argv[0]} cannot be run on {self._access.address}: {answer['problem']}")
         return int(answer["exit_code"])
 
-    def _write(self, path: str, chunks: Iterable[bytes], purpose: Purpose) -> str:
-        with self._ask(purpose, {"verb": "write", "path": path}) as call:
-            call.send_input(chunks)
+    def _write(self, path: str, content: bytes) -> None:
+        with self._ask("control", {"verb": "write", "path": path}) as call:
+            call.send_input([content])
             list(call.frames())
-        _raise_if_refused(call.answer, path, call.num_sent_bytes)
-        return str(call.answer["sha256"])
+        if "problem" in call.answer:
+            raise _refusal(call.answer, path, len(content))
 
 
 def _checked(completed: CompletedCommand) -> CompletedCommand:
@@ -432,12 +435,8 @@ def _program_name(source: Path, text: str) -> str:
     return f"{source.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def _raise_if_refused(answer: JsonObject, path: str, num_sent_bytes: int) -> None:
-    if "problem" not in answer:
-        return
-    if answer["errno"] in (errno.ENOSPC, errno.EDQUOT):
-        raise DiskFullError(path, num_sent_bytes)
-    raise PermanentInfraError(f"{path} cannot be written: {answer['problem']}")
+def _refusal(answer: JsonObject, path: str, num_bytes: int) -> InfraError:
+    return refusal_to_write(path, answer["errno"], answer["problem"], num_bytes=num_bytes)
 
 
 def _run_request(argv: Sequence[str], *, timeout_s: float | None, keep_open: bool) -> JsonObject:

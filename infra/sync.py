@@ -1,20 +1,22 @@
 """Copy files to a node so that their destination holds either all of them, verified, or what it held before.
 
-    source files ── read once, hashed while read ──> .<name>.incoming-<random> on the node, hashed while written
-                                                          ^
-    on the node: the old one, and what a copy that broke off has left ── files of the same digest are linked
-                    compared ──> old one aside, new one in its place, old one removed
+    source files ── chunk by chunk, hashed while read ──> .<name>.incoming-<copy>-<attempt>, hashed while written
+                                                               ^
+    on the node: the old one, and what a copy that broke off has left ── files and chunks of the same digests are taken
+                         compared ──> old one aside, new one in its place, old one removed
 
-A source file is read twice only where a file of its size is there: whether it is the same one is told by its digest.
+A source file is read twice only as far as something is there that it may be: its chunks' digests tell. A copy whose
+connection breaks is the next copy's beginning, be it made by the same call or another process.
 Not here: the node's side (receiver.py), how bytes travel (session.py).
 """
 
-import hashlib
 import json
 import logging
+import math
 import os
 import secrets
 import stat
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +24,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from infra import receiver
-from infra.errors import DiskFullError, InfraError, PermanentInfraError, TransientInfraError
+from infra.chunks import CHUNK_BYTES, Chunk, SourceFile
+from infra.errors import DiskFullError, InfraError, NodeUnreachableError, PermanentInfraError, TransientInfraError
 from infra.session import Session, read_answer
 from infra.supervisor import parse_object
 
@@ -31,8 +34,9 @@ CALL_TIMEOUT_S = 3600.0
 SMALL_FILE_BYTES = 256 << 10
 BATCH_BYTES = 8 << 20
 """Files up to the first size travel together, about as many bytes as the second at a time."""
-_READ_BYTES = 256 << 10
-"""So little that it is still in the processor's cache when it has been hashed."""
+MAX_VAIN_ATTEMPTS = 4
+"""A copy whose connection breaks is gone on with until so many attempts in a row have brought nothing."""
+FIRST_PAUSE_S = 0.25
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +45,7 @@ logger = logging.getLogger(__name__)
 class PublishReport:
     """What a copy came to."""
 
-    files: Mapping[str, str]
-    """sha256 of every file, by its path below the directory."""
+    num_files: int
     num_bytes: int
     num_sent_bytes: int
     """What was neither at the destination nor left there by a copy that broke off."""
@@ -57,8 +60,8 @@ def publish_directory(session: Session, source: Path, destination: str) -> Publi
 
     Raises:
         DiskFullError: the node has no room; nothing is left of the copy.
-        TransientInfraError: the connection broke, a file changed while it was read, or arrived damaged; the next call
-            sends what has not arrived whole.
+        NodeUnreachableError: the connection broke again and again; the next call sends what has not arrived.
+        TransientInfraError: a file changed while it was read, or arrived damaged; the same.
         PermanentInfraError: the source holds symbolic links, devices or unprintable names, or is empty.
     """
     root = source.resolve()
@@ -82,7 +85,8 @@ def publish_filled(
     Args:
         fill: gets that folder; returns size and sha256 of each file, None in place of a digest that was compared.
     """
-    with _incoming_folder(session, destination, num_bytes, {}) as (incoming, _):
+    incoming = _incoming_of(destination, secrets.token_hex(8), 0)
+    with _held_folder(session, destination, incoming, num_bytes, {}):
         try:
             _commit(session, destination, incoming, fill(incoming))
         except TransientInfraError:  # what the node fetched itself is not gone on with
@@ -90,25 +94,29 @@ def publish_filled(
             raise
 
 
+def _incoming_of(destination: str, copy: str, attempt: int) -> str:
+    place = PurePosixPath(destination)
+    return str(place.with_name(f".{place.name}{receiver.INCOMING_MARK}{copy}-{attempt}"))
+
+
 @contextmanager
-def _incoming_folder(
-    session: Session, destination: str, num_bytes: int, reused: Mapping[str, Sequence[Any]]
-) -> Iterator[tuple[str, frozenset[str]]]:
-    """A folder beside the destination, with the names of the files that are there from the beginning.
+def _held_folder(
+    session: Session, destination: str, incoming: str, num_bytes: int, reused: Mapping[str, Sequence[Any]]
+) -> Iterator[dict[str, list[int]]]:
+    """A folder beside the destination, with the chunks of files that are there from the beginning.
 
     It is locked while the block runs. When that fails and a retry may help, the folder stays, for the next copy.
     """
-    place = PurePosixPath(destination)
-    incoming = str(place.with_name(f".{place.name}{receiver.INCOMING_MARK}{secrets.token_hex(8)}"))
     program = [session.python, "-I", session.place_program(Path(receiver.__file__))]
     arguments = ["prepare", destination, incoming, str(num_bytes)]
+    request = json.dumps({"reused": reused, "chunk_bytes": CHUNK_BYTES}).encode() + b"\n"
     try:
-        with session.stream([*program, *arguments], stdin=json.dumps(reused).encode() + b"\n") as lines:
+        with session.stream([*program, *arguments], stdin=request) as lines:
             # An interpreter may say something before.
             answer = next((found for line in lines if (found := parse_object(line)) is not None), None)
             if answer is None:
                 raise TransientInfraError(f"the node prepared nothing for {destination}: copy again")
-            yield incoming, frozenset(_checked(answer)["taken"])
+            yield _checked(answer)["taken"]
     except DiskFullError as error:
         _discard(session, incoming)
         raise DiskFullError(destination, num_bytes) from error
@@ -118,40 +126,115 @@ def _incoming_folder(
 
 
 def _publish(session: Session, files: Mapping[str, Path], sizes: Mapping[str, int], destination: str) -> PublishReport:
+    """Copy files, and go on with the copy where the connection breaks, as long as that brings something."""
     place = PurePosixPath(destination)
     if not place.is_absolute() or ".." in place.parts:
         raise PermanentInfraError(f"the destination {destination} is not an absolute path without `..`")
+    sources = {name: SourceFile(files[name], size) for name, size in sizes.items()}
+    copy = secrets.token_hex(8)
+    num_missing: list[float] = []
+    """Bytes that were not there when each attempt began to send; infinite where it did not come so far."""
+    while True:
+        incoming = _incoming_of(destination, copy, len(num_missing))
+        num_missing.append(math.inf)
+        try:
+            was_identical = _make_attempt(session, sources, destination, incoming, num_missing)
+            break
+        except NodeUnreachableError as error:
+            num_vain = len(num_missing) - num_missing.index(min(num_missing))
+            if num_vain == MAX_VAIN_ATTEMPTS:
+                raise
+            logger.warning("the copy to %s broke off, and is gone on with: %s", destination, error)
+            time.sleep(FIRST_PAUSE_S * 2.0**num_vain)
     num_bytes = sum(sizes.values())
-    wanted = json.dumps(sorted(set(sizes.values()))).encode()
-    there = _call(session, ["describe", destination], stdin=wanted, may_repeat=True)
-    there_sizes = {size for _, size, _, _ in there["usable"]}
-    digests = {name: _hash_unchanged(files[name], size) for name, size in sizes.items() if size in there_sizes}
-    if there["files"] == {name: [size, digests.get(name, "")] for name, size in sizes.items()}:
-        logger.info("%s is there already", destination)
-        return PublishReport(files=digests, num_bytes=num_bytes, num_sent_bytes=0, was_identical=True)
-    reused = _choose_reused(there["usable"], {name: (sizes[name], digest) for name, digest in digests.items()})
-    num_missing_bytes = num_bytes - sum(sizes[name] for name in reused)
-    with _incoming_folder(session, destination, num_missing_bytes, reused) as (incoming, taken):
-        missing = {name: size for name, size in sizes.items() if name not in taken}
-        read, written = _copy_small_files(session, files, missing, incoming)
-        for name in missing.keys() - read.keys():
-            read[name], written[name] = _copy_file(session, files[name], sizes[name], f"{incoming}/{name}")
-        _check_arrived(read, written)
-        compared = dict.fromkeys(taken) | {name: None if written[name] else digest for name, digest in read.items()}
-        _commit(session, destination, incoming, {name: [sizes[name], digest] for name, digest in compared.items()})
-    num_sent_bytes = sum(missing.values())
+    num_sent_bytes = int(next(each for each in num_missing if each < math.inf))
     logger.info("published %s, %d bytes in %d files, %d bytes sent", destination, num_bytes, len(sizes), num_sent_bytes)
-    return PublishReport(files=digests | read, num_bytes=num_bytes, num_sent_bytes=num_sent_bytes, was_identical=False)
+    return PublishReport(
+        num_files=len(sizes),
+        num_bytes=num_bytes,
+        num_sent_bytes=num_sent_bytes,
+        was_identical=was_identical and len(num_missing) == 1,
+    )
 
 
-def _choose_reused(
-    usable: Sequence[Sequence[Any]], wanted: Mapping[str, tuple[int, str]]
-) -> dict[str, tuple[str, int, int]]:
-    """Which file on the node each name becomes a link to; none is taken twice, and empty ones are sent."""
-    found: dict[tuple[int, str], list[tuple[str, int, int]]] = {}
-    for path, size, modified_ns, sha256 in usable:
-        found.setdefault((size, sha256), []).append((path, size, modified_ns))
-    return {name: found[key].pop() for name, key in wanted.items() if key[0] and found.get(key)}
+def _make_attempt(
+    session: Session,
+    sources: Mapping[str, SourceFile],
+    destination: str,
+    incoming: str,
+    num_missing: list[float],
+) -> bool:
+    """Copy files; notes as the last of `num_missing` how many bytes are sent; true when all was there already."""
+    sizes = {name: source.size for name, source in sources.items()}
+    wanted = json.dumps({"sizes": sizes, "chunk_bytes": CHUNK_BYTES}).encode()
+    there = _call(session, ["describe", destination], stdin=wanted, may_repeat=True)
+    if there["files"] == sizes and _are_same(sources, there["usable"], destination):
+        num_missing[-1] = 0
+        return True
+    reused = _choose_reused(sources, there["usable"])
+    num_reused_bytes = sum(_length_of(sources[name], chunks) for name, (*_, chunks) in reused.items())
+    with _held_folder(session, destination, incoming, sum(sizes.values()) - num_reused_bytes, reused) as taken:
+        missing = _missing_chunks(sources, taken)
+        num_missing[-1] = sum(sources[name].length_of(number) for name, each in missing.items() for number in each)
+        small = {name: sources[name] for name in missing if sources[name].size <= SMALL_FILE_BYTES}
+        _send_small_files(session, small, incoming)
+        for name in missing.keys() - small.keys():
+            _send_chunks(session, sources[name], missing[name], f"{incoming}/{name}")
+        _commit(session, destination, incoming, {name: [size, None] for name, size in sizes.items()})
+    return False
+
+
+def _missing_chunks(sources: Mapping[str, SourceFile], taken: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+    """The numbers of the chunks to be sent, by the files that are not whole; none of an empty one."""
+    missing = {}
+    for name, source in sources.items():
+        there = frozenset(taken.get(name, ()))
+        if name not in taken or len(there) < source.num_chunks:
+            missing[name] = [number for number in range(source.num_chunks) if number not in there]
+    return missing
+
+
+def _are_same(sources: Mapping[str, SourceFile], usable: Sequence[Sequence[Any]], destination: str) -> bool:
+    """Whether each file lies at the destination."""
+    there = {name: tuple(digests) for directory, name, _, _, digests in usable if directory == destination}
+    return all(there.get(name) == source.digests() for name, source in sources.items())
+
+
+def _choose_reused(sources: Mapping[str, SourceFile], usable: Sequence[Sequence[Any]]) -> dict[str, list[Any]]:
+    """What each file begins as: one of the same content, or one of its name that has chunks of it.
+
+    None is taken twice, and empty ones are sent. The entries are those of receiver.take_files.
+    """
+    sizes = {size for _, _, size, _, _ in usable}
+    by_content: dict[tuple[int, tuple[str, ...]], list[Sequence[Any]]] = {}
+    for each in usable:
+        by_content.setdefault((each[2], tuple(each[4])), []).append(each)
+    reused = {}
+    for name, source in sources.items():
+        if source.size and source.size in sizes and (same := by_content.get((source.size, source.digests()))):
+            reused[name] = _reuse(same.pop(0), source)
+    by_name: dict[str, list[Sequence[Any]]] = {}
+    for each in (each for rest in by_content.values() for each in rest):
+        by_name.setdefault(each[1], []).append(each)
+    for name, source in sources.items():
+        if name not in reused and source.size > CHUNK_BYTES:
+            parts = [_reuse(each, source) for each in by_name.get(name, ())]
+            best = max(parts, key=lambda part: len(part[-1]), default=None)
+            if best and best[-1]:
+                reused[name] = best
+    return reused
+
+
+def _reuse(there: Sequence[Any], source: SourceFile) -> list[Any]:
+    """A file of the node with the chunks that it has of ours."""
+    directory, name, size, modified_ns, digests = there
+    known = enumerate(digests[: source.num_chunks])
+    chunks = [[number, sha256] for number, sha256 in known if source.digest(number) == sha256]
+    return [directory, name, size, modified_ns, source.size, chunks]
+
+
+def _length_of(source: SourceFile, chunks: Sequence[Sequence[Any]]) -> int:
+    return sum(source.length_of(number) for number, _ in chunks)
 
 
 def list_files(root: Path) -> dict[str, int]:
@@ -197,80 +280,40 @@ def _check_nesting(root: Path, destination: str) -> None:
         raise PermanentInfraError(f"{root} and {destination} lie in one another: choose another destination")
 
 
-def _hash_unchanged(source: Path, size: int) -> str:
-    digest = hashlib.sha256()
-    for chunk in _read_unchanged(source, size):
-        digest.update(chunk)
-    return digest.hexdigest()
+def _send_small_files(session: Session, sources: Mapping[str, SourceFile], incoming: str) -> None:
+    """Send files, many with one call, because a call takes a round trip.
 
-
-def _copy_small_files(
-    session: Session, files: Mapping[str, Path], sizes: Mapping[str, int], incoming: str
-) -> tuple[dict[str, str], dict[str, str | None]]:
-    """Send the small files, many with one call, because a call takes a round trip.
-
-    Returns the digests of what was read, and of what the node has written.
+    Raises:
+        TransientInfraError: some arrived damaged.
     """
-    digests: dict[str, str] = {}
-    written: dict[str, str | None] = {}
+    written: dict[str, str] = {}
     batch = bytearray()
 
     def send_batch() -> None:
         written.update(_call(session, ["accept", incoming], stdin=bytes(batch))["digests"])
         batch.clear()
 
-    for name, size in sizes.items():
-        if size > SMALL_FILE_BYTES:
-            continue
-        content = b"".join(_read_unchanged(files[name], size))
-        digests[name] = hashlib.sha256(content).hexdigest()
-        batch += json.dumps([name, size]).encode() + b"\n" + content
+    for name, source in sources.items():
+        batch += json.dumps([name, source.size]).encode() + b"\n" + b"".join(source.read(0))
         if len(batch) > BATCH_BYTES:
             send_batch()
     if batch:
         send_batch()
-    return digests, written
-
-
-def _copy_file(session: Session, source: Path, size: int, destination: str) -> tuple[str, str | None]:
-    """Send one file; returns the digests of what was read, and of what the node has written, where it knows."""
-    digest = hashlib.sha256()
-
-    def hashed_chunks() -> Iterator[bytes]:
-        for chunk in _read_unchanged(source, size):
-            digest.update(chunk)
-            yield chunk
-
-    written = session.write_chunks(destination, hashed_chunks())
-    return digest.hexdigest(), written
-
-
-def _check_arrived(digests: Mapping[str, str], written: Mapping[str, str | None]) -> None:
-    wrong = sorted(name for name, digest in digests.items() if written[name] not in (digest, None))
+    wrong = sorted(name for name, source in sources.items() if written.get(name) != source.digest(0))
     if wrong:
         raise TransientInfraError(f"{len(wrong)} files arrived damaged, the first is {wrong[0]!r}: copy again")
 
 
-def _read_unchanged(source: Path, size: int) -> Iterator[bytes]:
-    """The content of a file of this size.
+def _send_chunks(session: Session, source: SourceFile, numbers: Sequence[int], destination: str) -> None:
+    """Send chunks of a file.
 
     Raises:
-        TransientInfraError: the file changed since it was listed.
+        TransientInfraError: some arrived damaged.
     """
-    num_bytes = 0
-    try:
-        # O_NOFOLLOW: a link that took the file's place since it was listed is not followed.
-        descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW)
-        with os.fdopen(descriptor, "rb") as file:
-            before = os.fstat(descriptor)
-            while chunk := file.read(_READ_BYTES):
-                num_bytes += len(chunk)
-                yield chunk
-            has_changed = os.fstat(descriptor).st_mtime_ns != before.st_mtime_ns
-    except OSError as error:
-        raise TransientInfraError(f"{source} cannot be read any more: {error.strerror}") from error
-    if has_changed or num_bytes != size:
-        raise TransientInfraError(f"{source} changed while it was copied: copy it once it is complete")
+    written = session.write_chunks(destination, [Chunk(number, source.read(number)) for number in numbers])
+    wrong = [number for number in numbers if written.get(number) != source.digest(number)]
+    if wrong:
+        raise TransientInfraError(f"{len(wrong)} chunks of {source.path} arrived damaged: copy again")
 
 
 def _commit(session: Session, destination: str, incoming: str, manifest: Mapping[str, Sequence[Any]]) -> None:

@@ -23,5 +23,5 @@ def sync_results(model: InputModel, scope: RunScope) -> str:
         destination.parent.mkdir(parents=True, exist_ok=True)
         session = LocalSession(sys.executable)  # the store has everything that a node made
         report = publish_directory(session, Path(model.model.path), str(destination))
-        progress.say(f"{model.name}, {report.num_bytes / 1e6:.1f} MB in {len(report.files)} verified files")
+        progress.say(f"{model.name}, {report.num_bytes / 1e6:.1f} MB in {report.num_files} verified files")
     return str(destination)

@@ -20,6 +20,7 @@ from infra.node import SSHAccess
 from infra.proxy_jump import proxy_command
 from infra.ssh import connect
 from infra.ssh_session import SSHSession
+from tests.infra.splitting import chunks_of
 from tests.infra.ssh_server import SSHServer, make_key, running_server
 from tests.waiting import wait_until
 
@@ -98,7 +99,7 @@ def test_commands_and_files_go_through_and_nothing_stays(
     content = os.urandom(2 << 20)
     with SSHSession(access, python=sys.executable, programs_dir=str(tmp_path / "programs")) as session:
         came_from = session.run(["sh", "-c", "echo $SSH_CONNECTION"], timeout_s=30, may_repeat=True).stdout
-        session.write_chunks(str(tmp_path / "file"), [content])
+        session.write_chunks(str(tmp_path / "file"), chunks_of(content))
         with session.pipe(["cat", str(tmp_path / "file")]) as chunks:
             assert b"".join(chunks) == content
         assert came_from.split()[-1] == str(access.port).encode()

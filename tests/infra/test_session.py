@@ -3,13 +3,16 @@
 Without it a hung command hangs the pipeline, and a reader sees half a file.
 """
 
+import hashlib
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from infra.chunks import CHUNK_BYTES, Chunk
 from infra.errors import (
     CommandFailedError,
     CommandTimeoutError,
@@ -17,9 +20,11 @@ from infra.errors import (
     DiskFullError,
     FileMissingError,
     PermanentInfraError,
+    TransientInfraError,
 )
 from infra.session import Session
 from tests.infra.shell_jobs import is_alive, read_pid
+from tests.infra.splitting import chunks_of
 from tests.waiting import wait_until
 
 
@@ -92,19 +97,49 @@ def test_a_missing_file_has_its_own_error(session: Session, tmp_path: Path) -> N
         session.read_file(str(tmp_path / "none"))
 
 
-def test_a_write_that_is_cut_off_leaves_the_old_file(session: Session, tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    session.write_file(str(path), b"old")
-    with pytest.raises(ZeroDivisionError):
-        session.write_chunks(str(path), (b"x" * (1 // n) for n in (1, 0)))
-    assert path.read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
+def test_a_write_that_is_refused_leaves_the_old_file(session: Session, tmp_path: Path) -> None:
+    (tmp_path / "f").mkdir()
+    with pytest.raises(PermanentInfraError, match="cannot be written"):
+        session.write_file(str(tmp_path / "f"), b"new")
+    assert (tmp_path / "f").is_dir() and len(list(tmp_path.iterdir())) == 1
+
+
+def test_chunks_are_written_in_their_places_and_the_rest_stays(session: Session, tmp_path: Path) -> None:
+    content = os.urandom(2 * CHUNK_BYTES + 12_345)
+    path = tmp_path / "a" / "file"
+    path.parent.mkdir()
+    path.write_bytes(b"?" * CHUNK_BYTES + content[CHUNK_BYTES : 2 * CHUNK_BYTES])
+    first, _, last = chunks_of(content)
+    digests = session.write_chunks(str(path), [last, first])
+    assert path.read_bytes() == content
+    expected = {0: content[:CHUNK_BYTES], 2: content[2 * CHUNK_BYTES :]}
+    assert digests == {number: hashlib.sha256(each).hexdigest() for number, each in expected.items()}
+    assert session.write_chunks(str(path.with_name("empty")), []) == {}
+    assert path.with_name("empty").read_bytes() == b""
+
+
+def test_a_file_that_somebody_takes_over_is_left_alone(session: Session, tmp_path: Path) -> None:
+    """What is late must not be in the file of the copy that went on with it."""
+    path, taken = tmp_path / "file", tmp_path / "taken"
+
+    def pieces() -> Iterator[bytes]:
+        yield b"early"
+        wait_until(lambda: path.exists() and path.read_bytes() == b"early")
+        path.rename(taken)
+        yield b"late"
+
+    with pytest.raises(TransientInfraError, match="another copy has taken it over"):
+        session.write_chunks(str(path), [Chunk(0, pieces())])
+    assert taken.read_bytes() == b"early"
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_named_and_nothing_is_left(session: Session, tiny_disk: Path) -> None:
+def test_a_full_disk_is_named(session: Session, tiny_disk: Path) -> None:
     with pytest.raises(DiskFullError):
-        session.write_chunks(str(tiny_disk / "big"), (bytes(1 << 20) for _ in range(4)))
-    assert list(tiny_disk.iterdir()) == []
+        session.write_chunks(str(tiny_disk / "big"), chunks_of(bytes(4 << 20)))
+    with pytest.raises(DiskFullError):
+        session.write_file(str(tiny_disk / "big"), bytes(4 << 20))
+    assert [path.name for path in tiny_disk.iterdir()] == ["big"]
 
 
 def test_commands_are_out_of_reach_of_an_interrupt_at_our_terminal(session: Session) -> None:

@@ -13,10 +13,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,10 +25,9 @@ from infra.jobs import JobState, cancel_job, follow_job, job_status, start_or_at
 from infra.node_agent import END_OF_INPUT, FRAME_HEAD, REQUEST
 from infra.providers.ssh import expand_root
 from infra.ssh_session import SSHSession
-from infra.sync import publish_directory
-from tests.infra.delay_proxy import delayed_port
 from tests.infra.separate_node import separate_node
 from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end
+from tests.infra.splitting import chunks_of
 from tests.infra.ssh_server import SSHServer, running_server
 from tests.waiting import wait_until
 
@@ -395,83 +393,6 @@ def test_a_command_whose_connection_breaks_is_unknown_and_killed_and_the_next_on
     assert fragile.run(["echo", "again"], timeout_s=30).stdout == b"again\n"
 
 
-def test_a_file_whose_connection_breaks_is_not_there_and_nothing_of_it(
-    fragile: SSHSession, server: SSHServer, tmp_path: Path
-) -> None:
-    folder = tmp_path / "files"
-
-    def chunks() -> Iterator[bytes]:
-        yield bytes(1 << 20)
-        wait_until(lambda: folder.is_dir() and any(folder.iterdir()))
-        server.signal_sessions(signal.SIGKILL)
-        yield bytes(1 << 20)
-
-    with pytest.raises(NodeUnreachableError):
-        fragile.write_chunks(str(folder / "model"), chunks())
-    wait_until(lambda: list(folder.iterdir()) == [])
-
-
-def test_a_copy_that_was_cut_off_can_be_made_again(fragile: SSHSession, server: SSHServer, tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "out" / "best"
-    source.mkdir()
-    for name, num_bytes in {"a": 3 << 20, "b": 3 << 20, "c": 40 << 20}.items():
-        (source / name).write_bytes(os.urandom(num_bytes))
-    is_cut_off, seen = threading.Event(), set[Path]()
-
-    def cut() -> None:  # a cut between two requests is no harm
-        while not is_cut_off.is_set():
-            parts = {part.parent for part in tmp_path.glob("out/.best.incoming-*/.c.*")}
-            if parts - seen:  # each copy once: what removes the rest of it needs a connection
-                server.signal_sessions(signal.SIGKILL)
-                seen.update(parts)
-            time.sleep(0.001)
-
-    cutting = threading.Thread(target=cut, daemon=True)
-    cutting.start()
-    with pytest.raises(NodeUnreachableError):
-        for _ in range(50):  # the copy may be faster than the cut
-            publish_directory(fragile, source, str(target))
-            (source / "a").write_bytes(os.urandom(3 << 20))
-    is_cut_off.set()
-    cutting.join()
-    publish_directory(fragile, source, str(target))
-    assert {p.name: p.read_bytes() for p in target.iterdir()} == {p.name: p.read_bytes() for p in source.iterdir()}
-    assert [path.name for path in target.parent.iterdir()] == ["best"]
-
-
-@pytest.mark.parametrize("distance", ["near", "far"])
-def test_a_copy_whose_link_is_cut_amid_the_second_file_sends_what_is_missing(
-    distance: str, server: SSHServer, tmp_path: Path
-) -> None:
-    source, target = tmp_path / "source", tmp_path / "out" / "model"
-    source.mkdir()
-    for name in ("a", "b", "c"):
-        (source / name).write_bytes(os.urandom(9 << 20))
-    sent: list[str] = []
-
-    class CutSession(SSHSession):
-        def write_chunks(self, path: str, chunks: Iterable[bytes]) -> str | None:
-            sent.append(Path(path).name)
-            return super().write_chunks(path, self._cut(chunks) if len(sent) == 2 else chunks)
-
-        def _cut(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
-            for number, chunk in enumerate(chunks):
-                yield chunk
-                if number == 5:
-                    server.signal_sessions(signal.SIGKILL)
-
-    with delayed_port(server.port, one_way_ms=0 if distance == "near" else 10) as port:
-        access = replace(server.access, port=port)
-        with CutSession(access, python=sys.executable, programs_dir=str(tmp_path / "programs")) as session:
-            with pytest.raises(NodeUnreachableError):
-                publish_directory(session, source, str(target))
-            first = sent[0]
-            report = publish_directory(session, source, str(target))
-    assert sorted(sent[2:]) == sorted({"a", "b", "c"} - {first}) and report.num_sent_bytes == 2 * (9 << 20)
-    assert {p.name: p.read_bytes() for p in target.iterdir()} == {p.name: p.read_bytes() for p in source.iterdir()}
-    assert [path.name for path in target.parent.iterdir()] == ["model"]
-
-
 def test_a_log_is_whole_although_its_connection_is_cut_again_and_again(
     fragile: SSHSession, server: SSHServer, tmp_path: Path
 ) -> None:
@@ -523,7 +444,7 @@ def test_new_keys_in_the_middle_of_a_transfer_lose_nothing(
         SSHSession(server.access, python=sys.executable, programs_dir=str(tmp_path)) as session,
     ):
         started = time.monotonic()
-        session.write_chunks(str(tmp_path / "pushed"), [content])
+        session.write_chunks(str(tmp_path / "pushed"), chunks_of(content))
         with session.pipe(["cat", str(tmp_path / "pushed")]) as chunks:
             pulled = b"".join(chunks)
         assert time.monotonic() - started < 60
