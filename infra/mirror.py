@@ -3,7 +3,8 @@
 Not here: the node's side (sender.py), copies in the other direction (sync.py).
 
     logs, metrics, events, …  what is new is appended; a reader here sees them grow
-    everything else           into .incoming/, at the offset where the last try broke off; its digest compared, renamed
+    everything else           into .incoming/, only the chunks that differ from what the last try, or an older version,
+                              has left; each chunk's digest compared, renamed
     order                     a checkpoint's manifest after its other files, result.json after everything
     checkpoints               only those with a manifest; those that the job has deleted are deleted here too
 
@@ -18,9 +19,10 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 from infra import receiver, sender
+from infra.chunks import CHUNK_BYTES
 from infra.errors import DiskFullError, InfraError, PermanentInfraError, TransientInfraError
 from infra.repeating import repeating
 from infra.session import Session
@@ -33,7 +35,6 @@ MANIFEST, RESULT = "manifest.json", "result.json"
 INCOMING = ".incoming"
 LOCK = ".mirror.lock"
 MAX_HEAD_BYTES = 64 << 10
-_READ_BYTES = 4 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -144,16 +145,17 @@ def _fetch(session: Session, source: str, target: Path, names: Sequence[str]) ->
     """Fetch the files with one call; returns those that arrived damaged."""
     if not names:
         return []
-    parts = {name: _part_of(target, name) for name in names}
-    request = json.dumps([[name, _size_of(parts[name])] for name in names]).encode() + b"\n"
+    parts = {name: _Part(_part_of(target, name), begins_as=target / name) for name in names}
+    asked = [[name, part.size, part.digests] for name, part in parts.items()]
+    request = json.dumps({"chunk_bytes": CHUNK_BYTES, "files": asked}).encode() + b"\n"
     damaged: list[str] = []
     with session.pipe_program(Path(sender.__file__), ["send", source], stdin=request) as chunks:
         stream = _ByteStream(chunks)
-        for name in names:
+        for name, part in parts.items():
             head = parse_object(stream.read_line(MAX_HEAD_BYTES))
             if head is None or not _is_head_of(name, head):
                 raise TransientInfraError(f"{head} came from the node instead of {name}")
-            if head["size"] is not None and not _receive(stream, head, parts[name], target / name):
+            if head["size"] is not None and not _receive(stream, head, part, target / name):
                 damaged.append(name)
     return damaged
 
@@ -174,30 +176,61 @@ def _size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _receive(stream: "_ByteStream", head: Mapping[str, Any], part: Path, path: Path) -> bool:  # Any: JSON
-    """Take one file; false, and nothing left of it, when it is not what the node says that it is."""
-    part.parent.mkdir(parents=True, exist_ok=True)
-    digest = hashlib.sha256()
-    with part.open("a+b") as file:
-        file.seek(0)
-        while chunk := file.read(_READ_BYTES):
-            digest.update(chunk)
-        for chunk in stream.read(head["size"] - file.tell()):
-            file.write(chunk)
-            digest.update(chunk)
+class _Part:
+    """What is here of a file that is to be fetched."""
+
+    def __init__(self, path: Path, *, begins_as: Path) -> None:
+        """Begin it, where it is not begun and large, as the version of it that is here."""
+        self.path = path
+        self.is_in_place = path == begins_as
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() and begins_as.is_file() and _size_of(begins_as) > CHUNK_BYTES:
+            shutil.copyfile(begins_as, path)
+        self.size = _size_of(path)
+        self.digests = receiver.hash_chunks(path, CHUNK_BYTES) if self.size else []
+        """Of its chunks; the last one may be incomplete."""
+
+
+def _receive(stream: "_ByteStream", head: Mapping[str, Any], part: _Part, path: Path) -> bool:  # Any: JSON
+    """Take one file; false when it is not what the node says that it is: then its right chunks are kept."""
+    wrong = []
+    part.path.touch()
+    with part.path.open("r+b") as file:
+        for start in range(0, head["size"], CHUNK_BYTES):
+            if not _receive_chunk(stream, file, start, min(CHUNK_BYTES, head["size"] - start), part):
+                wrong.append(start)
+        # Nothing wrong may be left where readers see it.
+        file.truncate(wrong[0] if wrong and part.is_in_place else head["size"])
         file.flush()
         os.fsync(file.fileno())
     tail = parse_object(stream.read_line(MAX_HEAD_BYTES)) or {}
-    is_torn = part != path and tail.get("is_changed", False)  # what is appended meanwhile is left for the next time
-    if is_torn or digest.hexdigest() != tail.get("sha256"):  # also when what was there before is of another file
-        part.unlink()
+    # What is appended meanwhile is left for the next time.
+    if wrong or (tail.get("is_changed", True) and not part.is_in_place):
         return False
-    os.utime(part, ns=(head["modified_ns"], head["modified_ns"]))
-    if part != path:
+    os.utime(part.path, ns=(head["modified_ns"], head["modified_ns"]))
+    if not part.is_in_place:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.rename(path)
+        part.path.rename(path)
         receiver.flush_directory(path.parent)
     return True
+
+
+def _receive_chunk(stream: "_ByteStream", file: BinaryIO, start: int, num_bytes: int, part: _Part) -> bool:
+    """Take what is missing of a chunk; false when it is not what the node says that it is."""
+    num_same = max(0, min(CHUNK_BYTES, part.size - start))
+    if num_same and not (parse_object(stream.read_line(MAX_HEAD_BYTES)) or {}).get("is_same"):
+        num_same = 0
+    if num_same >= num_bytes:
+        return num_same == num_bytes
+    file.seek(start)
+    digest = hashlib.sha256(file.read(num_same))
+    if not num_same and part.size > start and part.is_in_place:
+        file.truncate()
+    for piece in stream.read(num_bytes - num_same):
+        file.write(piece)
+        digest.update(piece)
+    tail = parse_object(stream.read_line(MAX_HEAD_BYTES)) or {}
+    return digest.hexdigest() == tail.get("sha256")
 
 
 class _ByteStream:

@@ -4,10 +4,12 @@ The node's side of mirror.py. Runs as `python3 -I sender.py VERB DIRECTORY`; sta
 it is sent to nodes by content.
 
     list DIRECTORY      one JSON object: {name: [size, modified_ns]}, or null where there is no such directory
-    send DIRECTORY      (on stdin a line of JSON: [[name, offset], ...]) for each file a line of JSON,
-                        {"name", "size", "modified_ns"} as it is now, then its bytes from the offset on, then a line
-                        {"sha256", "is_changed"}: of the whole, and whether it was written to meanwhile;
-                        {"name", "size": null} for a file that is gone
+    send DIRECTORY      (on stdin a line of JSON, {"chunk_bytes", "files": [[name, size, [sha256]], ...]}: how much of
+                        each file the asker has, and digests of its chunks, the last of which may be incomplete)
+                        for each file a line {"name", "size", "modified_ns"} as it is now, or {"name", "size": null} for
+                        one that is gone; then its chunks; then a line {"is_changed"}: whether it was written to
+                        meanwhile. A chunk of which the asker has something begins with a line {"is_same"}: whether ours
+                        begins like that. Then come the bytes that the asker lacks and, if any, a line {"sha256"}
 
 Left out: names that begin with a dot (locks, and what is being written) or with `damaged`, and `weights/`: nobody reads
 those elsewhere. Symbolic links are not followed.
@@ -33,8 +35,9 @@ def main(argv: list[str]) -> int:
     if verb == "list":
         sys.stdout.write(json.dumps(list_files(directory) if directory.is_dir() else None) + "\n")
     elif verb == "send":
-        for name, offset in json.loads(sys.stdin.buffer.readline()):
-            send_file(directory, name, offset, sys.stdout.buffer)
+        request = json.loads(sys.stdin.buffer.readline())
+        for name, size, digests in request["files"]:
+            send_file(directory, name, size, digests, request["chunk_bytes"], sys.stdout.buffer)
     else:
         sys.stderr.write(f"{verb} is no verb of this program\n")
         return 2
@@ -65,26 +68,52 @@ def _walk(directory: Path, *, is_top: bool = False) -> Iterator[tuple[Path, list
             yield Path(entry.path), [status.st_size, status.st_mtime_ns]
 
 
-def send_file(directory: Path, name: str, offset: int, output: BinaryIO) -> None:
-    """Write one file's line and content; what is appended meanwhile is not part of it."""
+def send_file(
+    directory: Path, name: str, size_there: int, digests: list[str], chunk_bytes: int, output: BinaryIO
+) -> None:
+    """Write one file's lines and what the asker lacks of it; what is appended meanwhile is not part of it."""
     try:
         descriptor = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
-        output.write(json.dumps({"name": name, "size": None}).encode() + b"\n")
+        write_line(output, {"name": name, "size": None})
         return
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
-        head = {"name": name, "size": status.st_size, "modified_ns": status.st_mtime_ns}
-        output.write(json.dumps(head).encode() + b"\n")
-        digest = hashlib.sha256()
-        for chunk in _read(file, min(offset, status.st_size)):
-            digest.update(chunk)
-        for chunk in _read(file, status.st_size - offset):
-            output.write(chunk)
-            digest.update(chunk)
-        is_changed = os.fstat(descriptor).st_mtime_ns != status.st_mtime_ns
-        output.write(json.dumps({"sha256": digest.hexdigest(), "is_changed": is_changed}).encode() + b"\n")
+        write_line(output, {"name": name, "size": status.st_size, "modified_ns": status.st_mtime_ns})
+        for start in range(0, status.st_size, chunk_bytes):
+            there = digests[start // chunk_bytes] if start < size_there else ""
+            num_there = max(0, min(chunk_bytes, size_there - start))
+            send_chunk(file, start, min(chunk_bytes, status.st_size - start), num_there, there, output)
+        write_line(output, {"is_changed": os.fstat(descriptor).st_mtime_ns != status.st_mtime_ns})
     output.flush()
+
+
+def send_chunk(file: BinaryIO, start: int, num_bytes: int, num_there: int, digest_there: str, output: BinaryIO) -> None:
+    """Write what the asker lacks of a chunk, of which it has `num_there` bytes of this digest."""
+    digest = hashlib.sha256()
+    num_same = 0
+    file.seek(start)
+    if digest_there:
+        if num_there <= num_bytes:
+            for piece in _read(file, num_there):
+                digest.update(piece)
+        is_same = num_there <= num_bytes and digest.hexdigest() == digest_there
+        write_line(output, {"is_same": is_same})
+        if is_same:
+            num_same = num_there
+        else:
+            file.seek(start)
+            digest = hashlib.sha256()
+    if num_same < num_bytes:
+        for piece in _read(file, num_bytes - num_same):
+            output.write(piece)
+            digest.update(piece)
+        write_line(output, {"sha256": digest.hexdigest()})
+
+
+def write_line(output: BinaryIO, content: object) -> None:
+    """One JSON object, which ends with its line."""
+    output.write(json.dumps(content).encode() + b"\n")
 
 
 def _read(file: BinaryIO, num_bytes: int) -> Iterator[bytes]:

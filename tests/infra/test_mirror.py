@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from infra.chunks import CHUNK_BYTES
 from infra.errors import CompletedCommand, DiskFullError, PermanentInfraError, TransientInfraError
 from infra.mirror import mirrored, pull_run
 from infra.receiver import hash_file
@@ -225,23 +226,120 @@ def test_a_file_that_changes_while_it_is_fetched_is_fetched_again_and_is_never_s
 ) -> None:
     write_large(there / "large", besides=here)
 
-    def overwrite_its_end(chunk: bytes) -> bytes:  # which was not read yet: it is larger than what pipes hold
+    def overwrite_its_ends(chunk: bytes) -> bytes:  # the last was not read yet: it is larger than what pipes hold
         with (there / "large").open("r+b") as file:
+            file.write(os.urandom(10))
             file.seek(-10, os.SEEK_END)
             file.write(os.urandom(10))
         return chunk
 
-    session = ChangingSession(overwrite_its_end)
+    session = ChangingSession(overwrite_its_ends)
     pull_run(session, str(there), here)
     assert content_of(here) == public(content_of(there)) and session.num_times == -1
     session.num_times = 3
-    overwrite_its_end(b"")
+    overwrite_its_ends(b"")
     before = (here / "large").read_bytes()
     with pytest.raises(TransientInfraError, match="arrived damaged, the first is 'large'"):
         pull_run(session, str(there), here)
     assert (here / "large").read_bytes() == before
     session.num_times = 0
     pull_run(session, str(there), here)
+    assert content_of(here) == public(content_of(there))
+
+
+LARGE_BYTES = 3 * CHUNK_BYTES + 12_345
+
+
+def break_off_at_the_third_chunk(there: Path, here: Path) -> Path:
+    """What a pull of a large file leaves that broke off."""
+    breaking = BreakingSession(sys.executable)
+    pull_run(LocalSession(sys.executable), str(there), here)
+    (there / "large").write_bytes(os.urandom(LARGE_BYTES))
+    breaking.breaks_after = 2 * CHUNK_BYTES + 1_000_000
+    with pytest.raises(TransientInfraError):
+        pull_run(breaking, str(there), here)
+    [part] = here.glob(".incoming/*")
+    assert 2 * CHUNK_BYTES < part.stat().st_size < 3 * CHUNK_BYTES
+    return part
+
+
+def flip_a_bit(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+class WatchingSession(LocalSession):
+    """Knows how much came."""
+
+    num_bytes = 0
+
+    @contextmanager
+    def pipe(self, argv: Sequence[str], *, stdin: bytes = b"") -> Iterator[Iterator[bytes]]:
+        with super().pipe(argv, stdin=stdin) as chunks:
+            yield map(self._counted, chunks)
+
+    def _counted(self, chunk: bytes) -> bytes:
+        self.num_bytes += len(chunk)
+        return chunk
+
+
+@pytest.mark.parametrize("damage", ["none", "a flipped bit", "truncated", "too long"])
+def test_of_a_part_that_is_damaged_the_wrong_chunks_are_fetched_again(there: Path, here: Path, damage: str) -> None:
+    part = break_off_at_the_third_chunk(there, here)
+    missing = LARGE_BYTES - part.stat().st_size
+    if damage == "a flipped bit":
+        flip_a_bit(part, 5)
+        missing += CHUNK_BYTES
+    elif damage == "truncated":
+        missing = LARGE_BYTES - 5
+        os.truncate(part, 5)
+    elif damage == "too long":
+        missing = CHUNK_BYTES + 12_345  # the third was incomplete, and is wrong; so is the last
+        os.truncate(part, LARGE_BYTES + 5)
+    session = WatchingSession(sys.executable)
+    assert pull_run(session, str(there), here) == 1
+    assert missing < session.num_bytes < missing + 1000
+    assert content_of(here) == public(content_of(there))
+
+
+def test_a_bit_that_is_flipped_on_the_way_costs_its_chunk(there: Path, here: Path) -> None:
+    pull_run(LocalSession(sys.executable), str(there), here)
+    (there / "large").write_bytes(os.urandom(LARGE_BYTES))
+    session, counting = ChangingSession(flip), WatchingSession(sys.executable)
+    session.num_times = 2
+    with pytest.raises(TransientInfraError, match="arrived damaged, the first is 'large'"):
+        pull_run(session, str(there), here)
+    assert "large" not in content_of(here)
+    pull_run(counting, str(there), here)
+    assert CHUNK_BYTES < counting.num_bytes < CHUNK_BYTES + 1000
+    assert content_of(here) == public(content_of(there))
+
+
+def test_of_a_large_file_of_which_a_version_is_here_the_changed_chunks_come(
+    session: Session, there: Path, here: Path
+) -> None:
+    (there / "large").write_bytes(os.urandom(LARGE_BYTES))
+    pull_run(session, str(there), here)
+    flip_a_bit(there / "large", CHUNK_BYTES)
+    counting = WatchingSession(sys.executable)
+    pull_run(counting, str(there), here)
+    assert CHUNK_BYTES < counting.num_bytes < CHUNK_BYTES + 1000
+    assert content_of(here) == public(content_of(there))
+
+
+def test_a_log_that_arrives_damaged_shows_what_is_right(there: Path, here: Path) -> None:
+    (there / "log.txt").write_bytes(os.urandom(CHUNK_BYTES))
+    pull_run(LocalSession(sys.executable), str(there), here)
+    first = (there / "log.txt").read_bytes()
+    with (there / "log.txt").open("ab") as file:
+        file.write(os.urandom(2_000_000))
+    session = ChangingSession(flip)
+    session.num_times = 2
+    with pytest.raises(TransientInfraError, match=r"arrived damaged, the first is 'log\.txt'"):
+        pull_run(session, str(there), here)
+    assert (here / "log.txt").read_bytes() == first
+    pull_run(LocalSession(sys.executable), str(there), here)
     assert content_of(here) == public(content_of(there))
 
 
@@ -343,13 +441,14 @@ def test_a_node_that_lies_about_its_names_writes_nothing_elsewhere(there: Path, 
 
         @contextmanager
         def pipe(self, argv: Sequence[str], *, stdin: bytes = b"") -> Iterator[Iterator[bytes]]:
-            wanted = [each for each, _ in json.loads(stdin)]
+            wanted = [each for each, _, _ in json.loads(stdin)["files"]]
             yield iter([b"".join(self._file(each) for each in wanted)])
 
         def _file(self, wanted: str) -> bytes:
             head = {"name": wanted, "size": 2, "modified_ns": 1}
-            tail = {"sha256": hashlib.sha256(b"{}").hexdigest()}
-            return b"\n".join([json.dumps(head).encode(), b"{}" + json.dumps(tail).encode(), b""])
+            digest, tail = {"sha256": hashlib.sha256(b"{}").hexdigest()}, {"is_changed": False}
+            lines = [json.dumps(head), "{}" + json.dumps(digest), json.dumps(tail), ""]
+            return "\n".join(lines).encode()
 
     pull_run(LocalSession(sys.executable), str(there), here)
     before, around = content_of(here), sorted(here.parent.iterdir())
