@@ -15,7 +15,7 @@ from infra.session import LocalSession, Session
 from infra.ssh_session import SSHSession
 from infra.supervisor import find_processes
 from tests.infra.delay_proxy import delayed_port
-from tests.infra.ssh_server import SSHServer, running_server
+from tests.infra.ssh_server import SSHServer, find_sshd, running_server
 from tests.mounts import mounted_tmpfs
 
 
@@ -33,6 +33,19 @@ def ssh_session(ssh_server: SSHServer, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture
+def stand_in_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SSHSession]:
+    """On the server that takes the place of OpenSSH's where that is not installed."""
+    if find_sshd() is None:
+        pytest.skip("every other session over SSH is on this server, too")
+    programs_dir = str(tmp_path_factory.mktemp("programs"))
+    with (
+        running_server(tmp_path_factory.mktemp("stand-in"), stand_in=True) as server,
+        SSHSession(server.access, python=sys.executable, programs_dir=programs_dir) as session,
+    ):
+        yield session
+
+
+@pytest.fixture
 def far_session(ssh_server: SSHServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SSHSession]:
     """The same machine, 20 ms away."""
     programs_dir = str(tmp_path_factory.mktemp("programs"))
@@ -42,8 +55,13 @@ def far_session(ssh_server: SSHServer, tmp_path_factory: pytest.TempPathFactory)
             yield session
 
 
-@pytest.fixture(params=["local", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ssh", "far"))])
+@pytest.fixture(params=["local", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ssh", "far", "stand_in"))])
 def session(request: pytest.FixtureRequest) -> Session:
+    return session_called(request)
+
+
+def session_called(request: pytest.FixtureRequest) -> Session:
+    """The one that the parameter names, also for a fixture of a file's own."""
     if request.param == "local":
         return LocalSession(sys.executable)
     session: SSHSession = request.getfixturevalue(f"{request.param}_session")

@@ -1,4 +1,8 @@
-"""A real OpenSSH server on a loopback port, with keys and a configuration of its own, for one user: whoever tests."""
+"""An SSH server on a loopback port, with keys and a configuration of its own, for one user: whoever tests.
+
+It is OpenSSH's, or where that is not installed the one of stand_in_sshd.py, which has no configuration: what depends on
+OpenSSH's is skipped there.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,14 +26,25 @@ from tests.processes import dies_with_us
 
 _PRIVILEGE_SEPARATION_DIR = Path("/run/sshd")
 """Where sshd locks itself up when root starts it."""
+_STAND_IN = Path(__file__).with_name("stand_in_sshd.py")
+
+
+def find_sshd() -> str | None:
+    """OpenSSH's server on this machine."""
+    return shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin:/sbin")
 
 
 class SSHServer:
-    """Starts, stops and disturbs one sshd; everything it needs lies in its folder."""
+    """Starts, stops and disturbs one server; everything it needs lies in its folder."""
 
-    def __init__(self, folder: Path, *, more_config: str = "") -> None:
-        program = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin:/sbin")
-        if program is None:
+    def __init__(self, folder: Path, *, more_config: str = "", stand_in: bool = False) -> None:
+        """The stand-in also where there is no other and the test has no wishes.
+
+        Args:
+            more_config: lines for sshd_config, which only OpenSSH's server understands.
+        """
+        program = None if stand_in else find_sshd()
+        if program is None and more_config:
             pytest.skip("there is no sshd on this machine: install openssh-server")
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -38,7 +54,11 @@ class SSHServer:
         for path in (self.host_key_file, self.client_key_file):
             make_key(path)
         (folder / "authorized_keys").write_bytes(Path(f"{self.client_key_file}.pub").read_bytes())
-        self._command = [*dies_with_us(), program, "-D", "-e", "-f", str(folder / "sshd_config")]
+        if program is None:
+            command = [sys.executable, str(_STAND_IN), str(folder), str(self.port)]
+        else:
+            command = [program, "-D", "-e", "-f", str(folder / "sshd_config")]
+        self._command = [*dies_with_us(), *command]
         self._process: subprocess.Popen[bytes] | None = None
         self._write_config(more_config)
 
@@ -85,7 +105,7 @@ class SSHServer:
     def signal_sessions(self, number: signal.Signals) -> int:
         """Send a signal to the processes that hold connections; returns how many there were."""
         assert self._process is not None
-        sessions = _descendants_named_sshd(self._process.pid)
+        sessions = _sessions_of(self._process.pid)
         for pid in sessions:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -114,9 +134,9 @@ MaxStartups 100
 
 
 @contextmanager
-def running_server(folder: Path, *, more_config: str = "") -> Iterator[SSHServer]:
+def running_server(folder: Path, *, more_config: str = "", stand_in: bool = False) -> Iterator[SSHServer]:
     """A server that listens, and is gone with its connections afterwards."""
-    server = SSHServer(folder, more_config=more_config)
+    server = SSHServer(folder, more_config=more_config, stand_in=stand_in)
     server.start()
     try:
         yield server
@@ -158,16 +178,17 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _descendants_named_sshd(ancestor: int) -> list[int]:
+def _sessions_of(listener: int) -> list[int]:
+    """The processes that hold a server's connections: its children, and theirs where they are sshd as well."""
     table = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,comm="], capture_output=True, text=True, check=True).stdout
     rows = [line.split(None, 2) for line in table.splitlines()]
     children: dict[int, list[tuple[int, str]]] = {}
     for pid, parent, name in rows:
         children.setdefault(int(parent), []).append((int(pid), name))
-    found, queue = [], [ancestor]
+    found, queue = [], [listener]
     while queue:
-        for pid, name in children.get(queue.pop(), []):
-            if name.startswith("sshd"):
-                found.append(pid)
-                queue.append(pid)
+        parent = queue.pop()
+        sessions = [pid for pid, name in children.get(parent, []) if parent == listener or name.startswith("sshd")]
+        found += sessions
+        queue += sessions
     return found

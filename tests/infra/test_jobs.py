@@ -33,10 +33,24 @@ from infra.jobs import (
 )
 from infra.session import LocalSession, Session
 from infra.supervisor import read_json
+from tests.infra.conftest import session_called
 from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end
 from tests.waiting import wait_until
 
 WRITE_RESULT = """echo '{"loss": 0.5}' > result.part; mv result.part result.json"""
+
+
+@pytest.fixture(
+    params=[
+        "local",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("ssh", "far")),
+        pytest.param(
+            "stand_in", marks=[pytest.mark.slow, pytest.mark.matrix]
+        ),  # a minute: test_ssh_session.py has some
+    ]
+)
+def session(request: pytest.FixtureRequest) -> Session:
+    return session_called(request)
 
 
 def supervisor_pid(run_dir: Path, attempt: int = 1) -> int:

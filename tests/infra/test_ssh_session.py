@@ -28,7 +28,7 @@ from infra.ssh_session import SSHSession
 from tests.infra.separate_node import separate_node
 from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end
 from tests.infra.splitting import chunks_of
-from tests.infra.ssh_server import SSHServer, running_server
+from tests.infra.ssh_server import SSHServer, find_sshd, running_server
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -49,10 +49,12 @@ HOSTILE = [
 ]
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[SSHServer]:
+@pytest.fixture(params=["openssh", "stand_in"])
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SSHServer]:
     """One that a test may disturb."""
-    with running_server(tmp_path / "own-sshd") as server:
+    if request.param == "openssh" and find_sshd() is None:
+        pytest.skip("there is no sshd on this machine: install openssh-server")
+    with running_server(tmp_path / "own-sshd", stand_in=request.param == "stand_in") as server:
         yield server
 
 
