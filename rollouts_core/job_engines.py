@@ -48,6 +48,7 @@ async def open_engines(job: RLJob) -> AsyncIterator[list[InFlightEngine]]:
                 api_key_variable=job.rollout.engine.api_key_variable,
             ),
             request_timeout_s=job.rollout.request_timeout_s,
+            silence_timeout_s=job.rollout.silence_timeout_s,
             restart_timeout_s=job.rollout.engine.start_timeout_s if is_alone else POOLED_RESTART_TIMEOUT_S,
         )
         for address in job.engines

@@ -109,6 +109,10 @@ class RolloutConfig(Record):
     """Order of the prompts and the randomness of sampling."""
     request_timeout_s: Annotated[Finite, Field(gt=0)] = Field(600.0, json_schema_extra=PLACEMENT)
     """How long one engine request may take before it is asked again."""
+    silence_timeout_s: Annotated[Finite, Field(gt=0)] = Field(120.0, json_schema_extra=PLACEMENT)
+    """An engine that has requests and for this long gives no sign of life counts as gone: none of them ended, and it
+    did not answer what it answers between two steps, however full its queue is, and also while it is paused.
+    Raise it where one step takes as long, for instance because the engine compiles amid a run."""
 
     @model_validator(mode="after")
     def _check_functions(self) -> Self:

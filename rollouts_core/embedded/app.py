@@ -179,7 +179,9 @@ async def _model_info(model: ServedModel, _: Request) -> Response:
 
 
 async def _server_info(model: ServedModel, _: Request) -> Response:
+    """As in SGLang what generates is asked for its state: a server in which that hangs does not answer."""
     scheduler = model.scheduler
+    load = await asyncio.wrap_future(scheduler.load())
     return _json(
         {
             "status": "ready",
@@ -198,9 +200,9 @@ async def _server_info(model: ServedModel, _: Request) -> Response:
             "memory_scope": memory_scope(),
             "internal_states": [
                 {
-                    "num_running_reqs": scheduler.num_running,
-                    "num_waiting_reqs": scheduler.num_waiting,
-                    "is_paused": scheduler.is_paused,
+                    "num_running_reqs": load.num_running,
+                    "num_waiting_reqs": load.num_waiting,
+                    "is_paused": load.is_paused,
                 }
             ],
         }

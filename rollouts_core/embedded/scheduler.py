@@ -77,6 +77,18 @@ class WeightUpdate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """How much there is to do."""
+
+    num_running: int
+    """Requests that are decoding."""
+    num_waiting: int
+    """Requests that wait for a free row or for the end of a pause."""
+    is_paused: bool
+    """Nothing is generated before `resume`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Command:
     """Something to do between two steps."""
 
@@ -233,6 +245,12 @@ class Scheduler:
     def weight_digests(self) -> Future[dict[str, str]]:
         """sha256 per tensor of the weights in use, under their checkpoint names."""
         return self._between_steps(self.decoder.weight_digests)
+
+    def load(self) -> Future[Load]:
+        """How much there is to do between two steps: whoever gets the answer knows that the thread goes on."""
+        return self._between_steps(
+            lambda: Load(num_running=self.num_running, num_waiting=self.num_waiting, is_paused=self.is_paused)
+        )
 
     def close(self) -> None:
         """End all requests with the tokens they have, and the thread."""

@@ -58,7 +58,7 @@ class ChildEngine:
     """Where in the log that begins, bytes."""
     process: subprocess.Popen[bytes]
 
-    def client(self, request_timeout_s: float) -> SGLangEngine | VLLMEngine:
+    def client(self, rollout: RolloutConfig) -> SGLangEngine | VLLMEngine:
         """A client of it."""
         return create_engine(
             Endpoint(
@@ -67,7 +67,8 @@ class ChildEngine:
                 model=self.job.model.model.path,
                 api_key_variable=self.job.engine.api_key_variable,
             ),
-            request_timeout_s=request_timeout_s,
+            request_timeout_s=rollout.request_timeout_s,
+            silence_timeout_s=rollout.silence_timeout_s,
             restart_timeout_s=RESTART_TIMEOUT_S,
         )
 
@@ -93,7 +94,7 @@ async def started_engines(
         for index in range(num_engines):
             placement = deployment.of_engine(index).model_copy(update={"colocated": False})
             children.append(start_engine(index, model, config.engine, placement, directory, max_tokens=max_tokens))
-        clients = [child.client(config.request_timeout_s) for child in children]
+        clients = [child.client(config) for child in children]
         async with EnginePool(clients) as pool:
             timeout_s = config.engine.start_timeout_s
             started = zip(children, clients, strict=True)

@@ -19,6 +19,7 @@ from rollouts_core.engines.http import EngineConnection, WeightKeeper
 from rollouts_core.engines.protocol import Completion, GenerationRequest, SegmentAccess
 from rollouts_core.engines.segments import SegmentedWeights
 from rollouts_core.engines.sent import SentWeights
+from rollouts_core.engines.silence import SILENCE_TIMEOUT_S, SilenceWatch
 from rollouts_core.errors import WeightSyncError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class EngineClient(ClosedOnExit):
     Args:
         request_timeout_s: how long a request may take.
         restart_timeout_s: how long a server that vanished may take to answer again.
+        silence_timeout_s: how long a server that took requests may give no sign of life before it counts as gone.
         model_dir: the model that it must serve; token ids and shapes are checked by it.
         api_key: what every request carries as `Authorization: Bearer KEY`; empty sends none.
     """
@@ -41,6 +43,7 @@ class EngineClient(ClosedOnExit):
         *,
         request_timeout_s: float = 600.0,
         restart_timeout_s: float = 120.0,
+        silence_timeout_s: float = SILENCE_TIMEOUT_S,
         model_dir: Path | None = None,
         api_key: str = "",
         transport: httpx.AsyncBaseTransport | None = None,
@@ -48,12 +51,19 @@ class EngineClient(ClosedOnExit):
         self._connection = EngineConnection(
             url, request_timeout_s=request_timeout_s, transport=transport, api_key=api_key
         )
-        self._keeper = WeightKeeper(self, restart_timeout_s=restart_timeout_s, model_dir=model_dir)
+        self._keeper = WeightKeeper(
+            self, restart_timeout_s=restart_timeout_s, silence_timeout_s=silence_timeout_s, model_dir=model_dir
+        )
 
     @property
     def name(self) -> str:
         """The server's URL."""
         return self._connection.url
+
+    @property
+    def watch(self) -> SilenceWatch:
+        """Notices that the server fell silent amid requests, those of a router in front of it included."""
+        return self._keeper.watch
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Completions of the requests in their order, from the weights that were loaded last.
@@ -152,6 +162,10 @@ class EngineClient(ClosedOnExit):
     @abstractmethod
     async def end_pause(self) -> None:
         """Tell a paused server once that it generates again; nothing where it is not paused."""
+
+    @abstractmethod
+    async def show_life(self) -> None:
+        """Return when what generates answered between two of its steps; a paused server's does, too."""
 
     async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]:
         """Load segments once, set the version, and return the sha256 of every tensor that is served then.

@@ -17,6 +17,7 @@ from pydantic import Field
 from rollouts_core.config import EngineKind, Record, SamplingConfig
 from rollouts_core.engines.protocol import GenerationRequest, InferenceEngine
 from rollouts_core.engines.sglang import SGLangEngine
+from rollouts_core.engines.silence import SILENCE_TIMEOUT_S
 from rollouts_core.engines.vllm import VLLMEngine
 from rollouts_core.keys import read_key
 
@@ -53,7 +54,11 @@ class Endpoint(Record):
 
 
 def create_engine(
-    endpoint: Endpoint, *, request_timeout_s: float = 600.0, restart_timeout_s: float = 120.0
+    endpoint: Endpoint,
+    *,
+    request_timeout_s: float = 600.0,
+    restart_timeout_s: float = 120.0,
+    silence_timeout_s: float = SILENCE_TIMEOUT_S,
 ) -> SGLangEngine | VLLMEngine:
     """The client of an endpoint; whoever asks for it closes it.
 
@@ -64,6 +69,7 @@ def create_engine(
         endpoint.url,
         request_timeout_s=request_timeout_s,
         restart_timeout_s=restart_timeout_s,
+        silence_timeout_s=silence_timeout_s,
         model_dir=Path(endpoint.model) if endpoint.model else None,
         api_key=read_key(endpoint.api_key_variable, "endpoint"),
     )

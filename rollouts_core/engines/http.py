@@ -20,6 +20,7 @@ import socket
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import dropwhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -48,6 +49,7 @@ from rollouts_core.engines.content import (
 from rollouts_core.engines.protocol import Completion, GenerationRequest, status_of_finish
 from rollouts_core.engines.segments import SegmentedWeights
 from rollouts_core.engines.sent import SentWeights, find_kept
+from rollouts_core.engines.silence import SilenceWatch
 from rollouts_core.errors import (
     CheckpointError,
     EngineAnswerError,
@@ -138,6 +140,10 @@ class ServerCalls(Protocol):
 
     async def end_pause(self) -> None:
         """Generate again; nothing where it is not paused."""
+        ...
+
+    async def show_life(self) -> None:
+        """Return when what generates answered between two of its steps; a paused server's does, too."""
         ...
 
     async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]:
@@ -233,10 +239,13 @@ class WeightKeeper:
 
     Args:
         restart_timeout_s: how long a server that vanished may take to answer again.
+        silence_timeout_s: how long a server that took requests may give no sign of life.
         model_dir: the model that it must serve, if known before any weights are loaded.
     """
 
-    def __init__(self, server: ServerCalls, *, restart_timeout_s: float, model_dir: Path | None) -> None:
+    def __init__(
+        self, server: ServerCalls, *, restart_timeout_s: float, silence_timeout_s: float, model_dir: Path | None
+    ) -> None:
         self.server = server
         self.restart_timeout_s = restart_timeout_s
         self._served: ServedWeights | None = None
@@ -257,6 +266,7 @@ class WeightKeeper:
         self._handed_over: str | None = None
         """The version that was served when memory was handed over; None while the server has its own."""
         self._recovering = asyncio.Lock()
+        self.watch = SilenceWatch(server.name, server.show_life, self._recovering.locked, timeout_s=silence_timeout_s)
         self._recovery_failure: EngineError | None = None
         """Why the last recovery that failed did."""
         self._takes_parts = True
@@ -282,6 +292,7 @@ class WeightKeeper:
             served = self._served
             try:
                 completions = await self._complete(requests)
+                self.watch.note_sign()
             except EngineBusyError as error:
                 raise EngineUnavailableError(
                     f"{self.server.name} had too much to do {MAX_BUSY_ATTEMPTS} times in a row: {error}"
@@ -306,10 +317,10 @@ class WeightKeeper:
         """Completions, asked for later and later where the server has too much to do."""
         for attempt in range(1, MAX_BUSY_ATTEMPTS):
             try:
-                return await self.server.complete(requests)
+                return await self.watch.over(partial(self.server.complete, requests))
             except EngineBusyError as error:
                 await anyio.sleep(max(error.retry_after_s, min(MAX_BACKOFF_S, RETRY_PAUSE_S * 2.0 ** (attempt - 1))))
-        return await self.server.complete(requests)
+        return await self.watch.over(partial(self.server.complete, requests))
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None) -> None:
         """Serve published weights; returns when the server proved that it does.
@@ -377,6 +388,7 @@ class WeightKeeper:
                 try:
                     with anyio.fail_after(PROBE_TIMEOUT_S):
                         await self.server.weight_version()
+                        await self.watch.check()
                 except (EngineUnavailableError, TimeoutError) as error:
                     problem = str(error) or problem
                     await anyio.sleep(POLL_INTERVAL_S)
@@ -417,7 +429,7 @@ class WeightKeeper:
         before = self._served if self._is_proven else None
         self._is_proven = False
         for attempt in range(MAX_ATTEMPTS):
-            if attempt:
+            if attempt or self.watch.is_silent:
                 await self.wait_until_ready(self.restart_timeout_s)
             try:
                 if self._is_left_paused:
@@ -428,6 +440,7 @@ class WeightKeeper:
                 continue
             self._served, self._vocab_size = weights, vocabulary_size(weights.model_dir)
             self._is_proven = True
+            self.watch.note_sign()
             if not self._proven_versions or self._proven_versions[-1] != weights.version:
                 self._proven_versions.append(weights.version)
             return

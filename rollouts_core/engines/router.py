@@ -176,10 +176,13 @@ class RoutedPool(ClosedOnExit):
                 await self._tell_router()
             except EngineError as error:  # also a refusal: it may be of a worker that it has forgotten by itself
                 raise EngineUnavailableError(str(error)) from error
-            completions = await self.router.complete(requests)
+            completions = await self._complete(requests)
         except (EngineUnavailableError, EngineAnswerError) as error:
             logger.warning("%s; the engines are asked directly", error)
             self._routed = None
+            for engine in self._engines:
+                if engine.watch.is_silent:
+                    self.pool.quarantine(engine, "it fell silent amid requests of the router's")
             return await self.pool.generate(requests)
         accepted = list(dropwhile(lambda version: version != asked_under, self._versions))
         foreign = {version for each in completions for version, _, _ in each.version_spans} - {*accepted}
@@ -188,6 +191,14 @@ class RoutedPool(ClosedOnExit):
         logger.warning("an engine behind %s served %s; it is left out", self.router.name, ", ".join(sorted(foreign)))
         await self._quarantine_others()
         return await self.pool.generate(requests)
+
+    async def _complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """What the router answers; broken off where one of its engines falls silent: nobody knows which one it asks."""
+        ask = partial(self.router.complete, requests)
+        for engine in self._engines:
+            if engine.name not in self.pool.quarantined:
+                ask = partial(engine.watch.over, ask)
+        return await ask()
 
     async def _tell_router(self) -> None:
         """Have the router ask those engines that are not quarantined, where that changed."""

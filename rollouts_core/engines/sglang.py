@@ -64,6 +64,10 @@ class SGLangEngine(EngineClient):
         """Generate again after `pause`."""
         await self._connection.call("POST", "/continue_generation", json={})
 
+    async def show_life(self) -> None:
+        """Return when the scheduler answered: it is asked for a part of this."""
+        await self._connection.call("GET", "/server_info", is_answered=False)
+
     async def hand_over(self) -> None:
         """Free weights, cache and CUDA graphs, when nothing is under way any more.
 

@@ -58,6 +58,10 @@ class VLLMEngine(EngineClient):
         with anyio.CancelScope(shield=True):
             await self._call_development("POST", "/resume", timeout=RESUME_TIMEOUT)
 
+    async def show_life(self) -> None:
+        """Return when the engine's core answered: it alone knows this."""
+        await self._connection.call("GET", "/is_paused", is_answered=False)
+
     async def hand_over(self) -> None:
         """Free weights and cache, when nothing is under way any more.
 

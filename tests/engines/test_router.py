@@ -30,7 +30,8 @@ from rollouts_core.errors import EngineUnavailableError
 from rollouts_core.metrics import read_metrics
 from tests.engines.conftest import SavedModel
 from tests.engines.servers import Server, engine_python, serving
-from tests.engines.test_contract import LOGPROB_TOLERANCE, ask, versions_of, worst_gap
+from tests.engines.test_contract import LOGPROB_TOLERANCE, ask, num_running, versions_of, worst_gap
+from tests.engines.test_in_flight import REQUESTS as LONG_REQUESTS
 from tests.flows.conftest import Rollouts, prefect_home, rollouts, served_home
 from tests.small_pipeline import write_small_pipeline
 
@@ -178,6 +179,42 @@ def test_an_engine_that_dies_is_done_without_and_asked_again_when_it_serves_the_
 
     completions = with_pool(router, pair, generate_around_a_kill)
     assert versions_of(completions) == {"trained-2"}
+    router.wait_for_workers(pair)
+
+
+def test_an_engine_that_stands_still_amid_requests_of_the_routers_is_done_without(
+    router: Router, pair: list[Server], trained: SavedModel
+) -> None:
+    """The router waits for it for ten minutes."""
+    [_, still] = pair
+    assert still.process is not None
+    process_group = still.process.pid
+
+    async def generate_around_a_stop(pool: RoutedPool) -> list[Completion]:
+        await pool.load_weights(trained.directory, "trained-4")
+        completions = await pool.generate(REQUESTS)
+        for engine in pool._engines:
+            engine.watch.timeout_s = 6.0
+        under_way = asyncio.ensure_future(pool.generate(LONG_REQUESTS))
+        with anyio.fail_after(60):
+            while not await asyncio.to_thread(num_running, still):
+                assert not under_way.done()
+        os.killpg(process_group, signal.SIGSTOP)
+        completions += await asyncio.wait_for(under_way, 120)
+        assert pool.pool.quarantined.keys() == {still.url}
+        completions += await pool.generate(REQUESTS)
+        os.killpg(process_group, signal.SIGCONT)
+        with anyio.fail_after(90):
+            while pool.pool.quarantined:
+                await anyio.sleep(0.1)
+        return completions + await pool.generate(REQUESTS)
+
+    try:
+        completions = with_pool(router, pair, generate_around_a_stop)
+    finally:
+        os.killpg(process_group, signal.SIGCONT)
+    assert len(completions) == 3 * len(REQUESTS) + len(LONG_REQUESTS)
+    assert versions_of(completions) == {"trained-4"}
     router.wait_for_workers(pair)
 
 

@@ -64,6 +64,7 @@ def test_a_fingerprint_is_sixteen_hex_digits() -> None:
         {"training": RLTrainingConfig(max_micro_batch_tokens=512)},
         {"training": RLTrainingConfig(policy=PolicyConfig(activation_checkpointing=True))},
         {"rollout": RolloutConfig(request_timeout_s=5.0)},
+        {"rollout": RolloutConfig(silence_timeout_s=5.0)},
     ],
 )
 def test_placement_does_not_change_the_fingerprint(changes: dict[str, Any]) -> None:

@@ -82,6 +82,7 @@ def requests_of_sglang(model_dir: Path) -> list[httpx.Request]:
             await engine.generate([REQUEST, REQUEST])
             await engine.pause()
             await engine.resume()
+            await engine.show_life()
             await engine.abort_running()
             await engine.release_memory()
             await engine.resume_memory()
@@ -109,6 +110,7 @@ def requests_of_vllm(model_dir: Path) -> list[httpx.Request]:
         async with VLLMEngine("http://engine", transport=transport) as engine:
             await engine.load_weights(model_dir, "v1")
             await engine.generate([REQUEST, REQUEST])
+            await engine.show_life()
             await engine.abort_running()
             await engine.release_memory()
             await engine.resume_memory()

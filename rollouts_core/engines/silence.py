@@ -1,0 +1,129 @@
+"""Notice that a server which took requests has fallen silent, long before the time of a request is over.
+
+Not here: what shows that a server generates (sglang.py, vllm.py), what becomes of one that does not (http.py, pool.py).
+
+    requests under way -> now and then a question that is answered between two steps of what generates
+                          | answered, however late: by a full server, a paused one, one without its memory
+                          | not in time, no request ended meanwhile, and no weights are being loaded
+                          v
+                          the requests are broken off, and the server counts as away until it answers the question
+
+The question waits in no queue: how much a server has to do delays it by one step, and never by a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import anyio
+
+from rollouts_core.errors import EngineBusyError, EngineError, EngineUnavailableError
+
+SILENCE_TIMEOUT_S = 120.0
+"""Steps take a second, with a long prompt some; what is compiled when it is first needed can take a minute."""
+MAX_QUESTION_INTERVAL_S = 10.0
+QUESTIONS_PER_TIMEOUT = 4
+"""With a short timeout the question is put more often than that."""
+UNREACHED_PAUSE_S = 1.0
+"""Between two questions where the first did not reach the server."""
+
+ResultT = TypeVar("ResultT")
+
+
+class SilenceWatch:
+    """Watches over the requests of one server.
+
+    Args:
+        name: what messages call the server.
+        question: returns when what generates has answered.
+        is_excused: True while the server is told something that may keep it from answering, new weights for instance.
+        timeout_s: how long it may be silent.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        question: Callable[[], Awaitable[None]],
+        is_excused: Callable[[], bool],
+        *,
+        timeout_s: float = SILENCE_TIMEOUT_S,
+    ) -> None:
+        self.name = name
+        self.timeout_s = timeout_s
+        self.is_silent = False
+        """It fell silent, and has not answered since then."""
+        self._question = question
+        self._is_excused = is_excused
+        self._calls: set[anyio.CancelScope] = set()
+        """What is watched over."""
+        self._watching: asyncio.Task[None] | None = None
+        """Puts the question as long as there are any."""
+        self._sign_at = time.monotonic()
+
+    async def over(self, ask: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        """What `ask`, which waits for the server, returns.
+
+        Raises:
+            EngineUnavailableError: the server fell silent.
+        """
+        call = anyio.CancelScope()
+        self._calls.add(call)
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._watch())
+        try:
+            with call:
+                return await ask()
+        finally:
+            self._calls.discard(call)
+            if not self._calls:
+                self._watching.cancel()
+        raise EngineUnavailableError(
+            f"{self.name} was silent for {self.timeout_s:g} s amid requests: no request ended, and what generates "
+            "answered no question"
+        )
+
+    def note_sign(self) -> None:
+        """The server did something that only one that generates does."""
+        self._sign_at = time.monotonic()
+
+    async def check(self) -> None:
+        """Return when the server generates, which is asked only where it fell silent.
+
+        Raises:
+            EngineUnavailableError: it cannot be reached.
+        """
+        if self.is_silent:
+            await self._question()
+            self.is_silent = False
+
+    async def _watch(self) -> None:
+        gives_sign = True
+        while gives_sign:
+            await anyio.sleep(min(MAX_QUESTION_INTERVAL_S, self.timeout_s / QUESTIONS_PER_TIMEOUT))
+            gives_sign = await self._gives_sign()
+        self.is_silent = True
+        for call in self._calls:
+            call.cancel()
+
+    async def _gives_sign(self) -> bool:
+        began = time.monotonic()
+        was_excused = self._is_excused()
+        with anyio.move_on_after(self.timeout_s):
+            await self._put_question()
+            return True
+        return was_excused or self._is_excused() or self._sign_at > began
+
+    async def _put_question(self) -> None:
+        """Return when it is answered, if only by a refusal."""
+        while True:
+            try:
+                return await self._question()
+            except EngineBusyError:
+                return None
+            except EngineUnavailableError:  # its requests fail by themselves, where it is gone
+                await anyio.sleep(UNREACHED_PAUSE_S)
+            except EngineError:
+                return None
