@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,7 +59,7 @@ class LoggedOrder:
         self._early[finished.index] = finished
 
     def next_finished(self, under_way: Container[int]) -> FinishedGroup | None:
-        """The next group to look at, None while it has not finished.
+        """The next group to look at, None while it has not finished; the same one until `go_on_behind` or `forget`.
 
         Args:
             under_way: the groups that were asked for and not looked at yet.
@@ -72,7 +72,16 @@ class LoggedOrder:
             self._expected.clear()
             self.was_left = True
         if not self._expected:
-            return self._early.pop(next(iter(self._early))) if self._early else None
-        if self._expected[0] not in self._early:
-            return None
-        return self._early.pop(self._expected.popleft())
+            return next(iter(self._early.values()), None)
+        return self._early.get(self._expected[0])
+
+    def go_on_behind(self, index: int) -> None:
+        """Take note of the fate of the group that `next_finished` gave."""
+        del self._early[index]
+        if self._expected:
+            self._expected.popleft()
+
+    def forget(self, indices: Iterable[int]) -> None:
+        """Wait for some groups again, where they have finished: their fate is not decided."""
+        for index in indices:
+            self._early.pop(index, None)

@@ -118,7 +118,11 @@ class AsyncRolloutManager:
         self.published = PublishedVersions(config.max_token_age + 2)
         """The versions of the weights, as far as `weights_published` told of them."""
         self._under_way: dict[int, Group] = {}
+        """Groups that were asked for and not looked at yet."""
+        self._begun: set[int] = set()
+        """Those of them that a task finishes, or has finished."""
         self._ready: dict[int, Group] = {}
+        self._calls = anyio.Lock(fast_acquire=True)
         self._running = AsyncExitStack()
         self._tasks: TaskGroup | None = None
         self._changed = anyio.Event()
@@ -144,32 +148,41 @@ class AsyncRolloutManager:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._stop()
+        try:
+            await self._stop()
+        finally:
+            self._give_up_under_way()
 
     async def generate_batch(self, reward_fn: RewardFn | None = None) -> RolloutBatch:
         """The next `config.batch_size` groups that the filter keeps, ordered by group.
 
-        Calling it says that the batch before has been trained on and, where that was due, its weights published.
+        Calling it says that the batch before has been trained on and, where that was due, its weights published. A call
+        that is cancelled, or raises, takes nothing away: the next one goes on with its groups and with what was decided
+        about them, so it gives the same batch. Calls at the same time are answered one after the other.
 
         Raises:
             RewardError, EngineError: what a group's generation or grading raised; the others are stopped.
             DataError: the filter dropped so much that `max_refills` was reached.
         """
-        self._grade = reward_fn or self.reward_fn
-        if self.config.max_staleness:
-            assert self._tasks, "with max_staleness groups are generated between the calls: use `async with manager`"
-            return await self._wait_for_batch()
-        await self._start()
-        try:
-            batch = await self._wait_for_batch()
-            if self._interruptible:
-                with anyio.move_on_after(BREAK_OFF_TIMEOUT_S):
-                    await self._interruptible.break_off()
-            return batch
-        finally:
-            await self._stop()
-            if self._interruptible:
-                self._interruptible.go_on()
+        async with self._calls:
+            self._grade = reward_fn or self.reward_fn
+            if self.config.max_staleness:
+                assert self._tasks, (
+                    "with max_staleness groups are generated between the calls: use `async with manager`"
+                )
+                return self._take_batch(await self._wait_for_batch())
+            await self._start()
+            try:
+                indices = await self._wait_for_batch()
+                if self._interruptible:
+                    with anyio.move_on_after(BREAK_OFF_TIMEOUT_S):
+                        await self._interruptible.break_off()
+            finally:
+                await self._stop()
+                if self._interruptible:
+                    self._interruptible.go_on()
+            self._give_up_under_way()
+            return self._take_batch(indices)
 
     async def generate_batches(self, reward_fn: RewardFn | None = None) -> AsyncIterator[RolloutBatch]:
         """Batches without end."""
@@ -212,43 +225,52 @@ class AsyncRolloutManager:
     def replay(self, schedules: Sequence[Schedule]) -> None:
         """Make the next batches like those whose metadata said `completed` and `unavailable` so, in order."""
         self._schedules = deque(schedules)
+        self._order = self._next_order()
 
     async def _start(self) -> None:
         self._tasks = await self._running.enter_async_context(anyio.create_task_group())
 
     async def _stop(self) -> None:
-        """Give up the groups under way; the next batch begins with them."""
+        """End the tasks; the groups that they have not finished stay under way, to be begun again."""
         if self._tasks is None:
             return
-        self._num_wanted = 0  # what finishes while it is being stopped is given up, too
+        self._num_wanted = 0  # what finishes while it is being stopped is not looked at
         self._is_paused = False
         self._tasks.cancel_scope.cancel()
         try:
             await self._running.aclose()
         finally:  # it raises in a task that was cancelled, too, when the last group has ended
             self._tasks = None
-            for index, group in self._under_way.items():
-                # Without a staleness to spare, the next weights generate it anew.
-                self.partial_samples.extend(group if self.config.max_token_age else self._pending_group(index))
-            # Of a batch that was not taken: what is asked for again has not been asked for.
-            self._tally.num_asked = max(0, self._tally.num_asked - len(self._under_way))
-            self._under_way = {}
+            self._order.forget(self._begun)
+            self._begun.clear()
             self._idle_since = perf_counter()
 
-    async def _wait_for_batch(self) -> RolloutBatch:
+    def _give_up_under_way(self) -> None:
+        """Leave the groups under way to the next batch, which begins with them."""
+        for index, group in self._under_way.items():
+            # Without a staleness to spare, the next weights generate it anew.
+            self.partial_samples.extend(group if self.config.max_token_age else self._pending_group(index))
+        self._under_way = {}
+
+    def _next_order(self) -> LoggedOrder:
+        return LoggedOrder(self._schedules.popleft() if self._schedules else None)
+
+    async def _wait_for_batch(self) -> list[int]:
+        """The groups of the next batch, which are ready then."""
         ahead = self.config.batch_size * self.config.max_staleness
         self._num_wanted = ahead + self.config.batch_size
-        self._order = LoggedOrder(self._schedules.popleft() if self._schedules else None)
         self._ask_for_groups()
+        self._look_at_finished()  # what finished while a failure was not told yet
         await anyio.lowlevel.checkpoint()  # the groups begin before the trainer does, also where a batch is ready
         while (indices := self._next_batch()) is None or self._ask_again_for_stale(indices):
             if self._failure is not None:
-                failure, self._failure, self._tally = self._failure, None, _Tally()
+                failure, self._failure = self._failure, None
+                self._tally.num_asked = len(self._under_way)
                 raise failure
             self._changed = anyio.Event()
             await self._changed.wait()
         self._num_wanted = ahead
-        return self._take_batch(indices)
+        return indices
 
     def _next_batch(self) -> list[int] | None:
         """The groups of the next batch, None while they are not all ready."""
@@ -285,21 +307,40 @@ class AsyncRolloutManager:
         }
         if self._order.was_left:
             self._schedules.clear()
+        self._order = self._next_order()
         return convert_to_batch(samples, metadata=metadata)
 
     def _ask_for_groups(self) -> None:
-        """Start groups until as many are alive as are wanted."""
+        """Ask for groups until as many are alive as are wanted, and begin those under way that no task has begun."""
         limit = self.config.max_refills * _round_size(self.config) + self._num_wanted
-        while (num_missing := self._num_wanted - len(self._ready) - len(self._under_way)) > 0 and not self._failure:
-            if self._is_paused:
+        while (num_missing := self._num_wanted - len(self._ready) - len(self._under_way)) > 0:
+            if self._is_paused or self._failure:
                 return
             num_groups = num_missing if self.config.max_staleness else _round_size(self.config)
             if self._tally.num_asked >= limit:
                 self._failure = _too_few_groups(len(self._ready), self._tally.drops, self.config)
                 return
+            try:
+                groups = self._next_groups(num_groups)
+            except RewardError as error:
+                self._failure = error
+                return
             self._tally.num_asked += num_groups
-            for group in self._next_groups(num_groups):
-                self._start_group(group)
+            self._under_way |= {group[0].group_index: group for group in groups}
+        self._begin_groups()
+
+    def _begin_groups(self) -> None:
+        """Begin groups under way that have no task: new ones, and what a pause or the end of a call broke off."""
+        assert self._tasks, "groups are begun while the manager is open"
+        if self._is_paused or self._failure:
+            return
+        for index in [index for index in self._under_way if index not in self._begun]:
+            if self._idle_since is not None:
+                self._idle_s += perf_counter() - self._idle_since
+                self._idle_since = None
+            self._under_way[index] = self._renewed_if_stale(self._under_way[index])
+            self._begun.add(index)
+            self._tasks.start_soon(self._finish_group, self._under_way[index], self._grade)
 
     def _next_groups(self, num_groups: int) -> list[Group]:
         """The groups to ask for: those given up first, then new prompts."""
@@ -340,14 +381,6 @@ class AsyncRolloutManager:
     def _pending_group(self, index: int) -> Group:
         size = self.config.n_samples_per_prompt
         return build_pending_group(self.data_buffer.prompt_of(index), group_index=index, size=size)
-
-    def _start_group(self, group: Group) -> None:
-        assert self._tasks, "groups are started while the manager is open"
-        if self._idle_since is not None:
-            self._idle_s += perf_counter() - self._idle_since
-            self._idle_since = None
-        self._under_way[group[0].group_index] = group
-        self._tasks.start_soon(self._finish_group, group, self._grade)
 
     async def _finish_group(self, group: Group, grade: RewardFn) -> None:
         # Errors travel as values: raised in a task they would reach the caller wrapped in an ExceptionGroup.
@@ -395,28 +428,37 @@ class AsyncRolloutManager:
 
     def _look_at_finished(self) -> None:
         """Keep or drop what has finished, in its order, as long as no batch is full that awaits to be taken."""
-        while self._num_wanted and (self.config.max_staleness or self._next_batch() is None):
+        while self._failure is None and self._num_wanted and (self.config.max_staleness or self._next_batch() is None):
             finished = self._order.next_finished(self._under_way)
-            if finished is None or self._failure is not None:
+            if finished is None:
                 break
-            del self._under_way[finished.index]
+            self._begun.discard(finished.index)
             if self._waits_for_end_of_outage(finished):
                 continue
-            self._tally.completed.append(finished.index)
-            if finished.unavailable:
-                self._tally.unavailable.append(finished.index)
             self._failure = finished.error or self._outage.note_group(finished.unavailable)
-            if finished.decision.keep:
-                self._ready[finished.index] = finished.group
-            elif self._failure is None:
-                self._tally.drops[finished.decision.reason] += 1
+            if self._failure:
+                self._order.forget([finished.index])  # the next call begins it again
+                break
+            self._order.go_on_behind(finished.index)
+            self._settle(finished)
             self._ask_for_groups()
-        if not self._under_way:
+        if not self._begun:
             self._idle_since = perf_counter()
         self._changed.set()
 
+    def _settle(self, finished: FinishedGroup) -> None:
+        """Keep a group or drop it."""
+        del self._under_way[finished.index]
+        self._tally.completed.append(finished.index)
+        if finished.unavailable:
+            self._tally.unavailable.append(finished.index)
+        if finished.decision.keep:
+            self._ready[finished.index] = finished.group
+        else:
+            self._tally.drops[finished.decision.reason] += 1
+
     def _waits_for_end_of_outage(self, finished: FinishedGroup) -> bool:
-        """Whether a group for which something was not available is asked for again after a pause, not dropped."""
+        """Whether a group for which something was not available begins again after a pause, and is not dropped."""
         assert self._tasks, "groups finish while the manager is open"
         if not finished.unavailable:
             return False
@@ -426,8 +468,8 @@ class AsyncRolloutManager:
                 return False
             self._is_paused = True
             self._tasks.start_soon(self._end_pause, pause_s)
-        self._tally.num_asked -= 1  # it will be asked for once more
-        self.partial_samples.extend(self._pending_group(finished.index))
+        self._order.forget([finished.index])
+        self._under_way[finished.index] = self._pending_group(finished.index)
         return True
 
     async def _end_pause(self, pause_s: float) -> None:

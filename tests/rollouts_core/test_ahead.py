@@ -270,6 +270,26 @@ def test_an_error_ends_the_batch_and_leaves_nothing_running() -> None:
     assert sorted(ended) == [0, 1, 3, 4, 5, 6, 7, 8]
 
 
+def test_a_batch_that_failed_can_be_asked_for_again_and_loses_no_group() -> None:
+    """What finished before the failure was told is neither lost nor generated again."""
+    asked: list[int] = []
+
+    async def fail_first_once(group: Sequence[Sample]) -> list[Sample]:
+        asked.append(group[0].group_index)
+        if asked.count(0) == 1 and group[0].group_index == 0:
+            raise OSError("gone")
+        return [answer(sample, 0) for sample in group]
+
+    async def run() -> list[int]:
+        async with AsyncRolloutManager(DataBuffer(make_prompts(8)), CONFIG, generate_fn=fail_first_once) as manager:
+            with pytest.raises(RewardError, match="gone"):
+                await manager.generate_batch()
+            return indices_of(await asyncio.wait_for(manager.generate_batch(), 60))
+
+    assert asyncio.run(run()) == [0, 1, 2]
+    assert asked == [*range(9), 0]
+
+
 def test_an_error_of_the_trainer_arrives_as_itself_and_stops_generation() -> None:
     async def run() -> None:
         policy = SlowPolicy(is_held=True)

@@ -11,14 +11,26 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Literal
 
+import anyio
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from rollouts_core import outage
-from rollouts_core.config import FilterConfig, RewardConfig, RolloutConfig, name_of_function
+from rollouts_core.config import (
+    FilterConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    SamplingConfig,
+    name_of_function,
+)
 from rollouts_core.data.data_buffer import DataBuffer
+from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.errors import (
     ConfigError,
     DataError,
@@ -27,7 +39,7 @@ from rollouts_core.errors import (
     RewardError,
 )
 from rollouts_core.filters import FilterDecision
-from rollouts_core.generate import build_pending_group, sampling_seed
+from rollouts_core.generate import build_pending_group, create_engine_generate_fn, sampling_seed
 from rollouts_core.group_order import Schedule
 from rollouts_core.plain_rollouts import generate_rollout_batches
 from rollouts_core.resolve import GenerateFn
@@ -36,6 +48,7 @@ from rollouts_core.rl import describe_rollouts
 from rollouts_core.rollout import AsyncRolloutManager
 from rollouts_core.types import RolloutBatch, Sample, Status, VersionSpan
 from tests.rollouts_core.make import make_prompts
+from tests.rollouts_core.served_engine import served_engine
 
 
 def answer_with(sample: Sample, response: str = "ok") -> Sample:
@@ -264,38 +277,39 @@ def test_groups_asked_for_but_not_used_begin_the_next_batch() -> None:
     assert [group[0].group_index for group in next_batch.groups] == [3, 4, 5]
 
 
-async def cancel_then_generate(
-    manager: AsyncRolloutManager, may_answer: asyncio.Event, num_cancelled: int
-) -> list[int]:
-    """The groups of a batch that was asked for again after it was cancelled."""
-    async with manager:
-        for _ in range(num_cancelled):
-            waiting = asyncio.create_task(manager.generate_batch())
-            while not manager.state_dict()["partial_samples"] or manager.partial_samples:  # they are under way
-                await asyncio.sleep(0)
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-        may_answer.set()
-        batch = await asyncio.wait_for(manager.generate_batch(), 60)
-    return [group[0].group_index for group in batch.groups]
-
-
 # The second number is one more than the refills that a batch may have.
 @pytest.mark.parametrize("num_cancelled", [1, 3])
-def test_a_batch_that_was_cancelled_can_be_asked_for_again(num_cancelled: int) -> None:
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_a_batch_that_was_cancelled_can_be_asked_for_again(num_cancelled: int, is_awaited: bool) -> None:
+    """Also at once, while the groups of the call that was cancelled are still being ended."""
+    asked: list[int] = []
+
     async def run() -> list[int]:
         may_answer = asyncio.Event()
 
         async def answer_when_allowed(group: Sequence[Sample]) -> list[Sample]:
+            asked.append(group[0].group_index)
             await may_answer.wait()
             return [answer_with(sample) for sample in group]
 
         config = CONFIG.model_copy(update={"generate_fn": answer_when_allowed, "max_refills": 1})
-        manager = AsyncRolloutManager(DataBuffer(make_prompts(8)), config)
-        return await cancel_then_generate(manager, may_answer, num_cancelled)
+        async with AsyncRolloutManager(DataBuffer(make_prompts(8)), config) as manager:
+            cancelled = []
+            for number in range(num_cancelled):
+                cancelled.append(asyncio.create_task(manager.generate_batch()))
+                while len(asked) < 3 * (number + 1):
+                    await asyncio.sleep(0)
+                cancelled[-1].cancel()
+                if is_awaited:
+                    await asyncio.wait(cancelled)
+            may_answer.set()
+            batch = await asyncio.wait_for(manager.generate_batch(), 60)
+            await asyncio.wait(cancelled)
+            assert all(call.cancelled() for call in cancelled)
+            return [group[0].group_index for group in batch.groups]
 
     assert asyncio.run(run()) == [0, 1, 2]
+    assert set(asked) == {0, 1, 2}
 
 
 def test_a_reward_that_raises_ends_the_batch_and_names_function_and_prompt() -> None:
@@ -431,6 +445,80 @@ def test_an_order_that_cannot_be_followed_is_left_loudly(caplog: pytest.LogCaptu
     assert batches[0].metadata["completed"][0] == 5
     assert [len(batch.groups) for batch in batches] == [3, 3, 3, 3]
     assert len([r for r in caplog.records if "group 99 next" in r.getMessage()]) == 1
+
+
+async def generate_despite(
+    trouble: Literal["cancelled", "failed"], manager: AsyncRolloutManager, groups: Sequence[int]
+) -> list[RolloutBatch]:
+    """A batch for each of `groups`, whose grading cancels the call, or fails it; then the call is made again."""
+
+    async def generate_one(troubled: int) -> RolloutBatch:
+        is_time = asyncio.Event()
+
+        async def grade(sample: Sample) -> float:
+            if sample.group_index == troubled and not is_time.is_set():
+                is_time.set()
+                if trouble == "failed":
+                    raise OSError("the judge is away")
+                await asyncio.sleep(3600)
+            return vary_by_text(sample)
+
+        call = asyncio.create_task(manager.generate_batch(grade))
+        await is_time.wait()
+        if trouble == "cancelled":
+            call.cancel()
+        with pytest.raises(RewardError if trouble == "failed" else asyncio.CancelledError):
+            await call
+        return await manager.generate_batch(grade)
+
+    async with manager:
+        return [await generate_one(group) for group in groups]
+
+
+def vary_by_text(sample: Sample) -> float:
+    return len(set(sample.response)) / 8
+
+
+@pytest.mark.parametrize("trouble", ["cancelled", "failed"])
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_call_that_was_cancelled_or_failed_takes_nothing_from_the_schedule(
+    quickstart_dir: Path,
+    base_model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    trouble: Literal["cancelled", "failed"],
+    place: int,
+) -> None:
+    """On the embedded engine: the same groups, tokens, drops and cursor as without it, wherever in the schedule."""
+    config = RolloutConfig(
+        batch_size=3,
+        n_samples_per_prompt=2,
+        over_sampling_factor=2.0,
+        filter_fn=keep_two_of_three,
+        reward_fn=vary_by_text,
+        sampling=SamplingConfig(max_new_tokens=8),
+    )
+    prompts = load_prompts_from_jsonl(quickstart_dir / "prompts.jsonl")
+
+    async def generate_undisturbed(manager: AsyncRolloutManager) -> list[RolloutBatch]:
+        return [await manager.generate_batch() for _ in range(3)]
+
+    def run(
+        generate_all: Callable[[AsyncRolloutManager], Awaitable[list[RolloutBatch]]], orders: Sequence[Schedule]
+    ) -> tuple[list[RolloutBatch], object]:
+        with served_engine(Path(base_model.path)) as (engine, _):
+            generate_fn = create_engine_generate_fn([engine], tokenizer, config)
+            manager = AsyncRolloutManager(DataBuffer(prompts), config, generate_fn=generate_fn)
+            manager.replay(orders)
+            batches = anyio.run(generate_all, manager)
+            return batches, (manager.state_dict(), manager.data_buffer.state_dict())
+
+    first, _ = run(generate_undisturbed, [])
+    orders = [Schedule(batch.metadata["completed"]) for batch in first]
+    again, end = run(generate_undisturbed, orders)
+    groups = [order.completed[place] for order in orders]
+    troubled, troubled_end = run(lambda manager: generate_despite(trouble, manager, groups), orders)
+    assert [batch.to_json() for batch in troubled] == [batch.to_json() for batch in again]
+    assert troubled_end == end
 
 
 def test_where_timing_decides_nothing_no_order_is_kept() -> None:
