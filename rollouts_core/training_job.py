@@ -44,7 +44,8 @@ def run_training_job(
     torch.set_num_threads(_num_threads(job))
     if is_follower():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader ends, and with it the others
-    with join_ranks() if is_launched() else nullcontext() as ranks:
+    device = "cpu" if job.deployment.shares_cpu else ""
+    with join_ranks(device=device) if is_launched() else nullcontext() as ranks:
         if ranks is not None and not ranks.is_leader:
             _follow(create(ranks))
             return

@@ -18,12 +18,13 @@ class DeploymentConfig(Record):
     """Where things run on the node. Nothing here changes a result."""
 
     trainer_gpu_ranks: tuple[GpuRank, ...] = Field((), json_schema_extra=PLACEMENT)
-    """GPUs of the trainer, one process on each; empty trains on the CPU, or on the first GPU where there is one. Where
-    several machines train together, GPUs of each of them."""
+    """GPUs of the trainer, one process on each; empty trains in one process, on the first GPU where there is one, else
+    on the CPU, unless trainer_processes says otherwise. Where several machines train together, GPUs of each of them."""
     trainer_processes: int = Field(0, ge=0, json_schema_extra=PLACEMENT)
     """Processes that train together, each with a GPU of its own; 0 takes as many as there are trainer_gpu_ranks, or
-    one. Without trainer_gpu_ranks they share the CPU, which is for trying things out: with 1 or more, a machine is not
-    refused on which torch can use no GPU. Where several machines train together, as many on each."""
+    one. Without trainer_gpu_ranks, 1 is as 0 but says that the CPU will do, so that a machine is not refused on which
+    torch can use no GPU; 2 or more share the CPU, also where there are GPUs, which is for trying things out. Where
+    several machines train together, as many on each."""
     engine_gpu_ranks: tuple[GpuRank, ...] = Field((), json_schema_extra=PLACEMENT)
     """GPUs of the inference engines, shared evenly between them; those of one engine hold its model together. Where
     engines have nodes of their own, GPUs of each of these nodes."""
@@ -49,6 +50,11 @@ class DeploymentConfig(Record):
     def num_trainer_processes(self) -> int:
         """How many processes train together."""
         return self.trainer_processes or max(1, len(self.trainer_gpu_ranks))
+
+    @property
+    def shares_cpu(self) -> bool:
+        """Whether several trainer processes share the CPU, because none has a GPU of its own."""
+        return self.trainer_processes > 1 and not self.trainer_gpu_ranks
 
     @property
     def engine_ports(self) -> list[int]:

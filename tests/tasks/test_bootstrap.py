@@ -17,6 +17,7 @@ from tests.tasks.test_plan import config_at
         ({}, True),
         ({"deployment": {"trainer_gpu_ranks": [0, 1], "trainer_processes": 2}}, True),
         ({"deployment": {"trainer_processes": 1}}, False),
+        ({"deployment": {"trainer_processes": 2}}, False),
         ({"training": {"sft": {"policy": {"backend": "jax"}}}, "mode": "sft"}, False),
         ({"training": {"sft": {"policy": {"backend": "jax"}}}}, True),
     ],

@@ -117,6 +117,7 @@ WITH_ENGINES_ELSEWHERE = replace(ALONE, engine_nodes=(replace(ALONE, name="there
         (with_ranks("eval", (0, 1), (2, 3)), ("2", "3")),
         (with_ranks("eval", (0, 1), ()), (FIRST_GPU,)),
         (with_ranks("sft", (), (2,)), (FIRST_GPU,)),
+        (with_ranks("sft", (), (), trainer_processes=1), (FIRST_GPU,)),
         (with_ranks("sft", (), (), trainer_processes=2), ()),
         (with_ranks("rl", (0, 1), (2,)), ("0", "1", "2")),
         (with_ranks("rl", (0, 1), (0, 1)), ("0", "1")),

@@ -21,6 +21,8 @@ import torch
 from safetensors.torch import load_file
 
 from rollouts_core.backends.launch import choose_exit_code, num_processes
+from rollouts_core.backends.protocol import TrainingBackend
+from rollouts_core.backends.ranks import Ranks
 from rollouts_core.config import (
     DeploymentConfig,
     ModelConfig,
@@ -34,7 +36,9 @@ from rollouts_core.config import (
 from rollouts_core.data.rows import digest_path
 from rollouts_core.fingerprint import digest_model
 from rollouts_core.job import EngineAddress, EvalJob, InputDataset, InputFile, InputModel, RLJob, ServeJob, SFTJob
-from rollouts_core.metrics import read_json_lines, read_metrics
+from rollouts_core.metrics import EventLog, read_json_lines, read_metrics
+from rollouts_core.run_directory import RunDirectory
+from rollouts_core.training_job import run_training_job
 from tests.rollouts_core.kill_rewards import grade_even_digits
 from tests.waiting import wait_until
 
@@ -51,6 +55,30 @@ SFT = SFTTrainingConfig(
     optim=OptimConfig(lr=1e-3),
 )
 ENDLESS = SFT.model_copy(update={"num_steps": 1_000_000, "checkpoint_every": 1_000_000})
+
+
+def test_processes_without_a_gpu_of_their_own_share_the_cpu_also_where_there_is_one(
+    base: InputModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second process would ask for a second GPU, and no lock keeps others from the first."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    devices: list[torch.device] = []
+
+    async def train(events: EventLog, ranks: Ranks | None) -> None:
+        assert ranks is not None
+        ranks.followers_wait = False
+        devices.append(ranks.device)
+
+    def create(ranks: Ranks | None) -> TrainingBackend:
+        raise AssertionError("there is no other rank")
+
+    run_training_job(sft_job(base, SFT, TWO), RunDirectory(tmp_path), create=create, train=train)
+    assert devices == [torch.device("cpu")]
 
 
 @pytest.fixture(scope="module")
