@@ -1,37 +1,31 @@
-"""Find out before any training whether a configuration can work: models, data, prompts, rewards.
+"""Find out before any training whether a configuration can work: all checks in their order, and those of data.
 
-Not here: the form of settings (config/), machines and ports (infra).
+Not here: the checks of a model's folder (model_checks.py), of the user's functions (function_checks.py), the form of
+settings (config/), machines and ports (infra).
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import math
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
-
 from rollouts_core.checkpoint import find_checkpoint, load_manifest
 from rollouts_core.comparison import LEAST_P_VALUE, least_p_value, least_wins
 from rollouts_core.config import (
-    ENGINE_MARGINS,
     Config,
     DatasetConfig,
-    EngineKind,
     ModelConfig,
     RLTrainingConfig,
     RolloutConfig,
     SFTTrainingConfig,
-    name_of_function,
 )
-from rollouts_core.data.chat import encode_texts, tokenize_prompt, warn_of_endless_turns
+from rollouts_core.data.chat import warn_of_endless_turns
 from rollouts_core.data.dataset import (
     CHUNK_ROWS,
     check_disjoint,
@@ -42,44 +36,31 @@ from rollouts_core.data.dataset import (
 )
 from rollouts_core.data.held_out import HeldOutRows, key_of_prompt, read_held_out, watch_rows
 from rollouts_core.data.rows import load_rows, open_rows, resolve_revision
-from rollouts_core.embedded.architecture import load_architecture
-from rollouts_core.engines.protocol import Completion
 from rollouts_core.environments import ENVIRONMENTS
-from rollouts_core.environments.protocol import Outcome, describe_tools, is_multi_turn
-from rollouts_core.errors import CheckpointError, ConfigError, DataError, EnvironmentUnavailableError, RewardError
-from rollouts_core.filters import FilterDecision, FilterFn
-from rollouts_core.generate import build_pending_group, check_prompt_lengths, complete_sample
+from rollouts_core.environments.protocol import describe_tools
+from rollouts_core.errors import ConfigError, DataError
+from rollouts_core.function_checks import check_functions, one_of_each_shape
+from rollouts_core.generate import check_prompt_lengths
 from rollouts_core.messages import first_line
 from rollouts_core.model.loading import load_tokenizer
+from rollouts_core.model_checks import (
+    check_model_files,
+    check_model_vocabulary,
+    check_positions,
+    count_positions,
+    num_embedded_tokens,
+)
 from rollouts_core.no_effect import find_settings_without_effect
 from rollouts_core.offline_rollouts import check_rollouts
-from rollouts_core.resolve import (
-    resolve_buffer_filter_fn,
-    resolve_environment,
-    resolve_filter_fn,
-    resolve_generate_fn,
-    resolve_reward_fn,
-)
-from rollouts_core.rewards import REWARDS, check_reward_row, grade_sample
+from rollouts_core.resolve import resolve_environment
+from rollouts_core.rewards import REWARDS, check_reward_row
 from rollouts_core.saving import check_same_settings, describe_settings
-from rollouts_core.time_limits import interrupt_after
-from rollouts_core.types import Message, Prompt, Sample, Status
-from rollouts_core.user_code import describe_raised
+from rollouts_core.types import Prompt, Status
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MODEL_FILES = {
-    "configuration": ["config.json"],
-    "weights": ["*.safetensors"],
-    "tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken"],
-}
-"""What a model's folder must hold, and the names under which it may."""
 NUM_STREAMED_ROWS_CHECKED = 10_000
-TRIED_TEXT = "It is 2."
-"""What rewards are tried with where the prompt has no answer."""
-MAX_TRIED_PROMPTS = 8
-MAX_SHOWN_CHARS = 80
 
 
 def validate_config(config: Config) -> list[str]:
@@ -215,108 +196,6 @@ def check_resumed(config: Config) -> None:
         check_same_settings(saved, current, allowed=training.allow_changed, checkpoint=checkpoint)
 
 
-def check_model_files(config: Config) -> None:
-    """Raise when a local model lacks a file, or when its completions are to be scored and cannot be computed.
-
-    Raises:
-        CheckpointError, ConfigError: one sentence about the model's folder.
-    """
-    folder = Path(config.model.path)
-    is_generating = config.evaluation.metric == "accuracy"
-    if not folder.is_dir():
-        if is_generating or config.model.path.startswith(("/", ".", "~")):
-            hub = "; a model of the hub must be downloaded first" if is_generating else ""
-            raise ConfigError(f"model.path: {folder} is not a folder: give that of a Hugging Face checkpoint{hub}")
-        return
-    for what, patterns in MODEL_FILES.items():
-        if not any(path for pattern in patterns for path in folder.glob(pattern)):
-            raise CheckpointError(
-                f"model.path: {folder} has no {what} ({' or '.join(patterns)}): give a whole checkpoint"
-            )
-    for path in sorted(folder.glob("*.safetensors")):
-        if not os.access(path, os.R_OK):
-            raise CheckpointError(f"model.path: {path} cannot be read (Permission denied)")
-        try:
-            safe_open(path, framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} was cut or is damaged ({first_line(error)}): copy it again") from error
-    if is_generating:
-        num_positions = count_positions(config)
-        if config.mode != "sft":
-            longest, kind = config.rollout.max_prompt_tokens, config.rollout.engine.kind
-            prompts = f"prompts of {longest} tokens (rollout.max_prompt_tokens)"
-            check_positions(prompts, longest, num_positions, config, engine=kind)
-
-
-def count_positions(config: Config) -> int | None:
-    """How many positions the model has, as far as its configuration tells.
-
-    Raises:
-        CheckpointError: the embedded engine is to score its completions, and cannot compute them.
-    """
-    folder = Path(config.model.path)
-    if config.evaluation_engine.kind == "embedded":
-        others = 'rollout.engine.kind "sglang" and "vllm" complete prompts with other models'
-        loss = ', and evaluation.metric = "loss" compares any' if config.mode == "sft" else ""
-        is_chosen = config.rollout.engine.kind != "embedded"
-        return load_architecture(
-            folder,
-            runner="evaluation by the embedded engine",
-            remedy='leave evaluation.engine = "embedded" out' if is_chosen else others + loss,
-        ).max_context_length
-    return read_model_number(folder, "max_position_embeddings")
-
-
-def check_positions(
-    prompts: str, num_prompt_tokens: int, num_positions: int | None, config: Config, *, engine: EngineKind
-) -> None:
-    """Raise ConfigError when prompts of so many tokens with their completions are longer than the model can see.
-
-    Args:
-        num_positions: what it can see, None where nobody knows.
-        engine: what completes them.
-    """
-    max_new_tokens = config.rollout.sampling.max_new_tokens
-    needed = num_prompt_tokens + max_new_tokens + ENGINE_MARGINS[engine]
-    if num_positions is not None and needed > num_positions:
-        raise ConfigError(
-            f"{prompts} with completions of {max_new_tokens} (rollout.sampling.max_new_tokens) need {needed} "
-            f"positions, the model at {config.model.path} has {num_positions}: lower one of them"
-        )
-
-
-def check_model_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise DataError when a local model embeds fewer tokens than its tokenizer has."""
-    vocab_size = num_embedded_tokens(model)
-    if vocab_size is not None and vocab_size < len(tokenizer):
-        raise DataError(
-            f"the tokenizer at {model.path} has {len(tokenizer)} tokens but the model embeds {vocab_size}: "
-            "they do not belong together"
-        )
-
-
-def num_embedded_tokens(model: ModelConfig) -> int | None:
-    """The size of a local model's vocabulary, None where it does not say; that of a hub model it says when loaded."""
-    return read_model_number(Path(model.path), "vocab_size")
-
-
-def read_model_number(folder: Path, name: str) -> int | None:
-    """A number of a model's config.json, of its language model where it has others; None where it is not there.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
-    file = folder / "config.json"
-    if not file.is_file():
-        return None
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-        number = {**settings, **settings.get("text_config", {})}.get(name)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} is no configuration of a model ({first_line(error)}): copy it again") from error
-    return number if isinstance(number, int) else None
-
-
 def check_num_rows(num_rows: int, max_p_value: float, *, source: str, setting: str) -> None:
     """Raise ConfigError when no difference could count: too few rows, or a p-value that no comparison has."""
     if max_p_value < LEAST_P_VALUE:
@@ -413,100 +292,6 @@ def check_held_out(held_out: Sequence[HeldOutRows], prompts: Sequence[Prompt] = 
     for each, prompt in itertools.product(held_out, prompts):
         each.look_for([key_of_prompt(prompt)], source, prompt.row)
     return [sentence for each in held_out for sentence in each.check()]
-
-
-def one_of_each_shape(prompts: Iterable[Prompt]) -> list[Prompt]:
-    """The first prompt with each set of fields, `MAX_TRIED_PROMPTS` at most: a function may read what some lack."""
-    shapes: dict[tuple[bool, frozenset[str]], Prompt] = {}
-    for prompt in prompts:
-        shapes.setdefault((prompt.answer != "", frozenset(prompt.metadata)), prompt)
-    return list(shapes.values())[:MAX_TRIED_PROMPTS]
-
-
-def check_functions(config: Config, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Find the user's functions, grade completions of each prompt, an empty one and its answer, and filter a group.
-
-    Returns:
-        What the user's own functions gave, a sentence for each prompt.
-
-    Raises:
-        ConfigError: a name that stands for nothing.
-        RewardError: a function raised, or returned something unusable.
-    """
-    filter_fn = resolve_filter_fn(config.rollout)
-    resolve_buffer_filter_fn(config.rollout)
-    if config.rollout.generate_fn != "":
-        resolve_generate_fn(config.rollout)
-    tried = [(prompt, text) for prompt in prompts for text in ("", prompt.answer or TRIED_TEXT)]
-    completions = [build_completion(prompt, text, tokenizer, config.rollout) for prompt, text in tried]
-    graded = asyncio.run(_grade_each(completions, config))
-    if filter_fn is not None:
-        group = [graded[0]] * config.rollout.n_samples_per_prompt
-        _check_filter(filter_fn, group, timeout_s=config.rollout.reward_timeout_s)
-    own = ", ".join(name for name in config.rollout.reward_names if ":" in name)
-    return [
-        f"{own}: reward {empty.reward} for an empty completion of prompt {prompt.id!r}, "
-        f"{answer.reward} for {answer.response[:MAX_SHOWN_CHARS]!r}"
-        for prompt, empty, answer in zip(prompts, graded[::2], graded[1::2], strict=True)
-        if own
-    ]
-
-
-def build_completion(prompt: Prompt, text: str, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> Sample:
-    """What rewards are given when a policy says this text and stops."""
-    [pending] = build_pending_group(prompt, group_index=0, size=1)
-    environment = resolve_environment(rollout)
-    tokens = [*encode_texts(tokenizer, [text])[0], int(tokenizer.eos_token_id)]
-    completion = Completion(
-        tokens=tokens,
-        logprobs=[0.0] * len(tokens),
-        status=Status.COMPLETED,
-        finish_reason="stop",
-        version_spans=(),
-    )
-    prompt_tokens = tokenize_prompt(tokenizer, prompt.messages, describe_tools(environment))
-    sample = replace(complete_sample(pending, prompt_tokens, completion, tokenizer), response=text)
-    if not is_multi_turn(environment):
-        return sample
-    said: Message = {"role": "assistant", "content": text}
-    held = {"conversation": [*prompt.messages, said], "outcomes": [Outcome.OK.value]}
-    return replace(sample, metadata={**sample.metadata, **held})
-
-
-async def _grade_each(completions: Sequence[Sample], config: Config) -> list[Sample]:
-    """The completions with their rewards, in the one event loop that the services of rewards belong to."""
-    reward_fn = resolve_reward_fn(config.rollout)
-    graded = []
-    for completion in completions:
-        what = (
-            f"the completion {completion.response[:MAX_SHOWN_CHARS]!r}"
-            if completion.response
-            else "an empty completion"
-        )
-        try:
-            sample = await grade_sample(completion, reward_fn, timeout_s=config.rollout.reward_timeout_s)
-        except EnvironmentUnavailableError as error:
-            raise ConfigError(f"{what} cannot be graded: {error}") from error
-        except RewardError as error:
-            raise RewardError(f"{error}; it was given {what}") from error
-        if sample.reward is None and config.training.rl.advantage.unscored == "error":
-            raise RewardError(
-                f"reward function {name_of_function(reward_fn)} on {what} returned None: expected a finite "
-                'number, or training.rl.advantage.unscored = "exclude" where some completions cannot be scored'
-            )
-        graded.append(sample)
-    return graded
-
-
-def _check_filter(filter_fn: FilterFn, group: list[Sample], *, timeout_s: float) -> None:
-    where = f"filter function {name_of_function(filter_fn)} on a group of {len(group)} empty completions"
-    try:
-        with interrupt_after(timeout_s):
-            outcome = filter_fn(group)
-    except Exception as error:
-        raise RewardError(f"{where} {describe_raised(error)}") from error
-    if not isinstance(outcome, bool | FilterDecision):
-        raise RewardError(f"{where} returned {outcome!r}: expected True or False")
 
 
 @dataclass(frozen=True, slots=True)

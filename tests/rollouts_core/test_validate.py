@@ -20,19 +20,17 @@ from rollouts_core.config import Config, RewardConfig, RLTrainingConfig, Rollout
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.environments import ENVIRONMENTS, Conversation, Reply
 from rollouts_core.errors import CheckpointError, ConfigError, DataError, RewardError
+from rollouts_core.function_checks import check_functions, one_of_each_shape
 from rollouts_core.generate import check_prompt_lengths
+from rollouts_core.model_checks import check_positions, count_positions
 from rollouts_core.saving import describe_settings
 from rollouts_core.types import Sample
 from rollouts_core.validate import (
     check_answers,
     check_demonstrations,
-    check_functions,
     check_num_rows,
-    check_positions,
     check_promotion,
     check_resumed,
-    count_positions,
-    one_of_each_shape,
     warn_of_uncorrected_age,
 )
 from tests.rollouts_core.make import make_prompts

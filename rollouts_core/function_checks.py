@@ -1,0 +1,132 @@
+"""Try the functions that grade and filter on made-up completions, before anything is sampled.
+
+Not here: finding them by name (resolve.py), the other checks before a training (validate.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rollouts_core.config import Config, RolloutConfig, name_of_function
+from rollouts_core.data.chat import encode_texts, tokenize_prompt
+from rollouts_core.engines.protocol import Completion
+from rollouts_core.environments.protocol import Outcome, describe_tools, is_multi_turn
+from rollouts_core.errors import ConfigError, EnvironmentUnavailableError, RewardError
+from rollouts_core.filters import FilterDecision, FilterFn
+from rollouts_core.generate import build_pending_group, complete_sample
+from rollouts_core.resolve import (
+    resolve_buffer_filter_fn,
+    resolve_environment,
+    resolve_filter_fn,
+    resolve_generate_fn,
+    resolve_reward_fn,
+)
+from rollouts_core.rewards import grade_sample
+from rollouts_core.time_limits import interrupt_after
+from rollouts_core.types import Message, Prompt, Sample, Status
+from rollouts_core.user_code import describe_raised
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TRIED_TEXT = "It is 2."
+"""What rewards are tried with where the prompt has no answer."""
+MAX_TRIED_PROMPTS = 8
+MAX_SHOWN_CHARS = 80
+
+
+def one_of_each_shape(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """The first prompt with each set of fields, `MAX_TRIED_PROMPTS` at most: a function may read what some lack."""
+    shapes: dict[tuple[bool, frozenset[str]], Prompt] = {}
+    for prompt in prompts:
+        shapes.setdefault((prompt.answer != "", frozenset(prompt.metadata)), prompt)
+    return list(shapes.values())[:MAX_TRIED_PROMPTS]
+
+
+def check_functions(config: Config, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Find the user's functions, grade completions of each prompt, an empty one and its answer, and filter a group.
+
+    Returns:
+        What the user's own functions gave, a sentence for each prompt.
+
+    Raises:
+        ConfigError: a name that stands for nothing.
+        RewardError: a function raised, or returned something unusable.
+    """
+    filter_fn = resolve_filter_fn(config.rollout)
+    resolve_buffer_filter_fn(config.rollout)
+    if config.rollout.generate_fn != "":
+        resolve_generate_fn(config.rollout)
+    tried = [(prompt, text) for prompt in prompts for text in ("", prompt.answer or TRIED_TEXT)]
+    completions = [build_completion(prompt, text, tokenizer, config.rollout) for prompt, text in tried]
+    graded = asyncio.run(_grade_each(completions, config))
+    if filter_fn is not None:
+        group = [graded[0]] * config.rollout.n_samples_per_prompt
+        _check_filter(filter_fn, group, timeout_s=config.rollout.reward_timeout_s)
+    own = ", ".join(name for name in config.rollout.reward_names if ":" in name)
+    return [
+        f"{own}: reward {empty.reward} for an empty completion of prompt {prompt.id!r}, "
+        f"{answer.reward} for {answer.response[:MAX_SHOWN_CHARS]!r}"
+        for prompt, empty, answer in zip(prompts, graded[::2], graded[1::2], strict=True)
+        if own
+    ]
+
+
+def build_completion(prompt: Prompt, text: str, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> Sample:
+    """What rewards are given when a policy says this text and stops."""
+    [pending] = build_pending_group(prompt, group_index=0, size=1)
+    environment = resolve_environment(rollout)
+    tokens = [*encode_texts(tokenizer, [text])[0], int(tokenizer.eos_token_id)]
+    completion = Completion(
+        tokens=tokens,
+        logprobs=[0.0] * len(tokens),
+        status=Status.COMPLETED,
+        finish_reason="stop",
+        version_spans=(),
+    )
+    prompt_tokens = tokenize_prompt(tokenizer, prompt.messages, describe_tools(environment))
+    sample = replace(complete_sample(pending, prompt_tokens, completion, tokenizer), response=text)
+    if not is_multi_turn(environment):
+        return sample
+    said: Message = {"role": "assistant", "content": text}
+    held = {"conversation": [*prompt.messages, said], "outcomes": [Outcome.OK.value]}
+    return replace(sample, metadata={**sample.metadata, **held})
+
+
+async def _grade_each(completions: Sequence[Sample], config: Config) -> list[Sample]:
+    """The completions with their rewards, in the one event loop that the services of rewards belong to."""
+    reward_fn = resolve_reward_fn(config.rollout)
+    graded = []
+    for completion in completions:
+        what = (
+            f"the completion {completion.response[:MAX_SHOWN_CHARS]!r}"
+            if completion.response
+            else "an empty completion"
+        )
+        try:
+            sample = await grade_sample(completion, reward_fn, timeout_s=config.rollout.reward_timeout_s)
+        except EnvironmentUnavailableError as error:
+            raise ConfigError(f"{what} cannot be graded: {error}") from error
+        except RewardError as error:
+            raise RewardError(f"{error}; it was given {what}") from error
+        if sample.reward is None and config.training.rl.advantage.unscored == "error":
+            raise RewardError(
+                f"reward function {name_of_function(reward_fn)} on {what} returned None: expected a finite "
+                'number, or training.rl.advantage.unscored = "exclude" where some completions cannot be scored'
+            )
+        graded.append(sample)
+    return graded
+
+
+def _check_filter(filter_fn: FilterFn, group: list[Sample], *, timeout_s: float) -> None:
+    where = f"filter function {name_of_function(filter_fn)} on a group of {len(group)} empty completions"
+    try:
+        with interrupt_after(timeout_s):
+            outcome = filter_fn(group)
+    except Exception as error:
+        raise RewardError(f"{where} {describe_raised(error)}") from error
+    if not isinstance(outcome, bool | FilterDecision):
+        raise RewardError(f"{where} returned {outcome!r}: expected True or False")

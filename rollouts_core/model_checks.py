@@ -1,0 +1,130 @@
+"""Whether a local model's folder is whole, fits its tokenizer, and can see prompts with their completions.
+
+Not here: loading it (model/loading.py), the other checks before a training (validate.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError, safe_open
+
+from rollouts_core.config import ENGINE_MARGINS, Config, EngineKind, ModelConfig
+from rollouts_core.embedded.architecture import load_architecture
+from rollouts_core.errors import CheckpointError, ConfigError, DataError
+from rollouts_core.messages import first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MODEL_FILES = {
+    "configuration": ["config.json"],
+    "weights": ["*.safetensors"],
+    "tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken"],
+}
+"""What a model's folder must hold, and the names under which it may."""
+
+
+def check_model_files(config: Config) -> None:
+    """Raise when a local model lacks a file, or when its completions are to be scored and cannot be computed.
+
+    Raises:
+        CheckpointError, ConfigError: one sentence about the model's folder.
+    """
+    folder = Path(config.model.path)
+    is_generating = config.evaluation.metric == "accuracy"
+    if not folder.is_dir():
+        if is_generating or config.model.path.startswith(("/", ".", "~")):
+            hub = "; a model of the hub must be downloaded first" if is_generating else ""
+            raise ConfigError(f"model.path: {folder} is not a folder: give that of a Hugging Face checkpoint{hub}")
+        return
+    for what, patterns in MODEL_FILES.items():
+        if not any(path for pattern in patterns for path in folder.glob(pattern)):
+            raise CheckpointError(
+                f"model.path: {folder} has no {what} ({' or '.join(patterns)}): give a whole checkpoint"
+            )
+    for path in sorted(folder.glob("*.safetensors")):
+        if not os.access(path, os.R_OK):
+            raise CheckpointError(f"model.path: {path} cannot be read (Permission denied)")
+        try:
+            safe_open(path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} was cut or is damaged ({first_line(error)}): copy it again") from error
+    if is_generating:
+        num_positions = count_positions(config)
+        if config.mode != "sft":
+            longest, kind = config.rollout.max_prompt_tokens, config.rollout.engine.kind
+            prompts = f"prompts of {longest} tokens (rollout.max_prompt_tokens)"
+            check_positions(prompts, longest, num_positions, config, engine=kind)
+
+
+def count_positions(config: Config) -> int | None:
+    """How many positions the model has, as far as its configuration tells.
+
+    Raises:
+        CheckpointError: the embedded engine is to score its completions, and cannot compute them.
+    """
+    folder = Path(config.model.path)
+    if config.evaluation_engine.kind == "embedded":
+        others = 'rollout.engine.kind "sglang" and "vllm" complete prompts with other models'
+        loss = ', and evaluation.metric = "loss" compares any' if config.mode == "sft" else ""
+        is_chosen = config.rollout.engine.kind != "embedded"
+        return load_architecture(
+            folder,
+            runner="evaluation by the embedded engine",
+            remedy='leave evaluation.engine = "embedded" out' if is_chosen else others + loss,
+        ).max_context_length
+    return read_model_number(folder, "max_position_embeddings")
+
+
+def check_positions(
+    prompts: str, num_prompt_tokens: int, num_positions: int | None, config: Config, *, engine: EngineKind
+) -> None:
+    """Raise ConfigError when prompts of so many tokens with their completions are longer than the model can see.
+
+    Args:
+        num_positions: what it can see, None where nobody knows.
+        engine: what completes them.
+    """
+    max_new_tokens = config.rollout.sampling.max_new_tokens
+    needed = num_prompt_tokens + max_new_tokens + ENGINE_MARGINS[engine]
+    if num_positions is not None and needed > num_positions:
+        raise ConfigError(
+            f"{prompts} with completions of {max_new_tokens} (rollout.sampling.max_new_tokens) need {needed} "
+            f"positions, the model at {config.model.path} has {num_positions}: lower one of them"
+        )
+
+
+def check_model_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise DataError when a local model embeds fewer tokens than its tokenizer has."""
+    vocab_size = num_embedded_tokens(model)
+    if vocab_size is not None and vocab_size < len(tokenizer):
+        raise DataError(
+            f"the tokenizer at {model.path} has {len(tokenizer)} tokens but the model embeds {vocab_size}: "
+            "they do not belong together"
+        )
+
+
+def num_embedded_tokens(model: ModelConfig) -> int | None:
+    """The size of a local model's vocabulary, None where it does not say; that of a hub model it says when loaded."""
+    return read_model_number(Path(model.path), "vocab_size")
+
+
+def read_model_number(folder: Path, name: str) -> int | None:
+    """A number of a model's config.json, of its language model where it has others; None where it is not there.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        number = {**settings, **settings.get("text_config", {})}.get(name)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} is no configuration of a model ({first_line(error)}): copy it again") from error
+    return number if isinstance(number, int) else None
