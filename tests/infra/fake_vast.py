@@ -78,13 +78,14 @@ class FakeVast(FakeCloud):
     async def instances(self, request: Request) -> Response:
         if self.takes("fail_lists"):
             return self.error(401, "not today")
-        start = int(request.query_params.get("after_token", "0"))
+        token = request.query_params.get("after_token", "0")
+        start = int(token) if token.isdecimal() else len(self.machines)
         wanted = json.loads(request.query_params.get("select_filters", "{}")).get("id", {}).get("eq")
         one = self.shown(str(wanted))
         machines = self.listed() if wanted is None else [one] if one else []
-        token = str(start + PAGE) if start + PAGE < len(machines) else None
+        next_token = str(start + PAGE) if start + PAGE < len(machines) else None
         shown = [self.describe(machine) for machine in machines[start : start + PAGE]]
-        return reply({"success": True, "instances": shown, "next_token": token})
+        return reply({"success": True, "instances": shown, "next_token": next_token})
 
     async def destroy(self, request: Request) -> Response:
         machine = self.shown(str(request.path_params["id"]))
