@@ -114,6 +114,8 @@ class Offer:
     """Size of its disk where that is fixed; None where it is asked for."""
     host: str = ""
     """The provider's name for the one machine that is offered; empty where it offers a kind."""
+    is_unpriced: bool = False
+    """Nobody says what it costs, as in a cluster that somebody has: its price is 0, and no limit in USD ends it."""
 
     @property
     def gpus(self) -> str:
@@ -128,7 +130,7 @@ class Offer:
     @property
     def is_sane(self) -> bool:
         """True when it has GPUs, a price, and names that a terminal would only show."""
-        has_price = 0 < self.usd_per_hour <= MAX_USD_PER_HOUR
+        has_price = self.is_unpriced or 0 < self.usd_per_hour <= MAX_USD_PER_HOUR
         return self.gpu_count > 0 and has_price and (self.gpu_type + self.region).isprintable()
 
     @property
@@ -174,6 +176,10 @@ class Instance:
     """Where its SSH server answers; empty as long as that is not known. It may change while the machine runs."""
     port: int = 22
     user: str = "root"
+    proxy_jump: str = ""
+    """Where ssh gets to `host` only through another, its name in `ssh_config`; empty where it needs none."""
+    ssh_config: str = ""
+    """OpenSSH's configuration for that."""
     private_address: str = ""
     """Its IP address in the network of its region; empty where the provider does not say."""
     usd_per_hour: float | None = None

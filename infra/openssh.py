@@ -126,6 +126,16 @@ def login_command(
         "CheckHostIP": "no",
         "UpdateHostKeys": "no",
     }
+    if instance.proxy_jump:
+        options["ProxyCommand"] = proxy_option(
+            SSHAccess(
+                host=instance.host,
+                port=instance.port,
+                user=instance.user,
+                proxy_jump=instance.proxy_jump,
+                ssh_config=instance.ssh_config,
+            )
+        )
     words = [PROGRAM, "-p", str(instance.port)]
     words += [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
     words += ["-i", str(Path(key_file).expanduser())] if key_file else []

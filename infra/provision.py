@@ -14,6 +14,7 @@ it, all are given back.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -395,6 +396,7 @@ def _intend(request: RentRequest, offer: Offer, ledger: Ledger, *, beside: Seque
         )
     promised_usd = sum((rental.expires_at - now) / 3600 * rental.usd_per_hour for rental in beside)
     own_usd = max(0.0, left_usd - promised_usd) / (request.num_machines - len(beside))
+    paid_hours = own_usd / offer.usd_per_hour if offer.usd_per_hour > 0 else math.inf
     rental = Rental(
         name=machine_name(ledger, request.run_id),
         run_id=request.run_id,
@@ -405,7 +407,7 @@ def _intend(request: RentRequest, offer: Offer, ledger: Ledger, *, beside: Seque
         region=offer.region,
         usd_per_hour=offer.usd_per_hour,
         intended_at=now,
-        expires_at=now + 3600 * min(request.max_hours, own_usd / offer.usd_per_hour),
+        expires_at=now + 3600 * min(request.max_hours, paid_hours),
         vram_gb=offer.vram_gb,
         host=offer.host,
     )

@@ -264,16 +264,17 @@ def check_rentable(settings: RentedNode) -> str:
         )
     cheapest = offers[0]
     several = f", {settings.num_machines} times," if settings.num_machines > 1 else ""
+    found = f"node: {describe_offer(cheapest)}{several} is the cheapest of {len(offers)} offers"
+    if cheapest.is_unpriced:
+        return f"{found}; no price limits it, but node.max_hours ({settings.max_hours:g} h) does"
     hours = settings.max_usd / (cheapest.usd_per_hour * settings.num_machines)
-    return (
-        f"node: {describe_offer(cheapest)}{several} is the cheapest of {len(offers)} offers; {settings.max_usd:g} USD "
-        f"(node.max_usd) last {hours:.1f} h there"
-    )
+    return f"{found}; {settings.max_usd:g} USD (node.max_usd) last {hours:.1f} h there"
 
 
 def describe_offer(offer: Offer) -> str:
     """The offer for people."""
-    return f"{offer.gpus} {offer.where} for {offer.usd_per_hour:.2f} USD/h"
+    price = "at a price that nobody says" if offer.is_unpriced else f"for {offer.usd_per_hour:.2f} USD/h"
+    return f"{offer.gpus} {offer.where} {price}"
 
 
 # ── details ──
@@ -319,6 +320,8 @@ def access_to(instance: Instance, settings: RentedNode | InstanceNode) -> SSHAcc
         key_file=settings.key_file,
         key_variable=settings.key_variable,
         known_hosts=(),
+        proxy_jump=instance.proxy_jump,
+        ssh_config=instance.ssh_config,
     )
 
 
@@ -397,7 +400,14 @@ def access_now(node: Node, find: Callable[[], Instance]) -> SSHAccess:
         return node.access
     if not instance.has_address:
         return node.access
-    return replace(node.access, host=instance.host, port=instance.port, user=instance.user)
+    return replace(
+        node.access,
+        host=instance.host,
+        port=instance.port,
+        user=instance.user,
+        proxy_jump=instance.proxy_jump,
+        ssh_config=instance.ssh_config,
+    )
 
 
 def find_machine(node: Node) -> Instance:

@@ -1,4 +1,4 @@
-"""AWS, Google Cloud, Azure and their like, by the command line of SkyPilot, which knows how to ask them.
+"""AWS, Google Cloud, Azure, Kubernetes and their like, by the command line of SkyPilot, which knows how to ask them.
 
     search       sky check, sky gpus list       -> instance types of the clouds that SkyPilot may use, with their prices
     create       sky launch NAME                   answers when the machine is up, or SkyPilot has given up
@@ -6,8 +6,15 @@
     terminate    sky down NAME
 
 SkyPilot pins other versions of what this project needs, so it lies in an environment of its own, and ROLLOUTS_SKY names
-its program. Machines end by themselves when their time is over: SkyPilot leaves an automatic end on each. Kubernetes is
-left out, because its pods are reached through a proxy command, and clouds that have files of their own here.
+its program. Machines end by themselves when their time is over: SkyPilot leaves an automatic end on each. Clouds that
+have files of their own here are left out.
+
+Where ssh needs a proxy command, as for the pods of Kubernetes, the way is SkyPilot's own configuration of that machine:
+
+    ssh -F ~/.sky/generated/ssh/NAME -W 127.0.0.1:22 ssh://NAME    the machine's own port, seen from inside it
+
+A pod has no price unless SkyPilot's configuration gives one (kubernetes.pricing): its offer costs 0, which every cap
+admits, so not the run's money but its hours end it. Offers are those of the current context, which is their region.
 """
 
 import json
@@ -28,12 +35,14 @@ from infra.errors import MissingKeyError, OfferGoneError, ProviderUnavailableErr
 from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import usable_host, usable_port, usable_user
 from infra.providers.http import Endpoint
+from infra.session import LOOPBACK
 
 ANSWER_TIMEOUT_S = 300.0
 LAUNCH_TIMEOUT_S = 1800.0
 SSH_FILES = Path("~/.sky/generated/ssh")
 MAX_SHOWN_CHARACTERS = 300
-_ELSEWHERE = {"kubernetes", "ssh", "slurm", "runpod", "lambda", "vast", "primeintellect", "shadeform"}
+_ELSEWHERE = {"ssh", "slurm", "runpod", "lambda", "vast", "primeintellect", "shadeform"}
+_KUBERNETES = "kubernetes"
 _STATUS = {
     "INIT": InstanceStatus.STARTING,
     "UP": InstanceStatus.RUNNING,
@@ -44,7 +53,8 @@ _MEMORY_GB = {
     **{"T4": 16, "V100": 16, "V100-32GB": 32, "P100": 16, "A10G": 24, "A10": 24, "L4": 24, "L40S": 48},
     **{"A100": 40, "A100-80GB": 80, "H100": 80, "H200": 141, "B200": 180},
 }
-"""Of catalogs that do not say how much memory a GPU has."""
+"""Of catalogs that do not say how much memory a GPU has; in names like H100-80GB it is said."""
+_MEMORY_IN_NAME = re.compile(r"-(\d+)GB\b")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _UNSHOWABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 
@@ -112,7 +122,7 @@ class Sky:
             "accelerators": f"{accelerator}:{offer.gpu_count}",
             "disk_size": spec.disk_gb,
             "use_spot": offer.is_spot,
-            "max_hourly_cost": math.ceil(100 * offer.usd_per_hour) / 100,  # in cents
+            **({} if offer.is_unpriced else {"max_hourly_cost": math.ceil(100 * offer.usd_per_hour) / 100}),  # in cents
             **({"instance_type": instance_type} if instance_type else {}),
             **({"image_id": spec.image} if spec.image else {}),
         }
@@ -194,10 +204,13 @@ class Sky:
 
 
 def _read_offer(kind: _Kind, *, is_spot: bool) -> Offer | None:
-    """The offer; None where its price or its GPU's memory is not known."""
+    """The offer; None where its GPU's memory, or outside of Kubernetes its price, is not known."""
+    is_pod = kind.cloud.lower() == _KUBERNETES
     price = (kind.spot_price if is_spot else kind.price) or 0.0
-    memory_gb = float(kind.device_memory or _MEMORY_GB.get(kind.accelerator_name, 0))
-    if price <= 0 or memory_gb <= 0:
+    said = _MEMORY_IN_NAME.search(kind.accelerator_name)
+    known_gb = float(said[1]) if said else _MEMORY_GB.get(kind.accelerator_name, 0.0)
+    memory_gb = float(kind.device_memory or known_gb)
+    if (is_spot if is_pod else price <= 0) or memory_gb <= 0:
         return None
     return Offer(
         provider="sky",
@@ -208,6 +221,7 @@ def _read_offer(kind: _Kind, *, is_spot: bool) -> Offer | None:
         usd_per_hour=price,
         region=kind.region,
         is_spot=is_spot,
+        is_unpriced=is_pod and price <= 0,
     )
 
 
@@ -216,15 +230,18 @@ def _read(cluster: _Cluster) -> Instance:
     if cluster.init_kind == "unhealthy":
         status = InstanceStatus.FAILED
     address = dict(_read_address(cluster.name)) if status is InstanceStatus.RUNNING else {}
-    is_direct = "proxycommand" not in address
+    is_behind = "proxycommand" in address
+    name = usable_host(cluster.name) if is_behind else ""
     return Instance(
         provider="sky",
         id=cluster.name,
         name=cluster.name,
         status=status,
-        host=usable_host(address.get("hostname")) if is_direct else "",
+        host=(name and LOOPBACK) if is_behind else usable_host(address.get("hostname")),
         port=usable_port(address.get("port")),
         user=usable_user(address.get("user"), "ubuntu"),
+        proxy_jump=name,
+        ssh_config=str(SSH_FILES.expanduser() / name) if name else "",
     )
 
 

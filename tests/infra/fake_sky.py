@@ -1,8 +1,10 @@
-"""SkyPilot 0.14 as far as it is used here, as a program that remembers its clusters: FOLDER WORDS...
+"""SkyPilot as far as it is used here, as a program that remembers its clusters: FOLDER WORDS...
 
-It takes the options that the real one takes, and no others. What it remembers, and its faults, of which numbers count
-down, are in FOLDER/state.json: each cluster that it makes has the next of `addresses`, where `address` says nothing
-else.
+Written after the program of SkyPilot 0.14.1: it takes the options that the real one takes, and no others. Kubernetes
+is enabled where `can` says so: `gpus list` has what the nodes of the current context are labelled with, in powers of
+two, without an instance type, a memory or, as long as nothing is configured, a price; a launch takes no limit of price
+there, and ssh needs a proxy command. What it remembers, and its faults, of which numbers count down, are in
+FOLDER/state.json: each cluster that it makes has the next of `addresses`, where `address` says nothing else.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ CATALOG = [
     ("GCP", "a3-highgpu-1g", "H100", 1, None, 6.5, 2.1, "us-central1"),
     ("Azure", "NC40ads_H100_v5", "H100", 1, None, 6.6, 2.2, "eastus"),
     ("GCP", "mystery-1g", "MYSTERY", 1, None, 0.1, 0.1, "us-central1"),
+    ("Kubernetes", None, "H100-80GB", 1, None, 0.0, 0.0, "gke_mine_europe-west4_gpus"),
+    ("Kubernetes", None, "H100-80GB", 2, None, 0.0, 0.0, "gke_mine_europe-west4_gpus"),
+    ("Kubernetes", None, "L4", 1, None, 0.5, 0.5, "gke_mine_europe-west4_gpus"),
     ("RunPod", "1x_H100_SECURE", "H100", 1, 80.0, 2.0, None, "CA"),
 ]
 CAN = {"default": {"AWS": ["compute", "storage"], "GCP": ["compute"], "Azure": ["storage"], "RunPod": ["compute"]}}
@@ -87,6 +92,10 @@ def launch(state: State, options: argparse.Namespace) -> int:
         sys.stderr.write("\x1b[31msky.exceptions.ResourcesUnavailableError: Failed to acquire resources in all zones\n")
         return 1
     task = json.loads(Path(options.entrypoint).read_text())
+    resources = task["resources"]
+    if resources["infra"].startswith("kubernetes/") and (resources["use_spot"] or "instance_type" in resources):
+        sys.stderr.write("ValueError: Kubernetes has no such thing\n")
+        return 1
     is_broken = takes(state, "fail_setup")
     state["clusters"][options.cluster] = {
         "status": "INIT" if is_broken else "UP",
@@ -162,7 +171,7 @@ def main() -> int:
         state["calls"].append(words)
         hang_s = state["faults"].pop("hang_launch_s", 0) if options.command == "launch" else 0
         if options.command == "check":
-            say(json.dumps(CAN, indent=2))
+            say(json.dumps(state.get("can") or CAN, indent=2))
             code = 0
         elif options.command == "gpus":
             code = gpus(options)

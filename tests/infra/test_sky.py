@@ -6,7 +6,11 @@ stand-in: a program that takes the same options, prints the same records and rem
 
 from __future__ import annotations
 
+import getpass
 import json
+import shlex
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,21 +22,38 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
-from infra.errors import MissingKeyError, NoMachineError, ProviderUnavailableError
+from infra.errors import HostKeyError, MissingKeyError, NoMachineError, ProviderUnavailableError
 from infra.ledger import Ledger
+from infra.node import InstanceNode
 from infra.offers import GPUQuery, InstanceStatus
+from infra.openssh import login_command
 from infra.providers import sky
 from infra.providers.clouds import ENDPOINTS, open_account
+from infra.providers.rented import access_to, describe_offer
 from infra.providers.sky import Sky
 from infra.provision import release_machine, rent_machines
 from infra.reaper import reap
 from infra.rentals import Rental, RentalState, all_rentals
+from infra.ssh_session import SSHSession
+from tests.infra.ssh_server import SSHServer
 from tests.infra.test_provision import PACE, REQUEST, usable
 
 QUERY = GPUQuery(gpu_types=("H100",), max_usd_per_gpu_hour=10.0)
 WANTED = replace(REQUEST, query=QUERY, public_key="ssh-ed25519 AAAA it's me", max_usd=100.0)
 
 
+PROXY = """
+import os, socket, sys, threading
+peer = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+def send():
+    while piece := os.read(0, 1 << 16):
+        peer.sendall(piece)
+    peer.shutdown(socket.SHUT_WR)
+threading.Thread(target=send, daemon=True).start()
+while piece := peer.recv(1 << 16):
+    os.write(1, piece)
+"""
+"""In the place of SkyPilot's own, which goes through its server to a port of the pod."""
 ADDRESS = {"HostName": "203.0.113.7", "User": "ubuntu", "Port": "22", "IdentityFile": "~/.ssh/sky-key"}
 
 
@@ -42,7 +63,7 @@ class Installed:
     def __init__(self, folder: Path, addresses: Sequence[dict[str, str]] = (ADDRESS,)) -> None:
         self.folder = folder
         folder.mkdir()
-        made = {"clusters": {}, "calls": [], "num_made": 0}
+        made = {"clusters": {}, "calls": [], "num_made": 0, "can": {}}
         self._write({**made, "faults": {}, "address": {}, "addresses": list(addresses)})
         self.program = folder / "sky"
         script = Path(__file__).with_name("fake_sky.py")
@@ -182,14 +203,90 @@ def test_what_is_not_up_has_no_address(installed: Installed, cloud: Sky, said: s
     assert instance is not None and (instance.status, instance.host, instance.has_address) == (status, "", False)
 
 
-@pytest.mark.parametrize("address", [{"ProxyCommand": "kubectl port-forward"}, {"HostName": "-oProxyCommand=x"}])
-def test_an_address_that_ssh_alone_does_not_reach_is_none(
-    installed: Installed, cloud: Sky, address: dict[str, str]
+@pytest.mark.parametrize(
+    ("name", "address"),
+    [("mine", {"HostName": "-oProxyCommand=x"}), ("mi,ne", {"ProxyCommand": "kubectl port-forward"})],
+)
+def test_an_address_that_ssh_could_misread_is_none(
+    installed: Installed, cloud: Sky, name: str, address: dict[str, str]
 ) -> None:
-    installed.set("clusters", mine={"status": "UP", "init_kind": None})
+    installed.set("clusters", **{name: {"status": "UP", "init_kind": None}})
     installed.set("address", **address)
-    instance = cloud.get("mine")
-    assert instance is not None and instance.host == ""
+    instance = cloud.get(name)
+    assert instance is not None and (instance.host, instance.proxy_jump) == ("", "")
+
+
+@pytest.fixture
+def kubernetes(installed: Installed) -> str:
+    """SkyPilot may use a Kubernetes cluster besides, by this context."""
+    installed.set("can", default={"Kubernetes": ["compute"], "AWS": ["compute"]})
+    return "gke_mine_europe-west4_gpus"
+
+
+def test_pods_are_offered_at_no_price_and_those_with_one_at_theirs(kubernetes: str, cloud: Sky) -> None:
+    pods = [offer for offer in cloud.search(QUERY) if offer.region == kubernetes]
+    assert [(offer.id, offer.gpu_count, offer.vram_gb) for offer in pods] == [("kubernetes::H100-80GB", 1, 80.0)]
+    assert (pods[0].usd_per_hour, pods[0].is_unpriced, QUERY.admits(pods[0])) == (0.0, True, True)
+    assert describe_offer(pods[0]) == f"1x H100-80GB at sky in {kubernetes} at a price that nobody says"
+    assert not any(offer.is_unpriced for offer in cloud.search(QUERY) if offer.region != kubernetes)
+    [priced] = cloud.search(GPUQuery(gpu_types=("L4",)))
+    assert (priced.usd_per_hour, priced.is_unpriced) == (0.5, False)
+    spot = cloud.search(QUERY.model_copy(update={"spot": True}))
+    assert [offer.region for offer in spot] == ["us-east-1"]
+
+
+def test_a_pod_is_rented_until_its_hours_are_over_and_given_back(
+    kubernetes: str, installed: Installed, cloud: Sky, ledger: Ledger
+) -> None:
+    rental = rent(cloud, ledger)
+    assert (rental.region, rental.usd_per_hour, rental.usd(time.time() + 3600)) == (kubernetes, 0.0, 0.0)
+    assert rental.expires_at - rental.intended_at == pytest.approx(3600 * WANTED.max_hours)
+    cluster = installed.state["clusters"][rental.name]
+    assert cluster["task"]["resources"] == {
+        "infra": f"kubernetes/{kubernetes}",
+        "accelerators": "H100-80GB:1",
+        "disk_size": WANTED.query.disk_gb,
+        "use_spot": False,
+    }
+    assert (cluster["waits_for"], cluster["ends"]) == ("none", True)
+    assert abs(60 * cluster["minutes"] - 3600 * WANTED.max_hours) < 120
+    installed.set("faults", fail_downs=1)
+    assert release_machine(rental, ledger, cloud, pace=PACE).state is RentalState.GONE
+    assert installed.state["clusters"] == {} and cloud.get(rental.name) is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="there is no OpenSSH client here")
+def test_a_pod_is_reached_through_the_proxy_of_skypilot_and_its_own_key_is_checked(
+    kubernetes: str, installed: Installed, cloud: Sky, ssh_server: SSHServer, tmp_path: Path
+) -> None:
+    (tmp_path / "proxy.py").write_text(PROXY)
+    address = {
+        "HostName": "192.0.2.7",  # of the network of the pods, which is not ours
+        "User": getpass.getuser(),
+        "IdentityFile": str(ssh_server.client_key_file),
+        "IdentitiesOnly": "yes",
+        "StrictHostKeyChecking": "no",
+        "UserKnownHostsFile": "/dev/null",
+        "Port": str(ssh_server.port),
+        "ProxyCommand": shlex.join([sys.executable, str(tmp_path / "proxy.py"), str(ssh_server.port)]),
+    }
+    installed.set("clusters", pod={"status": "UP", "init_kind": None})
+    installed.set("address", **address)
+    instance = cloud.get("pod")
+    assert instance is not None and instance.has_address
+    settings = InstanceNode(provider="instance", instance="sky:pod", key_file=str(ssh_server.client_key_file))
+    known = tmp_path / "known"
+    pinned = replace(access_to(instance, settings), host_key=ssh_server.access.host_key)
+    with SSHSession(pinned, python=sys.executable, programs_dir=str(tmp_path / "programs")) as session:
+        assert session.run(["echo", "inside"], timeout_s=60).stdout == b"inside\n"
+    other = replace(pinned, host_key="SHA256:" + 43 * "A")
+    with SSHSession(other, python=sys.executable, programs_dir="") as session, pytest.raises(HostKeyError):
+        session.run(["true"], timeout_s=60)
+    known.write_text(f"[127.0.0.1]:{ssh_server.port} {Path(f'{ssh_server.host_key_file}.pub').read_text()}")
+    words = login_command(instance, known, key_file=str(ssh_server.client_key_file), command=["echo", "by hand"])
+    said = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    assert said.stdout == "by hand\n", said.stderr
 
 
 def test_what_does_not_work_is_one_sentence(
