@@ -119,18 +119,14 @@ def ensure_environment(
         PermanentInfraError: they cannot be installed; with the last lines of the installer.
         InfraError: the node cannot be reached.
     """
-    program = session.place_program(Path(environment_builder.__file__))
     job = {"installer": installer, "index": index, "requirements": list(requirements)}
     content = json.dumps([job, session.python], sort_keys=True)
     digest = hashlib.sha256(content.encode()).hexdigest()[:_DIGEST_CHARS]
-    spec = JobSpec(
-        run_dir=f"{node.root}/environments/{digest}",
-        argv=(session.python, "-I", program),
-        job=job,
-        timeout_s=BUILD_TIMEOUT_S,
-    )
-    if (built := read_result(session, spec.run_dir)) is not None:
+    run_dir = f"{node.root}/environments/{digest}"
+    if (built := read_result(session, run_dir)) is not None:
         return str(built["python"])
+    program = session.place_program(Path(environment_builder.__file__))
+    spec = JobSpec(run_dir=run_dir, argv=(session.python, "-I", program), job=job, timeout_s=BUILD_TIMEOUT_S)
     start_or_attach(session, spec)
     ended = follow_job(session, spec.run_dir, on_metrics=_ignore, on_event=_ignore, on_log=_ignore)
     try:
