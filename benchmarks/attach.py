@@ -22,7 +22,15 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from side_by_side import REPOSITORY, describe_machine, range_of, render_machine, render_table, write_results
+from side_by_side import (
+    REPOSITORY,
+    describe_machine,
+    need_programs,
+    range_of,
+    render_machine,
+    render_table,
+    write_results,
+)
 
 sys.path.insert(0, str(REPOSITORY))
 from infra.jobs import cancel_job, follow_job, job_status, start_or_attach
@@ -50,7 +58,8 @@ class CaughtUp(Exception):
 
 def main() -> None:
     options = read_options()
-    machine = describe_machine(2)
+    need_programs("sshd", "ssh")
+    machine = describe_machine(options.threads)
     with (
         tempfile.TemporaryDirectory() as folder,
         running_server(Path(folder) / "sshd") as server,
@@ -67,6 +76,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--round-trip-ms", type=float, default=50.0, help="distance of the machine (default: 50)")
     parser.add_argument("--lines", type=int, default=2000, help="lines that the job has written (default: 2000)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of every contender (default: 5)")
+    parser.add_argument("--threads", type=int, default=2, help="noted with the machine; nothing here uses them")
     parser.add_argument("--out", type=Path, help="file for the figures")
     return parser.parse_args()
 

@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -32,6 +33,8 @@ from typing import Any, Self
 from rollouts_core.backends.allocator import KEPT_MEMORY
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+SKIPPED = 3
+"""The exit code of a benchmark that needs programs which are not here."""
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "datasets", "safetensors", "numpy")
 STOP_TIMEOUT_S = 30.0
 
@@ -300,6 +303,14 @@ def write_results(path: Path | None, results: Mapping[str, Any]) -> None:  # Any
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def need_programs(*names: str) -> None:
+    """Return if these programs are on this machine; else say which is not, and end with the code SKIPPED."""
+    search_path = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin:/sbin"  # where sshd is
+    if missing := [name for name in names if shutil.which(name, path=search_path) is None]:
+        sys.stderr.write(f"{sys.argv[0]} is skipped: {', '.join(missing)} is not on this machine\n")
+        raise SystemExit(SKIPPED)
 
 
 def worker_environment(num_threads: int) -> dict[str, str]:

@@ -25,7 +25,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import paramiko
-from side_by_side import REPOSITORY, describe_machine, range_of, render_machine, render_table, write_results
+from side_by_side import (
+    REPOSITORY,
+    describe_machine,
+    need_programs,
+    range_of,
+    render_machine,
+    render_table,
+    write_results,
+)
 
 sys.path.insert(0, str(REPOSITORY))
 from infra.mirror import pull_run
@@ -43,7 +51,8 @@ CIPHER = "aes128-gcm@openssh.com"
 
 def main() -> None:
     options = read_options()
-    machine = describe_machine(2)
+    need_programs("sshd", "ssh", "scp", "rsync")
+    machine = describe_machine(options.threads)
     with (
         tempfile.TemporaryDirectory(dir=options.folder) as folder,
         running_server(Path(folder) / "sshd", more_config="Subsystem sftp internal-sftp") as server,
@@ -62,6 +71,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--round-trip-ms", type=float, default=0.0, help="distance of the machine (default: 0)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of every contender (default: 3)")
     parser.add_argument("--folder", type=Path, help="where files go (default: a temporary folder), better not a disk")
+    parser.add_argument("--threads", type=int, default=2, help="noted with the machine; nothing here uses them")
     parser.add_argument("--out", type=Path, help="file for the figures")
     return parser.parse_args()
 
