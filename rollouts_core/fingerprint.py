@@ -50,6 +50,11 @@ def training_settings(record: BaseModel) -> dict[str, Any]:  # Any: JSON
     return _flatten(affecting_settings(record.model_copy(update=named), unless_marked=(*NO_RESULT, *NO_WEIGHTS)))
 
 
+def flat_settings(record: BaseModel) -> dict[str, Any]:  # Any: JSON
+    """`affecting_settings` by dotted names."""
+    return _flatten(affecting_settings(record))
+
+
 def affecting_settings(
     record: BaseModel, default: BaseModel | None = None, *, unless_marked: Collection[str] = NO_RESULT
 ) -> dict[str, Any]:  # Any: JSON

@@ -34,6 +34,7 @@ from rollouts_core.backends.unit import MACHINE_LOST_CODE
 from rollouts_core.errors import InputError
 from rollouts_core.run_directory import RunDirectory
 from tasks.artifacts import find_damage, is_finished, set_damage_aside
+from tasks.closest_stage import describe_difference
 from tasks.earlier_scores import take_earlier_scores
 from tasks.early_end import begin_with_earlier, check_own_end, read_early_end, requests_passed_on
 from tasks.node_job import GRACE_S, gpus_of, job_spec
@@ -58,8 +59,9 @@ def run_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
     with StageProgress(stage.name, num_steps=stage.num_steps, console=stage_console()) as progress:
         if damage := set_damage_aside(stage):
             damage = f"done again, because what an earlier run left is damaged: {damage}"
+        unlike = "" if Path(stage.run_dir).exists() or stage.name in scope.fresh else describe_difference(stage)
         begun, taken = begin_with_earlier(stage), take_earlier_scores(stage, scope)
-        for sentence in filter(None, (damage, begun, taken)):
+        for sentence in filter(None, (damage, unlike, begun, taken)):
             progress.say(sentence)
         with tracked(stage, scope, progress.say):
             how: How = "reused" if is_finished(stage) else run_on_node(stage, scope, node, progress)
@@ -77,7 +79,7 @@ def run_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
         fingerprint=stage.fingerprint,
         run_dir=stage.run_dir,
         how=how,
-        why=damage or begun or why_so(how, stage, scope, result),
+        why=damage or begun or (how == "ran" and unlike) or why_so(how, stage, scope, result),
         began_at=began_at,
         seconds=seconds,
         result=result,

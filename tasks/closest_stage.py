@@ -1,0 +1,67 @@
+"""Say in which settings a stage that has to be done differs from the one that was done and is most like it.
+
+Without this nobody knows which edit, or which file that was written again, has a training run anew.
+
+Not here: what makes two stages the same (rollouts_core/fingerprint.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rollouts_core.errors import ConfigError
+from rollouts_core.fingerprint import FINGERPRINT_CHARS, flat_settings
+from rollouts_core.job import JOB_TYPES, Job, load_job
+from rollouts_core.run_directory import RunDirectory
+from tasks.records import Stage
+
+MAX_COMPARED = 50
+"""Of the stages of the store, the newest."""
+MAX_DIFFERENCES = 4
+"""With more than these it is another piece of work, and none is named."""
+CONTENTS = {
+    "model.digest": "the start model",
+    "data": "the demonstrations",
+    "data.digest": "the rows",
+    "eval_data.digest": "the demonstrations of sft_eval",
+    "prompts.digest": "the prompts",
+    "rollouts.digest": "the recorded rollouts",
+    "checkpoints": "the checkpoints",
+    "resume_digest": "the checkpoint to resume from",
+    "plugin_digest": "the code of rewards and environments",
+}
+"""What people call the inputs whose digests a job names."""
+
+
+def describe_difference(stage: Stage) -> str:
+    """How the stage differs from the finished one of its name that is most like it; "" where none is much like it."""
+    closest: tuple[list[str], str] | None = None
+    for name, job in _finished_jobs(stage):
+        wanted, other = flat_settings(JOB_TYPES[stage.kind].model_validate(stage.job)), flat_settings(job)
+        differing = [key for key in sorted(wanted.keys() | other.keys()) if wanted.get(key) != other.get(key)]
+        if differing and (closest is None or len(differing) < len(closest[0])):
+            closest = differing, f"unlike {name}: " + "; ".join(_word(key, other, wanted, stage) for key in differing)
+    return closest[1] if closest and len(closest[0]) <= MAX_DIFFERENCES else ""
+
+
+def _finished_jobs(stage: Stage) -> Iterator[tuple[str, Job]]:
+    """The jobs of finished stages of that name beside this one, by the names of their directories, newest first."""
+    own = Path(stage.run_dir)
+    beside = own.parent.glob(f"{stage.name}-{'?' * FINGERPRINT_CHARS}/{RunDirectory(own).result.name}")
+    newest = sorted(((path.stat().st_mtime, path.parent) for path in beside), reverse=True)[:MAX_COMPARED]
+    for _, directory in newest:
+        try:
+            yield directory.name, load_job(RunDirectory(directory).job)
+        except ConfigError:
+            continue  # of an earlier version of this program, or damaged
+
+
+def _word(key: str, was: Mapping[str, Any], now: Mapping[str, Any], stage: Stage) -> str:  # Any: JSON
+    if key in CONTENTS:
+        return f"{CONTENTS[key]} changed"
+    setting = key.replace("training.", f"training.{stage.kind}.", 1) if stage.kind in ("sft", "rl") else key
+    before, after = (json.dumps(each[key]) if key in each else "its default" for each in (was, now))
+    return f"{setting} was {before} and is {after}"
