@@ -7,7 +7,7 @@ This module does not import prefect: it runs before Prefect's environment is set
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +27,19 @@ from infra.node import (
     without_further_nodes,
 )
 from infra.object_store import ObjectStore
-from infra.offers import GPUQuery
+from infra.offers import GPUQuery, Offer
 from infra.ports import check_port
 from infra.providers import open_session, provision_node
 from infra.providers.instance import find_instance
-from infra.providers.rented import check_rentable
+from infra.providers.rented import describe_rentable, find_rentable
 from infra.publication import check_writable_store
 from infra.session import LOOPBACK, Session
 from rollouts_core.config import Config, DataConfig, EngineConfig
 from rollouts_core.errors import ConfigError
 from rollouts_core.keys import key_header, read_key
 from rollouts_core.model_size import ModelSize, find_model_size
-from rollouts_core.resource_needs import checkpoint_disk_bytes
+from rollouts_core.needed_part import GIB, sum_bytes
+from rollouts_core.resource_needs import engine_warning, needed_disk, training_needs
 from tasks.inputs import bring_inputs
 from tasks.installed_engines import check_installed, leads_engines
 from tasks.model_names import find_named_model, with_heldout
@@ -75,8 +76,8 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
         size = find_model_size(config.model)
         check_query(pipeline.node.query, config, size)
         fitting = with_enough_memory(pipeline.node, config, size)
-        unknown = [size.describe_problem(config.model.path)] if size.problem else []
-        rented = [*unknown, *describe_least_memory(fitting), check_rentable(fitting)]
+        offers = find_rentable(fitting)
+        rented = [*describe_memory(fitting, config, size, offers), describe_rentable(fitting, offers)]
         return [*findings, *rented, *trained, *check_retrain(pipeline, config)]
     node = reach_node(pipeline.node, store, findings)
     if node is not None:
@@ -105,7 +106,7 @@ def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
     named = [given for given in (evaluate.model, evaluate.against) if given]
     models = [find_named_model(given, pipeline.config, store, findings.append).model for given in named]
     if isinstance(pipeline.node, RentedNode):
-        findings.append(check_rentable(pipeline.node))
+        findings.append(describe_rentable(pipeline.node, find_rentable(pipeline.node)))
     else:
         alone = without_further_nodes(pipeline.node)
         if node := reach_node(alone, store, findings):
@@ -144,9 +145,27 @@ def check_retrain(pipeline: Pipeline, config: Config) -> list[str]:
     return check_promotion(config, margin=retrain.margin, max_p_value=retrain.max_p_value) if retrain else []
 
 
-def describe_least_memory(node: RentedNode) -> list[str]:
-    """What GPUs must have, where the settings or the training say so."""
-    return [f"node: GPUs with at least {node.query.min_vram_gb:.1f} GB"] if node.query.min_vram_gb else []
+def describe_memory(node: RentedNode, config: Config, size: ModelSize, offers: Sequence[Offer]) -> list[str]:
+    """What training takes of each GPU, what GPUs must have, and whether the smallest one on offer may have too little.
+
+    Args:
+        node: its query asks for what the training takes at least.
+        offers: machines that fit it.
+    """
+    if size.problem:
+        return [size.describe_problem(config.model.path)]
+    stages = training_needs(config, size, num_machines=node.num_trainer_nodes)
+    said = [str(stage) for stage in stages]
+    if node.query.min_vram_gb:
+        said.append(f"node: GPUs with at least {node.query.min_vram_gb:.1f} GB")
+    smallest = min((offer for offer in offers if offer.vram_gb), key=lambda offer: offer.vram_gb, default=None)
+    if smallest is None:
+        return said
+    gpu, num_bytes = f"the smallest GPU on offer, {smallest.gpu_type},", smallest.vram_gb * GIB
+    warnings = [stage.warning(gpu, num_bytes) for stage in stages]
+    warnings.append(engine_warning(config, size, num_bytes, num_machines=node.num_trainer_nodes))
+    larger = "; node.query.min_vram_gb asks for larger ones"
+    return [*said, *(f"node: {warning}{larger}" for warning in warnings if warning)]
 
 
 def check_query(query: GPUQuery, config: Config, size: ModelSize) -> None:
@@ -157,10 +176,12 @@ def check_query(query: GPUQuery, config: Config, size: ModelSize) -> None:
             f"deployment names GPU {max(ranks)}, and node.query.gpu_count {query.gpu_count} asks for GPUs up to "
             f"{query.gpu_count - 1}: ask for more, or name others"
         )
-    disk_gb = checkpoint_disk_bytes(config, size) / 1e9
+    parts = needed_disk(config, size)
+    disk_gb = sum_bytes(parts) / 1e9
     if disk_gb > query.disk_gb:
+        shown = " and ".join(f"{part.name} take {part.num_bytes / 1e9:.1f} GB" for part in parts)
         raise ConfigError(
-            f"checkpoints take {disk_gb:.1f} GB, and node.query.disk_gb asks for {query.disk_gb}: ask for more, or "
+            f"{shown}, and node.query.disk_gb asks for {query.disk_gb}: ask for more, or "
             "keep fewer of them (training.*.keep_checkpoints)"
         )
 

@@ -85,6 +85,12 @@ class NodeNeeds:
     """Processes that train together."""
     trainer_gb: float = 0.0
     """Memory that each of them takes at least."""
+    trainer_parts: str = ""
+    """What that is made of, for people."""
+    engine_gpu_ranks: tuple[int, ...] = ()
+    """Those of the engines."""
+    engine_gb: float = 0.0
+    """Memory that the weights of an engine take on each of them."""
 
 
 def probe_node(session: Session, node: Node) -> NodeReport:
@@ -220,25 +226,35 @@ def check_alike(report: NodeReport, leader: NodeReport) -> None:
 
 
 def check_memory(report: NodeReport, needs: NodeNeeds) -> None:
-    """Return if the devices of the trainer could hold its weights, gradients and optimizer state.
+    """Return if the devices of the trainer could hold its weights, gradients and optimizer state, and those of engines
+    their weights.
 
     Raises:
         PermanentInfraError: they could not.
     """
     remedy = "train with policy.lora, on more GPUs, or on another node"
+    parts = f" ({needs.trainer_parts})" if needs.trainer_parts else ""
     if not report.gpus:
         if report.total_memory_gb < needs.trainer_gb * needs.num_trainers:
             raise PermanentInfraError(
-                f"training takes at least {_size(needs.trainer_gb * needs.num_trainers)} of memory, the node has "
-                f"{_size(report.total_memory_gb)}: {remedy}"
+                f"training takes at least {_size(needs.trainer_gb * needs.num_trainers)} of memory{parts}, the node "
+                f"has {_size(report.total_memory_gb)}: {remedy}"
             )
         return
     for rank in needs.trainer_gpu_ranks or (0,):
         gpu = report.gpus[rank] if rank < len(report.gpus) else None
         if gpu is not None and gpu.total_gb < needs.trainer_gb:
             raise PermanentInfraError(
-                f"training takes at least {_size(needs.trainer_gb)} on each GPU, GPU {rank} of the node, {gpu.name}, "
-                f"has {_size(gpu.total_gb)}: {remedy}"
+                f"training takes at least {_size(needs.trainer_gb)} on each GPU{parts}, GPU {rank} of the node, "
+                f"{gpu.name}, has {_size(gpu.total_gb)}: {remedy}"
+            )
+    for rank in needs.engine_gpu_ranks:
+        gpu = report.gpus[rank] if rank < len(report.gpus) else None
+        if gpu is not None and gpu.total_gb < needs.engine_gb:
+            raise PermanentInfraError(
+                f"the weights of an engine take {_size(needs.engine_gb)} on each GPU, GPU {rank} of the node, "
+                f"{gpu.name}, has {_size(gpu.total_gb)}: give each engine more GPUs (deployment.engine_gpu_ranks), or "
+                "take another node"
             )
 
 

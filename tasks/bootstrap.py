@@ -5,7 +5,7 @@ All that it must have is seen here, before the first stage: an engine that is mi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,13 @@ from infra.session import Session
 from rollouts_core.config import Config
 from rollouts_core.keys import key_variables
 from rollouts_core.model_size import ModelSize, find_model_size
-from rollouts_core.resource_needs import checkpoint_disk_bytes, least_memory_bytes
+from rollouts_core.needed_part import describe_parts
+from rollouts_core.resource_needs import (
+    checkpoint_disk_bytes,
+    engine_warning,
+    engine_weight_bytes,
+    training_needs,
+)
 from tasks.installed_engines import check_installed, leads_engines
 from tasks.placement import place_code
 from tasks.progress import StageProgress, stage_console
@@ -41,6 +47,9 @@ def bootstrap(node: Node, config: Config, settings: NodeSettings, *, trains: boo
     """
     placement = config.deployment
     size = find_model_size(config.model) if trains else ModelSize()
+    num_machines = 1 + len(node.trainer_nodes)
+    stages = training_needs(config, size, num_machines=num_machines)
+    least = max(stages, key=lambda stage: stage.least_bytes, default=None)
     own_gpus = {*placement.trainer_gpu_ranks, *(() if node.engine_nodes else placement.engine_gpu_ranks)}
     needs = NodeNeeds(
         disk_gb=max(settings.min_free_gb, checkpoint_disk_bytes(config, size) / 1e9),
@@ -50,7 +59,10 @@ def bootstrap(node: Node, config: Config, settings: NodeSettings, *, trains: boo
         is_rented_for_gpus=node.is_rented,
         trainer_gpu_ranks=placement.trainer_gpu_ranks,
         num_trainers=placement.num_trainer_processes,
-        trainer_gb=least_memory_bytes(config, size, num_machines=1 + len(node.trainer_nodes)) / 1e9,
+        trainer_gb=least.least_bytes / 1e9 if least else 0.0,
+        trainer_parts=f"in GiB: {describe_parts(least.certain_parts)}" if least else "",
+        engine_gpu_ranks=() if node.engine_nodes else placement.engine_gpu_ranks,
+        engine_gb=engine_weight_bytes(config, size) / 1e9,
     )
     with StageProgress("bootstrap", num_steps=0, console=stage_console()) as progress, ExitStack() as stack:
         if size.problem:
@@ -58,6 +70,7 @@ def bootstrap(node: Node, config: Config, settings: NodeSettings, *, trains: boo
         session = stack.enter_context(open_session(node))
         modules = modules_called(config, trains=trains)
         ready, report = prepare_machine(session, node, settings, needs, config, progress, modules)
+        warn_of_memory(report, needs, config, size, num_machines=num_machines, say=progress.say)
         if leads_engines(config, node, trains=trains):
             check_installed(session, ready, config.rollout.engine)
         trainers, trainer_nodes, engine_nodes = [(session, node)], [], []
@@ -67,10 +80,12 @@ def bootstrap(node: Node, config: Config, settings: NodeSettings, *, trains: boo
                 disk_gb=own_settings.min_free_gb,
                 num_gpus=len(placement.trainer_gpu_ranks),
                 last_gpu=max(placement.trainer_gpu_ranks, default=-1),
+                engine_gpu_ranks=(),
             )
             with named_in_errors("node.trainer_nodes", each):
                 own_session = stack.enter_context(open_session(each))
                 found, own_report = prepare_machine(own_session, each, own_settings, own_needs, config, progress)
+                warn_of_memory(own_report, own_needs, config, size, num_machines=num_machines, say=progress.say)
                 check_alike(own_report, report)
                 for other_session, other in trainers:
                     check_both_ways(other_session, other, own_session, each)
@@ -81,13 +96,40 @@ def bootstrap(node: Node, config: Config, settings: NodeSettings, *, trains: boo
                 disk_gb=own_settings.min_free_gb,
                 num_gpus=len(placement.engine_gpu_ranks),
                 last_gpu=max(placement.engine_gpu_ranks, default=-1),
+                engine_gpu_ranks=placement.engine_gpu_ranks,
+                engine_gb=engine_weight_bytes(config, size) / 1e9,
             )
             with named_in_errors("node.engine_nodes", each), open_session(each) as own_session:
-                found, _ = prepare_machine(own_session, each, own_settings, own_needs, config, progress)
+                found, own_report = prepare_machine(own_session, each, own_settings, own_needs, config, progress)
+                warn_of_memory(own_report, own_needs, config, size, num_machines=num_machines, say=progress.say)
                 check_installed(own_session, found, config.rollout.engine)
                 check_both_ways(session, node, own_session, each)
             engine_nodes.append(found)
     return replace(ready, trainer_nodes=tuple(trainer_nodes), engine_nodes=tuple(engine_nodes))
+
+
+def warn_of_memory(
+    report: NodeReport,
+    needs: NodeNeeds,
+    config: Config,
+    size: ModelSize,
+    *,
+    num_machines: int,
+    say: Callable[[str], None],
+) -> None:
+    """Say which GPUs hold the weights, and may have too little memory for what comes on top of them."""
+    trainer_ranks = needs.trainer_gpu_ranks or (0,) if needs.trainer_gb else ()
+    trainers = {rank: report.gpus[rank] for rank in trainer_ranks if rank < len(report.gpus)}
+    engines = [report.gpus[rank].total_gb for rank in needs.engine_gpu_ranks if rank < len(report.gpus)]
+    warnings = [
+        stage.warning(f"GPU {rank}, {gpu.name},", gpu.total_gb * 1e9)
+        for stage in (training_needs(config, size, num_machines=num_machines) if trainers else ())
+        for rank, gpu in trainers.items()
+    ]
+    if engines:
+        warnings.append(engine_warning(config, size, min(engines) * 1e9, num_machines=num_machines))
+    for warning in filter(None, warnings):
+        say(warning)
 
 
 def wants_gpu(config: Config) -> bool:

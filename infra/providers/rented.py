@@ -247,8 +247,8 @@ def open_rented_session(node: Node) -> Session:
     return open_ssh_session(node, find_access=partial(access_now, node, partial(find_machine, node)))
 
 
-def check_rentable(settings: RentedNode) -> str:
-    """What could be rented now, in a sentence, without renting anything.
+def find_rentable(settings: RentedNode) -> list[Offer]:
+    """What could be rented now, cheapest first, without renting anything.
 
     Raises:
         PermanentInfraError: a key is missing or refused, or nothing on offer fits.
@@ -256,12 +256,16 @@ def check_rentable(settings: RentedNode) -> str:
     request = build_request(settings, "nobody")
     with open_clouds(require_keys(request.query.providers)) as clouds:
         offered = search_offers(request.query, clouds)
-    offers = offered.fitting
-    if not offers:
+    if not offered.fitting:
         closest = describe_closest(request.query, offered.others, "node.query.{}".format)
         raise PermanentInfraError(
             f"no provider offers a machine that fits node.query now ({closest}): see `rollouts gpus`, or widen it"
         )
+    return list(offered.fitting)
+
+
+def describe_rentable(settings: RentedNode, offers: Sequence[Offer]) -> str:
+    """The cheapest of the offers, in a sentence."""
     cheapest = offers[0]
     several = f", {settings.num_machines} times," if settings.num_machines > 1 else ""
     found = f"node: {describe_offer(cheapest)}{several} is the cheapest of {len(offers)} offers"

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from flows.preflight import check_query
+from flows.preflight import check_query, describe_memory
 from infra.node import LocalNode, RentedNode
-from infra.offers import GPUQuery
+from infra.offers import GPUQuery, Offer
 from rollouts_core.config import Config
 from rollouts_core.errors import ConfigError
 from rollouts_core.model_size import find_model_size
@@ -63,7 +63,7 @@ def test_eight_gpus_hold_an_eighth_each_and_have_to_be_asked_for(tmp_path: Path)
 
 def test_a_disk_that_is_too_small_for_the_checkpoints_is_refused(tmp_path: Path) -> None:
     config = make_config(write_header(tmp_path / "model", num_parameters=7_000_000_000))
-    with pytest.raises(ConfigError, match=r"checkpoints take 84\.0 GB, and node\.query\.disk_gb asks for 50"):
+    with pytest.raises(ConfigError, match=r"checkpoints take 84\.0 GB.*, and node\.query\.disk_gb asks for 50"):
         check_query(GPUQuery(disk_gb=50), config, find_model_size(config.model))
 
 
@@ -72,3 +72,24 @@ def test_a_small_model_fits_on_whatever_is_rented(tmp_path: Path) -> None:
     node = RentedNode(max_usd=1.0)
     assert with_enough_memory(node, config) == node
     check_query(node.query, config, find_model_size(config.model))
+
+
+def test_what_the_smallest_gpu_on_offer_may_not_hold_is_said(tmp_path: Path) -> None:
+    folder = write_header(tmp_path / "model", num_parameters=1_000_000_000)
+    shape = {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16, "vocab_size": 32_000}
+    (folder / "config.json").write_text(json.dumps(shape))
+    config, node = make_config(folder), RentedNode(max_usd=1.0, query=GPUQuery(min_vram_gb=20))
+    offered = {"provider": "runpod", "id": "x", "gpu_count": 1, "usd_per_hour": 1.0, "region": ""}
+    small, large = Offer(gpu_type="L4", vram_gb=24, **offered), Offer(gpu_type="H200", vram_gb=141, **offered)
+    said = describe_memory(node, config, find_model_size(config.model), [large, small])
+    assert said[0].startswith("training.sft takes about ") and "AdamW's moments 7.5" in said[0]
+    assert "the smallest GPU on offer, L4, has 24.0 GiB and may run out of memory: lower training.sft" in said[-1]
+    roomy = describe_memory(node, config, find_model_size(config.model), [large])
+    assert roomy == said[:-1]
+
+
+def test_a_model_of_unknown_size_is_said_to_be_unknown() -> None:
+    config = make_config(Path("s3://bucket/model"))
+    [said] = describe_memory(RentedNode(max_usd=1.0), config, find_model_size(config.model), [])
+    assert "its size is not known" in said
+    check_query(GPUQuery(disk_gb=1), config, find_model_size(config.model))

@@ -115,6 +115,15 @@ def test_a_machine_without_gpus_needs_the_memory_of_all_trainers() -> None:
         check_node(report, NodeNeeds(num_trainers=2, trainer_gb=65))
 
 
+def test_the_parts_of_what_is_too_large_are_named_and_engines_are_looked_at_too() -> None:
+    needs = NodeNeeds(trainer_gb=150, trainer_parts="in GiB: weights 70.0", engine_gpu_ranks=(1,), engine_gb=142)
+    with pytest.raises(PermanentInfraError, match=r"at least 150 GB on each GPU \(in GiB: weights 70\.0\), GPU 0"):
+        check_node(GOOD, needs)
+    with pytest.raises(PermanentInfraError, match=r"weights of an engine take 142 GB on each GPU, GPU 1 of the node"):
+        check_node(GOOD, dataclasses.replace(needs, trainer_gb=0.0))
+    check_node(GOOD, dataclasses.replace(needs, trainer_gb=140.0, engine_gb=140.0))
+
+
 @pytest.mark.slow
 def test_the_probe_finds_this_machine(tmp_path: Path) -> None:
     node = provision_node(LocalNode(), tmp_path / "store")

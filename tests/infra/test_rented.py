@@ -22,7 +22,7 @@ from infra.errors import HostKeyError, MachineGoneError, NoMachineError, Permane
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import Node, RentedNode
 from infra.providers import open_session, provision_node, release_node
-from infra.providers.rented import check_rentable, keep_rented
+from infra.providers.rented import find_rentable, keep_rented
 from infra.rentals import RentalState, all_rentals, change_rental
 from rollouts_core.errors import ConfigError
 from tests.infra.fake_cloud import KEY
@@ -206,7 +206,7 @@ def test_before_anything_is_rented_the_cheapest_is_named_where_all_is_too_dear(
     settings = parse({**GIVEN, "query": query, "key_file": str(ssh_server.client_key_file)})
     sentence = r"the cheapest is 1x H100 SXM at runpod for 2\.99 USD .* raise node\.query\.max_usd_per_gpu_hour"
     with pytest.raises(PermanentInfraError, match=sentence):
-        check_rentable(settings)
+        find_rentable(settings)
 
 
 @pytest.mark.slow

@@ -5,7 +5,10 @@ Without it a machine could be rented that cannot hold the model, or a good one b
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,10 +18,17 @@ from rollouts_core.backends.pytorch import create_pytorch_backend
 from rollouts_core.batch import build_batch
 from rollouts_core.config import Config, LoRAConfig, ModelConfig, OptimConfig, PolicyConfig
 from rollouts_core.model_size import ModelSize, find_model_size
+from rollouts_core.needed_part import GIB, sum_bytes
 from rollouts_core.resource_needs import (
     checkpoint_disk_bytes,
+    engine_share,
+    engine_warning,
+    engine_weight_bytes,
     least_memory_bytes,
-    least_training_bytes,
+    needed_disk,
+    state_parts,
+    stored_weight_bytes,
+    training_needs,
 )
 from tests.rollouts_core.make import make_random_samples
 
@@ -29,12 +39,23 @@ def num_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-@pytest.mark.parametrize("with_reference", [False, True])
+def needed_bytes(num_parameters: int, policy: PolicyConfig, *, with_reference: bool, num_processes: int) -> int:
+    return sum_bytes(state_parts(num_parameters, policy, with_reference=with_reference, num_processes=num_processes))
+
+
+@pytest.mark.parametrize(("with_reference", "precision"), [(False, "float32"), (True, "float32"), (True, "bfloat16")])
 def test_the_least_memory_is_what_weights_gradients_and_moments_take(
-    base_model: ModelConfig, with_reference: bool
+    base_model: ModelConfig, with_reference: bool, precision: Literal["float32", "bfloat16"]
 ) -> None:
+    policy = PolicyConfig(precision=precision)
     backend = create_pytorch_backend(
-        base_model, OptimConfig(), create_cross_entropy_loss(), num_steps=1, with_reference=with_reference, device="cpu"
+        base_model,
+        OptimConfig(),
+        create_cross_entropy_loss(),
+        num_steps=1,
+        policy=policy,
+        with_reference=with_reference,
+        device="cpu",
     )
     batch = build_batch([[sample] for sample in make_random_samples(2)], pad_id=0)
     backend.forward_backward(batch)
@@ -46,14 +67,13 @@ def test_the_least_memory_is_what_weights_gradients_and_moments_take(
         held += num_bytes(backend.reference.hf_model.parameters())
     num_parameters = find_model_size(base_model).num_parameters
     assert num_parameters == sum(weight.numel() for weight in backend.model.parameters())
-    needed = least_training_bytes(num_parameters, PolicyConfig(), with_reference=with_reference, num_processes=1)
-    assert needed == held
+    assert needed_bytes(num_parameters, policy, with_reference=with_reference, num_processes=1) == held
 
 
 def test_adapters_spare_the_optimizer_and_processes_share() -> None:
     lora = PolicyConfig(precision="bfloat16", lora=LoRAConfig(rank=8))
-    assert least_training_bytes(8 * BILLION, lora, with_reference=True, num_processes=1) == 16 * BILLION
-    full = least_training_bytes(8 * BILLION, PolicyConfig(), with_reference=False, num_processes=8)
+    assert needed_bytes(8 * BILLION, lora, with_reference=True, num_processes=1) == 16 * BILLION
+    full = needed_bytes(8 * BILLION, PolicyConfig(), with_reference=False, num_processes=8)
     assert full == 16 * BILLION
 
 
@@ -74,3 +94,119 @@ def test_a_run_needs_what_its_hungriest_stage_does(base_model: ModelConfig) -> N
     kept = config.training.sft.keep_checkpoints + config.training.sft.keep_best
     assert checkpoint_disk_bytes(config, size) == size.num_parameters * (4 * kept + 12)
     assert least_memory_bytes(config, ModelSize()) == checkpoint_disk_bytes(config, ModelSize()) == 0
+
+
+def test_a_checkpoint_of_adapters_has_the_number_format_of_the_frozen_weights(
+    base_model: ModelConfig, tmp_path: Path
+) -> None:
+    policy = PolicyConfig(precision="bfloat16", lora=LoRAConfig(rank=4))
+    backend = create_pytorch_backend(
+        base_model, OptimConfig(), create_cross_entropy_loss(), num_steps=1, policy=policy, device="cpu"
+    )
+    asyncio.run(backend.save_checkpoint(tmp_path / "saved", {"step": 1}).result())
+    saved = find_model_size(ModelConfig(path=str(tmp_path / "saved")))
+    data_bytes = saved.num_parameters * stored_weight_bytes(policy)
+    assert stored_weight_bytes(policy) == 2 and 0 < saved.num_file_bytes - data_bytes < 10_000
+
+
+LARGE = ModelSize(
+    tensors={
+        "model.embed_tokens.weight": (150_000, 4000),
+        "lm_head.weight": (150_000, 4000),
+        "layers": (7_000_000, 1000),
+    },
+    num_file_bytes=16 * BILLION,
+    settings={
+        "vocab_size": 150_000,
+        "hidden_size": 4000,
+        "intermediate_size": 12_000,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "dtype": "bfloat16",
+    },
+)
+"""8.2 billion weights."""
+
+
+def config_of(mode: str = "sft", **settings: Any) -> Config:  # Any: settings of every type
+    data = dict.fromkeys(("sft", "prompts", "selection", "heldout"), "x.jsonl")
+    return Config.model_validate({"mode": mode, "model": {"path": "org/model"}, "data": data, **settings})
+
+
+def test_a_training_names_its_parts_and_what_lowers_them() -> None:
+    policy = {"precision": "bfloat16"}
+    [needs] = training_needs(config_of(training={"sft": {"policy": policy}}), LARGE)
+    assert str(needs).startswith("training.sft takes about ")
+    for part in ("weights 30.5", "gradients 30.5", "AdamW's moments 61.1", "activations of 8 rows of 2048 tokens "):
+        assert part in str(needs)
+    assert needs.least_bytes == 16 * LARGE.num_parameters < needs.expected_bytes
+    warning = needs.warning("GPU 0, NVIDIA H200,", 141e9)
+    assert "GPU 0, NVIDIA H200, has 131.3 GiB and may run out of memory: lower training.sft.micro_batch_size" in warning
+    assert "activation_checkpointing" in warning and "policy.lora" in warning
+    assert needs.warning("GPU 0", needs.expected_bytes) == ""
+
+
+def test_each_saving_lowers_what_a_training_takes() -> None:
+    def expected(**sft: Any) -> int:  # Any: settings of every type
+        return training_needs(config_of(training={"sft": sft}), LARGE)[0].expected_bytes
+
+    plain = expected()
+    assert expected(micro_batch_size=1) < expected(micro_batch_size=4) < plain
+    assert expected(max_length=512) < plain
+    assert expected(policy={"activation_checkpointing": True}) < 0.7 * plain
+    assert expected(policy={"precision": "bfloat16", "lora": {"rank": 8}}) < 0.6 * expected(
+        policy={"precision": "bfloat16"}
+    )
+
+
+def test_several_processes_share_the_weights_and_gather_layers() -> None:
+    placement = {"trainer_gpu_ranks": tuple(range(8))}
+    [needs] = training_needs(config_of(deployment=placement), LARGE)
+    vocabulary, layer = 2 * 150_000 * 4000, 7 * BILLION // 36
+    assert needs.least_bytes == 2 * LARGE.num_parameters
+    parts = {part.name: part.num_bytes for part in needs.parts}
+    assert parts["gathered layers"] == 4 * vocabulary + 2 * 4 * layer + 4 * (vocabulary + layer)
+    assert training_needs(config_of(deployment=placement), LARGE, num_machines=2)[0].least_bytes == LARGE.num_parameters
+
+
+def test_adapters_and_the_reference_count() -> None:
+    def parts(**rl: Any) -> set[str]:  # Any: settings of every type
+        return {part.name for part in training_needs(config_of("rl", training={"rl": rl}), LARGE)[0].parts}
+
+    kl = {"kl_coef": 0.1}
+    assert "the reference model" in parts(loss=kl) and "the reference model" not in parts()
+    assert {"frozen weights", "adapters"} <= parts(loss=kl, policy={"lora": {"rank": 8}})
+    assert "the reference model" not in parts(loss=kl, policy={"lora": {"rank": 8}})
+
+
+def test_an_engine_needs_room_for_its_weights_and_a_request() -> None:
+    def engines(mode: str = "rl", *, ranks: tuple[int, ...] = (1,), **deployment: Any) -> Config:  # Any: as above
+        engine = {"kind": "sglang", "extra_args": ["--mem-fraction-static", "0.5"]}
+        placement = {"trainer_gpu_ranks": (0,), "engine_gpu_ranks": ranks, **deployment}
+        return config_of(mode, rollout={"engine": engine, "max_prompt_tokens": 1000}, deployment=placement)
+
+    assert engine_weight_bytes(engines(), LARGE) == 2 * LARGE.num_parameters
+    assert engine_weight_bytes(engines("sft+rl"), LARGE) == 4 * LARGE.num_parameters  # a checkpoint of SFT is float32
+    assert engine_weight_bytes(engines(ranks=(1, 2)), LARGE) == LARGE.num_parameters
+    assert engine_weight_bytes(config_of("rl"), LARGE) == 0
+    assert least_memory_bytes(engines("rl", ranks=(1,), trainer_gpu_ranks=tuple(range(16))), LARGE) == (
+        engine_weight_bytes(engines(), LARGE)
+    )
+    assert engine_share(engines()) == 0.5
+    assert "larger share" in engine_warning(engines(), LARGE, 24 * GIB)
+    assert engine_warning(engines(), LARGE, 80 * GIB) == ""
+    shared = engines(ranks=(0,), colocated=True)
+    assert "lower --mem-fraction-static" in engine_warning(shared, LARGE, 140 * GIB)
+    assert engine_warning(shared, LARGE, 200 * GIB) == ""
+
+
+def test_the_disk_holds_the_model_and_what_engines_read_too() -> None:
+    rollout = {"engine": {"kind": "vllm"}}
+    training = {"rl": {"num_steps": 10, "checkpoint_every": 10}}
+    parts = needed_disk(config_of("rl", rollout=rollout, training=training), LARGE)
+    assert {part.name: part.num_bytes for part in parts} == {
+        "checkpoints": 12 * LARGE.num_parameters,
+        "the model's files": LARGE.num_file_bytes,
+        "weights for engines": 2 * 4 * LARGE.num_parameters,
+    }

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from tasks.bootstrap import modules_called, wants_gpu
+from infra.bootstrap import NodeNeeds
+from rollouts_core.model_size import ModelSize
+from tasks.bootstrap import modules_called, wants_gpu, warn_of_memory
+from tests.infra.test_bootstrap import GOOD
 from tests.tasks.test_plan import config_at
 
 
@@ -41,3 +44,16 @@ def test_modules_of_the_users_are_tried_where_a_stage_imports_them(
 ) -> None:
     own = {"reward_fn": "graders:score", "filter_fn": "filters:keep"}
     assert modules_called(config_at(tmp_path, rollout=own, **settings), trains=trains) == called
+
+
+def test_a_gpu_that_holds_the_weights_and_little_more_is_warned_of(tmp_path: Path) -> None:
+    config, said = config_at(tmp_path), []
+    shape = {"hidden_size": 4096, "num_hidden_layers": 40, "num_attention_heads": 32, "vocab_size": 32_000}
+    size = ModelSize(tensors={"weight": (8_000_000, 1000)}, settings=shape)
+    needs = NodeNeeds(trainer_gb=128, trainer_gpu_ranks=(1,))
+    warn_of_memory(GOOD, needs, config, size, num_machines=1, say=said.append)
+    assert said and all("GPU 1, NVIDIA H200, has 131.3 GiB and may run out of memory" in each for each in said)
+    said.clear()
+    warn_of_memory(GOOD, needs, config, ModelSize(tensors={"weight": (8, 1000)}), num_machines=1, say=said.append)
+    warn_of_memory(GOOD, NodeNeeds(), config, size, num_machines=1, say=said.append)
+    assert said == []

@@ -1,0 +1,76 @@
+"""The numbers of a model's config.json that decide how much memory its activations and its cache take.
+
+Not here: its weights (model_size.py), what the numbers come to (resource_needs.py). Models of the Llama family are
+described exactly, others by the numbers that they have in common with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+NAMES = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "num_heads": ("num_attention_heads", "n_head", "num_heads"),
+    "vocab_size": ("vocab_size",),
+}
+"""What models call the numbers without which nothing can be said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The shape of a decoder."""
+
+    hidden_size: int
+    """Width of the residual stream."""
+    num_layers: int
+    """Transformer blocks."""
+    num_heads: int
+    """Query heads."""
+    num_kv_heads: int
+    """Key and value heads."""
+    head_dim: int
+    """Width of one head."""
+    intermediate_size: int
+    """Width of the feed-forward layers that a token passes, all of its experts together."""
+    vocab_size: int
+    """Rows of the output head."""
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads, and of all value heads."""
+        return self.num_kv_heads * self.head_dim
+
+
+def read_shape(settings: Mapping[str, Any]) -> ModelShape | None:  # Any: JSON
+    """The shape that a config.json says, of its language model where it has others; None where it does not say."""
+    try:
+        text = {**settings, **(settings.get("text_config") or {})}
+        found = {name: next((int(text[each]) for each in names if text.get(each)), 0) for name, names in NAMES.items()}
+        if not all(found.values()):
+            return None
+        hidden_size, num_heads = found["hidden_size"], found["num_heads"]
+        return ModelShape(
+            **found,
+            num_kv_heads=int(text.get("num_key_value_heads") or num_heads),
+            head_dim=int(text.get("head_dim") or hidden_size // num_heads),
+            intermediate_size=_intermediate_size(text) or 4 * hidden_size,
+        )
+    except (TypeError, ValueError):
+        return None
+
+
+def _intermediate_size(text: Mapping[str, Any]) -> int:  # Any: JSON
+    num_chosen = text.get("num_experts_per_tok") or 0
+    if not num_chosen:
+        return int(text.get("intermediate_size") or text.get("n_inner") or 0)
+    each = text.get("moe_intermediate_size") or text.get("intermediate_size") or 0
+    shared = text.get("shared_expert_intermediate_size") or (text.get("n_shared_experts") or 0) * each
+    return int(num_chosen * each + shared)
