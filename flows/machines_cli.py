@@ -232,7 +232,7 @@ def show(name: MachineName, store: Store = DEFAULT_STORE) -> None:
         "cost so far": f"{rental.usd(time.time()):.2f} USD",
         "asked for": at(rental.intended_at),
         "ends": at(rental.ended_at or rental.ends_at),
-        "host key": rental.host_key or "not known",
+        "host key": f"{rental.host_key} ({rental.believed_by})" if rental.host_key else "not known",
         "note": note_of(rental) or "-",
     }
     if rental.instance_id and (rental.credentials or rental.provider in clouds_with_keys(CLOUD_NAMES)[0]):

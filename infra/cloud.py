@@ -19,6 +19,11 @@ class Cloud(Protocol):
     @property
     def name(self) -> CloudName: ...
 
+    @property
+    def gives_host_key(self) -> bool:
+        """Whether `create` gives a machine the host key of its spec, before anybody can connect to it."""
+        ...
+
     def search(self, query: GPUQuery) -> list[Offer]:
         """What the provider has now that the query may admit."""
         ...

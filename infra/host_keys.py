@@ -2,7 +2,8 @@
 
 Not here: connections (ssh.py). In order of strength, and the first that has an answer decides:
 
-    pinned            the settings name the key's fingerprint
+    pinned            the key's fingerprint is known: the settings name it, or an earlier login noted it
+      injected        ... it is one that we made, and gave to the machine with its creation
     known_hosts       a file in OpenSSH's format, the user's own or ours, has a key for this host
     first_use         nobody knows the host, and the settings allow to believe it once: it is written into our file
 """
@@ -20,12 +21,14 @@ from pathlib import Path
 
 from infra.errors import HostKeyError, PermanentInfraError
 from infra.node import SSH_PORT
+from infra.offers import HostKeyPair
 
 
 class HostKeyEvidence(StrEnum):
     """Why a host key was believed."""
 
     PINNED = "pinned"
+    INJECTED = "injected"
     KNOWN_HOSTS = "known_hosts"
     FIRST_USE = "first_use"
 
@@ -85,8 +88,9 @@ class HostKeyPolicy:
             raise HostKeyError(
                 self.address,
                 shown.fingerprint,
-                f"expected is {self.pinned}, which the settings name or an earlier login noted: somebody else may be "
-                "answering; give another node.host_key only if you know why the key is new",
+                f"expected is {self.pinned}, which the settings name, an earlier login noted, or the machine was "
+                "created with: somebody else may be answering; give another node.host_key only if you know why the key "
+                "is new",
             )
         if known := self.known_keys():
             if any(hmac.compare_digest(key.blob, shown.blob) for key in known):
@@ -128,10 +132,27 @@ class HostKeyPolicy:
             os.close(descriptor)
 
 
+def make_host_key() -> HostKeyPair:
+    """A new key, to be given to a machine with its creation."""
+    from cryptography.hazmat.primitives import serialization as formats  # only who rents needs it
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    key = Ed25519PrivateKey.generate()
+    private = key.private_bytes(formats.Encoding.PEM, formats.PrivateFormat.OpenSSH, formats.NoEncryption())
+    public = key.public_key().public_bytes(formats.Encoding.OpenSSH, formats.PublicFormat.OpenSSH)
+    return HostKeyPair(private=private.decode(), public=public.decode())
+
+
+def fingerprint_of(public: str) -> str:
+    """The fingerprint of a key that is written as in authorized_keys."""
+    key_type, blob = public.split()[:2]
+    return HostKey(key_type, base64.b64decode(blob)).fingerprint
+
+
 def noted_fingerprint(path: Path) -> str:
     """The fingerprint of the key that a first login noted in a file of the machine's own; empty where none was."""
     lines = path.read_text().splitlines() if path.exists() else []
-    return HostKey(lines[-1].split()[1], base64.b64decode(lines[-1].split()[2])).fingerprint if lines else ""
+    return fingerprint_of(lines[-1].partition(" ")[2]) if lines else ""
 
 
 def parse_known_hosts(text: str, address: str) -> Iterator[tuple[str, HostKey]]:

@@ -130,6 +130,10 @@ _MIGRATIONS = (
         "ALTER TABLE rentals ADD COLUMN host TEXT NOT NULL DEFAULT ''",
         "ALTER TABLE rentals ADD COLUMN is_unfit INTEGER NOT NULL DEFAULT 0",
     ),
+    (
+        "ALTER TABLE rentals ADD COLUMN expected_key TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE rentals ADD COLUMN believed_by TEXT NOT NULL DEFAULT 'first_use'",
+    ),
 )
 """What brings a ledger from each format to the next; formats count from 0, an empty file."""
 SCHEMA_VERSION = len(_MIGRATIONS)

@@ -400,7 +400,7 @@ class Node:
     is_of_user: bool = False
     """True when it costs money that is not ours to count or to end."""
     believed_by: str = ""
-    """Why its host key was believed: pinned, known_hosts or first_use; empty for this machine."""
+    """Why its host key was believed (host_keys.py says which reasons there are); empty for this machine."""
     address: str = ""
     """Where what runs on it listens for the node that leads its unit; empty for that one itself."""
     trainer_nodes: tuple["Node", ...] = ()

@@ -8,7 +8,7 @@ Not here: how a provider is asked (providers/), how a machine is rented and give
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -149,6 +149,16 @@ class Offered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostKeyPair:
+    """An SSH host key that is made for a machine before there is one; the private half is written nowhere here."""
+
+    private: str = field(repr=False)
+    """In OpenSSH's format, down to the last newline."""
+    public: str
+    """As a line of authorized_keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MachineSpec:
     """What a machine is to be created with, besides the offer."""
 
@@ -162,6 +172,8 @@ class MachineSpec:
     min_cuda: str = ""
     ends_at: float | None = None
     """When the provider shall end it by itself, in seconds since 1970, where it can; None for never."""
+    host_key: HostKeyPair | None = None
+    """The key that its SSH server is to have, where the provider can give it one; None lets it make its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,8 +33,19 @@ from infra.errors import (
     UnclearAnswerError,
     UnfitMachineError,
 )
+from infra.host_keys import HostKeyEvidence, fingerprint_of, make_host_key
 from infra.ledger import Ledger
-from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer, Offered, describe_closest
+from infra.offers import (
+    CloudName,
+    GPUQuery,
+    HostKeyPair,
+    Instance,
+    InstanceStatus,
+    MachineSpec,
+    Offer,
+    Offered,
+    describe_closest,
+)
 from infra.rentals import (
     Rental,
     RentalState,
@@ -57,7 +68,8 @@ _SIGHTINGS = 2
 """A machine is gone when it was not there this many times in a row."""
 
 Check = Callable[[Rental, Instance], str]
-"""Log in on a machine and return the fingerprint of its host key; an InfraError says why it cannot be used (yet)."""
+"""Log in on a machine and return the fingerprint of its host key, which is the expected one, where one is; an
+InfraError says why it cannot be used (yet)."""
 Say = Callable[[str], None]
 
 logger = logging.getLogger(__name__)
@@ -349,9 +361,10 @@ def _rent_at(
     cloud = clouds[offer.provider]
     with _all_or_none(ledger, clouds, pace) as fresh:
         while len(unit) + len(fresh) < request.num_machines:
-            rental = _intend(request, offer, ledger, beside=[*unit, *fresh])
+            host_key = make_host_key() if cloud.gives_host_key else None
+            rental = _intend(request, offer, ledger, host_key=host_key, beside=[*unit, *fresh])
             say(f"asked {offer.provider} for {rental.gpu} at {offer.usd_per_hour:.2f} USD/h as {rental.name}")
-            fresh.append(_create_once(rental, offer, request, ledger, cloud, pace))
+            fresh.append(_create_once(rental, offer, request, ledger, cloud, pace, host_key=host_key))
         return [_use_or_release(created, request, ledger, cloud, check, say, pace) for created in fresh]
 
 
@@ -379,10 +392,13 @@ def search_offers(query: GPUQuery, clouds: Mapping[CloudName, Cloud]) -> Offered
     )
 
 
-def _intend(request: RentRequest, offer: Offer, ledger: Ledger, *, beside: Sequence[Rental]) -> Rental:
+def _intend(
+    request: RentRequest, offer: Offer, ledger: Ledger, *, host_key: HostKeyPair | None, beside: Sequence[Rental]
+) -> Rental:
     """Write down that the machine will be asked for.
 
     Args:
+        host_key: what it will be given.
         beside: the machines of the unit so far; what they cost until they expire is left to them.
 
     Raises:
@@ -410,13 +426,22 @@ def _intend(request: RentRequest, offer: Offer, ledger: Ledger, *, beside: Seque
         expires_at=now + 3600 * min(request.max_hours, paid_hours),
         vram_gb=offer.vram_gb,
         host=offer.host,
+        expected_key=fingerprint_of(host_key.public) if host_key else "",
+        believed_by=HostKeyEvidence.INJECTED.value if host_key else HostKeyEvidence.FIRST_USE.value,
     )
     add_rental(ledger, rental)
     return rental
 
 
 def _create_once(
-    rental: Rental, offer: Offer, request: RentRequest, ledger: Ledger, cloud: Cloud, pace: Pace
+    rental: Rental,
+    offer: Offer,
+    request: RentRequest,
+    ledger: Ledger,
+    cloud: Cloud,
+    pace: Pace,
+    *,
+    host_key: HostKeyPair | None,
 ) -> Rental:
     """The machine that one request created.
 
@@ -430,6 +455,7 @@ def _create_once(
         image=request.image,
         min_cuda=request.query.min_cuda,
         ends_at=rental.expires_at,
+        host_key=host_key,
     )
     try:
         instance_id = cloud.create(offer, spec)

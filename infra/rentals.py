@@ -80,6 +80,10 @@ class Rental:
     """The provider's name for the physical machine, where it has told one."""
     is_unfit: bool = False
     """It was given back fresh, because it could not be used."""
+    expected_key: str = ""
+    """Fingerprint that its host key has to have at the first login; empty where nobody knows it before."""
+    believed_by: str = "first_use"
+    """Why its host key is believed at the first login: injected or first_use (host_keys.py)."""
 
     @property
     def is_kept(self) -> bool:

@@ -34,6 +34,7 @@ MAX_ANSWER_BYTES = 10_000_000
 MAX_SHOWN_CHARACTERS = 300
 MAX_PAUSE_S = 30.0
 _REFUSED = {401: "the key is not valid", 402: "there is no money on the account", 403: "the key may not do that"}
+_REPEATED = 16
 _UNSHOWABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 
 RecordT = TypeVar("RecordT", bound=BaseModel)
@@ -117,6 +118,12 @@ class ProviderAPI:
             follow_redirects=False,
         )
         self._account = (endpoint.url, hashlib.sha256(key.encode()).hexdigest())
+        self._concealed: set[str] = set()
+
+    def conceal(self, secret: str) -> None:
+        """From now on show nothing of what the provider says if it repeats a part of the secret, of 16 characters."""
+        starts = [(line, start) for line in secret.splitlines() for start in range(len(line) - _REPEATED + 1)]
+        self._concealed |= {line[start : start + _REPEATED] for line, start in starts}
 
     def read(self, path: str, shape: type[RecordT], params: Mapping[str, str] | None = None) -> RecordT:
         """What is there, in the given shape.
@@ -327,7 +334,10 @@ class ProviderAPI:
     def _shown(self, content: bytes) -> str:
         """The provider's own words, without control characters and without the key."""
         text = _UNSHOWABLE.sub(" ", content.decode(errors="replace")).strip()
-        return text.replace(self._key, "***")[:MAX_SHOWN_CHARACTERS] or "no explanation"
+        shown = text.replace(self._key, "***")[:MAX_SHOWN_CHARACTERS]
+        if any(part in shown for part in self._concealed):
+            return "words that repeat a secret of ours"
+        return shown or "no explanation"
 
 
 class Account:
@@ -335,6 +345,7 @@ class Account:
 
     name: ClassVar[CloudName]
     endpoint: ClassVar[Endpoint]
+    gives_host_key: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -3,18 +3,20 @@
 Not here: HTTP (http.py), when a machine is launched and ended (infra/provision.py).
 
     public key ──registered under a name of its own──> launch(kind, region, name) ──> instance, user ubuntu, port 22
+    host key   ──as user data, which Lambda never shows again──┘
 
 There are no spot machines and no data centers of others; what is said to be free may be refused a second later.
 """
 
 import base64
 import hashlib
+import json
 import re
 from typing import ClassVar
 
 from pydantic import BaseModel, Field
 
-from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
+from infra.offers import CloudName, GPUQuery, HostKeyPair, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import quoted, usable_host
 from infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob
 
@@ -97,6 +99,7 @@ class Lambda(Account):
     """An account at Lambda."""
 
     name: ClassVar[CloudName] = "lambda"
+    gives_host_key: ClassVar[bool] = True
     endpoint = Endpoint(
         title="Lambda",
         url="https://cloud.lambda.ai",
@@ -124,6 +127,9 @@ class Lambda(Account):
         }
         if spec.image:
             body["image"] = {"family": spec.image}
+        if spec.host_key:
+            self._api.conceal(spec.host_key.private)
+            body["user_data"] = render_cloud_config(spec.host_key)
         launch = self._api.create("/api/v1/instance-operations/launch", body, _Launch, is_machine=True)
         return launch.data.instance_ids[0]
 
@@ -148,6 +154,12 @@ class Lambda(Account):
         # A second registration of the same key changes nothing, so it does not matter whether an answer was lost.
         self._api.create("/api/v1/ssh-keys", {"name": name, "public_key": public_key}, _OneKey)
         return name
+
+
+def render_cloud_config(host_key: HostKeyPair) -> str:
+    """What cloud-init does at the first boot, before the SSH server starts: this host key, and no other."""
+    keys = {"ed25519_private": host_key.private, "ed25519_public": host_key.public}
+    return "#cloud-config\n" + json.dumps({"ssh_deletekeys": True, "ssh_keys": keys}) + "\n"  # JSON is YAML
 
 
 def _read_offer(kind: _Kind, specs: _Specs | None, region: str) -> Offer:

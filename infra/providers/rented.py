@@ -5,8 +5,9 @@ Not here: renting itself (infra/provision.py), the providers' APIs (runpod.py an
     settings ── rent_machines ── first login: host key noted, set up ── Node ─┬─ release_machines
                                                                               └─ its run failed: kept for a while
 
-The host key of a fresh machine is believed at the first login, noted in the ledger, and demanded ever after: it belongs
-to the machine, whatever address the machine has meanwhile.
+The host key of a fresh machine is the one that it was given with its creation, where that can be; else it is believed
+at the first login. It is noted in the ledger, and demanded ever after: it belongs to the machine, whatever address the
+machine has meanwhile.
 """
 
 import hashlib
@@ -139,7 +140,7 @@ def _node_of(rental: Rental, instance: Instance, settings: RentedNode, mirror: P
         mirror=str(mirror),
         access=access,
         is_rented=True,
-        believed_by="first_use",
+        believed_by=rental.believed_by,
         address=address,
     )
 
@@ -343,7 +344,10 @@ def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance
             expand_root(session, settings.python, settings.root)
         return fingerprint
     known = known_hosts_of(store, rental.name)
-    access = replace(access, known_hosts=(str(known),), first_use_file=str(known))
+    if rental.expected_key:
+        access = replace(access, host_key=rental.expected_key)
+    else:
+        access = replace(access, known_hosts=(str(known),), first_use_file=str(known))
     with open_ssh(access, python=SETUP_PYTHON if settings.setup else settings.python) as session:
         gpu_type = rental.gpu.partition("x ")[2]
         gpus = require_gpus(session, settings.query.gpu_count, gpu_type=gpu_type, vram_gb=rental.vram_gb)
@@ -356,6 +360,8 @@ def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance
         say(f"tried {rental.name}: {gpus}; {speed}")
         set_up(session, settings)
         expand_root(session, settings.python, settings.root)
+    if rental.expected_key:
+        return rental.expected_key
     policy = HostKeyPolicy(host=access.host, port=access.port, pinned="", known_hosts=(known,), first_use_file=None)
     return policy.known_keys()[-1].fingerprint
 

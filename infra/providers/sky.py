@@ -92,6 +92,7 @@ class Sky:
     endpoint: ClassVar[Endpoint] = Endpoint(
         title="SkyPilot", url="", key_variable="ROLLOUTS_SKY", key_is="path of its program"
     )
+    gives_host_key: ClassVar[bool] = False
 
     def __init__(self, program: str, url: str = "") -> None:
         """`program` is the path of `sky`; a `url` there is none."""

@@ -3,7 +3,8 @@
 Not here: HTTP (http.py), when a machine is created and ended (infra/provision.py).
 
 An offer is one machine and can be taken once. The key that may log in is written by the container's first command: so
-no key has to be registered with the account. `price` is not sent: with it the machine would be one that can be outbid.
+no key has to be registered with the account. No host key is given that way: the SSH server runs before that command,
+with a key of its own. `price` is not sent: with it the machine would be one that can be outbid.
 """
 
 import json

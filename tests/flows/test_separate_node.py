@@ -6,9 +6,7 @@ a run that would fail on a machine elsewhere.
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ from rollouts_core.checkpoint import verify_checkpoint
 from tests.flows.conftest import Rollouts, digest_of_the_run, digest_trained_here
 from tests.flows.test_ssh import SHORTER, stages_of
 from tests.infra.separate_node import SeparateNode, separate_node
+from tests.processes import Watch
 from tests.small_pipeline import write_small_pipeline
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.namespaces]
@@ -92,35 +91,3 @@ def test_training_goes_on_while_the_link_is_cut_and_its_results_come_afterwards(
     assert len(node.files("root/stages/sft-*/exit-*.json")) == 1
     (theirs,) = node.files("root/stages/sft-*/metrics.jsonl")
     assert (stages_of(rollouts.store)["sft"] / "metrics.jsonl").read_bytes() == theirs.read_bytes()
-
-
-class Watch:
-    """Looks at the command lines of all processes of this machine, the node's too, as long as the block runs."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text.encode()
-        self._sightings: list[str] = []
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> list[str]:
-        self._thread.start()
-        return self._sightings
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(0.05):
-            for entry in Path("/proc").iterdir():
-                if entry.name.isdigit() and int(entry.name) != os.getpid():
-                    self._look(entry / "cmdline")
-
-    def _look(self, cmdline: Path) -> None:
-        try:
-            words = cmdline.read_bytes()
-        except OSError:
-            return
-        if self._text in words:
-            self._sightings.append(words.decode(errors="replace"))

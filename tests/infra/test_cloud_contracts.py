@@ -17,7 +17,7 @@ from openapi_core.validation.response.exceptions import InvalidData
 
 from infra.cloud import Cloud
 from infra.errors import OfferGoneError, ProviderRefusedError
-from infra.offers import GPUQuery, InstanceStatus, MachineSpec
+from infra.offers import GPUQuery, HostKeyPair, InstanceStatus, MachineSpec
 from infra.providers import lambda_cloud, prime, runpod, shadeform, vast
 from infra.providers.lambda_cloud import Lambda
 from infra.providers.prime import Prime
@@ -96,7 +96,8 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 def make_spec(name: str) -> MachineSpec:
-    return MachineSpec(name=name, public_key=PUBLIC_KEY, disk_gb=50, ends_at=2_000_000_000.0)
+    host_key = HostKeyPair(private="-----BEGIN OPENSSH PRIVATE KEY-----\n...\n", public="ssh-ed25519 AAAA")
+    return MachineSpec(name=name, public_key=PUBLIC_KEY, disk_gb=50, ends_at=2_000_000_000.0, host_key=host_key)
 
 
 def test_a_life_of_a_machine_is_as_the_document_says(pair: Pair) -> None:

@@ -1,0 +1,197 @@
+"""Pins that the first connection to a fresh machine is held against a key that was known before, where that can be.
+
+Without it whoever sits on the way to a new machine gets the code, the data and the model that are sent there.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from starlette.requests import Request
+from starlette.responses import Response
+
+from infra.errors import HostKeyError, NoMachineError
+from infra.host_keys import fingerprint_of, make_host_key
+from infra.ledger import LEDGER_FILE, Ledger
+from infra.node import Node, RentedNode
+from infra.offers import Instance, MachineSpec
+from infra.providers import open_session, provision_node
+from infra.providers.lambda_cloud import Lambda
+from infra.rentals import RentalState, all_rentals
+from tests.infra import ssh_server
+from tests.infra.fake_cloud import KEY, FakeCloud, Machine
+from tests.infra.fake_lambda import FakeLambda
+from tests.infra.ssh_server import SSHServer
+from tests.processes import Watch
+
+SAYS_ALL = "LogLevel DEBUG1\n"
+AUTHENTICATION = "userauth-request"
+"""What the server logs of whoever asks to be let in; before that, nothing of ours was sent."""
+
+
+class BootingLambda(FakeLambda):
+    """Its machines really boot: what a test does with what one was created with."""
+
+    boot: Callable[[dict[str, Any]], None]
+
+    def add(self, name: str, body: dict[str, Any]) -> Machine:
+        self.boot(body)
+        return super().add(name, body)
+
+
+def apply_cloud_config(user_data: str, server: SSHServer) -> None:
+    """What cloud-init's module for SSH does with the configuration, in the server's folder in place of /etc/ssh."""
+    assert user_data.startswith("#cloud-config\n")
+    config = yaml.safe_load(user_data)
+    if config["ssh_deletekeys"]:
+        server.host_key_file.unlink()
+        Path(f"{server.host_key_file}.pub").unlink()
+    server.host_key_file.touch(mode=0o600)
+    server.host_key_file.write_text(config["ssh_keys"]["ed25519_private"])
+    Path(f"{server.host_key_file}.pub").write_text(config["ssh_keys"]["ed25519_public"])
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[SSHServer]:
+    """A machine that does not run yet."""
+    server = SSHServer(tmp_path / "server", more_config=SAYS_ALL)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def cloud(server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[BootingLambda]:
+    """Lambda, whose machines are that one."""
+    fake = BootingLambda()
+    monkeypatch.setattr(Lambda, "endpoint", replace(Lambda.endpoint, min_interval_s=0.0, create_interval_s=0.0))
+    monkeypatch.setattr("infra.providers.lambda_cloud.USER", getpass.getuser())  # theirs are at port 22, as ubuntu
+    monkeypatch.setattr("infra.providers.lambda_cloud.Instance", partial(Instance, port=server.port))
+    with fake.served() as url:
+        monkeypatch.setenv("LAMBDA_API_KEY", KEY)
+        monkeypatch.setenv("LAMBDA_API_URL", url)
+        yield fake
+
+
+def rent(server: SSHServer, tmp_path: Path, provider: str) -> Node:
+    settings = RentedNode.model_validate(
+        {
+            "query": {"gpu_types": ["H100"], "providers": [provider]},
+            "max_usd": 5.0,
+            "key_file": str(server.client_key_file),
+            "root": str(tmp_path / "machine"),
+            "python": sys.executable,
+            "usable_within_minutes": 1.0,
+        }
+    )
+    return provision_node(settings, tmp_path / "store", run_id="run")
+
+
+def assert_refused(fake: FakeCloud, server: SSHServer, tmp_path: Path, provider: str, expected: str) -> None:
+    """Somebody else answers: nothing is sent, the sentence names both keys, and the machine is given back."""
+    shown = ssh_server.fingerprint_of(server.host_key_file)
+    with pytest.raises(HostKeyError, match="somebody else may be answering") as refused:
+        rent(server, tmp_path, provider)
+    assert expected in str(refused.value) and shown in str(refused.value) and "\n" not in str(refused.value)
+    log = (server.folder / "log").read_text()
+    assert "Connection from" in log and AUTHENTICATION not in log
+    assert fake.alive() == [] and len(fake.machines) == 1
+    with Ledger(tmp_path / "store" / LEDGER_FILE) as ledger:
+        assert [(row.state, row.host_key) for row in all_rentals(ledger)] == [(RentalState.GONE, "")]
+
+
+def parts_of(private: str) -> list[str]:
+    """Every piece of 16 characters of the secret lines of a key."""
+    lines = [line for line in private.splitlines() if not line.startswith("-----")]
+    return [
+        line[start : start + 16] for line in lines[1:] for start in range(len(line) - 15)
+    ]  # the first has no secret
+
+
+def test_a_key_that_we_make_is_one_to_openssh_and_does_not_show_its_private_half(tmp_path: Path) -> None:
+    pair, path = make_host_key(), tmp_path / "key"
+    path.touch(mode=0o600)
+    path.write_text(pair.private)
+    Path(f"{path}.pub").write_text(pair.public)
+    public = subprocess.run(["ssh-keygen", "-y", "-f", path], capture_output=True, text=True, check=True).stdout
+    assert public.split()[:2] == pair.public.split()[:2]
+    assert fingerprint_of(pair.public) == ssh_server.fingerprint_of(path)
+    assert "PRIVATE" not in repr(pair) + repr(MachineSpec(name="n", public_key="k", disk_gb=1, host_key=pair))
+    assert make_host_key().public != pair.public
+
+
+@pytest.mark.slow
+def test_the_first_connection_is_held_against_the_key_that_the_machine_was_created_with(
+    cloud: BootingLambda, server: SSHServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    own = ssh_server.fingerprint_of(server.host_key_file)
+
+    def boot(body: dict[str, Any]) -> None:
+        apply_cloud_config(body["user_data"], server)
+        server.start()
+
+    cloud.boot = boot
+    with Watch("OPENSSH PRIVATE KEY") as sightings:
+        node = rent(server, tmp_path, "lambda")
+        with open_session(node) as session:
+            assert session.run(["echo", "there"], timeout_s=30).stdout == b"there\n"
+        again = rent(server, tmp_path, "lambda")
+    assert node.believed_by == again.believed_by == "injected" and len(cloud.machines) == 1
+    assert node.access is not None and node.access.host_key == ssh_server.fingerprint_of(server.host_key_file) != own
+    assert not (tmp_path / "store" / "machine_keys").exists()
+
+    assert sightings == []
+    private = server.host_key_file.read_text()
+    said = caplog.text + json.dumps(asdict(node))
+    files = [path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()]
+    assert files != [] and parts_of(private) != []
+    for part in parts_of(private):
+        assert part not in said and not any(part.encode() in content for content in files)
+
+
+@pytest.mark.slow
+def test_somebody_on_the_way_to_a_machine_that_was_given_a_key_is_refused(
+    cloud: BootingLambda, server: SSHServer, tmp_path: Path
+) -> None:
+    cloud.boot = lambda body: server.start()  # with a key of its own
+    with Ledger(tmp_path / "store" / LEDGER_FILE) as ledger:
+        assert_refused(cloud, server, tmp_path, "lambda", "SHA256:")
+        [row] = all_rentals(ledger)
+    given = yaml.safe_load(next(iter(cloud.machines.values())).request["user_data"])["ssh_keys"]["ed25519_public"]
+    assert row.expected_key == fingerprint_of(given) and row.expected_key in row.note
+
+
+@pytest.mark.slow
+def test_a_provider_that_repeats_what_was_sent_puts_the_key_into_no_message_and_no_ledger(
+    cloud: BootingLambda, server: SSHServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    sent: list[str] = []
+
+    class Echoing(BootingLambda):
+        async def launch(self, request: Request) -> Response:
+            sent.append(json.loads(await request.body())["user_data"])
+            private = yaml.safe_load(sent[-1])["ssh_keys"]["ed25519_private"]
+            return self.error(400, f"user_data is not understood: {private[80:]}")
+
+    with Echoing().served() as url, pytest.MonkeyPatch.context() as patched:
+        patched.setenv("LAMBDA_API_URL", url)
+        with pytest.raises(NoMachineError, match="words that repeat a secret of ours") as refused:
+            rent(server, tmp_path, "lambda")
+    with Ledger(tmp_path / "store" / LEDGER_FILE) as ledger:
+        notes = "".join(row.note for row in all_rentals(ledger))
+    said = str(refused.value) + caplog.text + notes
+    assert sent != [] and notes != ""
+    for user_data in sent:
+        parts = parts_of(yaml.safe_load(user_data)["ssh_keys"]["ed25519_private"])
+        assert parts != [] and [part for part in parts if part in said] == []
