@@ -41,6 +41,10 @@ class Cloud(Protocol):
         """The machine; None when the provider does not have it any more."""
         ...
 
+    def host_key(self, instance_id: str) -> str:
+        """Fingerprint of the machine's host key as its provider tells it; empty where it does not, or not yet."""
+        ...
+
     def list_named(self, prefix: str) -> list[Instance]:
         """All machines of the account whose names begin so."""
         ...

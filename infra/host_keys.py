@@ -4,6 +4,7 @@ Not here: connections (ssh.py). In order of strength, and the first that has an 
 
     pinned            the key's fingerprint is known: the settings name it, or an earlier login noted it
       injected        ... it is one that we made, and gave to the machine with its creation
+      provider        ... the provider of the machine told it, over a connection of its own
     known_hosts       a file in OpenSSH's format, the user's own or ours, has a key for this host
     first_use         nobody knows the host, and the settings allow to believe it once: it is written into our file
 """
@@ -29,6 +30,7 @@ class HostKeyEvidence(StrEnum):
 
     PINNED = "pinned"
     INJECTED = "injected"
+    PROVIDER = "provider"
     KNOWN_HOSTS = "known_hosts"
     FIRST_USE = "first_use"
 
@@ -88,9 +90,9 @@ class HostKeyPolicy:
             raise HostKeyError(
                 self.address,
                 shown.fingerprint,
-                f"expected is {self.pinned}, which the settings name, an earlier login noted, or the machine was "
-                "created with: somebody else may be answering; give another node.host_key only if you know why the key "
-                "is new",
+                f"expected is {self.pinned}, which the settings name, an earlier login noted, the machine was created "
+                "with or its provider told: somebody else may be answering; give another node.host_key only if you "
+                "know why the key is new",
             )
         if known := self.known_keys():
             if any(hmac.compare_digest(key.blob, shown.blob) for key in known):

@@ -486,7 +486,7 @@ def _use_or_release(
         PermanentInfraError: no machine could be used; this one is given back.
     """
     try:
-        problem, host_key, price = _wait_until_usable(rental, request, cloud, check, pace)
+        problem, host_key, price = _wait_until_usable(rental, request, ledger, cloud, check, pace)
     except (Exception, KeyboardInterrupt) as error:
         release_machine(rental, ledger, cloud, note=f"given back: {error}", pace=pace)
         raise
@@ -503,7 +503,7 @@ def _use_or_release(
 
 
 def _wait_until_usable(
-    rental: Rental, request: RentRequest, cloud: Cloud, check: Check, pace: Pace
+    rental: Rental, request: RentRequest, ledger: Ledger, cloud: Cloud, check: Check, pace: Pace
 ) -> tuple[str, str, float]:
     """Why the machine will not do, or nothing; its host key; its price per hour."""
     max_usd_per_hour = request.query.max_usd_per_gpu_hour * request.query.gpu_count * PRICE_TOLERANCE
@@ -522,7 +522,7 @@ def _wait_until_usable(
             if price > max_usd_per_hour:
                 return f"{rental.name} costs {price:.2f} USD/h, more than was offered and allowed", "", price
             if instance is not None and instance.has_address:
-                return "", check(rental, instance), price
+                return "", check(_with_expected_key(rental, ledger, cloud), instance), price
         except UnfitMachineError as error:
             return str(error), "", price
         except (TransientInfraError, LoginError) as error:  # keys arrive late on fresh machines
@@ -530,6 +530,16 @@ def _wait_until_usable(
         if time.monotonic() - started + pace.poll_s > request.usable_within_s:
             return f"{rental.name} could not be used within {request.usable_within_s:g} s ({reason})", "", price
         time.sleep(pace.poll_s)
+
+
+def _with_expected_key(rental: Rental, ledger: Ledger, cloud: Cloud) -> Rental:
+    """The row with what its provider tells about its host key, where nothing is known about that yet."""
+    if rental.host_key or rental.expected_key:
+        return rental
+    told = cloud.host_key(rental.instance_id)
+    if not told:
+        return rental
+    return change_rental(ledger, rental, expected_key=told, believed_by=HostKeyEvidence.PROVIDER.value) or rental
 
 
 # ── the end ──

@@ -83,7 +83,7 @@ class Rental:
     expected_key: str = ""
     """Fingerprint that its host key has to have at the first login; empty where nobody knows it before."""
     believed_by: str = "first_use"
-    """Why its host key is believed at the first login: injected or first_use (host_keys.py)."""
+    """Why its host key is believed at the first login: injected, provider or first_use (host_keys.py)."""
 
     @property
     def is_kept(self) -> bool:

@@ -18,7 +18,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
@@ -208,6 +208,25 @@ class ProviderAPI:
             problem = f"an unreadable answer ({_first(error)})"
             raise ProviderUnavailableError(self._say(f"POST {path}", problem)) from error
 
+    def follow(self, path: str, params: Mapping[str, str], *, within_s: float) -> Iterator[str]:
+        """The lines of an answer that may have no end, for about so long; none where it is not to be had."""
+        _TURNS.wait((*self._account, "any"), self._endpoint.min_interval_s)
+        deadline = time.monotonic() + within_s
+        num_bytes, rest = 0, b""
+        try:
+            with self._client.stream("GET", path, params=params, timeout=within_s) as response:
+                if response.status_code != 200:
+                    logger.info("%s", self._say(f"GET {path}", str(response.status_code)))
+                    return
+                for chunk in response.iter_bytes():
+                    *lines, rest = (rest + chunk).split(b"\n")
+                    yield from (line.decode(errors="replace").rstrip("\r") for line in lines)
+                    num_bytes += len(chunk)
+                    if num_bytes > MAX_ANSWER_BYTES or time.monotonic() > deadline:
+                        return
+        except httpx.HTTPError as error:
+            logger.info("%s", self._say_silent(f"GET {path}", error))
+
     def create(
         self, path: str, body: Json, shape: type[RecordT], *, method: str = "POST", is_machine: bool = False
     ) -> RecordT:
@@ -365,6 +384,10 @@ class Account:
 
     def __exit__(self, *_: object) -> None:
         self._api.__exit__()
+
+    def host_key(self, instance_id: str) -> str:
+        """Nothing: most providers tell no host keys."""
+        return ""
 
 
 def key_blob(public_key: str) -> str:

@@ -5,9 +5,9 @@ Not here: renting itself (infra/provision.py), the providers' APIs (runpod.py an
     settings ── rent_machines ── first login: host key noted, set up ── Node ─┬─ release_machines
                                                                               └─ its run failed: kept for a while
 
-The host key of a fresh machine is the one that it was given with its creation, where that can be; else it is believed
-at the first login. It is noted in the ledger, and demanded ever after: it belongs to the machine, whatever address the
-machine has meanwhile.
+The host key of a fresh machine is the one that it was given with its creation, or that its provider tells, where one of
+these can be; else it is believed at the first login. It is noted in the ledger, and demanded ever after: it belongs to
+the machine, whatever address the machine has meanwhile.
 """
 
 import hashlib

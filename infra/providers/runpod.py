@@ -3,9 +3,13 @@
 Not here: HTTP (http.py), when a pod is created and ended (infra/provision.py).
 
 A pod is reached by SSH at a public port that RunPod maps to its port 22, and that changes when the pod is reset. Images
-start an SSH server when they find PUBLIC_KEY in their environment, as those of RunPod do. There are no spot pods.
+start an SSH server when they find PUBLIC_KEY in their environment, as those of RunPod do. These write the fingerprints
+of their host keys into the log, which RunPod shows over HTTPS. There are no spot pods.
 """
 
+import json
+import re
+from collections.abc import Iterator
 from typing import ClassVar
 
 from pydantic import BaseModel
@@ -15,6 +19,10 @@ from infra.providers.addresses import quoted, usable_host, usable_port, usable_u
 from infra.providers.http import Account, Endpoint, InstanceId, Json
 
 DEFAULT_IMAGE = "runpod/pytorch:2.8.0-py3.11-cuda12.8.1-cudnn-devel-ubuntu22.04"
+LOG_WITHIN_S = 10.0
+"""So long the log of a pod is followed for its host keys."""
+_KEY_FILE = re.compile(r"Key: /etc/ssh/ssh_host_(ed25519|ecdsa|rsa)_key\.pub")
+_FINGERPRINT = re.compile(r"\d+ (SHA256:[A-Za-z0-9+/]{43}) .*")
 STATUS = {
     "PROVISIONING": InstanceStatus.STARTING,
     "STARTING": InstanceStatus.STARTING,
@@ -106,6 +114,16 @@ class RunPod(Account):
         pod = self._api.find(f"/v2/pods/{quoted(instance_id)}", _Pod)
         return None if pod is None else _read_pod(pod)
 
+    def host_key(self, instance_id: str) -> str:
+        params = {"source": "container", "tail": "1000"}
+        lines = self._api.follow(f"/v2/pods/{quoted(instance_id)}/logs", params, within_s=LOG_WITHIN_S)
+        found = dict[str, str]()
+        for key_type, fingerprint in _host_keys_in(lines):
+            found[key_type] = fingerprint
+            if key_type == "ed25519":
+                break  # the one that is asked for first
+        return next((found[key_type] for key_type in ("ed25519", "ecdsa", "rsa") if key_type in found), "")
+
     def list_named(self, prefix: str) -> list[Instance]:
         pods = self._api.read("/v2/pods", _Pods).pods
         return [_read_pod(pod) for pod in self._api.named(pods, prefix, _Pod)]
@@ -139,6 +157,22 @@ class RunPod(Account):
                     )
                 )
         return offers
+
+
+def _host_keys_in(events: Iterator[str]) -> Iterator[tuple[str, str]]:
+    """Types and fingerprints of host keys that the start script of RunPod's images names, of a stream of its log."""
+    key_type = ""
+    for event in events:
+        if not event.startswith("data:"):
+            continue
+        try:
+            line = str(json.loads(event.removeprefix("data:"))["line"]).strip()
+        except (ValueError, KeyError, TypeError):
+            continue
+        if key_type and (match := _FINGERPRINT.fullmatch(line)):
+            yield key_type, match[1]
+        named = _KEY_FILE.fullmatch(line)
+        key_type = named[1] if named else ""
 
 
 def _read_pod(pod: _Pod) -> Instance:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,11 @@ def parse_document(path: Path) -> dict[str, Any]:  # Any: JSON
 @functools.cache
 def read_document(path: Path) -> OpenAPI:
     """The document, checked itself."""
-    problems = {"application/problem+json": json.loads}  # JSON under another name
-    return OpenAPI.from_dict(parse_document(path), config=Config(extra_media_type_deserializers=problems))
+    deserializers: dict[str, Callable[[bytes], Any]] = {  # Any: JSON
+        "application/problem+json": json.loads,  # JSON under another name
+        "text/event-stream": bytes.decode,
+    }
+    return OpenAPI.from_dict(parse_document(path), config=Config(extra_media_type_deserializers=deserializers))
 
 
 class ContractTransport(httpx.BaseTransport):

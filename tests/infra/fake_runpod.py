@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tests.infra.fake_cloud import FakeCloud, Machine, reply
@@ -14,6 +17,13 @@ GPUS = [("NVIDIA H100 80GB HBM3", "H100 SXM", 80, 2.99, 2.49), ("NVIDIA RTX A600
 
 
 class FakeRunPod(FakeCloud):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = ["Pod Started"]
+        """What every pod writes."""
+        self.log_goes_on = False
+        """More may come, so that the answer does not end."""
+
     def routes(self) -> list[Any]:
         return [
             Route("/v2/catalog/gpus", self.gpus),
@@ -21,6 +31,7 @@ class FakeRunPod(FakeCloud):
             Route("/v2/pods", self.create_pod, methods=["POST"]),
             Route("/v2/pods/{id}", self.pod, methods=["GET"]),
             Route("/v2/pods/{id}", self.end_pod, methods=["DELETE"]),
+            Route("/v2/pods/{id}/logs", self.logs, methods=["GET"]),
         ]
 
     def is_create(self, method: str, path: str) -> bool:
@@ -69,6 +80,19 @@ class FakeRunPod(FakeCloud):
         if machine is None:
             return self.error(404, "there is no such pod")
         return self.end(machine) or Response(status_code=204)
+
+    async def logs(self, request: Request) -> Response:
+        if self.shown(request.path_params["id"]) is None:
+            return self.error(404, "there is no such pod")
+        return StreamingResponse(self.events(), media_type="text/event-stream")
+
+    async def events(self) -> AsyncIterator[str]:
+        for number, line in enumerate(self.log):
+            event = {"ts": "2026-06-01T12:02:03Z", "source": "container", "line": line}
+            yield f"id: 2026-06-01T12:02:03Z/{number:012}\ndata: {json.dumps(event)}\n\n"
+        while self.log_goes_on:
+            await asyncio.sleep(0.05)
+            yield ": still here\n\n"
 
     def describe(self, machine: Machine) -> dict[str, Any]:
         status = self.status_of(machine, "STARTING", "RUNNING")

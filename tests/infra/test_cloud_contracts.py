@@ -114,6 +114,7 @@ def test_a_life_of_a_machine_is_as_the_document_says(pair: Pair) -> None:
     assert running.usd_per_hour == pytest.approx(offer.usd_per_hour)
     assert [each.id for each in pair.cloud.list_named("rollouts-")] == [instance_id]
     assert pair.cloud.list_named("others-") == []
+    assert pair.cloud.host_key(instance_id) == ""
     pair.cloud.terminate(instance_id)
     pair.cloud.terminate(instance_id)
     gone = pair.cloud.get(instance_id)

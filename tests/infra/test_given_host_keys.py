@@ -24,13 +24,15 @@ from infra.errors import HostKeyError, NoMachineError
 from infra.host_keys import fingerprint_of, make_host_key
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import Node, RentedNode
-from infra.offers import Instance, MachineSpec
+from infra.offers import GPUQuery, Instance, MachineSpec
 from infra.providers import open_session, provision_node
 from infra.providers.lambda_cloud import Lambda
+from infra.providers.runpod import RunPod
 from infra.rentals import RentalState, all_rentals
 from tests.infra import ssh_server
 from tests.infra.fake_cloud import KEY, FakeCloud, Machine
 from tests.infra.fake_lambda import FakeLambda
+from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.ssh_server import SSHServer
 from tests.processes import Watch
 
@@ -79,6 +81,17 @@ def cloud(server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bootin
     with fake.served() as url:
         monkeypatch.setenv("LAMBDA_API_KEY", KEY)
         monkeypatch.setenv("LAMBDA_API_URL", url)
+        yield fake
+
+
+@pytest.fixture
+def pods(server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRunPod]:
+    """RunPod, whose pods are that machine."""
+    fake = FakeRunPod()
+    fake.port, fake.user = server.port, getpass.getuser()
+    with fake.served() as url:
+        monkeypatch.setenv("RUNPOD_API_KEY", KEY)
+        monkeypatch.setenv("RUNPOD_API_URL", url)
         yield fake
 
 
@@ -195,3 +208,76 @@ def test_a_provider_that_repeats_what_was_sent_puts_the_key_into_no_message_and_
     for user_data in sent:
         parts = parts_of(yaml.safe_load(user_data)["ssh_keys"]["ed25519_private"])
         assert parts != [] and [part for part in parts if part in said] == []
+
+
+def start_script_log(server: SSHServer) -> list[str]:
+    """What the start script of RunPod's images writes."""
+    shown = ["ssh-keygen", "-lf", str(server.host_key_file)]
+    line = subprocess.run(shown, capture_output=True, text=True, check=True).stdout.strip()
+    return [
+        *("Pod Started", "Setting up SSH...", "ED25519 key fingerprint:", line, "SSH host keys:"),
+        *("Key: /etc/ssh/ssh_host_dsa_key.pub", "1024 SHA256:" + 43 * "d" + " root@pod (DSA)"),
+        *("Key: /etc/ssh/ssh_host_ecdsa_key.pub", "256 SHA256:" + 43 * "e" + " root@pod (ECDSA)"),
+        *("Key: /etc/ssh/ssh_host_ed25519_key.pub", line),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("goes_on", [False, True], ids=["ended", "going on"])
+def test_the_first_connection_is_held_against_the_key_that_the_log_of_the_pod_names(
+    pods: FakeRunPod, server: SSHServer, tmp_path: Path, goes_on: bool
+) -> None:
+    pods.log, pods.log_goes_on = start_script_log(server), goes_on
+    server.start()
+    node = rent(server, tmp_path, "runpod")
+    assert node.believed_by == "provider" == rent(server, tmp_path, "runpod").believed_by
+    assert node.access is not None and node.access.host_key == ssh_server.fingerprint_of(server.host_key_file)
+
+
+@pytest.mark.slow
+def test_somebody_on_the_way_to_a_pod_whose_log_names_its_key_is_refused(
+    pods: FakeRunPod, server: SSHServer, tmp_path: Path
+) -> None:
+    pod = SSHServer(tmp_path / "pod")
+    pods.log = start_script_log(pod)
+    server.start()
+    assert_refused(pods, server, tmp_path, "runpod", ssh_server.fingerprint_of(pod.host_key_file))
+
+
+@pytest.mark.slow
+def test_a_pod_whose_log_names_no_key_is_believed_at_the_first_login(
+    pods: FakeRunPod, server: SSHServer, tmp_path: Path
+) -> None:
+    pods.log = ["256 SHA256:" + 43 * "u" + " me@home (ED25519)", "Start script(s) finished, Pod is ready to use."]
+    server.start()
+    node = rent(server, tmp_path, "runpod")
+    assert node.believed_by == "first_use" and (tmp_path / "store" / "machine_keys" / node.name).exists()
+
+
+ECDSA, ED25519 = ("256 SHA256:" + 43 * letter + " root@pod (WHICH)" for letter in "aB")
+ECDSA_FILE, ED25519_FILE = (f"Key: /etc/ssh/ssh_host_{name}_key.pub" for name in ("ecdsa", "ed25519"))
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        ([ECDSA_FILE, ECDSA, ED25519_FILE, ED25519], "SHA256:" + 43 * "B"),
+        ([ECDSA_FILE, ECDSA], "SHA256:" + 43 * "a"),
+        ([ED25519_FILE, "is not readable", ED25519], ""),
+        ([f"echo {ED25519_FILE}", ED25519], ""),
+        ([ED25519_FILE, "256 SHA256:short root@pod"], ""),
+        (["\x1b[2J", "{", "null", "x" * 100_000], ""),
+        ([], ""),
+    ],
+)
+def test_only_what_the_start_script_says_of_the_host_keys_counts(
+    log: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infra.providers.runpod.LOG_WITHIN_S", 0.3)
+    fake = FakeRunPod()
+    fake.log, fake.log_goes_on = log, True
+    with fake.served() as url, RunPod(KEY, url) as account:
+        offer = account.search(GPUQuery(gpu_types=("H100",)))[0]
+        pod = account.create(offer, MachineSpec(name="rollouts-1", public_key="ssh-ed25519 AAAA me", disk_gb=50))
+        assert account.host_key(pod) == expected
+        assert account.host_key("another") == ""
