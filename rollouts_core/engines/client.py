@@ -1,6 +1,6 @@
 """The client of one server, whichever it is: what RL calls, over the few calls in which servers differ.
 
-Not here: those calls (sglang.py, vllm.py), restarts and retries (http.py), several servers (pool.py).
+Not here: those calls (sglang.py, vllm.py), restarts and retries (keeper.py), several servers (pool.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import httpx
 from rollouts_core.concurrency import ClosedOnExit
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.content import HeldTensors
-from rollouts_core.engines.http import EngineConnection, WeightKeeper
+from rollouts_core.engines.http import EngineConnection
+from rollouts_core.engines.keeper import WeightKeeper
 from rollouts_core.engines.protocol import Completion, GenerationRequest, SegmentAccess
 from rollouts_core.engines.segments import SegmentedWeights
 from rollouts_core.engines.sent import SentWeights

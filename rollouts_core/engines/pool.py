@@ -1,6 +1,6 @@
 """Several engines as one: share requests, go on without those that fail, take them back when they proved themselves.
 
-Not here: one server's restarts (http.py), loading into several engines without this (weight_sync.py).
+Not here: one server's restarts (keeper.py), loading into several engines without this (weight_sync.py).
 
     generate -> the engine with the fewest requests under way; a group is one call, so it stays together on one
                 |                                                engine and shares its prompt's keys and values

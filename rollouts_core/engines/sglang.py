@@ -1,6 +1,6 @@
 """Talk to a server that speaks SGLang's HTTP API: SGLang itself, or the embedded engine.
 
-Not here: what all clients share (client.py), starting the server (launch.py), restarts and retries (http.py),
+Not here: what all clients share (client.py), starting the server (launch.py), restarts and retries (keeper.py),
 publishing to several engines (weight_sync.py), sending weights to a server that reads no files (sending.py).
 """
 

@@ -1,6 +1,6 @@
 """Notice that a server which took requests has fallen silent, long before the time of a request is over.
 
-Not here: what shows that a server generates (sglang.py, vllm.py), what becomes of one that does not (http.py, pool.py).
+Not here: what shows that a server generates (sglang.py, vllm.py), what becomes of a silent one (keeper.py, pool.py).
 
     requests under way -> now and then a question that is answered between two steps of what generates
                           | answered, however late: by a full server, a paused one, one without its memory

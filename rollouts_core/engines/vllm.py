@@ -1,6 +1,6 @@
 """Talk to a vLLM server: token ids through its completions API, weights through its development endpoints.
 
-Not here: what all clients share (client.py), starting the server (launch.py), restarts and retries (http.py),
+Not here: what all clients share (client.py), starting the server (launch.py), restarts and retries (keeper.py),
 publishing to several engines (weight_sync.py).
 
 The server must run with VLLM_SERVER_DEV_MODE=1 and `--logprobs-mode processed_logprobs`, and on a model whose output

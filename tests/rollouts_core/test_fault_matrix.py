@@ -45,7 +45,7 @@ from transformers import PreTrainedTokenizerBase
 from rollouts_core import generate
 from rollouts_core.config import MultiTurnConfig, RolloutConfig, SamplingConfig
 from rollouts_core.data.data_buffer import DataBuffer
-from rollouts_core.engines import SGLangEngine, VLLMEngine, http
+from rollouts_core.engines import SGLangEngine, VLLMEngine, keeper
 from rollouts_core.environments import Conversation, Reply
 from rollouts_core.errors import (
     EngineAnswerError,
@@ -66,7 +66,7 @@ CLIENTS: dict[Api, type[SGLangEngine] | type[VLLMEngine]] = {"sglang": SGLangEng
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(keeper, "RETRY_PAUSE_S", 0.01)
     monkeypatch.setattr(generate, "FIRST_BACKOFF_S", 0.001)
 
 

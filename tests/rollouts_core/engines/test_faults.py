@@ -20,7 +20,16 @@ import httpx
 import pytest
 
 from rollouts_core.config import SamplingConfig
-from rollouts_core.engines import Completion, Endpoint, GenerationRequest, SGLangEngine, VLLMEngine, create_engine, http
+from rollouts_core.engines import (
+    Completion,
+    Endpoint,
+    GenerationRequest,
+    SGLangEngine,
+    VLLMEngine,
+    create_engine,
+    http,
+    keeper,
+)
 from rollouts_core.engines.canary import checkpoint_canary
 from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
 from rollouts_core.types import Sample, Status
@@ -35,7 +44,7 @@ BOTH = pytest.mark.parametrize("engine_type", [SGLangEngine, VLLMEngine])
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(keeper, "RETRY_PAUSE_S", 0.01)
 
 
 def completion_json(engine_type: EngineType, tokens: list[int], logprobs: list[Any] | None, reason: str) -> Any:
@@ -131,7 +140,7 @@ def test_a_busy_or_broken_server_is_asked_again_and_then_given_up(engine_type: E
 
     with pytest.raises(EngineUnavailableError, match=rf"http://engine .*answered {status}: overloaded"):
         ask(client_of(engine_type, answer))
-    assert len(asked) == (http.MAX_BUSY_ATTEMPTS if status == 429 else 3)
+    assert len(asked) == (keeper.MAX_BUSY_ATTEMPTS if status == 429 else 3)
 
 
 def test_a_busy_server_is_left_alone_for_as_long_as_it_asks() -> None:
@@ -296,7 +305,7 @@ def test_the_event_loop_goes_on_while_weights_are_compared_and_a_canary_is_compu
         threads.add(threading.current_thread().name)
         return []
 
-    monkeypatch.setattr(http, "find_unproven", compare)
+    monkeypatch.setattr(keeper, "find_unproven", compare)
     with served_engine(model_dir) as (engine, _):
         asyncio.run(engine.load_weights(model_dir, "v1"))
 

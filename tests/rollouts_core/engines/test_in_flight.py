@@ -25,7 +25,7 @@ from rollouts_core.engines import (
     InFlightEngine,
     SGLangEngine,
     VLLMEngine,
-    http,
+    keeper,
     sync_weights_to_engines,
 )
 from rollouts_core.engines.protocol import Completion, GenerationRequest
@@ -147,8 +147,8 @@ def test_an_engine_that_breaks_off_everything_is_given_up(
 def test_a_completion_that_outlives_all_versions_that_are_remembered_is_asked_for_again(
     versions: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "MAX_SPANNED_VERSIONS", 1)
-    monkeypatch.setattr(http, "RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(keeper, "MAX_SPANNED_VERSIONS", 1)
+    monkeypatch.setattr(keeper, "RETRY_PAUSE_S", 0.01)
 
     async def run() -> Completion:
         with served_engine(versions["v-1"]) as (client, scheduler):

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rollouts_core.engines import Completion, SGLangEngine, VLLMEngine, http
+from rollouts_core.engines import Completion, SGLangEngine, VLLMEngine, keeper
 from rollouts_core.errors import EngineUnavailableError
 from tests.rollouts_core.engines.test_faults import BOTH, REQUEST, EngineType, completion_json, listening, stay_silent
 
@@ -23,7 +23,7 @@ QUESTIONS = {SGLangEngine: "/server_info", VLLMEngine: "/is_paused"}
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(keeper, "RETRY_PAUSE_S", 0.01)
 
 
 class SlowServer(httpx.AsyncBaseTransport):
