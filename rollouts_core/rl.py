@@ -33,7 +33,7 @@ from rollouts_core.config import RLTrainingConfig
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.engines import InferenceEngine, PublishTarget, memory_handed_over, open_target, publish_weights
 from rollouts_core.environments.protocol import Outcome
-from rollouts_core.errors import RewardError
+from rollouts_core.errors import DataError, RewardError
 from rollouts_core.group_order import Schedule
 from rollouts_core.metrics import EventLog, MetricsLogger, average_metrics, read_json_lines
 from rollouts_core.offline_rollouts import OfflineRollouts
@@ -87,7 +87,7 @@ async def run_rl_training(
     Raises:
         CheckpointError: a checkpoint of other settings or inputs.
         WeightSyncError: an engine that does not take the weights.
-        RewardError: a sample without a reward, unless the settings exclude such samples.
+        RewardError, DataError: a sample without a reward, unless the settings exclude such samples, or log-probs.
         NonFiniteError: a loss or gradient that is not finite, where the settings stop for it, or too many in a row.
     """
     rollout, history = rollout_manager.config, list[Metrics]()
@@ -211,8 +211,10 @@ async def train_on_rollouts(
 
     Raises:
         RewardError: a sample without a reward, unless the settings exclude such samples.
+        DataError: a sample without the log-probs that the loss compares with.
     """
     check_scored(batch.samples, config)
+    check_logprobs(batch.samples, config)
     scores = await score_rollouts(backend, batch, config, pad_id=pad_id)
     updates = prepare_updates(
         batch,
@@ -252,6 +254,22 @@ def check_scored(samples: Sequence[Sample], config: RLTrainingConfig) -> None:
             f"{len(unscored)} of {len(samples)} completions have no reward, one of prompt "
             f"{unscored[0].metadata.get('prompt_id', '?')!r} first: the reward function returned None. To train on the "
             'others, set training.rl.advantage.unscored = "exclude"'
+        )
+
+
+def check_logprobs(samples: Sequence[Sample], config: RLTrainingConfig) -> None:
+    """Raise DataError for the first trained sample without the log-probs that the loss compares with.
+
+    They would be taken for 0, as if the sampled tokens had been certain.
+    """
+    if not config.needs_rollout_logprobs:
+        return
+    silent = [sample for sample in samples if sample.rollout_log_probs is None and any(sample.loss_mask[1:])]
+    if silent:
+        raise DataError(
+            f"{len(silent)} of {len(samples)} completions have no rollout_log_probs, one of prompt "
+            f"{silent[0].metadata.get('prompt_id', '?')!r} first: what generates them must say how likely each token "
+            'was when it was sampled; or set training.rl.loss.ratio_base = "old", without loss.mismatch'
         )
 
 

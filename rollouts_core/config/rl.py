@@ -122,6 +122,14 @@ class RLTrainingConfig(Record):
         return has_ratio_to_rollout or self.loss.mismatch.weight != "none"
 
     @property
+    def needs_rollout_logprobs(self) -> bool:
+        """Whether the loss compares with what was said of each token when it was sampled."""
+        loss = self.loss
+        has_ratio = loss.objective != "reinforce" or loss.drift_mask > 0 or loss.ratio_penalty > 0
+        has_ratio = has_ratio or (loss.kl_coef > 0 and loss.kl_weight == "ratio")
+        return (loss.ratio_base == "rollout" and has_ratio) or loss.mismatch != MismatchConfig()
+
+    @property
     def needs_old_scores(self) -> bool:
         """Whether the trainer must score a batch before its first update, which costs a forward pass."""
         loss, num_updates = self.loss, self.num_minibatches * self.num_epochs

@@ -76,7 +76,8 @@ class RolloutConfig(Record):
     """How long such pauses may take together before the run ends; after each, longer and longer, it asks again. 0 ends
     it at once."""
     generate_fn: FunctionName = ""
-    """Takes the pending samples of a group and returns them finished; empty asks the engines."""
+    """Takes the pending samples of a group and returns them finished, with the log-probs of what was sampled; empty
+    asks the engines."""
     generate_timeout_s: Annotated[Finite, Field(gt=0)] = 3600.0
     """A `generate_fn` that takes longer for one call ends the run with a sentence, also where it never waits for
     anything."""

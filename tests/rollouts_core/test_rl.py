@@ -38,7 +38,7 @@ from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.engines import Completion, GenerationRequest, PublishTarget, SGLangEngine
 from rollouts_core.engines.client import EngineClient
 from rollouts_core.environments import Conversation, Reply
-from rollouts_core.errors import ConfigError, NonFiniteError, RewardError
+from rollouts_core.errors import ConfigError, DataError, NonFiniteError, RewardError
 from rollouts_core.generate import create_engine_generate_fn
 from rollouts_core.model.loading import load_hf_model
 from rollouts_core.rl import describe_rollouts, run_rl_training, score_rollouts, train_on_rollouts
@@ -430,6 +430,34 @@ def test_a_run_that_only_skips_ends_at_the_limit_also_when_it_was_resumed(
     assert [metrics["num_nonfinite"] for metrics in run(2)] == [1.0, 1.0]
     with pytest.raises(NonFiniteError, match=r"^step 3: 3 updates in a row were skipped"):
         run(4)
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_needed"),
+    [
+        ({}, True),
+        ({"objective": "reinforce"}, False),
+        ({"objective": "reinforce", "mismatch": {"weight": "token"}}, True),
+        ({"ratio_base": "old"}, False),
+        ({"ratio_base": "old", "mismatch": {"mask": "geometric", "mask_low": 0.5}}, True),
+    ],
+)
+def test_samples_that_do_not_say_how_likely_they_were_are_refused_where_the_loss_compares_with_that(
+    base_model: ModelConfig, loss: dict[str, object], is_needed: bool
+) -> None:
+    """Taken for certain, tokens with a negative advantage would have no gradient, and the others a small one."""
+    training = RLTrainingConfig.model_validate({"loss": loss})
+    silent = [
+        replace(sample, rollout_log_probs=None, group_index=0, index=index, reward=float(index))
+        for index, sample in enumerate(make_random_samples(2))
+    ]
+    backend = create_pytorch_backend(base_model, training.optim, create_policy_loss(training.loss), num_steps=1)
+    trained = train_on_rollouts(backend, convert_to_batch(silent), training, pad_id=0)
+    if is_needed:
+        with pytest.raises(DataError, match=r"2 of 2 completions have no rollout_log_probs, .* must say how likely"):
+            asyncio.run(trained)
+    else:
+        assert asyncio.run(trained)["num_updates"] == 1
 
 
 EXCLUDE = {"advantage": {"unscored": "exclude"}}
