@@ -31,5 +31,5 @@ def usable_user(user: str | None, default: str) -> str:
 
 
 def quoted(instance_id: str) -> str:
-    """The id as one part of a path, whatever is in it."""
-    return quote(instance_id, safe="")
+    """The id as one part of a path, whatever is in it, also where that leads upwards."""
+    return quote(instance_id, safe="").replace(".", "%2E")

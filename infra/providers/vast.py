@@ -142,6 +142,8 @@ class Vast(Account):
         return str(self._api.create(path, body, _Contract, method="PUT", is_machine=True).new_contract)
 
     def get(self, instance_id: str) -> Instance | None:
+        if not (instance_id.isascii() and instance_id.isdigit()):  # somebody else's name for a machine
+            return None
         # The address of a single instance shows its ports in another form than the list, which is the newer one.
         params = {"limit": "1", "select_filters": json.dumps({"id": {"eq": int(instance_id)}})}
         instances = self._api.read(_LIST, _Page, params).instances
