@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 CloudName = Literal["runpod", "lambda", "prime", "shadeform", "vast", "sky"]
 CLOUD_NAMES: tuple[CloudName, ...] = ("runpod", "lambda", "prime", "shadeform", "vast", "sky")
@@ -50,6 +50,14 @@ class GPUQuery(BaseModel):
     """Lowest CUDA version of the machine's driver, for example 12.8, where the provider lets one choose."""
     providers: tuple[CloudName, ...] = CLOUD_NAMES
     """Providers that are asked. Of offers with the same price the one of the earlier provider is taken."""
+
+    @field_validator("gpu_types", "regions")
+    @classmethod
+    def _check_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if not _words(name):  # every name would begin so, and every GPU be called so
+                raise ValueError(f"expected names with letters or digits, found {name!r}: leave the list empty for all")
+        return value
 
     def admits(self, offer: "Offer") -> bool:
         """True when the offer is what was asked for."""

@@ -1,7 +1,7 @@
 """Properties of settings that reach providers, installers, OpenSSH and engines: each is refused, or arrives as
 it is.
 
-Without these tests an id could name another address of a provider. Paths,
+Without these tests an id could name another address of a provider, or the name of no GPU every machine there is. Paths,
 commands and jobs have theirs in test_any_string.py.
 """
 
@@ -145,6 +145,24 @@ def test_an_image_is_sent_as_it_is(provider: NotingServer, account: type[Account
     body = json.loads(provider.asked[-1][2])
     sent = body.get("pod", body)
     assert image in (sent.get("image"), sent.get("os")) or sent["image"] == {"family": image}
+
+
+@given(names=st.lists(TEXT, min_size=1, max_size=3), field=st.sampled_from(["gpu_types", "regions"]))
+@example(names=["漢"], field="gpu_types")
+@example(names=["  "], field="gpu_types")
+@example(names=[""], field="regions")
+@settings(max_examples=150)
+def test_a_name_of_a_gpu_or_a_region_is_refused_or_not_every_one(names: list[str], field: str) -> None:
+    given = {"max_usd": 1.0, "query": {field: names}}
+    try:
+        query = RentedNode.model_validate(given).query
+    except ValidationError as error:
+        assert len(error.errors()) == 1
+        return
+    nothing = Offer(
+        provider="sky", id="1", gpu_type="_", gpu_count=1, vram_gb=80, usd_per_hour=1, region="\0", is_secure=True
+    )
+    assert field in query.misses(nothing)
 
 
 @given(index=TEXT.map(lambda text: f"https://a/{text}") | TEXT)
