@@ -50,9 +50,10 @@ def check_url(url: str) -> str:
     Raises:
         ValueError: it is none, or it holds more than a place; it is not repeated, because that may be a password.
     """
-    if not _URL.fullmatch(url) or "::" in url:
+    leads_elsewhere = {".", ".."} & set(url.split("/"))
+    if not _URL.fullmatch(url) or "::" in url or leads_elsewhere:
         raise ValueError(
-            "expected a URL like s3://bucket/folder, without user, password or query: "
+            "expected a URL like s3://bucket/folder, without user, password, query or parts like `..`: "
             "credentials belong into environment variables"
         )
     return url.rstrip("/")

@@ -1,4 +1,4 @@
-"""Properties of settings that reach providers, installers, OpenSSH and engines: each is refused, or arrives as
+"""Properties of settings that reach providers, installers, OpenSSH, engines and stores: each is refused, or arrives as
 it is.
 
 Without these tests an id could name another address of a provider, or the name of no GPU every machine there is. Paths,
@@ -27,8 +27,9 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from infra import environment_builder
-from infra.errors import InfraError
+from infra.errors import InfraError, PermanentInfraError
 from infra.node import NodeSettings, RentedNode
+from infra.object_store import ObjectStore
 from infra.offers import MachineSpec, Offer
 from infra.providers.http import Account
 from infra.providers.lambda_cloud import Lambda
@@ -235,3 +236,20 @@ def test_a_configuration_of_openssh_is_read_where_it_lies(name: str) -> None:
     with folder_of_its_own() as folder:
         (folder / name).write_text("Host box\n  HostName 10.0.0.7\n")
         assert read_ssh_config("box", str(folder / name)).host == "10.0.0.7"
+
+
+@given(text=TEXT)
+@example(text="a/../../b")
+@example(text="a//b")
+@example(text="~")
+@settings(max_examples=60)
+def test_a_store_is_refused_or_lies_where_it_says(text: str) -> None:
+    with folder_of_its_own() as folder:
+        try:
+            store = ObjectStore(f"file://{folder}/in/{text}")
+        except PermanentInfraError:
+            return
+        store.write("report.html", b"content")
+        [written] = [path for path in folder.rglob("*") if path.is_file()]
+        assert written == folder / "in" / text / "report.html"
+        assert list(store.list()) == ["report.html"] and store.read_small("report.html") == b"content"
