@@ -9,10 +9,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from infra.session import LocalSession, Session
 from infra.ssh_session import SSHSession
 from infra.sync import MAX_VAIN_ATTEMPTS, publish_directory
 from tests.infra.delay_proxy import delayed_port
+from tests.infra.separate_node import separate_node
 from tests.infra.ssh_server import SSHServer, running_server
 from tests.mounts import mounted_tmpfs
 from tests.waiting import wait_until
@@ -292,6 +294,36 @@ def test_no_late_call_of_an_earlier_attempt_lets_a_copy_appear(source: Path, tar
     assert_copied(source, target)
 
 
+@pytest.mark.parametrize(("copy", "is_moved"), [("0123", True), ("4567", False)])
+def test_what_seems_to_be_under_way_is_taken_over_by_the_same_copy_alone(
+    source: Path, target: Path, copy: str, is_moved: bool
+) -> None:
+    """A node may not notice for hours that a link is gone: then it holds the lock of an earlier attempt."""
+    session = LocalSession(sys.executable)
+    part = target.with_name(".model.incoming-0123-0") / "model"
+    with prepared(session, part.parent, {}) as taken:
+        assert taken == {}
+        part.write_bytes((source / "model").read_bytes()[: 2 * CHUNK_BYTES])
+        status = part.stat()
+        chunks = list(enumerate(receiver.hash_chunks(part, CHUNK_BYTES)))
+        reused = [str(part.parent), "model", status.st_size, status.st_mtime_ns, SIZE, chunks]
+        new = target.with_name(f".model.incoming-{copy}-1")
+        with prepared(session, new, {"model": reused}) as taken:
+            assert taken == {"model": [0, 1]} and (new / "model").stat().st_size == 2 * CHUNK_BYTES
+            assert ((new / "model").stat().st_ino == status.st_ino) == is_moved
+            assert part.exists() == (not is_moved)
+
+
+@contextmanager
+def prepared(session: Session, incoming: Path, reused: dict[str, list[object]]) -> Iterator[dict[str, list[int]]]:
+    """A folder that is held, with what was taken into it."""
+    request = json.dumps({"reused": reused, "chunk_bytes": CHUNK_BYTES}).encode() + b"\n"
+    target = incoming.with_name("model")
+    argv = [session.python, "-I", receiver.__file__, "prepare", str(target), str(incoming), "0"]
+    with session.stream(argv, stdin=request) as lines:
+        yield json.loads(next(lines))["taken"]
+
+
 # ── over SSH ──
 
 
@@ -405,3 +437,41 @@ def test_another_process_goes_on_over_ssh_after_the_first_one_was_killed(
         hashlib.sha256((target / "model").read_bytes()).digest()
         == hashlib.sha256((source / "model").read_bytes()).digest()
     )
+
+
+@pytest.mark.slow
+@pytest.mark.namespaces
+def test_packets_that_vanish_amid_a_file_cost_no_more_than_a_link_that_is_cut(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody says so, and the node goes on waiting for the copy of before."""
+    monkeypatch.setattr("infra.ssh._NEAR_S", 5.0)
+    monkeypatch.setattr("infra.ssh.HEARTBEAT_INTERVAL_S", 0.5)
+    monkeypatch.setattr("infra.ssh.HEARTBEAT_LIMIT_S", 2.0)
+    monkeypatch.setattr("infra.openssh.HEARTBEAT_INTERVAL_S", 1.0)
+    sent: list[int] = []
+
+    class VanishingSession(SSHSession):
+        def write_chunks(self, path: str, chunks: Sequence[Chunk]) -> dict[int, str]:
+            sent.extend(each.number for each in chunks)
+            is_first = len(sent) == NUM_CHUNKS
+            return super().write_chunks(path, [Chunk(n, self._cut(n, p) if is_first else p) for n, p in chunks])
+
+        def _cut(self, chunk: int, pieces: Iterable[bytes]) -> Iterator[bytes]:
+            for number, piece in enumerate(pieces):
+                if (chunk, number) == (3, 3):
+                    time.sleep(0.3)  # what was sent before arrives
+                    cut.enter_context(node.cut_off())
+                    threading.Timer(5.0, cut.close).start()
+                yield piece
+
+    with (
+        separate_node(tmp_path / "node", hidden=[]) as node,
+        ExitStack() as cut,
+        VanishingSession(node.access, python=sys.executable, programs_dir=f"{node.folder}/programs") as session,
+    ):
+        publish_directory(session, source, f"{node.folder}/out/model")
+        [arrived] = node.files("out/model/model")
+        assert arrived.read_bytes() == (source / "model").read_bytes()
+        assert sent[:NUM_CHUNKS] == list(range(NUM_CHUNKS)) and sent[-1] == 4 and NUM_CHUNKS < len(sent) < 9
+        assert [path.name for path in arrived.parents[1].iterdir()] == ["model"]
