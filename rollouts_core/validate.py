@@ -25,7 +25,7 @@ from rollouts_core.config import (
     RolloutConfig,
     SFTTrainingConfig,
 )
-from rollouts_core.data.chat import warn_of_endless_turns
+from rollouts_core.data.chat import warn_of_endless_turns, warn_of_unseen_tools
 from rollouts_core.data.dataset import (
     CHUNK_ROWS,
     check_disjoint,
@@ -106,6 +106,7 @@ def validate_config(config: Config) -> list[str]:
         check_num_rows(num_rows, limit, source="data.heldout", setting="evaluation.max_p_value")
     findings += [_count_prompts(rows, prompts[name]) for name, rows in loaded.items()]
     findings += warn_of_endless_turns(tokenizer)
+    findings += warn_of_unseen_tools(tokenizer, describe_tools(resolve_environment(config.rollout)))
     return findings + (warn_of_uncorrected_age(config) if config.mode != "sft" else [])
 
 
@@ -130,6 +131,7 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig]) -> list[s
         check_answers(prompts, scored, source=heldout)
         findings += check_functions(scored, one_of_each_shape(prompts), tokenizer)
         findings += [_count_prompts(prompts, heldout), *warn_of_endless_turns(tokenizer)]
+        findings += warn_of_unseen_tools(tokenizer, describe_tools(resolve_environment(scored.rollout)))
     return list(dict.fromkeys(findings))
 
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 import rollouts_core
 from rollouts_core.algorithms.presets import ALGORITHMS
 from rollouts_core.config import RolloutConfig, algorithm_preset
+from rollouts_core.environments.protocol import Conversation
 from rollouts_core.generate import build_pending_group, create_conversation_generate_fn
 from rollouts_core.quickstart import build_character_tokenizer
 from rollouts_core.rewards import grade_group
@@ -30,10 +31,10 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
 def example_of(page: str) -> dict[str, Any]:
-    """What the first Python example of a page defines."""
-    [code, *_] = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    """What the Python examples of a page define."""
     defined: dict[str, Any] = {}
-    exec(code, defined)
+    for code in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL):
+        exec(code, defined)
     return defined
 
 
@@ -53,6 +54,14 @@ def test_the_environment_of_the_docs_plays_its_game() -> None:
     assert said == ["?", "3", "higher", "9", "lower", "?", "a number, please", "7"]
     assert (sample.reward, sample.metadata["outcomes"]) == (1.0, ["ok", "ok", "parse_failure", "ok"])
     assert play(environment, ["3"], build_character_tokenizer()).reward == 0.0
+
+
+def test_the_tool_of_the_docs_is_called() -> None:
+    environment = example_of("environments.md")["AddingEnvironment"]()
+    said = Message(role="assistant", content='<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>')
+    reply = asyncio.run(environment.respond(Conversation(sample=Sample(), messages=[said])))
+    assert reply.messages == ({"role": "tool", "name": "add", "content": "3"},)
+    assert environment.grade(Sample(response="3", metadata={"answer": "3"})) == 1.0
 
 
 def names_of_tests(file: Path) -> set[str]:

@@ -140,6 +140,24 @@ def warn_of_endless_turns(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     ]
 
 
+def warn_of_unseen_tools(
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[dict[str, Any]],  # Any: JSON schemas
+) -> list[str]:
+    """A sentence where the chat template tells the policy nothing of the tools that it may call."""
+    if not tools:
+        return []
+    asked: list[Message] = [{"role": "user", "content": "?"}]
+    shown, hidden = (_render(tokenizer, asked, each, add_generation_prompt=True) for each in (tools, None))
+    if shown != hidden:
+        return []
+    names = ", ".join(str(tool["function"]["name"]) for tool in tools)
+    return [
+        f"the chat template leaves out the tools that the environment has ({names}): the policy is not told of them, "
+        "unless prompts or demonstrations say it"
+    ]
+
+
 def _encode_rest_of_turn(tokenizer: PreTrainedTokenizerBase, default: Sequence[int] = ()) -> Sequence[int]:
     """The tokens that the template writes behind what an assistant said, `default` where it does not tell."""
     if tokenizer.chat_template is None:

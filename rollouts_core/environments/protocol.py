@@ -48,8 +48,9 @@ class Tool:
     """What it does, for the policy."""
     parameters: dict[str, Any]  # Any: JSON
     """JSON Schema of its arguments, an object."""
-    function: Callable[..., str | Awaitable[str]]
-    """Takes the arguments by name and returns what the policy reads; raises `ToolError` for what it cannot do."""
+    function: Callable[..., Any]  # Any: text, another JSON value, or a coroutine of one
+    """Takes the arguments by name and returns what the policy reads, text or a value that becomes JSON; raises
+    `ToolError` for what it cannot do."""
 
     def to_json(self) -> dict[str, Any]:  # Any: JSON
         """The tool as chat templates take it."""

@@ -19,7 +19,9 @@ from rollouts_core.data.chat import (
     tokenize_prompt,
     tokenize_reply,
     warn_of_endless_turns,
+    warn_of_unseen_tools,
 )
+from rollouts_core.environments.calculator import CALCULATOR
 from rollouts_core.errors import DataError
 from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.types import Message
@@ -354,3 +356,16 @@ def write_behind_turns(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}" + text + "{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
+
+
+@pytest.mark.parametrize(
+    ("shows", "num_warnings"), [("", 1), ("{% for t in tools or [] %}{{ t['function']['name'] }}{% endfor %}", 0)]
+)
+def test_a_template_that_leaves_tools_out_is_said(
+    byte_tokenizer: PreTrainedTokenizerBase, shows: str, num_warnings: int
+) -> None:
+    byte_tokenizer.chat_template = shows + "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
+    warnings = warn_of_unseen_tools(byte_tokenizer, [CALCULATOR.to_json()])
+    assert len(warnings) == num_warnings
+    assert all("(calculator)" in sentence for sentence in warnings)
+    assert warn_of_unseen_tools(byte_tokenizer, []) == []

@@ -41,6 +41,12 @@ def test_each_call_gets_an_answer_in_order() -> None:
     assert [message["role"] for message in reply.messages] == ["tool", "tool"]
 
 
+@pytest.mark.parametrize(("value", "text"), [(140, "140"), ({"sum": [1, None]}, '{"sum": [1, null]}'), ("140", "140")])
+def test_what_is_no_text_is_read_as_json(value: Any, text: str) -> None:
+    tool = Tool(name="calculator", description="", parameters={"type": "object"}, function=lambda: value)
+    assert contents(answer(call(), tool)) == [text]
+
+
 def test_without_a_call_there_is_nothing_to_answer() -> None:
     assert answer("it is 140").messages == ()
 
