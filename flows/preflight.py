@@ -74,7 +74,7 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
     if isinstance(pipeline.node, RentedNode):  # a machine costs money: what else it can do is seen when it is there
         trained = check_training(config)
         size = find_model_size(config.model)
-        check_query(pipeline.node.query, config, size)
+        check_query(pipeline.node.query, config, size, sends_weights=pipeline.node.num_engine_nodes > 0)
         fitting = with_enough_memory(pipeline.node, config, size)
         offers = find_rentable(fitting)
         rented = [*describe_memory(fitting, config, size, offers), describe_rentable(fitting, offers)]
@@ -168,7 +168,7 @@ def describe_memory(node: RentedNode, config: Config, size: ModelSize, offers: S
     return [*said, *(f"node: {warning}{larger}" for warning in warnings if warning)]
 
 
-def check_query(query: GPUQuery, config: Config, size: ModelSize) -> None:
+def check_query(query: GPUQuery, config: Config, size: ModelSize, *, sends_weights: bool = False) -> None:
     """Raise ConfigError when a machine that is asked for could not do the work, whichever it is."""
     ranks = (*config.deployment.trainer_gpu_ranks, *config.deployment.engine_gpu_ranks)
     if ranks and max(ranks) >= query.gpu_count:
@@ -176,13 +176,13 @@ def check_query(query: GPUQuery, config: Config, size: ModelSize) -> None:
             f"deployment names GPU {max(ranks)}, and node.query.gpu_count {query.gpu_count} asks for GPUs up to "
             f"{query.gpu_count - 1}: ask for more, or name others"
         )
-    parts = needed_disk(config, size)
+    parts = needed_disk(config, size, sends_weights=sends_weights)
     disk_gb = sum_bytes(parts) / 1e9
     if disk_gb > query.disk_gb:
         shown = " and ".join(f"{part.name} take {part.num_bytes / 1e9:.1f} GB" for part in parts)
         raise ConfigError(
             f"{shown}, and node.query.disk_gb asks for {query.disk_gb}: ask for more, or "
-            "keep fewer of them (training.*.keep_checkpoints)"
+            "keep fewer checkpoints (training.*.keep_checkpoints)"
         )
 
 

@@ -28,6 +28,8 @@ KEPT_PUBLICATIONS = 2
 """Versions of the weights that stay as files for engines that read files."""
 ENGINE_SHARE = 0.9
 """About the share of a GPU's memory that SGLang and vLLM take where nothing is said."""
+SMALLER_ENGINE_ARGUMENTS = ("quantization", "cpu-offload")
+"""Parts of the names of arguments with which an engine holds less than its weights."""
 ENGINE_SHARE_ARGUMENTS = ("--mem-fraction-static", "--gpu-memory-utilization")
 
 
@@ -151,10 +153,14 @@ def least_memory_bytes(config: Config, size: ModelSize, *, num_machines: int = 1
 
 
 def engine_weight_bytes(config: Config, size: ModelSize) -> int:
-    """What the weights of an engine take on each of its GPUs; 0 for one that has none."""
+    """What the weights of an engine take on each of its GPUs; 0 for one that has none, or may hold fewer bytes."""
     engine, placement = config.rollout.engine, config.deployment
     num_gpus = len(placement.engine_gpu_ranks) // placement.num_engines
     if config.mode == "sft" or config.data.rollouts or engine.kind == "embedded" or not num_gpus:
+        return 0
+    if "quantization_config" in size.settings or any(
+        name in argument for argument in engine.extra_args for name in SMALLER_ENGINE_ARGUMENTS
+    ):
         return 0
     return size.num_parameters * _engine_dtype_bytes(config, size) // num_gpus
 
@@ -222,7 +228,7 @@ def _resident_bytes(config: Config, size: ModelSize, *, num_machines: int) -> in
 
 
 def checkpoint_disk_bytes(config: Config, size: ModelSize) -> int:
-    """What the checkpoints that a run keeps come to, and what it publishes as files for engines."""
+    """What the checkpoints that a run keeps come to."""
     total = 0
     for kind, stage in (("sft", config.training.sft), ("rl", config.training.rl)):
         if kind in config.mode:
@@ -243,11 +249,16 @@ def publication_disk_bytes(config: Config, size: ModelSize) -> int:
     return num_versions * size.num_parameters * stored_weight_bytes(rl.policy)
 
 
-def needed_disk(config: Config, size: ModelSize) -> list[Part]:
-    """What a run takes of the disk of a machine that has nothing of it yet."""
+def needed_disk(config: Config, size: ModelSize, *, sends_weights: bool = False) -> list[Part]:
+    """What a run takes of the disk of a machine that has nothing of it yet.
+
+    Args:
+        sends_weights: whether engines are on other machines, to which weights go over the network.
+    """
+    published = 0 if sends_weights else publication_disk_bytes(config, size)
     parts = [
         Part("checkpoints", checkpoint_disk_bytes(config, size)),
         Part("the model's files", size.num_file_bytes),
-        Part("weights for engines", publication_disk_bytes(config, size)),
+        Part("weights for engines", published),
     ]
     return [part for part in parts if part.num_bytes]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,9 +18,11 @@ from rollouts_core.algorithms.loss import create_cross_entropy_loss
 from rollouts_core.backends.pytorch import create_pytorch_backend
 from rollouts_core.batch import build_batch
 from rollouts_core.config import Config, LoRAConfig, ModelConfig, OptimConfig, PolicyConfig
+from rollouts_core.engines.weight_sync import KEPT_VERSIONS
 from rollouts_core.model_size import ModelSize, find_model_size
 from rollouts_core.needed_part import GIB, sum_bytes
 from rollouts_core.resource_needs import (
+    KEPT_PUBLICATIONS,
     checkpoint_disk_bytes,
     engine_share,
     engine_warning,
@@ -190,6 +193,8 @@ def test_an_engine_needs_room_for_its_weights_and_a_request() -> None:
     assert engine_weight_bytes(engines("sft+rl"), LARGE) == 4 * LARGE.num_parameters  # a checkpoint of SFT is float32
     assert engine_weight_bytes(engines(ranks=(1, 2)), LARGE) == LARGE.num_parameters
     assert engine_weight_bytes(config_of("rl"), LARGE) == 0
+    quantized = replace(LARGE, settings={**LARGE.settings, "quantization_config": {}})
+    assert engine_weight_bytes(engines(), quantized) == 0
     assert least_memory_bytes(engines("rl", ranks=(1,), trainer_gpu_ranks=tuple(range(16))), LARGE) == (
         engine_weight_bytes(engines(), LARGE)
     )
@@ -204,9 +209,15 @@ def test_an_engine_needs_room_for_its_weights_and_a_request() -> None:
 def test_the_disk_holds_the_model_and_what_engines_read_too() -> None:
     rollout = {"engine": {"kind": "vllm"}}
     training = {"rl": {"num_steps": 10, "checkpoint_every": 10}}
-    parts = needed_disk(config_of("rl", rollout=rollout, training=training), LARGE)
+    config = config_of("rl", rollout=rollout, training=training)
+    parts = needed_disk(config, LARGE)
     assert {part.name: part.num_bytes for part in parts} == {
         "checkpoints": 12 * LARGE.num_parameters,
         "the model's files": LARGE.num_file_bytes,
         "weights for engines": 2 * 4 * LARGE.num_parameters,
     }
+    assert KEPT_PUBLICATIONS == KEPT_VERSIONS
+    assert [part.name for part in needed_disk(config, LARGE, sends_weights=True)] == [
+        "checkpoints",
+        "the model's files",
+    ]
