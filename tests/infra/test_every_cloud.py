@@ -344,6 +344,8 @@ def test_what_a_new_version_of_an_api_says_besides_is_passed_over(world: World, 
         return value
 
     def add(request: httpx.Request, content: bytes) -> bytes:
+        if request.url.path.endswith("/logs"):  # lines
+            return content
         document = json.loads(content or b"null")
         if world.cloud.name == "lambda" and "instance-types" in request.url.path:  # kinds by their names
             return json.dumps(document | {"brand_new": 1}).encode()
