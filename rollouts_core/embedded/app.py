@@ -2,8 +2,8 @@
 
 Not here: generation (scheduler.py), the form of requests and answers (protocol.py), the process (server.py).
 
-Errors have SGLang's two forms: {"error": "unknown field ..."} where a request breaks the contract, and
-{"error": {"message": "..."}} where it cannot be fulfilled.
+Errors have SGLang's forms: {"error": "unknown field ..."} where a request breaks the contract, {"error": {"message":
+"..."}} where it cannot be fulfilled, {"success": false, "message": "..."} where an update's calls are out of order.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -30,15 +31,18 @@ from rollouts_core.embedded.protocol import (
     ContractError,
     GenerateCall,
     Json,
+    abort_from_json,
     bucket_from_json,
     checksums_to_json,
     completion_to_json,
     group_from_json,
+    group_name_from_json,
+    load_to_json,
     parse_generate,
     progress_to_json,
     segments_from_json,
 )
-from rollouts_core.embedded.receiving import WeightReceiver
+from rollouts_core.embedded.receiving import OrderError, WeightReceiver
 from rollouts_core.embedded.running import Completion, GenerationRequest, Partial
 from rollouts_core.embedded.sampling import SamplingParams
 from rollouts_core.embedded.scheduler import PauseMode, RequestError, Scheduler
@@ -99,6 +103,7 @@ def build_app(scheduler: Scheduler, receiver: WeightReceiver | None = None) -> S
         "/health_generate": (_health_generate, ["GET"]),
         "/model_info": (_model_info, ["GET"]),
         "/server_info": (_server_info, ["GET"]),
+        "/v1/loads": (_loads, ["GET"]),
         "/update_weights_from_disk": (_update_weights_from_disk, ["POST"]),
         "/update_weights_from_segments": (_update_weights_from_segments, ["POST"]),
         "/init_weights_update_group": (_init_weights_update_group, ["POST"]),
@@ -209,6 +214,22 @@ async def _server_info(model: ServedModel, _: Request) -> Response:
     )
 
 
+async def _loads(model: ServedModel, request: Request) -> Response:
+    if (form := request.query_params.get("format", "json")) != "json":
+        raise RequestError(f"format {form} is not supported by the embedded engine: leave it out.")
+    include = [name.strip() for name in request.query_params.get("include", "").split(",") if name]
+    load = load_to_json(await asyncio.wrap_future(model.scheduler.load()), model.scheduler.decoder, include)
+    return _json(
+        {
+            "timestamp": datetime.now(UTC).isoformat(),
+            "version": ENGINE_VERSION,
+            "accelerator": None,
+            "num_accelerators": 1,
+            "loads": [load] if request.query_params.get("dp_rank", "0") == "0" else [],
+        }
+    )
+
+
 async def _update_weights_from_disk(model: ServedModel, request: Request) -> Response:
     body = await _read_object(request)
     model_path = _string(body, "model_path")
@@ -251,7 +272,7 @@ async def _init_weights_update_group(model: ServedModel, request: Request) -> Re
 
 
 async def _destroy_weights_update_group(model: ServedModel, request: Request) -> Response:
-    model.receiver.leave(_string(await _read_object(request), "group_name"))
+    model.receiver.leave(group_name_from_json(await _read_object(request)))
     return _json({"success": True, "message": "Succeeded to destroy custom process group."})
 
 
@@ -312,11 +333,13 @@ async def _continue_generation(model: ServedModel, _: Request) -> Response:
 
 
 async def _abort_request(model: ServedModel, request: Request) -> Response:
-    body = await _read_object(request)
-    if body.get("abort_all"):
+    if not await request.body():
+        raise ContractError("expected a JSON object, found nothing")
+    rid, is_all = abort_from_json(await _read_object(request))
+    if is_all:
         model.scheduler.abort_all()
-    else:
-        model.scheduler.abort(_string(body, "rid"))
+    elif rid:
+        model.scheduler.abort(rid)
     return Response(status_code=200)
 
 
@@ -467,6 +490,8 @@ def _event(content: Json) -> bytes:
 
 
 async def _error_response(_: Request, error: Exception) -> Response:
+    if isinstance(error, OrderError):
+        return _json({"success": False, "message": str(error)}, status=400)
     content = str(error) if isinstance(error, ContractError) else {"message": str(error)}
     return _json({"error": content}, status=_status_of(error))
 

@@ -200,6 +200,16 @@ class Decoder:
         kept_dtypes = {name: dtype for name, dtype in self._file_dtypes.items() if name in kept}
         self._file_dtypes = kept_dtypes | {name: tensor.dtype for name, tensor in tensors.items()}
 
+    @property
+    def num_weight_bytes(self) -> int:
+        """Memory of the weights."""
+        return sum(tensor.nbytes for tensor in self._weights.by_name.values())
+
+    @property
+    def num_cache_bytes(self) -> int:
+        """Memory of keys and values, which grows with what is asked for."""
+        return self._kv.nbytes
+
     def weight_digests(self) -> dict[str, str]:
         """sha256 per tensor of the weights in use, under the names and in the number format of their file, if any."""
         views = {**self._weights.by_name, HEAD: self._weights.head.weight_NK}

@@ -11,17 +11,19 @@ JSON values are typed `Any` in this file: what is in them is checked here.
 from __future__ import annotations
 
 import hashlib
+import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.receiving import BucketCall, GroupCall
 from rollouts_core.embedded.running import Completion, FinishReason, GenerationRequest, Partial, WeightSpan, complete
 from rollouts_core.embedded.sampling import MAX_SEED, MIN_SEED, SamplingParams
-from rollouts_core.embedded.scheduler import RequestError
+from rollouts_core.embedded.scheduler import Load, RequestError
 from rollouts_core.embedded.segments import SegmentAddress
 
 Json = Any
@@ -56,6 +58,10 @@ UNSUPPORTED_FIELDS = (
     *("return_prompt_token_ids", "return_text_in_logprobs", "watermark"),
 )
 """Fields of a generate request that ask for something this engine does not have."""
+
+
+LOAD_SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")
+"""What can be asked for of a load; a server without adapters, draft model and disaggregation has three of them."""
 
 
 class ContractError(RequestError):
@@ -240,7 +246,7 @@ def group_from_json(body: Mapping[str, Json]) -> GroupCall:
         if not isinstance(body.get(name), kind):
             raise ContractError(f"invalid type: {_show(body.get(name))} for `{name}`, expected {kind.__name__}")
     return GroupCall(
-        name=_group_name(body),
+        name=group_name_from_json(body),
         address=body["master_address"],
         port=body["master_port"],
         rank=body["rank_offset"],
@@ -269,13 +275,18 @@ def bucket_from_json(body: Mapping[str, Json]) -> BucketCall:
     if unknown := [dtype for dtype in dtypes if dtype not in SENT_DTYPES]:
         raise RequestError(f"dtype {_show(unknown[0])} is not supported, expected one of {', '.join(SENT_DTYPES)}.")
     return BucketCall(
-        group=_group_name(body),
+        group=group_name_from_json(body),
         dtypes={name: SENT_DTYPES[dtype] for name, dtype in zip(names, dtypes, strict=True)},
         shapes={name: tuple(shape) for name, shape in zip(names, shapes, strict=True)},
     )
 
 
-def _group_name(body: Mapping[str, Json]) -> str:
+def group_name_from_json(body: Mapping[str, Json]) -> str:
+    """The name of a group, SGLang's where none is given.
+
+    Raises:
+        ContractError: it is no string.
+    """
     name = body.get("group_name", "weight_update_group")
     if not isinstance(name, str):
         raise ContractError(f"invalid type: {_show(name)} for `group_name`, expected a string")
@@ -284,6 +295,60 @@ def _group_name(body: Mapping[str, Json]) -> str:
 
 def _is_shape(value: Json) -> bool:
     return isinstance(value, list) and all(_is_integer(length) and length >= 0 for length in value)
+
+
+def abort_from_json(body: Mapping[str, Json]) -> tuple[str, bool]:
+    """Which request is to be aborted, empty for none, and whether all are.
+
+    Raises:
+        ContractError: a field is of another type.
+    """
+    rid = "" if body.get("rid") is None else body["rid"]
+    if not isinstance(rid, str):
+        raise ContractError(f"invalid type: {_show(rid)} for `rid`, expected a string")
+    return rid, _boolean("abort_all", body.get("abort_all"))
+
+
+def load_to_json(load: Load, decoder: Decoder, include: Collection[str]) -> dict[str, Json]:
+    """SGLang's account of what one rank has to do, with those of its sections that are asked for.
+
+    As in an SGLang without metrics, throughput and use of the processor are 0.
+
+    Raises:
+        RequestError: a section that SGLang does not have.
+    """
+    if unknown := sorted({*include} - {*LOAD_SECTIONS}):
+        raise RequestError(f"Invalid include sections: {unknown[0]}. Valid options: {', '.join(LOAD_SECTIONS)}")
+    capacity = decoder.num_slots * decoder.context_length
+    num_total = load.num_used_tokens + load.num_waiting_tokens
+    cache_gb = round(decoder.num_cache_bytes / 2**30, 3)
+    sections: dict[str, Json] = {
+        "memory": {
+            **{"weight_gb": round(decoder.num_weight_bytes / 2**30, 3), "kv_cache_gb": cache_gb, "graph_gb": 0.0},
+            "token_capacity": capacity,
+        },
+        "queues": {
+            "waiting": load.num_waiting,
+            **dict.fromkeys(("grammar", "paused", "retracted", "prealloc_ready"), 0),
+        },
+    }
+    is_whole = not include or "all" in include
+    return {
+        "timestamp": time.time(),
+        "dp_rank": 0,
+        "num_running_reqs": load.num_running,
+        "num_waiting_reqs": load.num_waiting,
+        "num_waiting_uncached_tokens": load.num_waiting_tokens,
+        "num_used_tokens": load.num_used_tokens,
+        "num_total_tokens": num_total,
+        "num_active_tokens": num_total,
+        "num_prealloc_ready_tokens": 0,
+        "max_total_num_tokens": capacity,
+        "max_running_requests": decoder.num_slots,
+        "token_usage": load.num_used_tokens / capacity,
+        **dict.fromkeys(("gen_throughput", "cache_hit_rate", "utilization"), 0.0),
+        **{name: section for name, section in sections.items() if is_whole or name in include},
+    }
 
 
 def logprobs_to_json(token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> list[tuple[float, int, None]]:

@@ -33,6 +33,14 @@ TIMEOUT_S = 120.0
 """For the trainer to be there, and for one bucket to arrive."""
 
 
+NO_SESSION = "no weight-update session is open; call begin_weight_update() first"
+OPEN_SESSION = "a weight-update session is already open; call end_weight_update() first"
+
+
+class OrderError(RequestError):
+    """A call that is not in its place among those of an update; answered with SGLang's body and words for it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCall:
     """A group that is to be joined."""
@@ -71,21 +79,26 @@ class WeightReceiver:
         self._kept: frozenset[str] = frozenset()
 
     def begin(self, kept: Collection[str] = ()) -> None:
-        """Open an update; what one that was never ended has left is forgotten.
+        """Open an update.
 
         Args:
             kept: tensors that will not be sent, since they stay as they are.
+
+        Raises:
+            OrderError: one is open, which a trainer that was killed may have left.
         """
+        if self._arrived is not None:
+            raise OrderError(OPEN_SESSION)
         self._arrived, self._kept = {}, frozenset(kept)
 
     def end(self) -> tuple[dict[str, Tensor], frozenset[str]]:
         """Close the update; returns what arrived, and the names of what stays.
 
         Raises:
-            RequestError: none is open.
+            OrderError: none is open.
         """
         if self._arrived is None:
-            raise RequestError("No weight update is open: begin one.")
+            raise OrderError(NO_SESSION)
         arrived, self._arrived = self._arrived, None
         return arrived, self._kept
 
@@ -102,11 +115,12 @@ class WeightReceiver:
         """Keep a bucket for the end of the update.
 
         Raises:
-            RequestError: no update is open, or there is no such group.
+            OrderError: no update is open.
+            RequestError: there is no such group.
             EngineUnavailableError: the bucket did not arrive.
         """
         if (arrived := self._arrived) is None:
-            raise RequestError("No weight update is open: begin one.")
+            raise OrderError(NO_SESSION)
         if call.group not in self._groups:
             raise RequestError(f"There is no group {call.group}: initialize it.")
         sizes = [math.prod(shape) * call.dtypes[name].itemsize for name, shape in call.shapes.items()]
@@ -117,9 +131,14 @@ class WeightReceiver:
             arrived[name] = piece.view(call.dtypes[name]).view(shape)
 
     def leave(self, name: str) -> None:
-        """Leave a group, also amid a bucket; one that is not known is no error."""
-        if name in self._groups:
-            let_go([self._groups.pop(name)])  # no other name: the last reference waits for the group's end
+        """Leave a group, also amid a bucket.
+
+        Raises:
+            OrderError: it is not known.
+        """
+        if name not in self._groups:
+            raise OrderError("The group to be destroyed does not exist.")
+        let_go([self._groups.pop(name)])  # no other name: the last reference waits for the group's end
 
     def close(self) -> None:
         """Leave all groups."""

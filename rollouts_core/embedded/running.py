@@ -179,6 +179,11 @@ class RunningBatch:
         return len(self._partials)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows, prompts included."""
+        return int(self._num_cached[: self.num_rows].sum())
+
+    @property
     def num_free(self) -> int:
         """Requests that could be admitted now."""
         return self._decoder.num_slots - self.num_rows

@@ -84,6 +84,10 @@ class Load:
     """Requests that are decoding."""
     num_waiting: int
     """Requests that wait for a free row or for the end of a pause."""
+    num_used_tokens: int
+    """Tokens of the requests that are decoding, prompts included."""
+    num_waiting_tokens: int
+    """Tokens of those that wait."""
     is_paused: bool
     """Nothing is generated before `resume`."""
 
@@ -248,9 +252,7 @@ class Scheduler:
 
     def load(self) -> Future[Load]:
         """How much there is to do between two steps: whoever gets the answer knows that the thread goes on."""
-        return self._between_steps(
-            lambda: Load(num_running=self.num_running, num_waiting=self.num_waiting, is_paused=self.is_paused)
-        )
+        return self._between_steps(self._measure_load)
 
     def close(self) -> None:
         """End all requests with the tokens they have, and the thread."""
@@ -324,6 +326,16 @@ class Scheduler:
         count = 0 if self._updates else min(self._batch.num_free, len(self._waiting))
         self._finish(self._batch.step([self._waiting.popleft() for _ in range(count)]))
         self._report_progress()
+
+    def _measure_load(self) -> Load:
+        self._take_incoming()
+        return Load(
+            num_running=self._batch.num_rows,
+            num_waiting=len(self._waiting),
+            num_used_tokens=self._batch.num_tokens,
+            num_waiting_tokens=sum(len(each.request.input_ids) + len(each.output_ids) for each in self._waiting),
+            is_paused=self.is_paused,
+        )
 
     def _take_incoming(self) -> None:
         with self._wake:

@@ -175,7 +175,12 @@ class WeightSender:
         except EngineError as error:
             if SESSION_IS_OPEN not in str(error):
                 raise
-            await self._post("/end_weight_update", {})
+            try:
+                await self._post("/end_weight_update", {})
+            except EngineUnavailableError:
+                raise
+            except EngineError as end:  # the embedded engine loads no part, and has closed the session all the same
+                logger.info("%s", end)
             await self._post("/begin_weight_update", begin)
         try:
             yield

@@ -27,6 +27,7 @@ from tests.rollouts_core.served_engine import engine_url
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 GREEDY = {"max_new_tokens": 4, "temperature": 0.0}
+NO_BUCKET = {"names": [], "dtypes": [], "shapes": [], "load_format": "flattened_bucket", "group_name": "of nobody"}
 CALLS: list[tuple[str, str, dict[str, Any] | None]] = [  # Any: JSON
     ("POST", "/generate", {"input_ids": [4, 8, 9], "sampling_params": GREEDY, "return_logprob": True, "rid": "one"}),
     ("POST", "/generate", {"input_ids": [[4, 8], [9]], "sampling_params": [GREEDY, GREEDY], "return_logprob": True}),
@@ -58,8 +59,15 @@ CALLS: list[tuple[str, str, dict[str, Any] | None]] = [  # Any: JSON
     ("POST", "/flush_cache", None),
     ("POST", "/release_memory_occupation", {"tags": ["kv_cache", "weights", "cuda_graph"]}),
     ("POST", "/resume_memory_occupation", {"tags": ["kv_cache", "weights", "cuda_graph"]}),
+    *(("GET", f"/v1/loads{asked}", None) for asked in ("", "?include=core", "?include=core,queues")),
+    ("POST", "/begin_weight_update", {}),
     ("POST", "/begin_weight_update", {}),
     ("POST", "/end_weight_update", {}),
+    ("POST", "/end_weight_update", {}),
+    ("POST", "/update_weights_from_distributed", NO_BUCKET),
+    ("POST", "/destroy_weights_update_group", {"group_name": "of nobody"}),
+    ("POST", "/destroy_weights_update_group", {}),
+    *(("POST", "/abort_request", nobody) for nobody in ({}, {"rid": ""}, {"rid": None}, {"nothing": 1})),
     ("POST", "/update_weights_from_disk", {"model_path": "/nowhere", "weight_version": "v8"}),
 ]
 NOT_COMPARED = {
@@ -74,6 +82,9 @@ OURS = {
 NOT_OURS = {
     "num_retractions",  # how often a completion was computed anew is not counted
     "response_sent_to_client_ts",  # SGLang's own measurement, in the first event of a stream or its answer
+    # Neither how long steps take nor how much of prompts was computed is counted.
+    *("total_prefill_uncached_tokens", "total_prefill_busy_us", "decode_moments"),
+    "disaggregation",  # prompts that others compute
     "embedding",  # how a model makes embeddings, which the engine does not
 }
 SETTINGS = "/server_info"

@@ -124,7 +124,7 @@ def test_an_update_that_broke_off_leaves_the_old_weights(url: str, other_dir: Pa
         assert (ended.status_code, "lacks" in ended.json()["error"]["message"]) == (400, True)
         assert digests_of(url) == before
         nothing_open = post(url, "/update_weights_from_distributed", **bucket_of(group, first))
-        assert (nothing_open.status_code, "begin one" in nothing_open.text) == (400, True)
+        assert (nothing_open.status_code, "no weight-update session is open" in nothing_open.text) == (400, True)
     finally:
         group.close()
 
@@ -167,7 +167,7 @@ def test_a_trainer_that_vanishes_amid_a_bucket_is_noticed_and_another_one_is_tak
             {"load_format": "flattened_bucket", "names": ["a"], "dtypes": ["float32"], "shapes": [[-1]]},
             "numbers of 0 or more",
         ),
-        ("/end_weight_update", {}, "begin one"),
+        ("/end_weight_update", {}, "no weight-update session is open"),
         ("/begin_weight_update", {"kept": "all"}, "kept must be a list of names"),
     ],
 )
@@ -329,5 +329,30 @@ def test_a_trainer_that_is_not_there_is_waited_for_until_a_deadline(url: str, mo
     assert (answer.status_code, "127.0.0.1:1 is not there as a trainer" in answer.text) == (503, True)
 
 
-def test_a_group_that_nobody_joined_can_be_left(url: str) -> None:
-    assert post(url, "/destroy_weights_update_group", group_name="strangers").status_code == 200
+def test_a_group_that_nobody_joined_cannot_be_left(url: str) -> None:
+    answer = post(url, "/destroy_weights_update_group", group_name="strangers")
+    assert answer.status_code == 400
+    assert answer.json() == {"success": False, "message": "The group to be destroyed does not exist."}
+
+
+def test_a_trainer_goes_on_where_one_was_killed_amid_an_update(url: str, other_dir: Path) -> None:
+    """What that one had sent is a part of the model, and is forgotten."""
+    tensors = read_tensors(other_dir)
+    group = joined_group(url)
+    first = dict([next(iter(tensors.items()))])
+    assert post(url, "/begin_weight_update").status_code == 200
+    sending = Thread(target=group.broadcast, args=(flatten(first),))
+    sending.start()
+    assert post(url, "/update_weights_from_distributed", **bucket_of(group, first)).status_code == 200
+    sending.join()
+    group.close()
+    assert post(url, "/begin_weight_update").status_code == 400
+
+    async def send() -> list[Completion]:
+        async with SGLangEngine(url) as engine:
+            weights = SentWeights(version="w-2", model_dir=other_dir, tensors=tensors, transfer="gloo")
+            await engine.load_weights(weights, "w-2")
+            return await engine.generate([REQUEST])
+
+    [completion] = asyncio.run(send())
+    assert {version for version, _, _ in completion.version_spans} == {"w-2"}

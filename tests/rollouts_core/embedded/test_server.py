@@ -317,6 +317,50 @@ def test_abort_answers_at_once_and_the_request_ends_with_what_it_has(
     talk(scheduler, conversation)
 
 
+@pytest.mark.parametrize("body", [{}, {"rid": ""}, {"rid": None}])
+def test_an_abort_of_nobody_ends_nothing(scheduler: Scheduler, body: dict[str, Any]) -> None:
+    async def conversation(client: httpx.AsyncClient) -> None:
+        request = {"input_ids": [3], "rid": "_me", "sampling_params": LONG}
+        generation = asyncio.ensure_future(client.post("/generate", json=request))
+        await until_running(scheduler, 1)
+        assert (await client.post("/abort_request", json=body)).status_code == 200
+        assert (await client.get("/server_info")).json()["internal_states"][0]["num_running_reqs"] == 1
+        await client.post("/abort_request", json={"abort_all": True})
+        await generation
+
+    talk(scheduler, conversation)
+
+
+def test_the_load_tells_what_runs_and_what_waits(scheduler: Scheduler) -> None:
+    """The last token of what runs is not in the cache; of what was put back nothing is."""
+
+    async def conversation(client: httpx.AsyncClient) -> None:
+        request = {"input_ids": [3] * 5, "sampling_params": LONG}
+        generation = asyncio.ensure_future(client.post("/generate", json=request))
+        await until_running(scheduler, 1)
+        loads = []
+        for mode in ("in_place", "retract"):
+            await client.post("/pause_generation", json={"mode": mode})
+            loads += (await client.get("/v1/loads?include=core")).json()["loads"]
+        names = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "num_waiting_uncached_tokens")
+        running, waiting = (tuple(load[name] for name in names) for load in loads)
+        num_cached = running[2]
+        assert num_cached >= 5
+        assert (running, waiting) == ((1, 0, num_cached, 0), (0, 1, 0, num_cached + 1))
+        await client.post("/abort_request", json={"abort_all": True})
+        await generation
+
+    talk(scheduler, conversation)
+
+
+@pytest.mark.parametrize(
+    ("query", "words"), [("include=all,nothing", "sections: nothing"), ("format=prometheus", "format prometheus")]
+)
+def test_a_load_of_another_form_is_refused_by_name(scheduler: Scheduler, query: str, words: str) -> None:
+    answer = ask(scheduler, "GET", f"/v1/loads?{query}")
+    assert (answer.status_code, words in answer.json()["error"]["message"]) == (400, True)
+
+
 def test_flushing_is_refused_while_requests_run(scheduler: Scheduler) -> None:
     async def conversation(client: httpx.AsyncClient) -> None:
         assert (await client.post("/flush_cache")).status_code == 200
@@ -341,7 +385,8 @@ def test_the_version_can_be_renamed(scheduler: Scheduler) -> None:
     [
         ("/pause_generation", {"mode": "later"}, "mode must be one of abort, retract, in_place"),
         ("/update_weights_from_disk", {}, "model_path must be a string"),
-        ("/abort_request", {}, "rid must be a string"),
+        ("/abort_request", {"rid": 3}, "int `3` for `rid`, expected a string"),
+        ("/abort_request", {"abort_all": "x"}, "str `x` for `abort_all`, expected a boolean"),
         ("/update_weight_version", {"new_version": 3}, "new_version must be a string"),
         ("/pause_generation", [], "expected a JSON object"),
     ],
