@@ -28,6 +28,10 @@ MIN_ENGINE_CONTEXT = 26
 weights (engines/canary.py)."""
 
 
+MAX_VLLM_TEMPERATURE = 2.0
+"""vLLM refuses requests with more."""
+
+
 class EngineConfig(Record):
     """The inference server that samples."""
 

@@ -14,7 +14,7 @@ from pydantic import model_validator
 
 from rollouts_core.config.data import DataConfig, DatasetConfig
 from rollouts_core.config.deployment import DeploymentConfig
-from rollouts_core.config.engine import EngineConfig
+from rollouts_core.config.engine import MAX_VLLM_TEMPERATURE, EngineConfig
 from rollouts_core.config.evaluation import EvaluationConfig
 from rollouts_core.config.files import parse_config, read_settings, resolve_paths
 from rollouts_core.config.model import ModelConfig
@@ -84,6 +84,23 @@ class Config(Record):
                 f'training.rl.advantage.estimator "{advantage.estimator}" compares the completions of a prompt: it '
                 "needs rollout.n_samples_per_prompt of 2 or more, found 1"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_temperatures(self) -> Self:
+        """Those of completions that vLLM is asked for."""
+        rollout, evaluation = self.rollout, self.evaluation
+        asked: dict[str, float] = {}
+        if self.mode != "sft" and not self.data.rollouts and rollout.engine.kind == "vllm":
+            asked["rollout.sampling.temperature"] = rollout.sampling.temperature
+        if evaluation.metric == "accuracy" and self.evaluation_engine.kind == "vllm":
+            asked["evaluation.temperature"] = evaluation.temperature
+        for name, temperature in asked.items():
+            if temperature > MAX_VLLM_TEMPERATURE:
+                raise ValueError(
+                    f"{name} {temperature:g} is above {MAX_VLLM_TEMPERATURE:g}, and vLLM refuses such requests: lower "
+                    "it, or choose another rollout.engine.kind"
+                )
         return self
 
     @model_validator(mode="after")

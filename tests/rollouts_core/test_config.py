@@ -243,6 +243,29 @@ def test_rl_does_not_sample_greedily() -> None:
     assert parse({**settings, "mode": "sft"}).rollout.sampling.temperature == 0
 
 
+def with_temperature(kind: str, name: str, temperature: float) -> dict[str, Any]:
+    """The minimal settings with an engine of that kind, and one of the temperatures."""
+    settings = with_setting(name, temperature)
+    settings.setdefault("rollout", {})["engine"] = {"kind": kind}
+    return settings
+
+
+@pytest.mark.parametrize("name", ["rollout.sampling.temperature", "evaluation.temperature"])
+def test_vllm_is_asked_for_no_temperature_that_it_refuses(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} 2\.5 is above 2, and vLLM refuses such requests: lower it"):
+        parse(with_temperature("vllm", name, 2.5))
+    parse(with_temperature("vllm", name, 2.0))
+    parse(with_temperature("sglang", name, 2.5))
+
+
+def test_a_temperature_that_vllm_is_not_asked_for_may_be_any() -> None:
+    """This project's own engine compares the checkpoints, or nothing is sampled for RL."""
+    embedded = with_temperature("vllm", "evaluation.temperature", 2.5)
+    embedded["evaluation"]["engine"] = "embedded"
+    parse(embedded)
+    parse({**with_temperature("vllm", "rollout.sampling.temperature", 2.5), "mode": "sft"})
+
+
 def test_settings_cannot_be_changed_in_place() -> None:
     with pytest.raises(ValueError, match="frozen"):
         parse(MINIMAL).training.sft.num_steps = 3  # type: ignore[misc]
