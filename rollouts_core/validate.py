@@ -139,6 +139,8 @@ def warn_of_uncorrected_age(config: Config) -> list[str]:
     """A sentence where completions of other weights are trained on as if the current ones had sampled them."""
     ages = {name: getattr(config.rollout, name) for name in ("max_staleness", "max_partial_staleness")}
     old = [f"rollout.{name} {age}" for name, age in ages.items() if age]
+    if config.training.rl.sync_every > 1:  # by these steps the trainer is ahead of what it published
+        old.append(f"training.rl.sync_every {config.training.rl.sync_every}")
     if config.data.rollouts:
         old = ["data.rollouts"]
     if not old or config.training.rl.corrects_for_age:

@@ -46,7 +46,8 @@ class RLTrainingConfig(Record):
     max_skipped_updates: int = Field(10, ge=0, json_schema_extra=SELECTION)
     """How many updates in a row may be skipped for that before the run ends; 0 sets no limit."""
     sync_every: int = Field(1, ge=1)
-    """Steps between two publications of the weights to the engines."""
+    """Steps between two publications of the weights to the engines. Above 1 completions are of older weights than the
+    trainer's, for which the loss should correct: ratio_base "rollout" does."""
     log_every: int = Field(1, ge=1, json_schema_extra=PLACEMENT)
     """Steps between two lines of metrics."""
     checkpoint_every: int = Field(10, ge=1, json_schema_extra=SELECTION)

@@ -299,6 +299,19 @@ def test_training_on_old_completions_without_a_correction_is_said(
     assert not findings or 'nothing in training.rl.loss corrects for that: set ratio_base = "rollout"' in findings[0]
 
 
+@pytest.mark.parametrize(
+    ("sync_every", "ratio_base", "is_said"), [(4, "old", True), (4, "rollout", False), (1, "old", False)]
+)
+def test_weights_that_are_published_every_few_steps_alone_make_completions_old_too(
+    sync_every: int, ratio_base: str, is_said: bool
+) -> None:
+    rl = RLTrainingConfig.model_validate({"sync_every": sync_every, "loss": {"ratio_base": ratio_base}})
+    config = with_rollout()
+    training = config.training.model_copy(update={"rl": rl})
+    findings = warn_of_uncorrected_age(config.model_copy(update={"training": training}))
+    assert [finding.partition(" trains")[0] for finding in findings] == ["training.rl.sync_every 4"] * is_said
+
+
 @pytest.mark.parametrize("max_p_value", [0.01, 0.05, 0.2, 1.0])
 def test_so_few_rows_that_no_difference_could_count_are_refused(max_p_value: float) -> None:
     """Without it RL runs for days, and its verdict was certain before it began."""
