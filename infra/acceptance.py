@@ -1,8 +1,9 @@
-"""Whether a fresh machine will do: its GPUs compute, its disk and the link to it in both directions are fast enough.
+"""Whether a fresh machine will do: its GPUs compute, also together, its disk and the link to it are fast enough.
 
 Not here: what else the machine has (node_probe.py), giving it back when it will not do (provision.py).
 
-On one of many machines that are rented out the driver lists GPUs and can use none of them.
+On one of many machines that are rented out the driver lists GPUs and can use none of them, or they hang when they are
+to compute together.
 
 Machines that are rented out are now and then behind a link on which a checkpoint takes an hour, often in one direction
 only, or have a disk of the network that writes as slowly.
@@ -14,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra import gpu_trial
-from infra.errors import CommandTimeoutError, TransientInfraError, UnfitMachineError
+from infra import gpu_trial, peer_trial
+from infra.errors import CommandFailedError, CommandTimeoutError, TransientInfraError, UnfitMachineError
 from infra.offers import is_same_model
 from infra.session import Session, read_answer
 
@@ -43,6 +44,10 @@ with tempfile.TemporaryFile(dir=sys.argv[1]) as file:
 
 GPU_TIMEOUT_S = 120.0
 """Eight GPUs without persistence take a minute to wake up."""
+PEER_TIMEOUT_S = 240.0
+"""For importing torch from a cold disk, of which all but seconds is, and one sum over all GPUs."""
+PEER_ALLOWANCE_S = 30.0
+"""For the answer, on top of that."""
 NOT_READY = 802
 """CUDA_ERROR_SYSTEM_NOT_READY: what joins the GPUs of a large machine is still being started."""
 
@@ -87,6 +92,33 @@ def require_gpus(session: Session, num_gpus: int, *, gpu_type: str = "", vram_gb
             f"its GPUs ({what}) have {least_gb:.0f} GB of memory, and {vram_gb:.0f} GB were offered"
         )
     return what
+
+
+def require_peers(session: Session, python: str, num_gpus: int, *, backend: str = "nccl") -> str:
+    """Have the GPUs of a machine sum something up together; returns what was found, in words.
+
+    Args:
+        python: the interpreter that trains; where it has no torch so far, nothing is tried.
+        backend: of torch.distributed; gloo does the same on the CPU.
+
+    Raises:
+        UnfitMachineError: they cannot, or hang.
+    """
+    command = [python, "-", backend, str(num_gpus), str(PEER_TIMEOUT_S)]
+    program = Path(peer_trial.__file__).read_bytes()
+    try:
+        found = read_answer(session.run(command, stdin=program, timeout_s=PEER_TIMEOUT_S + PEER_ALLOWANCE_S))
+        is_tried, problem = found["is_tried"], found["problem"]
+    except (CommandFailedError, CommandTimeoutError) as error:
+        is_tried, problem = True, str(error).strip().rpartition("\n")[2]
+    if problem:
+        raise UnfitMachineError(
+            f"its {num_gpus} GPUs cannot compute together ({problem}): to take such machines, which are slower then, "
+            "try NCCL_P2P_DISABLE=1, by `echo NCCL_P2P_DISABLE=1 >> /etc/nccl.conf` in node.setup"
+        )
+    if not is_tried:
+        return f"no torch can use its {num_gpus} GPUs so far, so they were not tried together"
+    return f"its {num_gpus} GPUs compute together"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

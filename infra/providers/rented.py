@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infra.acceptance import require_gpus, require_speed
+from infra.acceptance import require_gpus, require_peers, require_speed
 from infra.cloud import Cloud
 from infra.errors import (
     InfraError,
@@ -360,6 +360,8 @@ def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance
         say(f"tried {rental.name}: {gpus}; {speed}")
         set_up(session, settings)
         expand_root(session, settings.python, settings.root)
+        if settings.query.gpu_count > 1:
+            say(f"{rental.name}: {require_peers(session, settings.python, settings.query.gpu_count)}")
     if rental.expected_key:
         return rental.expected_key
     policy = HostKeyPolicy(host=access.host, port=access.port, pinned="", known_hosts=(known,), first_use_file=None)

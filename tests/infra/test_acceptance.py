@@ -1,8 +1,8 @@
-"""Pins what a fresh machine has to show: GPUs that compute, a link that is fast in both directions, a disk.
+"""Pins what a fresh machine has to show: GPUs that compute, also together, a link fast in both directions, a disk.
 
 Without it an hour of checkpoints over a slow link, or an environment on a machine with a dead GPU, is paid for before
 anybody notices. The driver is a stand-in: that a GPU passes is seen on a machine with one, by
-`python infra/gpu_trial.py`.
+`python infra/gpu_trial.py`; what GPUs do together over NCCL, two processes do over gloo.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from pathlib import Path
 import pytest
 
 from infra import acceptance
-from infra.acceptance import require_gpus, require_speed
+from infra.acceptance import require_gpus, require_peers, require_speed
 from infra.errors import TransientInfraError, UnfitMachineError
 from infra.session import LocalSession, Session
+from infra.supervisor import JOB_VARIABLE, find_processes
+from tests.waiting import wait_until
 
 
 def test_what_is_fast_enough_is_measured_and_leaves_nothing(session: Session, tmp_path: Path) -> None:
@@ -125,3 +127,61 @@ def test_gpus_that_do_not_answer_are_not_waited_for(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(acceptance, "GPU_TIMEOUT_S", 0.5)
     with pytest.raises(UnfitMachineError, match="did not answer within"):
         require_gpus(LocalSession(str(python)), 1)
+
+
+def test_processes_that_sum_up_together_pass(session: Session) -> None:
+    assert require_peers(session, sys.executable, 2, backend="gloo") == "its 2 GPUs compute together"
+
+
+IN_THE_SECOND = """
+import os, time
+fork, pids = os.fork, []
+
+def forked():
+    pids.append(fork())
+    if len(pids) == 2 and pids[1] == 0:
+        {does}
+    return pids[-1]
+
+os.fork = forked
+"""
+HANGS = "import torch.distributed; torch.distributed.all_reduce = lambda numbers: time.sleep(600)"
+ERRS = "import torch.distributed; torch.distributed.all_reduce = lambda numbers: numbers.add_(1)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("does", "timeout_s", "reason"),
+    [
+        ("time.sleep(600)", 3.0, r"after 3 s rank 0 did not \w+ .*, rank 1 did not begin"),
+        (HANGS, 30.0, r"after 30 s rank 0 did not .*, rank 1 did not .*"),
+        (ERRS, 240.0, r"rank \d: \w+: .*"),
+        ("os._exit(1)", 240.0, r"rank 1 ended and did not begin"),
+    ],
+    ids=["never begins", "hangs in the sum", "sums up wrong", "dies"],
+)
+def test_a_machine_where_they_cannot_is_refused_in_time_with_what_to_try(
+    does: str, timeout_s: float, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(IN_THE_SECOND.format(does=does))
+    python = tmp_path / "python"
+    python.write_text(
+        f"#!/bin/sh\nexec env PYTHONPATH='{tmp_path}' {JOB_VARIABLE}='{tmp_path}' '{sys.executable}' \"$@\"\n"
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(acceptance, "PEER_TIMEOUT_S", timeout_s)
+    refusal = rf"its 2 GPUs cannot compute together \({reason}\).*NCCL_P2P_DISABLE=1"
+    with pytest.raises(UnfitMachineError, match=refusal):
+        require_peers(LocalSession(sys.executable), str(python), 2, backend="gloo")
+    wait_until(lambda: find_processes(str(tmp_path)) == [], what="the end of what was tried")
+
+
+@pytest.mark.parametrize(("more", "backend"), [("-S", "gloo"), ("", "nccl")])
+def test_without_torch_or_a_driver_nothing_is_tried(more: str, backend: str, tmp_path: Path) -> None:
+    if not more and shutil.which("nvidia-smi"):
+        pytest.skip("this machine has a driver")
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nexec '{sys.executable}' {more} \"$@\"\n")
+    python.chmod(0o755)
+    said = require_peers(LocalSession(sys.executable), str(python), 2, backend=backend)
+    assert said == "no torch can use its 2 GPUs so far, so they were not tried together"

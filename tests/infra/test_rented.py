@@ -232,6 +232,23 @@ def test_a_machine_that_is_too_slow_is_given_back_and_the_next_offer_taken(
 
 
 @pytest.mark.slow
+def test_a_machine_whose_gpus_do_not_compute_together_is_given_back_and_the_next_offer_taken(
+    fake: FakeRunPod, ssh_server: SSHServer, tmp_path: Path
+) -> None:
+    """What finds that out is pinned by test_acceptance.py; this machine's interpreter says so."""
+    python = tmp_path / "python"
+    answer = '{"is_tried": true, "problem": "after 240 s rank 1 did not sum up"}'
+    says = f"case \"$*\" in '- nccl 2 '*) echo '{answer}'; exit ;; esac"
+    python.write_text(f'#!/bin/sh\n{says}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    several = {"providers": ["runpod"], "max_usd_per_gpu_hour": 20.0, "gpu_count": 2}
+    refusal = r"its 2 GPUs cannot compute together \(after 240 s rank 1 did not sum up\).* NCCL_P2P_DISABLE=1"
+    with pytest.raises(NoMachineError, match=refusal):
+        rent(ssh_server, tmp_path, query=several, python=str(python))
+    assert fake.alive() == [] and len(fake.machines) > 1
+
+
+@pytest.mark.slow
 def test_a_machine_that_lacks_what_the_settings_promise_is_given_back(
     fake: FakeRunPod, ssh_server: SSHServer, tmp_path: Path
 ) -> None:

@@ -1,0 +1,147 @@
+"""Say, as one JSON object, whether the GPUs of this machine can sum something up together; sent by acceptance.py.
+
+On machines that are rented out the memory of one GPU is now and then out of reach of another one (broken P2P, IOMMU,
+ACS): each computes, and the first all-reduce of all hangs for ever. So one process for each GPU joins a group, sums a
+tensor up over all, and compares; whoever has not done so by the deadline is killed.
+
+    arguments    BACKEND (nccl, or gloo for the CPU), number of processes, seconds until the deadline
+    answer       {"is_tried": true, "problem": ""}; not tried without torch, or where torch can use no GPU there
+
+The interpreter is the one that trains, with whatever variables it has. Standard library and torch only.
+"""
+
+import ctypes
+import datetime
+import importlib
+import importlib.util
+import json
+import os
+import select
+import signal
+import sys
+import tempfile
+import time
+from typing import Any  # Any: a JSON object, torch
+
+CUDA_LIBRARY = "libcuda.so.1"
+NUM_NUMBERS = 1 << 22
+SKIPPED, DONE, FAILED = "skipped", "done", "failed: "
+MAX_WORD_BYTES = 1000
+
+
+def main() -> int:
+    """Try, and print what came out."""
+    backend, num_ranks, deadline_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+    answer = {"is_tried": False, "problem": ""}  # type: dict[str, Any]
+    if has_what_it_takes(backend):
+        with tempfile.TemporaryDirectory() as folder:
+            answer = try_together(backend, num_ranks, deadline_s, folder)
+    sys.stdout.write(json.dumps(answer) + "\n")
+    return 0
+
+
+def has_what_it_takes(backend: str) -> bool:
+    """Whether there is a torch, and for nccl a driver; torch is not imported, so that processes can be forked."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    try:
+        return backend != "nccl" or bool(ctypes.CDLL(CUDA_LIBRARY))
+    except OSError:
+        return False
+
+
+def try_together(backend: str, num_ranks: int, deadline_s: float, folder: str) -> "dict[str, Any]":
+    """Start all processes and follow them until each has ended, one has failed, or the time is over."""
+    ends_at = time.monotonic() + deadline_s
+    pipes, pids = {}, []
+    for rank in range(num_ranks):
+        ours, theirs = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            run_rank(backend, rank, num_ranks, deadline_s, folder, theirs)
+        os.close(theirs)
+        pids.append(pid)
+        pipes[ours] = rank
+    try:
+        words = follow(pipes, ends_at)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+    late = sorted(rank for rank, word in words.items() if word not in (DONE, SKIPPED) and not word.startswith(FAILED))
+    failed = [word[len(FAILED) :] for word in words.values() if word.startswith(FAILED)]
+    problem = "; ".join(failed[:1])
+    if late and not failed:
+        stages = [f"{rank} {words[rank]}" for rank in late]
+        problem = "after {:.0f} s rank {}".format(deadline_s, ", rank ".join(stages))
+    return {"is_tried": SKIPPED not in words.values(), "problem": problem}
+
+
+def follow(pipes: "dict[int, int]", ends_at: float) -> "dict[int, str]":
+    """The last word of each rank, by then or when the first has failed."""
+    words = dict.fromkeys(pipes.values(), "did not begin")
+    open_pipes = dict(pipes)
+    while open_pipes and not any(word.startswith(FAILED) for word in words.values()):
+        ready, _, _ = select.select(list(open_pipes), [], [], max(0.0, ends_at - time.monotonic()))
+        if not ready:
+            break
+        for pipe in ready:
+            said = os.read(pipe, 1 << 16).decode("utf-8", "replace").splitlines()
+            rank = open_pipes[pipe]
+            if said:
+                words[rank] = said[-1]
+            else:
+                del open_pipes[pipe]
+                if words[rank] not in (DONE, SKIPPED):
+                    words[rank] = FAILED + f"rank {rank} ended and {words[rank]}"
+    return words
+
+
+def run_rank(backend: str, rank: int, num_ranks: int, deadline_s: float, folder: str, pipe: int) -> None:
+    """One process; it never returns."""
+
+    def say(word: str) -> None:
+        os.write(pipe, word.encode()[:MAX_WORD_BYTES] + b"\n")
+
+    signal.alarm(int(deadline_s) + 1)  # ends it even where a driver's call hangs and nobody is left to kill it
+    try:
+        say("did not import torch")
+        say(sum_up(backend, rank, num_ranks, deadline_s, folder, say))
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the other process says it
+        said = str(error).strip().split("\n")[0]
+        say(FAILED + f"rank {rank}: {type(error).__name__}: {said}")
+    finally:
+        os._exit(0)
+
+
+def sum_up(backend: str, rank: int, num_ranks: int, deadline_s: float, folder: str, say: Any) -> str:
+    """The last word: that the sum is right, or that there is nothing to try it with.
+
+    Raises:
+        ValueError: it is wrong.
+        RuntimeError: torch says that it cannot be made.
+    """
+    torch, group = importlib.import_module("torch"), importlib.import_module("torch.distributed")
+    is_nccl = backend == "nccl"
+    if is_nccl and not (group.is_nccl_available() and torch.cuda.device_count() >= num_ranks):
+        return SKIPPED
+    say("did not join the others")
+    group.init_process_group(
+        backend,
+        init_method="file://" + folder + "/rendezvous",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=datetime.timedelta(seconds=deadline_s),
+    )
+    if is_nccl:
+        torch.cuda.set_device(rank)
+    say("did not sum up")
+    numbers = torch.full((NUM_NUMBERS,), float(rank + 1), device="cuda:" + str(rank) if is_nccl else "cpu")
+    group.all_reduce(numbers)
+    expected = num_ranks * (num_ranks + 1) / 2
+    if not bool((numbers == expected).all()):
+        raise ValueError("the sum of all is wrong")
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
