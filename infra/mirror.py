@@ -149,15 +149,28 @@ def _fetch(session: Session, source: str, target: Path, names: Sequence[str]) ->
     asked = [[name, part.size, part.digests] for name, part in parts.items()]
     request = json.dumps({"chunk_bytes": CHUNK_BYTES, "files": asked}).encode() + b"\n"
     damaged: list[str] = []
+    changed: set[Path] = set()
     with session.pipe_program(Path(sender.__file__), ["send", source], stdin=request) as chunks:
         stream = _ByteStream(chunks)
         for name, part in parts.items():
             head = parse_object(stream.read_line(MAX_HEAD_BYTES))
             if head is None or not _is_head_of(name, head):
                 raise TransientInfraError(f"{head} came from the node instead of {name}")
+            if name == RESULT or PurePosixPath(name).name == MANIFEST:
+                _flush(changed)
             if head["size"] is not None and not _receive(stream, head, part, target / name):
                 damaged.append(name)
+            changed.add((target / name).parent)
+    _flush(changed)
     return damaged
+
+
+def _flush(directories: set[Path]) -> None:
+    """Make what was renamed in these directories survive a power cut; once for many files, as it waits for the disk."""
+    for directory in directories:
+        if directory.is_dir():  # not where its only file is gone, or damaged
+            receiver.flush_directory(directory)
+    directories.clear()
 
 
 def _is_head_of(name: str, head: Mapping[str, Any]) -> bool:  # Any: JSON
@@ -211,7 +224,6 @@ def _receive(stream: "_ByteStream", head: Mapping[str, Any], part: _Part, path: 
     if not part.is_in_place:
         path.parent.mkdir(parents=True, exist_ok=True)
         part.path.rename(path)
-        receiver.flush_directory(path.parent)
     return True
 
 

@@ -553,3 +553,23 @@ def test_an_interrupt_does_not_wait_for_the_mirror(there: Path, here: Path) -> N
         assert is_asked.wait(20)
         raise KeyboardInterrupt
     assert time.monotonic() - started < 30
+
+
+def test_directories_are_flushed_for_many_files_at_once_and_before_what_says_that_they_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, here = tmp_path / "run", tmp_path / "here"
+    names = ["checkpoints/a/model", "checkpoints/a/manifest.json", "result.json"]
+    for name in [*names, *(f"samples/{number}" for number in range(50))]:
+        (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        (run_dir / name).write_text(name)
+    flushed: list[tuple[str, list[str]]] = []
+
+    def note(directory: Path) -> None:
+        flushed.append((directory.name, [name for name in names if (here / name).exists()]))
+
+    monkeypatch.setattr("infra.receiver.flush_directory", note)
+    assert pull_run(LocalSession(sys.executable), str(run_dir), here) == 53
+    assert ("a", names[:1]) in flushed, "the model before the manifest"
+    assert ("a", names[:2]) in flushed, "the manifest before the result"
+    assert flushed[-1] == ("here", names) and len(flushed) == 4
