@@ -1,0 +1,68 @@
+"""Pins that folders of very many files can be copied: with a few calls, and little memory for each file.
+
+Without it a call for each file, or one that never ends, goes unnoticed until somebody has a hundred thousand samples.
+"""
+
+import resource
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from infra.agent_call import AgentCall, JsonObject
+from infra.mirror import pull_run
+from infra.ssh_session import SSHSession
+from infra.sync import publish_directory
+from tests.infra.ssh_server import SSHServer
+
+pytestmark = pytest.mark.slow
+MEMORY = Path("/dev/shm")
+"""Where that is there, the disk's speed is none of these tests' business."""
+
+
+class CountingSession(SSHSession):
+    """Counts its requests."""
+
+    num_asked = 0
+
+    def _ask(self, purpose: Any, request: JsonObject, *, timeout_s: float | None = None) -> AgentCall:
+        self.num_asked += 1
+        return super()._ask(purpose, request, timeout_s=timeout_s)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else tmp_path) as folder:
+        yield Path(folder)
+
+
+def write_files(folder: Path, num_files: int) -> None:
+    for number in range(num_files):
+        if number % 1000 == 0:
+            (folder / f"{number // 1000:03}").mkdir(parents=True)
+        (folder / f"{number // 1000:03}/{number:06}.json").write_bytes(b"%d" % number)
+
+
+def contents_of(folder: Path) -> Sequence[tuple[str, bytes]]:
+    return sorted((str(path.relative_to(folder)), path.read_bytes()) for path in folder.glob("*/*"))
+
+
+@pytest.mark.parametrize("num_files", [5_000, pytest.param(100_000, marks=pytest.mark.matrix)])
+def test_very_many_files_are_copied_there_and_back(
+    ssh_server: SSHServer, folder: Path, tmp_path: Path, num_files: int
+) -> None:
+    write_files(folder / "source", num_files)
+    num_kib_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with CountingSession(ssh_server.access, python=sys.executable, programs_dir=str(tmp_path)) as session:
+        report = publish_directory(session, folder / "source", str(folder / "there"))
+        assert report.num_sent_bytes == report.num_bytes and len(report.files) == num_files
+        assert publish_directory(session, folder / "source", str(folder / "there")).was_identical
+        assert pull_run(session, str(folder / "there"), folder / "back") == num_files
+        assert pull_run(session, str(folder / "there"), folder / "back") == 0
+        assert session.num_asked < 12
+    num_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - num_kib_before
+    assert num_kib < 64 << 10 or num_kib / num_files < 4
+    assert contents_of(folder / "back") == contents_of(folder / "source")
