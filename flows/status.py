@@ -27,7 +27,7 @@ from rollouts_core.metrics import read_json_lines
 from rollouts_core.run_directory import RunDirectory
 from tasks.early_end import read_early_end
 from tasks.model_aliases import models_of_runs
-from tasks.records import RUN_ID_CHARS
+from tasks.records import short_id
 
 SUFFIX = re.compile(r"-[0-9a-f]{3}$")
 """What Prefect puts after the name of a task that gives none of its own."""
@@ -78,7 +78,7 @@ def describe_runs(address: ServerAddress, store: Path) -> list[str]:
             (
                 describe_run(run, tasks, nodes, address),
                 *early.get(run["id"], []),
-                *(f"made {model}" for model in registered.get(run["id"][:RUN_ID_CHARS], [])),
+                *(f"made {model}" for model in registered.get(short_id(run["id"]), [])),
             )
         )
         for run in [*runs, *ended]

@@ -36,7 +36,7 @@ from infra.supervisor import is_supervised
 from rollouts_core.files import remove_partial_directories
 from rollouts_core.run_directory import RunDirectory
 from tasks.places import INPUTS, NAMES, RUNS, STAGES, is_place, places_in
-from tasks.records import RUN_ID_CHARS
+from tasks.records import short_id
 
 DAY_S = 86_400.0
 
@@ -152,7 +152,7 @@ def _wanted_by_runs(ledger: Ledger, places: Sequence[str]) -> dict[str, str]:
     """The stages and outputs of runs that live, or that have a claim and did not die."""
     alive = ledger.living_runs()
     claims = [lease for lease in ledger.leases() if not ledger.has_died(lease.run_id)]
-    wanted_by = {run_id[:RUN_ID_CHARS] for run_id in (*alive, *(claim.run_id for claim in claims))}
+    wanted_by = {short_id(run_id) for run_id in (*alive, *(claim.run_id for claim in claims))}
     reasons = {
         f"{STAGES}/{use.stage}": "used by a run that goes on" for use in ledger.stage_uses() if use.run_id in alive
     }

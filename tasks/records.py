@@ -20,6 +20,16 @@ RUN_ID_CHARS = 8
 How = Literal["ran", "attached", "reused"]
 
 
+def short_id(run_id: str) -> str:
+    """The part of a run's id that its folder is named after: random, so that no two runs of a store share it.
+
+    Ids of version 7, which Prefect's server gives to the runs of a schedule, begin with the time at which they were
+    planned. It plans many at once, so they begin alike, and end with random digits.
+    """
+    is_of_a_time = run_id[14:15] == "7"
+    return run_id[-RUN_ID_CHARS:] if is_of_a_time else run_id[:RUN_ID_CHARS]
+
+
 class TaskRecord(BaseModel):
     """What all records of this package share."""
 
@@ -52,7 +62,7 @@ class RunScope(TaskRecord):
     @property
     def output_dir(self) -> Path:
         """Where the run's report and checkpoint are published."""
-        return Path(self.store) / "runs" / f"{self.run_name}-{self.run_id[:RUN_ID_CHARS]}"
+        return Path(self.store) / "runs" / f"{self.run_name}-{short_id(self.run_id)}"
 
     @property
     def publication_url(self) -> str:

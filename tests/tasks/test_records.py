@@ -1,0 +1,24 @@
+"""Pins that each run has a folder of its own.
+
+Without it a later run of a schedule would write its checkpoint over that of an earlier one, which may be in production.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tasks.records import RunScope, short_id
+
+PLANNED_TOGETHER = ("01a21093-4d30-7389-9d67-c573ecd4e99d", "01a21093-4d30-70b1-abb8-fa180da630c9")
+"""Ids that Prefect's server gave to two runs of one schedule."""
+
+
+def test_runs_that_were_planned_together_have_folders_of_their_own() -> None:
+    first, second = (RunScope(run_id=run_id, run_name="small", store="/store") for run_id in PLANNED_TOGETHER)
+    assert first.output_dir != second.output_dir
+    assert first.output_dir.name == "small-ecd4e99d"
+
+
+@pytest.mark.parametrize("run_id", ["5793d50a-85e8-4afe-bbfa-f9b79b3e03ec", "5793d50a"])
+def test_a_random_id_is_known_by_its_beginning(run_id: str) -> None:
+    assert short_id(run_id) == "5793d50a"
