@@ -24,6 +24,7 @@ from typing import Any
 from infra import receiver
 from infra.errors import ObjectDamagedError, StoreRefusedError, StoreUnavailableError, TransientInfraError
 from infra.object_store import FileDigest, ObjectStore
+from infra.run_ids import short_id
 from infra.sync import list_files
 
 FORMAT = 1
@@ -93,7 +94,7 @@ def publish_run(store: ObjectStore, *, run_id: str, checkpoint: Path, records: M
         PermanentInfraError: the store refuses, or the checkpoint holds something else than plain files.
     """
     sent = send_folder(store, CHECKPOINT_FOLDER, {name: checkpoint / name for name in list_files(checkpoint)})
-    noted = send_folder(store, f"runs/{run_id[:8]}-{{digest}}", records)
+    noted = send_folder(store, f"runs/{short_id(run_id)}-{{digest}}", records)
     files = {f"{each.folder}/{name}": digest for each in (sent, noted) for name, digest in each.files.items()}
     content = {
         "format": FORMAT,

@@ -17,6 +17,7 @@ from typing import Any
 
 from infra.ledger import Ledger
 from infra.offers import CloudName
+from infra.run_ids import short_id
 
 NAME_PREFIX = "rollouts-"
 NAME = re.compile(r"rollouts-(?P<ledger>[0-9a-f]{8})-(?P<run>[A-Za-z0-9]+)-a(?P<attempt>\d+)-t(?P<epoch>\d+)")
@@ -124,7 +125,7 @@ _COLUMNS = ", ".join(Rental.__slots__)
 
 def machine_name(ledger: Ledger, run_id: str) -> str:
     """A name that no other machine has, and that tells for whom it is rented."""
-    run = re.sub(r"[^A-Za-z0-9]", "", run_id)[:12] or "x"
+    run = re.sub(r"[^A-Za-z0-9]", "", short_id(run_id, 13))[:12] or "x"  # one of them is a dash
     stem = f"{NAME_PREFIX}{ledger.identity}-{run}-a"
     attempt = 1 + len(_select(ledger, "WHERE name LIKE ?", f"{stem}%"))  # also those that other runs took over
     return f"{stem}{attempt}-t{int(time.time())}"

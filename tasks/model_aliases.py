@@ -12,9 +12,9 @@ from pathlib import Path
 
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.registry import Alias, Model, current, models
+from infra.run_ids import short_id
 from rollouts_core.files import write_atomically
 from tasks.places import RUNS, places_in
-from tasks.records import RUN_ID_CHARS, short_id
 
 
 def describe_models(ledger: Ledger) -> list[tuple[Model, str]]:
@@ -58,7 +58,7 @@ def note_in_reports(store: Path, ledger: Ledger, *, forgotten: Model | None = No
 def _runs_of(model: Model) -> set[str]:
     """The run that made it first, and the one whose folder has it now, where another one made the same again."""
     folders = [place for place in places_in(model.checkpoint) if place.startswith(f"{RUNS}/")]
-    return {short_id(model.run_id), *(folder[-RUN_ID_CHARS:] for folder in folders)} - {""}
+    return {short_id(model.run_id), *(folder.rpartition("-")[2] for folder in folders)} - {""}
 
 
 def _describe(model: Model, aliases: list[str]) -> str:

@@ -32,11 +32,11 @@ from pathlib import Path
 from infra.download import is_being_fetched
 from infra.ledger import Ledger
 from infra.registry import Model, models, select_models
+from infra.run_ids import short_id
 from infra.supervisor import is_supervised
 from rollouts_core.files import remove_partial_directories
 from rollouts_core.run_directory import RunDirectory
 from tasks.places import INPUTS, NAMES, RUNS, STAGES, is_place, places_in
-from tasks.records import short_id
 
 DAY_S = 86_400.0
 

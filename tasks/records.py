@@ -11,23 +11,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from infra.ledger import LEDGER_FILE
+from infra.run_ids import short_id
 from rollouts_core.config import EngineKind
 from tasks.trackers import TrackerName
 
-RUN_ID_CHARS = 8
-"""So much of a run's id is part of the name of its folder."""
-
 How = Literal["ran", "attached", "reused"]
-
-
-def short_id(run_id: str) -> str:
-    """The part of a run's id that its folder is named after: random, so that no two runs of a store share it.
-
-    Ids of version 7, which Prefect's server gives to the runs of a schedule, begin with the time at which they were
-    planned. It plans many at once, so they begin alike, and end with random digits.
-    """
-    is_of_a_time = run_id[14:15] == "7"
-    return run_id[-RUN_ID_CHARS:] if is_of_a_time else run_id[:RUN_ID_CHARS]
 
 
 class TaskRecord(BaseModel):
