@@ -91,8 +91,8 @@ class HostKeyPolicy:
                 self.address,
                 shown.fingerprint,
                 f"expected is {self.pinned}, which the settings name, an earlier login noted, the machine was created "
-                "with or its provider told: somebody else may be answering; give another node.host_key only if you "
-                "know why the key is new",
+                "with or its provider told: somebody else may be answering; give another node.host_key, or rent with "
+                'node.host_keys = "first_use", only if you know why the key is new',
             )
         if known := self.known_keys():
             if any(hmac.compare_digest(key.blob, shown.blob) for key in known):

@@ -229,6 +229,10 @@ class RentedNode(PackageSettings):
     key_variable: str = Field("", pattern=VARIABLE)
     """Environment variable that holds the private key itself, in place of key_file: ROLLOUTS_SSH_KEY where the run's
     credentials have it."""
+    host_keys: Literal["expect", "first_use"] = "expect"
+    """`expect`: the first connection to a machine is held against a host key that is known before, where its provider
+    allows that (Lambda, RunPod). `first_use`: the key that it shows then is believed, for images that make their own
+    whatever they were given."""
     setup: tuple[str, ...] = ()
     """Shell commands that are run once on a fresh machine, for example to install what the packages of this project
     need. They are shown in Prefect's pages: put no secret there."""

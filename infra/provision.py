@@ -108,6 +108,8 @@ class RentRequest:
     max_hours: float
     """No machine is kept longer."""
     usable_within_s: float = 900.0
+    expects_host_key: bool = True
+    """The first connection is held against a key that is known before, where the provider allows that."""
 
 
 def rent_machines(
@@ -361,7 +363,7 @@ def _rent_at(
     cloud = clouds[offer.provider]
     with _all_or_none(ledger, clouds, pace) as fresh:
         while len(unit) + len(fresh) < request.num_machines:
-            host_key = make_host_key() if cloud.gives_host_key else None
+            host_key = make_host_key() if request.expects_host_key and cloud.gives_host_key else None
             rental = _intend(request, offer, ledger, host_key=host_key, beside=[*unit, *fresh])
             say(f"asked {offer.provider} for {rental.gpu} at {offer.usd_per_hour:.2f} USD/h as {rental.name}")
             fresh.append(_create_once(rental, offer, request, ledger, cloud, pace, host_key=host_key))
@@ -522,7 +524,8 @@ def _wait_until_usable(
             if price > max_usd_per_hour:
                 return f"{rental.name} costs {price:.2f} USD/h, more than was offered and allowed", "", price
             if instance is not None and instance.has_address:
-                return "", check(_with_expected_key(rental, ledger, cloud), instance), price
+                expected = _with_expected_key(rental, ledger, cloud) if request.expects_host_key else rental
+                return "", check(expected, instance), price
         except UnfitMachineError as error:
             return str(error), "", price
         except (TransientInfraError, LoginError) as error:  # keys arrive late on fresh machines

@@ -313,6 +313,7 @@ def build_request(settings: RentedNode, run_id: str) -> RentRequest:
         max_usd=settings.max_usd,
         max_hours=settings.max_hours,
         usable_within_s=settings.usable_within_minutes * 60,
+        expects_host_key=settings.host_keys == "expect",
     )
 
 

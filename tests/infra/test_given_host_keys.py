@@ -95,9 +95,10 @@ def pods(server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRun
         yield fake
 
 
-def rent(server: SSHServer, tmp_path: Path, provider: str) -> Node:
+def rent(server: SSHServer, tmp_path: Path, provider: str, **more: object) -> Node:
     settings = RentedNode.model_validate(
         {
+            **more,
             "query": {"gpu_types": ["H100"], "providers": [provider]},
             "max_usd": 5.0,
             "key_file": str(server.client_key_file),
@@ -185,6 +186,16 @@ def test_somebody_on_the_way_to_a_machine_that_was_given_a_key_is_refused(
 
 
 @pytest.mark.slow
+def test_an_image_that_makes_its_own_key_is_believed_where_the_settings_say_so(
+    cloud: BootingLambda, server: SSHServer, tmp_path: Path
+) -> None:
+    cloud.boot = lambda body: server.start()
+    node = rent(server, tmp_path, "lambda", host_keys="first_use")
+    assert node.believed_by == "first_use" and (tmp_path / "store" / "machine_keys" / node.name).exists()
+    assert "user_data" not in next(iter(cloud.machines.values())).request
+
+
+@pytest.mark.slow
 def test_a_provider_that_repeats_what_was_sent_puts_the_key_into_no_message_and_no_ledger(
     cloud: BootingLambda, server: SSHServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -252,6 +263,15 @@ def test_a_pod_whose_log_names_no_key_is_believed_at_the_first_login(
     server.start()
     node = rent(server, tmp_path, "runpod")
     assert node.believed_by == "first_use" and (tmp_path / "store" / "machine_keys" / node.name).exists()
+
+
+@pytest.mark.slow
+def test_a_log_is_not_asked_where_the_settings_believe_the_first_login(
+    pods: FakeRunPod, server: SSHServer, tmp_path: Path
+) -> None:
+    pods.log = start_script_log(SSHServer(tmp_path / "pod"))
+    server.start()
+    assert rent(server, tmp_path, "runpod", host_keys="first_use").believed_by == "first_use"
 
 
 ECDSA, ED25519 = ("256 SHA256:" + 43 * letter + " root@pod (WHICH)" for letter in "aB")
