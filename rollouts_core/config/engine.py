@@ -17,7 +17,7 @@ WeightTransfer = Literal["auto", "gloo", "nccl", "tensors"]
 TRANSFERS: Mapping[EngineKind, tuple[WeightTransfer, ...]] = {
     "embedded": ("auto", "gloo"),
     "sglang": ("auto", "gloo", "nccl", "tensors"),
-    "vllm": ("auto",),
+    "vllm": ("auto", "gloo", "nccl"),
 }
 """The ways in which weights can go to each kind of engine."""
 ENGINE_MARGINS: Mapping[EngineKind, int] = {"embedded": 1, "sglang": 2, "vllm": 1}
@@ -53,9 +53,9 @@ class EngineConfig(Record):
     extra_args: tuple[str, ...] = ()
     """Further arguments of the server's command line, for instance ["--mem-fraction-static", "0.7"]."""
     weight_transfer: WeightTransfer = Field("auto", json_schema_extra=PLACEMENT)
-    """How new weights reach the engine. auto: by memory or files of the trainer that it reads. gloo: over the network,
-    to the kinds embedded and sglang. The others are for sglang. nccl: over the network, from GPU to GPU. tensors: it
-    maps memory of the trainer, of the GPU that both share or, without GPUs, of the machine."""
+    """How new weights reach the engine. auto: by memory or files of the trainer that it reads. gloo: over the network.
+    nccl, to sglang and vllm: over the network, from GPU to GPU. tensors, for sglang: it maps memory of the trainer, of
+    the GPU that both share or, without GPUs, of the machine."""
     router_url: str = Field("", pattern=r"^(https?://[^/]+)?$", json_schema_extra=PLACEMENT)
     """Where a router of sglang-router listens that chooses among the engines, as the trainer reaches it; empty lets the
     trainer choose. Its engines are told to it. Not with vLLM."""

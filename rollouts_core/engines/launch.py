@@ -21,8 +21,9 @@ import torch
 
 from rollouts_core.config import EngineKind
 from rollouts_core.embedded.server import API_KEY_VARIABLE, is_loopback
-from rollouts_core.engines import sweep
+from rollouts_core.engines import in_vllm, sweep
 from rollouts_core.engines.content import is_tied, read_config, write_untied
+from rollouts_core.engines.sending_to_vllm import RECEIVER
 from rollouts_core.engines.vllm import LOGPROBS_MODE
 from rollouts_core.errors import ConfigError
 from rollouts_core.job import ServeJob
@@ -185,6 +186,9 @@ def _render_vllm(job: ServeJob, model_dir: str, on_gpu: bool) -> tuple[list[str]
         *(["--enable-sleep-mode"] if job.deployment.colocated else []),
     ]
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if job.engine.weight_transfer != "auto":
+        arguments += ["--worker-extension-cls", RECEIVER]
+        env["PYTHONPATH"] = in_vllm.__path__[0]
     if on_gpu:
         return arguments, env
     on_cpu = {

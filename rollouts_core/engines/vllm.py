@@ -1,7 +1,7 @@
 """Talk to a vLLM server: token ids through its completions API, weights through its development endpoints.
 
 Not here: what all clients share (client.py), starting the server (launch.py), restarts and retries (keeper.py),
-publishing to several engines (weight_sync.py).
+publishing to several engines (weight_sync.py), sending weights to a server that reads no files (sending_to_vllm.py).
 
 The server must run with VLLM_SERVER_DEV_MODE=1 and `--logprobs-mode processed_logprobs`, and on a model whose output
 head is not tied to its embedding: on a tied one vLLM answers 200 to an update and keeps the old head. launch.py starts
@@ -10,7 +10,7 @@ it so; each update checks it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -22,10 +22,13 @@ import httpx
 import torch
 
 from rollouts_core.concurrency import gather, in_short_thread
+from rollouts_core.engines import in_vllm
 from rollouts_core.engines.client import EngineClient
-from rollouts_core.engines.content import HEAD, HeldTensors, check_same_model, is_tied, write_untied
+from rollouts_core.engines.content import EMBEDDING, HEAD, HeldTensors, check_same_model, is_tied, write_untied
 from rollouts_core.engines.http import CONNECT_TIMEOUT_S, UPDATE_TIMEOUT, read_completion, read_logprob
 from rollouts_core.engines.protocol import Completion, GenerationRequest
+from rollouts_core.engines.sending_to_vllm import RECEIVER, VLLMWeightSender
+from rollouts_core.engines.sent import SentWeights
 from rollouts_core.errors import EngineAnswerError, EngineError, EngineUnavailableError, WeightSyncError
 from rollouts_core.seeds import derive_seed
 
@@ -39,6 +42,9 @@ LOGPROBS_MODE = "processed_logprobs"
 
 class VLLMEngine(EngineClient):
     """The client of one vLLM server."""
+
+    _sender: VLLMWeightSender | None = None
+    """None before the first weights were sent."""
 
     async def abort_running(self) -> None:
         """End all requests with the tokens that they have."""
@@ -111,11 +117,50 @@ class VLLMEngine(EngineClient):
         Raises:
             WeightSyncError: the server serves a model of other shapes, or cannot be updated as it was started.
         """
-        await self.check_model(path)
-        model_config = await self._model_config()
-        if model_config.get("logprobs_mode") != LOGPROBS_MODE:
+        await self._check_updatable(path)
+        async with self._update(version), _untied(path) as loaded:
+            body = {"method": "reload_weights", "kwargs": {"weights_path": str(loaded)}}
+            await self._call_development("POST", "/collective_rpc", json=body, timeout=UPDATE_TIMEOUT)
+        return await self._held_tensors(version)
+
+    async def take_sent(self, weights: SentWeights, version: str, kept: Collection[str]) -> HeldTensors:
+        """Load weights that are sent once and set the version; running requests end before that, on the old weights.
+
+        Args:
+            kept: tensors that the server has already; they are sent as well, because it loads whole layers.
+
+        Raises:
+            WeightSyncError: the server serves a model of other shapes, or cannot be updated as it was started.
+        """
+        await self._check_updatable(weights.model_dir)
+        parallel = await self._config_of("parallel_config")
+        extension = str(parallel.get("worker_extension_cls") or "nothing")
+        if extension != RECEIVER or weights.transfer == "tensors":
             raise WeightSyncError(
-                f"{self.name} gives {model_config.get('logprobs_mode')}, not those of the distribution it samples "
+                f"{self.name} was started with {extension} as --worker-extension-cls, so it cannot be sent weights: "
+                f"let the pipeline start it, or start it with {RECEIVER} and PYTHONPATH={in_vllm.__path__[0]}"
+            )
+        tensors = dict(weights.tensors)
+        if is_tied(weights.model_dir) and HEAD not in tensors:
+            tensors[HEAD] = tensors[EMBEDDING]
+        self._sender = self._sender or VLLMWeightSender(self._connection)
+        async with self._update(version):
+            await self._sender.send(tensors, weights.transfer, num_ranks=int(parallel.get("world_size") or 1))
+        return await self._held_tensors(version)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        if self._sender is not None:
+            await self._sender.aclose()
+        await super().aclose()
+
+    async def _check_updatable(self, path: Path) -> None:
+        """Raise WeightSyncError where new weights would not be served, or not be seen to be served."""
+        await self.check_model(path)
+        logprobs_mode = (await self._model_config()).get("logprobs_mode")
+        if logprobs_mode != LOGPROBS_MODE:
+            raise WeightSyncError(
+                f"{self.name} gives {logprobs_mode}, not those of the distribution it samples "
                 f"from: start it with --logprobs-mode {LOGPROBS_MODE}"
             )
         if is_tied(path) and HEAD not in await self._digests():
@@ -123,19 +168,24 @@ class VLLMEngine(EngineClient):
                 f"{self.name} serves a model whose output head is its embedding: vLLM would leave that head as it is. "
                 "Start it on a copy with a head of its own (`rollouts_core.engines.content.write_untied`)"
             )
+
+    @asynccontextmanager
+    async def _update(self, version: str) -> AsyncIterator[None]:
+        """Nothing is sampled inside, where the weights change; afterwards the server says that it has this version."""
         await self._call_development("POST", "/pause", params={"mode": "wait"}, timeout=UPDATE_TIMEOUT)
         try:
             # Whatever is sampled from here on, were the update to fail halfway, must not count as the old version's.
             await self._set_version(f"{version}, loading")
-            async with _untied(path) as loaded:
-                body = {"method": "reload_weights", "kwargs": {"weights_path": str(loaded)}}
-                await self._call_development("POST", "/collective_rpc", json=body, timeout=UPDATE_TIMEOUT)
+            yield
             await self._call_development("POST", "/reset_prefix_cache")  # the old weights computed its entries
             await self._set_version(version)
         finally:
             await self.resume()
+
+    async def _held_tensors(self, version: str) -> HeldTensors:
         if (served := await self.weight_version()) != version:
             raise WeightSyncError(f"{self.name} serves {served} after it was given {version}")
+        model_config = await self._model_config()
         dtype = getattr(torch, str(model_config.get("dtype")).removeprefix("torch."), None)
         is_plain = isinstance(dtype, torch.dtype) and not model_config.get("quantization")
         return HeldTensors(digests=await self._digests(), dtype=dtype if is_plain else None)
@@ -153,8 +203,11 @@ class VLLMEngine(EngineClient):
         return {name: digest for (_, name), digest in by_rank.items()}
 
     async def _model_config(self) -> dict[str, Any]:  # Any: JSON
+        return await self._config_of("model_config")
+
+    async def _config_of(self, part: str) -> dict[str, Any]:  # Any: JSON
         info = await self._call_development("GET", "/server_info", params={"config_format": "json"})
-        config: dict[str, Any] = self._field(self._field(info, "vllm_config"), "model_config")  # Any: JSON
+        config: dict[str, Any] = self._field(self._field(info, "vllm_config"), part)  # Any: JSON
         return config
 
     def _field(self, answer: Any, name: str) -> Any:  # Any: JSON

@@ -17,7 +17,7 @@ import pytest
 
 from infra.ports import find_free_port
 from infra.session import LocalSession
-from rollouts_core.config import DeploymentConfig, EngineConfig, EngineKind, ModelConfig
+from rollouts_core.config import DeploymentConfig, EngineConfig, EngineKind, ModelConfig, WeightTransfer
 from rollouts_core.engines import SGLangEngine, VLLMEngine, sweep
 from rollouts_core.engines.launch import LaunchCommand
 from rollouts_core.job import InputModel, ServeJob
@@ -91,11 +91,12 @@ def engine_python(kind: EngineKind) -> Path:
 def make_server(kind: EngineKind, model_dir: Path, run_dir: Path, *, api_key_variable: str = "") -> Server:
     """A server of that kind for a model, not started; skips the test where it is not installed."""
     python = "" if kind == "embedded" else str(engine_python(kind))
+    way: WeightTransfer = "gloo" if kind == "vllm" else "auto"  # vLLM alone is started in another way for that
     job = ServeJob(
         model=InputModel(name="base", model=ModelConfig(path=str(model_dir)), digest=""),
         port=find_free_port(LocalSession(sys.executable)),
         context_length=CONTEXT_LENGTH,
-        engine=EngineConfig(kind=kind, python=python, api_key_variable=api_key_variable),
+        engine=EngineConfig(kind=kind, python=python, api_key_variable=api_key_variable, weight_transfer=way),
         deployment=DeploymentConfig(max_running_requests=16),
     )
     run_dir.mkdir()

@@ -36,6 +36,7 @@ HIDDEN_SIZE = 128
         pytest.param("sglang", "gloo", marks=pytest.mark.matrix),
         pytest.param("sglang", "tensors", marks=pytest.mark.matrix),
         ("vllm", "auto"),
+        pytest.param("vllm", "gloo", marks=pytest.mark.matrix),
     ],
 )
 def test_a_run_samples_from_the_engine_it_names_and_the_trainer_agrees_with_its_logprobs(

@@ -127,14 +127,20 @@ def test_an_engine_on_the_trainers_gpus_is_started_so_that_it_can_hand_memory_ov
         render_launch(job_of(engine, colocated=True), Path("/models/m"), on_gpu=False)
 
 
-@pytest.mark.parametrize(
-    ("kind", "way"), [("embedded", "nccl"), ("embedded", "tensors"), ("vllm", "gloo"), ("vllm", "nccl")]
-)
+@pytest.mark.parametrize(("kind", "way"), [("embedded", "nccl"), ("embedded", "tensors"), ("vllm", "tensors")])
 def test_weights_are_sent_only_in_ways_that_the_engine_has(kind: EngineKind, way: str) -> None:
     for other in TRANSFERS[kind]:
         assert EngineConfig(kind=kind, weight_transfer=other).weight_transfer == other
     with pytest.raises(ValidationError, match=rf'weight_transfer "{way}" is no way to an engine of the kind {kind}'):
         EngineConfig.model_validate({"kind": kind, "weight_transfer": way})
+
+
+def test_vllm_has_the_receiver_where_it_is_sent_weights() -> None:
+    auto = render_launch(job_of({"kind": "vllm"}), Path("/models/m"), on_gpu=True)
+    sent = render_launch(job_of({"kind": "vllm", "weight_transfer": "nccl"}), Path("/models/m"), on_gpu=True)
+    assert "--worker-extension-cls" not in auto.argv and "PYTHONPATH" not in auto.env
+    module, _, _ = sent.argv[sent.argv.index("--worker-extension-cls") + 1].partition(".")
+    assert Path(sent.env["PYTHONPATH"], f"{module}.py").is_file()
 
 
 def test_a_router_is_one_of_sglang() -> None:

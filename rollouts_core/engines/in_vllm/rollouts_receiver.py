@@ -1,0 +1,110 @@
+"""The end of a vLLM worker that takes the trainer's weights through a process group, without a file.
+
+Not here: the trainer's end (engines/sending_to_vllm.py). vLLM adds `WeightReceiver` to its workers
+(`--worker-extension-cls`) and calls its methods for `/collective_rpc`. This project's packages are not there, only
+torch and vLLM: so its file about groups is loaded by its path.
+
+    join_weight_group -> reload_sent_weights, again and again -> leave_weight_group
+                          bucket, bucket, ... -> tensors -> vLLM's own reload, layer by layer
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
+
+TIMEOUT_S = 120.0
+"""For the others to join, and for one bucket to come."""
+DEVICES = {"gloo": "cpu", "nccl": "cuda"}
+
+
+class WeightReceiver:
+    """What a worker of vLLM can do besides; `self` is the worker."""
+
+    def join_weight_group(self, address: str, port: int, name: str, backend: str, size: int) -> None:
+        """Become a member of the group that the trainer opened; returns when all are there."""
+        worker: Any = self  # Any: vLLM's types are not here
+        worker.leave_weight_group()
+        store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
+        named, rank = _gloo().name_store(store, name, DEVICES[backend]), 1 + int(worker.rank)
+        if backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=TIMEOUT_S)
+            os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a trainer that is gone is an error, not this process's end
+            group: Any = dist.ProcessGroupNCCL(named, rank, size, options)
+        else:
+            own = _gloo().find_address_towards(address, port)
+            group = _gloo().connect_gloo(named, rank=rank, size=size, address=own, timeout_s=TIMEOUT_S)
+        worker._rollouts_group = (group, DEVICES[backend])
+
+    def reload_sent_weights(self, buckets: list[list[tuple[str, str, list[int]]]]) -> None:
+        """Load what the trainer sends now.
+
+        Args:
+            buckets: name, number format and shape of the tensors of each broadcast, in their order.
+
+        Raises:
+            RuntimeError: the trainer is gone, or too slow; the weights are those of no version then.
+        """
+        from vllm.model_executor.model_loader.reload import (  # type: ignore[import-not-found]
+            finalize_layerwise_reload,
+        )
+
+        worker: Any = self
+        try:
+            worker.reload_weights(weights_iterator=_receive(worker, buckets))
+        except BaseException:
+            worker.leave_weight_group()
+            # Half of an update must not be taken for the beginning of the next one.
+            finalize_layerwise_reload(worker.get_model(), worker.model_config)
+            raise
+
+    def leave_weight_group(self) -> None:
+        """Leave the group, whatever its other members do."""
+        worker: Any = self
+        held, worker._rollouts_group = [getattr(worker, "_rollouts_group", (None, ""))[0]], (None, "")
+        if held[0] is not None:
+            _gloo().let_go(held)
+
+
+def _receive(worker: Any, buckets: list[list[tuple[str, str, list[int]]]]) -> Iterator[tuple[str, torch.Tensor]]:
+    group, device = worker._rollouts_group
+    if group is None:
+        raise RuntimeError("the worker is in no group with a trainer")
+    for bucket in buckets:
+        sizes = [_count_bytes(dtype, shape) for _, dtype, shape in bucket]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        _gloo().wait_for(group.broadcast([flat], options), timeout_s=TIMEOUT_S, is_left=lambda: False)
+        for (name, dtype, shape), part in zip(bucket, torch.split(flat, sizes), strict=True):
+            yield name, part.view(getattr(torch, dtype)).view(shape)
+
+
+def _count_bytes(dtype: str, shape: list[int]) -> int:
+    return int(torch.Size(shape).numel() * getattr(torch, dtype).itemsize)
+
+
+_loaded: list[ModuleType] = []
+
+
+def _gloo() -> ModuleType:
+    """This project's embedded/gloo.py, which needs nothing but torch."""
+    if not _loaded:
+        spec = importlib.util.spec_from_file_location(
+            "rollouts_gloo", Path(__file__).parents[2] / "embedded" / "gloo.py"
+        )
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        _loaded.append(module)
+    return _loaded[0]
