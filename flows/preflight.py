@@ -229,8 +229,8 @@ def check_engine_nodes(config: Config, node: NodeSettings) -> None:
         )
     if engine.kind == "vllm":
         raise ConfigError(
-            f"{setting}: an engine on another node is sent its weights, which vLLM cannot be: choose the kind "
-            "sglang or embedded, or leave the nodes out"
+            f"{setting}: an engine on another node is reached over the network, where vLLM's key protects its "
+            "completions alone, not its weights: choose the kind sglang or embedded, or leave the nodes out"
         )
     if engine.weight_transfer == "tensors":
         raise ConfigError(

@@ -14,7 +14,7 @@ from pydantic import model_validator
 
 from rollouts_core.config.data import DataConfig, DatasetConfig
 from rollouts_core.config.deployment import DeploymentConfig
-from rollouts_core.config.engine import MAX_VLLM_TEMPERATURE, EngineConfig
+from rollouts_core.config.engine import MAX_VLLM_TEMPERATURE, TRANSFERS, EngineConfig
 from rollouts_core.config.evaluation import EvaluationConfig
 from rollouts_core.config.files import parse_config, read_settings, resolve_paths
 from rollouts_core.config.model import ModelConfig
@@ -138,9 +138,10 @@ class Config(Record):
                 f"be 1, found {self.training.rl.sync_every}"
             )
         if self.rollout.engine.weight_transfer == "nccl":
+            other = "tensors" if "tensors" in TRANSFERS[self.rollout.engine.kind] else "auto"
             raise ValueError(
                 "with deployment.colocated engine and trainer share GPUs, and NCCL connects processes of different "
-                'GPUs: set rollout.engine.weight_transfer = "tensors"'
+                f'GPUs: set rollout.engine.weight_transfer = "{other}"'
             )
         return self
 

@@ -136,10 +136,11 @@ def test_weights_are_sent_only_in_ways_that_the_engine_has(kind: EngineKind, way
 
 
 def test_vllm_has_the_receiver_where_it_is_sent_weights() -> None:
-    auto = render_launch(job_of({"kind": "vllm"}), Path("/models/m"), on_gpu=True)
-    sent = render_launch(job_of({"kind": "vllm", "weight_transfer": "nccl"}), Path("/models/m"), on_gpu=True)
+    engine = {"kind": "vllm", "dtype": "bfloat16"}
+    auto = render_launch(job_of(engine), Path("/models/m"), on_gpu=True)
+    sent = render_launch(job_of({**engine, "weight_transfer": "nccl"}), Path("/models/m"), on_gpu=True)
     assert "--worker-extension-cls" not in auto.argv and "PYTHONPATH" not in auto.env
-    module, _, _ = sent.argv[sent.argv.index("--worker-extension-cls") + 1].partition(".")
+    module, _, _ = option(sent.argv, "--worker-extension-cls").partition(".")
     assert Path(sent.env["PYTHONPATH"], f"{module}.py").is_file()
 
 
@@ -160,8 +161,9 @@ def test_nccl_is_refused_where_engine_and_trainer_share_a_gpu() -> None:
     }
     sglang = {"kind": "sglang", "weight_transfer": "tensors"}
     assert Config.model_validate({**settings, "rollout": {"engine": sglang}}).deployment.colocated
-    with pytest.raises(ValidationError, match=r'share GPUs.*set rollout\.engine\.weight_transfer = "tensors"'):
-        Config.model_validate({**settings, "rollout": {"engine": {**sglang, "weight_transfer": "nccl"}}})
+    for kind, other in (("sglang", "tensors"), ("vllm", "auto")):
+        with pytest.raises(ValidationError, match=rf'share GPUs.*set rollout\.engine\.weight_transfer = "{other}"'):
+            Config.model_validate({**settings, "rollout": {"engine": {"kind": kind, "weight_transfer": "nccl"}}})
 
 
 def test_a_key_among_the_arguments_is_refused() -> None:
