@@ -61,7 +61,7 @@ class HostKeyPolicy:
     known_hosts: tuple[Path, ...]
     """Files in OpenSSH's format; those that do not exist know nothing."""
     first_use_file: Path | None
-    """Where a key is written that is believed because it is the first; None refuses unknown hosts."""
+    """Where a key is written that is believed because it is the first, or pinned; None refuses unknown hosts."""
 
     @property
     def address(self) -> str:
@@ -77,7 +77,7 @@ class HostKeyPolicy:
         return [key for marker, key in self._entries() if marker == ""]
 
     def check(self, shown: HostKey) -> HostKeyEvidence:
-        """Say why the key is believed; a key on first use is remembered.
+        """Say why the key is believed; it is remembered, unless a file of the user's has it.
 
         Raises:
             HostKeyError: it is not; one sentence that says what to do.
@@ -86,6 +86,8 @@ class HostKeyPolicy:
             raise HostKeyError(self.address, shown.fingerprint, "that key is marked as @revoked in known_hosts")
         if self.pinned:
             if hmac.compare_digest(self.pinned.encode(), shown.fingerprint.encode()):
+                if self.first_use_file is not None and shown not in self.known_keys():
+                    self._remember(shown, self.first_use_file)  # for those who read that file, as the user's own client
                 return HostKeyEvidence.PINNED
             raise HostKeyError(
                 self.address,

@@ -346,9 +346,8 @@ def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance
         return fingerprint
     known = known_hosts_of(store, rental.name)
     if rental.expected_key:
-        access = replace(access, host_key=rental.expected_key)
-    else:
-        access = replace(access, known_hosts=(str(known),), first_use_file=str(known))
+        known.unlink(missing_ok=True)  # of an earlier try that believed another one
+    access = replace(access, host_key=rental.expected_key, known_hosts=(str(known),), first_use_file=str(known))
     with open_ssh(access, python=SETUP_PYTHON if settings.setup else settings.python) as session:
         gpu_type = rental.gpu.partition("x ")[2]
         gpus = require_gpus(session, settings.query.gpu_count, gpu_type=gpu_type, vram_gb=rental.vram_gb)
@@ -363,8 +362,6 @@ def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance
         expand_root(session, settings.python, settings.root)
         if settings.query.gpu_count > 1:
             say(f"{rental.name}: {require_peers(session, settings.python, settings.query.gpu_count)}")
-    if rental.expected_key:
-        return rental.expected_key
     policy = HostKeyPolicy(host=access.host, port=access.port, pinned="", known_hosts=(known,), first_use_file=None)
     return policy.known_keys()[-1].fingerprint
 

@@ -25,8 +25,10 @@ from infra.host_keys import fingerprint_of, make_host_key
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import Node, RentedNode
 from infra.offers import GPUQuery, Instance, MachineSpec
+from infra.openssh import login_command
 from infra.providers import open_session, provision_node
 from infra.providers.lambda_cloud import Lambda
+from infra.providers.rented import find_machine, known_hosts_of
 from infra.providers.runpod import RunPod
 from infra.rentals import RentalState, all_rentals
 from tests.infra import ssh_server
@@ -123,6 +125,14 @@ def assert_refused(fake: FakeCloud, server: SSHServer, tmp_path: Path, provider:
         assert [(row.state, row.host_key) for row in all_rentals(ledger)] == [(RentalState.GONE, "")]
 
 
+def assert_a_person_can_log_in(node: Node, server: SSHServer, tmp_path: Path) -> None:
+    """As by `rollouts nodes ssh`: that client knows the host key from a file alone."""
+    known = known_hosts_of(tmp_path / "store", node.name)
+    words = login_command(find_machine(node), known, key_file=str(server.client_key_file), command=["echo", "in"])
+    said = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+    assert said.stdout == "in\n", said.stderr
+
+
 def parts_of(private: str) -> list[str]:
     """Every piece of 16 characters of the secret lines of a key."""
     lines = [line for line in private.splitlines() if not line.startswith("-----")]
@@ -162,14 +172,15 @@ def test_the_first_connection_is_held_against_the_key_that_the_machine_was_creat
         again = rent(server, tmp_path, "lambda")
     assert node.believed_by == again.believed_by == "injected" and len(cloud.machines) == 1
     assert node.access is not None and node.access.host_key == ssh_server.fingerprint_of(server.host_key_file) != own
-    assert not (tmp_path / "store" / "machine_keys").exists()
+    assert_a_person_can_log_in(node, server, tmp_path)
 
     assert sightings == []
-    private = server.host_key_file.read_text()
+    private, public = server.host_key_file.read_text(), Path(f"{server.host_key_file}.pub").read_text()
     said = caplog.text + json.dumps(asdict(node))
     files = [path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()]
-    assert files != [] and parts_of(private) != []
-    for part in parts_of(private):
+    secrets = [part for part in parts_of(private) if part not in public]  # a private key has its public half in it
+    assert files != [] and len(secrets) > 100
+    for part in secrets:
         assert part not in said and not any(part.encode() in content for content in files)
 
 
@@ -243,6 +254,7 @@ def test_the_first_connection_is_held_against_the_key_that_the_log_of_the_pod_na
     node = rent(server, tmp_path, "runpod")
     assert node.believed_by == "provider" == rent(server, tmp_path, "runpod").believed_by
     assert node.access is not None and node.access.host_key == ssh_server.fingerprint_of(server.host_key_file)
+    assert_a_person_can_log_in(node, server, tmp_path)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from infra.errors import HostKeyError
-from infra.host_keys import HostKey, HostKeyEvidence, HostKeyPolicy, parse_known_hosts
+from infra.host_keys import HostKey, HostKeyEvidence, HostKeyPolicy, noted_fingerprint, parse_known_hosts
 from tests.infra.ssh_server import fingerprint_of, make_key
 
 
@@ -51,6 +51,14 @@ def test_a_pinned_key_is_believed_and_no_other_even_if_a_file_knows_it(
     assert replace(policy, pinned=key.fingerprint).check(key) is HostKeyEvidence.PINNED
     with pytest.raises(HostKeyError, match=r"h shows the host key SHA256:\S+, but expected is SHA256:x"):
         replace(policy, pinned="SHA256:x").check(key)
+
+
+def test_a_pinned_key_is_noted_once_for_who_reads_the_file(policy: HostKeyPolicy, key: HostKey, tmp_path: Path) -> None:
+    ours = tmp_path / "ours"
+    noting = replace(policy, pinned=key.fingerprint, known_hosts=(ours,), first_use_file=ours)
+    for _ in range(2):
+        assert noting.check(key) is HostKeyEvidence.PINNED
+    assert len(ours.read_text().splitlines()) == 1 and noted_fingerprint(ours) == key.fingerprint
 
 
 @pytest.mark.parametrize("hashed", [False, True])
