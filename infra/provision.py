@@ -524,8 +524,9 @@ def _wait_until_usable(
             if price > max_usd_per_hour:
                 return f"{rental.name} costs {price:.2f} USD/h, more than was offered and allowed", "", price
             if instance is not None and instance.has_address:
-                expected = _with_expected_key(rental, ledger, cloud) if request.expects_host_key else rental
-                return "", check(expected, instance), price
+                if request.expects_host_key:
+                    rental = _with_expected_key(rental, ledger, cloud)
+                return "", check(rental, instance), price
         except UnfitMachineError as error:
             return str(error), "", price
         except (TransientInfraError, LoginError) as error:  # keys arrive late on fresh machines

@@ -172,6 +172,23 @@ def test_a_machine_that_cannot_be_logged_in_to_in_time_is_given_back_and_the_nex
     assert 1 < len(world.rows()) == len(world.fake.machines) <= MAX_OFFERS and world.fake.most_at_once == 1
 
 
+def test_what_the_provider_told_of_the_host_key_is_expected_by_every_later_try(world: World) -> None:
+    """Else the next key would be believed, by whoever it is shown, where the provider is silent for a moment."""
+    key = "SHA256:" + 43 * "k"
+    world.fake.log = ["Key: /etc/ssh/ssh_host_ed25519_key.pub", f"256 {key} root@pod (ED25519)"]
+    expected: list[tuple[str, str]] = []
+
+    def check(rental: Rental, instance: Instance) -> str:
+        expected.append((rental.expected_key, rental.believed_by))
+        world.fake.log = []
+        if len(expected) < 3:
+            raise LoginError("root@host:22", "it knows no key of ours")
+        return rental.expected_key
+
+    assert world.rent(check=check).host_key == key
+    assert expected == 3 * [(key, "provider")]
+
+
 @pytest.mark.parametrize("error", [PermanentInfraError("no Python"), KeyboardInterrupt(), RuntimeError("a bug")])
 def test_whatever_ends_the_waiting_gives_the_machine_back(world: World, error: BaseException) -> None:
     def fails(rental: Rental, instance: Instance) -> str:
