@@ -400,9 +400,11 @@ def _remove_abandoned(destination: Path, incoming: Path) -> None:
 
 def _is_left(directory: Path, incoming: Path) -> bool:
     """True when nobody holds a lock on it, or it is of an earlier attempt of the copy that makes this one."""
-    copy, _, _ = incoming.name.rpartition("-")
+    copy, _, attempt = incoming.name.rpartition("-")
     if directory.name.startswith(f"{copy}-"):
-        return True
+        other, _, _ = directory.name[len(copy) + 1 :].partition("-")
+        if int(other) < int(attempt):  # a late call must not take a later one's
+            return True
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:

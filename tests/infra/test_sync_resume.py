@@ -314,6 +314,18 @@ def test_what_seems_to_be_under_way_is_taken_over_by_the_same_copy_alone(
             assert part.exists() == (not is_moved)
 
 
+def test_no_late_call_of_an_earlier_attempt_removes_what_a_later_one_has(tmp_path: Path) -> None:
+    """It may have waited on the node while its connection broke and the copy was gone on with."""
+    session = LocalSession(sys.executable)
+    early, later = (tmp_path / f".model.incoming-0123-{attempt}" for attempt in (9, 10))
+    with prepared(session, later, {}):
+        (later / "model").write_bytes(b"has come")
+        with prepared(session, early, {}):
+            assert (later / "model").read_bytes() == b"has come"
+        with prepared(session, later.with_name(".model.incoming-0123-11"), {}):
+            assert not later.exists() and not early.exists()
+
+
 @contextmanager
 def prepared(session: Session, incoming: Path, reused: dict[str, list[object]]) -> Iterator[dict[str, list[int]]]:
     """A folder that is held, with what was taken into it."""
