@@ -18,6 +18,7 @@ admits, so not the run's money but its hours end it. Offers are those of the cur
 """
 
 import json
+import logging
 import math
 import os
 import re
@@ -57,6 +58,8 @@ _MEMORY_GB = {
 _MEMORY_IN_NAME = re.compile(r"-(\d+)GB\b")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _UNSHOWABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
+
+logger = logging.getLogger(__name__)
 
 AnswerT = TypeVar("AnswerT")
 
@@ -108,13 +111,24 @@ class Sky:
     def search(self, query: GPUQuery) -> list[Offer]:
         if not query.gpu_types:
             return []
-        return [
-            offer
-            for cloud in sorted(self._usable_clouds())
-            for first_word in sorted({wanted.split()[0] for wanted in query.gpu_types})
-            for kind in self._kinds(first_word, query.gpu_count, cloud)
-            if (offer := _read_offer(kind, is_spot=query.spot)) is not None
-        ]
+        clouds = sorted(self._usable_clouds())
+        offers: list[Offer] = []
+        failures: list[ProviderUnavailableError] = []
+        for cloud in clouds:
+            try:
+                kinds = [
+                    kind
+                    for first_word in sorted({wanted.split()[0] for wanted in query.gpu_types})
+                    for kind in self._kinds(first_word, query.gpu_count, cloud)
+                ]
+            except ProviderUnavailableError as error:  # a Kubernetes cluster that is away hides no other cloud
+                logger.warning("went on without %s: %s", cloud, error)
+                failures.append(error)
+                continue
+            offers += [offer for kind in kinds if (offer := _read_offer(kind, is_spot=query.spot)) is not None]
+        if failures and len(failures) == len(clouds):
+            raise failures[0]
+        return offers
 
     def create(self, offer: Offer, spec: MachineSpec) -> str:
         cloud, instance_type, accelerator = offer.id.split(":")

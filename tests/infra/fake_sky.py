@@ -173,6 +173,9 @@ def main() -> int:
         if options.command == "check":
             say(json.dumps(state.get("can") or CAN, indent=2))
             code = 0
+        elif options.command == "gpus" and options.infra in state["faults"].get("away", []):
+            sys.stderr.write("Timed out when trying to reach the cluster\n")
+            code = 1
         elif options.command == "gpus":
             code = gpus(options)
         elif options.command == "status":

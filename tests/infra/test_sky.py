@@ -235,6 +235,14 @@ def test_pods_are_offered_at_no_price_and_those_with_one_at_theirs(kubernetes: s
     assert [offer.region for offer in spot] == ["us-east-1"]
 
 
+def test_a_cluster_that_does_not_answer_hides_no_other_cloud(kubernetes: str, installed: Installed, cloud: Sky) -> None:
+    installed.set("faults", away=["kubernetes"])
+    assert {offer.region for offer in cloud.search(QUERY)} == {"us-east-1", "us-west-2"}
+    installed.set("faults", away=["kubernetes", "aws"])
+    with pytest.raises(ProviderUnavailableError, match="sky gpus ended with 1: Timed out"):
+        cloud.search(QUERY)
+
+
 def test_a_pod_is_rented_until_its_hours_are_over_and_given_back(
     kubernetes: str, installed: Installed, cloud: Sky, ledger: Ledger
 ) -> None:
