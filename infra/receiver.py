@@ -220,8 +220,10 @@ def _set_aside_left(destination: Path, incoming: Path) -> dict[str, Path]:
     with _locked_directory(destination.parent):
         for path in _incoming_of(destination):
             if path != incoming and _is_left(path, incoming):
-                places[str(path)] = path if path.name.endswith("-left") else path.with_name(f"{path.name}-left")
-                path.rename(places[str(path)])
+                place = path if path.name.endswith("-left") else path.with_name(f"{path.name}-left")
+                with contextlib.suppress(OSError):  # a late call made it anew, and it was set aside before
+                    path.rename(place)
+                    places[str(path)] = place
     return places
 
 

@@ -326,6 +326,19 @@ def test_no_late_call_of_an_earlier_attempt_removes_what_a_later_one_has(tmp_pat
             assert not later.exists() and not early.exists()
 
 
+def test_a_folder_that_a_late_call_made_anew_after_it_was_set_aside_is_in_nobodys_way(
+    source: Path, target: Path
+) -> None:
+    """Its connection broke before, and that of the attempt that set it aside a moment later."""
+    part = break_off_amid_the_fourth_chunk(source, target)
+    set_aside = part.parent.rename(part.parent.with_name(f"{part.parent.name}-left"))
+    part.parent.mkdir()
+    part.write_bytes(b"late")
+    publish_directory(LocalSession(sys.executable), source, str(target))
+    assert_copied(source, target)
+    assert not set_aside.exists() and not part.exists()
+
+
 @contextmanager
 def prepared(session: Session, incoming: Path, reused: dict[str, list[object]]) -> Iterator[dict[str, list[int]]]:
     """A folder that is held, with what was taken into it."""
