@@ -232,8 +232,10 @@ def _receive_chunk(stream: "_ByteStream", file: BinaryIO, start: int, num_bytes:
     num_same = max(0, min(CHUNK_BYTES, part.size - start))
     if num_same and not (parse_object(stream.read_line(MAX_HEAD_BYTES)) or {}).get("is_same"):
         num_same = 0
+    # Of a file in its place what followed a chunk that differs is cut off below, whatever it was.
+    is_here = file.seek(0, os.SEEK_END) >= start + num_same
     if num_same >= num_bytes:
-        return num_same == num_bytes
+        return is_here and num_same == num_bytes
     file.seek(start)
     digest = hashlib.sha256(file.read(num_same))
     if not num_same and part.size > start and part.is_in_place:

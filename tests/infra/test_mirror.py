@@ -343,6 +343,15 @@ def test_a_log_that_arrives_damaged_shows_what_is_right(there: Path, here: Path)
     assert content_of(here) == public(content_of(there))
 
 
+def test_of_a_log_that_was_damaged_here_what_follows_the_damage_is_right_too(there: Path, here: Path) -> None:
+    """What follows a chunk that differs is cut off, so it must not count as what is here already."""
+    (there / "log.txt").write_bytes(os.urandom(LARGE_BYTES))
+    pull_run(LocalSession(sys.executable), str(there), here)
+    flip_a_bit(here / "log.txt", CHUNK_BYTES + 1)
+    pull_run(LocalSession(sys.executable), str(there), here)
+    assert content_of(here) == public(content_of(there))
+
+
 def test_what_is_appended_to_a_log_while_it_is_fetched_comes_the_next_time(there: Path, here: Path) -> None:
     write_large(there / "log.txt", besides=here)
 
