@@ -80,6 +80,7 @@ class SilenceWatch:
             self._calls.discard(call)
             if not self._calls:
                 self._watching.cancel()
+                self._watching = None  # it ends in a moment, and the next call must not take it for its own
         raise EngineUnavailableError(
             f"{self.name} was silent for {self.timeout_s:g} s amid requests: no request ended, and what generates "
             "answered no question"

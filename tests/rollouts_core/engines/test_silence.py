@@ -9,10 +9,12 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
 import pytest
 
 from rollouts_core.engines import Completion, SGLangEngine, VLLMEngine, keeper
+from rollouts_core.engines.silence import SilenceWatch
 from rollouts_core.errors import EngineUnavailableError
 from tests.rollouts_core.engines.test_faults import BOTH, REQUEST, EngineType, completion_json, listening, stay_silent
 
@@ -114,6 +116,21 @@ def test_a_server_is_not_asked_while_it_has_no_requests() -> None:
             assert server.num_questions == num_asked
 
     asyncio.run(idle())
+
+
+def test_a_call_that_begins_as_the_last_one_ends_is_watched_over_too() -> None:
+    """So do the turns of a conversation: nothing else runs in between."""
+
+    async def hang() -> None:
+        await asyncio.sleep(60)
+
+    async def call_twice() -> None:
+        watch = SilenceWatch("engine", hang, lambda: False, timeout_s=SILENCE_TIMEOUT_S)
+        await watch.over(lambda: asyncio.sleep(0.01))
+        with anyio.fail_after(10), pytest.raises(EngineUnavailableError, match="engine was silent"):
+            await watch.over(hang)
+
+    asyncio.run(call_twice())
 
 
 def test_a_server_that_is_given_weights_may_be_silent(quickstart_dir: Path) -> None:
