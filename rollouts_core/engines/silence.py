@@ -27,6 +27,9 @@ SILENCE_TIMEOUT_S = 120.0
 MAX_QUESTION_INTERVAL_S = 10.0
 QUESTIONS_PER_TIMEOUT = 4
 """With a short timeout the question is put more often than that."""
+NUM_LOOKS = 12
+"""So often it is looked whether an answer came. The event loop may be held up, by a reward function for instance, and
+for longer than the whole timeout: that is one look, and what came meanwhile is read before the next one."""
 UNREACHED_PAUSE_S = 1.0
 """Between two questions where the first did not reach the server."""
 
@@ -112,9 +115,15 @@ class SilenceWatch:
     async def _gives_sign(self) -> bool:
         began = time.monotonic()
         was_excused = self._is_excused()
-        with anyio.move_on_after(self.timeout_s):
-            await self._put_question()
-            return True
+        question = asyncio.create_task(self._put_question())
+        try:
+            for _ in range(NUM_LOOKS):
+                await asyncio.wait([question], timeout=self.timeout_s / NUM_LOOKS)
+                if question.done():
+                    question.result()
+                    return True
+        finally:
+            question.cancel()
         return was_excused or self._is_excused() or self._sign_at > began
 
     async def _put_question(self) -> None:

@@ -6,6 +6,7 @@ Without it a run waits ten minutes for every request of a server that stands sti
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,22 @@ def test_a_call_that_begins_as_the_last_one_ends_is_watched_over_too() -> None:
             await watch.over(hang)
 
     asyncio.run(call_twice())
+
+
+def test_an_event_loop_that_is_held_up_is_no_silence_of_a_server() -> None:
+    """A reward function may compute for as long as it likes, while an answer waits to be read."""
+
+    async def answer() -> None:
+        time.sleep(2 * SILENCE_TIMEOUT_S)
+        for _ in range(3):  # a connection, what is sent, what comes
+            await asyncio.sleep(0)
+
+    async def grade_amid() -> bool:
+        watch = SilenceWatch("engine", answer, lambda: False, timeout_s=SILENCE_TIMEOUT_S)
+        await watch.over(lambda: asyncio.sleep(LONG_S))
+        return watch.is_silent
+
+    assert not asyncio.run(grade_amid())
 
 
 def test_a_server_that_is_given_weights_may_be_silent(quickstart_dir: Path) -> None:
