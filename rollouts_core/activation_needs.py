@@ -112,7 +112,8 @@ def activation_bytes(shape: ModelShape, policy: PolicyConfig, rows: Rows) -> int
 def layer_bytes_per_token(shape: ModelShape, policy: PolicyConfig, rows: Rows) -> int:
     """What autograd keeps of one layer for each token of the micro-batch."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
-    queries, keys, is_bfloat16 = shape.query_size, shape.kv_size, policy.precision == "bfloat16"
+    queries, keys = shape.query_size, shape.kv_size
+    is_bfloat16 = policy.precision == "bfloat16"
     is_eager = policy.attention == "eager"
     width = 2 if is_bfloat16 else 4
     kept = (

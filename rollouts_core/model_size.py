@@ -81,9 +81,14 @@ def find_model_size(model: ModelConfig, *, timeout_s: float = HUB_TIMEOUT_S) -> 
     except subprocess.TimeoutExpired:
         return ModelSize(problem=f"the hub did not answer within {timeout_s:g} s")
     if done.returncode != 0:
-        return ModelSize(problem=f"the hub does not tell: {done.stderr.strip().rpartition(chr(10))[2].rstrip('.')}")
+        last_line = done.stderr.strip().rpartition("\n")[2]
+        return ModelSize(problem=f"the hub does not tell: {last_line.rstrip('.')}")
     told = json.loads(done.stdout)
-    return ModelSize(**told | {"tensors": {name: tuple(shape) for name, shape in told["tensors"].items()}})
+    return ModelSize(
+        tensors={name: tuple(shape) for name, shape in told["tensors"].items()},
+        num_file_bytes=told["num_file_bytes"],
+        settings=told["settings"],
+    )
 
 
 def read_folder(folder: Path) -> ModelSize:

@@ -166,7 +166,8 @@ def engine_weight_bytes(config: Config, size: ModelSize) -> int:
 
 
 def _engine_dtype_bytes(config: Config, size: ModelSize) -> int:
-    given, text = config.rollout.engine.dtype, {**size.settings, **(size.settings.get("text_config") or {})}
+    given = config.rollout.engine.dtype
+    text = {**size.settings, **(size.settings.get("text_config") or {})}
     if given == "auto" and config.mode == "sft+rl":  # a checkpoint of SFT is served as it was saved
         return stored_weight_bytes(config.training.sft.policy)
     dtype = str(text.get("dtype") or text.get("torch_dtype")) if given == "auto" else given

@@ -90,7 +90,8 @@ async def run_rl_training(
         RewardError, DataError: a sample without a reward, unless the settings exclude such samples, or log-probs.
         NonFiniteError: a loss or gradient that is not finite, where the settings stop for it, or too many in a row.
     """
-    rollout, history = rollout_manager.config, list[Metrics]()
+    rollout = rollout_manager.config
+    history: list[Metrics] = []
     async with (
         open_target(target, backend, inference_engines, rollout, checkpoint_dir=checkpoint_dir) as own_target,
         beside_event_loop(backend, is_needed=rollout.max_staleness > 0) as trainer,

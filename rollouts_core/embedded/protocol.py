@@ -321,15 +321,19 @@ def load_to_json(load: Load, decoder: Decoder, include: Collection[str]) -> dict
         raise RequestError(f"Invalid include sections: {unknown[0]}. Valid options: {', '.join(LOAD_SECTIONS)}")
     capacity = decoder.num_slots * decoder.context_length
     num_total = load.num_used_tokens + load.num_waiting_tokens
-    cache_gb = round(decoder.num_cache_bytes / 2**30, 3)
     sections: dict[str, Json] = {
         "memory": {
-            **{"weight_gb": round(decoder.num_weight_bytes / 2**30, 3), "kv_cache_gb": cache_gb, "graph_gb": 0.0},
+            "weight_gb": round(decoder.num_weight_bytes / 2**30, 3),
+            "kv_cache_gb": round(decoder.num_cache_bytes / 2**30, 3),
+            "graph_gb": 0.0,
             "token_capacity": capacity,
         },
         "queues": {
             "waiting": load.num_waiting,
-            **dict.fromkeys(("grammar", "paused", "retracted", "prealloc_ready"), 0),
+            "grammar": 0,
+            "paused": 0,
+            "retracted": 0,
+            "prealloc_ready": 0,
         },
     }
     is_whole = not include or "all" in include
@@ -346,7 +350,9 @@ def load_to_json(load: Load, decoder: Decoder, include: Collection[str]) -> dict
         "max_total_num_tokens": capacity,
         "max_running_requests": decoder.num_slots,
         "token_usage": load.num_used_tokens / capacity,
-        **dict.fromkeys(("gen_throughput", "cache_hit_rate", "utilization"), 0.0),
+        "gen_throughput": 0.0,
+        "cache_hit_rate": 0.0,
+        "utilization": 0.0,
         **{name: section for name, section in sections.items() if is_whole or name in include},
     }
 
