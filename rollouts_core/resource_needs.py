@@ -28,8 +28,8 @@ KEPT_PUBLICATIONS = 2
 """Versions of the weights that stay as files for engines that read files."""
 ENGINE_SHARE = 0.9
 """About the share of a GPU's memory that SGLang and vLLM take where nothing is said."""
-SMALLER_ENGINE_ARGUMENTS = ("quantization", "cpu-offload")
-"""Parts of the names of arguments with which an engine holds less than its weights."""
+SMALLER_ENGINE_ARGUMENTS = ("--dtype", "quantization", "torchao", "offload")
+"""Parts of the names of arguments with which an engine may hold less than its weights."""
 ENGINE_SHARE_ARGUMENTS = ("--mem-fraction-static", "--gpu-memory-utilization")
 
 
@@ -166,11 +166,12 @@ def engine_weight_bytes(config: Config, size: ModelSize) -> int:
 
 
 def _engine_dtype_bytes(config: Config, size: ModelSize) -> int:
-    given = config.rollout.engine.dtype
-    text = {**size.settings, **(size.settings.get("text_config") or {})}
-    if given == "auto" and config.mode == "sft+rl":  # a checkpoint of SFT is served as it was saved
+    """Bytes of one weight in the number format that an engine is started with (engines/launch.py)."""
+    dtype: str = config.rollout.engine.dtype
+    if dtype == "auto" and config.mode == "sft+rl":  # a checkpoint of SFT is served as it was saved
         return stored_weight_bytes(config.training.sft.policy)
-    dtype = str(text.get("dtype") or text.get("torch_dtype")) if given == "auto" else given
+    if dtype == "auto":
+        dtype = str(size.settings.get("dtype") or size.settings.get("torch_dtype"))
     return FLOAT32_BYTES if dtype.endswith("float32") else BFLOAT16_BYTES
 
 

@@ -6,6 +6,7 @@ Without it a machine could be rented that cannot hold the model, or a good one b
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,10 @@ import torch
 from rollouts_core.algorithms.loss import create_cross_entropy_loss
 from rollouts_core.backends.pytorch import create_pytorch_backend
 from rollouts_core.batch import build_batch
-from rollouts_core.config import Config, LoRAConfig, ModelConfig, OptimConfig, PolicyConfig
+from rollouts_core.config import Config, EngineConfig, LoRAConfig, ModelConfig, OptimConfig, PolicyConfig
+from rollouts_core.engines.launch import weights_dtype
 from rollouts_core.engines.weight_sync import KEPT_VERSIONS
+from rollouts_core.job import InputModel, ServeJob
 from rollouts_core.model_size import ModelSize, find_model_size
 from rollouts_core.needed_part import GIB, sum_bytes
 from rollouts_core.resource_needs import (
@@ -204,6 +207,39 @@ def test_an_engine_needs_room_for_its_weights_and_a_request() -> None:
     shared = engines(ranks=(0,), colocated=True)
     assert "lower --mem-fraction-static" in engine_warning(shared, LARGE, 140 * GIB)
     assert engine_warning(shared, LARGE, 200 * GIB) == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--dtype", "bfloat16"), ("--quantization=fp8",), ("--torchao-config", "int8wo"), ("--offload-backend",)],
+)
+def test_an_engine_that_is_told_to_hold_less_is_refused_no_gpu(arguments: tuple[str, ...]) -> None:
+    rollout = {"engine": {"kind": "sglang", "dtype": "float32", "extra_args": arguments}}
+    config = config_of("rl", rollout=rollout, deployment={"trainer_gpu_ranks": (0,), "engine_gpu_ranks": (1,)})
+    assert engine_weight_bytes(config, LARGE) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_bytes_each"),
+    [
+        ({"dtype": "float32"}, 4),
+        ({"torch_dtype": "float16"}, 2),
+        ({}, 2),
+        ({"dtype": "bfloat16", "text_config": {"dtype": "float32"}}, 2),
+    ],
+)
+def test_an_engine_holds_weights_in_the_format_that_it_is_started_with(
+    settings: dict[str, Any], num_bytes_each: int, tmp_path: Path
+) -> None:
+    engine = EngineConfig(kind="sglang")
+    placement = {"trainer_gpu_ranks": (0,), "engine_gpu_ranks": (1,)}
+    config = config_of("rl", rollout={"engine": engine}, deployment=placement)
+    size = ModelSize(tensors=LARGE.tensors, settings=settings)
+    assert engine_weight_bytes(config, size) == num_bytes_each * size.num_parameters
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    served = InputModel(name="base", model=ModelConfig(path=str(tmp_path)), digest="")
+    job = ServeJob(model=served, port=0, context_length=100, engine=engine)
+    assert getattr(torch, weights_dtype(job, tmp_path)).itemsize == num_bytes_each
 
 
 def test_the_disk_holds_the_model_and_what_engines_read_too() -> None:
