@@ -154,7 +154,8 @@ def describe_memory(node: RentedNode, config: Config, size: ModelSize, offers: S
     """
     if size.problem:
         return [size.describe_problem(config.model.path)]
-    stages = training_needs(config, size, num_machines=node.num_trainer_nodes)
+    shares_cpu = config.deployment.shares_cpu
+    stages = [] if shares_cpu else training_needs(config, size, num_machines=node.num_trainer_nodes)
     said = [str(stage) for stage in stages]
     if node.query.min_vram_gb:
         said.append(f"node: GPUs with at least {node.query.min_vram_gb:.1f} GB")

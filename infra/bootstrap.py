@@ -92,6 +92,11 @@ class NodeNeeds:
     engine_gb: float = 0.0
     """Memory that the weights of an engine take on each of them."""
 
+    @property
+    def trainers_share_cpu(self) -> bool:
+        """Whether several trainer processes have no GPU, also where there are some."""
+        return self.num_trainers > 1 and not self.trainer_gpu_ranks
+
 
 def probe_node(session: Session, node: Node) -> NodeReport:
     """Ask the node what it has; its interpreter is tried once, and again when something of it has changed.
@@ -234,14 +239,14 @@ def check_memory(report: NodeReport, needs: NodeNeeds) -> None:
     """
     remedy = "train with policy.lora, on more GPUs, or on another node"
     parts = f" ({needs.trainer_parts})" if needs.trainer_parts else ""
-    if not report.gpus:
-        if report.total_memory_gb < needs.trainer_gb * needs.num_trainers:
-            raise PermanentInfraError(
-                f"training takes at least {_size(needs.trainer_gb * needs.num_trainers)} of memory{parts}, the node "
-                f"has {_size(report.total_memory_gb)}: {remedy}"
-            )
-        return
-    for rank in needs.trainer_gpu_ranks or (0,):
+    all_trainers_gb = needs.trainer_gb * needs.num_trainers
+    is_on_cpu = not report.gpus or needs.trainers_share_cpu
+    if is_on_cpu and report.total_memory_gb < all_trainers_gb:
+        raise PermanentInfraError(
+            f"training takes at least {_size(all_trainers_gb)} of memory{parts}, the node has "
+            f"{_size(report.total_memory_gb)}: {remedy}"
+        )
+    for rank in () if is_on_cpu else needs.trainer_gpu_ranks or (0,):
         gpu = report.gpus[rank] if rank < len(report.gpus) else None
         if gpu is not None and gpu.total_gb < needs.trainer_gb:
             raise PermanentInfraError(

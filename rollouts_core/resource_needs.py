@@ -144,8 +144,8 @@ def _remedies(kind: str, stage: SFTTrainingConfig | RLTrainingConfig) -> list[st
 
 
 def least_memory_bytes(config: Config, size: ModelSize, *, num_machines: int = 1) -> int:
-    """What trainer and engines take at least on each of their devices; 0 where the model's size is not known."""
-    stages = training_needs(config, size, num_machines=num_machines)
+    """What trainer and engines take at least on each of their GPUs; 0 where the model's size is not known."""
+    stages = [] if config.deployment.shares_cpu else training_needs(config, size, num_machines=num_machines)
     return max([*(stage.least_bytes for stage in stages), engine_weight_bytes(config, size)])
 
 

@@ -118,7 +118,8 @@ def warn_of_memory(
     say: Callable[[str], None],
 ) -> None:
     """Say which GPUs hold the weights, and may have too little memory for what comes on top of them."""
-    trainer_ranks = needs.trainer_gpu_ranks or (0,) if needs.trainer_gb else ()
+    is_on_gpus = needs.trainer_gb > 0 and not needs.trainers_share_cpu
+    trainer_ranks = needs.trainer_gpu_ranks or (0,) if is_on_gpus else ()
     trainers = {rank: report.gpus[rank] for rank in trainer_ranks if rank < len(report.gpus)}
     engines = [report.gpus[rank].total_gb for rank in needs.engine_gpu_ranks if rank < len(report.gpus)]
     warnings = [

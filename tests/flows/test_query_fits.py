@@ -49,6 +49,9 @@ def test_gpus_that_could_not_hold_the_training_are_not_rented(tmp_path: Path) ->
     roomy = RentedNode(max_usd=1.0, query=GPUQuery(min_vram_gb=140))
     assert with_enough_memory(roomy, config) == roomy
     assert with_enough_memory(LocalNode(), config) == LocalNode()
+    sharing = make_config(tmp_path / "model", trainer_processes=2)
+    assert with_enough_memory(node, sharing) == node
+    assert describe_memory(node, sharing, find_model_size(sharing.model), []) == []
 
 
 def test_eight_gpus_hold_an_eighth_each_and_have_to_be_asked_for(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_machines_that_cannot_train_together_are_told(difference: dict[str, Any]
 def test_a_defect_is_refused_with_one_sentence(defect: dict[str, Any], sentence: str) -> None:
     report = dataclasses.replace(GOOD, **defect)
     with pytest.raises(PermanentInfraError, match=sentence):
-        check_node(report, NodeNeeds(disk_gb=20, num_gpus=2, trainer_gb=100, num_trainers=2))
+        check_node(report, NodeNeeds(disk_gb=20, num_gpus=2, trainer_gb=100, num_trainers=2, trainer_gpu_ranks=(0, 1)))
 
 
 TOO_OLD = (
@@ -113,6 +113,15 @@ def test_a_machine_without_gpus_needs_the_memory_of_all_trainers() -> None:
     check_node(report, NodeNeeds(num_trainers=2, trainer_gb=64))
     with pytest.raises(PermanentInfraError, match="at least 130 GB of memory, the node has 128 GB"):
         check_node(report, NodeNeeds(num_trainers=2, trainer_gb=65))
+
+
+def test_trainers_that_share_the_cpu_need_its_memory_and_no_gpu() -> None:
+    small = dataclasses.replace(GOOD, gpus=(dataclasses.replace(GPU, total_gb=4.0),))
+    check_node(small, NodeNeeds(num_trainers=2, trainer_gb=64))
+    with pytest.raises(PermanentInfraError, match="at least 130 GB of memory, the node has 128 GB"):
+        check_node(small, NodeNeeds(num_trainers=2, trainer_gb=65))
+    with pytest.raises(PermanentInfraError, match="the weights of an engine take 5 GB on each GPU"):
+        check_node(small, NodeNeeds(num_trainers=2, trainer_gb=64, engine_gpu_ranks=(0,), engine_gb=5))
 
 
 def test_the_parts_of_what_is_too_large_are_named_and_engines_are_looked_at_too() -> None:

@@ -55,5 +55,7 @@ def test_a_gpu_that_holds_the_weights_and_little_more_is_warned_of(tmp_path: Pat
     assert said and all("GPU 1, NVIDIA H200, has 131.3 GiB and may run out of memory" in each for each in said)
     said.clear()
     warn_of_memory(GOOD, needs, config, ModelSize(tensors={"weight": (8, 1000)}), num_machines=1, say=said.append)
+    sharing = NodeNeeds(trainer_gb=128, num_trainers=2)
+    warn_of_memory(GOOD, sharing, config, size, num_machines=1, say=said.append)
     warn_of_memory(GOOD, NodeNeeds(), config, size, num_machines=1, say=said.append)
     assert said == []
