@@ -48,8 +48,10 @@ class VLLMEngine(EngineClient):
 
     async def abort_running(self) -> None:
         """End all requests with the tokens that they have."""
-        await self._call_development("POST", "/pause", params={"mode": "abort"})
-        await self.resume()
+        try:
+            await self._call_development("POST", "/pause", params={"mode": "abort"})
+        finally:  # it may have heard of the pause when nobody waits for its answer any more
+            await self.resume()
 
     async def pause(self) -> None:
         """Refused: paused requests would go on with the cache of the old weights, and no token says whose it is.
@@ -172,8 +174,8 @@ class VLLMEngine(EngineClient):
     @asynccontextmanager
     async def _update(self, version: str) -> AsyncIterator[None]:
         """Nothing is sampled inside, where the weights change; afterwards the server says that it has this version."""
-        await self._call_development("POST", "/pause", params={"mode": "wait"}, timeout=UPDATE_TIMEOUT)
         try:
+            await self._call_development("POST", "/pause", params={"mode": "wait"}, timeout=UPDATE_TIMEOUT)
             # Whatever is sampled from here on, were the update to fail halfway, must not count as the old version's.
             await self._set_version(f"{version}, loading")
             yield

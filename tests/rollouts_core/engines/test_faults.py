@@ -345,7 +345,8 @@ def test_vllm_that_gives_raw_logprobs_is_refused(quickstart_dir: Path) -> None:
         asyncio.run(engine.load_weights(quickstart_dir / "base_model", "v1"))
 
 
-def test_vllm_goes_on_after_an_update_that_was_given_up(quickstart_dir: Path) -> None:
+@pytest.mark.parametrize("slow", ["/pause", "/collective_rpc"])
+def test_vllm_goes_on_after_an_update_that_was_given_up(slow: str, quickstart_dir: Path) -> None:
     """Paused for good it would hang every request that is made of it."""
     called: list[str] = []
     digests = {"tp0:lm_head.weight": "", "tp0:model.norm.weight": ""}
@@ -356,7 +357,7 @@ def test_vllm_goes_on_after_an_update_that_was_given_up(quickstart_dir: Path) ->
 
     async def answer(request: httpx.Request) -> httpx.Response:
         called.append(request.url.path)
-        if request.url.path == "/collective_rpc":
+        if request.url.path == slow:
             await asyncio.sleep(60)
         return httpx.Response(200, json=answers.get(request.url.path, {}))
 
@@ -366,7 +367,7 @@ def test_vllm_goes_on_after_an_update_that_was_given_up(quickstart_dir: Path) ->
             await engine.load_weights(quickstart_dir / "base_model", "v1")
 
     asyncio.run(give_up())
-    assert called[-2:] == ["/collective_rpc", "/resume"]
+    assert called[-2:] == [slow, "/resume"]
 
 
 def test_vllm_without_its_development_endpoints_is_told_how_to_start() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import anyio
 import httpx
 import pytest
 import torch
@@ -386,12 +387,20 @@ def test_vllm_is_given_another_seed_for_each_rest_of_a_completion_and_its_own_fo
     assert seeds[3] == seeds[2], "broken off twice, after the same tokens"
 
 
-def test_vllm_answers_again_after_its_requests_were_ended() -> None:
+@pytest.mark.parametrize("answers_after_s", [0, 60])
+def test_vllm_answers_again_after_its_requests_were_ended(answers_after_s: float) -> None:
+    """Also where nobody waited for the end: it hears of the pause all the same, when its step is over."""
     called: list[tuple[str, str]] = []
 
-    def answer(request: httpx.Request) -> httpx.Response:
+    async def answer(request: httpx.Request) -> httpx.Response:
         called.append((request.url.path, request.url.params.get("mode", "")))
+        if request.url.path == "/pause":
+            await asyncio.sleep(answers_after_s)
         return httpx.Response(200, json={})
 
-    asyncio.run(VLLMEngine("http://engine", transport=httpx.MockTransport(answer)).abort_running())
+    async def end() -> None:
+        with anyio.move_on_after(0.1):
+            await VLLMEngine("http://engine", transport=httpx.MockTransport(answer)).abort_running()
+
+    asyncio.run(end())
     assert called == [("/pause", "abort"), ("/resume", "")]
