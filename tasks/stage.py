@@ -192,13 +192,17 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
 
 
 def stop_leased_jobs(scope: RunScope, node: Node, leases: Sequence[Lease]) -> tuple[list[str], list[str]]:
-    """Give up the run's claims on jobs of a node; returns the directories of those that ended, and that others want."""
+    """Give up the run's claims on jobs of a node; returns the directories of those it ended, and of those others want.
+
+    A job that had ended by itself is in neither.
+    """
     ended, left = [], []
     with Ledger(scope.ledger_path) as ledger, open_session(node) as session:
         for lease in leases:
             if ledger.drop_lease(lease.run_dir, scope.run_id) == 0:
-                cancel_job(session, lease.run_dir, GRACE_S)
-                ended.append(lease.run_dir)
+                found = cancel_job(session, lease.run_dir, GRACE_S).exit
+                if found is not None and found.cancelled:
+                    ended.append(lease.run_dir)
             else:
                 left.append(lease.run_dir)
     return ended, left

@@ -1,4 +1,4 @@
-"""Pins that a machine of engines that is lost keeps nobody from giving back the others.
+"""Pins what is said and done when the nodes of a run are given back, with a machine of engines that is lost, too.
 
 Without it the jobs of a run go on for want of one machine that does not answer, and its error hides why the run failed.
 """
@@ -17,10 +17,23 @@ from infra.node import Node, SSHAccess
 from infra.session import LocalSession
 from tasks.provision import give_back
 from tasks.records import RunScope
-from tests.infra.shell_jobs import shell_spec
+from tests.infra.shell_jobs import shell_spec, wait_for_end
 from tests.infra.ssh_server import make_key
 
 pytestmark = pytest.mark.timeout(120)
+
+
+def test_a_job_that_had_failed_by_itself_is_not_said_to_be_ended(tmp_path: Path) -> None:
+    node = Node(name="local", provider="local", root=str(tmp_path), python=sys.executable)
+    scope = RunScope(run_id="run-a", run_name="small", store=str(tmp_path / "store"))
+    session = LocalSession(sys.executable)
+    with Ledger(scope.ledger_path) as ledger:
+        for directory, script in (("rl-1", "exit 1"), ("engine-1-0", "sleep 60")):
+            ledger.add_lease(str(tmp_path / directory), scope.run_id, node.name)
+            start_or_attach(session, shell_spec(tmp_path / directory, script))
+        wait_for_end(session, tmp_path / "rl-1")
+        said = give_back(node, scope)
+    assert said == [f"ended the job in {tmp_path / 'engine-1-0'}", "gave back local node local"]
 
 
 def test_jobs_end_on_each_machine_of_the_unit_and_one_that_is_lost_is_named(tmp_path: Path) -> None:
