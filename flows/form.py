@@ -81,18 +81,19 @@ def without_stale(settings: Any) -> Any:  # Any: unchecked input
     return {key: value for key, value in settings.items() if key not in stale and key in own}
 
 
-def in_one_sentence(
+def in_sentences(
     record: type[BaseModel],
     settings: Any,  # Any: unchecked input
     validate: ValidatorFunctionWrapHandler,
 ) -> Any:  # Any: the record
-    """The settings as a record; what does not fit is one sentence on the run's page, as it is for files."""
+    """The settings as a record; what does not fit is a sentence on the run's page, as it is for files."""
     try:
         return validate(settings)
     except ValidationError as error:
-        sentence = explain_validation_error(error, record, source="the form")
-        is_of_another_version = any(each["type"] in ("extra_forbidden", "missing") for each in error.errors())
-        raise ValueError(f"{sentence} ({OTHER_VERSION})" if is_of_another_version else sentence) from error
+        said = explain_validation_error(error, record, source="the form")
+        if any(each["type"] in ("extra_forbidden", "missing") for each in error.errors()):
+            said += ("\n" if "\n" in said else " ") + f"({OTHER_VERSION})"
+        raise ValueError(said) from error
 
 
 OTHER_VERSION = (
@@ -102,7 +103,7 @@ OTHER_VERSION = (
 
 FormNode = Annotated[NodeSettings, BeforeValidator(without_stale)]
 """A node's settings as Prefect's form posts them; files are read strictly."""
-FormConfig = Annotated[Config, WrapValidator(partial(in_one_sentence, Config))]
+FormConfig = Annotated[Config, WrapValidator(partial(in_sentences, Config))]
 
 
 class RunOptions(Record):
@@ -146,9 +147,9 @@ class RunOptions(Record):
         return self
 
 
-FormRun = Annotated[RunOptions, WrapValidator(partial(in_one_sentence, RunOptions))]
-FormRetrain = Annotated[RetrainConfig, WrapValidator(partial(in_one_sentence, RetrainConfig))]
-FormEvaluate = Annotated[EvaluateConfig, WrapValidator(partial(in_one_sentence, EvaluateConfig))]
+FormRun = Annotated[RunOptions, WrapValidator(partial(in_sentences, RunOptions))]
+FormRetrain = Annotated[RetrainConfig, WrapValidator(partial(in_sentences, RetrainConfig))]
+FormEvaluate = Annotated[EvaluateConfig, WrapValidator(partial(in_sentences, EvaluateConfig))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

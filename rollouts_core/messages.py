@@ -1,4 +1,4 @@
-"""Turn a pydantic validation error into one sentence that says which key, what was found and what to do."""
+"""Turn a pydantic validation error into sentences that say which key, what was found and what to do."""
 
 from __future__ import annotations
 
@@ -10,32 +10,25 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 MAX_SHOWN_CHARS = 80
+MAX_SHOWN_MISTAKES = 5
 
 
 def explain_validation_error(error: ValidationError, model: type[BaseModel], *, source: str) -> str:
-    """The first problem of `error` as one sentence; further ones are counted.
+    """What is wrong with each key, a sentence on a line of its own; after MAX_SHOWN_MISTAKES the others are counted.
 
     Args:
         model: the record that was being filled, for the names a misspelt key may have meant.
-        source: the file or form, named at the start of the sentence.
+        source: the file or form, named at the start of each line.
     """
     problems = sorted(_of_the_meant_type(error.errors()), key=lambda problem: problem["type"] != "extra_forbidden")
-    problem = problems[0]
-    path = _path_of(problem, model)
-    key = ".".join(path)
-    if problem["type"] == "extra_forbidden":
-        sentence = f"unknown key {key}{_suggestion(path, model)}"
-    elif problem["type"] == "missing":
-        sentence = f"{key} is missing"
-    elif problem["type"] == "value_error":
-        sentence = f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
-    elif problem["type"] in ("model_type", "dict_type"):
-        sentence = f"{key}: expected a table of settings, found {_show(problem['input'])}"
-    else:
-        sentence = f"{key}: {_lower_first(problem['msg'])}, found {_show(problem['input'])}"
-    num_keys = len({tuple(_path_of(each, model)) for each in problems})
-    more = f" (and {num_keys - 1} more)" if num_keys > 1 else ""
-    return f"{source}: {sentence}{more}"
+    by_key: dict[tuple[str, ...], ErrorDetails] = {}
+    for problem in problems:
+        by_key.setdefault(tuple(_path_of(problem, model)), problem)
+    mistakes = [_sentence(problem, list(path), model) for path, problem in by_key.items()]
+    shown = mistakes[:MAX_SHOWN_MISTAKES]
+    if num_more := len(mistakes) - len(shown):
+        shown.append(f"further settings that do not fit: {num_more}")
+    return "\n".join(f"{source}: {each}" for each in shown)
 
 
 def closest_name(name: str, known: list[str]) -> str:
@@ -48,6 +41,20 @@ def closest_name(name: str, known: list[str]) -> str:
 def first_line(error: BaseException) -> str:
     """What an error of somebody else's code says, in one line; its kind where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _sentence(problem: ErrorDetails, path: list[str], model: type[BaseModel]) -> str:
+    """What is wrong with one key, and what to do."""
+    key = ".".join(path)
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {key}{_suggestion(path, model)}"
+    if problem["type"] == "missing":
+        return f"{key} is missing"
+    if problem["type"] == "value_error":
+        return f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
+    if problem["type"] in ("model_type", "dict_type"):
+        return f"{key}: expected a table of settings, found {_show(problem['input'])}"
+    return f"{key}: {_lower_first(problem['msg'])}, found {_show(problem['input'])}"
 
 
 def _of_the_meant_type(problems: list[ErrorDetails]) -> list[ErrorDetails]:

@@ -81,7 +81,7 @@ def _may_be_hub_id(path: str, base: Path) -> bool:
 
 
 def parse_config(model: type[RecordT], settings: dict[str, Any], *, source: str) -> RecordT:  # Any: unchecked
-    """`settings` as a record of `model`; a misfit becomes one sentence that names `source` and the key."""
+    """`settings` as a record of `model`; each misfit becomes a sentence that names `source` and the key."""
     try:
         return model.model_validate(settings)
     except ValidationError as error:

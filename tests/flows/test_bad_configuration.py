@@ -101,7 +101,7 @@ def test_a_mode_without_its_data_is_named(folder: Path, mode: str, missing: str)
     [
         ("a.toml", "mode = \n", "is not valid TOML: Invalid value (at line 1, column 8)"),
         ("a.toml", "mode = 'sft'\nmode = 'rl'\n", "is not valid TOML"),
-        ("a.toml", "", "model is missing (and 1 more)"),
+        ("a.toml", "[model]\npath = 'm'\n", "data is missing"),
         ("a.json", "[1]", "must hold a table of settings at its top, found list"),
         ("a.json", "{", "is not valid JSON"),
         ("a.json", "[" * 100_000, "is not valid JSON"),
@@ -123,6 +123,17 @@ def test_a_mode_without_its_data_is_named(folder: Path, mode: str, missing: str)
 def test_a_configuration_that_cannot_be_read_is_named(folder: Path, name: str, content: str, words: str) -> None:
     (folder / name).write_text(content)
     assert_refused(folder / name, name, words)
+
+
+def test_each_of_several_mistakes_has_a_line(folder: Path) -> None:
+    config = write_config(folder, training__stf={}, training__rl__num_steps=0, mode="fst")
+    outcome = CliRunner().invoke(app, ["validate", str(config), "--store", str(folder / "store")])
+    assert outcome.exit_code == 2
+    assert outcome.stderr.splitlines() == [
+        f"rollouts: {config}: unknown key training.stf; did you mean sft?",
+        f"{config}: mode: input should be 'sft', 'rl' or 'sft+rl', found 'fst'",
+        f"{config}: training.rl.num_steps: input should be greater than or equal to 1, found 0",
+    ]
 
 
 def test_a_configuration_that_is_no_text_is_named(folder: Path) -> None:

@@ -198,9 +198,11 @@ def test_a_missing_section_is_one_sentence(section: str) -> None:
         parse(settings)
 
 
-def test_of_several_mistakes_the_unknown_key_comes_first_and_the_rest_is_counted() -> None:
+def test_of_several_mistakes_the_unknown_key_comes_first() -> None:
     settings = {**with_setting("training.sft.num_steps", 0), "modle": {}}
-    with pytest.raises(ConfigError, match=r"unknown key modle.*\(and 1 more\)$"):
+    with pytest.raises(
+        ConfigError, match=r"^pipeline\.toml: unknown key modle.*\npipeline\.toml: training\.sft\.num_steps: "
+    ):
         parse(settings)
 
 
@@ -354,7 +356,7 @@ def test_a_byte_order_mark_is_no_part_of_a_configuration(tmp_path: Path, name: s
         ("p.toml", b"\xff\xfe", "is not valid TOML"),
         ("p.json", b"[]", "must hold a table of settings at its top, found list"),
         ("p.toml", b"", "model is missing"),
-        ("p.toml", b'model = "x"\ndata = 3\n', r"model: .*found 'x' \(and 1 more\)"),
+        ("p.toml", b'model = "x"\ndata = 3\n', r"model: .*found 'x'\n.*p\.toml: data: .*found 3"),
     ],
 )
 def test_a_file_that_is_no_configuration_is_one_sentence(

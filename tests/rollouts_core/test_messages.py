@@ -6,7 +6,7 @@ Without it a long or nested value would flood the message, and a misspelt name w
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from rollouts_core.messages import MAX_SHOWN_CHARS, closest_name, explain_validation_error
+from rollouts_core.messages import MAX_SHOWN_CHARS, MAX_SHOWN_MISTAKES, closest_name, explain_validation_error
 
 
 class Inner(BaseModel, extra="forbid"):
@@ -33,6 +33,12 @@ def test_a_long_value_is_cut() -> None:
     sentence = explain({"size": "x" * 1000})
     assert sentence.endswith("...")
     assert len(sentence) < MAX_SHOWN_CHARS + 120
+
+
+def test_of_many_mistakes_the_first_are_shown_and_the_others_counted() -> None:
+    said = explain({f"k{number}": 0 for number in range(MAX_SHOWN_MISTAKES + 2)}).splitlines()
+    assert said[:-1] == [f"form: unknown key k{number}; known are inner, size" for number in range(MAX_SHOWN_MISTAKES)]
+    assert said[-1] == "form: further settings that do not fit: 2"
 
 
 def test_a_key_of_an_optional_section_gets_a_hint() -> None:
