@@ -47,6 +47,7 @@ from flows.upkeep import look_after
 from infra.errors import JobFailedError, MachineGoneError, PermanentInfraError, TransientInfraError
 from rollouts_core.config import parse_config
 from rollouts_core.errors import InputError, RolloutsError
+from rollouts_core.utf8 import ensure_utf8
 
 if TYPE_CHECKING:
     from prefect import Flow
@@ -402,6 +403,7 @@ add_machine_commands(app, explained)
 
 def main() -> None:
     """Entry point of the `rollouts` command."""
+    ensure_utf8()
     gc.set_threshold(50_000, 20, 100)  # most of what it allocates are modules, which stay: one second of three
     try:
         app()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from infra import gpu_trial, peer_trial
 from infra.errors import CommandFailedError, CommandTimeoutError, TransientInfraError, UnfitMachineError
+from infra.node_agent import ISOLATED
 from infra.offers import is_same_model
 from infra.session import Session, read_answer
 
@@ -69,7 +70,7 @@ def require_gpus(session: Session, num_gpus: int, *, gpu_type: str = "", vram_gb
     """
     program = Path(gpu_trial.__file__).read_bytes()
     try:
-        completed = session.run([session.python, "-I", "-"], stdin=program, timeout_s=GPU_TIMEOUT_S)
+        completed = session.run([session.python, ISOLATED, "-"], stdin=program, timeout_s=GPU_TIMEOUT_S)
     except CommandTimeoutError as error:
         raise UnfitMachineError(f"its GPUs did not answer within {GPU_TIMEOUT_S:.0f} s") from error
     found = read_answer(completed)

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from infra import node_agent
 from infra.errors import NodeUnreachableError, PermanentInfraError, RequestCutError
-from infra.node_agent import DATA, DONE, END_OF_INPUT, FRAME_HEAD, OFFSET_BYTES, REQUEST
+from infra.node_agent import DATA, DONE, END_OF_INPUT, FRAME_HEAD, ISOLATED, OFFSET_BYTES, REQUEST
 from infra.ssh import Channel
 
 MAX_GREETING_BYTES = 64 << 10
@@ -49,7 +49,7 @@ class Agent:
         self._received = b""
         self._has_greeted = False
         text = _agent_text()
-        loader = [python, "-I", "-c", _LOADER, str(len(text)), self._nonce.decode()]
+        loader = [python, ISOLATED, "-c", _LOADER, str(len(text)), self._nonce.decode()]
         self._channel = open_command(f"exec {shlex.join(loader)}")
         self.programs: set[str] = set()
         """Those that it has loaded."""

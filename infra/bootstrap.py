@@ -105,7 +105,7 @@ def probe_node(session: Session, node: Node) -> NodeReport:
         PermanentInfraError: its interpreter cannot be run.
     """
     program = session.place_program(Path(node_probe.__file__))
-    argv = [node.python, program, "probe", node.root]
+    argv = [node.python, "-Xutf8", program, "probe", node.root]
     completed = session.run(argv, timeout_s=PROBE_TIMEOUT_S, check=False, may_repeat=True)
     document = read_answer(completed)
     gpus = tuple(GpuReport(**gpu) for gpu in document["gpus"])
@@ -131,7 +131,7 @@ def check_imports(
     """
     program = session.place_program(Path(node_probe.__file__))
     names = [*dict.fromkeys(modules.values()), *(f"{variable}=" for variable in sorted(variables))]
-    command = [node.python, program, "imports", node.root, code_dir, *names]
+    command = [node.python, "-Xutf8", program, "imports", node.root, code_dir, *names]
     completed = session.run(command, timeout_s=PROBE_TIMEOUT_S, check=False)
     if completed.exit_code != 0:
         problem = completed.stderr.decode(errors="replace").strip().rpartition("\n")[2]

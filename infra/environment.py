@@ -23,6 +23,7 @@ from infra import environment_builder
 from infra.errors import JobFailedError, PermanentInfraError
 from infra.jobs import JobSpec, follow_job, read_result, require_finished, start_or_attach
 from infra.node import Node
+from infra.node_agent import ISOLATED
 from infra.session import Session
 
 Installer = Literal["pip", "uv"]
@@ -126,7 +127,7 @@ def ensure_environment(
     if (built := read_result(session, run_dir)) is not None:
         return str(built["python"])
     program = session.place_program(Path(environment_builder.__file__))
-    spec = JobSpec(run_dir=run_dir, argv=(session.python, "-I", program), job=job, timeout_s=BUILD_TIMEOUT_S)
+    spec = JobSpec(run_dir=run_dir, argv=(session.python, ISOLATED, program), job=job, timeout_s=BUILD_TIMEOUT_S)
     start_or_attach(session, spec)
     ended = follow_job(session, spec.run_dir, on_metrics=_ignore, on_event=_ignore, on_log=_ignore)
     try:

@@ -29,6 +29,7 @@ from infra.errors import (
     PermanentInfraError,
     TransientInfraError,
 )
+from infra.node_agent import ISOLATED
 from infra.session import Session, read_answer
 from infra.supervisor import FIRST_GPU, JobSpec
 
@@ -290,7 +291,7 @@ def _call(
 
     parameters = (verb, run_dir, *arguments)
     if verb == "start":  # it lives on as the job's supervisor, so it is a process with a name of its own
-        argv = [session.python, "-I", session.place_program(_SUPERVISOR), *parameters]
+        argv = [session.python, ISOLATED, session.place_program(_SUPERVISOR), *parameters]
         completed = session.run(argv, stdin=stdin, timeout_s=timeout_s, check=False, may_repeat=True)
     else:
         completed = session.run_program(
@@ -305,7 +306,7 @@ def _call(
 def _messages(session: Session, run_dir: str, position: FollowOffsets) -> Generator[JsonObject]:
     """What one connection delivers; ends early, and without an exception, when the connection breaks."""
     offsets = (str(position.log), str(position.metrics), str(position.events))
-    argv = [session.python, "-I", session.place_program(_SUPERVISOR), "follow", run_dir, *offsets]
+    argv = [session.python, ISOLATED, session.place_program(_SUPERVISOR), "follow", run_dir, *offsets]
     try:
         with session.stream(argv) as lines:
             for line in lines:

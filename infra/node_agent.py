@@ -1,6 +1,6 @@
 """Carry out the requests of an SSHSession on the node: run a command, write a file, read a file.
 
-The node's side of ssh_session.py. The client sends this text to `python -I -c` ahead of the first request, so nothing
+The node's side of ssh_session.py. The client sends this text to `python -c` ahead of the first request, so nothing
 has to be installed and no two versions can meet; standard library only, and old syntax. Not here: detached jobs
 (supervisor.py), directories (receiver.py).
 
@@ -49,6 +49,8 @@ SPLICED_BYTES = 64 << 10
 """Less is copied, which takes fewer calls."""
 INPUT_END_S = 0.2
 """What a command has left of its input is on its way for so long before the client is told to ask another agent."""
+ISOLATED = "-IXutf8"
+"""How Python runs our programs on nodes: cut off from its environment, in UTF-8 whatever the node's locale."""
 _F_SETPIPE_SZ = 1031
 
 if TYPE_CHECKING:  # old interpreters do not know this notation
@@ -293,7 +295,7 @@ def start_process(request: JsonObject, programs: dict[str, types.ModuleType | st
         program = programs[request["program"]]
         if isinstance(program, types.ModuleType):
             return ForkedProcess(program, [request["program"], *request["arguments"]])
-        command = [sys.executable, "-I", "-c", program, *request["arguments"]]
+        command = [sys.executable, ISOLATED, "-c", program, *request["arguments"]]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
 

@@ -1,6 +1,6 @@
 """Fetch files from an object store, or send pieces of files there, by presigned URLs; on a node, without credentials.
 
-The node's side of direct.py. Runs as `python3 -I node_transfer.py VERB DIRECTORY`; standard library only and one file,
+The node's side of direct.py. Runs as `node_transfer.py VERB DIRECTORY`; standard library only and one file,
 because it is sent to nodes by content. Each verb reads one JSON object from standard input and prints one;
 `{"error": sentence}` with exit code 1 when it gives up.
 

@@ -4,6 +4,7 @@ A port that is free now may be taken a moment later: who binds it must still be 
 """
 
 from infra.errors import PermanentInfraError
+from infra.node_agent import ISOLATED
 from infra.session import LOOPBACK, Session
 
 _FIND_FREE = """
@@ -32,13 +33,13 @@ _TIMEOUT_S = 30.0
 
 def find_free_port(session: Session, host: str = LOOPBACK) -> int:
     """A port of the node on which nobody listens now."""
-    completed = session.run([session.python, "-I", "-c", _FIND_FREE, host], timeout_s=_TIMEOUT_S, may_repeat=True)
+    completed = session.run([session.python, ISOLATED, "-c", _FIND_FREE, host], timeout_s=_TIMEOUT_S, may_repeat=True)
     return int(completed.stdout)
 
 
 def is_port_free(session: Session, host: str, port: int) -> bool:
     """True if a server on the node could listen on the port now."""
-    argv = [session.python, "-I", "-c", _IS_FREE, host, str(port)]
+    argv = [session.python, ISOLATED, "-c", _IS_FREE, host, str(port)]
     completed = session.run(argv, timeout_s=_TIMEOUT_S, may_repeat=True)
     return completed.stdout == b"free"
 

@@ -9,6 +9,7 @@ Not here: what they say to each other later.
 
 from infra.errors import CommandFailedError, CommandTimeoutError, PermanentInfraError
 from infra.node import Node
+from infra.node_agent import ISOLATED
 from infra.session import Session
 
 PATIENCE_S = 10.0
@@ -64,7 +65,9 @@ def own_address(session: Session) -> str:
         PermanentInfraError: it has none.
     """
     try:
-        completed = session.run([session.python, "-I", "-c", _OWN_ADDRESS], timeout_s=CALL_TIMEOUT_S, may_repeat=True)
+        completed = session.run(
+            [session.python, ISOLATED, "-c", _OWN_ADDRESS], timeout_s=CALL_TIMEOUT_S, may_repeat=True
+        )
     except CommandFailedError as error:
         raise PermanentInfraError(f"the machine tells no address of its own ({_reason(error)})") from error
     return completed.stdout.decode().strip()
@@ -76,11 +79,11 @@ def check_both_ways(session: Session, node: Node, further: Session, further_node
     Raises:
         PermanentInfraError: one of them cannot; one sentence.
     """
-    listen = [further.python, "-I", "-c", _LISTEN, further_node.address, str(PATIENCE_S)]
+    listen = [further.python, ISOLATED, "-c", _LISTEN, further_node.address, str(PATIENCE_S)]
     try:
         with further.stream(listen) as lines:
             port = next(lines).decode().strip()
-            connect = [session.python, "-I", "-c", _CONNECT, further_node.address, port, str(PATIENCE_S)]
+            connect = [session.python, ISOLATED, "-c", _CONNECT, further_node.address, port, str(PATIENCE_S)]
             session.run(connect, timeout_s=CALL_TIMEOUT_S)
     except (CommandFailedError, CommandTimeoutError, StopIteration) as error:
         raise PermanentInfraError(

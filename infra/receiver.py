@@ -1,6 +1,6 @@
 """Take in a copied directory on a node: make room for it, verify it, and let it appear as a whole.
 
-The node's side of sync.py. Runs as `python3 -I receiver.py VERB ...`; standard library only and one file, because it
+The node's side of sync.py. Runs as `receiver.py VERB ...`; standard library only and one file, because it
 is sent to nodes by content. Each verb prints one JSON object; `{"error": sentence}` with exit code 1 when it refuses.
 
     describe DESTINATION                    (on stdin {"sizes": {name: size}, "chunk_bytes"} of what shall be there)

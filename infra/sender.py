@@ -1,7 +1,7 @@
 """Say which files a run directory on a node holds, and send what is asked for of them.
 
-The node's side of mirror.py. Runs as `python3 -I sender.py VERB DIRECTORY`; standard library only and one file, because
-it is sent to nodes by content.
+The node's side of mirror.py. Runs as `sender.py VERB DIRECTORY`; standard library only and one file, because it
+is sent to nodes by content.
 
     list DIRECTORY      one JSON object: {name: [size, modified_ns]}, or null where there is no such directory
     send DIRECTORY      (on stdin a line of JSON, {"chunk_bytes", "files": [[name, size, [sha256]], ...]}: how much of

@@ -35,6 +35,7 @@ from infra.errors import (
     PermanentInfraError,
     TransientInfraError,
 )
+from infra.node_agent import ISOLATED
 from infra.supervisor import parse_object
 
 MAX_READ_BYTES = 64 << 20
@@ -87,7 +88,7 @@ class Session(Protocol):
     ) -> CompletedCommand:
         """`run` for a single-file Python program of ours, which has `main(argv)`; faster than that where it is far.
 
-        It is cut off from the interpreter's environment (`python -I`), and may be a fork of a process that loaded it.
+        It is cut off from the interpreter's environment (`ISOLATED`), and may be a fork of a process that loaded it.
         """
 
     def stream(self, argv: Sequence[str], *, stdin: bytes = b"") -> AbstractContextManager[Iterator[bytes]]:
@@ -184,7 +185,9 @@ class LocalSession:
         check: bool = True,
         may_repeat: bool = False,
     ) -> CompletedCommand:
-        return self.run([self._python, "-I", str(source), *arguments], stdin=stdin, timeout_s=timeout_s, check=check)
+        return self.run(
+            [self._python, ISOLATED, str(source), *arguments], stdin=stdin, timeout_s=timeout_s, check=check
+        )
 
     @contextlib.contextmanager
     def stream(self, argv: Sequence[str], *, stdin: bytes = b"") -> Iterator[Iterator[bytes]]:
@@ -208,7 +211,7 @@ class LocalSession:
     def pipe_program(
         self, source: Path, arguments: Sequence[str], *, stdin: bytes = b""
     ) -> AbstractContextManager[Iterator[bytes]]:
-        return self.pipe([self._python, "-I", str(source), *arguments], stdin=stdin)
+        return self.pipe([self._python, ISOLATED, str(source), *arguments], stdin=stdin)
 
     def _output_of(self, process: subprocess.Popen[bytes], argv: Sequence[str], stderr_fd: int) -> Iterator[bytes]:
         assert process.stdout is not None

@@ -38,7 +38,7 @@ from infra.errors import (
 )
 from infra.host_keys import HostKeyEvidence
 from infra.node import SSHAccess
-from infra.node_agent import STDERR, STDOUT
+from infra.node_agent import ISOLATED, STDERR, STDOUT
 from infra.openssh import OpenSSH
 from infra.parallel_write import MAX_SENDERS, ParallelWrite
 from infra.session import LOOPBACK, MAX_READ_BYTES, refusal_to_write, split_lines
@@ -147,7 +147,7 @@ class SSHSession:
         self._programs[program] = text
         call: JsonObject = {"verb": "run", "program": program, "arguments": list(arguments)}
         limits = {"timeout_s": timeout_s, "keep_open": keep_open}
-        return {**call, **limits}, [self._python, "-I", source.name, *arguments]
+        return {**call, **limits}, [self._python, ISOLATED, source.name, *arguments]
 
     def _run(
         self, request: JsonObject, argv: Sequence[str], *, stdin: bytes, timeout_s: float, may_repeat: bool

@@ -1,6 +1,6 @@
 """Keep one program running on a node, detached from whoever asked for it, and write down how it ended.
 
-The node's side of jobs.py. Runs as `python3 -I supervisor.py VERB RUN_DIR ...`; standard library only and one file,
+The node's side of jobs.py. Runs as `supervisor.py VERB RUN_DIR ...`; standard library only and one file,
 because it is sent to nodes by content. Not here: what the program does, how a node is reached (session.py).
 
     start RUN_DIR (spec on stdin) ── finished? alive? ── no: fork ── supervisor ── the program, its own session
@@ -1043,6 +1043,7 @@ def build_environment(inherited: Mapping[str, str], spec: JobSpec, attempt: int)
     }
     return {
         "PYTHONUNBUFFERED": "1",
+        "PYTHONUTF8": "1",  # what a job does is the same whatever the node's locale
         "SPT_NOENV": "1",  # setproctitle, which engines use, would overwrite the variable that marks our processes
         **kept,
         **spec.env,

@@ -26,6 +26,7 @@ from typing import Any
 from infra import receiver
 from infra.chunks import CHUNK_BYTES, Chunk, SourceFile
 from infra.errors import DiskFullError, InfraError, NodeUnreachableError, PermanentInfraError, TransientInfraError
+from infra.node_agent import ISOLATED
 from infra.session import Session, read_answer
 from infra.supervisor import parse_object
 
@@ -107,7 +108,7 @@ def _held_folder(
 
     It is locked while the block runs. When that fails and a retry may help, the folder stays, for the next copy.
     """
-    program = [session.python, "-I", session.place_program(Path(receiver.__file__))]
+    program = [session.python, ISOLATED, session.place_program(Path(receiver.__file__))]
     arguments = ["prepare", destination, incoming, str(num_bytes)]
     request = json.dumps({"reused": reused, "chunk_bytes": CHUNK_BYTES}).encode() + b"\n"
     try:

@@ -37,6 +37,7 @@ from rollouts_core.keys import OWN_KEY_VARIABLE, read_key
 from rollouts_core.metrics import EventLog
 from rollouts_core.run_directory import RunDirectory, attempt_number
 from rollouts_core.user_code import is_raised_by_user_code
+from rollouts_core.utf8 import ensure_utf8
 
 USER_ERROR_CODE = 2
 JOB_KINDS = {
@@ -210,6 +211,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    ensure_utf8()
     gc.disable()  # while modules load: what they bring stays, and searching it takes a quarter of that time
     if is_launched():
         run_worker(main)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from infra.errors import PermanentInfraError
 from infra.node import HOST, Node, SSHAccess, SSHMachine, SSHNode
+from infra.node_agent import ISOLATED
 from infra.session import Session
 from infra.ssh_config import read_ssh_config
 
@@ -68,7 +69,7 @@ def expand_root(session: Session, python: str, root: str) -> str:
     Raises:
         PermanentInfraError: the interpreter cannot be run, or it is not a usable path.
     """
-    completed = session.run([python, "-I", "-c", _EXPAND, root], timeout_s=CALL_TIMEOUT_S, may_repeat=True)
+    completed = session.run([python, ISOLATED, "-c", _EXPAND, root], timeout_s=CALL_TIMEOUT_S, may_repeat=True)
     expanded = str(json.loads(completed.stdout))
     if expanded == "/":
         raise PermanentInfraError("node.root is / : name a directory of its own")

@@ -218,7 +218,7 @@ def become_program(settings: dict[str, Any], program: dict[str, str]) -> None:
     os.setsid()
     build_root(settings["folders"], settings["file_mb"])
     for name, content in (("main.py", program["code"]), ("stdin", program["stdin"])):
-        Path("/tmp", name).write_text(content)
+        Path("/tmp", name).write_text(content, encoding="utf-8")
     given = os.open("/tmp/stdin", os.O_RDONLY)
     os.dup2(given, 0)
     os.close(given)
@@ -226,7 +226,7 @@ def become_program(settings: dict[str, Any], program: dict[str, str]) -> None:
     # Last, because a change of user clears it. A second guard only: the program may clear it too.
     end_with_parent(signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    os.execv(settings["executable"], [settings["executable"], "-I", "/tmp/main.py"])
+    os.execv(settings["executable"], [settings["executable"], "-IXutf8", "/tmp/main.py"])
 
 
 def end_with_parent(number: int) -> None:

@@ -192,6 +192,20 @@ def test_a_misspelt_key_is_found_before_torch_or_prefect_is_loaded(folder: Path)
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
+def test_names_and_texts_are_utf8_whatever_the_locale_says(tmp_path: Path) -> None:
+    folder = tmp_path / "Ünïcode ü"
+    write_small_pipeline(folder, data__prompts="prömpts.jsonl")
+    rows = (folder / "prompts.jsonl").read_text(encoding="utf-8").replace('"id": "', '"id": "größer als ')
+    (folder / "prömpts.jsonl").write_text(rows, encoding="utf-8")
+    command = [sys.executable, "-m", "flows.cli", "validate", str(folder / "small.toml")]
+    environment = {**clean_environment(), "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120)
+    said = ended.stdout.decode()
+    assert ended.returncode == 0, said
+    assert f"{folder / 'prömpts.jsonl'}: 100 prompts" in said
+
+
 @contextmanager
 def running(*arguments: str) -> Iterator[str]:
     """The command in a process of its own; yields the URL that it prints, then interrupts it, as Ctrl-C does."""

@@ -55,6 +55,7 @@ def test_the_job_cannot_rename_itself() -> None:
     environment = build_environment({"PATH": "/bin", "AWS_SECRET": "s", "LC_ALL": "C"}, spec, attempt=2)
     assert (environment["ROLLOUTS_JOB"], environment["ROLLOUTS_ATTEMPT"], environment["X"]) == ("/runs/a", "2", "1")
     assert environment["PATH"] == "/bin" and environment["LC_ALL"] == "C" and "AWS_SECRET" not in environment
+    assert environment["PYTHONUTF8"] == "1"  # whatever LC_ALL says
 
 
 def test_without_proc_a_job_is_found_by_its_process_group() -> None:
