@@ -158,11 +158,18 @@ def _fetch(session: Session, source: str, target: Path, names: Sequence[str]) ->
                 raise TransientInfraError(f"{head} came from the node instead of {name}")
             if name == RESULT or PurePosixPath(name).name == MANIFEST:
                 _flush(changed)
-            if head["size"] is not None and not _receive(stream, head, part, target / name):
+            may_appear = not any(_is_vouched_for(each, by=name) for each in damaged)
+            if head["size"] is not None and not _receive(stream, head, part, target / name, may_appear=may_appear):
                 damaged.append(name)
             changed.add((target / name).parent)
     _flush(changed)
     return damaged
+
+
+def _is_vouched_for(name: str, *, by: str) -> bool:
+    """Whether a file says by being there that the other one is whole."""
+    place = PurePosixPath(by)
+    return by == RESULT or (place.name == MANIFEST and PurePosixPath(name).is_relative_to(place.parent))
 
 
 def _flush(directories: set[Path]) -> None:
@@ -204,8 +211,10 @@ class _Part:
         """Of its chunks; the last one may be incomplete."""
 
 
-def _receive(stream: "_ByteStream", head: Mapping[str, Any], part: _Part, path: Path) -> bool:  # Any: JSON
-    """Take one file; false when it is not what the node says that it is: then its right chunks are kept."""
+def _receive(
+    stream: "_ByteStream", head: Mapping[str, Any], part: _Part, path: Path, *, may_appear: bool
+) -> bool:  # Any: JSON
+    """Take one file; false when it is not what the node says that it is, or may not appear: its chunks are kept."""
     wrong = []
     part.path.touch()
     with part.path.open("r+b") as file:
@@ -218,7 +227,7 @@ def _receive(stream: "_ByteStream", head: Mapping[str, Any], part: _Part, path: 
         os.fsync(file.fileno())
     tail = parse_object(stream.read_line(MAX_HEAD_BYTES)) or {}
     # What is appended meanwhile is left for the next time.
-    if wrong or (tail.get("is_changed", True) and not part.is_in_place):
+    if wrong or (tail.get("is_changed", True) and not part.is_in_place) or not may_appear:
         return False
     os.utime(part.path, ns=(head["modified_ns"], head["modified_ns"]))
     if not part.is_in_place:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,11 @@ def describe_difference(stage: Stage) -> str:
 def _finished_jobs(stage: Stage) -> Iterator[tuple[str, Job]]:
     """The jobs of finished stages of that name beside this one, by the names of their directories, newest first."""
     own = Path(stage.run_dir)
-    beside = own.parent.glob(f"{stage.name}-{'?' * FINGERPRINT_CHARS}/{RunDirectory(own).result.name}")
-    newest = sorted(((path.stat().st_mtime, path.parent) for path in beside), reverse=True)[:MAX_COMPARED]
-    for _, directory in newest:
+    finished: list[tuple[float, Path]] = []
+    for result in own.parent.glob(f"{stage.name}-{'?' * FINGERPRINT_CHARS}/{RunDirectory(own).result.name}"):
+        with suppress(FileNotFoundError):  # somebody removes old stages now
+            finished.append((result.stat().st_mtime, result.parent))
+    for _, directory in sorted(finished, reverse=True)[:MAX_COMPARED]:
         try:
             yield directory.name, load_job(RunDirectory(directory).job)
         except ConfigError:

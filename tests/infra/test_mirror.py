@@ -221,6 +221,21 @@ def test_a_file_that_arrives_damaged_is_fetched_again_and_is_never_shown(there: 
     assert "large" not in content_of(here)
 
 
+def test_what_says_that_files_are_whole_waits_for_one_that_arrived_damaged(there: Path, here: Path) -> None:
+    write_checkpoint(there, "step_000002")
+    session = ChangingSession(flip)
+    session.num_times = 2
+    with pytest.raises(
+        TransientInfraError, match=r"damaged, the first is 'checkpoints/step_000001/model\.safetensors'"
+    ):
+        pull_run(session, str(there), here)
+    shown = content_of(here)
+    assert "checkpoints/step_000002/manifest.json" in shown
+    assert "checkpoints/step_000001/manifest.json" not in shown and "result.json" not in shown
+    pull_run(session, str(there), here)
+    assert content_of(here) == public(content_of(there))
+
+
 def test_a_file_that_changes_while_it_is_fetched_is_fetched_again_and_is_never_shown_torn(
     there: Path, here: Path
 ) -> None:
