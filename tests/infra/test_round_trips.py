@@ -89,7 +89,7 @@ def test_a_machine_that_is_ready_gets_no_files_and_runs_no_installer(ssh_server:
         probe = next((tmp_path / "programs").glob("node_probe-*.py")).name
         nothing_new = [
             ("read", "result.json"),
-            ("run", "python", probe, "probe", "root"),
+            ("run", "python", "-Xutf8", probe, "probe", "root"),
             ("run", "test", "-e", code.name),
         ]
         assert make_ready(session) == nothing_new
