@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FINISH_TIMEOUT_S = 600.0
+ABORT_TIMEOUT_S = 30.0
+"""One that has not answered that by then is told again: of several, the requests of one that hangs go to the others."""
 ABORT_INTERVAL_S = 0.2
 """After this the engine is told again to end its requests: one that was on its way to it has arrived by then."""
 
@@ -184,7 +186,8 @@ class InFlightEngine:
             if not is_aborting:
                 await self._idle.wait()
                 continue
-            with suppress(EngineUnavailableError):  # what cannot be reached generates nothing
+            # What cannot be reached generates nothing.
+            with suppress(EngineUnavailableError), anyio.move_on_after(ABORT_TIMEOUT_S):
                 await self.engine.abort_running()
             with anyio.move_on_after(ABORT_INTERVAL_S):
                 await self._idle.wait()

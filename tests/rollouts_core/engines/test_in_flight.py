@@ -26,6 +26,7 @@ from rollouts_core.engines import (
     InFlightEngine,
     SGLangEngine,
     VLLMEngine,
+    in_flight,
     keeper,
     sync_weights_to_engines,
 )
@@ -385,6 +386,32 @@ def test_vllm_is_given_another_seed_for_each_rest_of_a_completion_and_its_own_fo
     assert seeds[0] == 7
     assert len(set(seeds[:3])) == 3
     assert seeds[3] == seeds[2], "broken off twice, after the same tokens"
+
+
+def test_an_engine_that_answers_no_abort_holds_nothing_up_when_requests_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of one that hangs end on another, while the one that hangs is still to answer."""
+    monkeypatch.setattr(in_flight, "ABORT_TIMEOUT_S", 0.1)
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/abort_request":
+            await asyncio.sleep(60)
+        await asyncio.sleep(0.3)
+        logprobs = [[-1.0, 5, None]]
+        meta = {"output_token_logprobs": logprobs, "weight_version": "v", "finish_reason": {"type": "stop"}}
+        return httpx.Response(200, json=[{"output_ids": [5], "meta_info": meta}])
+
+    async def break_off() -> list[Completion]:
+        async with SGLangEngine("http://engine", transport=httpx.MockTransport(answer)) as engine:
+            guarded = InFlightEngine(engine)
+            asked = asyncio.create_task(guarded.generate([ask()]))
+            await asyncio.sleep(0.1)
+            with anyio.fail_after(20):
+                await guarded.break_off()
+            return await asked
+
+    assert asyncio.run(break_off())[0].tokens == [5]
 
 
 @pytest.mark.parametrize("answers_after_s", [0, 60])
