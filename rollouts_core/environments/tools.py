@@ -91,7 +91,9 @@ async def _answer(call: ToolCall, tools: dict[str, Tool], timeout_s: float) -> t
         return f"error: arguments{where}: {problem.message}", Outcome.TOOL_ERROR
     try:
         answer = await call_within(timeout_s, partial(tool.function, **call.arguments))
-        return answer if isinstance(answer, str) else json.dumps(answer), Outcome.OK  # templates join texts
+        if isinstance(answer, str):
+            return answer, Outcome.OK
+        return json.dumps(answer, ensure_ascii=False), Outcome.OK  # templates join texts
     except OutOfTimeError as error:
         logger.warning("tool %s with the arguments %s: %s", call.name, call.arguments, error)
         return f"error: {call.name} took longer than {timeout_s:g} s", Outcome.TIMEOUT

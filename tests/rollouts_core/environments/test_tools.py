@@ -41,7 +41,15 @@ def test_each_call_gets_an_answer_in_order() -> None:
     assert [message["role"] for message in reply.messages] == ["tool", "tool"]
 
 
-@pytest.mark.parametrize(("value", "text"), [(140, "140"), ({"sum": [1, None]}, '{"sum": [1, null]}'), ("140", "140")])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (140, "140"),
+        ({"sum": [1, None]}, '{"sum": [1, null]}'),
+        ("140", "140"),
+        (["Zürich", "東京"], '["Zürich", "東京"]'),
+    ],
+)
 def test_what_is_no_text_is_read_as_json(value: Any, text: str) -> None:
     tool = Tool(name="calculator", description="", parameters={"type": "object"}, function=lambda: value)
     assert contents(answer(call(), tool)) == [text]
