@@ -243,7 +243,7 @@ def _leading_comment(path: Path) -> str:
     if path.suffix != ".toml":
         return ""
     lines = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             break
         lines.append(line.removeprefix("#").removeprefix(" "))

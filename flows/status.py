@@ -94,7 +94,7 @@ def describe_reports(store: Path) -> list[str]:
 def verdict_of(record: Path) -> str:
     """What a run.json says of the run; nothing where there is none, or none was asked for."""
     try:
-        return str(json.loads(record.read_text()).get("verdict", ""))
+        return str(json.loads(record.read_text(encoding="utf-8")).get("verdict", ""))
     except (OSError, ValueError):
         return ""
 

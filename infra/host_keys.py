@@ -155,7 +155,7 @@ def fingerprint_of(public: str) -> str:
 
 def noted_fingerprint(path: Path) -> str:
     """The fingerprint of the key that a first login noted in a file of the machine's own; empty where none was."""
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return fingerprint_of(lines[-1].partition(" ")[2]) if lines else ""
 
 

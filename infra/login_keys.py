@@ -155,6 +155,6 @@ def _load_key(path: Path, address: str, agent_keys: list[Any]) -> LoginKey:  # A
 def _is_public_part(key: Any, path: Path) -> bool:  # Any: paramiko has no types
     public = Path(f"{path}.pub")
     try:
-        return key.get_base64() in public.read_text().split()
+        return key.get_base64() in public.read_text(encoding="utf-8").split()
     except OSError:
         return False

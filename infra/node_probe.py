@@ -222,7 +222,7 @@ def _times_of(path: str) -> "list[Any]":
 
 def _text_of(path: str) -> str:
     try:
-        with open(path) as file:  # noqa: PTH123 - old syntax, see the head
+        with open(path, encoding="utf-8") as file:  # noqa: PTH123 - old syntax, see the head
             return file.read()
     except OSError:
         return ""
@@ -247,7 +247,7 @@ def _keep(root: str, kind: str, identity: str, found: "dict[str, Any]") -> None:
     try:
         os.makedirs(root + "/" + KEPT_DIR, exist_ok=True)  # noqa: PTH103 - old syntax, as below
         part = path + "." + str(os.getpid())
-        with open(part, "w") as file:  # noqa: PTH123
+        with open(part, "w", encoding="utf-8") as file:  # noqa: PTH123
             json.dump({"identity": identity, "found": found}, file)
         os.replace(part, path)  # noqa: PTH105
     except OSError:
@@ -257,7 +257,7 @@ def _keep(root: str, kind: str, identity: str, found: "dict[str, Any]") -> None:
 def _read_memory() -> "tuple[int, int]":
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        with open("/proc/meminfo") as file:  # noqa: PTH123 - old syntax, see the head
+        with open("/proc/meminfo", encoding="utf-8") as file:  # noqa: PTH123 - old syntax, see the head
             rows = dict(line.split(":", 1) for line in file)
         return total, int(rows["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):

@@ -113,7 +113,7 @@ def login_command(
     Raises:
         PermanentInfraError: nobody has logged in there yet.
     """
-    if not (lines := known_hosts.read_text().splitlines() if known_hosts.exists() else []):
+    if not (lines := known_hosts.read_text(encoding="utf-8").splitlines() if known_hosts.exists() else []):
         raise PermanentInfraError(
             f"no run has logged in on {instance.name} yet, so nobody knows its host key ({known_hosts} has none)"
         )

@@ -33,6 +33,6 @@ def own_secret(path: Path, make: Callable[[], str]) -> str:
 def read_secret(path: Path) -> str | None:
     """Return what the file holds; None where there is none, or nothing in it."""
     try:
-        return path.read_text().strip() or None
+        return path.read_text(encoding="utf-8").strip() or None
     except FileNotFoundError:
         return None

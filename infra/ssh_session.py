@@ -142,7 +142,7 @@ class SSHSession:
         self, source: Path, arguments: Sequence[str], *, timeout_s: float | None, keep_open: bool
     ) -> tuple[JsonObject, list[str]]:
         """The request to run a program of ours, and the command that it stands for."""
-        text = source.read_text()
+        text = source.read_text(encoding="utf-8")
         program = _program_name(source, text)
         self._programs[program] = text
         call: JsonObject = {"verb": "run", "program": program, "arguments": list(arguments)}
@@ -221,7 +221,7 @@ class SSHSession:
         return content
 
     def place_program(self, source: Path) -> str:
-        text = source.read_text()
+        text = source.read_text(encoding="utf-8")
         path = f"{self._programs_dir}/{_program_name(source, text)}.py"
         if path not in self._placed:
             self.write_file(path, text.encode())

@@ -420,7 +420,7 @@ def count_oom_kills(membership: Path = Path("/proc/self/cgroup"), mount: Path = 
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except OSError:
         return ""
 

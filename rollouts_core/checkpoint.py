@@ -121,7 +121,7 @@ def load_manifest(path: Path) -> Manifest:
         CheckpointError: there is none, or none of this format.
     """
     try:
-        raw = json.loads((path / MANIFEST).read_text())
+        raw = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if raw["format"] != FORMAT:
             raise CheckpointError(f"{path} has manifest format {raw['format']}, this version reads {FORMAT}")
         files = {name: FileEntry(**entry) for name, entry in raw["files"].items()}

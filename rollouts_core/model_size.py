@@ -139,7 +139,8 @@ def _weight_files(folder: Path) -> list[Path]:
     """The files that a loader reads: a folder may hold the same weights in another form besides."""
     index, whole = folder / INDEX, folder / WHOLE
     if index.is_file():
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return [folder / name for name in sorted(set(weight_map.values()))]
     return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
 
 

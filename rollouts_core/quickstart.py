@@ -149,4 +149,4 @@ def _prompt(problem: Addition) -> dict[str, Any]:  # Any: JSON
 
 
 def _write_rows(path: Path, rows: Iterator[dict[str, Any]]) -> None:  # Any: JSON
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

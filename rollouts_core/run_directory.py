@@ -105,5 +105,5 @@ class RunDirectory:
         """The stage's record, or None while it is not finished."""
         if not self.result.is_file():
             return None
-        result: dict[str, Any] = json.loads(self.result.read_text())  # Any: JSON
+        result: dict[str, Any] = json.loads(self.result.read_text(encoding="utf-8"))  # Any: JSON
         return result

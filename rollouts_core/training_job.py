@@ -101,7 +101,7 @@ def describe_training(job: SFTJob | RLJob, directory: RunDirectory) -> dict[str,
     step, num_steps = checkpoints[-1]["step"], job.training.num_steps
     if step == num_steps:
         return {"checkpoints": checkpoints}
-    early = {"step": step, "num_steps": num_steps, "asked_by": directory.end_request.read_text()}
+    early = {"step": step, "num_steps": num_steps, "asked_by": directory.end_request.read_text(encoding="utf-8")}
     return {"checkpoints": checkpoints, "finished_early": early}
 
 

@@ -193,7 +193,7 @@ def _with_what_they_name(store: Path, reasons: Mapping[str, str]) -> dict[str, s
 def _places_in_file(path: Path) -> set[str]:
     """What a JSON file names by path."""
     try:
-        return places_in(json.loads(path.read_text()))
+        return places_in(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return set()
 

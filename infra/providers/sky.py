@@ -143,7 +143,7 @@ class Sky:
         }
         task = {"resources": resources, "setup": _let_in(spec.public_key)}
         words = ["launch", "--yes", "--detach-run", "--cluster", spec.name, *_ends_itself(spec.ends_at)]
-        with tempfile.NamedTemporaryFile("w", prefix="rollouts-sky-", suffix=".yaml") as file:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="rollouts-sky-", suffix=".yaml") as file:
             file.write(json.dumps(task))  # JSON is YAML
             file.flush()
             try:

@@ -87,9 +87,11 @@ class ModelFiles:
     def save_pretrained(self, save_directory: Path, *, state_dict: dict[str, Tensor]) -> None:
         """Write float32 weights and the configuration."""
         save_file(state_dict, save_directory / "model.safetensors", metadata={"format": "pt"})
-        config = json.loads((self.model_dir / "config.json").read_text())
+        config = json.loads((self.model_dir / "config.json").read_text(encoding="utf-8"))
         config.pop("torch_dtype", None)  # what older versions of transformers call it
-        (save_directory / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=2) + "\n")
+        (save_directory / "config.json").write_text(
+            json.dumps({**config, "dtype": "float32"}, indent=2) + "\n", encoding="utf-8"
+        )
         if (self.model_dir / "generation_config.json").is_file():
             shutil.copyfile(self.model_dir / "generation_config.json", save_directory / "generation_config.json")
 
@@ -318,7 +320,7 @@ def create_jax_backend(
         raise ConfigError(f'backend "jax" reads models from folders, {model.path} is none: download the model first')
     remedy = 'set policy.backend = "pytorch" for this model'
     architecture = load_architecture(model_dir, runner='backend "jax"', remedy=remedy)
-    config = json.loads((model_dir / "config.json").read_text())
+    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     if dropout := config.get("attention_dropout"):
         raise ConfigError(f'{model_dir}: backend "jax" does not support attention_dropout {dropout}: {remedy}')
     settings = ModelSettings(

@@ -101,7 +101,7 @@ def write_training_checkpoint(
         tokenizer.save_pretrained(directory)
         write_ends_of_turn(directory, tokenizer)
         (directory / "trainer").mkdir()
-        (directory / TRAINER_STATE).write_text(trainer)
+        (directory / TRAINER_STATE).write_text(trainer, encoding="utf-8")
         save_file(others, directory / TRAINER_TENSORS)
 
 
@@ -112,12 +112,12 @@ def write_ends_of_turn(directory: Path, tokenizer: PreTrainedTokenizerBase) -> N
     conversations would go on behind its answers.
     """
     files = [directory / name for name in ("generation_config.json", "config.json")]
-    settings = [json.loads(file.read_text()) if file.is_file() else {} for file in files]
+    settings = [json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {} for file in files]
     given: Any = next((each["eos_token_id"] for each in settings if each.get("eos_token_id") is not None), [])  # JSON
     known = given if isinstance(given, list) else [given]
     ends = list(dict.fromkeys([*known, *stop_token_ids(tokenizer)]))
     if ends != known:
-        files[0].write_text(json.dumps({**settings[0], "eos_token_id": ends}, indent=2) + "\n")
+        files[0].write_text(json.dumps({**settings[0], "eos_token_id": ends}, indent=2) + "\n", encoding="utf-8")
 
 
 def read_training_checkpoint(path: Path) -> SavedTraining:
@@ -136,7 +136,7 @@ def read_training_checkpoint(path: Path) -> SavedTraining:
         own_weights=own,
         moments={n: t for n, t in tensors.items() if n not in random and not n.startswith(WEIGHT_KEY)},
         random_tensors=random,
-        trainer=json.loads((path / TRAINER_STATE).read_text()),
+        trainer=json.loads((path / TRAINER_STATE).read_text(encoding="utf-8")),
     )
 
 

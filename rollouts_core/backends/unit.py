@@ -345,7 +345,7 @@ def find_interface(address: str) -> str:
         return ""
     if ":" in address:
         wanted = socket.inet_pton(socket.AF_INET6, address).hex()
-        rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+        rows = [line.split() for line in Path("/proc/net/if_inet6").read_text(encoding="utf-8").splitlines()]
         return next((row[-1] for row in rows if row[0] == wanted), "")
     import fcntl  # Unix alone
 

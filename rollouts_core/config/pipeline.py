@@ -158,4 +158,4 @@ class Config(Record):
         """Write the settings that differ from their defaults as TOML or JSON, by the name's ending."""
         settings = self.model_dump(mode="json", exclude_defaults=True)
         is_json = Path(path).suffix == ".json"
-        Path(path).write_text(json.dumps(settings, indent=2) if is_json else tomli_w.dumps(settings))
+        Path(path).write_text(json.dumps(settings, indent=2) if is_json else tomli_w.dumps(settings), encoding="utf-8")

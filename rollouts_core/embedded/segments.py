@@ -39,7 +39,7 @@ def memory_scope() -> str:
     The same kernel, the same numbers of processes, the same user.
     """
     try:
-        boot, namespace = BOOT_ID.read_text().strip(), PROCESS_NAMESPACE.readlink()
+        boot, namespace = BOOT_ID.read_text(encoding="utf-8").strip(), PROCESS_NAMESPACE.readlink()
     except OSError:
         return ""
     return f"{boot}/{namespace}/{os.getuid()}" if hasattr(os, "memfd_create") else ""

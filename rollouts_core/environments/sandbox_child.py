@@ -92,7 +92,7 @@ def enter_namespaces() -> None:
         return
     check(libc.unshare(spaces | CLONE_NEWUSER), "unshare")
     for name, content in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-        Path(f"/proc/self/{name}").write_text(content)
+        Path(f"/proc/self/{name}").write_text(content, encoding="utf-8")
 
 
 def build_root(folders: list[str], file_mb: int) -> None:
@@ -146,7 +146,7 @@ def make_read_only(folder: str) -> None:
 def list_mounts(folder: str) -> list[tuple[str, list[str]]]:
     """The mount at `folder` and those below it, with their options."""
     found = []
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
         _, _, _, _, place, options, *_ = line.split(" ")
         place = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), place)  # a space is \040
         if place == folder or place.startswith(folder.rstrip("/") + "/"):

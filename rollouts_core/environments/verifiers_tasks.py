@@ -195,7 +195,7 @@ def main(arguments: list[str]) -> int:
     except InputError as error:
         sys.stderr.write(f"rollouts: {error}\n")
         return 2
-    Path(arguments[1]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path(arguments[1]).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     sys.stderr.write(f"wrote {len(rows)} prompts to {arguments[1]}\n")
     return 0
 

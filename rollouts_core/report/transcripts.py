@@ -112,7 +112,7 @@ def _first_samples(path: Path) -> dict[int, Sample]:
 
 
 def iterate_samples(path: Path) -> Iterator[Sample]:
-    with path.open() as lines:
+    with path.open(encoding="utf-8") as lines:
         for line in lines:
             record = json.loads(line)
             yield sample_from_json({**record, "tokens": [], "loss_mask": [], "rollout_log_probs": None})

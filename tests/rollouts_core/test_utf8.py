@@ -42,3 +42,15 @@ def test_another_encoding_of_the_locale_gives_way_to_utf8(tmp_path: Path, option
 def test_a_locale_that_is_utf8_is_left_alone(tmp_path: Path) -> None:
     locale = {"LC_ALL": "C.UTF-8", "PYTHONUTF8": "0"}
     assert said(tmp_path, locale=locale) == f"{tmp_path / 'größe.txt'} naïve 0\n"
+
+
+def test_the_library_keeps_settings_in_utf8_in_a_process_of_another_encoding(tmp_path: Path) -> None:
+    program = (
+        "import sys\nfrom rollouts_core.config import Config\n"
+        'data = {"sft": "gr\\u00f6\\u00dfe.jsonl", "selection": "b", "heldout": "c"}\n'
+        'config = Config.model_validate({"mode": "sft", "model": {"path": "m"}, "data": data})\n'
+        "config.save(sys.argv[1])\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "a.toml")]
+    subprocess.run(command, env={**os.environ, **ASCII_LOCALE}, cwd=ROOT, check=True)
+    assert 'größe.jsonl"' in (tmp_path / "a.toml").read_text(encoding="utf-8")
