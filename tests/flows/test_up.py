@@ -205,9 +205,9 @@ def test_what_cannot_be_is_one_sentence(served: Rollouts, tmp_path: Path) -> Non
     assert code == 2
     assert re.fullmatch(r"rollouts: port \d+ is in use .*: choose another with --port, or leave it out\n", output)
     broken = tmp_path / "broken.toml"
-    broken.write_text("mode = 'dpo'")
+    broken.write_text("mode = 'dpo'\nmodel.path = 'm'\ndata.sft = 'd'")
     code, output = served.run("up", str(broken))
-    assert (code, len(output.splitlines())) == (2, 1), output
+    assert (code, len(output.splitlines())) == (2, 1) and "mode: input should be 'sft', 'rl' or" in output, output
     assert find_serving(served.store) is None
     code, output = served.run("down")
     assert (code, output) == (0, f"nothing serves the deployments of {served.store}\n")
