@@ -30,8 +30,8 @@ class OutageWatch:
     def __init__(self, config: RolloutConfig) -> None:
         self.config = config
         self._failures: deque[bool] = deque(maxlen=FAILURE_WINDOW)
-        self._num_pauses = 0
-        """Since something was available."""
+        self._next_pause_s = FIRST_PAUSE_S
+        """Twice as long after each pause, until something is available."""
         self._paused_s = 0.0
         """Of the outage that is not over: fewer failures than are allowed among the last groups end it."""
 
@@ -46,10 +46,10 @@ class OutageWatch:
         """
         is_outage = 1 + sum(self._failures) > self._num_allowed or self._paused_s > 0
         left_s = self.config.max_outage_minutes * 60 - self._paused_s
-        pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0**self._num_pauses, left_s)
+        pause_s = min(self._next_pause_s, left_s)
         if not is_outage or pause_s <= 0:
             return 0.0
-        self._num_pauses += 1
+        self._next_pause_s = min(MAX_PAUSE_S, 2 * self._next_pause_s)
         logger.warning(
             "nothing is generated for %.0f s, because something was not available for more groups than "
             "rollout.max_environment_failure_share allows (%s); the run ends after %.0f minutes of pauses",
@@ -70,7 +70,8 @@ class OutageWatch:
             problem: what was not available for it; empty where everything was.
         """
         self._failures.append(bool(problem))
-        self._num_pauses = self._num_pauses if problem else 0
+        if not problem:
+            self._next_pause_s = FIRST_PAUSE_S
         num_failed = sum(self._failures)
         if num_failed <= self._num_allowed and len(self._failures) == FAILURE_WINDOW:
             self._paused_s = 0.0

@@ -219,6 +219,17 @@ def test_an_outage_that_lasts_ends_the_run_and_says_for_how_long_it_paused(monke
     assert time.monotonic() - began >= 0.06
 
 
+def test_an_outage_may_last_for_days() -> None:
+    settings = {"max_environment_failure_share": 0.0, "max_outage_minutes": 7 * 24 * 60.0}
+    watch = outage.OutageWatch(CONFIG.model_copy(update=settings))
+    pauses = []
+    while pause_s := watch.begin_pause("the sandboxes are away"):
+        watch.end_pause(pause_s)
+        pauses.append(pause_s)
+    assert pauses[:6] == [15, 30, 60, 120, 240, 300]
+    assert max(pauses) == 300 and sum(pauses) == 7 * 24 * 3600
+
+
 def test_a_sample_that_failed_ends_plain_batches() -> None:
     def fail(samples: Sequence[Sample]) -> list[Sample]:
         return [replace(sample, status=Status.FAILED) for sample in samples]
