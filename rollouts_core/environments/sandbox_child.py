@@ -293,7 +293,8 @@ def count_memory_kb() -> int:
     total = 0
     for path in Path("/proc").glob("[0-9]*/status"):
         with contextlib.suppress(OSError):  # it ended meanwhile
-            total += sum(map(int, re.findall(r"^Rss(?:Anon|Shmem):\s*(\d+) kB", path.read_text(), re.MULTILINE)))
+            status = path.read_bytes()  # begins with a name that the program may choose, of any bytes
+            total += sum(map(int, re.findall(rb"^Rss(?:Anon|Shmem):\s*(\d+) kB", status, re.MULTILINE)))
     return total
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,8 @@ def kill_follower(run_dir: Path) -> int:
     table = subprocess.run(["ps", "-A", "-ww", "-o", "pid=,args="], capture_output=True, text=True, check=True).stdout
     lines = [line for line in table.splitlines() if f".py follow {run_dir} " in line]
     for line in lines:
-        os.kill(int(line.split()[0]), signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has said everything since then
+            os.kill(int(line.split()[0]), signal.SIGKILL)
     return len(lines)
 
 

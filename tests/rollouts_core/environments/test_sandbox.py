@@ -311,9 +311,12 @@ def test_a_program_has_as_many_processes_as_its_limit_says() -> None:
     assert run(code, num_processes=7).stdout == "7\n"
 
 
-def test_processes_that_hold_too_much_together_are_ended() -> None:
+@pytest.mark.parametrize("name", ["", r"b'\xff\nRssAnon: 0 kB'"], ids=["named as it is", "of a name that is no text"])
+def test_processes_that_hold_too_much_together_are_ended(name: str) -> None:
     code = (
         "import os, time\n"
+        f"if name := {name or None}:\n"
+        "    open('/proc/self/comm', 'wb').write(name)\n"
         "for _ in range(6):\n"
         "    if os.fork() == 0:\n"
         "        held = bytearray(b'x' * (60 << 20))\n"
