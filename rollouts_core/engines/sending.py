@@ -1,6 +1,6 @@
 """Send weights to one SGLang server, which reads no file: through a process group, or as handles of memory.
 
-Not here: the groups (group.py), the handles (handles.py), what proves that the server took them (keeper.py).
+Not here: the group (group_sender.py), the handles (handles.py), what proves that the server took them (keeper.py).
 
     version "7, loading" -> begin -> bucket, bucket, ..., flush of the cache -> end -> version "7"
 
@@ -24,15 +24,15 @@ from torch import Tensor
 
 from rollouts_core.concurrency import gather, in_short_thread
 from rollouts_core.engines.group import GroupBackend, WeightGroup, is_nccl_usable
+from rollouts_core.engines.group_sender import CLEAN_UP_TIMEOUT, GroupSender, broadcast_bucket
 from rollouts_core.engines.handles import forget, render_handles, share
-from rollouts_core.engines.http import CONNECT_TIMEOUT_S, UPDATE_TIMEOUT, EngineConnection
+from rollouts_core.engines.http import UPDATE_TIMEOUT
 from rollouts_core.engines.segments import count_bytes
-from rollouts_core.engines.sent import BUCKET_BYTES, SentWeights, flatten, split_buckets
+from rollouts_core.engines.sent import BUCKET_BYTES, SentWeights, split_buckets
 from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
 
 logger = logging.getLogger(__name__)
 
-CLEAN_UP_TIMEOUT = httpx.Timeout(10.0, connect=CONNECT_TIMEOUT_S)
 SESSION_IS_OPEN = "already open"
 """What SGLang says where a trainer was killed amid an update."""
 MEMORY_SCOPE = "memory_scope"
@@ -41,16 +41,8 @@ EXPERTS = ".experts."
 """In the names of weights that SGLang keeps in an order of the kernel's own."""
 
 
-class WeightSender:
-    """Sends weights to one server; owns its group with it.
-
-    Args:
-        connection: the client's own.
-    """
-
-    def __init__(self, connection: EngineConnection) -> None:
-        self._connection = connection
-        self._group: WeightGroup | None = None
+class WeightSender(GroupSender):
+    """Sends weights to one server."""
 
     async def send(self, weights: SentWeights, version: str, kept: Collection[str], *, is_paused: bool) -> None:
         """Have the server load weights once, and set the version; running requests end before that.
@@ -84,18 +76,14 @@ class WeightSender:
             count_bytes(weights.tensors.values()) / 1e6,
         )
 
-    async def aclose(self) -> None:
-        """Leave the group, and tell the server so."""
-        if self._group is not None:
-            group, self._group = self._group, None
-            group.close()  # the end of a server that waits for a bucket fails by that, and it answers again
-            with anyio.CancelScope(shield=True), suppress(EngineError):
-                await self._post("/destroy_weights_update_group", {"group_name": group.name}, CLEAN_UP_TIMEOUT)
-
     async def _broadcast(self, tensors: Mapping[str, Tensor], backend: GroupBackend, server: Mapping[str, Any]) -> None:
-        is_reused = self._group is not None
-        try:
-            group = self._group = self._group or await self._join(backend, server)
+        if backend == "nccl" and not (is_nccl_usable() and server.get("device") == "cuda"):
+            raise WeightSyncError(
+                f"{self._connection.url} cannot be sent weights by NCCL, which goes from GPU to GPU, and the "
+                f"{'trainer' if server.get('device') == 'cuda' else 'engine'} has none: set "
+                'rollout.engine.weight_transfer = "gloo"'
+            )
+        async with self._joined(backend, _count_ranks(self._connection.url, server)) as group:
             buckets = list(split_buckets(tensors, BUCKET_BYTES))
             for bucket in buckets:
                 body = {
@@ -106,40 +94,22 @@ class WeightSender:
                     "load_format": "flattened_bucket",
                     "flush_cache": bucket is buckets[-1],
                 }
-                flat = await in_short_thread(partial(flatten, bucket, group.device))
                 receive = partial(self._post, "/update_weights_from_distributed", body)
-                await gather([receive, partial(in_short_thread, partial(group.broadcast, flat))])
-        except BaseException as error:
-            await self.aclose()
-            if is_reused and isinstance(error, EngineError):  # it may have been started anew, and know of no group
-                raise EngineUnavailableError(str(error)) from error
-            raise
+                await gather([receive, partial(broadcast_bucket, group, bucket)])
 
-    async def _join(self, backend: GroupBackend, server: Mapping[str, Any]) -> WeightGroup:
-        """A group with all ranks of the server."""
-        if backend == "nccl" and not (is_nccl_usable() and server.get("device") == "cuda"):
-            raise WeightSyncError(
-                f"{self._connection.url} cannot be sent weights by NCCL, which goes from GPU to GPU, and the "
-                f"{'trainer' if server.get('device') == 'cuda' else 'engine'} has none: set "
-                'rollout.engine.weight_transfer = "gloo"'
-            )
-        num_ranks = _count_ranks(self._connection.url, server)
-        group = WeightGroup(self._connection.url, backend, num_ranks=num_ranks)
+    async def _ask_to_join(self, group: WeightGroup) -> None:
         body = {
             "master_address": group.address,
             "master_port": group.port,
             "rank_offset": 1,
-            "world_size": 1 + num_ranks,
+            "world_size": 1 + group.num_ranks,
             "group_name": group.name,
-            "backend": backend,
+            "backend": group.backend,
         }
-        join = partial(self._post, "/init_weights_update_group", body)
-        try:
-            await gather([join, partial(in_short_thread, group.connect)])
-        except BaseException:
-            group.close()
-            raise
-        return group
+        await self._post("/init_weights_update_group", body)
+
+    async def _tell_left(self, group: WeightGroup) -> None:
+        await self._post("/destroy_weights_update_group", {"group_name": group.name}, CLEAN_UP_TIMEOUT)
 
     async def _share(self, tensors: Mapping[str, Tensor], server: Mapping[str, Any]) -> None:
         device = "cuda" if server.get("device") == "cuda" else "cpu"

@@ -7,11 +7,13 @@ is lost.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import anyio
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from rollouts_core.concurrency import gather
 from rollouts_core.config import InFlight, SamplingConfig
@@ -50,6 +52,22 @@ async def is_seen_at_work(server: Server, under_way: asyncio.Future[list[Complet
     return False
 
 
+def check_spans(models: Mapping[str, PreTrainedModel], completions: Sequence[Completion]) -> set[str]:
+    """Each token has to be of the version that its span names; returns those that are named.
+
+    Args:
+        completions: of `REQUESTS`, in their order.
+    """
+    seen: set[str] = set()
+    for request, completion in zip(REQUESTS, completions, strict=True):
+        for version, begin, end in completion.version_spans:
+            expected = expected_logprobs(models[version], request.prompt_tokens, completion.tokens)
+            gaps = (expected - torch.tensor(completion.logprobs)).abs()[begin:end]
+            assert gaps.numel() == 0 or float(gaps.max()) < LOGPROB_TOLERANCE
+            seen.add(version)
+    return seen
+
+
 async def publish_amid(server: Server, in_flight: InFlight, start: SavedModel, trained: SavedModel) -> list[Completion]:
     """Completions, more than the server has room for, during which other weights are published."""
     client = server.client()
@@ -74,12 +92,7 @@ def test_every_token_is_of_the_version_that_its_span_names(
             asyncio.run(publish_amid(server, in_flight, start, trained))
         return
     completions = asyncio.run(publish_amid(server, in_flight, start, trained))
-    models = {"start-1": start.model, "trained-1": trained.model}
-    for request, completion in zip(REQUESTS, completions, strict=True):
-        assert completion.status in (Status.TRUNCATED, Status.COMPLETED)
-        for version, begin, end in completion.version_spans:
-            expected = expected_logprobs(models[version], request.prompt_tokens, completion.tokens)
-            gaps = (expected - torch.tensor(completion.logprobs)).abs()[begin:end]
-            assert gaps.numel() == 0 or float(gaps.max()) < LOGPROB_TOLERANCE
+    check_spans({"start-1": start.model, "trained-1": trained.model}, completions)
+    assert {completion.status for completion in completions} <= {Status.TRUNCATED, Status.COMPLETED}
     num_spans = {len({version for version, begin, end in c.version_spans if begin < end}) for c in completions}
     assert max(num_spans) == (1 if in_flight == "finish" else 2)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import anyio
 import pytest
-import torch
 
 from rollouts_core.config import InFlight
 from rollouts_core.engines import Completion, InFlightEngine, VLLMEngine
@@ -24,9 +23,8 @@ from rollouts_core.errors import WeightSyncError
 from tests.engines.conftest import SavedModel, make, save
 from tests.engines.servers import ROOT, Server, serving
 from tests.engines.test_contract import LOGPROB_TOLERANCE, ask, versions_of, worst_gap
-from tests.engines.test_in_flight import REQUESTS, is_seen_at_work, start_all
+from tests.engines.test_in_flight import check_spans, is_seen_at_work, start_all
 from tests.engines.test_sending import SMALL_BUCKET, sent
-from tests.rollouts_core.embedded.tiny_models import expected_logprobs
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400), pytest.mark.parametrize("server", ["vllm"], indirect=True)]
 
@@ -76,14 +74,7 @@ def test_every_token_is_of_the_version_that_its_span_names(
             await engine.load_weights(sent(trained, "trained-4", "gloo"), "trained-4")
             return await under_way
 
-    models = {"start-4": start.model, "trained-4": trained.model}
-    seen: set[str] = set()
-    for request, completion in zip(REQUESTS, asyncio.run(send_amid()), strict=True):
-        for version, begin, end in completion.version_spans:
-            expected = expected_logprobs(models[version], request.prompt_tokens, completion.tokens)
-            gaps = (expected - torch.tensor(completion.logprobs)).abs()[begin:end]
-            assert gaps.numel() == 0 or float(gaps.max()) < LOGPROB_TOLERANCE
-            seen.add(version)
+    seen = check_spans({"start-4": start.model, "trained-4": trained.model}, asyncio.run(send_amid()))
     assert "start-4" in seen
 
 

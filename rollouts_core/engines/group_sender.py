@@ -1,0 +1,84 @@
+"""A process group with one server, owned by whoever sends it weights: made at the first update, left where one fails.
+
+Not here: the group itself (group.py), what each kind of server is told (sending.py, sending_to_vllm.py).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+
+import anyio
+import httpx
+from torch import Tensor
+
+from rollouts_core.concurrency import gather, in_short_thread
+from rollouts_core.engines.group import GroupBackend, WeightGroup
+from rollouts_core.engines.http import CONNECT_TIMEOUT_S, EngineConnection
+from rollouts_core.engines.sent import flatten
+from rollouts_core.errors import EngineError, EngineUnavailableError
+
+CLEAN_UP_TIMEOUT = httpx.Timeout(10.0, connect=CONNECT_TIMEOUT_S)
+
+
+class GroupSender(ABC):
+    """Owns the group with one server.
+
+    Args:
+        connection: the client's own.
+    """
+
+    def __init__(self, connection: EngineConnection) -> None:
+        self._connection = connection
+        self._group: WeightGroup | None = None
+
+    async def aclose(self) -> None:
+        """Leave the group, and tell the server so."""
+        if self._group is not None:
+            group, self._group = self._group, None
+            group.close()  # the end of a server that waits for a bucket fails by that, and it answers again
+            with anyio.CancelScope(shield=True), suppress(EngineError):
+                await self._tell_left(group)
+
+    @abstractmethod
+    async def _ask_to_join(self, group: WeightGroup) -> None:
+        """Have the server become a member; it answers when all members are there."""
+
+    @abstractmethod
+    async def _tell_left(self, group: WeightGroup) -> None:
+        """Tell the server that the group is no more, within `CLEAN_UP_TIMEOUT`."""
+
+    @asynccontextmanager
+    async def _joined(self, backend: GroupBackend, num_ranks: int) -> AsyncIterator[WeightGroup]:
+        """The group with the ranks of the server, for one update; it is left where that fails.
+
+        Raises:
+            EngineUnavailableError: the server vanished, or its end of the group did.
+            EngineError: it refused.
+        """
+        is_reused = self._group is not None
+        try:
+            self._group = self._group or await self._join(backend, num_ranks)
+            yield self._group
+        except BaseException as error:
+            await self.aclose()
+            if is_reused and isinstance(error, EngineError):  # it may have been started anew, and know of no group
+                raise EngineUnavailableError(str(error)) from error
+            raise
+
+    async def _join(self, backend: GroupBackend, num_ranks: int) -> WeightGroup:
+        group = WeightGroup(self._connection.url, backend, num_ranks=num_ranks)
+        try:
+            await gather([partial(self._ask_to_join, group), partial(in_short_thread, group.connect)])
+        except BaseException:
+            group.close()
+            raise
+        return group
+
+
+async def broadcast_bucket(group: WeightGroup, bucket: Mapping[str, Tensor]) -> None:
+    """Send the bytes of some tensors to the server's ranks, which have to be waiting for them."""
+    flat = await in_short_thread(partial(flatten, bucket, group.device))
+    await in_short_thread(partial(group.broadcast, flat))
