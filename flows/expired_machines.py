@@ -17,11 +17,11 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from infra.cloud import Pace
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.offers import CLOUD_NAMES
 from infra.providers.clouds import clouds_with_keys, credentials_in_use, open_clouds
-from infra.provision import Pace
 from infra.reaper import ReapReport, reap
 from infra.rentals import open_rentals
 from rollouts_core.errors import ConfigError

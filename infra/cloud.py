@@ -1,9 +1,10 @@
 """What a provider of rented machines can do for us, one Protocol for all.
 
 Not here: the providers (providers/runpod.py and its like), which of them there are (providers/clouds.py), and the way
-by which machines are rented without losing one (provision.py).
+by which machines are rented and given back without losing one (provision.py, release.py).
 """
 
+from dataclasses import dataclass
 from typing import Protocol, Self
 
 from infra.offers import CloudName, GPUQuery, Instance, MachineSpec, Offer
@@ -56,3 +57,17 @@ class Cloud(Protocol):
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How patient we are with providers, in seconds."""
+
+    poll_s: float = 5.0
+    looks_s: tuple[float, ...] = (0.0, 5.0, 10.0, 20.0)
+    """Pauses before each look for a machine whose creation was not answered."""
+    gone_within_s: float = 600.0
+    """A machine that is still there this long after its end was asked for is reported."""
+
+
+PATIENT = Pace()

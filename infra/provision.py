@@ -1,6 +1,7 @@
-"""Rent machines and give them back, so that none is forgotten whatever breaks in between.
+"""Rent machines, so that none is forgotten whatever breaks in between.
 
-Not here: what providers say (providers/), the rows of the ledger (rentals.py), machines of dead runs (reaper.py).
+Not here: what providers say (providers/), the rows of the ledger (rentals.py), giving machines back (release.py), those
+of dead runs (reaper.py).
 
     intent written ── one request to create ── id written ── waited until usable ── ready
          |                   | nobody knows: looked for by its name, and adopted
@@ -8,9 +9,8 @@ Not here: what providers say (providers/), the rows of the ledger (rentals.py), 
     killed anywhere: the same run goes on from the row; else a run with the same settings, or the reaper, takes it
     its run failed, and keeps it: the same, and until then the reaper leaves it
 
-A machine is given back when its provider has it no more, not when its end was asked for. Several are one unit, of one
-kind, in one region of one provider: where one of them cannot be had, or is lost and nothing beside the others replaces
-it, all are given back.
+Several are one unit, of one kind, in one region of one provider: where one of them cannot be had, or is lost and
+nothing beside the others replaces it, all are given back.
 """
 
 import logging
@@ -18,9 +18,9 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from infra.cloud import Cloud
+from infra.cloud import PATIENT, Cloud, Pace
 from infra.errors import (
     InfraError,
     LoginError,
@@ -28,7 +28,6 @@ from infra.errors import (
     OfferGoneError,
     PermanentInfraError,
     ProviderUnavailableError,
-    StillRentedError,
     TransientInfraError,
     UnclearAnswerError,
     UnfitMachineError,
@@ -46,6 +45,7 @@ from infra.offers import (
     Offered,
     describe_closest,
 )
+from infra.release import release_machine, release_machines
 from infra.rentals import (
     Rental,
     RentalState,
@@ -64,8 +64,6 @@ UNSEEN_S = 60.0
 UNFIT_FOR_S = 24 * 3600.0
 """A machine that could not be used is not rented again for so long."""
 PRICE_TOLERANCE = 1.001
-_SIGHTINGS = 2
-"""A machine is gone when it was not there this many times in a row."""
 
 Check = Callable[[Rental, Instance], str]
 """Log in on a machine and return the fingerprint of its host key, which is the expected one, where one is; an
@@ -73,20 +71,6 @@ InfraError says why it cannot be used (yet)."""
 Say = Callable[[str], None]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """How patient we are with providers, in seconds."""
-
-    poll_s: float = 5.0
-    looks_s: tuple[float, ...] = (0.0, 5.0, 10.0, 20.0)
-    """Pauses before each look for a machine whose creation was not answered."""
-    gone_within_s: float = 600.0
-    """A machine that is still there this long after its end was asked for is reported."""
-
-
-PATIENT = Pace()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,50 +129,6 @@ def rent_machines(
         if len(unit) < request.num_machines:
             _rent_new(unit, request, ledger, clouds, check, say, pace)
         return unit
-
-
-def release_machines(
-    rentals: Sequence[Rental], ledger: Ledger, clouds: Mapping[CloudName, Cloud], *, pace: Pace = PATIENT
-) -> list[Rental]:
-    """`release_machine` for each of them: all are asked to end before any end is waited for.
-
-    Raises:
-        StillRentedError: of the first one that may still be rented, when all others have been seen to.
-    """
-    for rental in rentals if len(rentals) > 1 else ():
-        try:
-            clouds[rental.provider].terminate(rental.instance_id)
-        except InfraError as error:  # what is asked again says it
-            logger.info("%s is asked to end again: %s", rental.name, error)
-    gone, problems = [], []
-    for rental in rentals:
-        try:
-            gone.append(release_machine(rental, ledger, clouds[rental.provider], pace=pace))
-        except StillRentedError as error:
-            problems.append(error)
-    if problems:
-        raise problems[0]
-    return gone
-
-
-def release_machine(rental: Rental, ledger: Ledger, cloud: Cloud, *, note: str = "", pace: Pace = PATIENT) -> Rental:
-    """End the machine and return its row when its provider has it no more; harmless when that is so already.
-
-    Raises:
-        StillRentedError: its provider still has it, or cannot be asked; the row stays open, so that it is tried again.
-    """
-    current = find_rental(ledger, rental.name)
-    assert current is not None, f"{rental.name} is not in the ledger"
-    if current.state.is_over:
-        return current
-    assert current.instance_id, f"nobody knows which machine {current.name} is"
-    releasing = change_rental(ledger, current, state=RentalState.RELEASING, note=note or current.note)
-    if releasing is None:
-        return release_machine(rental, ledger, cloud, note=note, pace=pace)
-    _end_and_verify(releasing, cloud, pace)
-    gone = change_rental(ledger, releasing, state=RentalState.GONE, ended_at=time.time())
-    logger.info("gave back %s at %s", releasing.name, releasing.provider)
-    return gone or replace(releasing, state=RentalState.GONE)
 
 
 def find_by_name(name: str, cloud: Cloud, pace: Pace) -> Instance | None:
@@ -544,37 +484,3 @@ def _with_expected_key(rental: Rental, ledger: Ledger, cloud: Cloud) -> Rental:
     if not told:
         return rental
     return change_rental(ledger, rental, expected_key=told, believed_by=HostKeyEvidence.PROVIDER.value) or rental
-
-
-# ── the end ──
-
-
-def _end_and_verify(rental: Rental, cloud: Cloud, pace: Pace) -> None:
-    deadline = time.monotonic() + pace.gone_within_s
-    num_absent = 0
-    problem = "its provider still has it"
-    while num_absent < _SIGHTINGS:
-        try:
-            if num_absent == 0:
-                cloud.terminate(rental.instance_id)
-            num_absent = num_absent + 1 if _is_absent(rental, cloud) else 0
-        except InfraError as error:
-            num_absent, problem = 0, str(error)
-            if isinstance(error, PermanentInfraError):
-                deadline = 0.0
-        if num_absent == _SIGHTINGS:
-            return
-        if time.monotonic() > deadline:
-            raise StillRentedError(
-                f"{rental.name} ({rental.instance_id} at {rental.provider}, {rental.usd_per_hour:.2f} USD/h) may still "
-                f"be rented: {problem}. End it by `rollouts reap`, or on the provider's own pages"
-            )
-        time.sleep(pace.poll_s)
-
-
-def _is_absent(rental: Rental, cloud: Cloud) -> bool:
-    instance = cloud.get(rental.instance_id)
-    if instance is not None and instance.status is not InstanceStatus.GONE:
-        return False
-    listed = cloud.list_named(rental.name)
-    return all(each.status is InstanceStatus.GONE for each in listed if each.id == rental.instance_id)

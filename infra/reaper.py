@@ -20,11 +20,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from infra.cloud import Cloud
+from infra.cloud import PATIENT, Cloud, Pace
 from infra.errors import InfraError, PermanentInfraError, ProviderUnavailableError, TransientInfraError
 from infra.ledger import Ledger
 from infra.offers import CloudName, Instance, InstanceStatus
-from infra.provision import PATIENT, Pace, adopt_machine, find_by_name, release_machine
+from infra.provision import adopt_machine, find_by_name
+from infra.release import release_machine
 from infra.rentals import (
     NAME,
     NAME_PREFIX,

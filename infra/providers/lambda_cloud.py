@@ -1,6 +1,6 @@
 """Lambda's cloud API: virtual machines with GPUs, of fixed kinds.
 
-Not here: HTTP (http.py), when a machine is launched and ended (infra/provision.py).
+Not here: HTTP (http.py), when a machine is launched and ended (infra/provision.py, infra/release.py).
 
     public key ──registered under a name of its own──> launch(kind, region, name) ──> instance, user ubuntu, port 22
     host key   ──as user data, which Lambda never shows again──┘

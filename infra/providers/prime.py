@@ -1,6 +1,6 @@
 """Prime Intellect's API: machines of many clouds behind one interface, some of them spot.
 
-Not here: HTTP (http.py), when a pod is created and ended (infra/provision.py).
+Not here: HTTP (http.py), when a pod is created and ended (infra/provision.py, infra/release.py).
 
     availability ──> offer: cloud, GPU, socket, data center, image, disk ──> pod ──ACTIVE, installed──> address
 

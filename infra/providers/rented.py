@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infra.acceptance import require_gpus, require_peers, require_speed
-from infra.cloud import Cloud
+from infra.cloud import Cloud, Pace
 from infra.errors import (
     InfraError,
     MachineGoneError,
@@ -36,9 +36,10 @@ from infra.node import InstanceNode, Node, RentedNode, SSHAccess
 from infra.offers import NETWORKED_CLOUDS, Instance, Offer, describe_closest
 from infra.providers.clouds import account_of, credentials_in_use, open_clouds, require_keys
 from infra.providers.ssh import CALL_TIMEOUT_S, expand_root, open_ssh_session
-from infra.provision import Pace, RentRequest, release_machines, rent_machines, search_offers
+from infra.provision import RentRequest, rent_machines, search_offers
 from infra.reach import own_address
 from infra.reaper import reap
+from infra.release import release_machines
 from infra.rentals import Rental, RentalState, change_rental, find_rental, in_utc, rentals_of
 from infra.session import Session
 

@@ -1,6 +1,6 @@
 """RunPod's API v2: pods, which are containers with GPUs.
 
-Not here: HTTP (http.py), when a pod is created and ended (infra/provision.py).
+Not here: HTTP (http.py), when a pod is created and ended (infra/provision.py, infra/release.py).
 
 A pod is reached by SSH at a public port that RunPod maps to its port 22, and that changes when the pod is reset. Images
 start an SSH server when they find PUBLIC_KEY in their environment, as those of RunPod do. These write the fingerprints

@@ -1,6 +1,6 @@
 """Shadeform's API: machines of many clouds behind one interface.
 
-Not here: HTTP (http.py), when a machine is created and ended (infra/provision.py).
+Not here: HTTP (http.py), when a machine is created and ended (infra/provision.py, infra/release.py).
 
 Shadeform ends a machine by itself at a date that is given with its creation; the others that we know cannot.
 """

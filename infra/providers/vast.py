@@ -1,6 +1,6 @@
 """Vast.ai's API: containers on machines of data centers and of private people.
 
-Not here: HTTP (http.py), when a machine is created and ended (infra/provision.py).
+Not here: HTTP (http.py), when a machine is created and ended (infra/provision.py, infra/release.py).
 
 An offer is one machine and can be taken once. The key that may log in is written by the container's first command: so
 no key has to be registered with the account. No host key is given that way: the SSH server runs before that command,

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from infra.cloud import Pace
 from infra.ledger import Ledger
 from infra.offers import GPUQuery, Instance
 from infra.providers.http import Account
@@ -24,7 +25,8 @@ from infra.providers.prime import Prime
 from infra.providers.runpod import RunPod
 from infra.providers.shadeform import Shadeform
 from infra.providers.vast import Vast
-from infra.provision import Pace, RentRequest, release_machines, rent_machines
+from infra.provision import RentRequest, rent_machines
+from infra.release import release_machines
 from infra.rentals import Rental, RentalState
 
 PACE = Pace(poll_s=0.02, looks_s=(0.0, 0.3, 0.6, 0.9), gone_within_s=60.0)
@@ -53,7 +55,8 @@ def die_at(step: str, account: type[Account]) -> None:
     provision = sys.modules[rent_machines.__module__]
     end_of(provision, "add_rental", lambda _: step == RentalState.INTENDED)
     end_of(account, "create", lambda _: step == "asked")
-    end_of(provision, "change_rental", lambda changes: step == changes.get("state"))
+    for module in (provision, sys.modules[release_machines.__module__]):
+        end_of(module, "change_rental", lambda changes: step == changes.get("state"))
 
 
 def main() -> None:

@@ -31,8 +31,9 @@ from infra.providers.clouds import ENDPOINTS
 from infra.providers.prime import Prime
 from infra.providers.rented import access_now, find_machine
 from infra.providers.vast import Vast
-from infra.provision import UNFIT_FOR_S, RentRequest, release_machine, rent_machines
+from infra.provision import UNFIT_FOR_S, RentRequest, rent_machines
 from infra.reaper import reap
+from infra.release import release_machine
 from infra.rentals import Rental, RentalState, all_rentals, change_rental
 from tests.infra.fake_cloud import HANG_S, KEY, FakeCloud
 from tests.infra.fake_prime import FakePrime

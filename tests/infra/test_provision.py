@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.cloud import Pace
 from infra.errors import (
     LoginError,
     NodeUnreachableError,
@@ -24,7 +25,8 @@ from infra.errors import (
 from infra.ledger import Ledger
 from infra.offers import GPUQuery, Instance
 from infra.providers.runpod import RunPod
-from infra.provision import MAX_OFFERS, Check, Pace, RentRequest, release_machine, rent_machines
+from infra.provision import MAX_OFFERS, Check, RentRequest, rent_machines
+from infra.release import release_machine
 from infra.rentals import Rental, RentalState, all_rentals, change_rental, rentals_of, usd_spent
 from tests.infra.fake_cloud import HANG_S, KEY
 from tests.infra.fake_runpod import FakeRunPod

@@ -24,8 +24,8 @@ from infra.errors import StillRentedError
 from infra.ledger import Ledger
 from infra.offers import Instance
 from infra.providers.runpod import RunPod
-from infra.provision import release_machine
 from infra.reaper import UNSEEN_AFTER_S, ReapReport, reap
+from infra.release import release_machine
 from infra.rentals import Rental, RentalState, add_rental, all_rentals, change_rental, find_rental
 from tests.infra import renting_run
 from tests.infra.fake_cloud import KEY, FakeCloud, Faults

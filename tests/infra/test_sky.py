@@ -31,8 +31,9 @@ from infra.providers import sky
 from infra.providers.clouds import ENDPOINTS, open_account
 from infra.providers.rented import access_to, describe_offer
 from infra.providers.sky import Sky
-from infra.provision import release_machine, rent_machines
+from infra.provision import rent_machines
 from infra.reaper import reap
+from infra.release import release_machine
 from infra.rentals import Rental, RentalState, all_rentals
 from infra.ssh_session import SSHSession
 from tests.infra.ssh_server import SSHServer

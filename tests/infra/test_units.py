@@ -16,7 +16,8 @@ from infra.ledger import Ledger
 from infra.node import RentedNode, settings_of_engines, settings_of_trainers, without_further_nodes
 from infra.offers import GPUQuery, Instance, MachineSpec, Offer
 from infra.providers.runpod import RunPod
-from infra.provision import Check, release_machines, rent_machines
+from infra.provision import Check, rent_machines
+from infra.release import release_machines
 from infra.rentals import Rental, RentalState, add_rental, all_rentals, change_rental
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod

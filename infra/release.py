@@ -1,0 +1,98 @@
+"""Give machines back: one is given back when its provider has it no more, not when its end was asked for.
+
+Not here: renting (provision.py), machines that nobody wants any more (reaper.py).
+
+    end asked for ── looked for, by its id and in the list ── not there, twice in a row ── row closed
+                       | still there, or the provider cannot be asked, for too long: the row stays open, and it is said
+"""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from infra.cloud import PATIENT, Cloud, Pace
+from infra.errors import InfraError, PermanentInfraError, StillRentedError
+from infra.ledger import Ledger
+from infra.offers import CloudName, InstanceStatus
+from infra.rentals import Rental, RentalState, change_rental, find_rental
+
+_SIGHTINGS = 2
+"""A machine is gone when it was not there this many times in a row."""
+
+logger = logging.getLogger(__name__)
+
+
+def release_machines(
+    rentals: Sequence[Rental], ledger: Ledger, clouds: Mapping[CloudName, Cloud], *, pace: Pace = PATIENT
+) -> list[Rental]:
+    """`release_machine` for each of them: all are asked to end before any end is waited for.
+
+    Raises:
+        StillRentedError: of the first one that may still be rented, when all others have been seen to.
+    """
+    for rental in rentals if len(rentals) > 1 else ():
+        try:
+            clouds[rental.provider].terminate(rental.instance_id)
+        except InfraError as error:  # what is asked again says it
+            logger.info("%s is asked to end again: %s", rental.name, error)
+    gone, problems = [], []
+    for rental in rentals:
+        try:
+            gone.append(release_machine(rental, ledger, clouds[rental.provider], pace=pace))
+        except StillRentedError as error:
+            problems.append(error)
+    if problems:
+        raise problems[0]
+    return gone
+
+
+def release_machine(rental: Rental, ledger: Ledger, cloud: Cloud, *, note: str = "", pace: Pace = PATIENT) -> Rental:
+    """End the machine and return its row when its provider has it no more; harmless when that is so already.
+
+    Raises:
+        StillRentedError: its provider still has it, or cannot be asked; the row stays open, so that it is tried again.
+    """
+    current = find_rental(ledger, rental.name)
+    assert current is not None, f"{rental.name} is not in the ledger"
+    if current.state.is_over:
+        return current
+    assert current.instance_id, f"nobody knows which machine {current.name} is"
+    releasing = change_rental(ledger, current, state=RentalState.RELEASING, note=note or current.note)
+    if releasing is None:
+        return release_machine(rental, ledger, cloud, note=note, pace=pace)
+    _end_and_verify(releasing, cloud, pace)
+    gone = change_rental(ledger, releasing, state=RentalState.GONE, ended_at=time.time())
+    logger.info("gave back %s at %s", releasing.name, releasing.provider)
+    return gone or replace(releasing, state=RentalState.GONE)
+
+
+def _end_and_verify(rental: Rental, cloud: Cloud, pace: Pace) -> None:
+    deadline = time.monotonic() + pace.gone_within_s
+    num_absent = 0
+    problem = "its provider still has it"
+    while num_absent < _SIGHTINGS:
+        try:
+            if num_absent == 0:
+                cloud.terminate(rental.instance_id)
+            num_absent = num_absent + 1 if _is_absent(rental, cloud) else 0
+        except InfraError as error:
+            num_absent, problem = 0, str(error)
+            if isinstance(error, PermanentInfraError):
+                deadline = 0.0
+        if num_absent == _SIGHTINGS:
+            return
+        if time.monotonic() > deadline:
+            raise StillRentedError(
+                f"{rental.name} ({rental.instance_id} at {rental.provider}, {rental.usd_per_hour:.2f} USD/h) may still "
+                f"be rented: {problem}. End it by `rollouts reap`, or on the provider's own pages"
+            )
+        time.sleep(pace.poll_s)
+
+
+def _is_absent(rental: Rental, cloud: Cloud) -> bool:
+    instance = cloud.get(rental.instance_id)
+    if instance is not None and instance.status is not InstanceStatus.GONE:
+        return False
+    listed = cloud.list_named(rental.name)
+    return all(each.status is InstanceStatus.GONE for each in listed if each.id == rental.instance_id)
