@@ -10,7 +10,6 @@ import asyncio
 import json
 import math
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,6 @@ import anyio
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from rollouts_core import outage
 from rollouts_core.config import (
     FilterConfig,
     ModelConfig,
@@ -34,16 +32,12 @@ from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.errors import (
     ConfigError,
     DataError,
-    EnvironmentOutageError,
-    EnvironmentUnavailableError,
     RewardError,
 )
 from rollouts_core.filters import FilterDecision
 from rollouts_core.generate import build_pending_group, create_engine_generate_fn, sampling_seed
 from rollouts_core.group_order import Schedule
-from rollouts_core.plain_rollouts import generate_rollout_batches
 from rollouts_core.resolve import GenerateFn
-from rollouts_core.rewards import RewardFn
 from rollouts_core.rl import describe_rollouts
 from rollouts_core.rollout import AsyncRolloutManager
 from rollouts_core.types import RolloutBatch, Sample, Status, VersionSpan
@@ -60,11 +54,6 @@ def answer_with(sample: Sample, response: str = "ok") -> Sample:
         rollout_log_probs=[0.0, -0.1, -0.2],
         status=Status.COMPLETED,
     )
-
-
-async def reward_by_place_later(sample: Sample) -> float:
-    await asyncio.sleep(0)
-    return float(sample.index)
 
 
 async def answer_late_groups_first(group: Sequence[Sample]) -> list[Sample]:
@@ -151,92 +140,6 @@ def test_a_buffer_filter_that_returns_something_else_is_named() -> None:
 
     with pytest.raises(RewardError, match=r"buffer filter .*invent on 0 groups .*some of the groups that it was given"):
         generate(CONFIG.model_copy(update={"buffer_filter_fn": invent}))
-
-
-async def fail_the_first_group(group: Sequence[Sample]) -> list[Sample]:
-    if group[0].group_index == 0:
-        first = replace(group[0], status=Status.FAILED, metadata={**group[0].metadata, "error": "no GPU left"})
-        return [first, *(answer_with(sample) for sample in group[1:])]
-    return [answer_with(sample) for sample in group]
-
-
-def test_a_group_with_a_sample_that_failed_is_dropped_as_an_outage_and_never_graded() -> None:
-    graded: list[Status] = []
-
-    def note_status(sample: Sample) -> float:
-        graded.append(sample.status)
-        return 0.0
-
-    changes = {"generate_fn": fail_the_first_group, "reward_fn": note_status}
-    _, batch = generate(CONFIG.model_copy(update=changes))
-    assert [group[0].group_index for group in batch.groups] == [1, 2, 3]
-    assert batch.metadata["drops"] == {"environment_unavailable": 1}
-    assert set(graded) == {Status.COMPLETED}
-
-
-def test_too_many_samples_that_failed_end_the_batch_and_say_why() -> None:
-    changes = {"generate_fn": fail_the_first_group, "max_environment_failure_share": 0.0, "max_outage_minutes": 0.0}
-    with pytest.raises(EnvironmentOutageError, match="was given no usable completion: no GPU left"):
-        generate(CONFIG.model_copy(update=changes))
-
-
-@pytest.mark.parametrize("share", [0.0, 0.05])
-def test_an_outage_pauses_the_run_which_asks_for_the_same_groups_again(
-    monkeypatch: pytest.MonkeyPatch, share: float
-) -> None:
-    """With a share of 0.05 two groups are dropped before it is one; no other is lost."""
-    monkeypatch.setattr(outage, "FIRST_PAUSE_S", 0.01)
-    asked: list[int] = []
-
-    async def is_back_after_nine_calls(group: Sequence[Sample]) -> list[Sample]:
-        asked.append(group[0].group_index)
-        if len(asked) <= 9:
-            raise EnvironmentUnavailableError("the sandboxes are away")
-        return [answer_with(sample) for sample in group]
-
-    changes = {"generate_fn": is_back_after_nine_calls, "max_environment_failure_share": share, "max_refills": 1}
-    manager, batch = generate(CONFIG.model_copy(update=changes))
-    num_dropped = round(share * 50)
-    assert batch.metadata["num_dropped_groups"] == num_dropped
-    kept = {sample.group_index for sample in (*batch.samples, *manager.partial_samples)}
-    assert kept == set(range(manager.data_buffer.num_drawn)) - set(batch.metadata.get("unavailable", ()))
-    assert len(batch.groups) == 3 and len(batch.metadata.get("unavailable", ())) == num_dropped
-    assert describe_rollouts(batch)["paused_s"] >= 0.02, "a second pause is longer"
-
-
-def test_an_outage_that_lasts_ends_the_run_and_says_for_how_long_it_paused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outage, "FIRST_PAUSE_S", 0.02)
-
-    async def fail(group: Sequence[Sample]) -> list[Sample]:
-        raise EnvironmentUnavailableError("the sandboxes are away")
-
-    changes = {"generate_fn": fail, "max_environment_failure_share": 0.0, "max_outage_minutes": 0.001}
-    began = time.monotonic()
-    with pytest.raises(
-        EnvironmentOutageError, match=r"also after pauses of 0\.0 minutes; nothing .*sandboxes are away"
-    ):
-        generate(CONFIG.model_copy(update=changes))
-    assert time.monotonic() - began >= 0.06
-
-
-def test_an_outage_may_last_for_days() -> None:
-    settings = {"max_environment_failure_share": 0.0, "max_outage_minutes": 7 * 24 * 60.0}
-    watch = outage.OutageWatch(CONFIG.model_copy(update=settings))
-    pauses = []
-    while pause_s := watch.begin_pause("the sandboxes are away"):
-        watch.end_pause(pause_s)
-        pauses.append(pause_s)
-    assert pauses[:6] == [15, 30, 60, 120, 240, 300]
-    assert max(pauses) == 300 and sum(pauses) == 7 * 24 * 3600
-
-
-def test_a_sample_that_failed_ends_plain_batches() -> None:
-    def fail(samples: Sequence[Sample]) -> list[Sample]:
-        return [replace(sample, status=Status.FAILED) for sample in samples]
-
-    config = CONFIG.model_copy(update={"generate_fn": fail})
-    with pytest.raises(EnvironmentUnavailableError, match="was given no usable completion"):
-        next(generate_rollout_batches(DataBuffer(make_prompts(8)), config))
 
 
 def test_a_filter_that_drops_everything_ends_with_a_sentence() -> None:
@@ -361,36 +264,6 @@ def test_groups_without_any_score_are_dropped_by_filters_of_rewards_under_their_
     _, batch = generate(config)
     assert all(group[0].group_index % 2 for group in batch.groups)
     assert set(batch.metadata["drops"]) == {"unscored"}
-
-
-def test_plain_functions_give_batches_without_end() -> None:
-    def answer_now(samples: Sequence[Sample], *, suffix: str) -> list[Sample]:
-        return [answer_with(sample, f"ok{suffix}") for sample in samples]
-
-    config = CONFIG.model_copy(update={"generate_fn": answer_now})
-    batches = generate_rollout_batches(DataBuffer(make_prompts(4)), config, suffix="!")
-    first, second = next(batches), next(batches)
-    assert [group[0].group_index for group in first.groups + second.groups] == [0, 1, 2, 3, 4, 5]
-    assert first.samples[0].response == "ok!"
-    assert second.metadata["epoch_id"] == 1
-
-
-@pytest.mark.parametrize("reward_fn", [reward_by_place, reward_by_place_later])
-def test_plain_batches_are_also_graded_where_an_event_loop_runs_as_in_a_notebook(reward_fn: RewardFn) -> None:
-    config = CONFIG.model_copy(
-        update={"generate_fn": lambda samples: list(map(answer_with, samples)), "reward_fn": reward_fn}
-    )
-
-    async def run_cell() -> RolloutBatch:
-        return next(generate_rollout_batches(DataBuffer(make_prompts(4)), config))
-
-    batch = asyncio.run(run_cell())
-    assert batch.rewards == [sample.index for sample in batch.samples]
-
-
-def test_a_coroutine_function_is_refused_where_only_plain_ones_work() -> None:
-    with pytest.raises(ConfigError, match="use AsyncRolloutManager"):
-        next(generate_rollout_batches(DataBuffer(make_prompts(4)), CONFIG))
 
 
 def test_seeds_differ_between_samples_and_repeat_between_runs() -> None:
@@ -571,12 +444,6 @@ def test_a_filter_that_does_not_return_ends_the_batch_and_names_the_prompt() -> 
         generate(CONFIG.model_copy(update={"filter_fn": block, "reward_timeout_s": 0.1}))
 
 
-def test_a_reward_that_does_not_return_ends_plain_batches_too() -> None:
-    config = CONFIG.model_copy(update={"generate_fn": list, "reward_fn": block, "reward_timeout_s": 0.1})
-    with pytest.raises(RewardError, match=r":block on prompt 'p\d': it did not return within 0.1 s; it was in block"):
-        next(generate_rollout_batches(DataBuffer(make_prompts(4)), config))
-
-
 async def wait_for_samples(group: list[Sample]) -> list[Sample]:
     """A user's function that waits for something that never comes."""
     await asyncio.sleep(3600)
@@ -591,12 +458,6 @@ def test_a_generation_that_does_not_return_ends_the_batch_and_names_the_prompt(g
         RewardError, match=rf"generation function {name} on prompt 'p\d': it did not return within 0.1 s"
     ):
         generate(config)
-
-
-def test_a_generation_that_does_not_return_ends_plain_batches_too() -> None:
-    config = CONFIG.model_copy(update={"generate_fn": block, "generate_timeout_s": 0.1})
-    with pytest.raises(RewardError, match=r":block on prompt 'p\d': it did not return within 0.1 s; it was in block"):
-        next(generate_rollout_batches(DataBuffer(make_prompts(4)), config))
 
 
 def test_what_several_rewards_gave_is_among_the_metrics_of_the_step() -> None:
