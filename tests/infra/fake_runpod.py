@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tests.infra.fake_cloud import FakeCloud, Machine, reply
+from tests.infra.fake_cloud import KEY, FakeCloud, Machine, reply
+from tests.infra.ssh_server import SSHServer
 
 GPUS = [("NVIDIA H100 80GB HBM3", "H100 SXM", 80, 2.99, 2.49), ("NVIDIA RTX A6000", "RTX A6000", 48, 0.49, 0.33)]
 
@@ -124,3 +128,14 @@ class FakeRunPod(FakeCloud):
             "createdAt": "2026-11-20T12:00:00Z",
             "startedAt": None,
         }
+
+
+@contextmanager
+def runpod_with(server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRunPod]:
+    """RunPod, with a key for it in the environment; all of its pods are one machine."""
+    fake = FakeRunPod()
+    fake.port, fake.user = server.port, getpass.getuser()
+    with fake.served() as url:
+        monkeypatch.setenv("RUNPOD_API_KEY", KEY)
+        monkeypatch.setenv("RUNPOD_API_URL", url)
+        yield fake

@@ -34,7 +34,7 @@ from infra.rentals import RentalState, all_rentals
 from tests.infra import ssh_server
 from tests.infra.fake_cloud import KEY, FakeCloud, Machine
 from tests.infra.fake_lambda import FakeLambda
-from tests.infra.fake_runpod import FakeRunPod
+from tests.infra.fake_runpod import FakeRunPod, runpod_with
 from tests.infra.ssh_server import SSHServer
 from tests.processes import Watch
 
@@ -88,12 +88,7 @@ def cloud(server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bootin
 
 @pytest.fixture
 def pods(server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRunPod]:
-    """RunPod, whose pods are that machine."""
-    fake = FakeRunPod()
-    fake.port, fake.user = server.port, getpass.getuser()
-    with fake.served() as url:
-        monkeypatch.setenv("RUNPOD_API_KEY", KEY)
-        monkeypatch.setenv("RUNPOD_API_URL", url)
+    with runpod_with(server, monkeypatch) as fake:
         yield fake
 
 

@@ -5,7 +5,6 @@ Without it money is spent before a typing error is found, or a stranger's machin
 
 from __future__ import annotations
 
-import getpass
 import re
 import sys
 import time
@@ -25,8 +24,7 @@ from infra.providers import open_session, provision_node, release_node
 from infra.providers.rented import find_rentable, keep_rented
 from infra.rentals import RentalState, all_rentals, change_rental
 from rollouts_core.errors import ConfigError
-from tests.infra.fake_cloud import KEY
-from tests.infra.fake_runpod import FakeRunPod
+from tests.infra.fake_runpod import FakeRunPod, runpod_with
 from tests.infra.ssh_server import SSHServer, make_key, running_server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,11 +74,7 @@ def test_the_money_has_to_be_named() -> None:
 
 @pytest.fixture
 def fake(ssh_server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRunPod]:
-    fake = FakeRunPod()
-    fake.port, fake.user = ssh_server.port, getpass.getuser()
-    with fake.served() as url:
-        monkeypatch.setenv("RUNPOD_API_KEY", KEY)
-        monkeypatch.setenv("RUNPOD_API_URL", url)
+    with runpod_with(ssh_server, monkeypatch) as fake:
         yield fake
 
 

@@ -85,6 +85,14 @@ def bucket_of(group: WeightGroup, tensors: dict[str, torch.Tensor]) -> dict[str,
     }
 
 
+def send_bucket(url: str, group: WeightGroup, tensors: dict[str, torch.Tensor]) -> None:
+    """Have the server take these tensors, amid an update."""
+    sending = Thread(target=group.broadcast, args=(flatten(tensors),))
+    sending.start()
+    assert post(url, "/update_weights_from_distributed", **bucket_of(group, tensors)).status_code == 200
+    sending.join()
+
+
 def digests_of(url: str) -> Any:  # Any: JSON
     return httpx.get(f"{url}/weights_checker", timeout=60.0).json()["ranks"][0]["checksums"]
 
@@ -116,10 +124,7 @@ def test_an_update_that_broke_off_leaves_the_old_weights(url: str, other_dir: Pa
     try:
         first = dict([next(iter(tensors.items()))])
         assert post(url, "/begin_weight_update").status_code == 200
-        sending = Thread(target=group.broadcast, args=(flatten(first),))
-        sending.start()
-        assert post(url, "/update_weights_from_distributed", **bucket_of(group, first)).status_code == 200
-        sending.join()
+        send_bucket(url, group, first)
         ended = post(url, "/end_weight_update")
         assert (ended.status_code, "lacks" in ended.json()["error"]["message"]) == (400, True)
         assert digests_of(url) == before
@@ -287,10 +292,7 @@ def test_a_part_that_broke_off_leaves_the_old_weights(url: str) -> None:
     name = next(iter(before))
     assert post(url, "/begin_weight_update", kept=sorted(before.keys() - CHANGED - {name})).status_code == 200
     group, tensor = joined_group(url), torch.zeros(1)
-    sending_it = Thread(target=group.broadcast, args=(flatten({name: tensor}),))
-    sending_it.start()
-    assert post(url, "/update_weights_from_distributed", **bucket_of(group, {name: tensor})).status_code == 200
-    sending_it.join()
+    send_bucket(url, group, {name: tensor})
     ended = post(url, "/end_weight_update")
     assert (ended.status_code, "lacks" in ended.text, digests_of(url)) == (400, True, before)
     group.close()
@@ -339,12 +341,8 @@ def test_a_trainer_goes_on_where_one_was_killed_amid_an_update(url: str, other_d
     """What that one had sent is a part of the model, and is forgotten."""
     tensors = read_tensors(other_dir)
     group = joined_group(url)
-    first = dict([next(iter(tensors.items()))])
     assert post(url, "/begin_weight_update").status_code == 200
-    sending = Thread(target=group.broadcast, args=(flatten(first),))
-    sending.start()
-    assert post(url, "/update_weights_from_distributed", **bucket_of(group, first)).status_code == 200
-    sending.join()
+    send_bucket(url, group, dict([next(iter(tensors.items()))]))
     group.close()
     assert post(url, "/begin_weight_update").status_code == 400
 
