@@ -249,7 +249,7 @@ class Decoder:
 
     def _run(self, work: Pass) -> Tensor:
         """Logits of a pass's rows, [B + P, V]."""
-        self._reserve(work.num_slots, work.num_cached)
+        self._reserve(work.num_slots, _round_up(work.num_cached, LENGTH_STEP))  # so much of it is read
         num_tokens, num_rows = len(work.ids_F), len(work.last_R)
         ids_F, places_F = (_pad(values, self.row_step) for values in (work.ids_F, work.places_F))
         last_R = _pad(work.last_R, self.row_step)

@@ -67,6 +67,17 @@ def test_logits_of_ragged_prompts_and_their_continuations_equal_transformers(var
         torch.testing.assert_close(logits_TV, expected_TV, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("length", [64, 65, 94, 130])
+def test_a_long_prompt_has_as_much_room_for_its_completion_as_it_needs(
+    length: int, decoder: Decoder, model: PreTrainedModel
+) -> None:
+    """Longer than the cache grows by itself, so that it becomes as large as the prompt, and then grows from there."""
+    prompt = random_prompt(length, seed=length)
+    [(tokens, logits_TV)] = decode_greedily(decoder, [prompt], length + 40)
+    expected_TV = expected_logits(model, prompt + tokens[:-1])[length - 1 :]
+    torch.testing.assert_close(logits_TV, expected_TV, atol=TOLERANCE, rtol=0)
+
+
 def test_equal_prompts_share_one_prefill_and_get_equal_logits(decoder: Decoder, model: PreTrainedModel) -> None:
     prompt, other = random_prompt(9, seed=1), random_prompt(9, seed=2)
     logits_BV = decoder.prefill([prompt, other, prompt])
