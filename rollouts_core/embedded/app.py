@@ -13,6 +13,7 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -385,7 +386,8 @@ async def _wait_or_abort(
     def note_end(_: Future[Completion]) -> None:
         unfinished.pop()  # in the generation thread: the loop is woken once, not for each of them
         if not unfinished:
-            loop.call_soon_threadsafe(disconnected.cancel)
+            with suppress(RuntimeError):  # the server has ended meanwhile, and its loop with it
+                loop.call_soon_threadsafe(disconnected.cancel)
 
     for future in futures:
         future.add_done_callback(note_end)
