@@ -15,19 +15,24 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
 
 from rollouts_core.concurrency import in_short_thread
-from rollouts_core.embedded.gloo import connect_gloo, find_address_towards, let_go, name_store, wait_for
 from rollouts_core.embedded.scheduler import RequestError
 from rollouts_core.errors import EngineUnavailableError
+from rollouts_core.process_group import (
+    begin_broadcast,
+    connect_gloo,
+    find_address_towards,
+    join_store,
+    let_go,
+    name_store,
+    wait_for,
+)
 
 TIMEOUT_S = 120.0
 """For the trainer to be there, and for one bucket to arrive."""
@@ -146,16 +151,12 @@ class WeightReceiver:
             self.leave(name)
 
     def _receive_bytes(self, name: str, flat: Tensor) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        work = self._groups[name].broadcast([flat], options)
+        work = begin_broadcast(self._groups[name], flat)
         wait_for(work, timeout_s=TIMEOUT_S, is_left=lambda: name not in self._groups)
 
 
 def _connect(call: GroupCall) -> Any:  # Any: see WeightReceiver
-    store = TCPStore(
-        call.address, call.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S)
-    )
+    store = join_store(call.address, call.port, timeout_s=TIMEOUT_S)
     address = find_address_towards(call.address, call.port)
     place = name_store(store, call.name, "cpu")
     return connect_gloo(place, rank=call.rank, size=call.size, address=address, timeout_s=TIMEOUT_S)

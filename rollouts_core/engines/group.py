@@ -17,7 +17,6 @@ would make an NCCL group out of that one.
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Iterator
@@ -32,9 +31,9 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does not list them
 
-from rollouts_core.embedded.gloo import connect_gloo, let_go, name_store, wait_for
-from rollouts_core.embedded.gloo import find_address_towards as find_own_address
 from rollouts_core.errors import EngineUnavailableError
+from rollouts_core.process_group import begin_broadcast, connect_gloo, connect_nccl, let_go, name_store, wait_for
+from rollouts_core.process_group import find_address_towards as find_own_address
 
 GroupBackend = Literal["gloo", "nccl"]
 TIMEOUT_S = 120.0
@@ -84,7 +83,10 @@ class WeightGroup:
         """
         store = name_store(self._store, self.name, self.device)
         with self._failures_named("did not join"):
-            self._group = self._connect_nccl(store) if self.backend == "nccl" else self._connect_gloo(store)
+            if self.backend == "nccl":
+                self._group = connect_nccl(store, rank=0, size=1 + self.num_ranks, timeout_s=TIMEOUT_S)
+            else:
+                self._group = self._connect_gloo(store)
             if self._is_left:
                 self.close()
                 raise RuntimeError(LEFT)
@@ -96,10 +98,8 @@ class WeightGroup:
             EngineUnavailableError: the server's end is gone, or did not take them in time.
         """
         assert self._group is not None, "the group is not connected"
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
         with self._failures_named("did not take a bucket of weights"):
-            work = self._group.broadcast([flat.to(self.device)], options)
+            work = begin_broadcast(self._group, flat.to(self.device))
             wait_for(work, timeout_s=TIMEOUT_S, is_left=lambda: self._is_left)
 
     def close(self) -> None:
@@ -121,14 +121,6 @@ class WeightGroup:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"not within {TIMEOUT_S:g} s")
             time.sleep(JOIN_POLL_S)
-
-    def _connect_nccl(self, store: PrefixStore) -> Any:  # Any: see __init__
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=TIMEOUT_S)
-        # Groups that are made from now on raise where a rank is gone; others end the process of the trainer, with its
-        # work. It stays set: engines are joined by several threads.
-        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-        return dist.ProcessGroupNCCL(store, 0, 1 + self.num_ranks, options)
 
     @contextmanager
     def _failures_named(self, what: str) -> Iterator[None]:

@@ -11,16 +11,12 @@ torch and vLLM: so its file about groups is loaded by its path.
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
 
 TIMEOUT_S = 120.0
 """For the others to join, and for one bucket to come."""
@@ -34,17 +30,14 @@ class WeightReceiver:
         """Become a member of the group that the trainer opened; returns when all are there."""
         worker: Any = self  # Any: vLLM's types are not here
         worker.leave_weight_group()
-        store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
-        named, rank = _gloo().name_store(store, name, DEVICES[backend]), 1 + int(worker.rank)
+        groups, rank = _groups(), 1 + int(worker.rank)
+        store = groups.name_store(groups.join_store(address, port, timeout_s=TIMEOUT_S), name, DEVICES[backend])
         if backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=TIMEOUT_S)
-            os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a trainer that is gone is an error, not this process's end
-            group: Any = dist.ProcessGroupNCCL(named, rank, size, options)
+            group = groups.connect_nccl(store, rank=rank, size=size, timeout_s=TIMEOUT_S)
         else:
-            own = _gloo().find_address_towards(address, port)
-            group = _gloo().connect_gloo(named, rank=rank, size=size, address=own, timeout_s=TIMEOUT_S)
-        worker._rollouts_group = (group, DEVICES[backend])
+            own = groups.find_address_towards(address, port)
+            group = groups.connect_gloo(store, rank=rank, size=size, address=own, timeout_s=TIMEOUT_S)
+        worker._rollouts_held, worker._rollouts_device = [group], DEVICES[backend]
 
     def reload_sent_weights(self, buckets: list[list[tuple[str, str, list[int]]]]) -> None:
         """Load what the trainer sends now.
@@ -71,21 +64,19 @@ class WeightReceiver:
     def leave_weight_group(self) -> None:
         """Leave the group, whatever its other members do."""
         worker: Any = self
-        held, worker._rollouts_group = [getattr(worker, "_rollouts_group", (None, ""))[0]], (None, "")
-        if held[0] is not None:
-            _gloo().let_go(held)
+        held, worker._rollouts_held = getattr(worker, "_rollouts_held", []), []
+        if held:
+            _groups().let_go(held)
 
 
 def _receive(worker: Any, buckets: list[list[tuple[str, str, list[int]]]]) -> Iterator[tuple[str, torch.Tensor]]:
-    group, device = worker._rollouts_group
-    if group is None:
+    if not worker._rollouts_held:
         raise RuntimeError("the worker is in no group with a trainer")
     for bucket in buckets:
         sizes = [_count_bytes(dtype, shape) for _, dtype, shape in bucket]
-        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        _gloo().wait_for(group.broadcast([flat], options), timeout_s=TIMEOUT_S, is_left=lambda: False)
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=worker._rollouts_device)
+        work = _groups().begin_broadcast(worker._rollouts_held[0], flat)
+        _groups().wait_for(work, timeout_s=TIMEOUT_S, is_left=lambda: False)
         for (name, dtype, shape), part in zip(bucket, torch.split(flat, sizes), strict=True):
             yield name, part.view(getattr(torch, dtype)).view(shape)
 
@@ -97,11 +88,11 @@ def _count_bytes(dtype: str, shape: list[int]) -> int:
 _loaded: list[ModuleType] = []
 
 
-def _gloo() -> ModuleType:
-    """This project's embedded/gloo.py, which needs nothing but torch."""
+def _groups() -> ModuleType:
+    """This project's process_group.py, which needs nothing but torch."""
     if not _loaded:
         spec = importlib.util.spec_from_file_location(
-            "rollouts_gloo", Path(__file__).parents[2] / "embedded" / "gloo.py"
+            "rollouts_process_group", Path(__file__).parents[2] / "process_group.py"
         )
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)

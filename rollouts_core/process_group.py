@@ -1,13 +1,15 @@
-"""One end of a gloo group that stands beside all other groups of its process: what trainer and server have in common.
+"""One end of a process group that stands beside all others of its process: what trainer and servers have in common.
 
-Not here: what is sent, and to whom (engines/group.py), what becomes of it (receiving.py).
+Not here: what is sent, and to whom (engines/group.py), what becomes of it (embedded/receiving.py,
+engines/in_vllm/rollouts_receiver.py).
 
-Made of torch's backend alone, in the form in which torch.distributed, and so SGLang, makes its own: both ends find each
-other whichever of them is ours.
+Made of torch's backends alone, in the form in which torch.distributed, and so SGLang, makes its own: both ends find
+each other whichever of them is ours. Nothing but torch is imported, because vLLM's workers load this file by its path.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -16,6 +18,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does not list them
 
@@ -28,6 +31,12 @@ def find_address_towards(host: str, port: int) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(place)  # nothing is sent
         return str(probe.getsockname()[0])
+
+
+def join_store(address: str, port: int, *, timeout_s: float) -> TCPStore:
+    """The store that the trainer opened, over which the members find each other; RuntimeError where it is not."""
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def name_store(store: TCPStore, name: str, device: str) -> PrefixStore:
@@ -47,6 +56,26 @@ def connect_gloo(store: PrefixStore, *, rank: int, size: int, address: str, time
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=timeout_s)
     return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def connect_nccl(store: PrefixStore, *, rank: int, size: int, timeout_s: float) -> Any:
+    """One end of a group of GPUs, ProcessGroupNCCL, which only builds for CUDA have."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    # Groups that are made from now on raise where a rank is gone; others end the process, with its work. It stays set:
+    # engines are joined by several threads.
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def begin_broadcast(group: Any, flat: Tensor) -> Any:
+    """Begin to send these bytes as rank 0, or to have rank 0's written into them as another one.
+
+    Returns the work, for `wait_for`: whoever waits must hold no reference to the group, see `let_go`.
+    """
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    return group.broadcast([flat], options)
 
 
 def wait_for(work: Any, *, timeout_s: float, is_left: Callable[[], bool]) -> None:  # Any: torch's Work
