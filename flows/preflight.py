@@ -7,7 +7,8 @@ This module does not import prefect: it runs before Prefect's environment is set
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from rollouts_core.model_size import ModelSize, find_model_size
 from rollouts_core.needed_part import GIB, sum_bytes
 from rollouts_core.resource_needs import engine_warning, needed_disk, training_needs
 from tasks.inputs import bring_inputs
-from tasks.installed_engines import check_installed, leads_engines
+from tasks.installed_engines import check_installed, check_router, leads_engines
 from tasks.model_names import find_named_model, with_heldout
 from tasks.plan_node import with_enough_memory
 from tasks.trackers import check_trackers
@@ -259,6 +260,9 @@ def check_engine_ports(config: Config, node: Node, store: Path) -> None:
 def check_installed_engines(config: Config, settings: NodeSettings, node: Node, *, trains: bool = True) -> None:
     """Raise ConfigError when the engine is not installed where it is to run."""
     engine = config.rollout.engine
+    if engine.router_python:
+        with open_session(node) as session, as_config_errors():
+            check_router(session, config, trains=trains)
     if leads_engines(config, node, trains=trains):
         check_installed_engine(settings, node, engine)
     for own_settings, each in zip(settings_of_engines(settings), node.engine_nodes, strict=True):
@@ -284,11 +288,17 @@ def check_installed_engine(settings: NodeSettings | FurtherNode, node: Node, eng
     is_installed_by_run = not isinstance(settings, LocalNode) and settings.install != "nothing"
     if engine.kind == "embedded" or (is_installed_by_run and not engine.python):
         return
-    with open_session(node) as session:
-        try:
-            check_installed(session, node, engine)
-        except PermanentInfraError as error:
-            raise ConfigError(str(error)) from error
+    with open_session(node) as session, as_config_errors():
+        check_installed(session, node, engine)
+
+
+@contextmanager
+def as_config_errors() -> Iterator[None]:
+    """Raise as ConfigError what is wrong with a machine because of the configuration."""
+    try:
+        yield
+    except PermanentInfraError as error:
+        raise ConfigError(str(error)) from error
 
 
 def check_writable(store: Path) -> None:

@@ -39,6 +39,7 @@ RESUME_PATHS: Mapping[str, Sequence[str]] = {
 without its memory, and is started anew."""
 RESUME_TIMEOUT_S = 10.0
 CHECK_TIMEOUT_S = 60.0
+ROUTER_PACKAGE = "sglang_router"
 
 _TAIL_LINES = 20
 
@@ -126,19 +127,34 @@ def check_engine_installed(session: Session, kind: str, *, python: str) -> None:
         PermanentInfraError: one sentence about what is missing.
     """
     interpreter = python or session.python
-    find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({kind!r}) is None)"
-    try:
-        session.run([interpreter, "-c", find], timeout_s=CHECK_TIMEOUT_S, may_repeat=True)
-    except PermanentInfraError as error:
-        if not _is_program(session, interpreter):
-            raise PermanentInfraError(
-                f"rollout.engine.python is {interpreter!r}, and there is no such program on the node: name the "
-                f"interpreter of an environment that has {kind}"
-            ) from error
+    if not _has_package(session, interpreter, kind, setting="rollout.engine.python"):
         raise PermanentInfraError(
             f'rollout.engine.kind is "{kind}", but {interpreter} has no {kind}: install it, and name the interpreter '
             "of its environment as rollout.engine.python"
+        )
+
+
+def check_router_installed(session: Session, python: str) -> None:
+    """Raise PermanentInfraError where an interpreter on the node, rollout.engine.router_python, has no router."""
+    if not _has_package(session, python, ROUTER_PACKAGE, setting="rollout.engine.router_python"):
+        raise PermanentInfraError(
+            f"rollout.engine.router_python is {python!r}, which has no {ROUTER_PACKAGE}: install sglang-router there"
+        )
+
+
+def _has_package(session: Session, interpreter: str, package: str, *, setting: str) -> bool:
+    """Whether an interpreter on the node finds a package; PermanentInfraError where there is no such interpreter."""
+    find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    try:
+        session.run([interpreter, "-c", find], timeout_s=CHECK_TIMEOUT_S, may_repeat=True)
+    except PermanentInfraError as error:
+        if _is_program(session, interpreter):
+            return False
+        raise PermanentInfraError(
+            f"{setting} is {interpreter!r}, and there is no such program on the node: name the interpreter of an "
+            f"environment that has {package}"
         ) from error
+    return True
 
 
 def _is_program(session: Session, interpreter: str) -> bool:

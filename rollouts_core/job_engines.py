@@ -6,8 +6,9 @@ Not here: the clients themselves (engines/), starting the servers (tasks/engine.
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -24,6 +25,7 @@ from rollouts_core.engines import (
     create_engine,
 )
 from rollouts_core.engines.in_flight import InterruptibleEngine
+from rollouts_core.engines.router_process import started_router
 from rollouts_core.job import EngineAddress, RLJob
 from rollouts_core.keys import key_header, read_key
 from rollouts_core.run_directory import RunDirectory
@@ -35,10 +37,43 @@ POOLED_RESTART_TIMEOUT_S = 5.0
 
 
 @asynccontextmanager
-async def open_engines(job: RLJob) -> AsyncIterator[list[InFlightEngine]]:
-    """The client of the job's engine, or the pool of its engines, ready to be asked, also while weights change."""
-    router_url = job.rollout.engine.router_url
-    is_alone = len(job.engines) == 1 and not router_url
+async def open_engines(job: RLJob, directory: RunDirectory) -> AsyncIterator[list[InFlightEngine]]:
+    """The client of the job's engine, or the pool of its engines, ready to be asked, also while weights change.
+
+    Args:
+        directory: that of the job; gets `router.txt`, what a router printed that the job started.
+    """
+    engine = job.rollout.engine
+    async with AsyncExitStack() as stack:
+        route: Route | None = None
+        if engine.router_python:
+            log = directory.root / "router.txt"
+            started = started_router(engine.router_python, log, timeout_s=engine.start_timeout_s)
+            process = await stack.enter_async_context(started)
+            route = Route(url=process.url, revive=process.revive)
+        elif engine.router_url:
+            route = Route(url=engine.router_url)
+        engines = connect_engines(job, route)
+        for each in engines:
+            stack.push_async_callback(each.aclose)
+        for each in engines:
+            await each.wait_until_ready(engine.start_timeout_s)
+        yield engines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """A router that is between the trainer and its engines."""
+
+    url: str
+    """Where it listens."""
+    revive: Callable[[], None] = lambda: None
+    """Starts it again where it has ended."""
+
+
+def connect_engines(job: RLJob, route: Route | None) -> list[InFlightEngine]:
+    """Clients of the job's engines, as one, over a router where there is one."""
+    is_alone = len(job.engines) == 1 and route is None
     clients = [
         create_engine(
             Endpoint(
@@ -56,29 +91,24 @@ async def open_engines(job: RLJob) -> AsyncIterator[list[InFlightEngine]]:
     together: Sequence[InterruptibleEngine] = clients
     if clients and not is_alone:
         pool = EnginePool(clients)
-        together = [route(job, clients, pool) if router_url else pool]
-    engines = [
+        together = [pool if route is None else connect_router(job, route, clients, pool)]
+    return [
         InFlightEngine(engine, job.rollout.in_flight, finish_timeout_s=job.rollout.request_timeout_s)
         for engine in together
     ]
-    try:
-        for engine in engines:
-            await engine.wait_until_ready(job.rollout.engine.start_timeout_s)
-        yield engines
-    finally:
-        for engine in engines:
-            await engine.aclose()
 
 
-def route(job: RLJob, clients: Sequence[SGLangEngine | VLLMEngine], pool: EnginePool) -> RoutedPool:
-    """The job's engines behind the router that it names."""
-    engine = job.rollout.engine
+def connect_router(
+    job: RLJob, route: Route, clients: Sequence[SGLangEngine | VLLMEngine], pool: EnginePool
+) -> RoutedPool:
+    """The job's engines behind a router."""
     router = SGLangRouter(
-        engine.router_url,
+        route.url,
         request_timeout_s=job.rollout.request_timeout_s,
-        api_key=read_key(engine.api_key_variable, "rollout.engine"),
+        api_key=read_key(job.rollout.engine.api_key_variable, "rollout.engine"),
     )
-    return RoutedPool(router, pool, [client for client in clients if isinstance(client, SGLangEngine)])
+    engines = [client for client in clients if isinstance(client, SGLangEngine)]
+    return RoutedPool(router, pool, engines, revive=route.revive)
 
 
 @contextmanager

@@ -121,7 +121,7 @@ async def train_against_engines(
 ) -> None:
     """Open everything that sampling needs, and train on what is sampled."""
     tokenizer, rollout = load_tokenizer(job.model.model), job.replicated_rollout
-    async with open_engines(job) as engines:
+    async with open_engines(job, directory) as engines:
         generate_fn = (
             resolve_generate_fn(rollout)
             if rollout.generate_fn

@@ -30,7 +30,7 @@ from rollouts_core.resource_needs import (
     engine_weight_bytes,
     training_needs,
 )
-from tasks.installed_engines import check_installed, leads_engines
+from tasks.installed_engines import check_installed, check_router, leads_engines
 from tasks.placement import place_code
 from tasks.progress import StageProgress, stage_console
 
@@ -73,6 +73,7 @@ def bootstrap(node: Node, config: Config, settings: NodeSettings, *, trains: boo
         warn_of_memory(report, needs, config, size, num_machines=num_machines, say=progress.say)
         if leads_engines(config, node, trains=trains):
             check_installed(session, ready, config.rollout.engine)
+        check_router(session, config, trains=trains)
         trainers, trainer_nodes, engine_nodes = [(session, node)], [], []
         for each, own_settings in zip(node.trainer_nodes, settings_of_trainers(settings), strict=True):
             own_needs = replace(

@@ -5,20 +5,30 @@ Not here: starting engines (engine.py), or having a job start them (rollouts_cor
 
 from __future__ import annotations
 
-from infra.engines import check_engine_installed
+from infra.engines import check_engine_installed, check_router_installed
 from infra.node import Node
 from infra.session import Session
 from rollouts_core.config import Config, EngineConfig
 
 
+def samples_for_rl(config: Config, *, trains: bool) -> bool:
+    """Whether RL asks engines for completions."""
+    return trains and config.mode != "sft" and not config.data.rollouts
+
+
 def leads_engines(config: Config, node: Node, *, trains: bool) -> bool:
     """Whether engines of `rollout.engine` run on the machine that leads: those of RL, or those that score."""
-    samples_for_rl = trains and config.mode != "sft" and not config.data.rollouts
     scores = config.evaluation.metric == "accuracy" and config.evaluation.engine == "rollout"
-    return scores or (samples_for_rl and not node.engine_nodes)
+    return scores or (samples_for_rl(config, trains=trains) and not node.engine_nodes)
 
 
 def check_installed(session: Session, node: Node, engine: EngineConfig) -> None:
     """Raise PermanentInfraError when the engine is not installed where the stages of a node expect it."""
     if engine.kind != "embedded":
         check_engine_installed(session, engine.kind, python=engine.python or node.python)
+
+
+def check_router(session: Session, config: Config, *, trains: bool) -> None:
+    """Raise PermanentInfraError when RL is to start a router that is not installed on the machine that trains."""
+    if config.rollout.engine.router_python and samples_for_rl(config, trains=trains):
+        check_router_installed(session, config.rollout.engine.router_python)

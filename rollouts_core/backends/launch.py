@@ -13,7 +13,6 @@ A process that fails ends the others. A signal to the launcher reaches all. Of s
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import shutil
@@ -33,7 +32,6 @@ SHUTDOWN_S = 8
 """With several machines: between SIGTERM and SIGKILL, since a process may wait for one that is gone."""
 LAUNCHER = -1
 """Stands for the launcher itself among ranks."""
-_PR_SET_PDEATHSIG = 1
 
 
 def num_processes(job: Job) -> int:
@@ -172,16 +170,3 @@ def run_worker(program: Callable[[], int]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def die_with_parent(parent: int = 0) -> None:
-    """Let the kernel kill this process when the one that started it is gone, however that ended (Linux only).
-
-    Args:
-        parent: who started it, where it may be gone by now.
-    """
-    if sys.platform == "linux":
-        parent = parent or os.getppid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(125)

@@ -59,6 +59,9 @@ class EngineConfig(Record):
     router_url: str = Field("", pattern=r"^(https?://[^/]+)?$", json_schema_extra=PLACEMENT)
     """Where a router of sglang-router listens that chooses among the engines, as the trainer reaches it; empty lets the
     trainer choose. Its engines are told to it. Not with vLLM."""
+    router_python: str = Field("", json_schema_extra=PLACEMENT)
+    """Python interpreter of an environment with sglang-router, as an absolute path on the machine that trains: RL
+    starts a router there that chooses among the engines, and ends it. Not with vLLM, and not beside router_url."""
     start_timeout_s: Annotated[Finite, Field(gt=0)] = Field(300.0, json_schema_extra=PLACEMENT)
     """How long the server may take until it has generated its first token, and to be back after it died."""
 
@@ -72,8 +75,11 @@ class EngineConfig(Record):
                 f'engine.weight_transfer "{self.weight_transfer}" is no way to an engine of the kind {self.kind}: '
                 f"choose {' or '.join(TRANSFERS[self.kind])}, or the kind sglang"
             )
-        if self.router_url and self.kind == "vllm":
-            raise ValueError("engine.router_url is a router of SGLang, the engine is vllm: leave it out")
+        routers = {"router_url": self.router_url, "router_python": self.router_python}
+        if self.kind == "vllm" and (named := [name for name, value in routers.items() if value]):
+            raise ValueError(f"engine.{named[0]} is a router of SGLang, the engine is vllm: leave it out")
+        if all(routers.values()):
+            raise ValueError("engine.router_url names a router that runs, router_python one to start: leave one out")
         if any(argument.partition("=")[0] == "--api-key" for argument in self.extra_args):
             raise ValueError(
                 "engine.extra_args has a key, which every user of the machine could read in the list of processes: "

@@ -1,6 +1,7 @@
 """Several engines behind SGLang's own router, which chooses who generates; weights and pauses go to each engine itself.
 
-Not here: starting the router (it runs where its URL says), the pool (pool.py), what an engine answers (sglang.py).
+Not here: starting the router (router_process.py, or whoever runs the one at an URL), the pool (pool.py), what an engine
+answers (sglang.py).
 
     generate -> router -> the engine whose cache has most of the prompt, or that has least to do
        |          ^
@@ -14,7 +15,7 @@ current version again. What comes through the router therefore counts only by th
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import dropwhile
 from typing import TYPE_CHECKING
@@ -147,12 +148,21 @@ class RoutedPool(ClosedOnExit):
     Args:
         pool: of the engines; gives them their weights, and asks them where the router does not answer.
         engines: the same engines.
+        revive: called when the router did not answer; starts it again, where that is anybody's business.
     """
 
-    def __init__(self, router: SGLangRouter, pool: EnginePool, engines: Sequence[SGLangEngine]) -> None:
+    def __init__(
+        self,
+        router: SGLangRouter,
+        pool: EnginePool,
+        engines: Sequence[SGLangEngine],
+        *,
+        revive: Callable[[], None] = lambda: None,
+    ) -> None:
         self.router = router
         self.pool = pool
         self._engines = engines
+        self._revive = revive
         self._routed: frozenset[str] | None = None
         """The engines that the router was last told of; None where that is not known."""
         self._telling = anyio.Lock()
@@ -181,6 +191,7 @@ class RoutedPool(ClosedOnExit):
         except (EngineUnavailableError, EngineAnswerError) as error:
             logger.warning("%s; the engines are asked directly", error)
             self._routed = None
+            self._revive()
             for engine in self._engines:
                 if engine.watch.is_silent:
                     self.pool.quarantine(engine, "it fell silent amid requests of the router's")

@@ -26,6 +26,7 @@ from infra.ports import find_free_port
 from infra.session import LocalSession
 from rollouts_core.config import EngineKind
 from rollouts_core.engines import Completion, EnginePool, RoutedPool, SGLangEngine, SGLangRouter
+from rollouts_core.engines.router_process import RouterProcess, started_router
 from rollouts_core.errors import EngineUnavailableError
 from rollouts_core.metrics import read_metrics
 from tests.engines.conftest import SavedModel
@@ -262,20 +263,75 @@ def test_a_router_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
         asyncio.run(wait())
 
 
-@pytest.mark.matrix
-def test_a_run_samples_through_the_router_that_it_names(router: Router, rollouts: Rollouts, tmp_path: Path) -> None:
-    config = write_small_pipeline(
-        tmp_path / "small",
+def test_a_router_of_a_jobs_own_is_started_again_when_it_dies_and_ends_with_the_job(
+    pair: list[Server], trained: SavedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollouts_core.engines.router_process.RESTART_PAUSE_S", 0.0)
+
+    async def generate_around_a_kill() -> tuple[list[Completion], list[float], int]:
+        clients = [client for server in pair if isinstance(client := server.client(), SGLangEngine)]
+        log = tmp_path / "router.txt"
+        async with started_router(str(engine_python("sglang")), log, timeout_s=120.0) as process:
+            pool = EnginePool(clients, retry_s=0.2)
+            async with RoutedPool(SGLangRouter(process.url), pool, clients, revive=process.revive) as routed:
+                await routed.wait_until_ready(60.0)
+                await routed.load_weights(trained.directory, "trained-5")
+                completions = await routed.generate(REQUESTS)
+                routed_before = [num_routed(process)]
+                first = process.process
+                os.killpg(first.pid, signal.SIGKILL)
+                first.wait()
+                completions += await routed.generate(REQUESTS)
+                assert process.process is not first, "it is started again by the request that missed it"
+                await routed.router.wait_until_ready(60.0)
+                completions += await routed.generate(REQUESTS)
+                return completions, [*routed_before, num_routed(process)], process.process.pid
+
+    completions, routed, pid = asyncio.run(generate_around_a_kill())
+    assert versions_of(completions) == {"trained-5"} and len(completions) == 3 * len(REQUESTS)
+    assert all(number >= len(REQUESTS) for number in routed), "before and after"
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def num_routed(process: RouterProcess) -> float:
+    """Completions that it answered, by its own count."""
+    lines = httpx.get(f"http://127.0.0.1:{process._metrics_port}/metrics", timeout=30.0).text.splitlines()
+    counts = [line for line in lines if line.startswith("smg_http_requests_total{") and "/generate" in line]
+    return sum(float(line.rpartition(" ")[2]) for line in counts)
+
+
+def small_rl(folder: Path, **engine: object) -> Path:
+    return write_small_pipeline(
+        folder,
         mode="rl",
-        rollout__engine={"router_url": router.url},
+        rollout__engine=engine,
         rollout__reward_fn="tests.rollouts_core.kill_rewards:grade_even_digits",
         training__rl__optim__lr=1e-2,
         deployment__num_engines=2,
     )
-    code, output = rollouts.run("run", str(config))
-    assert code == 0, output
+
+
+def check_small_rl(rollouts: Rollouts) -> Path:
+    """The directory of its RL, which trained on what was sampled by the policy."""
     (rl,) = rollouts.store.glob("stages/rl-*")
     steps = read_metrics(rl / "metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     assert max(abs(step["mismatch_kl"]) for step in steps) < 1e-6
+    return rl
+
+
+def test_a_run_samples_through_a_router_that_it_starts(rollouts: Rollouts, tmp_path: Path) -> None:
+    config = small_rl(tmp_path / "small", router_python=str(engine_python("sglang")))
+    code, output = rollouts.run("run", str(config))
+    assert code == 0, output
+    rl = check_small_rl(rollouts)
+    assert (rl / "router.txt").exists() and "asked directly" not in (rl / "log.txt").read_text()
+    assert "sglang_router" not in subprocess.run(["ps", "ax", "-o", "args="], capture_output=True, text=True).stdout
+
+
+@pytest.mark.matrix
+def test_a_run_samples_through_the_router_that_it_names(router: Router, rollouts: Rollouts, tmp_path: Path) -> None:
+    code, output = rollouts.run("run", str(small_rl(tmp_path / "small", router_url=router.url)))
+    assert code == 0, output
+    check_small_rl(rollouts)
     assert router.num_generated() > 0

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.engines import PROBES, check_engine_installed, wait_until_engine_ready
+from infra.engines import PROBES, check_engine_installed, check_router_installed, wait_until_engine_ready
 from infra.errors import JobFailedError, PermanentInfraError, TransientInfraError
 from infra.jobs import cancel_job, start_or_attach
 from infra.ports import find_free_port, is_port_free
@@ -151,6 +151,13 @@ def test_an_engine_that_is_not_installed_is_told_in_one_sentence(session: Sessio
     with pytest.raises(PermanentInfraError, match=r"has no no_such_engine: install it.* as rollout\.engine\.python$"):
         check_engine_installed(session, "no_such_engine", python=python)
     check_engine_installed(session, "json", python="")
+
+
+def test_a_router_that_is_not_installed_is_told_in_one_sentence(session: Session) -> None:
+    with pytest.raises(PermanentInfraError, match=r"router_python is .*, which has no sglang_router: install"):
+        check_router_installed(session, sys.executable)
+    with pytest.raises(PermanentInfraError, match=r"router_python is '/nowhere', and there is no such prog"):
+        check_router_installed(session, "/nowhere")
 
 
 @pytest.mark.parametrize("python", ["/nowhere/python", "no-such-python", "/etc/passwd"])

@@ -6,6 +6,7 @@ Without it a machine that was rented would fine-tune for hours before a run find
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,16 @@ def test_a_machine_without_the_engine_is_refused_before_its_first_stage(tmp_path
     with pytest.raises(PermanentInfraError, match=r'^rollout\.engine\.kind is "sglang", but .* has no sglang: install'):
         bootstrap.fn(node, config, LocalNode())
     bootstrap.fn(node, config_of(tmp_path), LocalNode())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("settings", "is_refused"), [({"mode": "rl"}, True), ({"mode": "sft"}, False)])
+def test_a_machine_without_the_router_is_refused_where_rl_would_start_it(
+    tmp_path: Path, node: Node, settings: dict[str, Any], is_refused: bool
+) -> None:
+    config = config_of(tmp_path, rollout__engine__router_python=sys.executable, **settings)
+    with pytest.raises(PermanentInfraError, match="has no sglang_router") if is_refused else nullcontext():
+        bootstrap.fn(node, config, LocalNode())
 
 
 @pytest.mark.slow

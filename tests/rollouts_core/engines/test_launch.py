@@ -150,6 +150,10 @@ def test_a_router_is_one_of_sglang() -> None:
         EngineConfig(kind="vllm", router_url="http://127.0.0.1:30100")
     with pytest.raises(ValidationError, match="router_url"):
         EngineConfig(router_url="127.0.0.1:30100")
+    with pytest.raises(ValidationError, match=r"router_python is a router of SGLang, the engine is vllm"):
+        EngineConfig(kind="vllm", router_python="/router/bin/python")
+    with pytest.raises(ValidationError, match="leave one out"):
+        EngineConfig(router_url="http://127.0.0.1:30100", router_python="/router/bin/python")
 
 
 def test_nccl_is_refused_where_engine_and_trainer_share_a_gpu() -> None:

@@ -1,0 +1,132 @@
+"""SGLang's router as a child process of the job that trains: started without engines, and again where it died.
+
+Not here: its client, the engines it is told of, what is asked while it is away (router.py).
+
+    started ── answers ── dies ── the engines are asked directly ── started anew at the same port ── told of the engines
+                 └── ended with the job, however that ends
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from rollouts_core import parent_death
+from rollouts_core.embedded.server import bind_port
+from rollouts_core.engines.router import SGLangRouter
+from rollouts_core.errors import ConfigError, EngineUnavailableError
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+LOOK_S = 1.0
+"""How often a router that does not answer yet is looked at."""
+RESTART_PAUSE_S = 10.0
+"""Between two starts at least: one that ends at once is no reason to be busy with it."""
+GRACE_S = 5.0
+"""Between asking it to end and killing it; it waits for requests that are under way."""
+FAILED_ENGINE_S = 2
+"""How long it passes by an engine that failed, seconds; a minute where it is not told."""
+TAIL_BYTES = 4096
+
+
+class RouterProcess:
+    """One router on a free port of this machine, that only this machine reaches; starts at once.
+
+    Args:
+        python: interpreter of an environment with sglang-router.
+        log: file that gets what it prints.
+    """
+
+    def __init__(self, python: str, log: Path) -> None:
+        self._python = python
+        self.log = log
+        with bind_port(LOOPBACK, 0) as listener, bind_port(LOOPBACK, 0) as of_metrics:
+            self._port, self._metrics_port = listener.getsockname()[1], of_metrics.getsockname()[1]
+        self.process = self._start()
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://{LOOPBACK}:{self._port}"
+
+    def revive(self) -> None:
+        """Start it again where it has ended; it answers a moment later. Only the thread that started it may do so."""
+        if self.process.poll() is None or time.monotonic() < self._started_at + RESTART_PAUSE_S:
+            return
+        logger.warning("the router ended by itself (%s), it is started again", self.explain_end())
+        self.process = self._start()
+
+    def explain_end(self) -> str:
+        """The last line that it printed, and how it ended."""
+        with self.log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = log.read().decode(errors="replace").strip().splitlines()
+        return f"exit code {self.process.returncode}: {lines[-1] if lines else 'it printed nothing'}"
+
+    def stop(self) -> None:
+        """End it."""
+        self.process.terminate()
+        try:
+            self.process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._started_at = time.monotonic()
+        command = [
+            *(self._python, "-m", "sglang_router.launch_router", "--host", LOOPBACK, "--port", str(self._port)),
+            *("--prometheus-host", LOOPBACK, "--prometheus-port", str(self._metrics_port)),
+            *("--cb-timeout-duration-secs", str(FAILED_ENGINE_S), "--log-level", "warn"),
+        ]
+        tied = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid())]
+        with self.log.open("ab") as output:
+            return subprocess.Popen(
+                [*tied, *command], stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+
+
+@asynccontextmanager
+async def started_router(python: str, log: Path, *, timeout_s: float) -> AsyncIterator[RouterProcess]:
+    """A router that answers, and that is ended with the block.
+
+    Raises:
+        ConfigError: there is no router in the environment of that interpreter, or no such interpreter.
+        EngineUnavailableError: it ended, or did not answer in time.
+    """
+    router = RouterProcess(python, log)
+    try:
+        await _wait_until_ready(router, python, time.monotonic() + timeout_s)
+        yield router
+    finally:
+        router.stop()
+
+
+async def _wait_until_ready(router: RouterProcess, python: str, deadline: float) -> None:
+    async with SGLangRouter(router.url) as client:
+        while True:
+            try:
+                return await client.wait_until_ready(LOOK_S)
+            except EngineUnavailableError:
+                if router.process.poll() is not None:
+                    raise _explain_start(router, python) from None
+                if time.monotonic() > deadline:
+                    raise
+
+
+def _explain_start(router: RouterProcess, python: str) -> ConfigError | EngineUnavailableError:
+    reason = router.explain_end()
+    if router.process.returncode == parent_death.NO_PROGRAM or "No module named" in reason:
+        return ConfigError(
+            f"rollout.engine.router_python: {python} starts no router ({reason}): name the interpreter of an "
+            "environment with sglang-router"
+        )
+    return EngineUnavailableError(f"SGLang's router ended at its start, see {router.log} ({reason})")
