@@ -140,9 +140,12 @@ class ConversationGenerator:
 
     async def __call__(self, group: Sequence[Sample]) -> list[Sample]:
         try:
-            return list(itertools.chain(*await gather([partial(self._converse, pending) for pending in group])))
-        finally:
+            samples = list(itertools.chain(*await gather([partial(self._converse, pending) for pending in group])))
+        except BaseException:
             self._log.end(group, is_kept=self._is_broken_off)
+            raise
+        self._log.end(group)  # all are whole: nobody asks for them again, also where others were broken off meanwhile
+        return samples
 
     async def break_off(self) -> None:
         """End the requests under way; conversations that are given up before `go_on` are continued, when they are asked

@@ -5,7 +5,7 @@ Not here: settings that cannot go together (config/), what is wrong with models 
 
 from __future__ import annotations
 
-from rollouts_core.config import Config, LoRAConfig, OptimConfig, PolicyConfig, RolloutConfig
+from rollouts_core.config import Config, LoRAConfig, OptimConfig, PolicyConfig, RLTrainingConfig, RolloutConfig
 from rollouts_core.environments.protocol import describe_tools, is_multi_turn
 from rollouts_core.resolve import resolve_environment
 
@@ -18,6 +18,7 @@ def find_settings_without_effect(config: Config) -> list[str]:
         found += _of_stage("training.sft", sft.optim, sft.policy, num_updates=sft.num_steps)
     if config.mode != "sft":
         found += _of_stage("training.rl", rl.optim, rl.policy, num_updates=rl.num_optim_steps)
+        found += _of_loss(rl)
     return found + (_of_rollout(config.rollout) if config.evaluation.metric == "accuracy" else [])
 
 
@@ -34,6 +35,19 @@ def _of_stage(stage: str, optim: OptimConfig, policy: PolicyConfig, *, num_updat
     if policy.lora.rank == 0 and unused:
         found.append(f"{stage}.policy.lora.{unused[0]} does nothing without lora.rank: all weights are trained")
     return found
+
+
+def _of_loss(rl: RLTrainingConfig) -> list[str]:
+    """With one update per step nothing has moved yet from the trainer's own log-probs before it."""
+    if rl.loss.ratio_base == "rollout" or rl.num_minibatches * rl.num_epochs > 1:
+        return []
+    given = {"drift_mask": rl.loss.drift_mask, "ratio_penalty": rl.loss.ratio_penalty}
+    return [
+        f'training.rl.loss.{name} does nothing with ratio_base "old" and one update per step: take "rollout", or more '
+        "num_minibatches"
+        for name, value in given.items()
+        if value
+    ]
 
 
 def _of_rollout(rollout: RolloutConfig) -> list[str]:

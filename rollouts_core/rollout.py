@@ -57,7 +57,7 @@ from rollouts_core.rollout_batch import convert_to_batch
 from rollouts_core.staleness import PublishedVersions
 from rollouts_core.time_limits import call_within, interrupt_after
 from rollouts_core.types import RolloutBatch, Sample, Status, VersionSpan, group_samples, sample_from_json
-from rollouts_core.user_code import describe_raised, failed_function_error
+from rollouts_core.user_code import check_generated, describe_raised, failed_function_error
 
 logger = logging.getLogger(__name__)
 
@@ -413,12 +413,12 @@ class AsyncRolloutManager:
                 return generated
         raise EngineError(f"group {index} was broken off {MAX_INTERRUPTIONS} times: look at the engine's log")
 
-    async def _call_generate_fn(self, group: Group) -> Sequence[Sample]:
+    async def _call_generate_fn(self, group: Group) -> Group:
         try:
             # That which asks the engines is no user's: each of its requests has a limit.
             timeout_s = self.config.generate_timeout_s if self.config.generate_fn else None
-            generated: Sequence[Sample] = await call_within(timeout_s, self.generate_fn, group)
-            return generated
+            generated: object = await call_within(timeout_s, self.generate_fn, group)
+            return check_generated(generated, self.generate_fn, group)
         except EngineError as error:
             raise type(error)(f"prompt {group[0].metadata.get('prompt_id', '?')!r}: {error}") from error
         except RolloutsError:
@@ -498,9 +498,10 @@ def _round_size(config: RolloutConfig) -> int:
 
 def _claim_version(sample: Sample, version: int | None) -> Sample:
     """The sample as one of `version`, the oldest it can be of, where its generation did not say which it is of."""
-    if version is None or sample.policy_versions or not sample.tokens:
-        return sample
-    return replace(sample, policy_versions=(VersionSpan(version, 0, len(sample.tokens)),))
+    if version is None or sample.policy_versions or not any(sample.loss_mask):
+        return sample  # of a request that was broken off before its first token there is nothing but the prompt
+    first = next(place for place, weight in enumerate(sample.loss_mask) if weight)
+    return replace(sample, policy_versions=(VersionSpan(version, first, len(sample.tokens)),))
 
 
 def _too_few_groups(num_kept: int, drops: Counter[str], config: RolloutConfig) -> DataError:

@@ -41,6 +41,46 @@ def failed_function_error(
     )
 
 
+def check_generated(
+    generated: object,
+    function: Callable[..., Any],  # Any: a user's function made it
+    group: Sequence[Sample],
+) -> list[Sample]:
+    """What a generation function returned for a group: samples of all its places, and of no other group.
+
+    Raises:
+        RewardError: it is something else; names the function and the prompt.
+    """
+    if problem := _find_problem(generated, group):
+        prompt = group[0].metadata.get("prompt_id", "?")
+        raise RewardError(f"generation function {name_of_function(function)} on prompt {prompt!r} returned {problem}")
+    return list(generated)  # type: ignore[call-overload,no-any-return]  # _find_problem looked
+
+
+def _find_problem(generated: object, group: Sequence[Sample]) -> str:
+    if not isinstance(generated, Sequence) or not all(isinstance(each, Sample) for each in generated):
+        return f"{_describe_type(generated)}: a list of Sample is expected"
+    derive = "derive each from one that it was given, by dataclasses.replace"
+    number = group[0].group_index
+    if foreign := [sample.group_index for sample in generated if sample.group_index != number]:
+        return f"a sample of group {foreign[0]} for group {number}: {derive}"
+    places = {sample.index for sample in group}
+    if missing := sorted(places - {sample.index for sample in generated}):
+        return f"no sample for {len(missing)} of {len(places)} places, {missing[0]} first: {derive}"
+    if other := sorted({sample.index for sample in generated} - places):
+        return f"a sample for the place {other[0]}, which it was not asked for: {derive}"
+    turns = [(sample.index, sample.turn) for sample in generated]
+    if len({*turns}) < len(turns):
+        return "two samples for one place: number them by `turn` where each is a turn of a conversation"
+    return ""
+
+
+def _describe_type(value: object) -> str:
+    kind = type(value).__name__
+    others = [type(each).__name__ for each in value if not isinstance(each, Sample)] if isinstance(value, list) else []
+    return f"a {kind} with a {others[0]} in it" if others else f"a {kind}"
+
+
 def find_user_place(error: BaseException) -> str:
     """` (file, line n)` of the innermost frame in a file of the user's own; empty where there is none.
 

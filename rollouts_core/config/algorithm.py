@@ -113,6 +113,8 @@ class MismatchConfig(Record):
         ):
             if 0 < high <= low:
                 raise ValueError(f"{name}_low {low:g} must be below {name}_high {high:g}")
+        if self.mask != "none" and not (self.mask_low or self.mask_high):
+            raise ValueError(f'mask "{self.mask}" leaves nothing out without limits: set mask_low, mask_high or both')
         return self
 
 

@@ -22,7 +22,10 @@ from rollouts_core.environments.sandbox import SandboxLimits, run_in_sandbox
 from rollouts_core.errors import RewardError
 from rollouts_core.types import Sample
 
-FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
+FENCE = re.compile(r"\s*(?P<marks>`{3,}|~{3,})\s*(?P<language>[^\s`]*)[^`]*")
+"""A line that opens a block, or closes one."""
+PYTHON = {"python", "python3", "py"}
+"""What blocks call it, in small letters."""
 
 
 class CodeEnvironment:
@@ -93,9 +96,37 @@ def check_tests(tests: Any) -> None:  # Any: JSON
 
 
 def extract_program(text: str) -> str:
-    """The last fenced block of a text, or the whole text."""
-    fenced = FENCED.findall(text)
-    return str(fenced[-1]) if fenced else text
+    """The last fenced block that calls itself Python, else the last one, or the whole text where there is none.
+
+    What stands in a block without a name beside a program is what it prints, more often than another program.
+    """
+    blocks = find_blocks(text)
+    in_python = [program for language, program in blocks if language in PYTHON]
+    return (in_python or [program for _, program in blocks] or [text])[-1]
+
+
+def find_blocks(text: str) -> list[tuple[str, str]]:
+    """The fenced blocks of a Markdown text: what language each says that it is in, and its lines.
+
+    As in CommonMark, a fence is closed by one of the same marks that names nothing, and by the end of the text; besides
+    that, by marks at the end of a line.
+    """
+    blocks: list[tuple[str, str]] = []
+    marks, language, lines = "", "", list[str]()
+    for line in text.splitlines(keepends=True):
+        fence = FENCE.fullmatch(line)
+        if not marks:
+            if fence:
+                marks, language, lines = fence["marks"], fence["language"].lower(), []
+            continue
+        is_closed = fence is not None and fence["marks"].startswith(marks) and not fence["language"]
+        if not is_closed:
+            is_closed = line.rstrip().endswith(marks)
+            lines.append(line.rstrip().removesuffix(marks) if is_closed else line)
+        if is_closed:
+            blocks.append((language, "".join(lines)))
+            marks = ""
+    return [*blocks, (language, "".join(lines))] if marks else blocks
 
 
 def _lines(output: str) -> list[str]:

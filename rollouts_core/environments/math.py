@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from decimal import Decimal, InvalidOperation, Overflow
+from decimal import Context, Decimal, InvalidOperation, Overflow
 from typing import Any
 
 from rollouts_core.errors import ConfigError
@@ -22,8 +22,11 @@ MAX_EXPONENT = 1000
 """Numbers of more digits are compared as text."""
 HASHES = re.compile(r"####\s*([^\n]+)")
 BOXED = "\\boxed{"
+TEX_COMMA = re.compile(r"\{,\}|,\\!")
+"""How TeX is kept from putting a space behind a comma."""
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
-NOISE = re.compile(r"[\s$%]|\\[!,; ]|\.$")
+NOISE = re.compile(r"\\[!,; $%]|[\s$%]|\.$")
+"""Spaces, units of money and per cent, also as TeX writes them, and a full stop."""
 
 
 class MathEnvironment:
@@ -135,11 +138,13 @@ def normalise_answer(answer: str) -> str:
 
 def _read_number(answer: str) -> Decimal | None:
     """The number that an answer is, without units and marks; None for any other text."""
+    text = _strip_noise(answer)
     try:
-        return Decimal(_strip_noise(answer)).normalize()
+        # The usual context would round to 28 digits: two numbers that differ in the 29th would be one.
+        return Context(prec=len(text) + 1).normalize(Decimal(text))
     except (InvalidOperation, Overflow):
         return None
 
 
 def _strip_noise(answer: str) -> str:
-    return NOISE.sub("", THOUSANDS.sub("", answer.strip()))
+    return NOISE.sub("", THOUSANDS.sub("", TEX_COMMA.sub(",", answer.strip())))

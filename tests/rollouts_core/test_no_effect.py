@@ -53,6 +53,18 @@ def test_a_setting_of_a_stage_without_effect_is_told_where_the_stage_runs(
     assert find(training={stage: settings}, mode=other) == []
 
 
+@pytest.mark.parametrize("name", ["drift_mask", "ratio_penalty"])
+@pytest.mark.parametrize(
+    ("ratio_base", "num_minibatches", "is_told"), [("old", 1, True), ("old", 2, False), ("rollout", 1, False)]
+)
+def test_a_term_of_a_ratio_that_is_always_1_is_told(
+    name: str, ratio_base: str, num_minibatches: int, is_told: bool
+) -> None:
+    loss = {"ratio_base": ratio_base, name: 0.1}
+    found = find(training={"rl": {"num_minibatches": num_minibatches, "loss": loss}})
+    assert [f"training.rl.loss.{name} does nothing" in sentence for sentence in found] == [True] * is_told
+
+
 @pytest.mark.parametrize(
     ("rollout", "is_told"),
     [

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import anyio
 import pytest
@@ -172,6 +172,31 @@ def test_tokens_that_were_kept_are_given_up_when_they_are_too_old(num_published:
     batch = asyncio.run(manager.generate_batch())
     assert asked[0] == [num_kept_tokens] * 2
     assert batch.metadata["drops"] == ({} if num_kept_tokens else {"stale": 1})
+
+
+def test_a_prompt_that_was_broken_off_before_its_first_token_is_of_no_version() -> None:
+    """Else what the next weights say behind it counts as older than it is, and is given up."""
+
+    async def begin_then_answer(group: Sequence[Sample]) -> list[Sample]:
+        if not group[0].tokens:
+            begun = [replace(each, tokens=[7], loss_mask=[0.0], rollout_log_probs=[0.0]) for each in group]
+            return [replace(each, status=Status.ABORTED) for each in begun]
+        answered = [answer_with(sample) for sample in group]
+        return [replace(each, policy_versions=(*each.policy_versions, VersionSpan(8, 1, 3))) for each in answered]
+
+    manager = AsyncRolloutManager(
+        DataBuffer(make_prompts(8)), CONFIG.model_copy(update={"generate_fn": begin_then_answer})
+    )
+    manager.weights_published(7)
+    batch = asyncio.run(manager.generate_batch())
+    assert {sample.policy_versions for sample in batch.samples} == {(VersionSpan(8, 1, 3),)}
+
+
+def test_what_a_function_says_nothing_about_is_of_the_version_that_it_began_with() -> None:
+    manager = AsyncRolloutManager(DataBuffer(make_prompts(8)), CONFIG)
+    manager.weights_published(7)
+    batch = asyncio.run(manager.generate_batch())
+    assert {sample.policy_versions for sample in batch.samples} == {(VersionSpan(7, 1, 3),)}
 
 
 def test_groups_asked_for_but_not_used_begin_the_next_batch() -> None:
@@ -458,6 +483,27 @@ def test_a_generation_that_does_not_return_ends_the_batch_and_names_the_prompt(g
         RewardError, match=rf"generation function {name} on prompt 'p\d': it did not return within 0.1 s"
     ):
         generate(config)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (lambda group: None, r"a NoneType: a list of Sample is expected"),
+        (lambda group: ["ok", "ok"], r"a list with a str in it: a list of Sample is expected"),
+        (lambda group: [], r"no sample for 2 of 2 places, 0 first: derive each from one that it was given"),
+        (lambda group: [answer_with(group[1])], r"no sample for 1 of 2 places, 0 first"),
+        (lambda group: [answer_with(Sample(index=i)) for i in range(2)], r"a sample of group 0 for group 1: derive"),
+        (lambda group: [answer_with(replace(group[0], index=i)) for i in range(3)], r"a sample for the place 2, which"),
+        (lambda group: [answer_with(each) for each in (*group, group[0])], r"two samples for one place: number them"),
+    ],
+)
+def test_what_a_generation_function_must_not_return_is_named(broken: GenerateFn, message: str) -> None:
+    def answer_wrongly(group: Sequence[Sample]) -> Any:  # Any: what nobody may return
+        return broken(group) if group[0].group_index == 1 else [answer_with(sample) for sample in group]
+
+    expected = rf"^generation function \S*answer_wrongly on prompt 'p\d' returned {message}"
+    with pytest.raises(RewardError, match=expected):
+        generate(CONFIG.model_copy(update={"generate_fn": answer_wrongly}))
 
 
 def test_what_several_rewards_gave_is_among_the_metrics_of_the_step() -> None:

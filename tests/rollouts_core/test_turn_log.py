@@ -18,7 +18,7 @@ from rollouts_core.config import MultiTurnConfig, RolloutConfig, SamplingConfig
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.engines.protocol import Completion, GenerationRequest
 from rollouts_core.environments import Conversation, Reply
-from rollouts_core.generate import create_conversation_generate_fn
+from rollouts_core.generate import build_pending_group, create_conversation_generate_fn
 from rollouts_core.rollout import AsyncRolloutManager
 from rollouts_core.types import Message, RolloutBatch, Sample, Status
 from tests.rollouts_core.make import make_prompts
@@ -184,6 +184,35 @@ def test_conversations_that_over_sampling_broke_off_go_on_from_what_was_said(
     waiting.holds, engine.turns = lambda conversation: False, ["9"]
     batch = asyncio.run(manager.generate_batch())
     assert [(sample.group_index, said_of(sample)) for sample in batch.samples] == [(1, ["7", "7", "9", "9"])] * 2
+
+
+def test_what_ended_while_others_were_broken_off_is_kept_by_nobody(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Nobody asks for it again, so it would be in every checkpoint from then on."""
+
+    class LateOpponent(Opponent):
+        async def respond(self, conversation: Conversation) -> Reply:
+            if conversation.num_turns == 4:
+                self.is_held.set()
+                await is_broken_off.wait()
+            return await super().respond(conversation)
+
+    is_broken_off = asyncio.Event()
+
+    async def end_late() -> tuple[list[Sample], dict[str, Any]]:
+        late = LateOpponent()
+        config = make_config(max_staleness=0, over_sampling_factor=2.0, max_partial_staleness=9)
+        generate = create_conversation_generate_fn([ScriptedEngine(["7"], tokenizer)], tokenizer, config, late)
+        pending = build_pending_group(make_prompts(1)[0], group_index=0, size=2)
+        under_way = asyncio.create_task(generate(pending))
+        await late.is_held.wait()
+        assert len(generate.state_dict()["conversations"]) == 2
+        await generate.break_off()
+        is_broken_off.set()
+        return await under_way, generate.state_dict()
+
+    samples, state = asyncio.run(end_late())
+    assert [said_of(sample) for sample in samples] == [["7"] * 4] * 2
+    assert state == {"conversations": []}
 
 
 def test_a_run_that_is_stopped_twice_takes_all_that_was_said_before_the_first_stop(

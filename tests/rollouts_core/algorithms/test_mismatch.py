@@ -120,3 +120,5 @@ def test_a_correction_of_what_the_ratio_holds_already_is_refused(objective: str)
 def test_limits_in_the_wrong_order_are_refused() -> None:
     with pytest.raises(ValueError, match=r"mask_low 2 must be below mask_high 0\.5"):
         MismatchConfig(mask="token", mask_low=2.0, mask_high=0.5)
+    with pytest.raises(ValueError, match='mask "geometric" leaves nothing out without limits: set mask_low'):
+        MismatchConfig(mask="geometric")

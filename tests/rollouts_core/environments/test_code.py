@@ -65,5 +65,24 @@ def test_no_test_is_run_after_the_first_that_failed(monkeypatch: pytest.MonkeyPa
     assert inputs == [SUMS[0]["stdin"], SUMS[1]["stdin"]]
 
 
-def test_the_last_fenced_block_is_the_program() -> None:
-    assert extract_program("```python\na\n```\nor\n```\nb\n```") == "b\n"
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("print(1)", "print(1)"),
+        ("First:\n```python\na\n```\nor better\n```python\nb\n```\nDone.", "b\n"),
+        ("```\na\n```\nor\n```\nb\n```", "b\n"),
+        ("```python\na\n```\nwhich prints\n```\n3\n```", "a\n"),
+        ("```python\na\n```\nwhich prints\n```text\n3\n```", "a\n"),
+        ("```python3\na\n```\nIt adds.\n```text\n3\n```", "a\n"),
+        ("```Python\na\n```", "a\n"),
+        ("```py title=sum.py\na\n```", "a\n"),
+        ("~~~python\na\n~~~", "a\n"),
+        ("````python\na\n```\nb\n````", "a\n```\nb\n"),
+        ("1. The program:\n   ```python\na\n   ```", "a\n"),
+        ("```python\nprint(1)```", "print(1)"),
+        ("```python\na\n", "a\n"),
+        ("```python\na\n``` ", "a\n"),
+    ],
+)
+def test_the_program_is_the_last_block_in_python(response: str, program: str) -> None:
+    assert extract_program(response) == program
