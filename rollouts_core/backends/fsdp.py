@@ -53,6 +53,7 @@ from rollouts_core.backends.training_state import (
     WEIGHT_KEY,
     check_named_tensors,
     own_weights,
+    read_hf_weights,
     read_training_checkpoint,
     write_model_config,
     write_training_checkpoint,
@@ -61,7 +62,7 @@ from rollouts_core.batch import TrainBatch
 from rollouts_core.config import PLAIN_POLICY, ModelConfig, OptimConfig, PolicyConfig
 from rollouts_core.errors import NonFiniteError
 from rollouts_core.metrics import sum_metrics
-from rollouts_core.model.loading import load_hf_model, load_tokenizer
+from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.model.lora import adapters_off, base_weights, is_adapter_weight, merged_weights, reset_adapters
 from rollouts_core.model.policy import Policy
 from rollouts_core.seeds import derive_seed
@@ -339,7 +340,7 @@ class FSDPTrainingBackend:
         check_named_tensors(own_weights(self.policy), saved.own_weights)
         weights: dict[str, Tensor] = {}
         if not self.has_adapters:  # with them the frozen weights are those that training started from
-            weights = merged_weights(load_hf_model(ModelConfig(path=str(path))))
+            weights = read_hf_weights(path, self.model)
             check_named_tensors(base_weights(self.model), weights)
         restored = _Restored(
             moments={name: (tensor.shape, tensor.dtype) for name, tensor in saved.moments.items()},

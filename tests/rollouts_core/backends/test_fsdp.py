@@ -32,7 +32,7 @@ from rollouts_core.metrics import sum_metrics
 from rollouts_core.quickstart import build_character_tokenizer, build_untrained_model
 from rollouts_core.sft import run_sft_training
 from tests.rollouts_core.histories import without_times
-from tests.rollouts_core.make import TINY_SIZE, make_random_samples
+from tests.rollouts_core.make import TINY_SIZE, make_random_samples, write_model_with_own_code
 from tests.rollouts_core.model.test_logit_transforms import make_model
 from tests.rollouts_core.two_processes import TwoProcesses, two_processes
 
@@ -254,6 +254,16 @@ def test_a_checkpoint_of_one_is_resumed_by_two(
     found = with_two(pair, partial(resume, path=path), base_model, **options)
     assert_close(found[:2], expected)
     assert found[2:] == ({"step": 2, "data": [1, 2]}, 2)
+
+
+def test_a_model_whose_code_lies_beside_it_is_resumed(
+    base_model: ModelConfig, pair: TwoProcesses, tmp_path: Path
+) -> None:
+    path = tmp_path / "step_000002"
+    model = write_model_with_own_code(base_model, tmp_path / "own_of_two")
+    expected = with_one(partial(train_and_save, path=path), model)
+    found = with_two(pair, partial(resume, path=path), model)
+    assert_close(found[:2], expected)
 
 
 def just_save(backend: TrainingBackend, *, path: Path) -> Weights:
