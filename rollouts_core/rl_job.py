@@ -140,6 +140,8 @@ async def run_rl_loop(
     engines: Sequence[InferenceEngine],
 ) -> None:
     """Run the loop in the job's directory."""
+    data = job.prompts or job.rollouts
+    assert data is not None, "a job has one of them"
     with JSONLLogger(directory.metrics, attempt=events.attempt) as metrics_logger:
         await run_rl_training(
             backend,
@@ -151,7 +153,7 @@ async def run_rl_loop(
             target=publish_target(job, directory),
             pad_id=pad_token_id(load_tokenizer(job.model.model)),
             checkpoint_dir=directory.checkpoints,
-            inputs={"model": job.model.digest, "plugins": job.plugin_digest},
+            inputs={"model": job.model.digest, "data": data.digest, "plugins": job.plugin_digest},
             events=events,
             on_batch=lambda step, batch: write_rollouts(directory, step, batch),
             is_colocated=job.deployment.colocated,

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.data.rows import digest_path
 from rollouts_core.engines import PublishTarget
 from rollouts_core.errors import DataError
-from rollouts_core.fingerprint import digest_model
+from rollouts_core.fingerprint import digest_checkpoint, digest_model
 from rollouts_core.generate import create_engine_generate_fn
 from rollouts_core.job import InputFile, InputModel, RLJob
 from rollouts_core.metrics import read_json_lines, read_metrics
@@ -179,6 +180,50 @@ def test_a_training_of_which_many_steps_made_no_update_says_so(
     warned = [line["message"] for line in read_json_lines(run.events) if line["event"] == "few_updates"]
     assert warned == ([warning] if sentence else [])
     assert warning is None if sentence is None else warning.startswith(sentence)
+
+
+def write_steps(folder: Path, *, first_seed: int) -> Path:
+    """Three recorded steps."""
+    folder.mkdir()
+    for step in (1, 2, 3):
+        samples = make_groups(2, 4, seed=first_seed + step)
+        (folder / f"step_{step:06d}.jsonl").write_text("".join(json.dumps(s.to_json()) + "\n" for s in samples))
+    return folder
+
+
+def train_on_steps(base_model: ModelConfig, steps: Path, run: RunDirectory, **training: Any) -> int:
+    """Do the job of training on recorded steps; returns its exit code."""
+    settings = {"checkpoint_every": 1, "optim": RLOptimConfig(lr=1e-3, schedule="constant"), **training}
+    job = RLJob(
+        model=InputModel(name="base", model=base_model, digest=digest_model(base_model)),
+        rollouts=InputFile(path=str(steps), digest=digest_path(steps)),
+        training=RLTrainingConfig(**settings),
+        resume_digest=digest_checkpoint(settings.get("resume_from", "")),
+        rollout=RolloutConfig(),
+        deployment=DeploymentConfig(trainer_threads=1),
+    )
+    run.root.mkdir()
+    run.job.write_text(job.model_dump_json())
+    return main(["rl", str(run.job)])
+
+
+def test_a_run_goes_on_with_the_recorded_steps_that_it_began_with(base_model: ModelConfig, tmp_path: Path) -> None:
+    """A place in the steps of one folder says nothing about those of another."""
+    first, again, refused, other = (RunDirectory(tmp_path / name) for name in ("first", "again", "refused", "other"))
+    steps, others = (write_steps(tmp_path / f"steps_{seed}", first_seed=seed) for seed in (0, 10))
+    assert train_on_steps(base_model, steps, first, num_steps=2) == 0
+    going_on = {"num_steps": 3, "resume_from": str(first.root)}
+    assert train_on_steps(base_model, steps, again, **going_on) == 0
+    assert sampled_tokens(again.samples / "step_000003.jsonl") == sampled_tokens(steps / "step_000003.jsonl")
+    assert train_on_steps(base_model, others, refused, **going_on) != 0
+    assert "trained with other settings" in refused.events.read_text()
+    assert not refused.samples.exists()
+    assert train_on_steps(base_model, others, other, **going_on, allow_changed=["data"]) == 0
+    assert sampled_tokens(other.samples / "step_000003.jsonl") == sampled_tokens(others / "step_000001.jsonl")
+
+
+def sampled_tokens(file: Path) -> list[list[int]]:
+    return [sample.tokens for sample in read_rollouts(file)]
 
 
 def test_a_folder_without_recorded_steps_is_refused(tmp_path: Path) -> None:
