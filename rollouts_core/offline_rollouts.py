@@ -85,11 +85,14 @@ def read_rollouts(path: Path) -> list[Sample]:
     return samples
 
 
-def check_rollouts(folder: Path, *, vocab_size: int, config: RolloutConfig) -> str:
+def check_rollouts(folder: Path, *, vocab_size: int, config: RolloutConfig, max_tokens: int | None = None) -> str:
     """What a folder of recorded steps holds, as a sentence.
 
+    Args:
+        max_tokens: of a sample that the model can compute; None where it computes longer ones, too.
+
     Raises:
-        DataError: a file that holds no rollouts, or a token that the model does not have.
+        DataError: a file that holds no rollouts, or a token or a position that the model does not have.
     """
     num_groups = num_samples = 0
     files = OfflineRollouts(folder, config).files
@@ -99,6 +102,12 @@ def check_rollouts(folder: Path, *, vocab_size: int, config: RolloutConfig) -> s
         if largest >= vocab_size:
             raise DataError(
                 f"{path} has the token {largest}, the model embeds {vocab_size}: it was recorded with another tokenizer"
+            )
+        longest = max(len(sample.tokens) for sample in samples)
+        if max_tokens is not None and longest > max_tokens:
+            raise DataError(
+                f"{path} has a sample of {longest} tokens, the model has positions for {max_tokens}: it was recorded "
+                "with another model"
             )
         num_groups += len(group_samples(samples))
         num_samples += len(samples)

@@ -256,6 +256,15 @@ def test_rollouts_of_another_tokenizer_are_refused_before_the_run(tmp_path: Path
         check_rollouts(tmp_path, vocab_size=29, config=ROLLOUT)
 
 
+def test_rollouts_that_are_longer_than_what_the_model_sees_are_refused_before_the_run(tmp_path: Path) -> None:
+    samples = make_groups(2, 2)
+    longest = max(len(sample.tokens) for sample in samples)
+    (tmp_path / "step_000001.jsonl").write_text("".join(json.dumps(s.to_json()) + "\n" for s in samples))
+    check_rollouts(tmp_path, vocab_size=30, config=ROLLOUT, max_tokens=longest)
+    with pytest.raises(DataError, match=f"has a sample of {longest} tokens, the model has positions for {longest - 1}"):
+        check_rollouts(tmp_path, vocab_size=30, config=ROLLOUT, max_tokens=longest - 1)
+
+
 def offline_config(**data: str) -> Config:
     return Config(
         mode="rl", model=ModelConfig(path="m"), data=DataConfig(selection="s.jsonl", heldout="h.jsonl", **data)
