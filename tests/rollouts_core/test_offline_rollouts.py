@@ -9,6 +9,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from rollouts_core.offline_rollouts import OfflineRollouts, check_rollouts, read
 from rollouts_core.rl import run_rl_training
 from rollouts_core.rl_job import write_rollouts
 from rollouts_core.rollout import AsyncRolloutManager
+from rollouts_core.rollout_batch import convert_to_batch
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.types import Sample
 from tests.rollouts_core.make import make_groups
@@ -84,7 +86,7 @@ def recorded(
                 TRAINING,
                 target=target_of(base_model, run),
                 checkpoint_dir=run.checkpoints,
-                on_batch=lambda step, batch: write_rollouts(run, step, batch),
+                on_batch=partial(write_rollouts, run, temperature=ROLLOUT.sampling.temperature),
             )
         )
     return run
@@ -223,7 +225,7 @@ def test_a_run_goes_on_with_the_recorded_steps_that_it_began_with(base_model: Mo
 
 
 def sampled_tokens(file: Path) -> list[list[int]]:
-    return [sample.tokens for sample in read_rollouts(file)]
+    return [sample.tokens for sample in read_rollouts(file, temperature=1.0)]
 
 
 def test_a_folder_without_recorded_steps_is_refused(tmp_path: Path) -> None:
@@ -244,7 +246,7 @@ def test_a_file_that_holds_no_rollouts_is_named(tmp_path: Path, damage: Callable
     path = tmp_path / "step_000001.jsonl"
     path.write_text(damage(json.dumps(make_groups(1, 2)[0].to_json()) + "\n"))
     with pytest.raises(DataError, match=f"{path} {words}"):
-        read_rollouts(path)
+        read_rollouts(path, temperature=1.0)
 
 
 def test_rollouts_of_another_tokenizer_are_refused_before_the_run(tmp_path: Path) -> None:
@@ -263,6 +265,29 @@ def test_rollouts_that_are_longer_than_what_the_model_sees_are_refused_before_th
     check_rollouts(tmp_path, vocab_size=30, config=ROLLOUT, max_tokens=longest)
     with pytest.raises(DataError, match=f"has a sample of {longest} tokens, the model has positions for {longest - 1}"):
         check_rollouts(tmp_path, vocab_size=30, config=ROLLOUT, max_tokens=longest - 1)
+
+
+def at_temperature(temperature: float) -> RolloutConfig:
+    return ROLLOUT.model_copy(update={"sampling": SamplingConfig(temperature=temperature)})
+
+
+def test_rollouts_of_another_temperature_are_refused_before_the_run_and_in_it(tmp_path: Path) -> None:
+    """Their log-probs are of another distribution than those of training: every ratio would be wrong."""
+    run = RunDirectory(tmp_path)
+    write_rollouts(run, 1, convert_to_batch(make_groups(2, 2)), temperature=0.7)
+    check_rollouts(run.samples, vocab_size=30, config=at_temperature(0.7))
+    asyncio.run(OfflineRollouts(run.samples, at_temperature(0.7)).generate_batch())
+    words = r"step_000001\.jsonl was sampled at the temperature 0\.7, rollout\.sampling\.temperature is 1\.0"
+    with pytest.raises(DataError, match=words):
+        check_rollouts(run.samples, vocab_size=30, config=ROLLOUT)
+    with pytest.raises(DataError, match=words):
+        asyncio.run(OfflineRollouts(run.samples, ROLLOUT).generate_batch())
+
+
+def test_rollouts_that_say_no_temperature_are_taken_as_they_are(tmp_path: Path) -> None:
+    """Those of earlier versions, and those that a program wrote by itself."""
+    steps = write_steps(tmp_path / "steps", first_seed=0)
+    assert len(asyncio.run(OfflineRollouts(steps, at_temperature(0.7)).generate_batch()).samples) == 8
 
 
 def offline_config(**data: str) -> Config:
