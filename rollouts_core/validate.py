@@ -293,7 +293,8 @@ def check_held_out(held_out: Sequence[HeldOutRows], prompts: Sequence[Prompt] = 
     Raises:
         DataError: more than a few of them are, as demonstrations that were looked at before or as prompts.
     """
-    for each, prompt in itertools.product(held_out, prompts):
+    asked = [each for each in held_out if each.metric == "accuracy"]
+    for each, prompt in itertools.product(asked, prompts):
         each.look_for([key_of_prompt(prompt)], source, prompt.row)
     return [sentence for each in held_out for sentence in each.check()]
 
@@ -334,7 +335,7 @@ def _check_demonstrations(
     chunks = (range(i, min(i + CHUNK_ROWS, num_checked)) for i in range(0, num_checked, CHUNK_ROWS))
     rows = (row for chunk in chunks for row in table.read(chunk))
     num_kept = num_cut = num_tokens = num_longest = num_trained = 0
-    watched = watch_rows(rows, dataset.path, config.evaluation.metric, held_out)
+    watched = watch_rows(rows, dataset.path, held_out)
     for sample in iterate_samples(watched, dataset.path, tokenizer, sample_rules(config.training.sft)):
         if sample is not None:
             num_kept += 1
@@ -354,10 +355,13 @@ def _check_compared_demonstrations(path: str, config: Config, tokenizer: PreTrai
 
 
 def _read_held_out(config: Config) -> list[HeldOutRows]:
-    """The rows that checkpoints are chosen by, and those that grade the chosen ones."""
+    """The rows that checkpoints are chosen by, or kept, and those that grade the chosen ones."""
     paths = {"data.selection": config.data.selection, "data.heldout": config.data.heldout}
     num_used = config.evaluation.max_prompts
-    return [read_held_out(name, path, config.evaluation.metric, max_rows=num_used) for name, path in paths.items()]
+    held_out = [read_held_out(name, path, config.evaluation.metric, max_rows=num_used) for name, path in paths.items()]
+    if config.mode != "rl" and config.data.sft_eval:  # keep_best goes by it
+        held_out.append(read_held_out("data.sft_eval", config.data.sft_eval, "loss"))
+    return held_out
 
 
 def _count_prompts(prompts: Sequence[Prompt], source: str) -> str:

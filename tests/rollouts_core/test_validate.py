@@ -179,6 +179,22 @@ def test_rows_whose_loss_is_compared_fit_the_model_too(tmp_path: Path, base_mode
         validate_config(config)
 
 
+@pytest.mark.parametrize("metric", ["loss", "accuracy"])
+def test_rows_that_are_trained_on_are_not_among_those_that_keep_a_checkpoint(
+    tmp_path: Path, base_model: ModelConfig, metric: str
+) -> None:
+    prompts = [{"prompt": f"{place}+1=?", "completion": "2", "answer": "2"} for place in range(5)]
+    rows = {"sft": prompts[:2], "sft_eval": [prompts[1]], "selection": [prompts[3]], "heldout": [prompts[4]]}
+    data = {name: write_rows(tmp_path / f"{name}.jsonl", each) for name, each in rows.items()}
+    settings = {"mode": "sft", "model": base_model.model_dump(), "data": data, "evaluation": {"metric": metric}}
+    rollout = {"environment": "arithmetic", "sampling": {"max_new_tokens": 8}}
+    config = Config.model_validate({**settings, "rollout": rollout})
+    with pytest.raises(DataError, match=r"1 of 1 rows of data\.sft_eval are also trained on \(row 1 is row 2 of "):
+        validate_config(config)
+    write_rows(tmp_path / "sft_eval.jsonl", [prompts[2]])
+    validate_config(config)
+
+
 def with_rollout(**rollout: Any) -> Config:
     """A configuration that is about grading."""
     return make_config("sft.jsonl").model_copy(update={"rollout": RolloutConfig(**rollout)})
