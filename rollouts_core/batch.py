@@ -48,7 +48,7 @@ class TrainBatch:
     targets_BT: Tensor
     """Token ids that it is scored on."""
     position_ids_BT: Tensor
-    """Positions within each sample, from 0."""
+    """Positions within each sample, from 0; 0 for padding, since a packed row is longer than what some models see."""
     segment_ids_BT: Tensor
     """1, 2, ... for the samples and shared prompts of a row, 0 for padding."""
     prompt_ids_BT: Tensor
@@ -175,7 +175,7 @@ def build_batch(
         inputs_BT=_pad([row.inputs for row in laid_out], num_positions, pad_id),
         targets_BT=_pad([row.targets for row in laid_out], num_positions, pad_id),
         position_ids_BT=torch.tensor(
-            [row.position_ids + list(range(num_positions - len(row.position_ids))) for row in laid_out]
+            [row.position_ids + [0] * (num_positions - len(row.position_ids)) for row in laid_out]
         ),
         segment_ids_BT=_pad([row.segment_ids for row in laid_out], num_positions, 0),
         prompt_ids_BT=_pad([row.prompt_ids for row in laid_out], num_positions, 0),

@@ -73,7 +73,7 @@ async def score_checkpoint(checkpoint: InputModel, job: EvalJob, directory: RunD
     rollout = evaluation_rollouts(job.evaluation, job.rollout)
     samples = await complete_prompts(checkpoint, prompts, rollout, job.deployment, directory)
     graded = await grade_group(samples, resolve_reward_fn(rollout), timeout_s=rollout.reward_timeout_s)
-    directory.write_samples(checkpoint.name, graded)
+    directory.write_samples(checkpoint.name, graded, temperature=rollout.sampling.temperature)
     return scores_by_prompt(graded)
 
 
@@ -84,7 +84,7 @@ async def sample_prompts(job: GenerateJob, directory: RunDirectory) -> None:
         prompts = load_prompts_from_jsonl(job.prompts.path, max_rows=job.max_prompts)
     samples = await complete_prompts(job.model, prompts, job.rollout, job.deployment, directory)
     graded = await grade_group(samples, resolve_reward_fn(job.rollout), timeout_s=job.rollout.reward_timeout_s)
-    directory.write_samples("completions", graded)
+    directory.write_samples("completions", graded, temperature=job.rollout.sampling.temperature)
     directory.write_result({"num_samples": len(graded), **asdict(estimate_mean(scores_by_prompt(graded)))})
 
 

@@ -16,6 +16,7 @@ from rollouts_core.config import ENGINE_MARGINS, Config, EngineKind, ModelConfig
 from rollouts_core.embedded.architecture import load_architecture
 from rollouts_core.errors import CheckpointError, ConfigError, DataError
 from rollouts_core.messages import first_line
+from rollouts_core.model.loading import find_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,7 +78,7 @@ def count_positions(config: Config) -> int | None:
             runner="evaluation by the embedded engine",
             remedy='leave evaluation.engine = "embedded" out' if is_chosen else others + loss,
         ).max_context_length
-    return read_model_number(folder, "max_position_embeddings")
+    return read_model_number(folder, "max_position_embeddings") or read_model_number(folder, "n_positions")
 
 
 def check_positions(
@@ -96,6 +97,24 @@ def check_positions(
             f"{prompts} with completions of {max_new_tokens} (rollout.sampling.max_new_tokens) need {needed} "
             f"positions, the model at {config.model.path} has {num_positions}: lower one of them"
         )
+
+
+def check_longest(source: str, num_tokens: int, model: ModelConfig) -> list[str]:
+    """A sentence where demonstrations of so many tokens are longer than what the model was made for.
+
+    Raises:
+        ConfigError: it cannot compute them.
+    """
+    positions, num_needed = find_positions(model), num_tokens - 1  # nothing is predicted from the last token
+    if positions is None or num_needed <= positions.num:
+        return []
+    longest = (
+        f"{source}: a demonstration of {num_tokens} tokens needs {num_needed} positions, the model at {model.path}"
+    )
+    remedy = f"set training.sft.max_length to {positions.num + 1} or less"
+    if positions.are_all:
+        raise ConfigError(f"{longest} has {positions.num}: {remedy}")
+    return [f"{longest} was made for {positions.num}: what lies beyond teaches it little; {remedy}"]
 
 
 def check_model_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:

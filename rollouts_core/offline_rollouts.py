@@ -44,12 +44,13 @@ class OfflineRollouts:
         """The next recorded step, with the rewards that it was given then.
 
         Raises:
-            DataError: a file that holds no rollouts.
+            DataError: a file that holds no rollouts, or those of another temperature.
         """
         assert reward_fn is None, "recorded rollouts have their rewards"
         epoch, place = divmod(self._num_taken, len(self.files))
         self._num_taken += 1
-        return convert_to_batch(read_rollouts(self.files[place]), metadata={"epoch_id": epoch})
+        samples = read_rollouts(self.files[place], temperature=self.config.sampling.temperature)
+        return convert_to_batch(samples, metadata={"epoch_id": epoch})
 
     def weights_published(self, version: int) -> None:
         """Nothing: what was recorded does not become older."""
@@ -70,35 +71,55 @@ class OfflineRollouts:
         """Nothing: what was recorded comes in one order only."""
 
 
-def read_rollouts(path: Path) -> list[Sample]:
+def read_rollouts(path: Path, *, temperature: float) -> list[Sample]:
     """The samples of a recorded step.
 
+    Args:
+        temperature: the one by which training divides logits.
+
     Raises:
-        DataError: something else than samples, or none.
+        DataError: something else than samples, or none; or samples of another temperature, where they say it.
     """
     try:
-        samples = [sample_from_json(record) for record in read_json_lines(path)]
+        records = read_json_lines(path)
+        samples = [sample_from_json(record) for record in records]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} holds no rollouts ({first_line(error)}): give what an RL stage recorded") from error
     if not any(any(sample.loss_mask) for sample in samples):
         raise DataError(f"{path} holds no sampled token: give what an RL stage recorded")
+    for recorded in {record.get("temperature", temperature) for record in records}:
+        if recorded != temperature:
+            raise DataError(
+                f"{path} was sampled at the temperature {recorded}, rollout.sampling.temperature is {temperature}: the "
+                "log-probs in it and those of training would be of two distributions; set it to that of the recording"
+            )
     return samples
 
 
-def check_rollouts(folder: Path, *, vocab_size: int, config: RolloutConfig) -> str:
+def check_rollouts(folder: Path, *, vocab_size: int, config: RolloutConfig, max_tokens: int | None = None) -> str:
     """What a folder of recorded steps holds, as a sentence.
 
+    Args:
+        max_tokens: of a sample that the model can compute; None where it computes longer ones, too.
+
     Raises:
-        DataError: a file that holds no rollouts, or a token that the model does not have.
+        DataError: a file that holds no rollouts, or those of another temperature; or a token or a position that the
+            model does not have.
     """
     num_groups = num_samples = 0
     files = OfflineRollouts(folder, config).files
     for path in files:
-        samples = read_rollouts(path)
+        samples = read_rollouts(path, temperature=config.sampling.temperature)
         largest = max(max(sample.tokens, default=0) for sample in samples)
         if largest >= vocab_size:
             raise DataError(
                 f"{path} has the token {largest}, the model embeds {vocab_size}: it was recorded with another tokenizer"
+            )
+        longest = max(len(sample.tokens) for sample in samples)
+        if max_tokens is not None and longest > max_tokens:
+            raise DataError(
+                f"{path} has a sample of {longest} tokens, the model has positions for {max_tokens}: it was recorded "
+                "with another model"
             )
         num_groups += len(group_samples(samples))
         num_samples += len(samples)

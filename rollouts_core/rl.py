@@ -139,9 +139,13 @@ async def resume(
     data_buffer: DataBuffer | None,
     rollout_manager: AsyncRolloutManager | OfflineRollouts,
 ) -> tuple[int, SkipCounter]:
-    """Go on from the newest checkpoint, where there is one; returns the next step, and the updates just skipped."""
+    """Go on from the newest checkpoint, where there is one; returns the next step, and the updates just skipped.
+
+    With other data, where that is allowed, the weights go on and the data begin, at the first prompt or recorded step:
+    a place in the former data, and groups of them that were under way, mean nothing here.
+    """
     state = await checkpoints.resume() or {"step": 0}
-    if state["step"]:
+    if state["step"] and "data" not in checkpoints.changed:
         rollout_manager.load_state_dict(state["rollout"])
         if data_buffer:
             data_buffer.load_state_dict(state["data_buffer"])

@@ -140,6 +140,8 @@ async def run_rl_loop(
     engines: Sequence[InferenceEngine],
 ) -> None:
     """Run the loop in the job's directory."""
+    data = job.prompts or job.rollouts
+    assert data is not None, "a job has one of them"
     with JSONLLogger(directory.metrics, attempt=events.attempt) as metrics_logger:
         await run_rl_training(
             backend,
@@ -151,9 +153,9 @@ async def run_rl_loop(
             target=publish_target(job, directory),
             pad_id=pad_token_id(load_tokenizer(job.model.model)),
             checkpoint_dir=directory.checkpoints,
-            inputs={"model": job.model.digest, "plugins": job.plugin_digest},
+            inputs={"model": job.model.digest, "data": data.digest, "plugins": job.plugin_digest},
             events=events,
-            on_batch=lambda step, batch: write_rollouts(directory, step, batch),
+            on_batch=partial(write_rollouts, directory, temperature=job.rollout.sampling.temperature),
             is_colocated=job.deployment.colocated,
             is_end_asked=directory.end_request.exists,
         )
@@ -192,6 +194,6 @@ def _why_skipped(line: Mapping[str, float]) -> str:
     return NO_SIGNAL if not line["signal_share"] else NOT_TRAINED
 
 
-def write_rollouts(directory: RunDirectory, step: int, batch: RolloutBatch) -> None:
-    """Write the samples of an RL step to samples/."""
-    directory.write_samples(f"step_{step:06d}", batch.samples)
+def write_rollouts(directory: RunDirectory, step: int, batch: RolloutBatch, *, temperature: float) -> None:
+    """Write the samples of an RL step, and at which temperature they were sampled, to samples/."""
+    directory.write_samples(f"step_{step:06d}", batch.samples, temperature=temperature)

@@ -91,10 +91,10 @@ class RunDirectory:
         """Out: the stage's record, written last; absent means not finished."""
         return self.root / "result.json"
 
-    def write_samples(self, name: str, samples: Sequence[Sample]) -> None:
-        """Write samples/<name>.jsonl."""
+    def write_samples(self, name: str, samples: Sequence[Sample], *, temperature: float) -> None:
+        """Write samples/<name>.jsonl, each sample with the temperature that its log-probs are of."""
         self.samples.mkdir(exist_ok=True)
-        lines = "".join(json.dumps(sample.to_json()) + "\n" for sample in samples)
+        lines = "".join(json.dumps({**sample.to_json(), "temperature": temperature}) + "\n" for sample in samples)
         write_atomically(self.samples / f"{name}.jsonl", lines)
 
     def write_result(self, result: dict[str, Any]) -> None:  # Any: JSON

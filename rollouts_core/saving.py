@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 ScoredBy = Literal["reward", "eval_loss", "loss"]
 """Which metric the checkpoints of a run are compared by: the same for all of them."""
 
+LATER_INPUTS = ("data",)
+"""Inputs that checkpoints of RL by earlier versions do not name: they pass for those of today."""
+
 
 class _Save(NamedTuple):
     """A checkpoint that is being written."""
@@ -82,6 +85,8 @@ class RunCheckpoints:
         self.scored_by = scored_by
         self.events = events
         self.is_end_asked = is_end_asked
+        self.changed: list[str] = []
+        """Settings and inputs that differ, as is allowed, from those of the checkpoint that `resume` went on from."""
         self._saving: _Save | None = None
         self._window: list[Metrics] = []
 
@@ -103,8 +108,12 @@ class RunCheckpoints:
         if self.directory is None or (checkpoint := self._find_checkpoint(self.directory)) is None:
             return None
         manifest = load_manifest(checkpoint)
-        changed = check_same_settings(
-            manifest.settings, self.settings, allowed=self.config.allow_changed, checkpoint=checkpoint
+        unnamed = {name: value for name, value in self.settings.items() if name in LATER_INPUTS}
+        self.changed = check_same_settings(
+            {**unnamed, **manifest.settings},
+            self.settings,
+            allowed=self.config.allow_changed,
+            checkpoint=checkpoint,
         )
         if manifest.step > self.config.num_steps:
             raise CheckpointError(
@@ -113,7 +122,7 @@ class RunCheckpoints:
             )
         state = await self.backend.load_checkpoint(checkpoint).result()
         self._window = list(state["window"])
-        details = {"changed": changed} if changed else {}
+        details = {"changed": self.changed} if self.changed else {}
         self._write_event("resumed", step=manifest.step, checkpoint=checkpoint.name, **details)
         self._tell_of_extension(manifest.step, state["num_steps"])
         return state

@@ -42,8 +42,9 @@ from rollouts_core.errors import ConfigError, DataError
 from rollouts_core.function_checks import check_functions, one_of_each_shape
 from rollouts_core.generate import check_prompt_lengths
 from rollouts_core.messages import first_line
-from rollouts_core.model.loading import load_tokenizer
+from rollouts_core.model.loading import find_positions, load_tokenizer
 from rollouts_core.model_checks import (
+    check_longest,
     check_model_files,
     check_model_vocabulary,
     check_positions,
@@ -79,19 +80,18 @@ def validate_config(config: Config) -> list[str]:
     if config.mode != "rl":
         findings += check_demonstrations(config, tokenizer, held_out)
         if config.data.sft_eval:
-            path = config.data.sft_eval
-            findings.append(_check_demonstrations(DatasetConfig(path=path), config, tokenizer).sentence(path))
+            findings += _check_compared_demonstrations(config.data.sft_eval, config, tokenizer)
     if config.evaluation.metric == "loss":
-        findings += [
-            _check_demonstrations(DatasetConfig(path=path), config, tokenizer).sentence(path)
-            for path in (config.data.selection, config.data.heldout)
-        ]
+        for path in (config.data.selection, config.data.heldout):
+            findings += _check_compared_demonstrations(path, config, tokenizer)
         check_other_rows(config.data.selection, config.data.heldout)
         return findings + check_held_out(held_out)
     prompts = {"selection": config.data.selection, "heldout": config.data.heldout}
     if config.mode != "sft" and config.data.rollouts:
         folder, vocab_size = Path(config.data.rollouts), num_embedded_tokens(config.model) or len(tokenizer)
-        findings.append(check_rollouts(folder, vocab_size=vocab_size, config=config.rollout))
+        positions = find_positions(config.model)
+        max_tokens = positions.num + 1 if positions and positions.are_all else None
+        findings.append(check_rollouts(folder, vocab_size=vocab_size, max_tokens=max_tokens, config=config.rollout))
     elif config.mode != "sft":
         prompts["prompts"] = config.data.prompts
     loaded = {name: _load_checked_prompts(path, config, tokenizer) for name, path in prompts.items()}
@@ -125,7 +125,7 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig]) -> list[s
         check_model_vocabulary(model, tokenizer)
         findings.append(f"model {model.path}: tokenizer with {len(tokenizer)} tokens")
         if config.evaluation.metric == "loss":
-            findings.append(_check_demonstrations(DatasetConfig(path=heldout), scored, tokenizer).sentence(heldout))
+            findings += _check_compared_demonstrations(heldout, scored, tokenizer)
             continue
         prompts = _load_checked_prompts(heldout, scored, tokenizer)
         check_answers(prompts, scored, source=heldout)
@@ -167,7 +167,7 @@ def check_demonstrations(
     sft = config.training.sft
     for dataset in config.demonstrations:
         counts = _check_demonstrations(dataset, config, tokenizer, held_out)
-        findings.append(counts.sentence(dataset.path))
+        findings += [counts.sentence(dataset.path), *check_longest(dataset.path, counts.num_longest, config.model)]
         share = dataset.repeat * counts.num_rows / counts.num_checked
         kept = counts.num_checked - counts.num_dropped
         num_epoch_rows += share * (counts.num_tokens / sft.max_length if sft.packing else kept)
@@ -293,7 +293,8 @@ def check_held_out(held_out: Sequence[HeldOutRows], prompts: Sequence[Prompt] = 
     Raises:
         DataError: more than a few of them are, as demonstrations that were looked at before or as prompts.
     """
-    for each, prompt in itertools.product(held_out, prompts):
+    asked = [each for each in held_out if each.metric == "accuracy"]
+    for each, prompt in itertools.product(asked, prompts):
         each.look_for([key_of_prompt(prompt)], source, prompt.row)
     return [sentence for each in held_out for sentence in each.check()]
 
@@ -308,6 +309,8 @@ class _Counts:
     num_dropped: int
     num_cut: int
     num_tokens: int
+    num_longest: int
+    """Tokens of its longest sample, after it was cut."""
     num_trained: int
 
     def sentence(self, path: str) -> str:
@@ -331,24 +334,34 @@ def _check_demonstrations(
     num_checked = min(num_rows, NUM_STREAMED_ROWS_CHECKED) if config.data.streaming else num_rows
     chunks = (range(i, min(i + CHUNK_ROWS, num_checked)) for i in range(0, num_checked, CHUNK_ROWS))
     rows = (row for chunk in chunks for row in table.read(chunk))
-    num_kept = num_cut = num_tokens = num_trained = 0
-    watched = watch_rows(rows, dataset.path, config.evaluation.metric, held_out)
+    num_kept = num_cut = num_tokens = num_longest = num_trained = 0
+    watched = watch_rows(rows, dataset.path, held_out)
     for sample in iterate_samples(watched, dataset.path, tokenizer, sample_rules(config.training.sft)):
         if sample is not None:
             num_kept += 1
             num_cut += sample.status is Status.TRUNCATED
             num_tokens += len(sample.tokens)
+            num_longest = max(num_longest, len(sample.tokens))
             num_trained += sum(map(bool, sample.loss_mask))
     if num_kept == 0 and num_checked == num_rows:
         raise DataError(f"{dataset.path}: all {num_rows} rows are longer than training.sft.max_length: raise it")
-    return _Counts(num_rows, num_checked, num_checked - num_kept, num_cut, num_tokens, num_trained)
+    return _Counts(num_rows, num_checked, num_checked - num_kept, num_cut, num_tokens, num_longest, num_trained)
+
+
+def _check_compared_demonstrations(path: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What was found in demonstrations whose loss is taken, as sentences."""
+    counts = _check_demonstrations(DatasetConfig(path=path), config, tokenizer)
+    return [counts.sentence(path), *check_longest(path, counts.num_longest, config.model)]
 
 
 def _read_held_out(config: Config) -> list[HeldOutRows]:
-    """The rows that checkpoints are chosen by, and those that grade the chosen ones."""
+    """The rows that checkpoints are chosen by, or kept, and those that grade the chosen ones."""
     paths = {"data.selection": config.data.selection, "data.heldout": config.data.heldout}
     num_used = config.evaluation.max_prompts
-    return [read_held_out(name, path, config.evaluation.metric, max_rows=num_used) for name, path in paths.items()]
+    held_out = [read_held_out(name, path, config.evaluation.metric, max_rows=num_used) for name, path in paths.items()]
+    if config.mode != "rl" and config.data.sft_eval:  # keep_best goes by it
+        held_out.append(read_held_out("data.sft_eval", config.data.sft_eval, "loss"))
+    return held_out
 
 
 def _count_prompts(prompts: Sequence[Prompt], source: str) -> str:

@@ -53,6 +53,7 @@ from rollouts_core.backends.training_state import (
     WEIGHT_KEY,
     check_named_tensors,
     own_weights,
+    read_hf_weights,
     read_training_checkpoint,
     write_model_config,
     write_training_checkpoint,
@@ -61,7 +62,7 @@ from rollouts_core.batch import TrainBatch
 from rollouts_core.config import PLAIN_POLICY, ModelConfig, OptimConfig, PolicyConfig
 from rollouts_core.errors import NonFiniteError
 from rollouts_core.metrics import sum_metrics
-from rollouts_core.model.loading import load_hf_model, load_tokenizer
+from rollouts_core.model.loading import check_vocabulary, load_tokenizer
 from rollouts_core.model.lora import adapters_off, base_weights, is_adapter_weight, merged_weights, reset_adapters
 from rollouts_core.model.policy import Policy
 from rollouts_core.seeds import derive_seed
@@ -339,7 +340,7 @@ class FSDPTrainingBackend:
         check_named_tensors(own_weights(self.policy), saved.own_weights)
         weights: dict[str, Tensor] = {}
         if not self.has_adapters:  # with them the frozen weights are those that training started from
-            weights = merged_weights(load_hf_model(ModelConfig(path=str(path))))
+            weights = read_hf_weights(path, self.model)
             check_named_tensors(base_weights(self.model), weights)
         restored = _Restored(
             moments={name: (tensor.shape, tensor.dtype) for name, tensor in saved.moments.items()},
@@ -435,6 +436,8 @@ def create_fsdp_backend(
     trained = create_sharded_policy(
         model, policy, ranks, temperature=temperature, with_entropies=with_entropies, with_values=with_values
     )
+    tokenizer = load_tokenizer(model)
+    check_vocabulary(trained.hf_model.get_input_embeddings().weight.shape[0], tokenizer, model.path)
     reference = None
     if with_reference and policy.lora.rank == 0:
         frozen = policy.model_copy(update={"activation_checkpointing": False})
@@ -446,7 +449,7 @@ def create_fsdp_backend(
         create_warmup_cosine_scheduler(optimizer, optim, num_steps=num_steps),
         loss_fn,
         ranks=ranks,
-        tokenizer=load_tokenizer(model),
+        tokenizer=tokenizer,
         max_grad_norm=optim.max_grad_norm,
         reference=reference,
         seed=seed,

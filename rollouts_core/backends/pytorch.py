@@ -45,6 +45,7 @@ from rollouts_core.backends.training_state import (
     WEIGHT_KEY,
     check_named_tensors,
     own_weights,
+    read_hf_weights,
     read_training_checkpoint,
     write_model_config,
     write_training_checkpoint,
@@ -52,7 +53,7 @@ from rollouts_core.backends.training_state import (
 from rollouts_core.batch import TrainBatch
 from rollouts_core.config import PLAIN_POLICY, ModelConfig, OptimConfig, PolicyConfig
 from rollouts_core.errors import NonFiniteError
-from rollouts_core.model.loading import check_vocabulary, default_device, load_hf_model, load_tokenizer
+from rollouts_core.model.loading import check_vocabulary, default_device, load_tokenizer
 from rollouts_core.model.lora import adapters_off, is_adapter_weight, merged_weights, replace_weights
 from rollouts_core.model.policy import Policy, create_policy
 
@@ -242,7 +243,7 @@ class PyTorchTrainingBackend:
         own = own_weights(self.policy)
         check_named_tensors(own, saved.own_weights)
         if not self.has_adapters:  # with them the frozen weights are those that training started from
-            weights = merged_weights(load_hf_model(ModelConfig(path=str(path))))
+            weights = read_hf_weights(path, self.model)
             check_named_tensors(merged_weights(self.model), weights)
             replace_weights(self.model, weights)
         with torch.no_grad():

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -23,7 +25,8 @@ from rollouts_core.backends.random_state import is_random_state
 from rollouts_core.checkpoint import new_checkpoint, verify_checkpoint
 from rollouts_core.data.chat import stop_token_ids
 from rollouts_core.errors import CheckpointError
-from rollouts_core.model.lora import is_adapter_weight
+from rollouts_core.messages import first_line
+from rollouts_core.model.lora import base_weights, is_adapter_weight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -138,6 +141,31 @@ def read_training_checkpoint(path: Path) -> SavedTraining:
         random_tensors=random,
         trainer=json.loads((path / TRAINER_STATE).read_text(encoding="utf-8")),
     )
+
+
+def read_hf_weights(path: Path, model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights in the Hugging Face files of a checkpoint, by the names that `model` has for them, tied ones once.
+
+    The model's own class reads them: some hold their weights in another form than they write, and code that lies in a
+    checkpoint need not be trusted to read what it was trained to.
+
+    Raises:
+        CheckpointError: they are of another model.
+    """
+    try:
+        saved, loading = type(model).from_pretrained(
+            path, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the weights in {path} are not those of a {type(model).__name__}: {first_line(error)}"
+        ) from error
+    if missing := sorted(loading["missing_keys"]):
+        raise CheckpointError(
+            f"the weights in {path} are of another model: they lack {len(missing)} tensors of a "
+            f"{type(model).__name__}, {missing[0]} first"
+        )
+    return base_weights(saved)
 
 
 def check_named_tensors(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:

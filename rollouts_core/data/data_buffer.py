@@ -81,7 +81,7 @@ class DataBuffer:
         Raises:
             DataError: the prompts are not those that the cursor was saved for.
         """
-        if state["prompts_digest"] != self._digest:
+        if state["prompts_digest"] not in (self._digest, _digest_without_metadata(self.prompts)):
             raise DataError(
                 "the prompts changed since the checkpoint was written, so its place in them means nothing: "
                 "restore the file, or start a new run"
@@ -102,6 +102,16 @@ class DataBuffer:
 
 
 def _digest_prompts(prompts: Sequence[Prompt]) -> str:
+    """One digest of what the policy is asked and of all that grades its completions."""
+    total = hashlib.sha256()
+    for prompt in prompts:
+        content = [prompt.id, prompt.messages, prompt.answer, dict(prompt.metadata)]
+        total.update(json.dumps(content, sort_keys=True, default=str).encode())
+    return total.hexdigest()
+
+
+def _digest_without_metadata(prompts: Sequence[Prompt]) -> str:
+    """What earlier versions wrote into checkpoints, which go on."""
     total = hashlib.sha256()
     for prompt in prompts:
         total.update(json.dumps([prompt.id, prompt.messages, prompt.answer]).encode())

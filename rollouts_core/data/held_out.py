@@ -1,12 +1,13 @@
-"""Find rows that are trained on among those that models are compared on.
+"""Find rows that are trained on among those that models and checkpoints are compared on.
 
 Not here: whether selection and evaluation have rows in common (dataset.py, validate.py).
 
-    evaluation.metric    a row that is held out is trained on when there is
+    compared by          a row that is held out is trained on when there is
     accuracy             its prompt among those of RL, or before an answer of a demonstration
     loss                 a demonstration that says the same as a whole
 
-What is compared is text, word for word. Of the training data nothing is kept.
+Rows of data.sft_eval are compared by their loss, whatever the metric of the evaluation is. What is compared here is
+text, word for word. Of the training data nothing is kept.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ class HeldOutRows:
 
     Args:
         name: the setting that names the file.
+        metric: what is compared on them.
         number_of: the number of each row, by its key.
     """
 
-    def __init__(self, name: str, number_of: dict[bytes, int]) -> None:
+    def __init__(self, name: str, metric: Metric, number_of: dict[bytes, int]) -> None:
         self.name = name
+        self.metric = metric
         self._number_of = number_of
         self._found: dict[int, str] = {}
 
@@ -76,24 +79,25 @@ def read_held_out(name: str, path: str, metric: Metric, *, max_rows: int | None 
     """
     if metric == "accuracy":
         prompts = load_prompts_from_jsonl(path, max_rows=max_rows)
-        return HeldOutRows(name, {key_of_prompt(prompt): prompt.row for prompt in prompts})
+        return HeldOutRows(name, metric, {key_of_prompt(prompt): prompt.row for prompt in prompts})
     number_of: dict[bytes, int] = {}
     for number, row in load_rows(path):
         try:
             number_of[_whole_of(read_demonstration(row))] = number
         except DataError as error:
             raise DataError(f"{path}, row {number}: {error}") from error
-    return HeldOutRows(name, number_of)
+    return HeldOutRows(name, metric, number_of)
 
 
 def watch_rows(
-    rows: Iterable[tuple[int, Row]], source: str, metric: Metric, held_out: Sequence[HeldOutRows]
+    rows: Iterable[tuple[int, Row]], source: str, held_out: Sequence[HeldOutRows]
 ) -> Iterator[tuple[int, Row]]:
     """The same rows of demonstrations, after each was looked for among those that are held out."""
+    metrics = {each.metric for each in held_out}
     for number, row in rows:
-        keys = _keys_of_row(row, metric) if held_out else []
+        keys = {metric: _keys_of_row(row, metric) for metric in metrics}
         for each in held_out:
-            each.look_for(keys, source, number)
+            each.look_for(keys[each.metric], source, number)
         yield number, row
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -29,6 +29,17 @@ LARGE_LOGIT = 100.0
 """A cap bends logits of this size, whatever it is."""
 KERNELS_OF_FLOAT32 = ("sdpa", "eager")
 """Attention kernels that compute in any number format."""
+
+GROWING_POSITIONS = ("rope", "rotary", "alibi", "mamba")
+"""How settings begin of models that compute a position however far it is, or whose layers need none."""
+
+
+class Positions(NamedTuple):
+    """How long a sequence a model was made for."""
+
+    num: int
+    are_all: bool
+    """Whether it has no further ones: each is a row of a table."""
 
 
 def load_hf_model(
@@ -137,6 +148,22 @@ def _unknown_logits(hf_model: PreTrainedModel, reason: str) -> ConfigError:
     return ConfigError(
         f"{hf_model.config.model_type} models cannot be trained here: {reason}, which log-probs would lack"
     )
+
+
+def find_positions(config: ModelConfig) -> Positions | None:
+    """The positions of the language model at `config.path`; None where its configuration does not say."""
+    try:
+        settings = AutoConfig.from_pretrained(
+            config.path, revision=config.revision or None, trust_remote_code=config.trust_remote_code
+        )
+    except (ImportError, OSError, ValueError, KeyError):  # whoever loads the model says what is wrong
+        return None
+    values = settings.get_text_config().to_dict()
+    if isinstance(num := values.get("n_positions"), int):  # models that rotate by a table have one too
+        return Positions(num, are_all=True)
+    num = values.get("max_position_embeddings")
+    grows = any(value for name, value in values.items() if name.startswith(GROWING_POSITIONS))
+    return Positions(num, are_all=not grows) if isinstance(num, int) else None
 
 
 def _build_without_values(config: ModelConfig, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:

@@ -3,11 +3,15 @@
 Not here: fixtures (conftest.py).
 """
 
+import json
 import random
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from rollouts_core.config import ModelConfig
 from rollouts_core.quickstart import QuickstartSize
 from rollouts_core.types import Prompt, Sample, Status
 
@@ -31,6 +35,27 @@ TINY_MODEL: dict[str, Any] = {  # Any: settings
     "head_dim": 8,
 }
 """Settings of a transformers model of any family."""
+
+OWN_CODE = """
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+class OwnConfig(Qwen3Config):
+    model_type = "own"
+
+class OwnForCausalLM(Qwen3ForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def write_model_with_own_code(base_model: ModelConfig, folder: Path) -> ModelConfig:
+    """The tiny Qwen3 as a model that nobody loads without running the code that lies beside it."""
+    shutil.copytree(base_model.path, folder)
+    (folder / "modeling_own.py").write_text(OWN_CODE)
+    auto_map = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": auto_map}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return ModelConfig(path=str(folder), trust_remote_code=True)
 
 
 def make_sample(

@@ -23,6 +23,7 @@ from rollouts_core.checkpoint import (
     load_manifest,
     new_checkpoint,
     prune_checkpoints,
+    set_damaged_aside,
     step_directory,
     tensor_digests,
     verify_checkpoint,
@@ -234,6 +235,28 @@ def test_a_file_that_just_changed_is_not_remembered(tmp_path: Path, monkeypatch:
     verify_checkpoint(path)
     verify_checkpoint(path)
     assert len(hashed) == 4
+
+
+def test_of_the_checkpoints_of_a_run_only_the_newest_whole_one_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten checkpoints of a large model are a terabyte, which a GPU would wait for."""
+    paths = [write_checkpoint(tmp_path, step) for step in (1, 2, 3, 4)]
+    damage_checkpoint(paths[3], "tampered")
+    hashed = count_hashed(monkeypatch)
+    [moved] = set_damaged_aside(tmp_path)
+    assert moved.name.startswith("damaged_step_000004_")
+    assert list_checkpoints(tmp_path) == paths[:3]
+    assert {path.parent for path in hashed if path.name == "model.safetensors"} == {paths[3], paths[2]}
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "no manifest", "added code"])
+def test_an_older_checkpoint_that_is_seen_to_be_damaged_is_set_aside_too(tmp_path: Path, damage: str) -> None:
+    """The record at the end of a run lists every checkpoint that stayed."""
+    paths = [write_checkpoint(tmp_path, step) for step in (1, 2, 3)]
+    damage_checkpoint(paths[0], damage)
+    assert [path.name.rpartition("_")[0] for path in set_damaged_aside(tmp_path)] == ["damaged_step_000001"]
+    assert list_checkpoints(tmp_path) == paths[1:]
 
 
 def test_a_path_means_a_checkpoint_or_the_newest_of_a_run(tmp_path: Path) -> None:

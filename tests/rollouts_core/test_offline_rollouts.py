@@ -9,7 +9,9 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +36,7 @@ from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.data.rows import digest_path
 from rollouts_core.engines import PublishTarget
 from rollouts_core.errors import DataError
-from rollouts_core.fingerprint import digest_model
+from rollouts_core.fingerprint import digest_checkpoint, digest_model
 from rollouts_core.generate import create_engine_generate_fn
 from rollouts_core.job import InputFile, InputModel, RLJob
 from rollouts_core.metrics import read_json_lines, read_metrics
@@ -42,6 +44,7 @@ from rollouts_core.offline_rollouts import OfflineRollouts, check_rollouts, read
 from rollouts_core.rl import run_rl_training
 from rollouts_core.rl_job import write_rollouts
 from rollouts_core.rollout import AsyncRolloutManager
+from rollouts_core.rollout_batch import convert_to_batch
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.types import Sample
 from tests.rollouts_core.make import make_groups
@@ -83,7 +86,7 @@ def recorded(
                 TRAINING,
                 target=target_of(base_model, run),
                 checkpoint_dir=run.checkpoints,
-                on_batch=lambda step, batch: write_rollouts(run, step, batch),
+                on_batch=partial(write_rollouts, run, temperature=ROLLOUT.sampling.temperature),
             )
         )
     return run
@@ -181,6 +184,50 @@ def test_a_training_of_which_many_steps_made_no_update_says_so(
     assert warning is None if sentence is None else warning.startswith(sentence)
 
 
+def write_steps(folder: Path, *, first_seed: int) -> Path:
+    """Three recorded steps."""
+    folder.mkdir()
+    for step in (1, 2, 3):
+        samples = make_groups(2, 4, seed=first_seed + step)
+        (folder / f"step_{step:06d}.jsonl").write_text("".join(json.dumps(s.to_json()) + "\n" for s in samples))
+    return folder
+
+
+def train_on_steps(base_model: ModelConfig, steps: Path, run: RunDirectory, **training: Any) -> int:
+    """Do the job of training on recorded steps; returns its exit code."""
+    settings = {"checkpoint_every": 1, "optim": RLOptimConfig(lr=1e-3, schedule="constant"), **training}
+    job = RLJob(
+        model=InputModel(name="base", model=base_model, digest=digest_model(base_model)),
+        rollouts=InputFile(path=str(steps), digest=digest_path(steps)),
+        training=RLTrainingConfig(**settings),
+        resume_digest=digest_checkpoint(settings.get("resume_from", "")),
+        rollout=RolloutConfig(),
+        deployment=DeploymentConfig(trainer_threads=1),
+    )
+    run.root.mkdir()
+    run.job.write_text(job.model_dump_json())
+    return main(["rl", str(run.job)])
+
+
+def test_a_run_goes_on_with_the_recorded_steps_that_it_began_with(base_model: ModelConfig, tmp_path: Path) -> None:
+    """A place in the steps of one folder says nothing about those of another."""
+    first, again, refused, other = (RunDirectory(tmp_path / name) for name in ("first", "again", "refused", "other"))
+    steps, others = (write_steps(tmp_path / f"steps_{seed}", first_seed=seed) for seed in (0, 10))
+    assert train_on_steps(base_model, steps, first, num_steps=2) == 0
+    going_on = {"num_steps": 3, "resume_from": str(first.root)}
+    assert train_on_steps(base_model, steps, again, **going_on) == 0
+    assert sampled_tokens(again.samples / "step_000003.jsonl") == sampled_tokens(steps / "step_000003.jsonl")
+    assert train_on_steps(base_model, others, refused, **going_on) != 0
+    assert "trained with other settings" in refused.events.read_text()
+    assert not refused.samples.exists()
+    assert train_on_steps(base_model, others, other, **going_on, allow_changed=["data"]) == 0
+    assert sampled_tokens(other.samples / "step_000003.jsonl") == sampled_tokens(others / "step_000001.jsonl")
+
+
+def sampled_tokens(file: Path) -> list[list[int]]:
+    return [sample.tokens for sample in read_rollouts(file, temperature=1.0)]
+
+
 def test_a_folder_without_recorded_steps_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"has no step_\*.jsonl: give the folder `samples` of an RL stage"):
         OfflineRollouts(tmp_path, ROLLOUT)
@@ -199,7 +246,7 @@ def test_a_file_that_holds_no_rollouts_is_named(tmp_path: Path, damage: Callable
     path = tmp_path / "step_000001.jsonl"
     path.write_text(damage(json.dumps(make_groups(1, 2)[0].to_json()) + "\n"))
     with pytest.raises(DataError, match=f"{path} {words}"):
-        read_rollouts(path)
+        read_rollouts(path, temperature=1.0)
 
 
 def test_rollouts_of_another_tokenizer_are_refused_before_the_run(tmp_path: Path) -> None:
@@ -209,6 +256,38 @@ def test_rollouts_of_another_tokenizer_are_refused_before_the_run(tmp_path: Path
     assert check_rollouts(tmp_path, vocab_size=30, config=ROLLOUT).endswith("1 recorded steps, 2 groups, 4 samples")
     with pytest.raises(DataError, match="has the token 29, the model embeds 29"):
         check_rollouts(tmp_path, vocab_size=29, config=ROLLOUT)
+
+
+def test_rollouts_that_are_longer_than_what_the_model_sees_are_refused_before_the_run(tmp_path: Path) -> None:
+    samples = make_groups(2, 2)
+    longest = max(len(sample.tokens) for sample in samples)
+    (tmp_path / "step_000001.jsonl").write_text("".join(json.dumps(s.to_json()) + "\n" for s in samples))
+    check_rollouts(tmp_path, vocab_size=30, config=ROLLOUT, max_tokens=longest)
+    with pytest.raises(DataError, match=f"has a sample of {longest} tokens, the model has positions for {longest - 1}"):
+        check_rollouts(tmp_path, vocab_size=30, config=ROLLOUT, max_tokens=longest - 1)
+
+
+def at_temperature(temperature: float) -> RolloutConfig:
+    return ROLLOUT.model_copy(update={"sampling": SamplingConfig(temperature=temperature)})
+
+
+def test_rollouts_of_another_temperature_are_refused_before_the_run_and_in_it(tmp_path: Path) -> None:
+    """Their log-probs are of another distribution than those of training: every ratio would be wrong."""
+    run = RunDirectory(tmp_path)
+    write_rollouts(run, 1, convert_to_batch(make_groups(2, 2)), temperature=0.7)
+    check_rollouts(run.samples, vocab_size=30, config=at_temperature(0.7))
+    asyncio.run(OfflineRollouts(run.samples, at_temperature(0.7)).generate_batch())
+    words = r"step_000001\.jsonl was sampled at the temperature 0\.7, rollout\.sampling\.temperature is 1\.0"
+    with pytest.raises(DataError, match=words):
+        check_rollouts(run.samples, vocab_size=30, config=ROLLOUT)
+    with pytest.raises(DataError, match=words):
+        asyncio.run(OfflineRollouts(run.samples, ROLLOUT).generate_batch())
+
+
+def test_rollouts_that_say_no_temperature_are_taken_as_they_are(tmp_path: Path) -> None:
+    """Those of earlier versions, and those that a program wrote by itself."""
+    steps = write_steps(tmp_path / "steps", first_seed=0)
+    assert len(asyncio.run(OfflineRollouts(steps, at_temperature(0.7)).generate_batch()).samples) == 8
 
 
 def offline_config(**data: str) -> Config:

@@ -38,7 +38,7 @@ from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.engines import Completion, GenerationRequest, PublishTarget, SGLangEngine
 from rollouts_core.engines.client import EngineClient
 from rollouts_core.environments import Conversation, Reply
-from rollouts_core.errors import ConfigError, DataError, NonFiniteError, RewardError
+from rollouts_core.errors import CheckpointError, ConfigError, DataError, NonFiniteError, RewardError
 from rollouts_core.generate import create_engine_generate_fn
 from rollouts_core.model.loading import load_hf_model
 from rollouts_core.rl import describe_rollouts, run_rl_training, score_rollouts, train_on_rollouts
@@ -430,6 +430,47 @@ def test_a_run_that_only_skips_ends_at_the_limit_also_when_it_was_resumed(
     assert [metrics["num_nonfinite"] for metrics in run(2)] == [1.0, 1.0]
     with pytest.raises(NonFiniteError, match=r"^step 3: 3 updates in a row were skipped"):
         run(4)
+
+
+async def generate_alike(group: Sequence[Sample]) -> list[Sample]:
+    """Completions of which every other one is rewarded."""
+    arrays = {"tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "rollout_log_probs": [0.0, -1.0, -1.0]}
+    return [replace(sample, response="12"[sample.index % 2], **arrays) for sample in group]
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_run_that_may_go_on_with_other_prompts_begins_them(
+    base_model: ModelConfig, tmp_path: Path, allowed: bool
+) -> None:
+    def run(num_steps: int, num_prompts: int) -> list[int]:
+        config = with_settings({"num_steps": num_steps, "allow_changed": ["data"] * allowed})
+        data_buffer = DataBuffer(make_prompts(num_prompts))
+        manager = AsyncRolloutManager(data_buffer, ROLLOUT, generate_fn=generate_alike)
+        target = PublishTarget(
+            weights_dir=tmp_path / "weights", model_config=Path(base_model.path) / "config.json", prefix="test"
+        )
+        firsts: list[int] = []
+        training = run_rl_training(
+            make_backend(base_model, config),
+            data_buffer,
+            manager,
+            [],
+            config,
+            target=target,
+            checkpoint_dir=tmp_path / "checkpoints",
+            inputs={"data": f"of {num_prompts} prompts"},
+            on_batch=lambda step, batch: firsts.append(batch.samples[0].group_index),
+        )
+        asyncio.run(training)
+        return firsts
+
+    assert run(2, num_prompts=7) == [0, 3]
+    if not allowed:
+        with pytest.raises(CheckpointError, match='data was "of 7 prompts" and is "of 5 prompts"'):
+            run(4, num_prompts=5)
+        return
+    assert run(4, num_prompts=5) == [0, 3]
+    assert run(5, num_prompts=5) == [6]  # a place in these prompts does mean something
 
 
 @pytest.mark.parametrize(

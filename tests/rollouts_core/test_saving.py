@@ -272,6 +272,7 @@ def events_of(directory: Path, kind: str) -> list[dict[str, Any]]:
         ({"packing": True}, "packing was false and is its default"),
         ({"seed": 3}, "seed was its default and is 3"),
         ({"inputs": {"model": "other"}}, 'model was "base" and is "other"'),
+        ({"inputs": {"model": "base", "plugins": "p"}}, 'plugins was its default and is "p"'),
         ({"samples": SAMPLES[:-1]}, 'samples was "[0-9a-f]+" and is "[0-9a-f]+"'),
     ],
 )
@@ -281,6 +282,14 @@ def test_a_run_of_other_settings_does_not_go_on(
     train(base_model, tmp_path, num_steps=2, inputs={"model": "base"})
     with pytest.raises(CheckpointError, match=sentence):
         train(base_model, tmp_path, **{"inputs": {"model": "base"}, **changes})
+
+
+def test_a_checkpoint_of_an_earlier_version_that_names_no_data_goes_on(base_model: ModelConfig, tmp_path: Path) -> None:
+    train(base_model, tmp_path, num_steps=2, inputs={"model": "base"})
+    train(base_model, tmp_path, num_steps=4, inputs={"model": "base", "data": "today's"})
+    assert [event.get("changed") for event in events_of(tmp_path, "resumed")] == [None]
+    with pytest.raises(CheckpointError, match='data was "today\'s" and is "others"'):
+        train(base_model, tmp_path, num_steps=6, inputs={"model": "base", "data": "others"})
 
 
 def test_what_decides_only_about_checkpoints_may_change(base_model: ModelConfig, tmp_path: Path) -> None:

@@ -5,18 +5,28 @@ Without it a run would fail hours later on a row, or train on a handful of rows 
 
 import json
 import math
+import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerBase
+from transformers import (
+    BloomConfig,
+    GPT2Config,
+    GPTJConfig,
+    JambaConfig,
+    LlamaConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from rollouts_core import validate
 from rollouts_core.checkpoint import new_checkpoint
 from rollouts_core.comparison import compare_paired
-from rollouts_core.config import Config, RewardConfig, RLTrainingConfig, RolloutConfig
+from rollouts_core.config import Config, ModelConfig, RewardConfig, RLTrainingConfig, RolloutConfig
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.environments import ENVIRONMENTS, Conversation, Reply
 from rollouts_core.errors import CheckpointError, ConfigError, DataError, RewardError
@@ -31,6 +41,7 @@ from rollouts_core.validate import (
     check_num_rows,
     check_promotion,
     check_resumed,
+    validate_config,
     warn_of_uncorrected_age,
 )
 from tests.rollouts_core.make import make_prompts
@@ -49,6 +60,8 @@ GOOD_ROWS: dict[str, dict[str, Any]] = {
 """A row that each environment accepts; the other two have no row of their own, or the same check."""
 NUM_TOKENS = 10
 """Tokens of a sum."""
+COMPARED = ("sft_eval", "selection", "heldout")
+"""The demonstrations that are not trained on."""
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -117,6 +130,69 @@ def test_of_streamed_data_only_the_first_rows_are_checked(
     assert finding == f"{path}: 7 demonstrations in the first 7 of 10 rows, 14 trained tokens"
     with pytest.raises(DataError, match="row 10: expected `messages`"):
         check_demonstrations(make_config(path), tokenizer)
+
+
+MODELS: dict[str, PreTrainedConfig] = {
+    "gpt2": GPT2Config(n_positions=16),
+    "gptj": GPTJConfig(n_positions=16),
+    "opt": OPTConfig(max_position_embeddings=16),
+    "llama": LlamaConfig(max_position_embeddings=16),
+    "jamba": JambaConfig(max_position_embeddings=16),
+    "bloom": BloomConfig(),
+}
+"""Tables of learned, and of computed, positions; positions that go on; and none at all."""
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("max_length", [17, 18, 60])
+def test_demonstrations_that_are_longer_than_what_the_model_sees_are_refused_or_told(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, family: str, max_length: int
+) -> None:
+    MODELS[family].save_pretrained(tmp_path)
+    path = write_rows(tmp_path / "a.jsonl", [SUM, {"text": "1" * 40}, SUM])
+    config = make_config(path, max_length=max_length)
+    config = config.model_copy(update={"model": ModelConfig(path=str(tmp_path))})
+    num_needed = min(max_length, 41) - 1
+    found = f"a demonstration of {num_needed + 1} tokens needs {num_needed} positions, the model at {tmp_path}"
+    if max_length > 17 and family in ("gpt2", "gptj", "opt"):
+        with pytest.raises(ConfigError, match=f"{found} has 16: set training.sft.max_length to 17 or less"):
+            check_demonstrations(config, tokenizer)
+        return
+    told = [sentence for sentence in check_demonstrations(config, tokenizer) if "positions" in sentence]
+    assert [sentence.partition(":")[2].strip() for sentence in told] == [
+        f"{found} was made for 16: what lies beyond teaches it little; set training.sft.max_length to 17 or less"
+    ] * (max_length > 17 and family in ("llama", "jamba"))
+
+
+@pytest.mark.parametrize("longest", ["sft_eval", "selection", "heldout"])
+def test_rows_whose_loss_is_compared_fit_the_model_too(tmp_path: Path, base_model: ModelConfig, longest: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(base_model.path, folder)
+    GPT2Config(n_positions=16).save_pretrained(folder)
+    rows = {name: [{**SUM, "prompt": f"{place}+1=?"}] for place, name in enumerate(("sft", *COMPARED))}
+    rows[longest].append({"text": "1" * 20})
+    data = {name: write_rows(tmp_path / f"{name}.jsonl", each) for name, each in rows.items()}
+    config = Config.model_validate(
+        {"mode": "sft", "model": {"path": str(folder)}, "data": data, "evaluation": {"metric": "loss"}}
+    )
+    with pytest.raises(ConfigError, match=rf"{longest}\.jsonl: a demonstration of 21 tokens needs 20 positions"):
+        validate_config(config)
+
+
+@pytest.mark.parametrize("metric", ["loss", "accuracy"])
+def test_rows_that_are_trained_on_are_not_among_those_that_keep_a_checkpoint(
+    tmp_path: Path, base_model: ModelConfig, metric: str
+) -> None:
+    prompts = [{"prompt": f"{place}+1=?", "completion": "2", "answer": "2"} for place in range(5)]
+    rows = {"sft": prompts[:2], "sft_eval": [prompts[1]], "selection": [prompts[3]], "heldout": [prompts[4]]}
+    data = {name: write_rows(tmp_path / f"{name}.jsonl", each) for name, each in rows.items()}
+    settings = {"mode": "sft", "model": base_model.model_dump(), "data": data, "evaluation": {"metric": metric}}
+    rollout = {"environment": "arithmetic", "sampling": {"max_new_tokens": 8}}
+    config = Config.model_validate({**settings, "rollout": rollout})
+    with pytest.raises(DataError, match=r"1 of 1 rows of data\.sft_eval are also trained on \(row 1 is row 2 of "):
+        validate_config(config)
+    write_rows(tmp_path / "sft_eval.jsonl", [prompts[2]])
+    validate_config(config)
 
 
 def with_rollout(**rollout: Any) -> Config:
@@ -395,16 +471,22 @@ def test_a_checkpoint_of_other_settings_is_refused_before_anything_is_provisione
             {"rollout": {"engine": {"kind": "vllm"}, "sampling": {"max_new_tokens": 60}}},
             r"need 71 positions, the model at .* has 64",
         ),
+        (
+            {"rollout": {"engine": {"kind": "vllm"}, "sampling": {"max_new_tokens": 60}}, "name": "n_positions"},
+            r"need 71 positions, the model at .* has 64",
+        ),
     ],
 )
 def test_a_model_is_compared_by_an_engine_that_can_compute_it(
     tmp_path: Path, sections: dict[str, Any], refusal: str
 ) -> None:
-    settings = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "max_position_embeddings": 64}
+    name = sections.get("name", "max_position_embeddings")
+    settings = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", name: 64}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    rollout = {"sampling": {"max_new_tokens": 30}, **sections.pop("rollout", {})}
+    rollout = {"sampling": {"max_new_tokens": 30}, **sections.get("rollout", {})}
+    others = {key: section for key, section in sections.items() if key not in ("rollout", "name")}
     model, data = {"path": str(tmp_path)}, make_config("a.jsonl").data
-    config = Config.model_validate({"mode": "sft", "model": model, "data": data, "rollout": rollout, **sections})
+    config = Config.model_validate({"mode": "sft", "model": model, "data": data, "rollout": rollout, **others})
     expected = pytest.raises((CheckpointError, ConfigError), match=refusal) if refusal else nullcontext()
     with expected:
         check_positions(

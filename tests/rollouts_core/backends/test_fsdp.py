@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,12 +28,12 @@ from rollouts_core.backends.ranks import Ranks
 from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
 from rollouts_core.checkpoint import verify_checkpoint
 from rollouts_core.config import LoRAConfig, ModelConfig, OptimConfig, PolicyConfig, SFTTrainingConfig
-from rollouts_core.errors import CheckpointError, NonFiniteError
+from rollouts_core.errors import CheckpointError, DataError, NonFiniteError
 from rollouts_core.metrics import sum_metrics
 from rollouts_core.quickstart import build_character_tokenizer, build_untrained_model
 from rollouts_core.sft import run_sft_training
 from tests.rollouts_core.histories import without_times
-from tests.rollouts_core.make import TINY_SIZE, make_random_samples
+from tests.rollouts_core.make import TINY_SIZE, make_random_samples, write_model_with_own_code
 from tests.rollouts_core.model.test_logit_transforms import make_model
 from tests.rollouts_core.two_processes import TwoProcesses, two_processes
 
@@ -256,6 +257,16 @@ def test_a_checkpoint_of_one_is_resumed_by_two(
     assert found[2:] == ({"step": 2, "data": [1, 2]}, 2)
 
 
+def test_a_model_whose_code_lies_beside_it_is_resumed(
+    base_model: ModelConfig, pair: TwoProcesses, tmp_path: Path
+) -> None:
+    path = tmp_path / "step_000002"
+    model = write_model_with_own_code(base_model, tmp_path / "own_of_two")
+    expected = with_one(partial(train_and_save, path=path), model)
+    found = with_two(pair, partial(resume, path=path), model)
+    assert_close(found[:2], expected)
+
+
 def just_save(backend: TrainingBackend, *, path: Path) -> Weights:
     save(backend, path, {"step": 1})
     return get_weights(backend)
@@ -415,3 +426,22 @@ def test_the_seed_decides_what_every_rank_draws(base_model: ModelConfig, pair: T
     first, again, other = (pair.run(draw, base_model, seed) for seed in (0, 0, 1))
     assert first == again
     assert len({tuple(drawn) for drawn in [*first, *other]}) == 4
+
+
+def refuse(ranks: Ranks, model: ModelConfig) -> str:
+    try:
+        create_fsdp_backend(model, OPTIM, cross_entropy_loss, ranks=ranks, num_steps=10)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_a_tokenizer_of_another_model_is_refused_by_every_rank(
+    base_model: ModelConfig, pair: TwoProcesses, tmp_path: Path
+) -> None:
+    shutil.copytree(base_model.path, tmp_path / "model")
+    tokenizer = build_character_tokenizer()
+    tokenizer.add_tokens(["a word", "another"])
+    tokenizer.save_pretrained(tmp_path / "model")
+    refusals = pair.run(refuse, ModelConfig(path=str(tmp_path / "model")))
+    assert ["they do not belong together" in refusal for refusal in refusals] == [True, True]

@@ -29,7 +29,8 @@ from rollouts_core.checkpoint import load_manifest, new_checkpoint, verify_check
 from rollouts_core.config import ModelConfig, OptimConfig
 from rollouts_core.errors import CheckpointError, TrainingError
 from rollouts_core.quickstart import build_character_tokenizer, build_untrained_model
-from tests.rollouts_core.make import TINY_SIZE, make_random_samples
+from tests.rollouts_core.make import TINY_SIZE, make_random_samples, write_model_with_own_code
+from tests.rollouts_core.model.test_logit_transforms import make_model
 
 TINY_VOCABULARY = len(build_character_tokenizer())
 OPTIM = OptimConfig(lr=0.01, num_warmup_steps=2, weight_decay=0.1)
@@ -173,6 +174,16 @@ def test_a_restored_backend_takes_the_same_steps_bit_for_bit(base_model: ModelCo
     assert restored.weight_version == 3
     assert take_steps(restored, range(3, 6)) == take_steps(straight, range(3, 6))
     assert_equal_tensors(copy_weights(restored), copy_weights(straight))
+
+
+def test_a_model_whose_code_lies_beside_it_is_resumed(base_model: ModelConfig, tmp_path: Path) -> None:
+    model = write_model_with_own_code(base_model, tmp_path / "own_of_one")
+    trained, restored = create_backend(model), create_backend(model)
+    take_steps(trained, range(1))
+    save(trained, tmp_path / "step_000001", {"step": 1})
+    assert (tmp_path / "step_000001" / "modeling_own.py").is_file()
+    assert load(restored, tmp_path / "step_000001") == {"step": 1}
+    assert_equal_tensors(copy_weights(restored), copy_weights(trained))
 
 
 def test_the_random_state_of_every_library_is_restored(base_model: ModelConfig, tmp_path: Path) -> None:
@@ -354,6 +365,17 @@ def test_a_checkpoint_of_another_model_is_refused(base_model: ModelConfig, tmp_p
     save(wider, tmp_path / "step_000001", {"step": 1})
     with pytest.raises(CheckpointError, match="has shape"):
         load(create_backend(base_model), tmp_path / "step_000001")
+
+
+def test_a_checkpoint_of_a_model_of_another_class_is_refused(base_model: ModelConfig, tmp_path: Path) -> None:
+    build_character_tokenizer().save_pretrained(tmp_path / "other")
+    make_model("Granite").save_pretrained(tmp_path / "other")
+    save(create_backend(ModelConfig(path=str(tmp_path / "other"))), tmp_path / "step_000001", {"step": 1})
+    backend = create_backend(base_model)
+    before = copy_weights(backend)
+    with pytest.raises(CheckpointError, match="another model: they lack 4 tensors of a Qwen3ForCausalLM"):
+        load(backend, tmp_path / "step_000001")
+    assert_equal_tensors(copy_weights(backend), before)
 
 
 def test_a_state_that_is_no_json_leaves_no_checkpoint(base_model: ModelConfig, tmp_path: Path) -> None:

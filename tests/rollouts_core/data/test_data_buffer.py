@@ -3,6 +3,7 @@
 Without it a resumed run would see some prompts twice and others never.
 """
 
+import hashlib
 import json
 from dataclasses import replace
 
@@ -76,7 +77,7 @@ def test_the_counters_say_where_the_buffer_is(num_drawn: int, epoch_id: int, sam
     assert (buffer.num_drawn, buffer.epoch_id, buffer.sample_offset) == (num_drawn, epoch_id, sample_offset)
 
 
-@pytest.mark.parametrize("change", ["added", "removed", "reordered", "answer", "message"])
+@pytest.mark.parametrize("change", ["added", "removed", "reordered", "answer", "message", "metadata"])
 def test_a_cursor_of_other_prompts_is_refused(change: str) -> None:
     prompts = make_prompts(5)
     changed: dict[str, list[Prompt]] = {
@@ -84,10 +85,23 @@ def test_a_cursor_of_other_prompts_is_refused(change: str) -> None:
         "removed": prompts[:-1],
         "reordered": prompts[::-1],
         "answer": [replace(prompts[0], answer="other"), *prompts[1:]],
+        "metadata": [replace(prompts[0], metadata={"tests": ["assert f(1) == 2"]}), *prompts[1:]],
         "message": [replace(prompts[0], messages=({"role": "user", "content": "other"},)), *prompts[1:]],
     }
     with pytest.raises(DataError, match="the prompts changed"):
         DataBuffer(changed[change]).load_state_dict(DataBuffer(prompts).state_dict())
+
+
+def test_a_cursor_of_an_earlier_version_goes_on() -> None:
+    """Its digest says nothing of the other fields of a row."""
+    prompts = [replace(prompt, metadata={"target": 24}) for prompt in make_prompts(7)]
+    buffer, restored = DataBuffer(prompts), DataBuffer(prompts)
+    buffer.get_prompts(2)
+    earlier = hashlib.sha256()
+    for prompt in prompts:
+        earlier.update(json.dumps([prompt.id, prompt.messages, prompt.answer]).encode())
+    restored.load_state_dict({**buffer.state_dict(), "prompts_digest": earlier.hexdigest()})
+    assert draw_ids(restored, 5) == draw_ids(buffer, 5)
 
 
 def test_a_refused_cursor_leaves_the_buffer_where_it_was() -> None:

@@ -25,7 +25,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def look_at(folder: Path, held_out: list[dict[str, Any]], trained: list[dict[str, Any]], metric: Metric) -> HeldOutRows:
     rows = read_held_out("data.heldout", str(write_rows(folder / "heldout.jsonl", held_out)), metric)
-    assert list(watch_rows(enumerate(trained, 1), "sft.jsonl", metric, [rows])) == list(enumerate(trained, 1))
+    assert list(watch_rows(enumerate(trained, 1), "sft.jsonl", [rows])) == list(enumerate(trained, 1))
     return rows
 
 
@@ -96,5 +96,22 @@ def test_a_few_of_many_are_told_and_no_reason_to_stop(tmp_path: Path) -> None:
 def test_rows_that_are_not_compared_may_be_trained_on(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "h.jsonl", [{"prompt": "3"}, {"prompt": "1+1=?"}])
     rows = read_held_out("data.heldout", str(path), "accuracy", max_rows=1)
-    list(watch_rows([(1, {"messages": [SUM, ANSWER]})], "sft.jsonl", "accuracy", [rows]))
+    list(watch_rows([(1, {"messages": [SUM, ANSWER]})], "sft.jsonl", [rows]))
     assert rows.check() == []
+
+
+def test_each_file_is_looked_for_by_what_is_compared_on_it(tmp_path: Path) -> None:
+    """Prompts choose the checkpoint, and demonstrations say which ones are kept until then."""
+    asked, demonstrated = (
+        read_held_out(name, str(write_rows(tmp_path / f"{name}.jsonl", [row])), metric)
+        for name, row, metric in (
+            ("data.heldout", {"prompt": "1+1=?"}, "accuracy"),
+            ("data.sft_eval", {"messages": [SUM, ANSWER]}, "loss"),
+        )
+    )
+    list(watch_rows([(1, {"messages": [SUM, OTHER, ANSWER]})], "sft.jsonl", [asked, demonstrated]))
+    assert (asked.check(), demonstrated.check()) == ([], [])
+    list(watch_rows([(2, {"messages": [SUM, ANSWER]})], "sft.jsonl", [asked, demonstrated]))
+    for rows, name in ((asked, "heldout"), (demonstrated, "sft_eval")):
+        with pytest.raises(DataError, match=rf"1 of 1 rows of data\.{name} .*\(row 1 is row 2 of sft\.jsonl\)"):
+            rows.check()

@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -313,3 +315,21 @@ def test_rows_without_padding_score_as_masked_rows_do(
     tiny_model.set_attn_implementation("by_bounds")
     monkeypatch.setattr(policy, "KERNELS_WITHOUT_MASK", {"by_bounds"})
     torch.testing.assert_close(compute_logprobs(tiny_model, batch), expected_BT, atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_may_be_longer_than_a_model_sees_as_long_as_no_sample_is() -> None:
+    """Also the padding of a row must read positions that the model has."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=8, n_embd=8, n_layer=1, n_head=2)).eval()
+    samples = [make_sample(range(start, start + 9)) for start in range(4)]
+    packed, single = (
+        build_batch(rows, pad_id=0) for rows in ([samples[:3], samples[3:]], [[sample] for sample in samples])
+    )
+    together, alone = (
+        split_by_sample(compute_logprobs(model, batch), [place_samples(row) for row in rows])
+        for batch, rows in ((packed, [samples[:3], samples[3:]]), (single, [[sample] for sample in samples]))
+    )
+    for ours, theirs in zip([*together[0], *together[1]], [row[0] for row in alone], strict=True):
+        torch.testing.assert_close(ours, theirs)
+    with pytest.raises(IndexError):
+        compute_logprobs(model, build_batch([[make_sample(range(10))]], pad_id=0))
