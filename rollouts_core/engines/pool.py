@@ -32,6 +32,7 @@ from rollouts_core.engines.in_flight import ABORT_TIMEOUT_S, InterruptibleEngine
 from rollouts_core.engines.protocol import Completion, GenerationRequest, SegmentAccess
 from rollouts_core.engines.weight_sync import SYNC_TIMEOUT_S, WeightSyncResult, common_access, sync_weights_to_engines
 from rollouts_core.errors import EngineAnswerError, EngineError, EngineUnavailableError, WeightSyncError
+from rollouts_core.messages import first_line
 
 if TYPE_CHECKING:
     from rollouts_core.engines.protocol import Weights
@@ -292,15 +293,23 @@ class EnginePool(ClosedOnExit):
                 await anyio.sleep(self.retry_s)
             if (tried := self._published) is None:
                 continue
-            if member.is_paused:  # it was quarantined before it could be told to go on
-                member.is_paused = False
-                with suppress(EngineError):  # its client says so again
-                    await member.engine.resume()
-            [result] = await self._sync([member], tried)
-            if result.error:
-                member.quarantined = result.error
-            elif tried is self._published:  # else a newer version was published meanwhile
-                self._take_back(member, tried.version)
+            try:
+                await self._bring_to(member, tried)
+            except Exception as error:  # as a task of its own it would end silently, and the engine stay where it is
+                logger.exception("engine %s could not be brought to %s", member.engine.name, tried.version)
+                member.quarantined = f"{type(error).__name__}: {first_line(error)}"
+
+    async def _bring_to(self, member: Member, published: Published) -> None:
+        """Load a version into a quarantined engine, and ask it again if it is still the version of the others then."""
+        if member.is_paused:  # it was quarantined before it could be told to go on
+            member.is_paused = False
+            with suppress(EngineError):  # its client says so again
+                await member.engine.resume()
+        [result] = await self._sync([member], published)
+        if result.error:
+            member.quarantined = result.error
+        elif published is self._published:
+            self._take_back(member, published.version)
 
     @staticmethod
     async def _end_running(member: Member) -> None:

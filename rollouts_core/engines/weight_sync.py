@@ -11,6 +11,7 @@ Not here: how one engine takes and proves its weights (sglang.py, vllm.py, keepe
 from __future__ import annotations
 
 import hashlib
+import logging
 import secrets
 import shutil
 import tempfile
@@ -33,11 +34,14 @@ from rollouts_core.engines.in_flight import InFlightEngine
 from rollouts_core.engines.protocol import InferenceEngine, SegmentAccess
 from rollouts_core.engines.segments import SegmentedWeights, SegmentStore
 from rollouts_core.engines.sent import HostCopies, SentBy, SentWeights
-from rollouts_core.errors import CheckpointError, ConfigError, EngineError, WeightSyncError
+from rollouts_core.errors import CheckpointError, ConfigError, EngineError, TrainingError, WeightSyncError
 from rollouts_core.files import new_directory, write_atomically
+from rollouts_core.messages import first_line
 
 if TYPE_CHECKING:
     from rollouts_core.engines.protocol import Weights
+
+logger = logging.getLogger(__name__)
 
 SYNC_TIMEOUT_S = 900.0
 PUBLISH_MARGIN_S = 60.0
@@ -100,12 +104,12 @@ async def sync_weights_to_engines(
 
     Raises:
         CheckpointError: no version was given, and the directory has no weights that one could be made from.
+        TrainingError: the trainer, which answers the canary, failed.
     """
     weights = Path(checkpoint_path) if isinstance(checkpoint_path, str) else checkpoint_path
     given = version or await _own_version(weights)
-    results: dict[int, WeightSyncResult] = {}
 
-    async def sync_one(place: int, engine: InferenceEngine) -> None:
+    async def sync_one(engine: InferenceEngine) -> WeightSyncResult:
         error = f"it did not take {given} within {timeout_s:g} s"
         wait_s = engine.finish_timeout_s if isinstance(engine, InFlightEngine) else 0.0
         if wait_s:
@@ -116,12 +120,14 @@ async def sync_weights_to_engines(
                 error = ""
             except (EngineError, CheckpointError, OSError) as problem:
                 error = str(problem) or type(problem).__name__
-        results[place] = WeightSyncResult(engine=engine.name, version=given, error=error)
+            except TrainingError:  # a canary's answer is the trainer's, and so is what becomes of it
+                raise
+            except Exception as problem:  # one engine's, whatever it is: the others are given theirs
+                logger.exception("%s could not be given %s", engine.name, given)
+                error = f"{type(problem).__name__}: {first_line(problem)}"
+        return WeightSyncResult(engine=engine.name, version=given, error=error)
 
-    async with anyio.create_task_group() as tasks:
-        for place, engine in enumerate(engines):
-            tasks.start_soon(sync_one, place, engine)
-    return [results[place] for place in range(len(engines))]
+    return await gather([partial(sync_one, engine) for engine in engines])
 
 
 async def _own_version(weights: Weights) -> str:

@@ -320,6 +320,45 @@ def test_an_engine_that_comes_back_is_given_the_trainers_canary() -> None:
     assert set(asyncio.run(lose_and_return(canary))) == {canary}
 
 
+def test_an_engine_that_cannot_be_given_weights_for_want_of_memory_holds_no_other_up_and_comes_back() -> None:
+    """What torch raises is no error of an engine's, and no other engine is to blame for it either."""
+
+    async def run_out_of_memory() -> tuple[dict[str, str], str]:
+        engines = [FakeEngine("a"), FakeEngine("b")]
+        engines[0].failure = RuntimeError("CUDA out of memory")
+        async with EnginePool(engines, retry_s=0.01) as pool:
+            await pool.load_weights(Path("v1"), "v1")
+            behind = pool.quarantined
+            while len(engines[0].canaries) < 2:  # it was tried again, with the same end
+                await asyncio.sleep(0.01)
+            engines[0].failure = None
+            while pool.quarantined:
+                await asyncio.sleep(0.01)
+            return behind, engines[0].version
+
+    outcome = asyncio.run(asyncio.wait_for(run_out_of_memory(), 20))
+    assert outcome == ({"a": "RuntimeError: CUDA out of memory"}, "v1")
+
+
+def test_a_broken_client_of_a_quarantined_engine_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    """The task that brings it back would end with the error, and nobody ever look at either."""
+
+    async def break_when_resumed() -> str:
+        engines = [FakeEngine("a"), FakeEngine("b")]
+        engines[0].failure, engines[0].resume_failure = lost("a"), RuntimeError("a bug")
+        async with EnginePool(engines, retry_s=0.01) as pool:
+            await InFlightEngine(pool, "continue").load_weights(Path("v1"), "v1")
+            while engines[0].resume_failure:
+                await asyncio.sleep(0.01)
+            engines[0].failure = None
+            while pool.quarantined:
+                await asyncio.sleep(0.01)
+            return engines[0].version
+
+    assert asyncio.run(asyncio.wait_for(break_when_resumed(), 20)) == "v1"
+    assert "engine a could not be brought to v1" in caplog.text
+
+
 @pytest.mark.parametrize("failure", [CheckpointError("v1 is gone"), PermissionError("v1 is closed")])
 def test_an_engine_whose_files_cannot_be_read_is_named_and_the_others_are_updated(failure: Exception) -> None:
     engines = [FakeEngine("a"), FakeEngine("b")]

@@ -31,6 +31,7 @@ from rollouts_core.errors import (
     EngineAnswerError,
     EngineError,
     EngineUnavailableError,
+    MachineLostError,
     WeightSyncError,
 )
 from rollouts_core.types import Sample, Status
@@ -224,6 +225,39 @@ def test_a_server_that_came_back_is_proved_by_the_canary_of_its_version(
     asyncio.run(run())
     assert transport.paths.count("/update_weights_from_disk") == 2
     assert len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "words"),
+    [
+        (
+            RuntimeError("CUDA out of memory"),
+            WeightSyncError,
+            "http://engine cannot be given abc-7: RuntimeError: CUDA",
+        ),
+        (MachineLostError("machine 2 is gone"), MachineLostError, "machine 2 is gone"),
+    ],
+)
+def test_a_canary_that_nobody_can_answer_is_an_error_of_the_engine_and_one_of_the_trainer_stays_that(
+    watched: tuple[SGLangEngine, WatchedTransport, Scheduler],
+    trained_dir: Path,
+    failure: Exception,
+    kind: type[Exception],
+    words: str,
+) -> None:
+    """The exit code of a job whose machine is lost tells whoever started it to start it again."""
+    engine, transport, _ = watched
+    transport.checksums = {}
+
+    async def score(samples: list[Sample]) -> list[list[float]]:
+        raise failure
+
+    canary = Canary(temperature=1.0, score=score)
+    with pytest.raises(kind, match=words):
+        asyncio.run(engine.load_weights(trained_dir, "abc-7", canary))
+    if kind is MachineLostError:
+        with pytest.raises(kind, match=words):
+            asyncio.run(sync_weights_to_engines([engine], trained_dir, version="abc-7", canary=canary))
 
 
 def test_a_checkpoint_is_loaded_under_a_version_of_its_own_where_none_is_given(
