@@ -231,6 +231,11 @@ class WeightKeeper:
         async with self._recovering:
             await self._load(ServedWeights(weights, version, canary))
 
+    @property
+    def is_recovering(self) -> bool:
+        """Whether weights are being loaded and proved, or somebody waits for the server in order to."""
+        return self._recovering.locked()
+
     def note_pause(self) -> None:
         """Take note that the server was paused."""
         self.is_paused, self._is_left_paused = True, False

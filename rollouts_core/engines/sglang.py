@@ -51,7 +51,7 @@ class SGLangEngine(EngineClient):
                 self._segment_access = SegmentAccess.MEMORY if is_here else SegmentAccess.FILES
         return self._segment_access
 
-    async def abort_running(self) -> None:
+    async def end_running(self) -> None:
         """End all requests with the tokens that they have."""
         await self._connection.call("POST", "/abort_request", json={"abort_all": True}, is_answered=False)
 

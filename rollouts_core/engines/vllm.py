@@ -46,7 +46,7 @@ class VLLMEngine(EngineClient):
     _sender: VLLMWeightSender | None = None
     """None before the first weights were sent."""
 
-    async def abort_running(self) -> None:
+    async def end_running(self) -> None:
         """End all requests with the tokens that they have."""
         try:
             await self._call_development("POST", "/pause", params={"mode": "abort"})

@@ -7,6 +7,7 @@ old weights into training, and nothing would show it but a reward that does not 
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import socket
 import threading
@@ -138,12 +139,24 @@ class WatchedTransport(httpx.AsyncBaseTransport):
         self.transport = httpx.ASGITransport(app=build_app(scheduler))
         self.paths: list[str] = []
         self.checksums: dict[str, str] | None = None
+        self.breaks_off_after: int | None = None
+        """Completions of the next call end, broken off, after so many tokens."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         self.paths.append(request.url.path)
         if request.url.path == "/weights_checker" and self.checksums is not None:
             return httpx.Response(200, json={"ranks": [{"checksums": self.checksums}]}, request=request)
-        return await self.transport.handle_async_request(request)
+        response = await self.transport.handle_async_request(request)
+        if request.url.path != "/generate" or self.breaks_off_after is None:
+            return response
+        num_tokens, self.breaks_off_after = self.breaks_off_after, None
+        answers = json.loads(await response.aread())
+        for answer in answers:
+            meta = answer["meta_info"]
+            answer["output_ids"] = answer["output_ids"][:num_tokens]
+            meta["output_token_logprobs"] = meta["output_token_logprobs"][:num_tokens]
+            meta["finish_reason"] = {"type": "abort", "message": "Aborted"}
+        return httpx.Response(200, json=answers, request=request)
 
 
 @pytest.fixture
@@ -202,6 +215,17 @@ def test_where_checksums_say_nothing_a_server_that_came_back_is_proved_by_its_lo
     # Each load is followed by a canary; besides, the request was made on the old weights and on the right ones.
     assert transport.paths.count("/update_weights_from_disk") == 2
     assert transport.paths.count("/generate") == 4
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_a_canary_that_was_broken_off_proves_nothing_and_is_asked_again(
+    watched: tuple[SGLangEngine, WatchedTransport, Scheduler], trained_dir: Path, num_tokens: int
+) -> None:
+    """A few tokens may agree by chance, and with none there is nothing to compare."""
+    engine, transport, _ = watched
+    transport.checksums, transport.breaks_off_after = {}, num_tokens
+    asyncio.run(engine.load_weights(trained_dir, "abc-7"))
+    assert transport.paths.count("/generate") == 2
 
 
 def test_a_server_that_came_back_is_proved_by_the_canary_of_its_version(
