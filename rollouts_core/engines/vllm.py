@@ -24,7 +24,15 @@ import torch
 from rollouts_core.concurrency import gather, in_short_thread
 from rollouts_core.engines import in_vllm
 from rollouts_core.engines.client import EngineClient
-from rollouts_core.engines.content import EMBEDDING, HEAD, HeldTensors, check_same_model, is_tied, write_untied
+from rollouts_core.engines.content import (
+    EMBEDDING,
+    HEAD,
+    HeldTensors,
+    check_same_model,
+    is_tied,
+    prefix_of_copies,
+    write_untied,
+)
 from rollouts_core.engines.http import CONNECT_TIMEOUT_S, UPDATE_TIMEOUT, read_completion, read_logprob
 from rollouts_core.engines.protocol import Completion, GenerationRequest
 from rollouts_core.engines.sending_to_vllm import RECEIVER, VLLMWeightSender
@@ -234,7 +242,7 @@ async def _untied(directory: Path) -> AsyncIterator[Path]:
     if not is_tied(directory):
         yield directory
         return
-    with TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-untied-") as target:
+    with TemporaryDirectory(dir=directory.parent, prefix=prefix_of_copies(directory)) as target:
         await in_short_thread(partial(write_untied, directory, Path(target)))
         yield Path(target)
 

@@ -30,12 +30,13 @@ from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.concurrency import gather, in_short_thread
 from rollouts_core.config import RolloutConfig, WeightTransfer
 from rollouts_core.engines.canary import Canary, backend_canary
+from rollouts_core.engines.content import version_of_copy
 from rollouts_core.engines.in_flight import InFlightEngine
 from rollouts_core.engines.protocol import InferenceEngine, SegmentAccess
 from rollouts_core.engines.segments import SegmentedWeights, SegmentStore
 from rollouts_core.engines.sent import HostCopies, SentBy, SentWeights
 from rollouts_core.errors import CheckpointError, ConfigError, EngineError, TrainingError, WeightSyncError
-from rollouts_core.files import new_directory, write_atomically
+from rollouts_core.files import new_directory, remove_partial_directories, write_atomically
 from rollouts_core.messages import first_line
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ async def publish_weights(backend: TrainingBackend, engines: Sequence[InferenceE
     )
     if failed := [result for result in results if result.error]:
         raise WeightSyncError("; ".join(f"{result.engine}: {result.error}" for result in failed))
-    _remove_old_versions(target.weights_dir)
+    remove_old_versions(target.weights_dir)
     return version
 
 
@@ -262,7 +263,17 @@ async def _write_directory(weights: Mapping[str, Tensor], version: str, target: 
     return target.weights_dir / version
 
 
-def _remove_old_versions(weights_dir: Path) -> None:
-    by_age = sorted((path for path in weights_dir.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
-    for path in by_age[:-KEPT_VERSIONS]:
+def remove_old_versions(weights_dir: Path) -> None:
+    """Delete published directories but the newest, and passing copies of the others."""
+    folders = [path for path in weights_dir.iterdir() if path.is_dir()]
+    versions = sorted(
+        (path for path in folders if not path.name.startswith(".")), key=lambda path: path.stat().st_mtime
+    )
+    for path in versions[:-KEPT_VERSIONS]:
         shutil.rmtree(path)
+    # An engine may be reading a copy of a version that stays. One of another consists of links that lead nowhere now.
+    kept = {path.name for path in versions[-KEPT_VERSIONS:]}
+    for path in folders:
+        if (version := version_of_copy(path)) and version not in kept:
+            shutil.rmtree(path, ignore_errors=True)  # whoever made it may be removing it, too
+    remove_partial_directories(weights_dir)
