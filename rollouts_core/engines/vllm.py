@@ -38,6 +38,7 @@ from rollouts_core.engines.protocol import Completion, GenerationRequest
 from rollouts_core.engines.sending_to_vllm import RECEIVER, VLLMWeightSender
 from rollouts_core.engines.sent import SentWeights
 from rollouts_core.errors import EngineAnswerError, EngineError, EngineUnavailableError, WeightSyncError
+from rollouts_core.open_files import request_places
 from rollouts_core.seeds import derive_seed
 
 RESUME_TIMEOUT = httpx.Timeout(30.0, connect=CONNECT_TIMEOUT_S)
@@ -102,12 +103,12 @@ class VLLMEngine(EngineClient):
         Answers carry no weight version: it is asked for before and after, and where it changed in between, the
         completions are of none.
         """
-        before = await self.weight_version()
+        before = await self._version_in_turn()
         # One call per completion: vLLM takes one seed per call.
         answers = await gather(
-            [partial(self._connection.call, "POST", "/v1/completions", json=_render_request(r)) for r in requests]
+            [partial(self._connection.sample, "/v1/completions", _render_request(each)) for each in requests]
         )
-        version = before if await self.weight_version() == before else f"{before}, replaced meanwhile"
+        version = before if await self._version_in_turn() == before else f"{before}, replaced meanwhile"
         return [
             _parse_completion(answer, request, self.name, version=version)
             for answer, request in zip(answers, requests, strict=True)
@@ -116,6 +117,11 @@ class VLLMEngine(EngineClient):
     async def weight_version(self) -> str:
         """The version that the server reports."""
         return str(self._field(await self._call_development("GET", "/weight_info"), "weight_version"))
+
+    async def _version_in_turn(self) -> str:
+        """The same, asked by no more completions at a time than the process may have connections open."""
+        async with request_places().questions:
+            return await self.weight_version()
 
     async def check_model(self, path: Path) -> None:
         """Raise WeightSyncError where the server's model has other shapes than that of a directory."""
