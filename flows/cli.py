@@ -47,6 +47,7 @@ from flows.upkeep import look_after
 from infra.errors import JobFailedError, MachineGoneError, PermanentInfraError, TransientInfraError
 from rollouts_core.config import parse_config
 from rollouts_core.errors import InputError, RolloutsError
+from rollouts_core.open_files import raise_file_limit
 from rollouts_core.utf8 import ensure_utf8
 
 if TYPE_CHECKING:
@@ -288,6 +289,7 @@ def serve(
     Prints its address and a command that asks it for a completion; Ctrl-C ends it. A run starts its engines itself.
     """
     check_model_folder(model_dir)
+    raise_file_limit()
     from rollouts_core.embedded.server import serve as serve_model  # torch loads here
 
     def announce(url: str) -> None:

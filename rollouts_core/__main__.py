@@ -34,6 +34,7 @@ from rollouts_core.hub_cache import use_fallback
 from rollouts_core.job import Job, RLJob, ServeJob, SFTJob, load_job
 from rollouts_core.keys import OWN_KEY_VARIABLE, read_key
 from rollouts_core.metrics import EventLog
+from rollouts_core.open_files import raise_file_limit
 from rollouts_core.parent_death import die_with_parent
 from rollouts_core.run_directory import RunDirectory, attempt_number
 from rollouts_core.user_code import is_raised_by_user_code
@@ -98,6 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the job that the command line names; returns the exit code."""
     arguments = _build_parser().parse_args(argv)
     use_fallback(os.environ)
+    raise_file_limit()
     level = logging.WARNING if is_follower() else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per engine request otherwise

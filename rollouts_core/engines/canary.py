@@ -26,7 +26,7 @@ from rollouts_core.concurrency import in_short_thread
 from rollouts_core.config import ENGINE_MARGINS, MIN_ENGINE_CONTEXT, ModelConfig, SamplingConfig
 from rollouts_core.engines.protocol import Completion, GenerationRequest
 from rollouts_core.engines.sent import SentWeights
-from rollouts_core.errors import WeightSyncError
+from rollouts_core.errors import EngineUnavailableError, WeightSyncError
 from rollouts_core.types import Sample, Status
 
 if TYPE_CHECKING:
@@ -123,8 +123,13 @@ async def prove(name: str, complete: CompleteFn, canary: Canary) -> float:
 
     Raises:
         WeightSyncError: it is larger than number formats explain.
+        EngineUnavailableError: somebody broke the canary's requests off; they are to be asked again.
     """
     completions = await complete(canary_requests(canary.temperature))
+    if num_aborted := sum(completion.status is Status.ABORTED for completion in completions):
+        raise EngineUnavailableError(
+            f"{name} broke {num_aborted} of {len(completions)} completions off by which it was to prove its weights"
+        )
     expected = await canary.score([_sample_of(completion) for completion in completions])
     gap = statistics.fmean(
         abs(engine - trainer)

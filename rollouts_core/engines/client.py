@@ -109,6 +109,18 @@ class EngineClient(ClosedOnExit):
         """
         await self._keeper.resume_memory()
 
+    async def abort_running(self) -> None:
+        """End all requests with the tokens that they have.
+
+        Nothing while weights are being loaded, also into a server that came back: the requests of this client wait for
+        that, and those by which the server proves its weights must not be ended.
+
+        Raises:
+            EngineUnavailableError: it vanished.
+        """
+        if not self._keeper.is_recovering:
+            await self.end_running()
+
     async def resume(self) -> None:
         """Go on after a pause; a server that cannot be told is told before it is next asked for anything.
 
@@ -159,6 +171,10 @@ class EngineClient(ClosedOnExit):
     @abstractmethod
     async def take_back(self) -> None:
         """Allocate weights and cache once, after `hand_over`."""
+
+    @abstractmethod
+    async def end_running(self) -> None:
+        """Tell a server once to end all requests with the tokens that they have."""
 
     @abstractmethod
     async def end_pause(self) -> None:

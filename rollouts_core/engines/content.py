@@ -39,6 +39,8 @@ SHAPE_KEYS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_h
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BODY_FILE, HEAD_FILE = "model-body.safetensors", "model-head.safetensors"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+COPY_MARK = "-untied-"
+"""In the names of copies with a head of their own, that are there for one load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +175,16 @@ def expected_digests(
         if name in tensors and len(tensors[name]) % VOCABULARY_PADDING:
             digests[name] += (tensor_digest(_pad_rows(tensors[name])),)
     return digests
+
+
+def prefix_of_copies(directory: Path) -> str:
+    """How the names of passing copies of a model directory begin that lie beside it."""
+    return f".{directory.name}{COPY_MARK}"
+
+
+def version_of_copy(path: Path) -> str:
+    """The name of the directory that this is such a copy of; empty for any other."""
+    return path.name[1:].rpartition(COPY_MARK)[0] if path.name.startswith(".") else ""
 
 
 def write_untied(directory: Path, target: Path) -> None:

@@ -22,6 +22,7 @@ from rollouts_core.engines.protocol import Completion, GenerationRequest, status
 from rollouts_core.errors import EngineAnswerError, EngineBusyError, EngineError, EngineUnavailableError
 from rollouts_core.keys import key_header
 from rollouts_core.messages import first_line
+from rollouts_core.open_files import request_places
 from rollouts_core.types import Status
 
 CONNECT_TIMEOUT_S = 10.0
@@ -48,6 +49,19 @@ class EngineConnection:
             transport=transport or create_transport(),
             headers=key_header(api_key),
         )
+
+    async def sample(self, path: str, body: Any) -> Any:  # Any: JSON both ways
+        """The JSON answer to a request for completions, which may be long in coming.
+
+        Of these only so many are under way as the process may have connections open. The others wait here: that is no
+        part of the time that one may take, and keeps nobody from asking or telling the server anything else.
+
+        Raises:
+            EngineUnavailableError: no whole answer came, or one that says that the server is busy or broken.
+            EngineError: the server refused, or its answer is no JSON.
+        """
+        async with request_places().completions:
+            return await self.call("POST", path, json=body)
 
     async def call(
         self, method: str, path: str, *, is_answered: bool = True, **arguments: Any
@@ -89,7 +103,7 @@ class EngineConnection:
 
 
 def create_transport() -> httpx.AsyncBaseTransport:
-    """Connections for as many requests at a time as there are.
+    """Connections for as many requests at a time as there are, of which whoever makes them sees to the number.
 
     Those of aiohttp: httpx's own pool looks at every connection whenever a request begins or ends. With 128 requests
     under way that costs 20 times the processor time.

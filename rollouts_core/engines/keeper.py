@@ -48,8 +48,10 @@ from rollouts_core.errors import (
     EngineBusyError,
     EngineError,
     EngineUnavailableError,
+    TrainingError,
     WeightSyncError,
 )
+from rollouts_core.messages import first_line
 
 if TYPE_CHECKING:
     from rollouts_core.engines.protocol import Weights
@@ -229,6 +231,11 @@ class WeightKeeper:
         async with self._recovering:
             await self._load(ServedWeights(weights, version, canary))
 
+    @property
+    def is_recovering(self) -> bool:
+        """Whether weights are being loaded and proved, or somebody waits for the server in order to."""
+        return self._recovering.locked()
+
     def note_pause(self) -> None:
         """Take note that the server was paused."""
         self.is_paused, self._is_left_paused = True, False
@@ -366,6 +373,11 @@ class WeightKeeper:
             raise WeightSyncError(f"{self.server.name} refused {served.version}: {error}") from error
         except (OSError, CheckpointError) as error:
             raise WeightSyncError(f"{self.server.name} cannot be given {served.version}: {error}") from error
+        except TrainingError:  # a canary's answer is the trainer's, and so is what becomes of it
+            raise
+        except Exception as error:  # torch's, for want of memory or of a port, and safetensors' have no common root
+            problem = f"{type(error).__name__}: {first_line(error)}"
+            raise WeightSyncError(f"{self.server.name} cannot be given {served.version}: {problem}") from error
 
     async def _find_kept(self, weights: SentWeights, before: ServedWeights | None) -> Collection[str]:
         """The tensors that the server has already: it was proved, and was not started anew since then."""

@@ -5,7 +5,8 @@ Not here: one server's restarts (keeper.py), loading into several engines withou
     generate -> the engine with the fewest requests under way; a group is one call, so it stays together on one
                 |                                                engine and shares its prompt's keys and values
                 +-- a turn of a conversation -> the engine of its group, whose cache has the turns before
-                +-- it is away, or its answer is unusable -> quarantined, and the group goes to another engine
+                +-- it is away, or its answer is unusable -> quarantined: this group, and what else is under way
+                                                             there, goes to another engine
 
     quarantined -> never asked for completions -> loads and proves the version of the others -> asked again
 
@@ -27,10 +28,11 @@ import anyio
 
 from rollouts_core.concurrency import ClosedOnExit, gather
 from rollouts_core.engines.canary import Canary
-from rollouts_core.engines.in_flight import InterruptibleEngine
+from rollouts_core.engines.in_flight import ABORT_TIMEOUT_S, InterruptibleEngine
 from rollouts_core.engines.protocol import Completion, GenerationRequest, SegmentAccess
 from rollouts_core.engines.weight_sync import SYNC_TIMEOUT_S, WeightSyncResult, common_access, sync_weights_to_engines
 from rollouts_core.errors import EngineAnswerError, EngineError, EngineUnavailableError, WeightSyncError
+from rollouts_core.messages import first_line
 
 if TYPE_CHECKING:
     from rollouts_core.engines.protocol import Weights
@@ -116,18 +118,26 @@ class EnginePool(ClosedOnExit):
         """
         while healthy := [member for member in self._members if not member.quarantined]:
             member = self._choose(healthy, requests[0].affinity)
-            call = anyio.CancelScope()
-            member.calls.add(call)
-            member.num_running += len(requests)
             try:
-                with call:
-                    return await member.engine.generate(requests)
+                if (completions := await self._ask(member, requests)) is not None:
+                    return completions
             except (EngineUnavailableError, EngineAnswerError, WeightSyncError) as error:
                 self._quarantine(member, str(error))
-            finally:
-                member.calls.discard(call)
-                member.num_running -= len(requests)
         raise EngineUnavailableError(f"no engine is left: {self._describe_quarantine()}")
+
+    @staticmethod
+    async def _ask(member: Member, requests: Sequence[GenerationRequest]) -> list[Completion] | None:
+        """What one engine answers; None where it was quarantined meanwhile."""
+        call = anyio.CancelScope()
+        member.calls.add(call)
+        member.num_running += len(requests)
+        try:
+            with call:
+                return await member.engine.generate(requests)
+        finally:
+            member.calls.discard(call)
+            member.num_running -= len(requests)
+        return None
 
     def _choose(self, healthy: Sequence[Member], affinity: int | None) -> Member:
         """The engine of an affinity, the one with the fewest requests under way where that has too many, or is away."""
@@ -158,8 +168,6 @@ class EnginePool(ClosedOnExit):
         for member, result in zip(members, results, strict=True):
             if result.error:
                 self._quarantine(member, result.error)
-                for call in member.calls:  # paused there, or held up: another engine is asked
-                    call.cancel()
             else:
                 self._take_back(member, version)
         if all(member.quarantined for member in self._members):
@@ -260,6 +268,10 @@ class EnginePool(ClosedOnExit):
     def _quarantine(self, member: Member, reason: str) -> None:
         logger.warning("engine %s was quarantined: %s", member.engine.name, reason)
         member.quarantined = reason
+        # It is told of no abort and no pause any more, and the load that brings it back makes worthless what comes of
+        # them: they would hold a publication up, and be sampled again all the same. Another engine is asked now.
+        for call in member.calls:
+            call.cancel()
         if not self._is_released:
             self._start_returning(member)
 
@@ -274,21 +286,36 @@ class EnginePool(ClosedOnExit):
 
     async def _bring_back(self, member: Member) -> None:
         """Load what is published into a quarantined engine now and then, until it serves what is published then."""
+        await self._end_running(member)
         tried: Published | None = None
         while member.quarantined:
             if tried is self._published or self._published is None:
                 await anyio.sleep(self.retry_s)
             if (tried := self._published) is None:
                 continue
-            if member.is_paused:  # it was quarantined before it could be told to go on
-                member.is_paused = False
-                with suppress(EngineError):  # its client says so again
-                    await member.engine.resume()
-            [result] = await self._sync([member], tried)
-            if result.error:
-                member.quarantined = result.error
-            elif tried is self._published:  # else a newer version was published meanwhile
-                self._take_back(member, tried.version)
+            try:
+                await self._bring_to(member, tried)
+            except Exception as error:  # as a task of its own it would end silently, and the engine stay where it is
+                logger.exception("engine %s could not be brought to %s", member.engine.name, tried.version)
+                member.quarantined = f"{type(error).__name__}: {first_line(error)}"
+
+    async def _bring_to(self, member: Member, published: Published) -> None:
+        """Load a version into a quarantined engine, and ask it again if it is still the version of the others then."""
+        if member.is_paused:  # it was quarantined before it could be told to go on
+            member.is_paused = False
+            with suppress(EngineError):  # its client says so again
+                await member.engine.resume()
+        [result] = await self._sync([member], published)
+        if result.error:
+            member.quarantined = result.error
+        elif published is self._published:
+            self._take_back(member, published.version)
+
+    @staticmethod
+    async def _end_running(member: Member) -> None:
+        """End what a quarantined engine still has to do: for a router, or for calls whose end it did not notice."""
+        with suppress(EngineError), anyio.move_on_after(ABORT_TIMEOUT_S):  # what cannot be reached generates nothing
+            await member.engine.abort_running()
 
     async def _stop_returning(self) -> None:
         """End the attempts to take engines back."""

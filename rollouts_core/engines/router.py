@@ -76,7 +76,7 @@ class SGLangRouter(ClosedOnExit):
             EngineUnavailableError: it is away, or no engine of it answers.
             EngineError: an engine refused the request, or answered something unusable.
         """
-        calls = [partial(self._connection.call, "POST", "/generate", json=render_request(each)) for each in requests]
+        calls = [partial(self._connection.sample, "/generate", render_request(each)) for each in requests]
         answers = await gather(calls)
         return [parse_completion(answer, request, self.name) for answer, request in zip(answers, requests, strict=True)]
 

@@ -51,7 +51,7 @@ class SGLangEngine(EngineClient):
                 self._segment_access = SegmentAccess.MEMORY if is_here else SegmentAccess.FILES
         return self._segment_access
 
-    async def abort_running(self) -> None:
+    async def end_running(self) -> None:
         """End all requests with the tokens that they have."""
         await self._connection.call("POST", "/abort_request", json={"abort_all": True}, is_answered=False)
 
@@ -94,7 +94,7 @@ class SGLangEngine(EngineClient):
 
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Ask once, whichever weights the server has."""
-        answers = await self._connection.call("POST", "/generate", json=_render_requests(requests))
+        answers = await self._connection.sample("/generate", _render_requests(requests))
         if not isinstance(answers, list) or len(answers) != len(requests):
             raise EngineAnswerError(f"{self.name} answered {len(requests)} prompts with {str(answers)[:200]}")
         return [parse_completion(answer, request, self.name) for answer, request in zip(answers, requests, strict=True)]

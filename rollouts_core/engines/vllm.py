@@ -24,12 +24,21 @@ import torch
 from rollouts_core.concurrency import gather, in_short_thread
 from rollouts_core.engines import in_vllm
 from rollouts_core.engines.client import EngineClient
-from rollouts_core.engines.content import EMBEDDING, HEAD, HeldTensors, check_same_model, is_tied, write_untied
+from rollouts_core.engines.content import (
+    EMBEDDING,
+    HEAD,
+    HeldTensors,
+    check_same_model,
+    is_tied,
+    prefix_of_copies,
+    write_untied,
+)
 from rollouts_core.engines.http import CONNECT_TIMEOUT_S, UPDATE_TIMEOUT, read_completion, read_logprob
 from rollouts_core.engines.protocol import Completion, GenerationRequest
 from rollouts_core.engines.sending_to_vllm import RECEIVER, VLLMWeightSender
 from rollouts_core.engines.sent import SentWeights
 from rollouts_core.errors import EngineAnswerError, EngineError, EngineUnavailableError, WeightSyncError
+from rollouts_core.open_files import request_places
 from rollouts_core.seeds import derive_seed
 
 RESUME_TIMEOUT = httpx.Timeout(30.0, connect=CONNECT_TIMEOUT_S)
@@ -46,7 +55,7 @@ class VLLMEngine(EngineClient):
     _sender: VLLMWeightSender | None = None
     """None before the first weights were sent."""
 
-    async def abort_running(self) -> None:
+    async def end_running(self) -> None:
         """End all requests with the tokens that they have."""
         try:
             await self._call_development("POST", "/pause", params={"mode": "abort"})
@@ -94,12 +103,12 @@ class VLLMEngine(EngineClient):
         Answers carry no weight version: it is asked for before and after, and where it changed in between, the
         completions are of none.
         """
-        before = await self.weight_version()
+        before = await self._version_in_turn()
         # One call per completion: vLLM takes one seed per call.
         answers = await gather(
-            [partial(self._connection.call, "POST", "/v1/completions", json=_render_request(r)) for r in requests]
+            [partial(self._connection.sample, "/v1/completions", _render_request(each)) for each in requests]
         )
-        version = before if await self.weight_version() == before else f"{before}, replaced meanwhile"
+        version = before if await self._version_in_turn() == before else f"{before}, replaced meanwhile"
         return [
             _parse_completion(answer, request, self.name, version=version)
             for answer, request in zip(answers, requests, strict=True)
@@ -108,6 +117,11 @@ class VLLMEngine(EngineClient):
     async def weight_version(self) -> str:
         """The version that the server reports."""
         return str(self._field(await self._call_development("GET", "/weight_info"), "weight_version"))
+
+    async def _version_in_turn(self) -> str:
+        """The same, asked by no more completions at a time than the process may have connections open."""
+        async with request_places().questions:
+            return await self.weight_version()
 
     async def check_model(self, path: Path) -> None:
         """Raise WeightSyncError where the server's model has other shapes than that of a directory."""
@@ -234,7 +248,7 @@ async def _untied(directory: Path) -> AsyncIterator[Path]:
     if not is_tied(directory):
         yield directory
         return
-    with TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-untied-") as target:
+    with TemporaryDirectory(dir=directory.parent, prefix=prefix_of_copies(directory)) as target:
         await in_short_thread(partial(write_untied, directory, Path(target)))
         yield Path(target)
 

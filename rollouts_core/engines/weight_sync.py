@@ -11,6 +11,7 @@ Not here: how one engine takes and proves its weights (sglang.py, vllm.py, keepe
 from __future__ import annotations
 
 import hashlib
+import logging
 import secrets
 import shutil
 import tempfile
@@ -29,15 +30,19 @@ from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.concurrency import gather, in_short_thread
 from rollouts_core.config import RolloutConfig, WeightTransfer
 from rollouts_core.engines.canary import Canary, backend_canary
+from rollouts_core.engines.content import version_of_copy
 from rollouts_core.engines.in_flight import InFlightEngine
 from rollouts_core.engines.protocol import InferenceEngine, SegmentAccess
 from rollouts_core.engines.segments import SegmentedWeights, SegmentStore
 from rollouts_core.engines.sent import HostCopies, SentBy, SentWeights
-from rollouts_core.errors import CheckpointError, ConfigError, EngineError, WeightSyncError
-from rollouts_core.files import new_directory, write_atomically
+from rollouts_core.errors import CheckpointError, ConfigError, EngineError, TrainingError, WeightSyncError
+from rollouts_core.files import new_directory, remove_partial_directories, write_atomically
+from rollouts_core.messages import first_line
 
 if TYPE_CHECKING:
     from rollouts_core.engines.protocol import Weights
+
+logger = logging.getLogger(__name__)
 
 SYNC_TIMEOUT_S = 900.0
 PUBLISH_MARGIN_S = 60.0
@@ -100,12 +105,12 @@ async def sync_weights_to_engines(
 
     Raises:
         CheckpointError: no version was given, and the directory has no weights that one could be made from.
+        TrainingError: the trainer, which answers the canary, failed.
     """
     weights = Path(checkpoint_path) if isinstance(checkpoint_path, str) else checkpoint_path
     given = version or await _own_version(weights)
-    results: dict[int, WeightSyncResult] = {}
 
-    async def sync_one(place: int, engine: InferenceEngine) -> None:
+    async def sync_one(engine: InferenceEngine) -> WeightSyncResult:
         error = f"it did not take {given} within {timeout_s:g} s"
         wait_s = engine.finish_timeout_s if isinstance(engine, InFlightEngine) else 0.0
         if wait_s:
@@ -116,12 +121,14 @@ async def sync_weights_to_engines(
                 error = ""
             except (EngineError, CheckpointError, OSError) as problem:
                 error = str(problem) or type(problem).__name__
-        results[place] = WeightSyncResult(engine=engine.name, version=given, error=error)
+            except TrainingError:  # a canary's answer is the trainer's, and so is what becomes of it
+                raise
+            except Exception as problem:  # one engine's, whatever it is: the others are given theirs
+                logger.exception("%s could not be given %s", engine.name, given)
+                error = f"{type(problem).__name__}: {first_line(problem)}"
+        return WeightSyncResult(engine=engine.name, version=given, error=error)
 
-    async with anyio.create_task_group() as tasks:
-        for place, engine in enumerate(engines):
-            tasks.start_soon(sync_one, place, engine)
-    return [results[place] for place in range(len(engines))]
+    return await gather([partial(sync_one, engine) for engine in engines])
 
 
 async def _own_version(weights: Weights) -> str:
@@ -214,7 +221,7 @@ async def publish_weights(backend: TrainingBackend, engines: Sequence[InferenceE
     )
     if failed := [result for result in results if result.error]:
         raise WeightSyncError("; ".join(f"{result.engine}: {result.error}" for result in failed))
-    _remove_old_versions(target.weights_dir)
+    remove_old_versions(target.weights_dir)
     return version
 
 
@@ -256,7 +263,17 @@ async def _write_directory(weights: Mapping[str, Tensor], version: str, target: 
     return target.weights_dir / version
 
 
-def _remove_old_versions(weights_dir: Path) -> None:
-    by_age = sorted((path for path in weights_dir.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
-    for path in by_age[:-KEPT_VERSIONS]:
+def remove_old_versions(weights_dir: Path) -> None:
+    """Delete published directories but the newest, and passing copies of the others."""
+    folders = [path for path in weights_dir.iterdir() if path.is_dir()]
+    versions = sorted(
+        (path for path in folders if not path.name.startswith(".")), key=lambda path: path.stat().st_mtime
+    )
+    for path in versions[:-KEPT_VERSIONS]:
         shutil.rmtree(path)
+    # An engine may be reading a copy of a version that stays. One of another consists of links that lead nowhere now.
+    kept = {path.name for path in versions[-KEPT_VERSIONS:]}
+    for path in folders:
+        if (version := version_of_copy(path)) and version not in kept:
+            shutil.rmtree(path, ignore_errors=True)  # whoever made it may be removing it, too
+    remove_partial_directories(weights_dir)

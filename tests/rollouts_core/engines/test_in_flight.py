@@ -30,6 +30,7 @@ from rollouts_core.engines import (
     keeper,
     sync_weights_to_engines,
 )
+from rollouts_core.engines.canary import PROMPT_TOKENS
 from rollouts_core.engines.protocol import Completion, GenerationRequest
 from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
 from rollouts_core.generate import complete_request, continue_request, join_completions
@@ -312,6 +313,51 @@ def test_weights_that_only_sampling_proves_are_refused_while_the_engine_is_pause
     message, completion = asyncio.run(run())
     assert 'it must sample to prove v-1, and it is paused: set rollout.in_flight = "finish" or "abort"' in message
     assert completion.version_spans == (("v-2", 0, 4),)
+
+
+class SlowToProve(WithoutChecksums):
+    """Such a server that answers no canary until it may; it counts what it is told to end."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler)
+        self.num_aborts = 0
+        self.is_asked_for_proof = asyncio.Event()
+        self.may_prove = asyncio.Event()
+        self.may_prove.set()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.num_aborts += request.url.path == "/abort_request"
+        if request.url.path == "/generate" and json.loads(request.content)["input_ids"][0] == PROMPT_TOKENS:
+            self.is_asked_for_proof.set()
+            await self.may_prove.wait()
+        return await super().handle_async_request(request)
+
+
+def test_a_publication_does_not_break_off_by_what_an_engine_proves_itself_that_came_back(
+    versions: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "RETRY_PAUSE_S", 0.01)
+
+    async def publish_amid_recovery(scheduler: Scheduler) -> tuple[int, Completion]:
+        server = SlowToProve(scheduler)
+        engine = InFlightEngine(SGLangEngine("http://engine", transport=server, restart_timeout_s=5.0), "abort")
+        await engine.load_weights(versions["v-1"], "v-1")
+        scheduler.update_weights(versions["v-2"], weight_version="default").result(10)  # it was started anew
+        server.is_asked_for_proof.clear()
+        server.may_prove.clear()
+        asked = asyncio.create_task(complete_request(engine, ask(8)))
+        await server.is_asked_for_proof.wait()
+        publishing = asyncio.create_task(engine.load_weights(versions["v-2"], "v-2"))
+        await asyncio.sleep(3 * in_flight.ABORT_INTERVAL_S)
+        num_aborts = server.num_aborts
+        server.may_prove.set()
+        await publishing
+        return num_aborts, await asked
+
+    with Scheduler(Decoder(versions["v-1"], num_slots=4), model_dir=versions["v-1"]) as scheduler:
+        num_aborts, completion = asyncio.run(asyncio.wait_for(publish_amid_recovery(scheduler), 60))
+    assert num_aborts == 0
+    assert (len(completion.tokens), completion.status) == (8, Status.TRUNCATED)
 
 
 class LikeSGLangOnAGPU(httpx.AsyncBaseTransport):

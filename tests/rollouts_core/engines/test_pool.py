@@ -14,7 +14,7 @@ from time import perf_counter
 import pytest
 
 from rollouts_core.config import SamplingConfig
-from rollouts_core.engines import EnginePool, SGLangEngine, sync_weights_to_engines
+from rollouts_core.engines import EnginePool, InFlightEngine, SGLangEngine, sync_weights_to_engines
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.pool import MAX_LEAD
 from rollouts_core.engines.protocol import Completion, GenerationRequest, SegmentAccess
@@ -39,6 +39,9 @@ class FakeEngine:
         self.version = "start"
         self.num_calls = 0
         self.failure: Exception | None = None
+        self.resume_failure: Exception | None = None
+        self.num_aborts = 0
+        self.is_broken_off = asyncio.Event()
         self.load_s = 0.0
         self.is_released = False
         self.canaries: list[Canary | None] = []
@@ -68,6 +71,18 @@ class FakeEngine:
         if self.failure:
             raise self.failure
         self.version = version
+
+    async def abort_running(self) -> None:
+        self.num_aborts += 1
+        self.is_broken_off.set()
+
+    async def pause(self) -> None:
+        return None
+
+    async def resume(self) -> None:
+        failure, self.resume_failure = self.resume_failure, None
+        if failure:
+            raise failure
 
     async def release_memory(self) -> None:
         if self.failure:
@@ -146,6 +161,47 @@ def test_a_group_whose_engine_answers_nonsense_is_sampled_by_another_and_a_refus
     assert asyncio.run(ask(nonsense)) == ([1, 1], {"a": str(nonsense)})
     with pytest.raises(EngineError, match="the input is too long"):
         asyncio.run(ask(EngineError("the input is too long")))
+
+
+class HoldingEngine(FakeEngine):
+    """An engine whose first two calls last until they are broken off, and whose other answers are nonsense."""
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        if self.num_calls >= 2:
+            self.failure = EngineAnswerError(f"{self.name} answered no JSON")
+            return await super().generate(requests)
+        completions = await super().generate(requests)
+        await self.is_broken_off.wait()
+        return [replace(each, status=Status.ABORTED) for each in completions]
+
+
+def test_what_is_under_way_at_an_engine_that_is_quarantined_goes_to_another_and_holds_no_publication_up() -> None:
+    async def publish_amid() -> tuple[list[Status], int, str]:
+        engines = [HoldingEngine("a"), FakeEngine("b")]
+        async with EnginePool(engines, retry_s=60.0) as both:
+            guarded = InFlightEngine(both, "abort", finish_timeout_s=600.0)
+            await guarded.load_weights(Path("v1"), "v1")
+            asked = [asyncio.create_task(guarded.generate([replace(REQUEST, affinity=0)])) for _ in range(3)]
+            await asked[2]
+            assert both.quarantined.keys() == {"a"}
+            await asyncio.wait_for(guarded.load_weights(Path("v2"), "v2"), 20)
+            completions = await asyncio.wait_for(asyncio.gather(*asked), 20)
+            return [completion.status for [completion] in completions], engines[1].num_calls, engines[1].version
+
+    assert asyncio.run(publish_amid()) == ([Status.TRUNCATED] * 3, 3, "v2")
+
+
+def test_an_engine_that_is_quarantined_ends_what_others_asked_it_for() -> None:
+    """A router's requests are no calls of the pool, and would hold a publication up just as well."""
+
+    async def leave_out() -> list[int]:
+        engines = [FakeEngine("a"), FakeEngine("b")]
+        async with EnginePool(engines) as both:
+            both.quarantine(engines[0], "it served v0")
+            await asyncio.wait_for(engines[0].is_broken_off.wait(), 20)
+            return [engine.num_aborts for engine in engines]
+
+    assert asyncio.run(leave_out()) == [1, 0]
 
 
 def test_a_group_of_an_engine_that_died_is_sampled_by_another() -> None:
@@ -262,6 +318,45 @@ def test_an_engine_that_comes_back_is_given_the_trainers_canary() -> None:
 
     canary = Canary(temperature=1.0, score=score)
     assert set(asyncio.run(lose_and_return(canary))) == {canary}
+
+
+def test_an_engine_that_cannot_be_given_weights_for_want_of_memory_holds_no_other_up_and_comes_back() -> None:
+    """What torch raises is no error of an engine's, and no other engine is to blame for it either."""
+
+    async def run_out_of_memory() -> tuple[dict[str, str], str]:
+        engines = [FakeEngine("a"), FakeEngine("b")]
+        engines[0].failure = RuntimeError("CUDA out of memory")
+        async with EnginePool(engines, retry_s=0.01) as pool:
+            await pool.load_weights(Path("v1"), "v1")
+            behind = pool.quarantined
+            while len(engines[0].canaries) < 2:  # it was tried again, with the same end
+                await asyncio.sleep(0.01)
+            engines[0].failure = None
+            while pool.quarantined:
+                await asyncio.sleep(0.01)
+            return behind, engines[0].version
+
+    outcome = asyncio.run(asyncio.wait_for(run_out_of_memory(), 20))
+    assert outcome == ({"a": "RuntimeError: CUDA out of memory"}, "v1")
+
+
+def test_a_broken_client_of_a_quarantined_engine_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    """The task that brings it back would end with the error, and nobody ever look at either."""
+
+    async def break_when_resumed() -> str:
+        engines = [FakeEngine("a"), FakeEngine("b")]
+        engines[0].failure, engines[0].resume_failure = lost("a"), RuntimeError("a bug")
+        async with EnginePool(engines, retry_s=0.01) as pool:
+            await InFlightEngine(pool, "continue").load_weights(Path("v1"), "v1")
+            while engines[0].resume_failure:
+                await asyncio.sleep(0.01)
+            engines[0].failure = None
+            while pool.quarantined:
+                await asyncio.sleep(0.01)
+            return engines[0].version
+
+    assert asyncio.run(asyncio.wait_for(break_when_resumed(), 20)) == "v1"
+    assert "engine a could not be brought to v1" in caplog.text
 
 
 @pytest.mark.parametrize("failure", [CheckpointError("v1 is gone"), PermissionError("v1 is closed")])

@@ -7,6 +7,7 @@ old weights into training, and nothing would show it but a reward that does not 
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import socket
 import threading
@@ -31,6 +32,7 @@ from rollouts_core.errors import (
     EngineAnswerError,
     EngineError,
     EngineUnavailableError,
+    MachineLostError,
     WeightSyncError,
 )
 from rollouts_core.types import Sample, Status
@@ -137,12 +139,24 @@ class WatchedTransport(httpx.AsyncBaseTransport):
         self.transport = httpx.ASGITransport(app=build_app(scheduler))
         self.paths: list[str] = []
         self.checksums: dict[str, str] | None = None
+        self.breaks_off_after: int | None = None
+        """Completions of the next call end, broken off, after so many tokens."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         self.paths.append(request.url.path)
         if request.url.path == "/weights_checker" and self.checksums is not None:
             return httpx.Response(200, json={"ranks": [{"checksums": self.checksums}]}, request=request)
-        return await self.transport.handle_async_request(request)
+        response = await self.transport.handle_async_request(request)
+        if request.url.path != "/generate" or self.breaks_off_after is None:
+            return response
+        num_tokens, self.breaks_off_after = self.breaks_off_after, None
+        answers = json.loads(await response.aread())
+        for answer in answers:
+            meta = answer["meta_info"]
+            answer["output_ids"] = answer["output_ids"][:num_tokens]
+            meta["output_token_logprobs"] = meta["output_token_logprobs"][:num_tokens]
+            meta["finish_reason"] = {"type": "abort", "message": "Aborted"}
+        return httpx.Response(200, json=answers, request=request)
 
 
 @pytest.fixture
@@ -203,6 +217,17 @@ def test_where_checksums_say_nothing_a_server_that_came_back_is_proved_by_its_lo
     assert transport.paths.count("/generate") == 4
 
 
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_a_canary_that_was_broken_off_proves_nothing_and_is_asked_again(
+    watched: tuple[SGLangEngine, WatchedTransport, Scheduler], trained_dir: Path, num_tokens: int
+) -> None:
+    """A few tokens may agree by chance, and with none there is nothing to compare."""
+    engine, transport, _ = watched
+    transport.checksums, transport.breaks_off_after = {}, num_tokens
+    asyncio.run(engine.load_weights(trained_dir, "abc-7"))
+    assert transport.paths.count("/generate") == 2
+
+
 def test_a_server_that_came_back_is_proved_by_the_canary_of_its_version(
     watched: tuple[SGLangEngine, WatchedTransport, Scheduler], model_dir: Path, trained_dir: Path
 ) -> None:
@@ -224,6 +249,39 @@ def test_a_server_that_came_back_is_proved_by_the_canary_of_its_version(
     asyncio.run(run())
     assert transport.paths.count("/update_weights_from_disk") == 2
     assert len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "words"),
+    [
+        (
+            RuntimeError("CUDA out of memory"),
+            WeightSyncError,
+            "http://engine cannot be given abc-7: RuntimeError: CUDA",
+        ),
+        (MachineLostError("machine 2 is gone"), MachineLostError, "machine 2 is gone"),
+    ],
+)
+def test_a_canary_that_nobody_can_answer_is_an_error_of_the_engine_and_one_of_the_trainer_stays_that(
+    watched: tuple[SGLangEngine, WatchedTransport, Scheduler],
+    trained_dir: Path,
+    failure: Exception,
+    kind: type[Exception],
+    words: str,
+) -> None:
+    """The exit code of a job whose machine is lost tells whoever started it to start it again."""
+    engine, transport, _ = watched
+    transport.checksums = {}
+
+    async def score(samples: list[Sample]) -> list[list[float]]:
+        raise failure
+
+    canary = Canary(temperature=1.0, score=score)
+    with pytest.raises(kind, match=words):
+        asyncio.run(engine.load_weights(trained_dir, "abc-7", canary))
+    if kind is MachineLostError:
+        with pytest.raises(kind, match=words):
+            asyncio.run(sync_weights_to_engines([engine], trained_dir, version="abc-7", canary=canary))
 
 
 def test_a_checkpoint_is_loaded_under_a_version_of_its_own_where_none_is_given(
