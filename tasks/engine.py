@@ -59,7 +59,7 @@ def launch_engine(
         running = running_job(session, stage.run_dir)
         ports = choose_ports(session, job, is_elsewhere=own is not node) if running is None else ports_of(running)
         keys = own_keys(stage.job, scope)
-        start_or_attach(
+        status = start_or_attach(
             session,
             job_spec(
                 stage.model_copy(update={"job": {**stage.job, **ports}}),
@@ -86,10 +86,10 @@ def launch_engine(
             also_renew=[(sessions[node.named(each.node).name], each.run_dir) for each in ready],
             on_wait=progress.say,
             # The RL job pauses its engine now and then, and ends that itself as long as it lives.
-            is_idle=running is not None and not is_training(sessions[node.name], rl, node),
+            is_idle=status.attached and not is_training(sessions[node.name], rl, node),
         )
         renew_lease(session, stage.run_dir)  # the RL job takes over when it has loaded its model
-        progress.say(f"{'still answers' if running else 'answers'} at {url}")
+        progress.say(f"{'still answers' if status.attached else 'answers'} at {url}")
     return EngineRecord(
         provider=job.engine.kind,
         url=url,
