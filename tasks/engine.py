@@ -114,8 +114,12 @@ def stop_engine(engine: EngineRecord, scope: RunScope, node: Node) -> None:
     """End the engine, unless another run still wants it; one whose machine is lost, beside others, ends by itself."""
     own = node.named(engine.node)
     try:
-        with Ledger(scope.ledger_path) as ledger, open_session(own) as session:
-            if ledger.drop_lease(engine.run_dir, scope.run_id) == 0:
+        with (
+            Ledger(scope.ledger_path) as ledger,
+            open_session(own) as session,
+            ledger.dropped_lease(engine.run_dir, scope.run_id) as num_left,
+        ):
+            if num_left == 0:
                 cancel_job(session, engine.run_dir, GRACE_S)
     except InfraError as error:
         if own is node:

@@ -102,10 +102,10 @@ def trainers_beside(
                 wait_for_gpus(follower, session, say)
             yield trainers
         for follower, session in zip(followers, sessions, strict=True):
-            if ledger.drop_lease(follower.run_dir, scope.run_id) > 0:
-                continue
             try:
-                cancel_job(session, follower.run_dir, GRACE_S)
+                with ledger.dropped_lease(follower.run_dir, scope.run_id) as num_left:
+                    if num_left == 0:
+                        cancel_job(session, follower.run_dir, GRACE_S)
             except InfraError as error:  # the training is finished all the same
                 say(f"{follower.node.name} is not reached, its job ends by itself ({error})")
 
