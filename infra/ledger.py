@@ -361,7 +361,7 @@ class Ledger:
             yield
 
     def start_lock(self, stage: str) -> Path:
-        """The file whose lock is held by who starts a stage on several machines."""
+        """The file whose lock is held by who brings a stage to other machines and starts it there."""
         path = self._path.with_suffix(".starting") / stage
         path.parent.mkdir(mode=0o700, exist_ok=True)
         return path

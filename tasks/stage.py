@@ -111,12 +111,10 @@ def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgre
         Ledger(scope.ledger_path) as ledger,
         open_session(node) as session,
         claimed(stage.name, run_dir, scope, node, ledger),
+        start_in_turn(stage, scope, node, progress.say) as turn,
     ):
         placement = place_stage(session, stage, node, say=progress.say)
-        with (
-            start_in_turn(stage, scope, node, progress.say) as turn,
-            trainers_beside(stage, session, scope, node, progress.say) as trainers,
-        ):
+        with trainers_beside(stage, session, scope, node, progress.say) as trainers:
             placed = placement.stage.model_copy(update={"job": {**placement.stage.job, **trainers}})
             spec = job_spec(
                 placed,

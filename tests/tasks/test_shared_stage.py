@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,17 @@ import pytest
 from rich.console import Console
 
 from flows.status import going_jobs
-from infra.errors import TransientInfraError
+from infra.errors import CompletedCommand, TransientInfraError
 from infra.jobs import JobSpec
 from infra.ledger import Ledger
 from infra.node import Node
 from infra.session import LocalSession, Session
 from tasks import stage as stages
-from tasks.placement import Placement
+from tasks.placement import Placement, bring_earlier_work
 from tasks.progress import StageProgress
 from tasks.records import How, RunScope, Stage
 from tests.infra.shell_jobs import shell_spec
+from tests.tasks.test_plan import checkpoint
 from tests.tasks.test_stage import with_ranks
 from tests.waiting import wait_until
 
@@ -94,6 +96,71 @@ def test_of_two_runs_with_a_machine_each_one_does_a_stage_and_the_other_hears_of
     refused = [str(each.exception()) for each in runs if each.exception() is not None]
     assert refused == [f"sft is being done on {going} for another run: wait for it, or end that run"]
     assert [each.result() for each in runs if each.exception() is None] == ["ran"]
+    assert len((tmp_path / "pids").read_text().split()) == 1
+
+
+class FirstSession(LocalSession):
+    """Its copy takes as long as another run needs to look what the job is at, or to wait."""
+
+    def __init__(self, python: str, *, until: Callable[[], bool]) -> None:
+        super().__init__(python)
+        self._until = until
+        self.has_started = threading.Event()
+
+    def run(self, argv: Sequence[str], **options: Any) -> CompletedCommand:
+        if "commit" in argv:
+            wait_until(self._until)
+        completed = super().run(argv, **options)
+        if "start" in argv:
+            self.has_started.set()
+        return completed
+
+
+class SecondSession(LocalSession):
+    """Its copy takes until the other run has started the job."""
+
+    def __init__(self, python: str, *, after: FirstSession) -> None:
+        super().__init__(python)
+        self._first = after
+        self.has_looked = threading.Event()
+
+    def run(self, argv: Sequence[str], **options: Any) -> CompletedCommand:
+        if "commit" in argv:
+            assert self._first.has_started.wait(60)
+        completed = super().run(argv, **options)
+        if "status" in argv:
+            self.has_looked.set()
+        return completed
+
+
+def test_two_runs_that_bring_earlier_work_to_one_machine_have_one_job_there(
+    stage: Stage, shell_jobs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, said = node_called("one", tmp_path), io.StringIO()
+    first = FirstSession(node.python, until=lambda: second.has_looked.is_set() or "waits for" in said.getvalue())
+    second = SecondSession(node.python, after=first)
+    sessions: list[Session] = [first, second]
+    is_placing = threading.Event()
+
+    def place(session: Session, stage: Stage, node: Node, *, say: Callable[[str], None]) -> Placement:
+        is_placing.set()
+        run_dir = node.path_on_node(stage.run_dir)
+        bring_earlier_work(session, Path(stage.run_dir), run_dir)
+        return Placement(stage.model_copy(update={"run_dir": run_dir}), "")
+
+    monkeypatch.setattr(stages, "open_session", lambda node: sessions.pop(0))
+    monkeypatch.setattr(stages, "place_stage", place)
+    checkpoint(Path(stage.run_dir) / "checkpoints/step_000020", b"of another machine")
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(run, stage, "run-a", node, io.StringIO(), tmp_path)]
+        assert is_placing.wait(60)
+        runs.append(pool.submit(run, stage, "run-b", node, said, tmp_path))
+        try:
+            wait_until(lambda: "attached to the running job" in said.getvalue() or any(each.done() for each in runs))
+        finally:
+            shell_jobs.touch()
+    assert [each.result() for each in runs] == ["ran", "attached"]
+    assert "waits for another run that starts the same stage" in said.getvalue()
     assert len((tmp_path / "pids").read_text().split()) == 1
 
 
