@@ -26,6 +26,7 @@ from tasks.placement import place_stage
 from tasks.plan import plan_engine
 from tasks.progress import StageProgress, stage_console
 from tasks.records import EngineRecord, RunScope, Stage
+from tasks.stage import claim_stage
 from tasks.unit_keys import own_keys
 
 MAX_RESTARTS = 3
@@ -48,6 +49,7 @@ def launch_engine(
         Ledger(scope.ledger_path) as ledger,
         ExitStack() as stack,
     ):
+        claim_stage(rl, scope, node, ledger)  # else an engine would load its model for a run that is refused then
         sessions = {each.name: stack.enter_context(open_session(each)) for each in (node, *node.engine_nodes)}
         session = sessions[own.name]
         placement = place_stage(session, plan_engine(rl, wanted_port, own, index), own, say=progress.say)

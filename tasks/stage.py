@@ -110,7 +110,7 @@ def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgre
     with (
         Ledger(scope.ledger_path) as ledger,
         open_session(node) as session,
-        claimed(stage.name, run_dir, scope, node, ledger),
+        claimed(stage, scope, node, ledger),
         start_in_turn(stage, scope, node, progress.say) as turn,
     ):
         placement = place_stage(session, stage, node, say=progress.say)
@@ -142,25 +142,26 @@ def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgre
     return how
 
 
-@contextmanager
-def claimed(name: str, run_dir: str, scope: RunScope, node: Node, ledger: Ledger) -> Iterator[None]:
-    """No other run does the stage on another node as long as this run brings it to its own, and then holds a lease.
-
-    Args:
-        name: of the stage.
-        run_dir: on the node.
+def claim_stage(stage: Stage, scope: RunScope, node: Node, ledger: Ledger) -> None:
+    """Keep a stage for this run and node, from now until the run holds a lease on its job or gives the claim up.
 
     Raises:
-        PermanentInfraError: another run does it elsewhere.
+        PermanentInfraError: another run does it on another node.
     """
-    if elsewhere := ledger.claim(run_dir, scope.run_id, node.name):
+    if elsewhere := ledger.claim(node.path_on_node(stage.run_dir), scope.run_id, node.name):
         raise PermanentInfraError(
-            f"{name} is being done on {' and '.join(elsewhere)} for another run: wait for it, or end that run"
+            f"{stage.name} is being done on {' and '.join(elsewhere)} for another run: wait for it, or end that run"
         )
+
+
+@contextmanager
+def claimed(stage: Stage, scope: RunScope, node: Node, ledger: Ledger) -> Iterator[None]:
+    """`claim_stage`, given up where the block fails before it holds a lease."""
+    claim_stage(stage, scope, node, ledger)
     try:
         yield
     finally:
-        ledger.drop_claim(run_dir, scope.run_id)
+        ledger.drop_claim(node.path_on_node(stage.run_dir), scope.run_id)
 
 
 def checkpoints_published_of(stage: Stage, scope: RunScope) -> AbstractContextManager[None]:
