@@ -151,7 +151,8 @@ def going_jobs(store: Path) -> list[GoingJob]:
     """The jobs of the store that are under way; those on other machines are named without asking."""
     by_place: dict[tuple[str, str], list[Lease]] = {}
     for lease in _leases(store):
-        by_place.setdefault((lease.run_dir, lease.node), []).append(lease)
+        if lease.is_started:
+            by_place.setdefault((lease.run_dir, lease.node), []).append(lease)
     if not by_place:
         return []  # a store that is none stays none
     local = provision_node(LocalNode(), store)

@@ -6,6 +6,9 @@ the lease by which an engine notices that nobody wants it (`lease_s` of jobs.py)
 
     add_lease(job, run A), add_lease(job, run B) ── drop_lease(job, run A) -> 1 ── drop_lease(job, run B) -> 0: stop it
 
+A job is done on one node at a time. So a run claims it (`claim`) before it brings anything there, which may take long,
+and adds its lease when it starts the job or attaches to it.
+
 A run that was killed drops nothing. So a run holds a lock on ledger.runs/<run> as long as its process lives, which the
 kernel frees; the claims of a run that held one, and holds it no more, do not count.
 """
@@ -134,6 +137,7 @@ _MIGRATIONS = (
         "ALTER TABLE rentals ADD COLUMN expected_key TEXT NOT NULL DEFAULT ''",
         "ALTER TABLE rentals ADD COLUMN believed_by TEXT NOT NULL DEFAULT 'first_use'",
     ),
+    ("ALTER TABLE job_leases ADD COLUMN is_started INTEGER NOT NULL DEFAULT 1",),
 )
 """What brings a ledger from each format to the next; formats count from 0, an empty file."""
 SCHEMA_VERSION = len(_MIGRATIONS)
@@ -149,6 +153,8 @@ class Lease:
     """Name of the node on which the job lives."""
     created_at: float
     """Seconds since 1970, by the clock of the machine that holds the ledger."""
+    is_started: bool
+    """False while the run brings to the node what the job needs: it keeps the job from other nodes, and none alive."""
 
 
 class StageUse(NamedTuple):
@@ -180,49 +186,88 @@ class Ledger:
             self._database.close()
             raise
 
-    def add_lease(self, run_dir: str, run_id: str, node: str) -> None:
-        """Claim a job for a run; claiming it again changes nothing."""
+    def claim(self, run_dir: str, run_id: str, node: str) -> set[str]:
+        """Claim a job for a run that will start it on a node; returns the other nodes on which others want it, if any.
+
+        Then nothing is claimed. Of several runs that claim a job at once, each on a node of its own, one gets it.
+        """
         with self.transaction():
+            elsewhere = self.nodes_at_work(run_dir.rpartition("/")[2], besides=run_id) - {node}
+            if not elsewhere:
+                self._database.execute(
+                    "INSERT INTO job_leases (run_dir, run_id, node, created_at, is_started) VALUES (?, ?, ?, ?, 0) "
+                    "ON CONFLICT DO UPDATE SET node = excluded.node",
+                    (run_dir, run_id, node, time.time()),
+                )
+        return elsewhere
+
+    def drop_claim(self, run_dir: str, run_id: str) -> None:
+        """Give up a claim on a job that the run has not come to start; does nothing to one that it has."""
+        drop = "DELETE FROM job_leases WHERE run_dir = ? AND run_id = ? AND is_started = 0"
+        self._database.execute(drop, (run_dir, run_id))
+
+    def add_lease(self, run_dir: str, run_id: str, node: str) -> None:
+        """Hold a lease for a run that starts the job now; doing it again changes nothing.
+
+        Waits for who ends the job in `dropped_lease`.
+        """
+        with self._changing_leases(run_dir), self.transaction():
             self._database.execute(
-                "INSERT INTO job_leases VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
+                "INSERT INTO job_leases (run_dir, run_id, node, created_at, is_started) VALUES (?, ?, ?, ?, 1) "
+                "ON CONFLICT DO UPDATE SET node = excluded.node, is_started = 1",
                 (run_dir, run_id, node, time.time()),
             )
 
     def drop_lease(self, run_dir: str, run_id: str) -> int:
-        """Give up a run's claim and return how many claims on the job are left; harmless when there is none.
+        """Give up a run's lease and return how many leases on the job are left; harmless when there is none.
 
-        Claims on other nodes are other jobs. Claims of runs that died are given up with it. Of several runs that drop
-        theirs at once, exactly one that had a claim sees 0.
+        Leases on other nodes are of other jobs, and claims of runs that have not come to start it hold none. Leases of
+        runs that died are given up with it. Of several runs that drop theirs at once, exactly one that had one sees 0.
         """
         drop = "DELETE FROM job_leases WHERE run_dir = ? AND run_id = ?"
         with self.transaction():  # one at a time: to look whether a run has died is to take its lock for a moment
             own = "SELECT node FROM job_leases WHERE run_dir = ? AND run_id = ?"
             node = self._database.execute(own, (run_dir, run_id)).fetchone()
             self._database.execute(drop, (run_dir, run_id))
-            claims = self._database.execute("SELECT run_id, node FROM job_leases WHERE run_dir = ?", (run_dir,))
-            others = [(other,) for other, place in claims.fetchall() if node is None or place == node[0]]
-            dead = [other for (other,) in others if self.has_died(other)]
+            leases = "SELECT run_id, node FROM job_leases WHERE run_dir = ? AND is_started = 1"
+            found = self._database.execute(leases, (run_dir,)).fetchall()
+            others = [other for other, place in found if node is None or place == node[0]]
+            dead = [other for other in others if self.has_died(other)]
             self._database.executemany(drop, [(run_dir, other) for other in dead])
         return len(others) - len(dead)
 
-    def nodes_at_work(self, directory_name: str) -> set[str]:
-        """The nodes on which living runs want the job whose run directory has this name."""
+    @contextmanager
+    def dropped_lease(self, run_dir: str, run_id: str) -> Iterator[int]:
+        """`drop_lease` for who ends the job where none is left: nobody adds one until the block is left."""
+        with self._changing_leases(run_dir):
+            yield self.drop_lease(run_dir, run_id)
+
+    @contextmanager
+    def _changing_leases(self, run_dir: str) -> Iterator[None]:
+        path = self._path.with_suffix(".changing") / run_dir.rpartition("/")[2]
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        with lock_file(path) as lock:  # the file stays, as that of `renting`
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def nodes_at_work(self, directory_name: str, *, besides: str = "") -> set[str]:
+        """The nodes on which living runs, but for one of this id, want the job whose run directory has this name."""
         claims = self._database.execute("SELECT run_dir, run_id, node FROM job_leases").fetchall()
-        wanted = [claim for claim in claims if claim[0].rpartition("/")[2] == directory_name]
+        wanted = [claim for claim in claims if claim[0].rpartition("/")[2] == directory_name and claim[1] != besides]
         return {node for _, run_id, node in wanted if not self.has_died(run_id)}
 
     def leases_of(self, run_id: str) -> list[Lease]:
-        """All claims of a run, oldest first."""
+        """All leases and claims of a run, oldest first."""
         return [lease for lease in self.leases() if lease.run_id == run_id]
 
     def leases(self) -> list[Lease]:
-        """All claims of all runs, also of those that died, oldest first."""
+        """All leases and claims of all runs, also of those that died, oldest first."""
         rows = self._database.execute(
-            "SELECT run_dir, run_id, node, created_at FROM job_leases ORDER BY created_at, run_dir"
+            "SELECT run_dir, run_id, node, created_at, is_started FROM job_leases ORDER BY created_at, run_dir"
         )
         return [
-            Lease(run_dir=run_dir, run_id=owner, node=node, created_at=created_at)
-            for run_dir, owner, node, created_at in rows
+            Lease(run_dir=run_dir, run_id=owner, node=node, created_at=created_at, is_started=bool(is_started))
+            for run_dir, owner, node, created_at, is_started in rows
         ]
 
     def note_use(self, stage: str, run_id: str, *, run: str = "", num_steps: int = 0) -> None:
@@ -316,7 +361,7 @@ class Ledger:
             yield
 
     def start_lock(self, stage: str) -> Path:
-        """The file whose lock is held by who starts a stage on several machines."""
+        """The file whose lock is held by who brings a stage to other machines and starts it there."""
         path = self._path.with_suffix(".starting") / stage
         path.parent.mkdir(mode=0o700, exist_ok=True)
         return path

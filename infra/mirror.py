@@ -6,7 +6,8 @@ Not here: the node's side (sender.py), copies in the other direction (sync.py).
     everything else           into .incoming/, only the chunks that differ from what the last try, or an older version,
                               has left; each chunk's digest compared, renamed
     order                     a checkpoint's manifest after its other files, result.json after everything
-    checkpoints               only those with a manifest; those that the job has deleted are deleted here too
+    checkpoints               only those with a manifest; those that the job has deleted are deleted here too, but none
+                              of a later step than its newest: those are of another node, and the only copy
 
 So whatever a reader finds here is whole, at any moment. A file counts as unchanged when size and time agree.
 """
@@ -15,8 +16,9 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -32,6 +34,7 @@ LIST_TIMEOUT_S = 60.0
 PULL_INTERVAL_S = 10.0
 APPENDED = ("log.txt", "metrics.jsonl", "events.jsonl", "gpu_use.jsonl")
 MANIFEST, RESULT = "manifest.json", "result.json"
+STEP = re.compile(r"checkpoints/step_(\d+)")
 INCOMING = ".incoming"
 LOCK = ".mirror.lock"
 MAX_HEAD_BYTES = 64 << 10
@@ -87,6 +90,12 @@ def mirrored(session: Session, source: str, target: Path, *, interval_s: float =
         yield
 
 
+def is_behind(session: Session, source: str, target: Path) -> bool:
+    """Whether the last whole checkpoint of a run directory on the node is of an earlier step than ours, or none."""
+    ours = [path.relative_to(target).as_posix() for path in target.glob(f"checkpoints/*/{MANIFEST}")]
+    return _newest_step(_list(session, source) or ()) < _newest_step(ours)
+
+
 def _list(session: Session, source: str) -> dict[str, list[int]] | None:
     """Size and time of change of the node's files; of checkpoints only the whole ones."""
     listed = session.run_program(Path(sender.__file__), ["list", source], timeout_s=LIST_TIMEOUT_S, may_repeat=True)
@@ -108,6 +117,18 @@ def _checkpoint_of(name: str) -> str | None:
     """The checkpoint that a file belongs to, as checkpoints/<name>."""
     parts = PurePosixPath(name).parts
     return "/".join(parts[:2]) if parts[0] == "checkpoints" and len(parts) > 2 else None
+
+
+def _newest_step(files: Iterable[str]) -> int:
+    """The step of the last whole checkpoint among the files of a run directory; -1 where there is none."""
+    manifests = (PurePosixPath(name) for name in files if PurePosixPath(name).name == MANIFEST)
+    return max((_step_of(str(path.parent)) for path in manifests), default=-1)
+
+
+def _step_of(checkpoint: str) -> int:
+    """The step of a checkpoint, given as checkpoints/<name>; -1 for a name that tells none."""
+    named = STEP.fullmatch(checkpoint)
+    return int(named[1]) if named else -1
 
 
 def _in_order(names: Mapping[str, object]) -> list[str]:
@@ -134,8 +155,11 @@ def _remove_deleted_checkpoints(there: Mapping[str, object], target: Path) -> No
     kept = {checkpoint for name in there if (checkpoint := _checkpoint_of(name))}
     if not kept:  # a job that has not written any yet: ours are the only ones
         return
+    newest = _newest_step(there)
     for path in (target / "checkpoints").glob("[!.]*"):
-        if f"checkpoints/{path.name}" not in kept:
+        checkpoint = f"checkpoints/{path.name}"
+        # No job deletes its newest: what comes after it another node has written, and may have no more.
+        if checkpoint not in kept and _step_of(checkpoint) <= newest:
             # The manifest first: what is left of a checkpoint never looks whole.
             (path / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(path, ignore_errors=True)

@@ -13,7 +13,8 @@ is sent to nodes by content. Each verb prints one JSON object; `{"error": senten
                                             stdin ends: so long INCOMING is locked
     accept INCOMING                         (files on stdin) write small files, many with one call: {"digests": ...}
     commit DESTINATION INCOMING             (manifest on stdin) compare what has arrived, then swap it in; a digest of
-                                            null was compared when the file was written, and is not taken again
+                                            null was compared when the file was written, and is not taken again. The
+                                            directory of a job that runs is not replaced
     discard INCOMING                        remove what has arrived
 
 Large files grow in INCOMING, their chunks in any order (node_agent.py). One that nobody holds a lock on is of a copy
@@ -46,7 +47,7 @@ _READ_BYTES = 4 << 20
 class CopyError(Exception):
     """A verb cannot be carried out; `kind` sorts the reasons for the caller."""
 
-    def __init__(self, message: str, kind: Literal["refused", "disk_full", "damaged"] = "refused") -> None:
+    def __init__(self, message: str, kind: Literal["refused", "disk_full", "damaged", "busy"] = "refused") -> None:
         super().__init__(message, kind)
         self.message = message
         self.kind = kind
@@ -319,7 +320,7 @@ def commit_directory(destination: Path, incoming: Path, manifest: dict[str, list
     for directory in {path.parent for path in _walk(incoming)} | {incoming}:
         flush_directory(directory)
     set_aside = incoming.with_name(incoming.name + "-replaced")
-    with _locked_directory(destination.parent):
+    with _locked_directory(destination.parent), _without_a_job(destination, incoming):
         if destination.exists():
             destination.rename(set_aside)
         try:
@@ -331,6 +332,25 @@ def commit_directory(destination: Path, incoming: Path, manifest: dict[str, list
         flush_directory(destination.parent)
     shutil.rmtree(set_aside, ignore_errors=True)
     _remove_abandoned(destination, incoming)
+
+
+@contextlib.contextmanager
+def _without_a_job(destination: Path, incoming: Path) -> Iterator[None]:
+    """No job runs in the directory, nor is one started there, until the block is left; supervisor.py has the locks."""
+    with contextlib.ExitStack() as stack:
+        # The second one is shared with whoever only looks whether the job runs.
+        for name, kind in (("start.lock", fcntl.LOCK_EX), ("lock", fcntl.LOCK_SH)):
+            try:
+                descriptor = os.open(destination / ".job" / name, os.O_RDONLY)
+            except OSError:  # no directory of a job
+                continue
+            stack.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                discard_directory(incoming)
+                raise CopyError(f"a job runs in {destination}, which is left to it: try again", kind="busy") from None
+        yield
 
 
 def discard_directory(incoming: Path) -> None:

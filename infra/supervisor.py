@@ -72,6 +72,8 @@ LEFTOVER_GRACE_S = 2.0
 UNKILLABLE_AFTER_S = 10.0
 """Leftovers that SIGKILL has not ended by then are counted and left to the kernel."""
 CANCEL_MARGIN_S = 15.0
+CANCELLED_WAIT_S = 60.0
+"""So long a start waits for the end of an attempt that is being cancelled."""
 GPU_POLL_S = 0.5
 NVIDIA_SMI_TIMEOUT_S = 30.0
 CANNOT_START_CODE = 127
@@ -429,22 +431,51 @@ def _read_text(path: Path) -> str:
 
 
 def start_job(spec: JobSpec) -> JsonObject:
-    """Start the next attempt, unless the job is finished or running; safe to call from many sides at once."""
+    """Start the next attempt, unless the job is finished or running; safe to call from many sides at once.
+
+    An attempt that is being cancelled is one that ends: it is waited for, not attached to.
+    """
     run_dir = spec.run_dir
     Path(run_dir).mkdir(parents=True, exist_ok=True)
     Path(run_dir, INTERNAL_DIR).mkdir(mode=0o700, exist_ok=True)
-    with locked(internal_path(run_dir, "start.lock")) as start_lock:
-        status = read_status(run_dir)
-        if status["state"] in ("RUNNING", "FINISHED"):
-            return {**status, "attached": True}
-        write_json(run_dir, "job.json", spec.job)
-        end_orphans(run_dir, LEFTOVER_GRACE_S)
-        # Taken before the fork, which shares it: there is no moment in which the job lives and nobody holds it.
-        with locked(internal_path(run_dir, "lock")):
-            answer = detach(spec, status["attempt"] + 1, start_lock)
-        if "error" in answer:
-            raise JobError(answer["error"])
-        return read_status(run_dir)
+    deadline = time.monotonic() + CANCELLED_WAIT_S
+    while True:
+        with locked(internal_path(run_dir, "start.lock")) as start_lock:
+            status = read_status(run_dir)
+            if not is_being_cancelled(status):
+                return start_or_find(spec, status, start_lock)
+        # Outside the lock, which a second request to cancel needs: else that would end what is started here.
+        if time.monotonic() >= deadline:
+            raise JobError(
+                f"attempt {status['attempt']} is being cancelled, and did not end within {CANCELLED_WAIT_S:g} s: "
+                "look at its processes"
+            )
+        time.sleep(POLL_S / 2)
+
+
+def is_being_cancelled(status: JsonObject) -> bool:
+    """Whether somebody has asked for the end of an attempt that still runs."""
+    request = internal_path(status["run_dir"], f"cancel-{status['attempt']}")
+    return status["state"] == "RUNNING" and request.exists()
+
+
+def start_or_find(spec: JobSpec, status: JsonObject, start_lock: int) -> JsonObject:
+    """The status of the next attempt, or the given one of a job that is finished or running.
+
+    Args:
+        start_lock: open file whose lock is held.
+    """
+    run_dir = spec.run_dir
+    if status["state"] in ("RUNNING", "FINISHED"):
+        return {**status, "attached": True}
+    write_json(run_dir, "job.json", spec.job)
+    end_orphans(run_dir, LEFTOVER_GRACE_S)
+    # Taken before the fork, which shares it: there is no moment in which the job lives and nobody holds it.
+    with locked(internal_path(run_dir, "lock")):
+        answer = detach(spec, status["attempt"] + 1, start_lock)
+    if "error" in answer:
+        raise JobError(answer["error"])
+    return read_status(run_dir)
 
 
 def detach(spec: JobSpec, attempt: int, start_lock: int) -> JsonObject:
@@ -1126,11 +1157,16 @@ def cancel_job(run_dir: str, grace_s: float) -> JsonObject:
         with contextlib.suppress(OSError):
             request.write_text(str(grace_s))
     deadline = time.monotonic() + grace_s + CANCEL_MARGIN_S
-    while is_supervised(run_dir):
+    while is_supervised(run_dir) and latest_attempt(run_dir) == status["attempt"]:
         if time.monotonic() >= deadline:
             raise JobError(f"the job did not end within {grace_s + CANCEL_MARGIN_S:g} s: look at its processes")
         time.sleep(POLL_S / 2)
-    return read_status(run_dir)
+    ended = read_status(run_dir)
+    if ended["attempt"] == status["attempt"] and ended["state"] != "RUNNING":
+        return ended
+    # Somebody waited for the end, and starts the next attempt, which is none of ours.
+    record = read_json(exit_path(run_dir, status["attempt"]))
+    return {**status, "state": "EXITED", "pid": None, "waits_for": "", "exit": record}
 
 
 def ask_to_finish(run_dir: str, asked_by: str) -> JsonObject:

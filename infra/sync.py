@@ -62,7 +62,8 @@ def publish_directory(session: Session, source: Path, destination: str) -> Publi
     Raises:
         DiskFullError: the node has no room; nothing is left of the copy.
         NodeUnreachableError: the connection broke again and again; the next call sends what has not arrived.
-        TransientInfraError: a file changed while it was read, or arrived damaged; the same.
+        TransientInfraError: a file changed while it was read, or arrived damaged; the same. Or a job runs at the
+            destination.
         PermanentInfraError: the source holds symbolic links, devices or unprintable names, or is empty.
     """
     root = source.resolve()
@@ -349,6 +350,6 @@ def _checked(answer: dict[str, Any]) -> dict[str, Any]:
     if "error" in answer:
         if answer["kind"] == "disk_full":
             raise DiskFullError("", 0)  # whoever knows how much was to be written says so
-        kind = TransientInfraError if answer["kind"] == "damaged" else PermanentInfraError
+        kind = TransientInfraError if answer["kind"] in ("damaged", "busy") else PermanentInfraError
         raise kind(answer["error"])
     return answer

@@ -26,6 +26,7 @@ from tasks.placement import place_stage
 from tasks.plan import plan_engine
 from tasks.progress import StageProgress, stage_console
 from tasks.records import EngineRecord, RunScope, Stage
+from tasks.stage import claim_stage
 from tasks.unit_keys import own_keys
 
 MAX_RESTARTS = 3
@@ -48,6 +49,7 @@ def launch_engine(
         Ledger(scope.ledger_path) as ledger,
         ExitStack() as stack,
     ):
+        claim_stage(rl, scope, node, ledger)  # else an engine would load its model for a run that is refused then
         sessions = {each.name: stack.enter_context(open_session(each)) for each in (node, *node.engine_nodes)}
         session = sessions[own.name]
         placement = place_stage(session, plan_engine(rl, wanted_port, own, index), own, say=progress.say)
@@ -59,7 +61,7 @@ def launch_engine(
         running = running_job(session, stage.run_dir)
         ports = choose_ports(session, job, is_elsewhere=own is not node) if running is None else ports_of(running)
         keys = own_keys(stage.job, scope)
-        start_or_attach(
+        status = start_or_attach(
             session,
             job_spec(
                 stage.model_copy(update={"job": {**stage.job, **ports}}),
@@ -86,10 +88,10 @@ def launch_engine(
             also_renew=[(sessions[node.named(each.node).name], each.run_dir) for each in ready],
             on_wait=progress.say,
             # The RL job pauses its engine now and then, and ends that itself as long as it lives.
-            is_idle=running is not None and not is_training(sessions[node.name], rl, node),
+            is_idle=status.attached and not is_training(sessions[node.name], rl, node),
         )
         renew_lease(session, stage.run_dir)  # the RL job takes over when it has loaded its model
-        progress.say(f"{'still answers' if running else 'answers'} at {url}")
+        progress.say(f"{'still answers' if status.attached else 'answers'} at {url}")
     return EngineRecord(
         provider=job.engine.kind,
         url=url,
@@ -114,8 +116,12 @@ def stop_engine(engine: EngineRecord, scope: RunScope, node: Node) -> None:
     """End the engine, unless another run still wants it; one whose machine is lost, beside others, ends by itself."""
     own = node.named(engine.node)
     try:
-        with Ledger(scope.ledger_path) as ledger, open_session(own) as session:
-            if ledger.drop_lease(engine.run_dir, scope.run_id) == 0:
+        with (
+            Ledger(scope.ledger_path) as ledger,
+            open_session(own) as session,
+            ledger.dropped_lease(engine.run_dir, scope.run_id) as num_left,
+        ):
+            if num_left == 0:
                 cancel_job(session, engine.run_dir, GRACE_S)
     except InfraError as error:
         if own is node:

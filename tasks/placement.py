@@ -3,7 +3,7 @@
 Not here: what a stage is (plan.py), running it (stage.py), bringing its results back (infra/mirror.py).
 
     this machine                                            the node
-    <store>/stages/<stage>/          job's own files  ──>   <root>/stages/<stage>/       if another node began it
+    <store>/stages/<stage>/          job's own files  ──>   <root>/stages/<stage>/       if another node got further
     data files, models, checkpoints  by content       ──>   <root>/inputs/<digest>/      unless they are there
     rollouts_core, the user's code   by content       ──>   <root>/code/<digest>/        own_code.py says which
 
@@ -23,8 +23,8 @@ from typing import TypeVar
 import rollouts_core
 from infra.direct import fetch_on_node
 from infra.errors import InfraError, StoreUnavailableError
-from infra.jobs import JobState, job_status
-from infra.mirror import LOCK
+from infra.jobs import JobState, cancel_job, job_status
+from infra.mirror import LOCK, is_behind
 from infra.node import Node
 from infra.object_store import ObjectStore
 from infra.presigned import can_presign
@@ -45,6 +45,7 @@ from rollouts_core.job import (
 )
 from rollouts_core.own_code import own_code
 from tasks.inputs import find_origin, keys_at_origin
+from tasks.node_job import GRACE_S
 from tasks.records import Stage
 
 TrainingT = TypeVar("TrainingT", SFTTrainingConfig, RLTrainingConfig)
@@ -199,9 +200,17 @@ class NodeInputs:
 
 
 def bring_earlier_work(session: Session, mirror: Path, run_dir: str) -> None:
-    """Let a node that knows nothing of a job go on from the checkpoints that another one left."""
-    if not list_checkpoints(mirror / "checkpoints") or job_status(session, run_dir).state is not JobState.ABSENT:
+    """Let a node that knows less of a job go on from the checkpoints that another one left.
+
+    What it has of that job is replaced as a whole: steps that were trained twice would be in two versions.
+    """
+    if not list_checkpoints(mirror / "checkpoints"):
         return
+    status = job_status(session, run_dir)
+    if status.state in (JobState.RUNNING, JobState.FINISHED) or not is_behind(session, run_dir, mirror):
+        return
+    if status.orphans:  # the next start could not find them: their attempt is replaced, too
+        cancel_job(session, run_dir, GRACE_S)
     files = {
         name: path
         for name, path in files_below(mirror, "").items()

@@ -14,7 +14,7 @@ from pathlib import Path
 from infra.errors import InfraError
 from infra.jobs import JobState, job_status
 from infra.ledger import Ledger
-from infra.mirror import pull_run
+from infra.mirror import is_behind, pull_run
 from infra.node import Node
 from infra.providers import open_session
 from infra.session import Session
@@ -45,7 +45,9 @@ def _fetch(session: Session, source: str, here: RunDirectory, timeout_s: float) 
 
     def pull() -> None:
         try:
-            pull_run(session, source, here.root)
+            # Else it was begun there once, and another machine went further: its metrics would replace ours.
+            if not is_behind(session, source, here.root):
+                pull_run(session, source, here.root)
         except InfraError as error:
             failures.append(str(error))
 

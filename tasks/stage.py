@@ -9,8 +9,8 @@ Not here: what the job is (plan.py), how jobs are supervised (infra/jobs.py), Pr
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -106,18 +106,15 @@ def why_so(how: How, stage: Stage, scope: RunScope, result: Mapping[str, Any]) -
 
 def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgress) -> How:
     """Start the job or attach to it, and return when its record, with all that it names, is in `stage.run_dir`."""
-    with Ledger(scope.ledger_path) as ledger, open_session(node) as session:
-        if elsewhere := ledger.nodes_at_work(Path(stage.run_dir).name) - {node.name}:
-            raise PermanentInfraError(
-                f"{stage.name} is being done on {' and '.join(elsewhere)} for another run: wait for it, or end that run"
-            )
+    run_dir = node.path_on_node(stage.run_dir)
+    with (
+        Ledger(scope.ledger_path) as ledger,
+        open_session(node) as session,
+        claimed(stage, scope, node, ledger),
+        start_in_turn(stage, scope, node, progress.say) as turn,
+    ):
         placement = place_stage(session, stage, node, say=progress.say)
-        run_dir = placement.stage.run_dir
-        ledger.add_lease(run_dir, scope.run_id, node.name)
-        with (
-            start_in_turn(stage, scope, node, progress.say) as turn,
-            trainers_beside(stage, session, scope, node, progress.say) as trainers,
-        ):
+        with trainers_beside(stage, session, scope, node, progress.say) as trainers:
             placed = placement.stage.model_copy(update={"job": {**placement.stage.job, **trainers}})
             spec = job_spec(
                 placed,
@@ -127,6 +124,7 @@ def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgre
                 code_dir=placement.code_dir,
                 known_keys=own_keys(placed.job, scope),
             )
+            ledger.add_lease(run_dir, scope.run_id, node.name)
             status = start_or_attach(session, spec)
             turn.close()
             how = how_it_began(status)
@@ -142,6 +140,28 @@ def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgre
                     if damage := find_damage(stage):
                         raise PermanentInfraError(f"what {node.name} has is damaged ({damage}): delete {run_dir} there")
     return how
+
+
+def claim_stage(stage: Stage, scope: RunScope, node: Node, ledger: Ledger) -> None:
+    """Keep a stage for this run and node, from now until the run holds a lease on its job or gives the claim up.
+
+    Raises:
+        PermanentInfraError: another run does it on another node.
+    """
+    if elsewhere := ledger.claim(node.path_on_node(stage.run_dir), scope.run_id, node.name):
+        raise PermanentInfraError(
+            f"{stage.name} is being done on {' and '.join(elsewhere)} for another run: wait for it, or end that run"
+        )
+
+
+@contextmanager
+def claimed(stage: Stage, scope: RunScope, node: Node, ledger: Ledger) -> Iterator[None]:
+    """`claim_stage`, given up where the block fails before it holds a lease."""
+    claim_stage(stage, scope, node, ledger)
+    try:
+        yield
+    finally:
+        ledger.drop_claim(node.path_on_node(stage.run_dir), scope.run_id)
 
 
 def checkpoints_published_of(stage: Stage, scope: RunScope) -> AbstractContextManager[None]:
@@ -199,12 +219,16 @@ def stop_leased_jobs(scope: RunScope, node: Node, leases: Sequence[Lease]) -> tu
     ended, left = [], []
     with Ledger(scope.ledger_path) as ledger, open_session(node) as session:
         for lease in leases:
-            if ledger.drop_lease(lease.run_dir, scope.run_id) == 0:
+            ledger.drop_claim(lease.run_dir, scope.run_id)
+            if not lease.is_started:
+                continue
+            with ledger.dropped_lease(lease.run_dir, scope.run_id) as num_left:
+                if num_left > 0:
+                    left.append(lease.run_dir)
+                    continue
                 found = cancel_job(session, lease.run_dir, GRACE_S).exit
-                if found is not None and found.cancelled:
-                    ended.append(lease.run_dir)
-            else:
-                left.append(lease.run_dir)
+            if found is not None and found.cancelled:
+                ended.append(lease.run_dir)
     return ended, left
 
 

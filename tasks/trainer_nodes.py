@@ -43,16 +43,17 @@ ALONE: Trainers = MappingProxyType({})
 
 @contextmanager
 def start_in_turn(stage: Stage, scope: RunScope, node: Node, say: Callable[[str], None]) -> Iterator[ExitStack]:
-    """No other run starts the same training by several machines until the block is left, or the stack closed.
+    """No other run starts the same stage on other machines than this one until the block is left, or the stack closed.
 
-    Otherwise each of two would take the further machines' jobs of the other for what an earlier attempt left.
+    Otherwise each of two would take the further machines' jobs of the other for what an earlier attempt left, or bring
+    earlier work to where the other one has started the job meanwhile.
     """
     with ExitStack() as turn:
-        if trains_with_others(stage, node):
+        if node.is_remote or trains_with_others(stage, node):
             with Ledger(scope.ledger_path) as ledger:
                 lock = turn.enter_context(lock_file(ledger.start_lock(Path(stage.run_dir).name)))
             if not try_lock(lock, fcntl.LOCK_EX):
-                say("waits for another run that starts the same training")
+                say("waits for another run that starts the same stage")
                 while not try_lock(lock, fcntl.LOCK_EX):
                     time.sleep(TURN_POLL_S)
         yield turn
@@ -102,10 +103,10 @@ def trainers_beside(
                 wait_for_gpus(follower, session, say)
             yield trainers
         for follower, session in zip(followers, sessions, strict=True):
-            if ledger.drop_lease(follower.run_dir, scope.run_id) > 0:
-                continue
             try:
-                cancel_job(session, follower.run_dir, GRACE_S)
+                with ledger.dropped_lease(follower.run_dir, scope.run_id) as num_left:
+                    if num_left == 0:
+                        cancel_job(session, follower.run_dir, GRACE_S)
             except InfraError as error:  # the training is finished all the same
                 say(f"{follower.node.name} is not reached, its job ends by itself ({error})")
 

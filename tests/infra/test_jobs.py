@@ -97,6 +97,23 @@ def test_a_start_while_the_job_runs_attaches(session: Session, run_dir: Path) ->
     assert first.pid == second.pid is not None
 
 
+def test_a_start_while_the_job_is_being_cancelled_waits_for_its_end_and_is_the_next_attempt(
+    session: Session, run_dir: Path
+) -> None:
+    saving = "trap 'sleep 2; echo saved >> saved; exit 0' TERM; echo up; while :; do sleep 0.05; done"
+    start_or_attach(session, shell_spec(run_dir, saving))
+    wait_until(lambda: (run_dir / "log.txt").read_text() != "")
+    with ThreadPoolExecutor(1) as pool:
+        cancelled = pool.submit(cancel_job, session, str(run_dir), 20.0)
+        wait_until(lambda: (run_dir / ".job/cancel-1").exists())
+        again = start_or_attach(session, shell_spec(run_dir, "sleep 60"))
+        assert (again.state, again.attempt, again.attached) == (JobState.RUNNING, 2, False)
+        assert (run_dir / "saved").read_text() == "saved\n", "the first attempt came to its end"
+        ended = cancelled.result()
+    assert ended.exit is not None and (ended.state, ended.attempt) == (JobState.EXITED, 1) and ended.exit.cancelled
+    assert job_status(session, str(run_dir)).state == JobState.RUNNING
+
+
 def test_a_start_after_a_failure_is_the_next_attempt(session: Session, run_dir: Path) -> None:
     spec = shell_spec(run_dir, "echo attempt $ROLLOUTS_ATTEMPT; exit 3")
     start_or_attach(session, spec)

@@ -15,6 +15,11 @@ from infra.errors import PermanentInfraError
 from infra.ledger import Ledger
 from infra.rentals import RentalState, all_rentals, change_rental
 
+LEASES_OF_THE_FIRST_FORMAT = (
+    "CREATE TABLE job_leases (run_dir TEXT NOT NULL, run_id TEXT NOT NULL, node TEXT NOT NULL, "
+    "created_at REAL NOT NULL, PRIMARY KEY (run_dir, run_id)) STRICT, WITHOUT ROWID"
+)
+
 
 def test_the_last_lease_dropped_leaves_none(tmp_path: Path) -> None:
     with Ledger(tmp_path / "state" / "ledger.sqlite") as ledger:
@@ -49,15 +54,12 @@ def test_a_ledger_of_another_format_is_refused(tmp_path: Path) -> None:
 def test_a_ledger_of_the_first_format_is_read_on(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     with sqlite3.connect(path) as database:
-        database.execute(
-            "CREATE TABLE job_leases (run_dir TEXT NOT NULL, run_id TEXT NOT NULL, node TEXT NOT NULL, "
-            "created_at REAL NOT NULL, PRIMARY KEY (run_dir, run_id)) STRICT, WITHOUT ROWID"
-        )
+        database.execute(LEASES_OF_THE_FIRST_FORMAT)
         database.execute("INSERT INTO job_leases VALUES ('/runs/sft', 'run-a', 'local', 1.0)")
         database.execute("PRAGMA user_version = 1")
     database.close()
     with Ledger(path) as ledger:
-        assert [lease.run_dir for lease in ledger.leases_of("run-a")] == ["/runs/sft"]
+        assert [(lease.run_dir, lease.is_started) for lease in ledger.leases_of("run-a")] == [("/runs/sft", True)]
         identity = ledger.identity
     with Ledger(path) as ledger:
         assert ledger.identity == identity and all_rentals(ledger) == []
@@ -66,6 +68,7 @@ def test_a_ledger_of_the_first_format_is_read_on(tmp_path: Path) -> None:
 def test_a_ledger_from_before_failed_runs_kept_machines_is_read_on_with_its_machines(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     with sqlite3.connect(path) as database:
+        database.execute(LEASES_OF_THE_FIRST_FORMAT)
         database.execute(
             "CREATE TABLE rentals (name TEXT PRIMARY KEY, run_id TEXT NOT NULL, provider TEXT NOT NULL, "
             "purpose TEXT NOT NULL, state TEXT NOT NULL, instance_id TEXT NOT NULL, gpu TEXT NOT NULL, "

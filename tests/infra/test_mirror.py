@@ -543,6 +543,13 @@ def test_checkpoints_here_are_kept_while_the_node_has_none(session: Session, the
     assert (here / "checkpoints" / "step_000001" / "manifest.json").is_file()
 
 
+def test_checkpoints_beyond_the_newest_of_the_node_are_kept(session: Session, there: Path, here: Path) -> None:
+    write_checkpoint(here, "step_000000")
+    write_checkpoint(here, "step_000900")
+    pull_run(session, str(there), here)
+    assert sorted(path.name for path in (here / "checkpoints").iterdir()) == ["step_000001", "step_000900"]
+
+
 def test_symbolic_links_are_not_followed(session: Session, there: Path, here: Path) -> None:
     (there / "samples").symlink_to("/etc")
     (there / "passwd").symlink_to("/etc/passwd")

@@ -15,9 +15,11 @@ import pytest
 
 from infra.chunks import Chunk
 from infra.errors import DiskFullError, PermanentInfraError, TransientInfraError
+from infra.jobs import cancel_job, job_status, start_or_attach
 from infra.receiver import CopyError, check_name
 from infra.session import LocalSession, Session
 from infra.sync import publish_directory, publish_files
+from tests.infra.shell_jobs import shell_spec
 from tests.waiting import wait_until
 
 
@@ -106,6 +108,19 @@ def test_a_damaged_or_broken_copy_leaves_the_old_destination_and_the_next_one_no
     publish_directory(LocalSession(sys.executable), source, str(target))
     assert content_of(target) == content_of(source)
     assert [path.name for path in target.parent.iterdir()] == ["best"]
+
+
+def test_the_directory_of_a_job_that_runs_is_not_replaced_and_that_of_one_that_ended_is(
+    session: Session, source: Path, run_dir: Path
+) -> None:
+    job = start_or_attach(session, shell_spec(run_dir, "sleep 60"))
+    with pytest.raises(TransientInfraError, match=f"a job runs in {run_dir}, which is left to it: try again"):
+        publish_directory(session, source, str(run_dir))
+    assert job_status(session, str(run_dir)).pid == job.pid
+    assert [path.name for path in run_dir.parent.iterdir() if path != source] == [run_dir.name]
+    cancel_job(session, str(run_dir), grace_s=0.2)
+    publish_directory(session, source, str(run_dir))
+    assert content_of(run_dir) == content_of(source)
 
 
 @pytest.mark.parametrize("change", ["grows", "shrinks", "is overwritten", "is gone", "is a link"])

@@ -19,8 +19,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.errors import NodeUnreachableError, TransientInfraError
+from infra.errors import NodeUnreachableError, PermanentInfraError, TransientInfraError
 from infra.jobs import JobState, cancel_job, job_status, start_or_attach
+from infra.ledger import Ledger
 from infra.node import LocalNode, Node, SSHAccess
 from infra.providers import provision_node
 from infra.session import LocalSession
@@ -59,6 +60,16 @@ def rl(tmp_path: Path, scope: RunScope, node: Node) -> Stage:
 
     config = load_pipeline(write_small_pipeline(tmp_path / "small", mode="rl")).config
     return plan_rl(base_model(config), config, scope, node)
+
+
+def test_no_engine_is_launched_for_an_rl_that_another_run_does_elsewhere(
+    rl: Stage, scope: RunScope, node: Node
+) -> None:
+    with Ledger(scope.ledger_path) as ledger:
+        ledger.add_lease(f"/elsewhere/stages/{Path(rl.run_dir).name}", "run-b", "elsewhere")
+    with pytest.raises(PermanentInfraError, match="rl is being done on elsewhere for another run"):
+        engine.launch_engine.fn(rl, 0, scope, node)
+    assert processes_of(Path(scope.store)) == []
 
 
 def test_an_engine_survives_its_loading_and_ends_by_itself_when_nobody_renews_its_lease(

@@ -6,17 +6,22 @@ half done. The node is another folder of this machine.
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from infra.jobs import JobState, cancel_job, job_status, start_or_attach
+from infra.mirror import pull_run
 from infra.node import Node
 from infra.object_store import ObjectStore
 from infra.publication import publish_run
 from infra.session import LocalSession
-from rollouts_core.checkpoint import load_manifest
+from rollouts_core.checkpoint import list_checkpoints, load_manifest
 from rollouts_core.config import Config, ModelConfig
 from rollouts_core.job import InputModel
 from tasks.inputs import bring_inputs
@@ -24,7 +29,9 @@ from tasks.placement import Placement, place_code, place_stage
 from tasks.plan import base_model, plan_engine, plan_rl, plan_selection, plan_sft
 from tasks.records import RunScope, Stage
 from tests.infra.s3_server import S3Server
+from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end
 from tests.tasks.test_plan import checkpoint, config_at, finished
+from tests.waiting import wait_until
 
 
 class CountingSession(LocalSession):
@@ -150,6 +157,78 @@ def test_another_node_goes_on_from_the_checkpoints_in_the_store(
     there = Path(place_stage(session, stage, node).stage.run_dir)
     assert load_manifest(there / "checkpoints" / "step_000020").step == 20
     assert sorted(path.name for path in there.iterdir()) == ["checkpoints", "metrics.jsonl"]
+
+
+def lie_at(node: Node, stage: Stage, *, steps: Sequence[int], state: str = "exit 3") -> Path:
+    """What a job of the stage has left on the node, or is at."""
+    there = Path(node.path_on_node(stage.run_dir))
+    for step in steps:
+        checkpoint(there / "checkpoints" / f"step_{step:06d}", b"of the node")
+    (there / "metrics.jsonl").parent.mkdir(parents=True, exist_ok=True)
+    (there / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in steps))
+    session = LocalSession(sys.executable)
+    start_or_attach(session, shell_spec(there, state))
+    if state.startswith("exit"):
+        wait_for_end(session, there)
+    return there
+
+
+@pytest.mark.parametrize("steps", [(20,), ()])
+def test_a_node_that_stopped_before_another_one_went_on_goes_on_from_there(
+    session: CountingSession, config: Config, scope: RunScope, node: Node, steps: Sequence[int]
+) -> None:
+    stage = plan_sft(config, scope, node)
+    here = Path(stage.run_dir)
+    there = lie_at(node, stage, steps=steps)
+    for step in (30, 40):
+        checkpoint(here / "checkpoints" / f"step_{step:06d}", b"of another node")
+    (here / "metrics.jsonl").write_text('{"step": 40}\n')
+    place_stage(session, stage, node)
+    assert job_status(session, str(there)).state is JobState.ABSENT
+    assert [path.name for path in list_checkpoints(there / "checkpoints")] == ["step_000030", "step_000040"]
+    pull_run(session, str(there), here)
+    assert [path.name for path in list_checkpoints(here / "checkpoints")] == ["step_000030", "step_000040"]
+    assert (here / "metrics.jsonl").read_text() == '{"step": 40}\n'
+
+
+def test_a_node_that_is_as_far_as_the_store_keeps_what_it_has(
+    session: CountingSession, config: Config, scope: RunScope, node: Node
+) -> None:
+    stage = plan_sft(config, scope, node)
+    there = lie_at(node, stage, steps=(20,))
+    checkpoint(Path(stage.run_dir) / "checkpoints" / "step_000020", b"of another node")
+    unfinished = checkpoint(Path(stage.run_dir) / "checkpoints" / "step_000040", b"being fetched")
+    Path(unfinished.model.path, "manifest.json").unlink()
+    place_stage(session, stage, node)
+    assert (there / "checkpoints/step_000020/model.safetensors").read_bytes() == b"of the node"
+    assert job_status(session, str(there)).state is JobState.EXITED
+
+
+def test_a_job_that_runs_keeps_what_it_has(
+    session: CountingSession, config: Config, scope: RunScope, node: Node
+) -> None:
+    stage = plan_sft(config, scope, node)
+    there = lie_at(node, stage, steps=(20,), state="sleep 60")
+    checkpoint(Path(stage.run_dir) / "checkpoints" / "step_000040", b"of another node")
+    try:
+        place_stage(session, stage, node)
+        assert [path.name for path in list_checkpoints(there / "checkpoints")] == ["step_000020"]
+        assert job_status(session, str(there)).state is JobState.RUNNING
+    finally:
+        cancel_job(session, str(there), grace_s=0.2)
+
+
+def test_what_a_killed_supervisor_left_behind_is_ended_before_its_directory_is_replaced(
+    session: CountingSession, config: Config, scope: RunScope, node: Node
+) -> None:
+    stage = plan_sft(config, scope, node)
+    there = lie_at(node, stage, steps=(), state="setsid sleep 60 & echo $! > pid; wait")
+    stray = read_pid(there / "pid")
+    os.kill(json.loads((there / ".job/meta-1.json").read_text())["supervisor_pid"], signal.SIGKILL)
+    wait_until(lambda: job_status(session, str(there)).orphans == (stray,))
+    checkpoint(Path(stage.run_dir) / "checkpoints" / "step_000040", b"of another node")
+    place_stage(session, stage, node)
+    assert not is_alive(stray)
 
 
 def test_the_users_own_package_comes_along_and_an_edit_makes_new_code(

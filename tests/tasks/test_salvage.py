@@ -74,6 +74,17 @@ def test_a_stage_that_left_nothing_is_not_spoken_of(scope: RunScope, node: Node)
     assert salvage(scope, node) == []
 
 
+def test_what_another_machine_took_further_is_not_replaced(scope: RunScope, node: Node) -> None:
+    checkpoint_there(node, "sft-1", 20)
+    here = used_here(scope, "sft-1")
+    (here / "checkpoints/step_000040").mkdir(parents=True)
+    (here / "checkpoints/step_000040/manifest.json").write_text("{}")
+    (here / "log.txt").write_text("of the other machine")
+    assert salvage(scope, node) == [f"step_000040 is the last checkpoint in {here}"]
+    assert (here / "log.txt").read_text() == "of the other machine"
+    assert [path.name for path in (here / "checkpoints").iterdir()] == ["step_000040"]
+
+
 def test_the_machine_is_not_kept_longer_than_allowed(scope: RunScope, node: Node) -> None:
     checkpoint_there(node, "rl-2", 20)
     here = used_here(scope, "rl-2")

@@ -143,7 +143,7 @@ def test_of_two_runs_one_starts_them_and_the_other_finds_them_under_way(
             assert found == []
             turn.close()
             wait_until(lambda: bool(found))
-            assert found == [trainers] and said == ["waits for another run that starts the same training"]
+            assert found == [trainers] and said == ["waits for another run that starts the same stage"]
             assert job_status(SESSION, follower).attempt == 1
             other.join()
     finally:
