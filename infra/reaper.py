@@ -24,7 +24,6 @@ from infra.cloud import PATIENT, Cloud, Pace
 from infra.errors import InfraError, PermanentInfraError, ProviderUnavailableError, TransientInfraError
 from infra.ledger import Ledger
 from infra.offers import CloudName, Instance, InstanceStatus
-from infra.provision import adopt_machine, find_by_name
 from infra.release import release_machine
 from infra.rentals import (
     NAME,
@@ -37,6 +36,7 @@ from infra.rentals import (
     note_found,
     open_rentals,
 )
+from infra.unanswered import FOUND_NOTE, adopt_machine, find_and_adopt
 
 UNSEEN_AFTER_S = 3600.0
 """A machine that was asked for and has not appeared for this long does not exist."""
@@ -79,8 +79,9 @@ def reap(
 
     Args:
         credentials: the name of those by which the accounts were opened; machines of others are left to them.
-        spare: machines of dead runs are kept until they expire, so that the next start can go on with them. Those that
-            failed runs keep for a while stay in any case, and are ended in any case when that is over.
+        spare: machines of dead runs are kept as long as the next start may go on with them, which is until shortly
+            before they expire. Those that failed runs keep for a while stay in any case, and are ended in any case when
+            that is over.
         other_ledger: the identity of another ledger, for instance of a store that was deleted, all of whose machines
             are ended too.
     """
@@ -129,10 +130,10 @@ def release_named(name: str, ledger: Ledger, clouds: Mapping[CloudName, Cloud], 
         return rental
     cloud = clouds[rental.provider]
     if rental.state is RentalState.INTENDED:
-        instance = find_by_name(name, cloud, pace)
-        if instance is None:
+        found = find_and_adopt(rental, ledger, cloud, pace)
+        if found is None:
             raise ProviderUnavailableError(f"{name} was asked for and has not appeared so far: try again in an hour")
-        rental = adopt_machine(rental, instance.id, ledger, note="found by its name")
+        rental = found
     return release_machine(rental, ledger, cloud, note="ended by hand", pace=pace)
 
 
@@ -172,7 +173,7 @@ def _judge_instance(
         return
     if rental.state is RentalState.INTENDED and not _why_wanted(rental, ledger, spare=False):
         try:
-            rental = adopt_machine(rental, instance.id, ledger, note="found by its name")
+            rental = adopt_machine(rental, instance.id, ledger, note=FOUND_NOTE)
         except TransientInfraError:
             report.kept.append(f"{rental.name}: {BEING_CHANGED}")
             return
@@ -233,8 +234,9 @@ def _why_wanted(rental: Rental, ledger: Ledger, *, spare: bool) -> str:
         return until if rental.ends_at > now else ""
     if not ledger.has_died(rental.run_id):
         return "which lives"  # it is renting it, uses it, or is giving it back
-    expires = in_utc(rental.expires_at)
-    return f"whose next start may take it until {expires}" if spare and rental.state is RentalState.READY else ""
+    if not spare or rental.state is not RentalState.READY or rental.taken_until <= now:
+        return ""
+    return f"whose next start may take it until {in_utc(rental.taken_until)}"
 
 
 def _row_of(instance: Instance, credentials: str) -> Rental:

@@ -5,11 +5,13 @@ Without it a lost answer, a slow list or a provider's error becomes a machine th
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,11 +23,13 @@ from infra.errors import (
     PermanentInfraError,
     ProviderRefusedError,
     StillRentedError,
+    UnfitMachineError,
 )
 from infra.ledger import Ledger
 from infra.offers import GPUQuery, Instance
 from infra.providers.runpod import RunPod
 from infra.provision import MAX_OFFERS, Check, RentRequest, rent_machines
+from infra.reaper import reap
 from infra.release import release_machine
 from infra.rentals import Rental, RentalState, all_rentals, change_rental, rentals_of, usd_spent
 from tests.infra.fake_cloud import HANG_S, KEY
@@ -201,11 +205,98 @@ def test_whatever_ends_the_waiting_gives_the_machine_back(world: World, error: B
     assert world.fake.alive() == [] and len(world.fake.machines) == 1
 
 
+STEPS = ("infra.provision.add_rental", "create", "infra.provision.adopt_machine", "infra.release.change_rental")
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("lag_s", [0.0, 0.3])
+def test_ctrl_c_at_any_step_gives_back_what_was_made_so_far(
+    world: World, step: str, lag_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.fake.faults.list_lag_s, world.fake.faults.end_lag_s = lag_s, 0.1
+    interrupt_after(step, world, monkeypatch)
+    said: list[str] = []
+    with Ledger(world.path) as ledger, pytest.raises(KeyboardInterrupt):
+        check = refuses if step == "infra.release.change_rental" else usable
+        rent_machines(REQUEST, ledger, {"runpod": world.cloud}, check=check, say=said.append, pace=PACE)
+    assert world.fake.alive() == [] and len(world.fake.machines) == (step != "infra.provision.add_rental")
+    [row] = world.rows()
+    assert row.state is (RentalState.GONE if world.fake.machines else RentalState.INTENDED)
+    became = (
+        "gave back {0.name} at" if world.fake.machines else "{0.name} was asked for at runpod and may be rented (it"
+    )
+    assert any(sentence.startswith(became.format(row)) for sentence in said)
+
+
+def interrupt_after(step: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a step done once, and this thread interrupted then."""
+    place, _, name = step.rpartition(".")
+    owner = importlib.import_module(place) if place else world.cloud
+    act, done = getattr(owner, name), list[bool]()
+
+    def act_and_interrupt(*arguments: Any, **changes: Any) -> Any:  # Any: whatever it takes and returns
+        answer = act(*arguments, **changes)
+        done.append(True)
+        if len(done) == 1:
+            raise KeyboardInterrupt
+        return answer
+
+    monkeypatch.setattr(owner, name, act_and_interrupt)
+
+
+def refuses(rental: Rental, instance: Instance) -> str:
+    raise UnfitMachineError("its GPUs do not compute")
+
+
+def test_a_machine_that_does_not_end_after_ctrl_c_is_named(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.fake.faults.never_ends = True
+    interrupt_after("create", world, monkeypatch)
+    said: list[str] = []
+    pace = replace(PACE, gone_within_s=0.1)
+    with Ledger(world.path) as ledger, pytest.raises(KeyboardInterrupt):
+        rent_machines(REQUEST, ledger, {"runpod": world.cloud}, check=usable, say=said.append, pace=pace)
+    [row] = world.rows()
+    assert (
+        row.state is RentalState.RELEASING
+        and f"{row.name} ({row.instance_id} at runpod, 2.49 USD/h) may still" in said[-1]
+    )
+
+
+def test_terminated_a_run_leaves_what_can_be_used_and_gives_back_what_cannot(world: World) -> None:
+    class Terminated(BaseException):
+        """As Prefect's signal is one."""
+
+    def is_terminated(rental: Rental, instance: Instance) -> str:
+        raise Terminated
+
+    with pytest.raises(Terminated):
+        world.rent(check=is_terminated)
+    assert world.fake.alive() == [] and len(world.fake.machines) == 1
+    rental = world.rent()
+    with pytest.raises(Terminated):
+        world.rent(check=is_terminated)
+    assert world.rows()[-1] == rental and len(world.fake.alive()) == 1
+
+
 def test_a_machine_that_costs_more_than_was_offered_is_given_back(world: World) -> None:
     world.fake.faults.price_factor = 2.0
     with pytest.raises(NoMachineError, match="more than was offered and allowed"):
         world.rent()
     assert world.fake.alive() == []
+
+
+def test_a_machine_that_costs_more_than_was_offered_and_less_than_is_allowed_ends_when_the_money_does(
+    world: World,
+) -> None:
+    world.fake.faults.price_factor = 1.5
+    rental = world.rent(replace(REQUEST, max_usd=4.98))  # for two hours at the price of the offer
+    assert rental.usd_per_hour == pytest.approx(3.735) and rental.rented_at is not None
+    assert usd_until_its_end(rental) == pytest.approx(4.98, abs=0.01)
+    assert usd_until_its_end(rental) <= 4.98 + 1e-6
+
+
+def usd_until_its_end(rental: Rental) -> float:
+    return rental.usd(rental.expires_at)
 
 
 def test_the_money_of_a_run_is_a_limit_over_all_its_machines(world: World) -> None:
@@ -295,6 +386,42 @@ def test_a_kept_machine_goes_to_the_run_again_or_to_one_that_wants_the_same(worl
     assert (taken.instance_id, taken.run_id, taken.kept_until) == (kept.instance_id, run_id, None)
     assert taken.rented_at == kept.rented_at, "the time in which nobody used it is paid for, too"
     assert taken.expires_at == kept.expires_at and world.fake.num_creates() == 1
+
+
+@pytest.mark.parametrize("limits", [{"max_hours": 0.1}, {"max_usd": 0.249}])
+def test_a_machine_that_is_taken_over_has_the_hours_and_the_money_of_the_run_that_takes_it(
+    world: World, limits: dict[str, float]
+) -> None:
+    kept = fail_and_keep(world)
+    request = replace(REQUEST, run_id="another-run", **limits)
+    before = time.time()
+    taken = world.rent(request)
+    assert taken.instance_id == kept.instance_id
+    assert taken.expires_at == pytest.approx(before + 360, abs=20) and taken.expires_at <= time.time() + 360
+    assert usd_until_its_end(taken) <= request.max_usd + 1e-6
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_machine_with_six_minutes_left_is_not_taken_over_and_ends(world: World, is_kept: bool) -> None:
+    left = fail_and_keep(world)
+    with Ledger(world.path) as ledger:
+        ends = {"intended_at": time.time() - 6840, "expires_at": time.time() + 360}
+        change_rental(ledger, left, kept_until=left.kept_until if is_kept else None, **ends)
+        taken = world.rent(replace(REQUEST, run_id="another-run"))
+        assert taken.instance_id != left.instance_id and len(world.fake.alive()) == 2
+        reap(ledger, {"runpod": world.cloud}, spare=True, pace=PACE)
+    still_there = [machine.id for machine in world.fake.alive()]
+    assert still_there == [left.instance_id] * is_kept + [taken.instance_id], "who keeps it may look at it until then"
+
+
+def test_a_machine_that_has_cost_more_than_a_run_may_spend_is_left_to_one_that_may(world: World) -> None:
+    kept = fail_and_keep(world)
+    with Ledger(world.path) as ledger:
+        change_rental(ledger, kept, rented_at=time.time() - 3600)
+        poor = world.rent(replace(REQUEST, run_id="poor", max_usd=2.5))
+        assert poor.instance_id != kept.instance_id
+        rich = world.rent(replace(REQUEST, run_id="rich", max_usd=10.0))
+    assert rich.instance_id == kept.instance_id and usd_until_its_end(rich) <= 10.0
 
 
 def test_a_kept_machine_that_cannot_be_used_any_more_is_given_back_and_another_taken(world: World) -> None:
