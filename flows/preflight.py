@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import httpx
 
@@ -22,6 +22,7 @@ from infra.node import (
     LocalNode,
     Node,
     NodeSettings,
+    PackageSettings,
     RentedNode,
     settings_of_engines,
     settings_of_trainers,
@@ -44,6 +45,7 @@ from rollouts_core.resource_needs import engine_warning, needed_disk, training_n
 from tasks.inputs import bring_inputs
 from tasks.installed_engines import check_installed, check_router, leads_engines
 from tasks.model_names import find_named_model, with_heldout
+from tasks.optional_packages import check_packages, check_sent_packages, needed_packages
 from tasks.plan_node import with_enough_memory
 from tasks.trackers import check_trackers
 from tasks.unit_keys import own_unit_key
@@ -67,6 +69,7 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
     check_writable(store)
     check_files(pipeline.config.data)
     check_trackers(pipeline.run.report_to)
+    check_copied_packages(pipeline.config, pipeline.node)
     findings: list[str] = []
     if pipeline.run.publish:
         check_writable_store(ObjectStore(f"{pipeline.run.publish}/{pipeline.run.name}"))
@@ -83,6 +86,7 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
     node = reach_node(pipeline.node, store, findings)
     if node is not None:
         check_installed_engines(config, pipeline.node, node)
+        check_installed_packages(config, pipeline.node, node)
         if config.mode != "sft" and not config.data.rollouts:
             check_engine_ports(config, node, store)
     trained = check_training(config)
@@ -102,6 +106,7 @@ def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
     if run.publish or run.register_as:
         raise ConfigError("an evaluation makes no checkpoint: leave run.publish and run.register_as empty")
     check_writable(store)
+    check_copied_packages(pipeline.config, pipeline.node, trains=False)
     findings: list[str] = []
     config = with_heldout(pipeline.config, evaluate.data, store, findings.append)
     named = [given for given in (evaluate.model, evaluate.against) if given]
@@ -112,6 +117,7 @@ def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
         alone = without_further_nodes(pipeline.node)
         if node := reach_node(alone, store, findings):
             check_installed_engines(config, alone, node, trains=False)
+            check_installed_packages(config, alone, node, trains=False)
     from rollouts_core.validate import validate_evaluation  # torch and transformers load here
 
     return findings + validate_evaluation(config, models)
@@ -269,6 +275,35 @@ def check_installed_engines(config: Config, settings: NodeSettings, node: Node, 
         check_installed_engine(own_settings, each, engine)
 
 
+def check_copied_packages(config: Config, settings: NodeSettings, *, trains: bool = True) -> None:
+    """Raise ConfigError when a run would not install a package that its stages need, on a machine where it installs."""
+    for each in (settings, *(settings_of_trainers(settings) if trains else ())):
+        if is_installed_by_run(each):
+            try:
+                check_sent_packages(each, config, trains=trains)
+            except PermanentInfraError as error:
+                raise ConfigError(str(error)) from error
+
+
+def check_installed_packages(config: Config, settings: NodeSettings, node: Node, *, trains: bool = True) -> None:
+    """Raise ConfigError when a package that the stages need is not installed where they run, and no run installs it."""
+    if not needed_packages(config, trains=trains):
+        return
+    places = [(settings, node), *zip(settings_of_trainers(settings), node.trainer_nodes, strict=True)]
+    for own_settings, each in places:
+        if not is_installed_by_run(own_settings):
+            with open_session(each) as session:
+                try:
+                    check_packages(session, each, config, trains=trains)
+                except PermanentInfraError as error:
+                    raise ConfigError(str(error)) from error
+
+
+def is_installed_by_run(settings: NodeSettings | FurtherNode) -> TypeGuard[PackageSettings]:
+    """Whether a run makes the environment of its stages on a machine with these settings."""
+    return isinstance(settings, PackageSettings) and settings.install != "nothing"
+
+
 def check_engine_port(session: Session, port: int, node: Node, *, trainer: Session, api_key: str = "") -> None:
     """Raise ConfigError when something else than an engine of ours listens on the port of the node.
 
@@ -285,8 +320,7 @@ def check_engine_port(session: Session, port: int, node: Node, *, trainer: Sessi
 
 def check_installed_engine(settings: NodeSettings | FurtherNode, node: Node, engine: EngineConfig) -> None:
     """Raise ConfigError when the engine is not installed; one that a run installs is seen when it has done so."""
-    is_installed_by_run = not isinstance(settings, LocalNode) and settings.install != "nothing"
-    if engine.kind == "embedded" or (is_installed_by_run and not engine.python):
+    if engine.kind == "embedded" or (is_installed_by_run(settings) and not engine.python):
         return
     with open_session(node) as session, as_config_errors():
         check_installed(session, node, engine)

@@ -32,9 +32,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from rollouts_core.adapter_targets import is_target_in_files, linear_layers
 from rollouts_core.config import PolicyConfig, RLTrainingConfig, RolloutConfig, SFTTrainingConfig
 from rollouts_core.model_shape import ModelShape, read_shape
-from rollouts_core.model_size import HEAD, ModelSize
+from rollouts_core.model_size import ModelSize
 from rollouts_core.needed_part import Part
 
 LOGITS_PIECE_BYTES = 64 << 20
@@ -144,11 +145,8 @@ def adapter_bytes(size: ModelSize, policy: PolicyConfig) -> int:
     named = policy.lora.target_modules
     layers = [
         shape
-        for name, shape in size.tensors.items()
-        if len(shape) == 2
-        and name != HEAD
-        and "embed" not in name
-        and (not named or name.removesuffix(".weight").rpartition(".")[2] in named)
+        for layer, shape in linear_layers(size.tensors).items()
+        if not named or any(is_target_in_files(layer, name) for name in named)
     ]
     return 4 * 4 * policy.lora.rank * sum(map(sum, layers))
 

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollouts_core.adapter_targets import check_adapters
 from rollouts_core.checkpoint import find_checkpoint, load_manifest
 from rollouts_core.comparison import LEAST_P_VALUE, least_p_value, least_wins
 from rollouts_core.config import (
@@ -76,6 +77,7 @@ def validate_config(config: Config) -> list[str]:
     check_model_vocabulary(config.model, tokenizer)
     findings = [f"model {config.model.path}: tokenizer with {len(tokenizer)} tokens"]
     findings += find_settings_without_effect(config)
+    findings += check_adapters(config)
     held_out = _read_held_out(config)
     if config.mode != "rl":
         findings += check_demonstrations(config, tokenizer, held_out)

@@ -31,6 +31,7 @@ from rollouts_core.resource_needs import (
     training_needs,
 )
 from tasks.installed_engines import check_installed, check_router, leads_engines
+from tasks.optional_packages import check_packages
 from tasks.placement import place_code
 from tasks.progress import StageProgress, stage_console
 
@@ -74,6 +75,7 @@ def bootstrap(node: Node, config: Config, settings: NodeSettings, *, trains: boo
         if leads_engines(config, node, trains=trains):
             check_installed(session, ready, config.rollout.engine)
         check_router(session, config, trains=trains)
+        check_packages(session, ready, config, trains=trains)
         trainers, trainer_nodes, engine_nodes = [(session, node)], [], []
         for each, own_settings in zip(node.trainer_nodes, settings_of_trainers(settings), strict=True):
             own_needs = replace(
@@ -88,6 +90,7 @@ def bootstrap(node: Node, config: Config, settings: NodeSettings, *, trains: boo
                 found, own_report = prepare_machine(own_session, each, own_settings, own_needs, config, progress)
                 warn_of_memory(own_report, own_needs, config, size, num_machines=num_machines, say=progress.say)
                 check_alike(own_report, report)
+                check_packages(own_session, found, config)
                 for other_session, other in trainers:
                     check_both_ways(other_session, other, own_session, each)
             trainers.append((own_session, each))

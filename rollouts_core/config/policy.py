@@ -13,7 +13,8 @@ from rollouts_core.config.record import PLACEMENT, Finite, Record
 
 
 class LoRAConfig(Record):
-    """Low-rank adapters: only they are trained; checkpoints hold the weights with the adapters merged in."""
+    """Low-rank adapters: only they are trained; checkpoints hold the weights with the adapters merged in. They need
+    pip install 'rollouts[lora]'."""
 
     rank: int = Field(0, ge=0)
     """Rank of the adapters; 0 trains all weights instead."""
@@ -21,8 +22,9 @@ class LoRAConfig(Record):
     """Adapters are scaled by alpha / rank."""
     dropout: Annotated[Finite, Field(ge=0, lt=1)] = 0.0
     """Share of the adapters' inputs that is dropped while training."""
-    target_modules: tuple[str, ...] = ()
-    """Names of the linear layers that get an adapter; empty takes all but the output head."""
+    target_modules: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Names of the linear layers that get an adapter, or ends of their names: q_proj, mlp.up_proj. Empty takes all but
+    the output head and the experts of a mixture."""
 
 
 class PolicyConfig(Record):

@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
+from rollouts_core.adapter_targets import check_target_modules, is_target
 from rollouts_core.config import LoRAConfig
 from rollouts_core.errors import ConfigError
+from rollouts_core.messages import first_line
 
 if TYPE_CHECKING:
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -30,24 +33,33 @@ def add_adapters(hf_model: PreTrainedModel, config: LoRAConfig) -> None:
     """Freeze the model and give its linear layers trainable float32 adapters, which change nothing at first.
 
     Raises:
-        ConfigError: peft is not installed, or the model has none of the target modules.
+        ConfigError: peft is not installed, or the model lacks one of the target modules.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ConfigError("lora.rank is set but peft is not installed: run pip install 'rollouts[lora]'") from error
+    layers = _linear_layers(hf_model)
+    check_target_modules(config.target_modules, layers)
+    targets = [
+        layer
+        for layer in layers
+        if not config.target_modules or any(is_target(layer, name) for name in config.target_modules)
+    ]
     hf_model.requires_grad_(False)
+    # With "all-linear" peft takes the experts of a mixture as well, whose adapters merged_weights cannot merge.
     settings = LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        lora_dropout=config.dropout,
-        target_modules=list(config.target_modules) or "all-linear",
+        r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=list(targets)
     )
     try:
         inject_adapter_in_model(settings, hf_model)
     except ValueError as error:
-        wanted = ", ".join(config.target_modules)
-        raise ConfigError(f"lora.target_modules {wanted}: the model has no linear layer of these names") from error
+        raise ConfigError(f"lora.target_modules: peft refuses the layers ({first_line(error)})") from error
+    if other := sorted(_adapted_layers(hf_model).keys() ^ set(targets)):
+        raise ConfigError(
+            f"lora.target_modules: peft makes adapters for other layers than were asked for, {other[0]} first, which "
+            "it does with experts: name layers whose names no expert's layers end with"
+        )
     for parameter in hf_model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -103,6 +115,13 @@ def reset_adapters(hf_model: nn.Module) -> None:
 def is_adapter_weight(name: str) -> bool:
     """Whether a parameter of this name belongs to an adapter."""
     return ".lora_" in name
+
+
+def _linear_layers(hf_model: PreTrainedModel) -> list[str]:
+    """Names of the linear layers but the output head, of which only the weight is used (logprobs.py)."""
+    head = hf_model.get_output_embeddings()
+    modules = hf_model.named_modules()
+    return [name for name, module in modules if isinstance(module, nn.Linear | Conv1D) and module is not head]
 
 
 def _adapted_layers(hf_model: nn.Module) -> dict[str, BaseTunerLayer]:

@@ -182,6 +182,13 @@ def test_a_model_that_has_no_room_for_what_selection_samples_is_named_before_sft
     assert_refused(config, "selection.jsonl: prompts of ", "need 4", "the model at", "has 40")
 
 
+def test_adapters_for_layers_that_the_model_does_not_have_are_named_before_sft(folder: Path) -> None:
+    config = write_config(folder, training__rl__policy={"lora": {"rank": 4, "target_modules": ["q_proj", "c_attn"]}})
+    assert_refused(
+        config, "training.rl.policy.lora.target_modules c_attn: the model has no linear layer", "it has down"
+    )
+
+
 @pytest.mark.parametrize("name", ["some_model", "some_org/some_model", "~/some_model"])
 def test_a_model_that_is_no_folder_is_named_without_asking_a_hub(folder: Path, name: str) -> None:
     assert_refused(write_config(folder, model__path=name), f"model.path: {name} is not a folder")

@@ -208,10 +208,32 @@ def test_compiled_layers_train_as_plain_ones_do(base_model: ModelConfig) -> None
         assert one == pytest.approx(other, rel=1e-4)
 
 
-def test_adapters_need_layers_that_the_model_has(base_model: ModelConfig) -> None:
-    lora = LoRAConfig(rank=4, target_modules=("query_projection",))
-    with pytest.raises(ConfigError, match="target_modules query_projection"):
+@pytest.mark.parametrize(
+    ("names", "unknown"),
+    [
+        (("query_projection",), "query_projection"),
+        (("q_proj", "w_proj"), "w_proj"),
+        (("q_proj", "mlp.v_proj"), "mlp.v_proj"),
+        (("all-linear",), "all-linear"),
+        ((".*q_proj",), r"\.\*q_proj"),
+        (("q_proj", "lm_head"), "lm_head"),  # log-probs are taken from the head's weight, past its adapter
+        (("q_proj", "embed_tokens", "norm"), "embed_tokens, norm"),
+    ],
+)
+def test_adapters_need_layers_that_the_model_has(base_model: ModelConfig, names: tuple[str, ...], unknown: str) -> None:
+    lora = LoRAConfig(rank=4, target_modules=names)
+    known = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    with pytest.raises(ConfigError, match=rf"^lora\.target_modules {unknown}: the model has no .* it has {known}:"):
         create_policy(base_model, PolicyConfig(lora=lora))
+
+
+def test_adapters_are_for_layers_by_their_names_and_by_ends_of_them(base_model: ModelConfig) -> None:
+    lora = LoRAConfig(rank=4, target_modules=("model.layers.0.self_attn.q_proj", "1.self_attn.k_proj", "mlp.up_proj"))
+    created = create_policy(base_model, PolicyConfig(lora=lora))
+    layers = {name for name, module in created.hf_model.named_modules() if hasattr(module, "lora_A")}
+    attention = {"model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.k_proj"}
+    num_layers = created.hf_model.config.num_hidden_layers
+    assert layers == attention | {f"model.layers.{number}.mlp.up_proj" for number in range(num_layers)}
 
 
 def test_flash_attention_that_is_not_installed_is_one_sentence(base_model: ModelConfig) -> None:

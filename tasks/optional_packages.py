@@ -1,0 +1,127 @@
+"""Which optional packages the settings of a run need, and whether the interpreter of its stages has them, or will.
+
+Not here: packages that everything needs (infra/bootstrap.py), those of engines (installed_engines.py), what a run
+installs on a machine (infra/environment.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from infra.environment import NODE_EXTRAS, installed_requirements, read_requirements
+from infra.errors import PermanentInfraError
+from infra.node import Node, PackageSettings, RentedNode
+from infra.session import Session
+from rollouts_core.config import Config
+
+CHECK_TIMEOUT_S = 60.0
+GPU_PLUGINS = ("jax-cuda", "jax-rocm")
+FIND_MISSING = (
+    "import importlib.util as util, json, sys; "
+    "print(json.dumps([name for name in sys.argv[1:] if util.find_spec(name) is None]))"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionalPackage:
+    """A package that not every installation of this project has."""
+
+    module: str
+    """What is imported."""
+    distribution: str
+    """What is installed."""
+    extra: str
+    """The extra of this project that has it."""
+
+
+PEFT = OptionalPackage(module="peft", distribution="peft", extra="lora")
+JAX = OptionalPackage(module="jax", distribution="jax", extra="jax")
+OF_ENVIRONMENTS = {
+    "math_verify": OptionalPackage(module="math_verify", distribution="math-verify", extra="math"),
+    "verifiers": OptionalPackage(module="verifiers", distribution="verifiers", extra="verifiers"),
+}
+
+
+def needed_packages(config: Config, *, trains: bool = True) -> dict[str, OptionalPackage]:
+    """The optional packages that stages import, by the settings that ask for them.
+
+    Args:
+        trains: whether there is anything else than an evaluation.
+    """
+    policies = {"sft": config.training.sft.policy, "rl": config.training.rl.policy}
+    needed: dict[str, OptionalPackage] = {}
+    for kind, policy in policies.items():
+        if trains and kind in config.mode and policy.lora.rank:
+            needed[f"training.{kind}.policy.lora"] = PEFT
+        if trains and kind in config.mode and policy.backend == "jax":
+            needed[f'training.{kind}.policy.backend "jax"'] = JAX
+    samples = (trains and config.mode != "sft") or config.evaluation.metric == "accuracy"
+    if samples and (package := OF_ENVIRONMENTS.get(config.rollout.environment)):
+        needed[f'rollout.environment "{config.rollout.environment}"'] = package
+    return needed
+
+
+def check_packages(session: Session, node: Node, config: Config, *, trains: bool = True) -> None:
+    """Raise PermanentInfraError when the interpreter of a node lacks a package that the stages there need."""
+    needed = needed_packages(config, trains=trains)
+    if not needed:
+        return
+    modules = sorted({package.module for package in needed.values()})
+    found = session.run([node.python, "-c", FIND_MISSING, *modules], timeout_s=CHECK_TIMEOUT_S, may_repeat=True)
+    missing = json.loads(found.stdout.splitlines()[-1])
+    for setting, package in needed.items():
+        if package.module in missing:
+            raise PermanentInfraError(
+                f"{setting} needs {package.distribution}, which {node.python} does not have: run "
+                f"pip install 'rollouts[{package.extra}]' there, or name another interpreter in the node's settings"
+            )
+
+
+def check_sent_packages(settings: PackageSettings, config: Config, *, trains: bool = True) -> None:
+    """Raise PermanentInfraError when a run would not install a package that its stages need.
+
+    Args:
+        settings: those of a machine on which a run installs packages.
+    """
+    needed = needed_packages(config, trains=trains)
+    if not needed:
+        return
+    file = settings.requirements
+    wanted = [Requirement(each) for each in (read_requirements(Path(file)) if file else installed_requirements())]
+    names = {canonicalize_name(each.name) for each in wanted}
+    for setting, package in needed.items():
+        if package.distribution not in names:
+            raise PermanentInfraError(f"{setting} needs {package.distribution}, {_remedy(settings, package)}")
+        if package is JAX and isinstance(settings, RentedNode) and not _has_gpu_build(wanted):
+            raise PermanentInfraError(
+                f"{setting}: {file} (node.requirements) lists JAX's build for the CPU, which would train there at the "
+                "price of a GPU: list the one for the machine, for example with jax[cuda12]==0.7.2"
+            )
+
+
+def _has_gpu_build(requirements: Sequence[Requirement]) -> bool:
+    """Whether JAX can use GPUs: by an extra of it, or by a plugin like jax-cuda12-plugin."""
+    extras = {extra for each in requirements if each.name == JAX.distribution for extra in each.extras}
+    return bool(extras) or any(canonicalize_name(each.name).startswith(GPU_PLUGINS) for each in requirements)
+
+
+def _remedy(settings: PackageSettings, package: OptionalPackage) -> str:
+    """Why a run would not install the package, and what to do."""
+    if settings.requirements:
+        return f"which {settings.requirements} (node.requirements) does not list: add it there"
+    if package.extra in NODE_EXTRAS:
+        return (
+            "and a run installs on its machine what is installed here, where it is missing: run "
+            f"pip install 'rollouts[{package.extra}]' here"
+        )
+    return (
+        f"which a run does not install, because every kind of device has its own build of it: list all packages, with "
+        f"{package.distribution}'s build for that machine, in a file and name it as node.requirements, or install them "
+        'there yourself (node.install = "nothing")'
+    )

@@ -1,0 +1,134 @@
+"""Pins that the layers which adapters are for are held against the model's files, before anything is rented or loaded.
+
+Without it a run whose adapters are for layers of another model would fine-tune, select and rent for them, and then end;
+or train without a word on those of them alone that there are.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from rollouts_core.activation_needs import adapter_bytes
+from rollouts_core.adapter_targets import check_adapters, linear_layers
+from rollouts_core.config import Config, LoRAConfig, ModelConfig, PolicyConfig
+from rollouts_core.errors import ConfigError
+from rollouts_core.model.lora import add_adapters, base_weights, merged_weights
+from rollouts_core.model_size import find_model_size
+
+SIZES: dict[str, Any] = {  # Any: settings
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+GPT2: dict[str, Any] = {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+
+
+def save_model(folder: Path, kind: str, **settings: Any) -> PreTrainedModel:
+    """A random model, and its files in the folder."""
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**settings))
+    model.save_pretrained(folder)
+    return model
+
+
+def config_of(model: Path | str, *, mode: str = "sft+rl", remote: bool = False, **lora: Any) -> Config:
+    """Settings whose RL trains adapters."""
+    return Config.model_validate(
+        {
+            "mode": mode,
+            "model": {"path": str(model), "trust_remote_code": remote},
+            "data": {"sft": "a", "prompts": "b", "selection": "c", "heldout": "d"},
+            "training": {"rl": {"policy": {"lora": {"rank": 4, **lora}}}},
+        }
+    )
+
+
+def adapted_layers(model: PreTrainedModel) -> set[str]:
+    add_adapters(model, LoRAConfig(rank=2))
+    return {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("qwen3", SIZES), ("llama", SIZES | {"tie_word_embeddings": True}), ("gemma3_text", SIZES), ("gpt2", GPT2)],
+)
+def test_the_layers_in_files_are_those_that_get_adapters(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    model = save_model(tmp_path, kind, **settings)
+    layers = linear_layers(find_model_size(ModelConfig(path=str(tmp_path))).tensors)
+    assert set(layers) == adapted_layers(model)
+
+
+def test_the_experts_of_a_mixture_get_no_adapters(tmp_path: Path) -> None:
+    model = save_model(tmp_path, "qwen3_moe", **SIZES, **EXPERTS)
+    size = find_model_size(ModelConfig(path=str(tmp_path)))
+    assert any(".experts." in name for name in size.tensors)
+    assert {"model.layers.0.self_attn.q_proj"} <= adapted_layers(model) <= set(linear_layers(size.tensors))
+    assert merged_weights(model).keys() == base_weights(model).keys()
+    with pytest.raises(ConfigError, match=r"target_modules up_proj: the model has no .* it has .*q_proj"):
+        check_adapters(config_of(tmp_path, target_modules=["q_proj", "up_proj"]))
+
+
+def test_experts_that_get_adapters_all_the_same_are_refused(tmp_path: Path) -> None:
+    dense = {"mlp_only_layers": [0]}  # whose layers are called like those that experts have in files
+    model = save_model(tmp_path, "qwen3_moe", **SIZES, **EXPERTS, **dense)
+    with pytest.raises(ConfigError, match=r"^lora\.target_modules: peft makes adapters for other layers .*experts"):
+        add_adapters(model, LoRAConfig(rank=2))
+    again = save_model(tmp_path, "qwen3_moe", **SIZES, **EXPERTS, **dense)
+    add_adapters(again, LoRAConfig(rank=2, target_modules=("q_proj", "o_proj")))
+    assert merged_weights(again).keys() == base_weights(again).keys()
+
+
+@pytest.mark.parametrize(
+    ("names", "unknown"),
+    [
+        (["c_attn"], "c_attn"),
+        (["q_proj", "w_proj"], "w_proj"),
+        (["mlp.q_proj", "x"], "mlp.q_proj, x"),
+        (["model.layers.2.self_attn.q_proj"], r"model\.layers\.2\.self_attn\.q_proj"),
+        (["all-linear"], "all-linear"),
+        (["q_proj", "lm_head"], "lm_head"),
+        (["q_proj", "model.layers.1.mlp.up_proj"], ""),
+        (["language_model.layers.0.self_attn.q_proj"], ""),  # what stands before the number differs between libraries
+        ([], ""),
+    ],
+)
+def test_names_of_no_layer_are_refused_with_those_that_there_are(
+    names: list[str], unknown: str, tmp_path: Path
+) -> None:
+    save_model(tmp_path, "qwen3", **SIZES)
+    config = config_of(tmp_path, target_modules=names)
+    if not unknown:
+        assert check_adapters(config) == []
+        return
+    known = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    setting = r"training\.rl\.policy\.lora\.target_modules"
+    with pytest.raises(ConfigError, match=rf"^{setting} {unknown}: the model has no .* it has {known}:"):
+        check_adapters(config)
+    assert check_adapters(config_of(tmp_path, mode="sft", target_modules=names)) == []
+    assert check_adapters(config_of(tmp_path, rank=0, target_modules=names)) == []
+    assert check_adapters(config_of(tmp_path, remote=True, target_modules=names)) == []
+
+
+def test_a_model_whose_layers_nobody_knows_is_said_and_not_refused(tmp_path: Path) -> None:
+    [said] = check_adapters(config_of(tmp_path, target_modules=["c_attn"]))
+    assert "not compared with the layers of" in said and "it has no weights as safetensors" in said
+
+
+def test_adapters_count_by_the_names_that_they_are_given_for(tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen3", **SIZES)
+    size = find_model_size(ModelConfig(path=str(tmp_path)))
+
+    def num_bytes(*names: str) -> int:
+        return adapter_bytes(size, PolicyConfig(lora=LoRAConfig(rank=4, target_modules=names)))
+
+    assert num_bytes("self_attn.q_proj") == num_bytes("q_proj") == 16 * 4 * 2 * (16 + 16)
+    assert num_bytes("layers.0.self_attn.q_proj") == num_bytes("q_proj") / 2
