@@ -4,6 +4,7 @@
     ├── InputError               the user changes something, then starts again (exit code 2)
     │   ├── ConfigError          a key, type or value of a configuration
     │   ├── DataError            a row, a file or a tokenizer that does not fit
+    │   │   └── DemonstrationError   a demonstration where a prompt belongs
     │   ├── CheckpointError      a checkpoint that is missing, damaged or of another model
     │   └── RewardError          a user's function that raised or returned something unusable
     ├── EngineError              an inference server refused or answered nonsense
@@ -33,6 +34,10 @@ class ConfigError(InputError):
 
 class DataError(InputError):
     """A data file, row or tokenizer that cannot be used."""
+
+
+class DemonstrationError(DataError):
+    """A row that shows the completion itself, where a prompt is to be completed by the policy."""
 
 
 class CheckpointError(InputError):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,7 +40,7 @@ from rollouts_core.data.held_out import HeldOutRows, key_of_prompt, read_held_ou
 from rollouts_core.data.rows import load_rows, open_rows, resolve_revision
 from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.environments.protocol import describe_tools
-from rollouts_core.errors import ConfigError, DataError
+from rollouts_core.errors import ConfigError, DataError, DemonstrationError
 from rollouts_core.function_checks import check_functions, one_of_each_shape
 from rollouts_core.generate import check_prompt_lengths
 from rollouts_core.messages import first_line
@@ -63,6 +64,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NUM_STREAMED_ROWS_CHECKED = 10_000
+COMPARE_BY_LOSS = 'set evaluation.metric = "loss"'
+"""What helps where the rows that checkpoints are compared on are demonstrations; in the mode sft alone."""
 
 
 def validate_config(config: Config) -> list[str]:
@@ -269,7 +272,7 @@ def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str) -> 
         where = f"{source}, row {prompt.row}: prompt {prompt.id!r}"
         for name, grader in needed.items():
             if not (prompt.answer if name == "answer" else name in prompt.metadata):
-                remedy = ': give it one, or set evaluation.metric = "loss"' if config.mode == "sft" else ""
+                remedy = f": give it one, or {COMPARE_BY_LOSS}" if config.mode == "sft" else ""
                 raise DataError(f"{where} has no `{name}`, which {grader} compares completions with{remedy}")
         try:
             for check in checks:
@@ -360,10 +363,24 @@ def _read_held_out(config: Config) -> list[HeldOutRows]:
     """The rows that checkpoints are chosen by, or kept, and those that grade the chosen ones."""
     paths = {"data.selection": config.data.selection, "data.heldout": config.data.heldout}
     num_used = config.evaluation.max_prompts
-    held_out = [read_held_out(name, path, config.evaluation.metric, max_rows=num_used) for name, path in paths.items()]
+    with _with_remedy(config):
+        held_out = [
+            read_held_out(name, path, config.evaluation.metric, max_rows=num_used) for name, path in paths.items()
+        ]
     if config.mode != "rl" and config.data.sft_eval:  # keep_best goes by it
         held_out.append(read_held_out("data.sft_eval", config.data.sft_eval, "loss"))
     return held_out
+
+
+@contextmanager
+def _with_remedy(config: Config) -> Iterator[None]:
+    """Say of demonstrations among prompts that SFT alone can also be judged by its loss on them."""
+    try:
+        yield
+    except DemonstrationError as error:
+        if config.mode != "sft":
+            raise
+        raise DemonstrationError(f"{error}; or, to compare by the loss on such rows, {COMPARE_BY_LOSS}") from error
 
 
 def _count_prompts(prompts: Sequence[Prompt], source: str) -> str:
@@ -373,7 +390,8 @@ def _count_prompts(prompts: Sequence[Prompt], source: str) -> str:
 
 
 def _load_checked_prompts(path: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    prompts = load_prompts_from_jsonl(path)
+    with _with_remedy(config):
+        prompts = load_prompts_from_jsonl(path)
     tools = describe_tools(resolve_environment(config.rollout))
     max_tokens = config.rollout.max_prompt_tokens
     longest = check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=path, tools=tools)

@@ -46,6 +46,7 @@ class DataConfig(Record):
     """Rollouts for RL in place of prompts and engines: the folder `samples` of an earlier RL stage, whose steps are
     trained on in their order. Each is a batch, whatever `rollout.batch_size` says."""
     selection: str = ""
-    """Prompts (or demonstrations, for the metric `loss`) that choose between checkpoints."""
+    """Prompts, or with `evaluation.metric = "loss"` demonstrations, that choose between checkpoints."""
     heldout: str = ""
-    """Prompts (or demonstrations) for the report. No row of them may be among the selection's."""
+    """Prompts, or with `evaluation.metric = "loss"` demonstrations, for the report. No row of them may be among the
+    selection's."""

@@ -72,7 +72,7 @@ class Config(Record):
         needed = {"sft": ["sft"], "rl": [source], "sft+rl": ["sft", source]}[self.mode]
         for name in [*needed, "selection", "heldout"]:
             if not getattr(self.data, name):
-                raise ValueError(f'mode "{self.mode}" needs data.{name}')
+                raise ValueError(f'mode "{self.mode}" needs data.{name}: {_what_belongs_in(name)}')
         if self.mode != "sft" and self.evaluation.metric == "loss":
             raise ValueError(f'mode "{self.mode}" compares checkpoints by accuracy: evaluation.metric cannot be "loss"')
         if self.mode != "sft" and self.rollout.sampling.temperature == 0:
@@ -159,3 +159,10 @@ class Config(Record):
         settings = self.model_dump(mode="json", exclude_defaults=True)
         is_json = Path(path).suffix == ".json"
         Path(path).write_text(json.dumps(settings, indent=2) if is_json else tomli_w.dumps(settings), encoding="utf-8")
+
+
+def _what_belongs_in(name: str) -> str:
+    """The first sentence about a setting of `data`."""
+    about = " ".join((DataConfig.model_fields[name].description or "").split())
+    sentence = about.partition(". ")[0].removesuffix(".")
+    return sentence[:1].lower() + sentence[1:]

@@ -30,7 +30,7 @@ from rollouts_core.data.chat import (
 from rollouts_core.data.conversations import Row, describe_keys, read_demonstration, read_messages
 from rollouts_core.data.mixture import epoch_order
 from rollouts_core.data.rows import RowTable, load_rows, open_rows
-from rollouts_core.errors import DataError
+from rollouts_core.errors import DataError, DemonstrationError
 from rollouts_core.types import Message, Prompt, Sample, Status
 
 if TYPE_CHECKING:
@@ -228,6 +228,7 @@ def load_prompts_from_jsonl(path: str | Path, *, max_rows: int | None = None) ->
 
     Raises:
         DataError: a row without `prompt` or `messages`, named by its number, or an id that occurs twice.
+        DemonstrationError: a row that is none of these but a demonstration.
     """
     prompts: list[Prompt] = []
     row_of_id: dict[str, int] = {}
@@ -235,7 +236,7 @@ def load_prompts_from_jsonl(path: str | Path, *, max_rows: int | None = None) ->
         try:
             prompt = _build_prompt(row, number, default_id=f"{Path(path).stem}-{number}")
         except DataError as error:
-            raise DataError(f"{path}, row {number}: {error}") from error
+            raise type(error)(f"{path}, row {number}: {error}") from error
         if prompt.id in row_of_id:
             raise DataError(f"{path}, row {number}: id {prompt.id!r} is also that of row {row_of_id[prompt.id]}")
         row_of_id[prompt.id] = number
@@ -347,9 +348,10 @@ def _build_prompt(row: Row, number: int, *, default_id: str) -> Prompt:
     elif row.get("prompt") is not None:
         raise DataError(f"`prompt` must be text or a list of messages, found {type(row['prompt']).__name__}")
     else:
-        raise DataError(f"expected `prompt` or `messages`; found {describe_keys(row)}")
+        wrong = DemonstrationError if isinstance(row.get("text"), str) else DataError
+        raise wrong(f"expected `prompt` or `messages`; found {describe_keys(row)}")
     if messages[-1]["role"] == "assistant":
-        raise DataError(
+        raise DemonstrationError(
             "the prompt ends with a turn of the assistant, which the policy is to give: remove that turn, or put it "
             "into `answer` where graders compare with it"
         )

@@ -20,6 +20,7 @@ from tests.flows.refusals import (
     USER,
     Change,
     assert_refused,
+    refusal,
     write_config,
     write_rows,
 )
@@ -102,6 +103,21 @@ def test_a_demonstration_of_the_selection_among_the_heldout_ones_is_named(folder
     write_rows(folder / "heldout.jsonl", [{"text": "1"}, GOOD_ROW])
     config = write_config(folder, mode="sft", evaluation__metric="loss")
     assert_refused(config, "heldout.jsonl, row 2 is also row 1 of", "remove it from one of them")
+
+
+@pytest.mark.parametrize("row", [{"messages": [USER, ASSISTANT]}, GOOD_ROW, {"text": "1+1=2"}])
+@pytest.mark.parametrize("held_out", ["selection", "heldout"])
+def test_sft_is_told_how_its_demonstrations_can_be_compared_on(
+    folder: Path, held_out: str, row: dict[str, object]
+) -> None:
+    write_rows(folder / f"{held_out}.jsonl", [row])
+    assert_refused(write_config(folder, mode="sft"), f"{held_out}.jsonl, row 1", 'set evaluation.metric = "loss"')
+
+
+def test_rl_is_not_told_of_a_metric_that_it_has_not(folder: Path) -> None:
+    write_rows(folder / "selection.jsonl", [{"messages": [USER, ASSISTANT]}])
+    said = refusal(write_config(folder))
+    assert "put it into `answer`" in said and "evaluation.metric" not in said
 
 
 @pytest.mark.parametrize("trained", ["sft", "prompts"])

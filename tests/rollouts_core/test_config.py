@@ -219,7 +219,16 @@ def test_of_several_mistakes_the_unknown_key_comes_first() -> None:
 def test_a_mode_names_the_data_it_lacks(mode: str, missing: str) -> None:
     settings = with_setting("mode", mode)
     del settings["data"][missing]
-    with pytest.raises(ConfigError, match=rf'mode "{mode[:3]}.*" needs data\.{missing}$'):
+    with pytest.raises(ConfigError, match=rf'mode "{mode[:3]}.*" needs data\.{missing}: (demonstrations|prompts)\b'):
+        parse(settings)
+
+
+def test_the_mode_sft_says_that_its_checkpoints_can_be_compared_on_demonstrations() -> None:
+    settings = with_setting("mode", "sft")
+    del settings["data"]["selection"]
+    with pytest.raises(
+        ConfigError, match=r'needs data\.selection: prompts, or with `evaluation\.metric = "loss"` demonstrations, that'
+    ):
         parse(settings)
 
 
