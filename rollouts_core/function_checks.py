@@ -24,7 +24,7 @@ from rollouts_core.resolve import (
     resolve_generate_fn,
     resolve_reward_fn,
 )
-from rollouts_core.rewards import grade_sample
+from rollouts_core.rewards import RewardFn, grade_sample
 from rollouts_core.time_limits import interrupt_after
 from rollouts_core.types import Message, Prompt, Sample, Status
 from rollouts_core.user_code import describe_raised
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 TRIED_TEXT = "It is 2."
 """What rewards are tried with where the prompt has no answer."""
+ANSWER_FORMS = ("{}", "\\boxed{{{}}}", "#### {}", ":{}", "<answer>{}</answer>", "The answer is {}")
+"""How a row's answer is written: graders look for it in different places, and some take it only where it is marked."""
 MAX_TRIED_PROMPTS = 8
 MAX_SHOWN_CHARS = 80
 
@@ -50,7 +52,7 @@ def check_functions(config: Config, prompts: Sequence[Prompt], tokenizer: PreTra
     """Find the user's functions, grade completions of each prompt, an empty one and its answer, and filter a group.
 
     Returns:
-        What the user's own functions gave, a sentence for each prompt.
+        Who grades, and what they gave, a sentence for each prompt.
 
     Raises:
         ConfigError: a name that stands for nothing.
@@ -60,19 +62,21 @@ def check_functions(config: Config, prompts: Sequence[Prompt], tokenizer: PreTra
     resolve_buffer_filter_fn(config.rollout)
     if config.rollout.generate_fn != "":
         resolve_generate_fn(config.rollout)
-    tried = [(prompt, text) for prompt in prompts for text in ("", prompt.answer or TRIED_TEXT)]
-    completions = [build_completion(prompt, text, tokenizer, config.rollout) for prompt, text in tried]
-    graded = asyncio.run(_grade_each(completions, config))
+    graded = asyncio.run(_grade_each(prompts, config, tokenizer))
     if filter_fn is not None:
-        group = [graded[0]] * config.rollout.n_samples_per_prompt
+        group = [graded[0][0]] * config.rollout.n_samples_per_prompt
         _check_filter(filter_fn, group, timeout_s=config.rollout.reward_timeout_s)
-    own = ", ".join(name for name in config.rollout.reward_names if ":" in name)
+    graders = ", ".join(config.rollout.reward_names)
     return [
-        f"{own}: reward {empty.reward} for an empty completion of prompt {prompt.id!r}, "
+        f"graded by {graders}: reward {empty.reward} for an empty completion of prompt {prompt.id!r}, "
         f"{answer.reward} for {answer.response[:MAX_SHOWN_CHARS]!r}"
-        for prompt, empty, answer in zip(prompts, graded[::2], graded[1::2], strict=True)
-        if own
+        for prompt, (empty, answer) in zip(prompts, graded, strict=True)
     ]
+
+
+def texts_to_try(prompt: Prompt) -> list[str]:
+    """Completions that may be right: the row's answer in several forms, or something where it has none."""
+    return [form.format(prompt.answer) for form in ANSWER_FORMS] if prompt.answer else [TRIED_TEXT]
 
 
 def build_completion(prompt: Prompt, text: str, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> Sample:
@@ -96,29 +100,42 @@ def build_completion(prompt: Prompt, text: str, tokenizer: PreTrainedTokenizerBa
     return replace(sample, metadata={**sample.metadata, **held})
 
 
-async def _grade_each(completions: Sequence[Sample], config: Config) -> list[Sample]:
-    """The completions with their rewards, in the one event loop that the services of rewards belong to."""
+async def _grade_each(
+    prompts: Sequence[Prompt], config: Config, tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[Sample, Sample]]:
+    """Of each prompt an empty completion and one that may be right, graded: the first that is graded otherwise.
+
+    All in the one event loop that the services of rewards belong to.
+    """
     reward_fn = resolve_reward_fn(config.rollout)
-    graded = []
-    for completion in completions:
-        what = (
-            f"the completion {completion.response[:MAX_SHOWN_CHARS]!r}"
-            if completion.response
-            else "an empty completion"
+    pairs = []
+    for prompt in prompts:
+        empty = await _grade(build_completion(prompt, "", tokenizer, config.rollout), reward_fn, config)
+        tried: list[Sample] = []
+        for text in texts_to_try(prompt):
+            tried.append(await _grade(build_completion(prompt, text, tokenizer, config.rollout), reward_fn, config))
+            if tried[-1].reward != empty.reward:
+                break
+        pairs.append((empty, tried[-1] if tried[-1].reward != empty.reward else tried[0]))
+    return pairs
+
+
+async def _grade(completion: Sample, reward_fn: RewardFn, config: Config) -> Sample:
+    """The completion with its reward; whatever goes wrong is told with what it was given."""
+    said = completion.response
+    what = f"the completion {said[:MAX_SHOWN_CHARS]!r}" if said else "an empty completion"
+    try:
+        sample = await grade_sample(completion, reward_fn, timeout_s=config.rollout.reward_timeout_s)
+    except EnvironmentUnavailableError as error:
+        raise ConfigError(f"{what} cannot be graded: {error}") from error
+    except RewardError as error:
+        raise RewardError(f"{error}; it was given {what}") from error
+    if sample.reward is None and config.training.rl.advantage.unscored == "error":
+        raise RewardError(
+            f"reward function {name_of_function(reward_fn)} on {what} returned None: expected a finite "
+            'number, or training.rl.advantage.unscored = "exclude" where some completions cannot be scored'
         )
-        try:
-            sample = await grade_sample(completion, reward_fn, timeout_s=config.rollout.reward_timeout_s)
-        except EnvironmentUnavailableError as error:
-            raise ConfigError(f"{what} cannot be graded: {error}") from error
-        except RewardError as error:
-            raise RewardError(f"{error}; it was given {what}") from error
-        if sample.reward is None and config.training.rl.advantage.unscored == "error":
-            raise RewardError(
-                f"reward function {name_of_function(reward_fn)} on {what} returned None: expected a finite "
-                'number, or training.rl.advantage.unscored = "exclude" where some completions cannot be scored'
-            )
-        graded.append(sample)
-    return graded
+    return sample
 
 
 def _check_filter(filter_fn: FilterFn, group: list[Sample], *, timeout_s: float) -> None:

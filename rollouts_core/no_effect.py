@@ -37,8 +37,7 @@ def _of_stage(stage: str, optim: OptimConfig, policy: PolicyConfig, *, num_updat
 
 
 def _of_rollout(rollout: RolloutConfig) -> list[str]:
-    usual = RolloutConfig().environment
-    if rollout.environment == usual or rollout.environment in rollout.reward_names:
+    if rollout.environment == "" or rollout.environment in rollout.reward_names:
         return []
     environment = resolve_environment(rollout)
     if is_multi_turn(environment) or describe_tools(environment):

@@ -52,7 +52,7 @@ from rollouts_core.model_checks import (
 )
 from rollouts_core.no_effect import find_settings_without_effect
 from rollouts_core.offline_rollouts import check_rollouts
-from rollouts_core.resolve import resolve_environment
+from rollouts_core.resolve import check_graded, resolve_environment
 from rollouts_core.rewards import REWARDS, check_reward_row
 from rollouts_core.saving import check_same_settings, describe_settings
 from rollouts_core.types import Prompt, Status
@@ -69,6 +69,8 @@ def validate_config(config: Config) -> list[str]:
     Raises:
         InputError: one sentence with what was expected, what was found and what to do.
     """
+    if config.evaluation.metric == "accuracy":
+        check_graded(config.rollout)
     check_resumed(config)
     check_model_files(config)
     tokenizer = load_tokenizer(config.model)
@@ -116,6 +118,8 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig]) -> list[s
     Raises:
         InputError: one sentence with what was expected, what was found and what to do.
     """
+    if config.evaluation.metric == "accuracy":
+        check_graded(config.rollout)
     heldout = config.data.heldout
     findings: list[str] = []
     for model in models:

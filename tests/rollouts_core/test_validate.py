@@ -23,6 +23,7 @@ from rollouts_core.errors import CheckpointError, ConfigError, DataError, Reward
 from rollouts_core.function_checks import check_functions, one_of_each_shape
 from rollouts_core.generate import check_prompt_lengths
 from rollouts_core.model_checks import check_positions, count_positions
+from rollouts_core.resolve import resolve_reward_fn
 from rollouts_core.saving import describe_settings
 from rollouts_core.types import Sample
 from rollouts_core.validate import (
@@ -245,7 +246,33 @@ def test_what_a_function_of_the_user_gave_is_said(tokenizer: PreTrainedTokenizer
     prompt = replace(make_prompts(1)[0], answer="12", metadata={"level": 2})
     [said] = check_functions(with_rollout(reward_fn=f"{__name__}:reads_the_level"), [prompt], tokenizer)
     assert said.endswith("reads_the_level: reward 0.0 for an empty completion of prompt 'p0', 2.0 for '12'")
-    assert check_functions(with_rollout(environment="math"), [prompt], tokenizer) == []
+
+
+@pytest.mark.parametrize(
+    ("rollout", "graders", "right"),
+    [
+        ({"environment": "math"}, "math", "'\\\\boxed{12}'"),
+        ({"environment": "arithmetic"}, "arithmetic", "':12'"),
+        ({"environment": "math", "reward_fn": "last_number"}, "last_number", "'12'"),
+    ],
+)
+def test_who_grades_and_what_they_take_for_right_is_said_of_those_that_ship_too(
+    rollout: dict[str, Any], graders: str, right: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prompt = replace(make_prompts(1)[0], answer="12")
+    [said] = check_functions(with_rollout(**rollout), [prompt], tokenizer)
+    assert said == f"graded by {graders}: reward 0.0 for an empty completion of prompt 'p0', 1.0 for {right}"
+
+
+@pytest.mark.parametrize("rollout", [{}, {"rewards": (RewardConfig(), RewardConfig(name="exact_match"))}])
+def test_without_a_grader_nothing_is_graded_and_those_that_ship_are_named(rollout: dict[str, Any]) -> None:
+    """A grader that is taken in silence gives every answer of another form 0, to the last step."""
+    with pytest.raises(ConfigError, match=r"rollout\.environment to one that ships \(arithmetic, calculator, .*math"):
+        validate.validate_config(with_rollout(**rollout))
+    with pytest.raises(ConfigError, match=r"or set rollout\.reward_fn or rollout\.rewards"):
+        resolve_reward_fn(RolloutConfig(**rollout))
+    with pytest.raises(ConfigError, match="nothing says how good a completion is"):
+        validate.validate_evaluation(with_rollout(**rollout), [])
 
 
 class ReadsTheConversation:
