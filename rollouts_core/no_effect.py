@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from rollouts_core.config import Config, LoRAConfig, OptimConfig, PolicyConfig, RolloutConfig
 from rollouts_core.environments.protocol import describe_tools, is_multi_turn
+from rollouts_core.findings import Caution
 from rollouts_core.resolve import resolve_environment
 
 
-def find_settings_without_effect(config: Config) -> list[str]:
-    """A sentence for each setting that somebody gave and that changes nothing in the stages of this run."""
+def find_settings_without_effect(config: Config) -> list[Caution]:
+    """A warning for each setting that somebody gave and that changes nothing in the stages of this run."""
     sft, rl = config.training.sft, config.training.rl
-    found: list[str] = []
+    found: list[Caution] = []
     if config.mode != "rl":
         found += _of_stage("training.sft", sft.optim, sft.policy, num_updates=sft.num_steps)
     if config.mode != "sft":
@@ -21,26 +22,30 @@ def find_settings_without_effect(config: Config) -> list[str]:
     return found + (_of_rollout(config.rollout) if config.evaluation.metric == "accuracy" else [])
 
 
-def _of_stage(stage: str, optim: OptimConfig, policy: PolicyConfig, *, num_updates: int) -> list[str]:
-    found: list[str] = []
+def _of_stage(stage: str, optim: OptimConfig, policy: PolicyConfig, *, num_updates: int) -> list[Caution]:
+    found: list[Caution] = []
     if optim.lr == 0:
-        found.append(f"{stage}.optim.lr is 0: nothing is learned")
+        found.append(Caution(f"{stage}.optim.lr is 0: nothing is learned"))
     if optim.num_warmup_steps >= num_updates:
         found.append(
-            f"{stage}.optim.num_warmup_steps {optim.num_warmup_steps} are as many as all updates ({num_updates}), or "
-            "more: the learning rate does nothing but rise"
+            Caution(
+                f"{stage}.optim.num_warmup_steps {optim.num_warmup_steps} are as many as all updates ({num_updates}), "
+                "or more: the learning rate does nothing but rise"
+            )
         )
     unused = [name for name in LoRAConfig.model_fields if getattr(policy.lora, name) != getattr(LoRAConfig(), name)]
     if policy.lora.rank == 0 and unused:
-        found.append(f"{stage}.policy.lora.{unused[0]} does nothing without lora.rank: all weights are trained")
+        found.append(
+            Caution(f"{stage}.policy.lora.{unused[0]} does nothing without lora.rank: all weights are trained")
+        )
     return found
 
 
-def _of_rollout(rollout: RolloutConfig) -> list[str]:
+def _of_rollout(rollout: RolloutConfig) -> list[Caution]:
     if rollout.environment == "" or rollout.environment in rollout.reward_names:
         return []
     environment = resolve_environment(rollout)
     if is_multi_turn(environment) or describe_tools(environment):
         return []
     instead = "rewards" if rollout.rewards else "reward_fn"
-    return [f'rollout.environment "{rollout.environment}" does nothing: rollout.{instead} grades in its place']
+    return [Caution(f'rollout.environment "{rollout.environment}" does nothing: rollout.{instead} grades in its place')]

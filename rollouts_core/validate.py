@@ -39,6 +39,7 @@ from rollouts_core.data.rows import load_rows, open_rows, resolve_revision
 from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.environments.protocol import describe_tools
 from rollouts_core.errors import ConfigError, DataError
+from rollouts_core.findings import Caution
 from rollouts_core.function_checks import check_functions, one_of_each_shape
 from rollouts_core.generate import check_prompt_lengths
 from rollouts_core.messages import first_line
@@ -64,7 +65,7 @@ NUM_STREAMED_ROWS_CHECKED = 10_000
 
 
 def validate_config(config: Config) -> list[str]:
-    """Check everything that can be checked without training; returns what was found, a sentence each.
+    """Check everything that can be checked without training; returns facts and warnings, a sentence each.
 
     Raises:
         InputError: one sentence with what was expected, what was found and what to do.
@@ -139,8 +140,8 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig]) -> list[s
     return list(dict.fromkeys(findings))
 
 
-def warn_of_uncorrected_age(config: Config) -> list[str]:
-    """A sentence where completions of other weights are trained on as if the current ones had sampled them."""
+def warn_of_uncorrected_age(config: Config) -> list[Caution]:
+    """A warning where completions of other weights are trained on as if the current ones had sampled them."""
     ages = {name: getattr(config.rollout, name) for name in ("max_staleness", "max_partial_staleness")}
     old = [f"rollout.{name} {age}" for name, age in ages.items() if age]
     if config.training.rl.sync_every > 1:  # by these steps the trainer is ahead of what it published
@@ -150,8 +151,10 @@ def warn_of_uncorrected_age(config: Config) -> list[str]:
     if not old or config.training.rl.corrects_for_age:
         return []
     return [
-        f"{old[0]} trains on completions of other weights than the current ones, and nothing in "
-        'training.rl.loss corrects for that: set ratio_base = "rollout", or mismatch.weight with its limits'
+        Caution(
+            f"{old[0]} trains on completions of other weights than the current ones, and nothing in "
+            'training.rl.loss corrects for that: set ratio_base = "rollout", or mismatch.weight with its limits'
+        )
     ]
 
 
@@ -177,8 +180,10 @@ def check_demonstrations(
         num_epoch_rows += share * (counts.num_tokens / sft.max_length if sft.packing else kept)
     if num_epoch_rows < sft.batch_size:
         findings.append(
-            f"training.sft.batch_size {sft.batch_size} is more than the about {math.ceil(num_epoch_rows)} rows of "
-            f"{sft.max_length} tokens of an epoch: a step sees demonstrations several times"
+            Caution(
+                f"training.sft.batch_size {sft.batch_size} is more than the about {math.ceil(num_epoch_rows)} rows of "
+                f"{sft.max_length} tokens of an epoch: a step sees demonstrations several times"
+            )
         )
     return findings
 
@@ -291,8 +296,10 @@ def check_other_rows(first: str, second: str) -> None:
             )
 
 
-def check_held_out(held_out: Sequence[HeldOutRows], prompts: Sequence[Prompt] = (), *, source: str = "") -> list[str]:
-    """Look for prompts of RL among the rows that are held out; a sentence where a few of these are trained on.
+def check_held_out(
+    held_out: Sequence[HeldOutRows], prompts: Sequence[Prompt] = (), *, source: str = ""
+) -> list[Caution]:
+    """Look for prompts of RL among the rows that are held out; a warning where a few of these are trained on.
 
     Raises:
         DataError: more than a few of them are, as demonstrations that were looked at before or as prompts.
