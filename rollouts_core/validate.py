@@ -42,6 +42,7 @@ from rollouts_core.errors import ConfigError, DataError
 from rollouts_core.findings import Caution
 from rollouts_core.function_checks import check_functions, one_of_each_shape
 from rollouts_core.generate import check_prompt_lengths
+from rollouts_core.learning_rates import check_learning_rates
 from rollouts_core.messages import first_line
 from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.model_checks import (
@@ -77,7 +78,7 @@ def validate_config(config: Config) -> list[str]:
     tokenizer = load_tokenizer(config.model)
     check_model_vocabulary(config.model, tokenizer)
     findings = [f"model {config.model.path}: tokenizer with {len(tokenizer)} tokens"]
-    findings += find_settings_without_effect(config)
+    findings += [*find_settings_without_effect(config), *check_learning_rates(config)]
     held_out = _read_held_out(config)
     if config.mode != "rl":
         findings += check_demonstrations(config, tokenizer, held_out)
