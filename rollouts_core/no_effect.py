@@ -5,7 +5,15 @@ Not here: settings that cannot go together (config/), what is wrong with models 
 
 from __future__ import annotations
 
-from rollouts_core.config import Config, LoRAConfig, OptimConfig, PolicyConfig, RolloutConfig
+from rollouts_core.config import (
+    Config,
+    LoRAConfig,
+    OptimConfig,
+    PolicyConfig,
+    RLTrainingConfig,
+    RolloutConfig,
+    SFTTrainingConfig,
+)
 from rollouts_core.environments.protocol import describe_tools, is_multi_turn
 from rollouts_core.findings import Caution
 from rollouts_core.resolve import resolve_environment
@@ -17,8 +25,12 @@ def find_settings_without_effect(config: Config) -> list[Caution]:
     found: list[Caution] = []
     if config.mode != "rl":
         found += _of_stage("training.sft", sft.optim, sft.policy, num_updates=sft.num_steps)
+        found += _of_intervals("training.sft", sft)
+        if sft.eval_every != SFTTrainingConfig().eval_every and not config.data.sft_eval:
+            found.append(Caution(f"training.sft.eval_every {sft.eval_every} does nothing without data.sft_eval"))
     if config.mode != "sft":
         found += _of_stage("training.rl", rl.optim, rl.policy, num_updates=rl.num_optim_steps)
+        found += _of_intervals("training.rl", rl)
     return found + (_of_rollout(config.rollout) if config.evaluation.metric == "accuracy" else [])
 
 
@@ -39,6 +51,18 @@ def _of_stage(stage: str, optim: OptimConfig, policy: PolicyConfig, *, num_updat
             Caution(f"{stage}.policy.lora.{unused[0]} does nothing without lora.rank: all weights are trained")
         )
     return found
+
+
+def _of_intervals(stage: str, training: SFTTrainingConfig | RLTrainingConfig) -> list[Caution]:
+    given, usual = training.checkpoint_every, type(training)().checkpoint_every
+    if given <= training.num_steps or given == usual:
+        return []
+    return [
+        Caution(
+            f"{stage}.checkpoint_every {given} is more than its num_steps {training.num_steps}: there is no checkpoint "
+            "but the last one to choose, and a training that is interrupted begins anew"
+        )
+    ]
 
 
 def _of_rollout(rollout: RolloutConfig) -> list[Caution]:

@@ -38,6 +38,7 @@ from rollouts_core.data.held_out import HeldOutRows, key_of_prompt, read_held_ou
 from rollouts_core.data.rows import load_rows, open_rows, resolve_revision
 from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.environments.protocol import describe_tools
+from rollouts_core.epochs import MANY_EPOCHS_OF_RL, MANY_EPOCHS_OF_SFT, describe_epochs
 from rollouts_core.errors import ConfigError, DataError
 from rollouts_core.findings import Caution
 from rollouts_core.function_checks import check_functions, one_of_each_shape
@@ -53,7 +54,7 @@ from rollouts_core.model_checks import (
     num_embedded_tokens,
 )
 from rollouts_core.no_effect import find_settings_without_effect
-from rollouts_core.offline_rollouts import check_rollouts
+from rollouts_core.offline_rollouts import OfflineRollouts, check_rollouts
 from rollouts_core.resolve import check_graded, resolve_environment
 from rollouts_core.rewards import REWARDS, check_reward_row
 from rollouts_core.saving import check_same_settings, describe_settings
@@ -96,6 +97,11 @@ def validate_config(config: Config) -> list[str]:
     if config.mode != "sft" and config.data.rollouts:
         folder, vocab_size = Path(config.data.rollouts), num_embedded_tokens(config.model) or len(tokenizer)
         findings.append(check_rollouts(folder, vocab_size=vocab_size, config=config.rollout))
+        num_recorded, num_steps = len(OfflineRollouts(folder, config.rollout).files), config.training.rl.num_steps
+        of_what = f"the {num_recorded} recorded steps"
+        findings.append(
+            describe_epochs("training.rl", num_steps, num_recorded, of_what=of_what, many=MANY_EPOCHS_OF_SFT)
+        )
     elif config.mode != "sft":
         prompts["prompts"] = config.data.prompts
     loaded = {name: _load_checked_prompts(path, config, tokenizer) for name, path in prompts.items()}
@@ -109,6 +115,7 @@ def validate_config(config: Config) -> list[str]:
         limit = config.evaluation.max_p_value
         check_num_rows(num_rows, limit, source="data.heldout", setting="evaluation.max_p_value")
     findings += [_count_prompts(rows, prompts[name]) for name, rows in loaded.items()]
+    findings += check_prompt_epochs(config, len(loaded["prompts"])) if "prompts" in loaded else []
     findings += warn_of_endless_turns(tokenizer)
     findings += warn_of_unseen_tools(tokenizer, describe_tools(resolve_environment(config.rollout)))
     return findings + (warn_of_uncorrected_age(config) if config.mode != "sft" else [])
@@ -186,7 +193,25 @@ def check_demonstrations(
                 f"{sft.max_length} tokens of an epoch: a step sees demonstrations several times"
             )
         )
-    return findings
+    num_rows = math.ceil(num_epoch_rows)
+    of_what = f"about {num_rows:,} {'packed rows' if sft.packing else 'rows'}"
+    per_epoch = num_epoch_rows / sft.batch_size
+    return [
+        *findings,
+        describe_epochs("training.sft", sft.num_steps, per_epoch, of_what=of_what, many=MANY_EPOCHS_OF_SFT),
+    ]
+
+
+def check_prompt_epochs(config: Config, num_prompts: int) -> list[str]:
+    """How often RL sees its prompts, and a warning where a step sees some several times."""
+    batch_size = config.rollout.batch_size
+    per_epoch, of_what = num_prompts / batch_size, f"the {num_prompts:,} prompts"
+    num_steps = config.training.rl.num_steps
+    said = describe_epochs("training.rl", num_steps, per_epoch, of_what=of_what, many=MANY_EPOCHS_OF_RL)
+    if batch_size <= num_prompts:
+        return [said]
+    found = f"rollout.batch_size {batch_size} is more than the {num_prompts} prompts of {config.data.prompts}"
+    return [said, Caution(f"{found}: a step sees the same prompt several times")]
 
 
 def check_resumed(config: Config) -> None:

@@ -40,6 +40,9 @@ def test_usual_settings_all_do_something() -> None:
         ({"optim": {"lr": 0.0}}, "optim.lr is 0: nothing is learned"),
         ({"num_steps": 5, "optim": {"num_warmup_steps": 5}}, "optim.num_warmup_steps 5 are as many as all updates (5)"),
         ({"num_steps": 6, "optim": {"num_warmup_steps": 5}}, ""),
+        ({"num_steps": 6, "checkpoint_every": 7}, "checkpoint_every 7 is more than its num_steps 6: there is no"),
+        ({"num_steps": 6, "checkpoint_every": 6}, ""),
+        ({"num_steps": 5}, ""),  # a short training, of which nobody said how often it saves
         ({"policy": {"lora": {"alpha": 16.0}}}, "policy.lora.alpha does nothing without lora.rank"),
         ({"policy": {"lora": {"rank": 8, "alpha": 16.0}}}, ""),
     ],
@@ -51,6 +54,14 @@ def test_a_setting_of_a_stage_without_effect_is_told_where_the_stage_runs(
     assert [f"training.{stage}.{words}" in sentence for sentence in find(training={stage: settings})] == expected
     other = {"sft": "rl", "rl": "sft"}[stage]
     assert find(training={stage: settings}, mode=other) == []
+
+
+@pytest.mark.parametrize(("eval_every", "sft_eval", "is_told"), [(50, "", True), (50, "e", False), (100, "", False)])
+def test_evaluations_of_demonstrations_that_there_are_not_are_told(
+    eval_every: int, sft_eval: str, is_told: bool
+) -> None:
+    found = find(data={**DATA, "sft_eval": sft_eval}, training={"sft": {"eval_every": eval_every}})
+    assert found == [f"training.sft.eval_every {eval_every} does nothing without data.sft_eval"] * is_told
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from rollouts_core.config import Config, RewardConfig, RLTrainingConfig, Rollout
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.environments import ENVIRONMENTS, Conversation, Reply
 from rollouts_core.errors import CheckpointError, ConfigError, DataError, RewardError
+from rollouts_core.findings import Caution
 from rollouts_core.function_checks import check_functions, one_of_each_shape
 from rollouts_core.generate import check_prompt_lengths
 from rollouts_core.model_checks import check_positions, count_positions
@@ -31,6 +32,7 @@ from rollouts_core.validate import (
     check_demonstrations,
     check_num_rows,
     check_promotion,
+    check_prompt_epochs,
     check_resumed,
     warn_of_uncorrected_age,
 )
@@ -74,7 +76,7 @@ def test_each_dataset_is_described(tmp_path: Path, tokenizer: PreTrainedTokenize
     first = write_rows(tmp_path / "a.jsonl", [SUM] * 6)
     second = write_rows(tmp_path / "b.jsonl", [{"text": "1" * n} for n in (5, 30, 9)])
     config = make_config([{"path": first, "max_samples": 5}, {"path": second}])
-    assert check_demonstrations(config, tokenizer) == [
+    assert check_demonstrations(config, tokenizer)[:-1] == [
         f"{first}: 5 demonstrations, 10 trained tokens",
         f"{second}: 3 demonstrations, 36 trained tokens, 1 cut",
     ]
@@ -83,13 +85,60 @@ def test_each_dataset_is_described(tmp_path: Path, tokenizer: PreTrainedTokenize
 def test_rows_that_will_be_left_out_are_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"text": "1" * n} for n in (15, 30, 15, 15)])
     findings = check_demonstrations(make_config(path, on_overlong="drop"), tokenizer)
-    assert findings == [f"{path}: 3 demonstrations, 48 trained tokens, 1 left out for their length"]
+    assert findings[0] == f"{path}: 3 demonstrations, 48 trained tokens, 1 left out for their length"
 
 
 def test_a_dataset_that_would_be_left_out_whole_is_an_error(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"text": "1" * 30}] * 3)
     with pytest.raises(DataError, match=r"a\.jsonl: all 3 rows are longer than training\.sft\.max_length"):
         check_demonstrations(make_config(path, on_overlong="drop"), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "training", "said"),
+    [
+        (4, {}, "training.sft.num_steps 4 is about 4.0 epochs of about 2 packed rows"),
+        (4, {"packing": False}, "training.sft.num_steps 4 is about 2.0 epochs of about 4 rows"),
+        (1, {"packing": False, "batch_size": 1}, "training.sft.num_steps 1 is about 0.25 epochs of about 4 rows"),
+        (30, {}, "training.sft.num_steps 30 is about 30 epochs of about 2 packed rows"),
+        (100_000, {}, "training.sft.num_steps 100,000 is about 100,000 epochs of about 2 packed rows: a model learns"),
+    ],
+)
+def test_what_a_number_of_steps_means_is_said_and_warned_of_where_it_is_absurd(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, num_steps: int, training: dict[str, Any], said: str
+) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [SUM] * 4)  # 40 tokens: two rows of 20
+    finding = check_demonstrations(make_config(path, num_steps=num_steps, **training), tokenizer)[-1]
+    assert finding.startswith(said)
+    assert isinstance(finding, Caution) == (num_steps > 30)
+
+
+def test_the_steps_that_a_warning_of_many_epochs_names_are_not_warned_of(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [SUM] * 7)
+    finding = check_demonstrations(make_config(path, num_steps=1000), tokenizer)[-1]
+    named = int(finding.rpartition("num_steps = ")[2])
+    assert isinstance(finding, Caution)
+    assert not isinstance(check_demonstrations(make_config(path, num_steps=named), tokenizer)[-1], Caution)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "num_steps", "said", "num_cautions"),
+    [
+        (15, 10, ["training.rl.num_steps 10 is about 5.0 epochs of the 30 prompts"], 0),
+        (512, 4, ["training.rl.num_steps 4 is about 68 epochs of", "rollout.batch_size 512 is more than the 30"], 1),
+        (512, 100, ["training.rl.num_steps 100 is about 1,707 epochs of", "a step sees the same prompt several"], 2),
+    ],
+)
+def test_how_often_rl_sees_its_prompts_is_said(
+    batch_size: int, num_steps: int, said: list[str], num_cautions: int
+) -> None:
+    config = with_rollout(batch_size=batch_size)
+    training = config.training.model_copy(update={"rl": RLTrainingConfig(num_steps=num_steps)})
+    findings = check_prompt_epochs(config.model_copy(update={"training": training}), 30)
+    assert [words in finding for words, finding in zip(said, findings, strict=True)] == [True] * len(said)
+    assert sum(isinstance(finding, Caution) for finding in findings) == num_cautions
 
 
 @pytest.mark.parametrize(("repeat", "packing", "is_said"), [(1, True, True), (1, False, False), (2, True, False)])
@@ -114,7 +163,7 @@ def test_of_streamed_data_only_the_first_rows_are_checked(
 ) -> None:
     monkeypatch.setattr(validate, "NUM_STREAMED_ROWS_CHECKED", 7)
     path = write_rows(tmp_path / "a.jsonl", [SUM] * 9 + [{"broken": 1}])
-    [finding] = check_demonstrations(make_config(path, streaming=True), tokenizer)
+    finding, _ = check_demonstrations(make_config(path, streaming=True), tokenizer)
     assert finding == f"{path}: 7 demonstrations in the first 7 of 10 rows, 14 trained tokens"
     with pytest.raises(DataError, match="row 10: expected `messages`"):
         check_demonstrations(make_config(path), tokenizer)
