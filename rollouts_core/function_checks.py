@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 from rollouts_core.config import Config, RolloutConfig, name_of_function
 from rollouts_core.data.chat import encode_texts, tokenize_prompt
 from rollouts_core.engines.protocol import Completion
+from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.environments.protocol import Outcome, describe_tools, is_multi_turn
 from rollouts_core.errors import ConfigError, EnvironmentUnavailableError, RewardError
 from rollouts_core.filters import FilterDecision, FilterFn
+from rollouts_core.findings import Caution
 from rollouts_core.generate import build_pending_group, complete_sample
 from rollouts_core.resolve import (
     resolve_buffer_filter_fn,
@@ -67,11 +69,47 @@ def check_functions(config: Config, prompts: Sequence[Prompt], tokenizer: PreTra
         group = [graded[0][0]] * config.rollout.n_samples_per_prompt
         _check_filter(filter_fn, group, timeout_s=config.rollout.reward_timeout_s)
     graders = ", ".join(config.rollout.reward_names)
-    return [
+    said = [
         f"graded by {graders}: reward {empty.reward} for an empty completion of prompt {prompt.id!r}, "
         f"{answer.reward} for {answer.response[:MAX_SHOWN_CHARS]!r}"
         for prompt, (empty, answer) in zip(prompts, graded, strict=True)
     ]
+    return said + warn_of_equal_rewards(config.rollout, prompts, graded)
+
+
+def warn_of_equal_rewards(
+    rollout: RolloutConfig, prompts: Sequence[Prompt], graded: Sequence[tuple[Sample, Sample]]
+) -> list[Caution]:
+    """A warning where no completion that was tried got another reward than an empty one, and one should have.
+
+    That all are 0 says nothing of a grader that does not look at the answer, as it was shown nothing that is right.
+    """
+    if not graded or any(empty.reward != answer.reward for empty, answer in graded):
+        return []
+    has_shown_answers = looks_at_answers(rollout) and any(prompt.answer for prompt in prompts)
+    if not has_shown_answers and not any(empty.reward for empty, _ in graded):
+        return []
+    given = ", ".join(dict.fromkeys(str(empty.reward) for empty, _ in graded))
+    return [
+        Caution(
+            f"{', '.join(rollout.reward_names)} gave every completion that was tried the reward of an empty one "
+            f"({given}), answers of the rows in {len(ANSWER_FORMS)} forms too: a reward that is equal for right and "
+            "wrong teaches nothing; look at the function, and at the form of `answer` in the rows"
+        )
+    ]
+
+
+def looks_at_answers(rollout: RolloutConfig) -> bool:
+    """Whether a completion that is the row's answer should be right, as far as is known.
+
+    Not where a conversation decides, nor where an environment that ships is given something else to compare with.
+    """
+    environment = resolve_environment(rollout)
+    if rollout.environment not in rollout.reward_names:
+        return True
+    if rollout.environment in ENVIRONMENTS:
+        return "answer" in getattr(environment, "row_fields", ())
+    return not is_multi_turn(environment)
 
 
 def texts_to_try(prompt: Prompt) -> list[str]:

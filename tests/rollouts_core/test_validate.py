@@ -313,6 +313,59 @@ def test_who_grades_and_what_they_take_for_right_is_said_of_those_that_ship_too(
     assert said == f"graded by {graders}: reward 0.0 for an empty completion of prompt 'p0', 1.0 for {right}"
 
 
+def one(sample: Sample) -> float:
+    return 1.0
+
+
+def nothing(sample: Sample) -> float:
+    return 0.0
+
+
+def one_for_tags(sample: Sample) -> float:
+    return float(f"<answer>{sample.metadata['answer']}</answer>" in sample.response)
+
+
+class NeverRight:
+    """An environment that is decided by what was done before the last turn."""
+
+    async def respond(self, conversation: Conversation) -> Reply:
+        return Reply()
+
+    def grade(self, sample: Sample) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("rollout", "answer", "is_warned"),
+    [
+        ({"reward_fn": f"{__name__}:one"}, "12", True),
+        ({"reward_fn": f"{__name__}:one"}, "", True),  # nothing is worth 1.0 if an empty completion is
+        ({"reward_fn": f"{__name__}:nothing"}, "12", True),
+        ({"reward_fn": f"{__name__}:nothing"}, "", False),  # perhaps nothing that was tried is right
+        ({"reward_fn": f"{__name__}:one_for_tags"}, "12", False),
+        ({"environment": f"{__name__}:NeverRight"}, "12", False),
+        ({"environment": "countdown"}, "12", False),  # it looks at other fields
+        ({"environment": "math"}, "12", False),
+        ({"environment": "arithmetic"}, "12", False),
+    ],
+)
+def test_a_reward_that_does_not_tell_right_from_wrong_is_warned_of(
+    rollout: dict[str, Any], answer: str, is_warned: bool, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prompts = [replace(p, answer=answer, metadata={"numbers": [1], "target": 1}) for p in make_prompts(2)]
+    said = check_functions(with_rollout(**rollout), prompts, tokenizer)
+    cautions = [each for each in said if isinstance(each, Caution)]
+    assert ["gave every completion that was tried the reward of an empty one" in each for each in cautions] == (
+        [True] * is_warned
+    )
+
+
+def test_rewards_that_differ_for_one_prompt_alone_are_no_reason_to_warn(tokenizer: PreTrainedTokenizerBase) -> None:
+    odd, usual = replace(make_prompts(1)[0], answer=""), replace(make_prompts(2)[1], answer="12")
+    said = check_functions(with_rollout(reward_fn="exact_match"), [odd, usual], tokenizer)
+    assert not any(isinstance(each, Caution) for each in said)
+
+
 @pytest.mark.parametrize("rollout", [{}, {"rewards": (RewardConfig(), RewardConfig(name="exact_match"))}])
 def test_without_a_grader_nothing_is_graded_and_those_that_ship_are_named(rollout: dict[str, Any]) -> None:
     """A grader that is taken in silence gives every answer of another form 0, to the last step."""
@@ -410,7 +463,7 @@ def test_a_p_value_that_no_comparison_has_is_refused() -> None:
 def with_heldout_rows(tmp_path: Path, num_rows: int, **rollout: Any) -> Config:  # Any: settings of every type
     path = tmp_path / "heldout.jsonl"
     path.write_text("".join(f'{{"prompt": "{number}", "answer": "{number}"}}\n' for number in range(num_rows)))
-    config = with_rollout(**rollout)
+    config = with_rollout(**(rollout or {"environment": "math"}))
     return config.model_copy(update={"data": config.data.model_copy(update={"heldout": str(path)})})
 
 
