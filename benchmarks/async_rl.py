@@ -79,7 +79,10 @@ CONTENDERS: dict[str, dict[str, Any]] = {  # Any: settings of several types
 }
 MAX_PROMPT_TOKENS, MAX_NEW_TOKENS, NUM_SLOTS = 24, 40, 128
 ROLLOUT = RolloutConfig(
-    batch_size=16, n_samples_per_prompt=8, sampling=SamplingConfig(temperature=1.0, max_new_tokens=MAX_NEW_TOKENS)
+    environment="arithmetic",
+    batch_size=16,
+    n_samples_per_prompt=8,
+    sampling=SamplingConfig(temperature=1.0, max_new_tokens=MAX_NEW_TOKENS),
 )
 SFT_STEPS = 800
 MICRO_BATCH_TOKENS = 2048

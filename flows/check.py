@@ -26,6 +26,7 @@ from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.node import NodeSettings
 from rollouts_core.config import Config
 from rollouts_core.errors import InputError
+from rollouts_core.findings import count_cautions, split_findings
 from tasks.progress import StageProgress, stage_console
 from tasks.retries import TRIED_AGAIN
 
@@ -81,8 +82,11 @@ def main() -> None:
     )
     check = check_pipeline if pipeline.evaluate is None else check_evaluation
     try:
-        for finding in check(pipeline, Path(pipeline.run.store).resolve()):
-            sys.stdout.write(f"{finding}\n")
+        facts, cautions = split_findings(check(pipeline, Path(pipeline.run.store).resolve()))
+        for line in (*facts, *(f"warning: {caution}" for caution in cautions)):
+            sys.stdout.write(f"{line}\n")
+        if cautions:
+            sys.stdout.write(f"{count_cautions(cautions)} in all\n")
     except (InputError, InfraError) as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(next(code for kind, code in CODES.items() if isinstance(error, kind)))

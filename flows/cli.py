@@ -40,7 +40,7 @@ from flows.server import ServerAddress, ServerError, local_server, named_url, pr
 from flows.silent_runs import LEAST_MINUTES, SILENT_MINUTES, mark_silent_runs
 from flows.store import STORE_VARIABLE
 from flows.stores_cli import pull
-from flows.terminal import DEFAULT_STORE, Port, Store, console
+from flows.terminal import DEFAULT_STORE, Port, Store, console, show_findings
 from flows.trigger import trigger_run
 from flows.up import down, status, up
 from flows.upkeep import look_after
@@ -212,12 +212,14 @@ def quickstart(
 
 @command
 def validate(config: ConfigFile, store: ConfiguredStore = None) -> None:
-    """Check everything about CONFIG that can be checked without training."""
+    """Check everything about CONFIG that can be checked without training.
+
+    Says what it found, warnings last: a run would start in spite of them.
+    """
     pipeline = load_pipeline(config)
     place = store or Path(pipeline.run.store)
     with with_credentials(pipeline.run.credentials, place):
-        for finding in check_pipeline(pipeline, place):
-            console.print(f"ok  {finding}")
+        show_findings(check_pipeline(pipeline, place), fact="ok    ", caution="warn  ")
 
 
 @command
@@ -348,8 +350,7 @@ def run_checked(
     """What a flow returns whose settings were checked first, run in this process against the store's server."""
     store = Path(pipeline.run.store).resolve()
     with with_credentials(pipeline.run.credentials, store, port=port):
-        for finding in check(pipeline, store):
-            console.print(f"checked        {finding}")
+        show_findings(check(pipeline, store), fact="checked        ", caution="warning        ")
         console.print("prefect        looking for a server (one with a new database takes eight seconds)")
         with local_server(store, port=port) as address:
             os.environ.update(prefect_environment(store, address))

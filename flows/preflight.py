@@ -38,6 +38,7 @@ from infra.publication import check_writable_store
 from infra.session import LOOPBACK, Session
 from rollouts_core.config import Config, DataConfig, EngineConfig
 from rollouts_core.errors import ConfigError
+from rollouts_core.findings import Caution
 from rollouts_core.keys import key_header, read_key
 from rollouts_core.model_size import ModelSize, find_model_size
 from rollouts_core.needed_part import GIB, sum_bytes
@@ -56,7 +57,7 @@ PROBE_BYTES = 1 << 20
 
 
 def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
-    """What was found out about a pipeline, a sentence each, without starting anything.
+    """What was found out about a pipeline, facts and warnings, without starting anything.
 
     Models and data that URLs name are fetched into the store: what is in them can only be seen there.
 
@@ -160,7 +161,7 @@ def describe_memory(node: RentedNode, config: Config, size: ModelSize, offers: S
         offers: machines that fit it.
     """
     if size.problem:
-        return [size.describe_problem(config.model.path)]
+        return [Caution(size.describe_problem(config.model.path))]
     shares_cpu = config.deployment.shares_cpu
     stages = [] if shares_cpu else training_needs(config, size, num_machines=node.num_trainer_nodes)
     said = [str(stage) for stage in stages]
@@ -173,7 +174,7 @@ def describe_memory(node: RentedNode, config: Config, size: ModelSize, offers: S
     warnings = [stage.warning(gpu, num_bytes) for stage in stages]
     warnings.append(engine_warning(config, size, num_bytes, num_machines=node.num_trainer_nodes))
     larger = "; node.query.min_vram_gb asks for larger ones"
-    return [*said, *(f"node: {warning}{larger}" for warning in warnings if warning)]
+    return [*said, *(Caution(f"node: {warning}{larger}") for warning in warnings if warning)]
 
 
 def check_query(query: GPUQuery, config: Config, size: ModelSize, *, sends_weights: bool = False) -> None:

@@ -6,7 +6,8 @@
     │   ├── DataError            a row, a file or a tokenizer that does not fit
     │   │   └── DemonstrationError   a demonstration where a prompt belongs
     │   ├── CheckpointError      a checkpoint that is missing, damaged or of another model
-    │   └── RewardError          a user's function that raised or returned something unusable
+    │   ├── RewardError          a user's function that raised or returned something unusable
+    │   └── NoSignalError        rewards that taught nothing for so long that the training ended
     ├── EngineError              an inference server refused or answered nonsense
     │   ├── EngineUnavailableError   not reachable, restarting or overloaded: asking again may help
     │   └── WeightSyncError      the engine did not take the weights that were published
@@ -46,6 +47,10 @@ class CheckpointError(InputError):
 
 class RewardError(InputError):
     """A reward, filter or generation function or an environment of the user's that failed."""
+
+
+class NoSignalError(InputError):
+    """Rewards of RL that told no completion of a prompt from another, for so many steps that the training ended."""
 
 
 class EngineError(RolloutsError):

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 from rollouts_core.config import Config, RolloutConfig, name_of_function
 from rollouts_core.data.chat import encode_texts, tokenize_prompt
 from rollouts_core.engines.protocol import Completion
+from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.environments.protocol import Outcome, describe_tools, is_multi_turn
 from rollouts_core.errors import ConfigError, EnvironmentUnavailableError, RewardError
 from rollouts_core.filters import FilterDecision, FilterFn
+from rollouts_core.findings import Caution
 from rollouts_core.generate import build_pending_group, complete_sample
 from rollouts_core.resolve import (
     resolve_buffer_filter_fn,
@@ -24,7 +26,7 @@ from rollouts_core.resolve import (
     resolve_generate_fn,
     resolve_reward_fn,
 )
-from rollouts_core.rewards import grade_sample
+from rollouts_core.rewards import RewardFn, grade_sample
 from rollouts_core.time_limits import interrupt_after
 from rollouts_core.types import Message, Prompt, Sample, Status
 from rollouts_core.user_code import describe_raised
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 TRIED_TEXT = "It is 2."
 """What rewards are tried with where the prompt has no answer."""
+ANSWER_FORMS = ("{}", "\\boxed{{{}}}", "#### {}", ":{}", "<answer>{}</answer>", "The answer is {}")
+"""How a row's answer is written: graders look for it in different places, and some take it only where it is marked."""
 MAX_TRIED_PROMPTS = 8
 MAX_SHOWN_CHARS = 80
 
@@ -50,7 +54,7 @@ def check_functions(config: Config, prompts: Sequence[Prompt], tokenizer: PreTra
     """Find the user's functions, grade completions of each prompt, an empty one and its answer, and filter a group.
 
     Returns:
-        What the user's own functions gave, a sentence for each prompt.
+        Who grades, and what they gave, a sentence for each prompt.
 
     Raises:
         ConfigError: a name that stands for nothing.
@@ -60,19 +64,57 @@ def check_functions(config: Config, prompts: Sequence[Prompt], tokenizer: PreTra
     resolve_buffer_filter_fn(config.rollout)
     if config.rollout.generate_fn != "":
         resolve_generate_fn(config.rollout)
-    tried = [(prompt, text) for prompt in prompts for text in ("", prompt.answer or TRIED_TEXT)]
-    completions = [build_completion(prompt, text, tokenizer, config.rollout) for prompt, text in tried]
-    graded = asyncio.run(_grade_each(completions, config))
+    graded = asyncio.run(_grade_each(prompts, config, tokenizer))
     if filter_fn is not None:
-        group = [graded[0]] * config.rollout.n_samples_per_prompt
+        group = [graded[0][0]] * config.rollout.n_samples_per_prompt
         _check_filter(filter_fn, group, timeout_s=config.rollout.reward_timeout_s)
-    own = ", ".join(name for name in config.rollout.reward_names if ":" in name)
-    return [
-        f"{own}: reward {empty.reward} for an empty completion of prompt {prompt.id!r}, "
+    graders = ", ".join(config.rollout.reward_names)
+    said = [
+        f"graded by {graders}: reward {empty.reward} for an empty completion of prompt {prompt.id!r}, "
         f"{answer.reward} for {answer.response[:MAX_SHOWN_CHARS]!r}"
-        for prompt, empty, answer in zip(prompts, graded[::2], graded[1::2], strict=True)
-        if own
+        for prompt, (empty, answer) in zip(prompts, graded, strict=True)
     ]
+    return said + warn_of_equal_rewards(config.rollout, prompts, graded)
+
+
+def warn_of_equal_rewards(
+    rollout: RolloutConfig, prompts: Sequence[Prompt], graded: Sequence[tuple[Sample, Sample]]
+) -> list[Caution]:
+    """A warning where no completion that was tried got another reward than an empty one, and one should have.
+
+    That all are 0 says nothing of a grader that does not look at the answer, as it was shown nothing that is right.
+    """
+    if not graded or any(empty.reward != answer.reward for empty, answer in graded):
+        return []
+    has_shown_answers = looks_at_answers(rollout) and any(prompt.answer for prompt in prompts)
+    if not has_shown_answers and not any(empty.reward for empty, _ in graded):
+        return []
+    given = ", ".join(dict.fromkeys(str(empty.reward) for empty, _ in graded))
+    return [
+        Caution(
+            f"{', '.join(rollout.reward_names)} gave every completion that was tried the reward of an empty one "
+            f"({given}), answers of the rows in {len(ANSWER_FORMS)} forms too: a reward that is equal for right and "
+            "wrong teaches nothing; look at the function, and at the form of `answer` in the rows"
+        )
+    ]
+
+
+def looks_at_answers(rollout: RolloutConfig) -> bool:
+    """Whether a completion that is the row's answer should be right, as far as is known.
+
+    Not where a conversation decides, nor where an environment that ships is given something else to compare with.
+    """
+    environment = resolve_environment(rollout)
+    if rollout.environment not in rollout.reward_names:
+        return True
+    if rollout.environment in ENVIRONMENTS:
+        return "answer" in getattr(environment, "row_fields", ())
+    return not is_multi_turn(environment)
+
+
+def texts_to_try(prompt: Prompt) -> list[str]:
+    """Completions that may be right: the row's answer in several forms, or something where it has none."""
+    return [form.format(prompt.answer) for form in ANSWER_FORMS] if prompt.answer else [TRIED_TEXT]
 
 
 def build_completion(prompt: Prompt, text: str, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> Sample:
@@ -96,29 +138,42 @@ def build_completion(prompt: Prompt, text: str, tokenizer: PreTrainedTokenizerBa
     return replace(sample, metadata={**sample.metadata, **held})
 
 
-async def _grade_each(completions: Sequence[Sample], config: Config) -> list[Sample]:
-    """The completions with their rewards, in the one event loop that the services of rewards belong to."""
+async def _grade_each(
+    prompts: Sequence[Prompt], config: Config, tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[Sample, Sample]]:
+    """Of each prompt an empty completion and one that may be right, graded: the first that is graded otherwise.
+
+    All in the one event loop that the services of rewards belong to.
+    """
     reward_fn = resolve_reward_fn(config.rollout)
-    graded = []
-    for completion in completions:
-        what = (
-            f"the completion {completion.response[:MAX_SHOWN_CHARS]!r}"
-            if completion.response
-            else "an empty completion"
+    pairs = []
+    for prompt in prompts:
+        empty = await _grade(build_completion(prompt, "", tokenizer, config.rollout), reward_fn, config)
+        tried: list[Sample] = []
+        for text in texts_to_try(prompt):
+            tried.append(await _grade(build_completion(prompt, text, tokenizer, config.rollout), reward_fn, config))
+            if tried[-1].reward != empty.reward:
+                break
+        pairs.append((empty, tried[-1] if tried[-1].reward != empty.reward else tried[0]))
+    return pairs
+
+
+async def _grade(completion: Sample, reward_fn: RewardFn, config: Config) -> Sample:
+    """The completion with its reward; whatever goes wrong is told with what it was given."""
+    said = completion.response
+    what = f"the completion {said[:MAX_SHOWN_CHARS]!r}" if said else "an empty completion"
+    try:
+        sample = await grade_sample(completion, reward_fn, timeout_s=config.rollout.reward_timeout_s)
+    except EnvironmentUnavailableError as error:
+        raise ConfigError(f"{what} cannot be graded: {error}") from error
+    except RewardError as error:
+        raise RewardError(f"{error}; it was given {what}") from error
+    if sample.reward is None and config.training.rl.advantage.unscored == "error":
+        raise RewardError(
+            f"reward function {name_of_function(reward_fn)} on {what} returned None: expected a finite "
+            'number, or training.rl.advantage.unscored = "exclude" where some completions cannot be scored'
         )
-        try:
-            sample = await grade_sample(completion, reward_fn, timeout_s=config.rollout.reward_timeout_s)
-        except EnvironmentUnavailableError as error:
-            raise ConfigError(f"{what} cannot be graded: {error}") from error
-        except RewardError as error:
-            raise RewardError(f"{error}; it was given {what}") from error
-        if sample.reward is None and config.training.rl.advantage.unscored == "error":
-            raise RewardError(
-                f"reward function {name_of_function(reward_fn)} on {what} returned None: expected a finite "
-                'number, or training.rl.advantage.unscored = "exclude" where some completions cannot be scored'
-            )
-        graded.append(sample)
-    return graded
+    return sample
 
 
 def _check_filter(filter_fn: FilterFn, group: list[Sample], *, timeout_s: float) -> None:

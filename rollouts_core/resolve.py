@@ -22,6 +22,12 @@ from rollouts_core.reward_services import REWARD_SERVICES
 from rollouts_core.rewards import REWARDS, RewardFn, WeightedRewards
 from rollouts_core.types import Sample
 
+NO_GRADER = (
+    "nothing says how good a completion is: set rollout.environment to one that ships "
+    f'({", ".join(sorted(ENVIRONMENTS))}) or to your own "package.module:Class", or set rollout.reward_fn or '
+    "rollout.rewards"
+)
+
 GenerateFn = Callable[..., Sequence[Sample] | Awaitable[Sequence[Sample]]]
 """Takes the pending samples of a group (and the caller's keywords) and returns them finished, in order.
 
@@ -64,12 +70,22 @@ def resolve_generate_fn(config: RolloutConfig) -> GenerateFn:
     return resolve_function(config.generate_fn, {}, setting="rollout.generate_fn")
 
 
+class NoEnvironment:
+    """Stands where `rollout.environment` is empty: it answers nothing, offers no tools and grades nothing."""
+
+    def grade(self, sample: Sample) -> float:
+        """Raise ConfigError."""
+        raise ConfigError(NO_GRADER)
+
+
 def resolve_environment(config: RolloutConfig) -> Environment:
-    """The environment that `rollout.environment` names, made anew.
+    """The environment that `rollout.environment` names, made anew; `NoEnvironment` where it is empty.
 
     Raises:
         ConfigError: no such name, or something else than an environment.
     """
+    if config.environment == "":
+        return NoEnvironment()
     make = resolve_function(config.environment, ENVIRONMENTS, setting="rollout.environment")
     problem = "it has no method grade"
     try:
@@ -84,8 +100,19 @@ def resolve_environment(config: RolloutConfig) -> Environment:
     )
 
 
+def check_graded(config: RolloutConfig) -> None:
+    """Raise ConfigError where nothing is named that grades completions: no grader is usual enough to be taken."""
+    if "" in config.reward_names:
+        raise ConfigError(NO_GRADER)
+
+
 def resolve_reward_fn(config: RolloutConfig) -> RewardFn:
-    """The function that `rollout.reward_fn` names, the sum of `rollout.rewards`, or the environment's grade."""
+    """The function that `rollout.reward_fn` names, the sum of `rollout.rewards`, or the environment's grade.
+
+    Raises:
+        ConfigError: none of them is named, or by a name that stands for nothing.
+    """
+    check_graded(config)
     if config.rewards:
         pairs = zip(config.reward_names, config.rewards, strict=True)
         return WeightedRewards([(name, reward.weight, _resolve_reward(reward, config)) for name, reward in pairs])

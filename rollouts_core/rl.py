@@ -46,6 +46,7 @@ from rollouts_core.rl_batch import (
 )
 from rollouts_core.rollout import AsyncRolloutManager
 from rollouts_core.saving import RunCheckpoints, describe_settings
+from rollouts_core.signal_watch import SignalWatch
 from rollouts_core.types import RolloutBatch, Sample, Status, trajectory_places
 from rollouts_core.update import SkipCounter, update_policy
 
@@ -89,6 +90,7 @@ async def run_rl_training(
         WeightSyncError: an engine that does not take the weights.
         RewardError, DataError: a sample without a reward, unless the settings exclude such samples, or log-probs.
         NonFiniteError: a loss or gradient that is not finite, where the settings stop for it, or too many in a row.
+        NoSignalError: too many steps in a row taught nothing; there is a checkpoint of the last one.
     """
     rollout = rollout_manager.config
     history: list[Metrics] = []
@@ -108,7 +110,7 @@ async def run_rl_training(
         handed_over = partial(memory_handed_over, trainer, inference_engines, is_colocated=is_colocated)
         publish = partial(publish_version, trainer, inference_engines, own_target, rollout_manager)
         async with handed_over():  # says before the first step where an engine cannot
-            first_step, skips = await resume(checkpoints, data_buffer, rollout_manager)
+            first_step, skips, signal = await resume(checkpoints, data_buffer, rollout_manager)
         published = await publish()
         for step in range(first_step, config.num_steps + 1):
             began = perf_counter()
@@ -128,8 +130,10 @@ async def run_rl_training(
             history.append(metrics | describe_rollouts(batch) | times)
             if metrics_logger and (step % config.log_every == 0 or step in (1, config.num_steps)):
                 metrics_logger.log(history[-1], step)
-            cursors = partial(read_cursors, data_buffer, rollout_manager, skips)
-            if await checkpoints.after_step(step, history[-1], cursors):
+            signal.after_step(step, history[-1], events)
+            cursors = partial(read_cursors, data_buffer, rollout_manager, skips, signal)
+            if await checkpoints.after_step(step, history[-1], cursors, is_over=signal.is_over):
+                signal.check()
                 break
     return history
 
@@ -138,20 +142,28 @@ async def resume(
     checkpoints: RunCheckpoints,
     data_buffer: DataBuffer | None,
     rollout_manager: AsyncRolloutManager | OfflineRollouts,
-) -> tuple[int, SkipCounter]:
-    """Go on from the newest checkpoint, where there is one; returns the next step, and the updates just skipped.
+) -> tuple[int, SkipCounter, SignalWatch]:
+    """Go on from the newest checkpoint, where there is one; returns the next step, and what was just counted.
 
     With other data, where that is allowed, the weights go on and the data begin, at the first prompt or recorded step:
-    a place in the former data, and groups of them that were under way, mean nothing here.
+    a place in the former data, groups of them that were under way, and what they lacked mean nothing here.
+
+    Raises:
+        NoSignalError: it is where the training ended for want of signal, and the limit is still the same.
     """
+    config = checkpoints.config
+    assert isinstance(config, RLTrainingConfig), "the checkpoints of RL have its settings"
     state = await checkpoints.resume() or {"step": 0}
-    if state["step"] and "data" not in checkpoints.changed:
+    are_same_data = "data" not in checkpoints.changed
+    signal = SignalWatch(config.max_steps_without_signal, state.get("signal") if are_same_data else None)
+    signal.check()
+    if state["step"] and are_same_data:
         rollout_manager.load_state_dict(state["rollout"])
         if data_buffer:
             data_buffer.load_state_dict(state["data_buffer"])
     if checkpoints.events and checkpoints.directory:
         rollout_manager.replay(read_schedules(checkpoints.events.path, after_step=state["step"]))
-    return state["step"] + 1, SkipCounter(checkpoints.config.max_skipped_updates, state.get("num_skipped", 0))
+    return state["step"] + 1, SkipCounter(config.max_skipped_updates, state.get("num_skipped", 0)), signal
 
 
 async def publish_version(
@@ -183,13 +195,17 @@ def note_batch(step: int, batch: RolloutBatch, events: EventLog | None, on_batch
 
 
 def read_cursors(
-    data_buffer: DataBuffer | None, rollout_manager: AsyncRolloutManager | OfflineRollouts, skips: SkipCounter
+    data_buffer: DataBuffer | None,
+    rollout_manager: AsyncRolloutManager | OfflineRollouts,
+    skips: SkipCounter,
+    signal: SignalWatch,
 ) -> dict[str, Any]:  # Any: JSON
-    """What the loop needs to go on: the place in the prompts, the groups carried over, the updates just skipped."""
+    """What the loop needs to go on: the place in the prompts, the groups carried over, what was just counted."""
     return {
         "data_buffer": data_buffer.state_dict() if data_buffer else None,
         "rollout": rollout_manager.state_dict(),
         "num_skipped": skips.num_in_a_row,
+        "signal": signal.state_dict(),
     }
 
 

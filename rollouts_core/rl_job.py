@@ -36,6 +36,7 @@ from rollouts_core.resolve import resolve_environment, resolve_generate_fn
 from rollouts_core.rl import run_rl_training
 from rollouts_core.rollout import AsyncRolloutManager
 from rollouts_core.run_directory import RunDirectory
+from rollouts_core.signal_watch import REMEDIES, why_skipped
 from rollouts_core.training_job import describe_training, run_training_job
 from rollouts_core.types import RolloutBatch
 
@@ -43,15 +44,6 @@ logger = logging.getLogger(__name__)
 
 MANY_SKIPPED = 0.5
 """From this share of steps without an update on a training says so."""
-NO_SIGNAL = "completions of each prompt had equal rewards"
-NOT_TRAINED = "no completion with an advantage is trained on"
-NONFINITE = "loss or gradient was no finite number"
-REMEDIES = {
-    NO_SIGNAL: "look at what was said in samples/, and give prompts that the model solves now and then, more "
-    "completions of each, or a reward that tells them apart",
-    NOT_TRAINED: "look at reward_shaping.mask_truncated and at the loss masks in samples/",
-    NONFINITE: "lower the learning rate, or look at the samples that the log names",
-}
 
 
 def run_rl_job(job: RLJob, directory: RunDirectory) -> None:
@@ -181,17 +173,11 @@ def describe_skipped_steps(lines: Sequence[Mapping[str, float]]) -> str:
     skipped = [line for line in lines if line["skipped"]]
     if not skipped or len(skipped) < MANY_SKIPPED * len(lines):
         return ""
-    reasons = Counter(map(_why_skipped, skipped))
+    reasons = Counter(map(why_skipped, skipped))
     [(most, _)] = reasons.most_common(1)
     counted = ", ".join(f"{reason}: {count}" for reason, count in reasons.most_common())
     many = "no step" if len(skipped) == len(lines) else f"only {len(lines) - len(skipped)}"
     return f"{many} of {len(lines)} made an update ({counted}): {REMEDIES[most]}"
-
-
-def _why_skipped(line: Mapping[str, float]) -> str:
-    if line["num_nonfinite"]:
-        return NONFINITE
-    return NO_SIGNAL if not line["signal_share"] else NOT_TRAINED
 
 
 def write_rollouts(directory: RunDirectory, step: int, batch: RolloutBatch, *, temperature: float) -> None:

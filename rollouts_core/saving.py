@@ -134,17 +134,24 @@ class RunCheckpoints:
         return step % self.config.checkpoint_every == 0 or step == self.config.num_steps
 
     async def after_step(
-        self, step: int, metrics: Metrics, cursors: Callable[[], Mapping[str, Any]] = dict
-    ) -> bool:  # Any: JSON
+        self,
+        step: int,
+        metrics: Metrics,
+        cursors: Callable[[], Mapping[str, Any]] = dict,  # Any: JSON
+        *,
+        is_over: bool = False,
+    ) -> bool:
         """Finish a save that is done; begin one when it is due. True when the training ends here, before its last step.
 
         Args:
             cursors: what the loop needs to go on from here besides the step; asked for only when a save is due.
+            is_over: the loop has a reason of its own to end here.
         """
         await asyncio.sleep(0)  # the only place where a loop that never waits can be cancelled
         await self._settle(wait=False)
-        ends_here = step < self.config.num_steps and self.is_end_asked()
-        if ends_here:
+        is_asked = step < self.config.num_steps and self.is_end_asked()
+        ends_here = is_asked or (step < self.config.num_steps and is_over)
+        if is_asked:
             self._write_event("finished_early", step=step, num_steps=self.config.num_steps)
         if self.directory is None:
             return ends_here

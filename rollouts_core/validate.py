@@ -40,9 +40,12 @@ from rollouts_core.data.held_out import HeldOutRows, key_of_prompt, read_held_ou
 from rollouts_core.data.rows import load_rows, open_rows, resolve_revision
 from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.environments.protocol import describe_tools
+from rollouts_core.epochs import MANY_EPOCHS_OF_RL, MANY_EPOCHS_OF_SFT, describe_epochs
 from rollouts_core.errors import ConfigError, DataError, DemonstrationError
+from rollouts_core.findings import Caution
 from rollouts_core.function_checks import check_functions, one_of_each_shape
 from rollouts_core.generate import check_prompt_lengths
+from rollouts_core.learning_rates import check_learning_rates
 from rollouts_core.messages import first_line
 from rollouts_core.model.loading import find_positions, load_tokenizer
 from rollouts_core.model_checks import (
@@ -54,8 +57,8 @@ from rollouts_core.model_checks import (
     num_embedded_tokens,
 )
 from rollouts_core.no_effect import find_settings_without_effect
-from rollouts_core.offline_rollouts import check_rollouts
-from rollouts_core.resolve import resolve_environment
+from rollouts_core.offline_rollouts import OfflineRollouts, check_rollouts
+from rollouts_core.resolve import check_graded, resolve_environment
 from rollouts_core.rewards import REWARDS, check_reward_row
 from rollouts_core.saving import check_same_settings, describe_settings
 from rollouts_core.types import Prompt, Status
@@ -69,17 +72,19 @@ COMPARE_BY_LOSS = 'set evaluation.metric = "loss"'
 
 
 def validate_config(config: Config) -> list[str]:
-    """Check everything that can be checked without training; returns what was found, a sentence each.
+    """Check everything that can be checked without training; returns facts and warnings, a sentence each.
 
     Raises:
         InputError: one sentence with what was expected, what was found and what to do.
     """
+    if config.evaluation.metric == "accuracy":
+        check_graded(config.rollout)
     check_resumed(config)
     check_model_files(config)
     tokenizer = load_tokenizer(config.model)
     check_model_vocabulary(config.model, tokenizer)
     findings = [f"model {config.model.path}: tokenizer with {len(tokenizer)} tokens"]
-    findings += find_settings_without_effect(config)
+    findings += [*find_settings_without_effect(config), *check_learning_rates(config)]
     findings += check_adapters(config)
     held_out = _read_held_out(config)
     if config.mode != "rl":
@@ -97,6 +102,11 @@ def validate_config(config: Config) -> list[str]:
         positions = find_positions(config.model)
         max_tokens = positions.num + 1 if positions and positions.are_all else None
         findings.append(check_rollouts(folder, vocab_size=vocab_size, max_tokens=max_tokens, config=config.rollout))
+        num_recorded, num_steps = len(OfflineRollouts(folder, config.rollout).files), config.training.rl.num_steps
+        of_what = f"the {num_recorded} recorded steps"
+        findings.append(
+            describe_epochs("training.rl", num_steps, num_recorded, of_what=of_what, many=MANY_EPOCHS_OF_SFT)
+        )
     elif config.mode != "sft":
         prompts["prompts"] = config.data.prompts
     loaded = {name: _load_checked_prompts(path, config, tokenizer) for name, path in prompts.items()}
@@ -110,6 +120,7 @@ def validate_config(config: Config) -> list[str]:
         limit = config.evaluation.max_p_value
         check_num_rows(num_rows, limit, source="data.heldout", setting="evaluation.max_p_value")
     findings += [_count_prompts(rows, prompts[name]) for name, rows in loaded.items()]
+    findings += check_prompt_epochs(config, len(loaded["prompts"])) if "prompts" in loaded else []
     findings += warn_of_endless_turns(tokenizer)
     findings += warn_of_unseen_tools(tokenizer, describe_tools(resolve_environment(config.rollout)))
     return findings + (warn_of_uncorrected_age(config) if config.mode != "sft" else [])
@@ -121,6 +132,8 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig]) -> list[s
     Raises:
         InputError: one sentence with what was expected, what was found and what to do.
     """
+    if config.evaluation.metric == "accuracy":
+        check_graded(config.rollout)
     heldout = config.data.heldout
     findings: list[str] = []
     for model in models:
@@ -140,8 +153,8 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig]) -> list[s
     return list(dict.fromkeys(findings))
 
 
-def warn_of_uncorrected_age(config: Config) -> list[str]:
-    """A sentence where completions of other weights are trained on as if the current ones had sampled them."""
+def warn_of_uncorrected_age(config: Config) -> list[Caution]:
+    """A warning where completions of other weights are trained on as if the current ones had sampled them."""
     ages = {name: getattr(config.rollout, name) for name in ("max_staleness", "max_partial_staleness")}
     old = [f"rollout.{name} {age}" for name, age in ages.items() if age]
     if config.training.rl.sync_every > 1:  # by these steps the trainer is ahead of what it published
@@ -151,8 +164,10 @@ def warn_of_uncorrected_age(config: Config) -> list[str]:
     if not old or config.training.rl.corrects_for_age:
         return []
     return [
-        f"{old[0]} trains on completions of other weights than the current ones, and nothing in "
-        'training.rl.loss corrects for that: set ratio_base = "rollout", or mismatch.weight with its limits'
+        Caution(
+            f"{old[0]} trains on completions of other weights than the current ones, and nothing in "
+            'training.rl.loss corrects for that: set ratio_base = "rollout", or mismatch.weight with its limits'
+        )
     ]
 
 
@@ -178,10 +193,30 @@ def check_demonstrations(
         num_epoch_rows += share * (counts.num_tokens / sft.max_length if sft.packing else kept)
     if num_epoch_rows < sft.batch_size:
         findings.append(
-            f"training.sft.batch_size {sft.batch_size} is more than the about {math.ceil(num_epoch_rows)} rows of "
-            f"{sft.max_length} tokens of an epoch: a step sees demonstrations several times"
+            Caution(
+                f"training.sft.batch_size {sft.batch_size} is more than the about {math.ceil(num_epoch_rows)} rows of "
+                f"{sft.max_length} tokens of an epoch: a step sees demonstrations several times"
+            )
         )
-    return findings
+    num_rows = math.ceil(num_epoch_rows)
+    of_what = f"about {num_rows:,} {'packed rows' if sft.packing else 'rows'}"
+    per_epoch = num_epoch_rows / sft.batch_size
+    return [
+        *findings,
+        describe_epochs("training.sft", sft.num_steps, per_epoch, of_what=of_what, many=MANY_EPOCHS_OF_SFT),
+    ]
+
+
+def check_prompt_epochs(config: Config, num_prompts: int) -> list[str]:
+    """How often RL sees its prompts, and a warning where a step sees some several times."""
+    batch_size = config.rollout.batch_size
+    per_epoch, of_what = num_prompts / batch_size, f"the {num_prompts:,} prompts"
+    num_steps = config.training.rl.num_steps
+    said = describe_epochs("training.rl", num_steps, per_epoch, of_what=of_what, many=MANY_EPOCHS_OF_RL)
+    if batch_size <= num_prompts:
+        return [said]
+    found = f"rollout.batch_size {batch_size} is more than the {num_prompts} prompts of {config.data.prompts}"
+    return [said, Caution(f"{found}: a step sees the same prompt several times")]
 
 
 def check_resumed(config: Config) -> None:
@@ -292,8 +327,10 @@ def check_other_rows(first: str, second: str) -> None:
             )
 
 
-def check_held_out(held_out: Sequence[HeldOutRows], prompts: Sequence[Prompt] = (), *, source: str = "") -> list[str]:
-    """Look for prompts of RL among the rows that are held out; a sentence where a few of these are trained on.
+def check_held_out(
+    held_out: Sequence[HeldOutRows], prompts: Sequence[Prompt] = (), *, source: str = ""
+) -> list[Caution]:
+    """Look for prompts of RL among the rows that are held out; a warning where a few of these are trained on.
 
     Raises:
         DataError: more than a few of them are, as demonstrations that were looked at before or as prompts.

@@ -196,6 +196,8 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
             progress.say(event["message"])
         if event["event"] == "has_gpus" and event["attempt"] == status.attempt:
             progress.say(f"has its GPUs, after {event['waited_s']:.0f} s")
+        if event["event"] == "few_updates" and "step" in event and event["attempt"] == status.attempt:
+            progress.say(event["message"])
         if event["event"] == "failed" and event["attempt"] == status.attempt:
             complaints.append(event["message"])
 

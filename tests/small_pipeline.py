@@ -49,6 +49,7 @@ def small_settings(**overrides: Any) -> dict[str, Any]:  # Any: settings of ever
             "batch_size": 4,
             "n_samples_per_prompt": 4,
             "max_prompt_tokens": 32,
+            "environment": "arithmetic",
             "sampling": {"max_new_tokens": 30},
         },
         "evaluation": {"max_p_value": 1.0},

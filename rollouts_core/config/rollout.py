@@ -62,9 +62,9 @@ class RolloutConfig(Record):
     """How completions are sampled."""
     engine: EngineConfig = EngineConfig()
     """Who samples."""
-    environment: str = Field("arithmetic", min_length=1)
+    environment: str = ""
     """Who answers the policy and grades it: a name of `rollouts_core.environments.ENVIRONMENTS` or
-    `package.module:Class`."""
+    `package.module:Class`. May be empty where `reward_fn` or `rewards` grade."""
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     """Limits of conversations, where the environment answers the policy."""
     max_environment_retries: int = Field(3, ge=0)
@@ -166,7 +166,7 @@ class RolloutConfig(Record):
 
     @property
     def reward_names(self) -> tuple[str, ...]:
-        """What grades, by name: functions as a configuration writes them, services by their kind."""
+        """What grades, by name: functions as a configuration writes them, services by their kind; "" for none."""
         if not self.rewards:
             return (name_of_function(self.reward_fn) or self.environment,)
         return tuple(name_of_function(each.name) or self._unnamed(each) for each in self.rewards)

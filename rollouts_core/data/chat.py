@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from jinja2 import TemplateError
 
 from rollouts_core.errors import DataError
+from rollouts_core.findings import Caution
 from rollouts_core.messages import first_line
 from rollouts_core.types import Message
 
@@ -126,8 +127,8 @@ def find_turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return None
 
 
-def warn_of_endless_turns(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """A sentence where nothing that the chat template writes could end a completion."""
+def warn_of_endless_turns(tokenizer: PreTrainedTokenizerBase) -> list[Caution]:
+    """A warning where nothing that the chat template writes could end a completion."""
     if not (rest := _encode_rest_of_turn(tokenizer, default=[tokenizer.eos_token_id])):
         found = "nothing behind what an assistant says"
     elif find_turn_end(tokenizer) is None and tokenizer.eos_token_id not in rest:
@@ -135,16 +136,18 @@ def warn_of_endless_turns(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     else:
         return []
     return [
-        f"the chat template writes {found}: only {tokenizer.eos_token!r} ends a completion, and SFT on conversations "
-        "does not teach it: let the template write it there"
+        Caution(
+            f"the chat template writes {found}: only {tokenizer.eos_token!r} ends a completion, and SFT on "
+            "conversations does not teach it: let the template write it there"
+        )
     ]
 
 
 def warn_of_unseen_tools(
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[dict[str, Any]],  # Any: JSON schemas
-) -> list[str]:
-    """A sentence where the chat template tells the policy nothing of the tools that it may call."""
+) -> list[Caution]:
+    """A warning where the chat template tells the policy nothing of the tools that it may call."""
     if not tools:
         return []
     asked: list[Message] = [{"role": "user", "content": "?"}]
@@ -153,8 +156,10 @@ def warn_of_unseen_tools(
         return []
     names = ", ".join(str(tool["function"]["name"]) for tool in tools)
     return [
-        f"the chat template leaves out the tools that the environment has ({names}): the policy is not told of them, "
-        "unless prompts or demonstrations say it"
+        Caution(
+            f"the chat template leaves out the tools that the environment has ({names}): the policy is not told of "
+            "them, unless prompts or demonstrations say it"
+        )
     ]
 
 

@@ -22,6 +22,7 @@ from rollouts_core.data.conversations import Row, read_demonstration
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.data.rows import load_rows
 from rollouts_core.errors import DataError
+from rollouts_core.findings import Caution
 from rollouts_core.types import Message, Prompt
 
 Metric = Literal["accuracy", "loss"]
@@ -51,7 +52,7 @@ class HeldOutRows:
             if (held_out := self._number_of.get(key)) is not None:
                 self._found.setdefault(held_out, f"row {number} of {source}")
 
-    def check(self) -> list[str]:
+    def check(self) -> list[Caution]:
         """A sentence where a few of these rows are trained on.
 
         Raises:
@@ -68,7 +69,7 @@ class HeldOutRows:
         )
         if len(self._found) > MAX_LEAKED_SHARE * len(self._number_of):
             raise DataError(sentence)
-        return [sentence]
+        return [Caution(sentence)]
 
 
 def read_held_out(name: str, path: str, metric: Metric, *, max_rows: int | None = None) -> HeldOutRows:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollouts_core.config import ModelConfig, OptimConfig
+from rollouts_core.epochs import render_epochs
 from rollouts_core.errors import ConfigError
 from rollouts_core.job import EvalJob, InputDataset, InputFile, InputModel, Job, RLJob, SFTJob, load_job
 from rollouts_core.report.charts import (
@@ -78,11 +79,21 @@ def _describe_rl(report: ReportInput, job: RLJob) -> Training:
                 "Training",
                 f"{training.num_steps:,} steps of {rollout.batch_size} prompts × {rollout.n_samples_per_prompt} "
                 f"completions of at most {rollout.sampling.max_new_tokens:,} tokens at temperature "
-                f"{rollout.sampling.temperature:g}, {_describe_optim(training.optim)}",
+                f"{rollout.sampling.temperature:g}{_describe_epochs(job, report.rl_dir)}, "
+                f"{_describe_optim(training.optim)}",
             ),
             ("Selected", report.selected.get("rl", "")),
         ),
     )
+
+
+def _describe_epochs(job: RLJob, directory: Path | None) -> str:
+    """How often the prompts were seen, behind a comma; empty where nobody knows how many there were."""
+    result = (RunDirectory(directory).read_result() if directory else None) or {}
+    if not result.get("num_prompts"):
+        return ""
+    num_epochs = job.training.num_steps * job.rollout.batch_size / result["num_prompts"]
+    return f", about {render_epochs(num_epochs)} of the prompts"
 
 
 def _describe_source(job: RLJob, directory: Path | None) -> tuple[str, str]:

@@ -56,6 +56,7 @@ def test_an_evaluation_asks_the_engine_for_what_the_model_says(kind: EngineKind,
         evaluation=EvaluationConfig(max_prompts=8),
         rollout=RolloutConfig(
             engine=EngineConfig(kind=kind, python=str(engine_python(kind)), dtype="float32"),
+            environment="arithmetic",
             sampling=SamplingConfig(max_new_tokens=MAX_NEW_TOKENS),
         ),
     )

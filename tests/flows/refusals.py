@@ -27,7 +27,7 @@ Change = Callable[[Path], object]
 GOOD_ROW = {"prompt": "1+1=?", "completion": ":2"}
 USER, ASSISTANT = {"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": ":2"}
 NAN = float("nan")
-PROGRESS = ("checked  ", "prefect  ")
+PROGRESS = ("checked  ", "warning  ", "prefect  ")
 """What `run` says before anything can go wrong."""
 
 

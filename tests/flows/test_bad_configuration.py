@@ -78,7 +78,6 @@ from tests.small_pipeline import small_settings
         ("run__fresh", ["sfft"], "fresh.0: input should be 'sft', 'select-sft', 'rl', 'select-rl' or 'evaluate'"),
         ("run__name", "my run", "name: string should match pattern"),
         ("evaluation__metric", "loss", 'evaluation.metric cannot be "loss"'),
-        ("rollout__environment", "", "rollout.environment: string should have at least 1 character"),
         ("training__sft__micro_batch_size", 3, "not a multiple of micro_batch_size 3: take micro_batch_size 2,"),
     ],
 )
@@ -89,6 +88,11 @@ def test_a_setting_that_does_not_fit_is_named(folder: Path, key: str, value: obj
 def test_more_gpus_than_this_machine_has_are_refused_before_anything_is_started(folder: Path) -> None:
     config = write_config(folder, mode="sft", deployment__trainer_gpu_ranks=list(range(64)))
     assert_refused(config, "deployment names 64 GPUs", "this machine has ", "name others, leave them out")
+
+
+def test_a_run_of_which_nobody_says_who_grades_is_refused(folder: Path) -> None:
+    config = write_config(folder, rollout__environment="")
+    assert_refused(config, "set rollout.environment to one that ships (arithmetic, calculator, ", "rollout.reward_fn")
 
 
 @pytest.mark.parametrize(("mode", "missing"), [("rl", "prompts"), ("sft", "sft"), ("sft+rl", "heldout")])

@@ -133,6 +133,20 @@ def test_validate_says_what_it_checked_and_trains_nothing(folder: Path, tmp_path
     assert list((tmp_path / "store").iterdir()) == []
 
 
+def test_what_somebody_should_look_at_is_said_last_and_is_no_refusal(folder: Path, tmp_path: Path) -> None:
+    """Between thirty lines that begin with "ok" nobody reads that nothing will be learned."""
+    settings = small_settings(training__sft__optim__lr=0.0, training__sft__policy={"lora": {"alpha": 8.0}})
+    (folder / "doubtful.json").write_text(json.dumps(settings))
+    outcome = CliRunner().invoke(app, ["validate", str(folder / "doubtful.json"), "--store", str(tmp_path / "store")])
+    assert outcome.exit_code == 0, outcome.output
+    assert [line.partition("  ")[2] for line in outcome.stderr.splitlines() if not line.startswith("ok  ")] == [
+        "training.sft.optim.lr is 0: nothing is learned",
+        "training.sft.policy.lora.alpha does nothing without lora.rank: all weights are trained",
+        "2 warnings in all; a run starts in spite of them",
+    ]
+    assert [line.startswith("warn  ") for line in outcome.stderr.splitlines()[-4:]] == [False, True, True, True]
+
+
 def test_the_store_of_the_configuration_is_used_unless_the_command_names_one(folder: Path, tmp_path: Path) -> None:
     config = folder / "with_store.json"
     config.write_text(json.dumps(small_settings(run__store=str(tmp_path / "configured"))))

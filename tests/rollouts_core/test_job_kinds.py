@@ -58,7 +58,7 @@ from tests.rollouts_core.model.test_logit_transforms import make_model
 from tests.rollouts_core.served_engine import engine_url
 
 ONE_THREAD = DeploymentConfig(trainer_threads=1)
-ROLLOUT = RolloutConfig(n_samples_per_prompt=2, sampling=SamplingConfig(max_new_tokens=8))
+ROLLOUT = RolloutConfig(environment="arithmetic", n_samples_per_prompt=2, sampling=SamplingConfig(max_new_tokens=8))
 
 
 def do(job: Job, run_dir: Path) -> dict[str, Any]:

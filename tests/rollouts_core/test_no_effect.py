@@ -40,6 +40,9 @@ def test_usual_settings_all_do_something() -> None:
         ({"optim": {"lr": 0.0}}, "optim.lr is 0: nothing is learned"),
         ({"num_steps": 5, "optim": {"num_warmup_steps": 5}}, "optim.num_warmup_steps 5 are as many as all updates (5)"),
         ({"num_steps": 6, "optim": {"num_warmup_steps": 5}}, ""),
+        ({"num_steps": 6, "checkpoint_every": 7}, "checkpoint_every 7 is more than its num_steps 6: there is no"),
+        ({"num_steps": 6, "checkpoint_every": 6}, ""),
+        ({"num_steps": 5}, ""),  # a short training, of which nobody said how often it saves
         ({"policy": {"lora": {"alpha": 16.0}}}, "policy.lora.alpha does nothing without lora.rank"),
         ({"policy": {"lora": {"rank": 8, "alpha": 16.0}}}, ""),
     ],
@@ -63,6 +66,14 @@ def test_a_term_of_a_ratio_that_is_always_1_is_told(
     loss = {"ratio_base": ratio_base, name: 0.1}
     found = find(training={"rl": {"num_minibatches": num_minibatches, "loss": loss}})
     assert [f"training.rl.loss.{name} does nothing" in sentence for sentence in found] == [True] * is_told
+
+
+@pytest.mark.parametrize(("eval_every", "sft_eval", "is_told"), [(50, "", True), (50, "e", False), (100, "", False)])
+def test_evaluations_of_demonstrations_that_there_are_not_are_told(
+    eval_every: int, sft_eval: str, is_told: bool
+) -> None:
+    found = find(data={**DATA, "sft_eval": sft_eval}, training={"sft": {"eval_every": eval_every}})
+    assert found == [f"training.sft.eval_every {eval_every} does nothing without data.sft_eval"] * is_told
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
 from rollouts_core.__main__ import main
-from rollouts_core.checkpoint import step_directory
+from rollouts_core.checkpoint import list_checkpoints, load_manifest, step_directory
 from rollouts_core.config import (
     Config,
     DataConfig,
@@ -61,6 +61,11 @@ def share_of_even_digits(sample: Sample) -> float:
 ROLLOUT = RolloutConfig(
     batch_size=3, n_samples_per_prompt=4, sampling=SamplingConfig(max_new_tokens=8), reward_fn=share_of_even_digits
 )
+
+
+def write_samples(path: Path, samples: list[Sample]) -> None:
+    """A recorded step."""
+    path.write_text("".join(json.dumps(sample.to_json()) + "\n" for sample in samples))
 
 
 def target_of(base_model: ModelConfig, run: RunDirectory) -> PublishTarget:
@@ -151,6 +156,46 @@ def test_an_offline_job_leaves_checkpoints_and_metrics(
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def test_a_training_without_signal_ends_with_a_checkpoint_and_goes_on_only_when_it_is_told_to(
+    base_model: ModelConfig, tmp_path: Path
+) -> None:
+    folder, run = tmp_path / "recorded", RunDirectory(tmp_path / "run")
+    folder.mkdir()
+    run.root.mkdir()
+    for step in range(1, 9):
+        samples = [sample if step == 1 else replace(sample, reward=0.0) for sample in make_groups(2, 4, seed=step)]
+        write_samples(folder / f"step_{step:06d}.jsonl", samples)
+
+    def train_with(limit: int) -> tuple[int, list[int], str]:
+        """The exit code, the steps of the checkpoints, and what the user is told."""
+        training = TRAINING.model_copy(
+            update={"num_steps": 8, "checkpoint_every": 100, "max_steps_without_signal": limit}
+        )
+        job = RLJob(
+            model=InputModel(name="base", model=base_model, digest=digest_model(base_model)),
+            rollouts=InputFile(path=str(folder), digest=digest_path(folder)),
+            training=training,
+            rollout=RolloutConfig(),
+            deployment=DeploymentConfig(trainer_threads=1),
+        )
+        run.job.write_text(job.model_dump_json())
+        code = main(["rl", str(run.job)])
+        told = [line["message"] for line in read_json_lines(run.events) if line["event"] == "failed"]
+        return code, [load_manifest(path).step for path in list_checkpoints(run.checkpoints)], (told or [""])[-1]
+
+    code, steps, told = train_with(3)
+    assert (code, steps) == (2, [4])
+    assert told.startswith("step 4: 3 steps in a row made no update, all rewards were 0 (")
+    assert train_with(3) == (2, [4], told)
+    assert [row["step"] for row in read_metrics(run.metrics)] == [1, 2, 3, 4], "a second start sampled further steps"
+    code, steps, told = train_with(6)
+    assert (code, steps[-1]) == (2, 7)
+    assert told.startswith("step 7: 6 steps in a row")
+    assert train_with(0)[:2] == (0, [8])
+    assert json.loads(run.result.read_text())["warning"].startswith("only 1 of 8 made an update")
+    assert not any(line["event"] == "finished_early" for line in read_json_lines(run.events))
+
+
 @pytest.mark.parametrize(
     ("num_equal", "sentence"),
     [
@@ -167,8 +212,7 @@ def test_a_training_of_which_many_steps_made_no_update_says_so(
     run.root.mkdir()
     for step in (1, 2, 3):
         samples = [replace(s, reward=0.0) if step <= num_equal else s for s in make_groups(2, 4, seed=step)]
-        lines = [json.dumps(sample.to_json()) + "\n" for sample in samples]
-        (folder / f"step_{step:06d}.jsonl").write_text("".join(lines))
+        write_samples(folder / f"step_{step:06d}.jsonl", samples)
     job = RLJob(
         model=InputModel(name="base", model=base_model, digest=digest_model(base_model)),
         rollouts=InputFile(path=str(folder), digest=digest_path(folder)),

@@ -30,9 +30,11 @@ from rollouts_core.config import Config, ModelConfig, RewardConfig, RLTrainingCo
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.environments import ENVIRONMENTS, Conversation, Reply
 from rollouts_core.errors import CheckpointError, ConfigError, DataError, RewardError
+from rollouts_core.findings import Caution
 from rollouts_core.function_checks import check_functions, one_of_each_shape
 from rollouts_core.generate import check_prompt_lengths
 from rollouts_core.model_checks import check_positions, count_positions
+from rollouts_core.resolve import resolve_reward_fn
 from rollouts_core.saving import describe_settings
 from rollouts_core.types import Sample
 from rollouts_core.validate import (
@@ -40,6 +42,7 @@ from rollouts_core.validate import (
     check_demonstrations,
     check_num_rows,
     check_promotion,
+    check_prompt_epochs,
     check_resumed,
     validate_config,
     warn_of_uncorrected_age,
@@ -86,7 +89,7 @@ def test_each_dataset_is_described(tmp_path: Path, tokenizer: PreTrainedTokenize
     first = write_rows(tmp_path / "a.jsonl", [SUM] * 6)
     second = write_rows(tmp_path / "b.jsonl", [{"text": "1" * n} for n in (5, 30, 9)])
     config = make_config([{"path": first, "max_samples": 5}, {"path": second}])
-    assert check_demonstrations(config, tokenizer) == [
+    assert check_demonstrations(config, tokenizer)[:-1] == [
         f"{first}: 5 demonstrations, 10 trained tokens",
         f"{second}: 3 demonstrations, 36 trained tokens, 1 cut",
     ]
@@ -95,13 +98,60 @@ def test_each_dataset_is_described(tmp_path: Path, tokenizer: PreTrainedTokenize
 def test_rows_that_will_be_left_out_are_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"text": "1" * n} for n in (15, 30, 15, 15)])
     findings = check_demonstrations(make_config(path, on_overlong="drop"), tokenizer)
-    assert findings == [f"{path}: 3 demonstrations, 48 trained tokens, 1 left out for their length"]
+    assert findings[0] == f"{path}: 3 demonstrations, 48 trained tokens, 1 left out for their length"
 
 
 def test_a_dataset_that_would_be_left_out_whole_is_an_error(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"text": "1" * 30}] * 3)
     with pytest.raises(DataError, match=r"a\.jsonl: all 3 rows are longer than training\.sft\.max_length"):
         check_demonstrations(make_config(path, on_overlong="drop"), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "training", "said"),
+    [
+        (4, {}, "training.sft.num_steps 4 is about 4.0 epochs of about 2 packed rows"),
+        (4, {"packing": False}, "training.sft.num_steps 4 is about 2.0 epochs of about 4 rows"),
+        (1, {"packing": False, "batch_size": 1}, "training.sft.num_steps 1 is about 0.25 epochs of about 4 rows"),
+        (30, {}, "training.sft.num_steps 30 is about 30 epochs of about 2 packed rows"),
+        (100_000, {}, "training.sft.num_steps 100,000 is about 100,000 epochs of about 2 packed rows: a model learns"),
+    ],
+)
+def test_what_a_number_of_steps_means_is_said_and_warned_of_where_it_is_absurd(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, num_steps: int, training: dict[str, Any], said: str
+) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [SUM] * 4)  # 40 tokens: two rows of 20
+    finding = check_demonstrations(make_config(path, num_steps=num_steps, **training), tokenizer)[-1]
+    assert finding.startswith(said)
+    assert isinstance(finding, Caution) == (num_steps > 30)
+
+
+def test_the_steps_that_a_warning_of_many_epochs_names_are_not_warned_of(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [SUM] * 7)
+    finding = check_demonstrations(make_config(path, num_steps=1000), tokenizer)[-1]
+    named = int(finding.rpartition("num_steps = ")[2])
+    assert isinstance(finding, Caution)
+    assert not isinstance(check_demonstrations(make_config(path, num_steps=named), tokenizer)[-1], Caution)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "num_steps", "said", "num_cautions"),
+    [
+        (15, 10, ["training.rl.num_steps 10 is about 5.0 epochs of the 30 prompts"], 0),
+        (512, 4, ["training.rl.num_steps 4 is about 68 epochs of", "rollout.batch_size 512 is more than the 30"], 1),
+        (512, 100, ["training.rl.num_steps 100 is about 1,707 epochs of", "a step sees the same prompt several"], 2),
+    ],
+)
+def test_how_often_rl_sees_its_prompts_is_said(
+    batch_size: int, num_steps: int, said: list[str], num_cautions: int
+) -> None:
+    config = with_rollout(batch_size=batch_size)
+    training = config.training.model_copy(update={"rl": RLTrainingConfig(num_steps=num_steps)})
+    findings = check_prompt_epochs(config.model_copy(update={"training": training}), 30)
+    assert [words in finding for words, finding in zip(said, findings, strict=True)] == [True] * len(said)
+    assert sum(isinstance(finding, Caution) for finding in findings) == num_cautions
 
 
 @pytest.mark.parametrize(("repeat", "packing", "is_said"), [(1, True, True), (1, False, False), (2, True, False)])
@@ -126,7 +176,7 @@ def test_of_streamed_data_only_the_first_rows_are_checked(
 ) -> None:
     monkeypatch.setattr(validate, "NUM_STREAMED_ROWS_CHECKED", 7)
     path = write_rows(tmp_path / "a.jsonl", [SUM] * 9 + [{"broken": 1}])
-    [finding] = check_demonstrations(make_config(path, streaming=True), tokenizer)
+    finding, _ = check_demonstrations(make_config(path, streaming=True), tokenizer)
     assert finding == f"{path}: 7 demonstrations in the first 7 of 10 rows, 14 trained tokens"
     with pytest.raises(DataError, match="row 10: expected `messages`"):
         check_demonstrations(make_config(path), tokenizer)
@@ -321,7 +371,86 @@ def test_what_a_function_of_the_user_gave_is_said(tokenizer: PreTrainedTokenizer
     prompt = replace(make_prompts(1)[0], answer="12", metadata={"level": 2})
     [said] = check_functions(with_rollout(reward_fn=f"{__name__}:reads_the_level"), [prompt], tokenizer)
     assert said.endswith("reads_the_level: reward 0.0 for an empty completion of prompt 'p0', 2.0 for '12'")
-    assert check_functions(with_rollout(environment="math"), [prompt], tokenizer) == []
+
+
+@pytest.mark.parametrize(
+    ("rollout", "graders", "right"),
+    [
+        ({"environment": "math"}, "math", "'\\\\boxed{12}'"),
+        ({"environment": "arithmetic"}, "arithmetic", "':12'"),
+        ({"environment": "math", "reward_fn": "last_number"}, "last_number", "'12'"),
+    ],
+)
+def test_who_grades_and_what_they_take_for_right_is_said_of_those_that_ship_too(
+    rollout: dict[str, Any], graders: str, right: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prompt = replace(make_prompts(1)[0], answer="12")
+    [said] = check_functions(with_rollout(**rollout), [prompt], tokenizer)
+    assert said == f"graded by {graders}: reward 0.0 for an empty completion of prompt 'p0', 1.0 for {right}"
+
+
+def one(sample: Sample) -> float:
+    return 1.0
+
+
+def nothing(sample: Sample) -> float:
+    return 0.0
+
+
+def one_for_tags(sample: Sample) -> float:
+    return float(f"<answer>{sample.metadata['answer']}</answer>" in sample.response)
+
+
+class NeverRight:
+    """An environment that is decided by what was done before the last turn."""
+
+    async def respond(self, conversation: Conversation) -> Reply:
+        return Reply()
+
+    def grade(self, sample: Sample) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("rollout", "answer", "is_warned"),
+    [
+        ({"reward_fn": f"{__name__}:one"}, "12", True),
+        ({"reward_fn": f"{__name__}:one"}, "", True),  # nothing is worth 1.0 if an empty completion is
+        ({"reward_fn": f"{__name__}:nothing"}, "12", True),
+        ({"reward_fn": f"{__name__}:nothing"}, "", False),  # perhaps nothing that was tried is right
+        ({"reward_fn": f"{__name__}:one_for_tags"}, "12", False),
+        ({"environment": f"{__name__}:NeverRight"}, "12", False),
+        ({"environment": "countdown"}, "12", False),  # it looks at other fields
+        ({"environment": "math"}, "12", False),
+        ({"environment": "arithmetic"}, "12", False),
+    ],
+)
+def test_a_reward_that_does_not_tell_right_from_wrong_is_warned_of(
+    rollout: dict[str, Any], answer: str, is_warned: bool, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prompts = [replace(p, answer=answer, metadata={"numbers": [1], "target": 1}) for p in make_prompts(2)]
+    said = check_functions(with_rollout(**rollout), prompts, tokenizer)
+    cautions = [each for each in said if isinstance(each, Caution)]
+    assert ["gave every completion that was tried the reward of an empty one" in each for each in cautions] == (
+        [True] * is_warned
+    )
+
+
+def test_rewards_that_differ_for_one_prompt_alone_are_no_reason_to_warn(tokenizer: PreTrainedTokenizerBase) -> None:
+    odd, usual = replace(make_prompts(1)[0], answer=""), replace(make_prompts(2)[1], answer="12")
+    said = check_functions(with_rollout(reward_fn="exact_match"), [odd, usual], tokenizer)
+    assert not any(isinstance(each, Caution) for each in said)
+
+
+@pytest.mark.parametrize("rollout", [{}, {"rewards": (RewardConfig(), RewardConfig(name="exact_match"))}])
+def test_without_a_grader_nothing_is_graded_and_those_that_ship_are_named(rollout: dict[str, Any]) -> None:
+    """A grader that is taken in silence gives every answer of another form 0, to the last step."""
+    with pytest.raises(ConfigError, match=r"rollout\.environment to one that ships \(arithmetic, calculator, .*math"):
+        validate.validate_config(with_rollout(**rollout))
+    with pytest.raises(ConfigError, match=r"or set rollout\.reward_fn or rollout\.rewards"):
+        resolve_reward_fn(RolloutConfig(**rollout))
+    with pytest.raises(ConfigError, match="nothing says how good a completion is"):
+        validate.validate_evaluation(with_rollout(**rollout), [])
 
 
 class ReadsTheConversation:
@@ -410,7 +539,7 @@ def test_a_p_value_that_no_comparison_has_is_refused() -> None:
 def with_heldout_rows(tmp_path: Path, num_rows: int, **rollout: Any) -> Config:  # Any: settings of every type
     path = tmp_path / "heldout.jsonl"
     path.write_text("".join(f'{{"prompt": "{number}", "answer": "{number}"}}\n' for number in range(num_rows)))
-    config = with_rollout(**rollout)
+    config = with_rollout(**(rollout or {"environment": "math"}))
     return config.model_copy(update={"data": config.data.model_copy(update={"heldout": str(path)})})
 
 
