@@ -48,6 +48,7 @@ from tasks.optional_packages import check_packages, check_sent_packages, needed_
 from tasks.plan_node import with_enough_memory
 from tasks.trackers import check_trackers
 from tasks.unit_keys import own_unit_key
+from tasks.watch import check_sources, watched_sources
 
 ENGINE_ANSWER_TIMEOUT_S = 2.0
 PROBE_BYTES = 1 << 20
@@ -144,11 +145,18 @@ def check_retrain(pipeline: Pipeline, config: Config) -> list[str]:
 
     Args:
         config: that of the pipeline, with its inputs here.
+
+    Raises:
+        ConfigError: no model could be promoted.
+        DataError: what is watched for new data is not there.
     """
     from rollouts_core.validate import check_promotion  # torch and transformers load here
 
     retrain = pipeline.retrain
-    return check_promotion(config, margin=retrain.margin, max_p_value=retrain.max_p_value) if retrain else []
+    if retrain is None:
+        return []
+    check_sources(watched_sources(pipeline.config, retrain.sources))
+    return check_promotion(config, margin=retrain.margin, max_p_value=retrain.max_p_value)
 
 
 def describe_memory(node: RentedNode, config: Config, size: ModelSize, offers: Sequence[Offer]) -> list[str]:
