@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 TrainOn = Literal["last_assistant", "all_assistant", "everything"]
 CHUNK_TEXTS = 512
+NO_TEMPLATE = "the tokenizer has no chat template: add one to the model's folder"
 TURN_MARK = "an assistant said this"
 """Stands for the policy's turn where only what a template writes behind it is wanted."""
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -192,6 +193,8 @@ def tokenize_conversations(
     tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation], *, train_on: TrainOn
 ) -> list[TokenizedConversation | DataError]:
     """`tokenize_conversation` of each, in one call of the tokenizer; an error takes the place of its conversation."""
+    if tokenizer.chat_template is None:
+        return [DataError(f"{NO_TEMPLATE}, or use rows with a `text` field") for _ in conversations]
     if train_on != "everything" and has_generation_markers(tokenizer):
         return [_tokenize_marked(tokenizer, each, train_on) for each in conversations]
     texts: list[list[str] | DataError] = []
@@ -345,9 +348,7 @@ def _apply(
     **settings: bool,
 ) -> Any:  # Any: text, or the tokenizer's own record
     if tokenizer.chat_template is None:
-        raise DataError(
-            "the tokenizer has no chat template: add one to the model's folder, or use rows with a `text` field"
-        )
+        raise DataError(NO_TEMPLATE)
     try:
         return tokenizer.apply_chat_template(list(messages), tools=list(tools) if tools else None, **settings)
     except (TemplateError, TypeError, ValueError) as error:

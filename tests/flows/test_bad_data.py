@@ -20,6 +20,7 @@ from tests.flows.refusals import (
     USER,
     Change,
     assert_refused,
+    refusal,
     write_config,
     write_rows,
 )
@@ -180,6 +181,13 @@ def test_a_model_that_has_no_room_for_what_selection_samples_is_named_before_sft
     change_json("config.json", max_position_embeddings=40)(folder / "base_model")
     config = write_config(folder, mode="sft", rollout__max_prompt_tokens=32)
     assert_refused(config, "selection.jsonl: prompts of ", "need 4", "the model at", "has 40")
+
+
+def test_prompts_without_a_chat_template_are_not_told_to_be_texts(folder: Path) -> None:
+    delete("chat_template*")(folder / "base_model")
+    assert refusal(write_config(folder)).endswith("use rows with a `text` field")
+    sentence = refusal(write_config(folder, mode="rl"))
+    assert sentence.endswith("the tokenizer has no chat template: add one to the model's folder")
 
 
 def test_adapters_for_layers_that_the_model_does_not_have_are_named_before_sft(folder: Path) -> None:
