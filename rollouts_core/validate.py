@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,8 @@ from rollouts_core.config import (
     RolloutConfig,
     SFTTrainingConfig,
 )
-from rollouts_core.data.chat import warn_of_endless_turns, warn_of_unseen_tools
+from rollouts_core.data.chat import TrainOn, warn_of_endless_turns, warn_of_unseen_tools
+from rollouts_core.data.conversations import Row, has_empty_turn
 from rollouts_core.data.dataset import (
     CHUNK_ROWS,
     check_disjoint,
@@ -169,7 +171,7 @@ def check_demonstrations(
     sft = config.training.sft
     for dataset in config.demonstrations:
         counts = _check_demonstrations(dataset, config, tokenizer, held_out)
-        findings.append(counts.sentence(dataset.path))
+        findings += [counts.sentence(dataset.path), *counts.warn_of_empty_turns(dataset.path)]
         share = dataset.repeat * counts.num_rows / counts.num_checked
         kept = counts.num_checked - counts.num_dropped
         num_epoch_rows += share * (counts.num_tokens / sft.max_length if sft.packing else kept)
@@ -311,6 +313,17 @@ class _Counts:
     num_cut: int
     num_tokens: int
     num_trained: int
+    empty_rows: list[int]
+    """Numbers of the rows with a turn that is trained on and says nothing."""
+
+    def warn_of_empty_turns(self, path: str) -> list[str]:
+        """A sentence where rows teach to say nothing."""
+        if not self.empty_rows:
+            return []
+        return [
+            f"{path}: in {len(self.empty_rows)} of {self.num_checked} rows (row {self.empty_rows[0]} first) the "
+            "assistant says nothing, which teaches the model to end its turn at once: remove them, or give them answers"
+        ]
 
     def sentence(self, path: str) -> str:
         """What was found, for a person."""
@@ -334,7 +347,9 @@ def _check_demonstrations(
     chunks = (range(i, min(i + CHUNK_ROWS, num_checked)) for i in range(0, num_checked, CHUNK_ROWS))
     rows = (row for chunk in chunks for row in table.read(chunk))
     num_kept = num_cut = num_tokens = num_trained = 0
-    watched = watch_rows(rows, dataset.path, config.evaluation.metric, held_out)
+    empty_rows: list[int] = []
+    looked_at = _note_empty_turns(rows, config.training.sft.train_on, empty_rows)
+    watched = watch_rows(looked_at, dataset.path, config.evaluation.metric, held_out)
     for sample in iterate_samples(watched, dataset.path, tokenizer, sample_rules(config.training.sft)):
         if sample is not None:
             num_kept += 1
@@ -343,7 +358,18 @@ def _check_demonstrations(
             num_trained += sum(map(bool, sample.loss_mask))
     if num_kept == 0 and num_checked == num_rows:
         raise DataError(f"{dataset.path}: all {num_rows} rows are longer than training.sft.max_length: raise it")
-    return _Counts(num_rows, num_checked, num_checked - num_kept, num_cut, num_tokens, num_trained)
+    return _Counts(num_rows, num_checked, num_checked - num_kept, num_cut, num_tokens, num_trained, empty_rows)
+
+
+def _note_empty_turns(
+    rows: Iterable[tuple[int, Row]], train_on: TrainOn, noted: list[int]
+) -> Iterator[tuple[int, Row]]:
+    """The same rows of demonstrations; the numbers of those that teach to say nothing are added to `noted`."""
+    for number, row in rows:
+        with suppress(DataError):  # who makes samples of the rows says what is wrong
+            if has_empty_turn(row, train_on):
+                noted.append(number)
+        yield number, row
 
 
 def _read_held_out(config: Config) -> list[HeldOutRows]:

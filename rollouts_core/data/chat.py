@@ -241,7 +241,7 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[l
     return ids
 
 
-def _trained_turns(conversation: Conversation, train_on: TrainOn) -> list[int]:
+def trained_turns(conversation: Conversation, train_on: TrainOn) -> list[int]:
     """The numbers of the messages that are trained on."""
     messages = conversation.messages
     turns = [i for i in range(conversation.num_given, len(messages)) if messages[i]["role"] == "assistant"]
@@ -256,7 +256,7 @@ def _render_prefixes(tokenizer: PreTrainedTokenizerBase, conversation: Conversat
     messages, tools = conversation.messages, conversation.tools
     if train_on == "everything":
         return [_render(tokenizer, messages, tools, add_generation_prompt=False)]
-    turns = _trained_turns(conversation, train_on)
+    turns = trained_turns(conversation, train_on)
     texts = [_render(tokenizer, messages[:i], tools, add_generation_prompt=True) for i in turns]
     texts += [_render(tokenizer, messages[: i + 1], tools, add_generation_prompt=False) for i in turns]
     if turns[-1] != len(messages) - 1:
@@ -289,7 +289,7 @@ def _tokenize_marked(
 ) -> TokenizedConversation | DataError:
     """The turns that a template's own markers name."""
     try:
-        num_turns = len(_trained_turns(conversation, "all_assistant"))
+        num_turns = len(trained_turns(conversation, "all_assistant"))
         encoded = _apply(
             tokenizer,
             conversation.messages,
