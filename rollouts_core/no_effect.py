@@ -5,7 +5,7 @@ Not here: settings that cannot go together (config/), what is wrong with models 
 
 from __future__ import annotations
 
-from rollouts_core.config import Config, LoRAConfig, OptimConfig, PolicyConfig, RolloutConfig
+from rollouts_core.config import Config, LoRAConfig, OptimConfig, PolicyConfig, RolloutConfig, TrainingConfig
 from rollouts_core.environments.protocol import describe_tools, is_multi_turn
 from rollouts_core.resolve import resolve_environment
 
@@ -13,12 +13,37 @@ from rollouts_core.resolve import resolve_environment
 def find_settings_without_effect(config: Config) -> list[str]:
     """A sentence for each setting that somebody gave and that changes nothing in the stages of this run."""
     sft, rl = config.training.sft, config.training.rl
-    found: list[str] = []
+    found = _of_other_modes(config)
     if config.mode != "rl":
         found += _of_stage("training.sft", sft.optim, sft.policy, num_updates=sft.num_steps)
     if config.mode != "sft":
         found += _of_stage("training.rl", rl.optim, rl.policy, num_updates=rl.num_optim_steps)
     return found + (_of_rollout(config.rollout) if config.evaluation.metric == "accuracy" else [])
+
+
+def _of_other_modes(config: Config) -> list[str]:
+    """The tables and data of stages that the mode leaves out."""
+    data, training, usual = config.data, config.training, TrainingConfig()
+    given: dict[str, bool] = {}
+    if config.mode == "rl":
+        given = {
+            "training.sft": training.sft != usual.sft,
+            "data.sft": bool(data.sft),
+            "data.sft_eval": bool(data.sft_eval),
+        }
+    if config.mode == "sft":
+        given = {
+            "training.rl": training.rl != usual.rl,
+            "data.prompts": bool(data.prompts),
+            "data.rollouts": bool(data.rollouts),
+        }
+    stage = {"rl": "SFT", "sft": "RL"}.get(config.mode, "")
+    found = [
+        f'{name} does nothing: mode "{config.mode}" has no {stage}' for name, is_given in given.items() if is_given
+    ]
+    if config.evaluation.metric == "loss" and config.rollout != RolloutConfig():
+        found.append('rollout does nothing: without RL, and with evaluation.metric "loss", nothing is sampled')
+    return found
 
 
 def _of_stage(stage: str, optim: OptimConfig, policy: PolicyConfig, *, num_updates: int) -> list[str]:
@@ -37,11 +62,16 @@ def _of_stage(stage: str, optim: OptimConfig, policy: PolicyConfig, *, num_updat
 
 
 def _of_rollout(rollout: RolloutConfig) -> list[str]:
-    usual = RolloutConfig().environment
-    if rollout.environment == usual or rollout.environment in rollout.reward_names:
+    usual = RolloutConfig()
+    grades = rollout.environment in (usual.environment, *rollout.reward_names)
+    if grades and rollout.multi_turn == usual.multi_turn:
         return []
     environment = resolve_environment(rollout)
-    if is_multi_turn(environment) or describe_tools(environment):
-        return []
-    instead = "rewards" if rollout.rewards else "reward_fn"
-    return [f'rollout.environment "{rollout.environment}" does nothing: rollout.{instead} grades in its place']
+    answers = is_multi_turn(environment)
+    found: list[str] = []
+    if not grades and not answers and not describe_tools(environment):
+        instead = "rewards" if rollout.rewards else "reward_fn"
+        found.append(f'rollout.environment "{rollout.environment}" does nothing: rollout.{instead} grades in its place')
+    if not answers and rollout.multi_turn != usual.multi_turn:
+        found.append(f'rollout.multi_turn does nothing: the environment "{rollout.environment}" never answers')
+    return found
