@@ -47,6 +47,7 @@ from rollouts_core.generate import check_prompt_lengths
 from rollouts_core.messages import first_line
 from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.model_checks import (
+    check_jax_model,
     check_model_files,
     check_model_vocabulary,
     check_positions,
@@ -74,6 +75,7 @@ def validate_config(config: Config) -> list[str]:
     """
     check_resumed(config)
     check_model_files(config)
+    check_jax_model(config)
     tokenizer = load_tokenizer(config.model)
     check_model_vocabulary(config.model, tokenizer)
     findings = [f"model {config.model.path}: tokenizer with {len(tokenizer)} tokens"]
