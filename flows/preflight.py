@@ -6,6 +6,7 @@ This module does not import prefect: it runs before Prefect's environment is set
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any, TypeGuard
 import httpx
 
 from flows.form import Pipeline
+from infra.bootstrap import check_disk
 from infra.errors import PermanentInfraError
 from infra.node import (
     FurtherNode,
@@ -42,7 +44,7 @@ from rollouts_core.findings import Caution
 from rollouts_core.keys import key_header, read_key
 from rollouts_core.model_size import ModelSize, find_model_size
 from rollouts_core.needed_part import GIB, sum_bytes
-from rollouts_core.resource_needs import engine_warning, needed_disk, training_needs
+from rollouts_core.resource_needs import checkpoint_disk_bytes, engine_warning, needed_disk, training_needs
 from tasks.inputs import bring_inputs
 from tasks.installed_engines import check_installed, check_router, leads_engines
 from tasks.model_names import find_named_model, with_heldout
@@ -50,6 +52,7 @@ from tasks.optional_packages import check_packages, check_sent_packages, needed_
 from tasks.plan_node import with_enough_memory
 from tasks.trackers import check_trackers
 from tasks.unit_keys import own_unit_key
+from tasks.watch import check_sources, watched_sources
 
 ENGINE_ANSWER_TIMEOUT_S = 2.0
 PROBE_BYTES = 1 << 20
@@ -88,6 +91,7 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
     if node is not None:
         check_installed_engines(config, pipeline.node, node)
         check_installed_packages(config, pipeline.node, node)
+        check_own_disk(config, pipeline.node, node)
         if config.mode != "sft" and not config.data.rollouts:
             check_engine_ports(config, node, store)
     trained = check_training(config)
@@ -119,6 +123,7 @@ def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
         if node := reach_node(alone, store, findings):
             check_installed_engines(config, alone, node, trains=False)
             check_installed_packages(config, alone, node, trains=False)
+            check_own_disk(config, alone, node, trains=False)
     from rollouts_core.validate import validate_evaluation  # torch and transformers load here
 
     return findings + validate_evaluation(config, models)
@@ -146,11 +151,18 @@ def check_retrain(pipeline: Pipeline, config: Config) -> list[str]:
 
     Args:
         config: that of the pipeline, with its inputs here.
+
+    Raises:
+        ConfigError: no model could be promoted.
+        DataError: what is watched for new data is not there.
     """
     from rollouts_core.validate import check_promotion  # torch and transformers load here
 
     retrain = pipeline.retrain
-    return check_promotion(config, margin=retrain.margin, max_p_value=retrain.max_p_value) if retrain else []
+    if retrain is None:
+        return []
+    check_sources(watched_sources(pipeline.config, retrain.sources))
+    return check_promotion(config, margin=retrain.margin, max_p_value=retrain.max_p_value)
 
 
 def describe_memory(node: RentedNode, config: Config, size: ModelSize, offers: Sequence[Offer]) -> list[str]:
@@ -207,6 +219,19 @@ def check_own_gpus(config: Config, node: NodeSettings) -> None:
             f"deployment names {len(ranks)} GPUs (trainer_gpu_ranks, engine_gpu_ranks), this machine has {num_gpus}: "
             "name others, leave them out to train without, or name another machine in [node]"
         )
+
+
+def check_own_disk(config: Config, settings: NodeSettings, node: Node, *, trains: bool = True) -> None:
+    """Raise ConfigError when this machine, where the stages run, has less room on its disk than they need."""
+    if not isinstance(settings, LocalNode):
+        return
+    is_here = trains and Path(config.model.path).is_dir()  # the size of a model of a hub is asked for when a run begins
+    size = find_model_size(config.model) if is_here else ModelSize()
+    needed_gb = max(settings.min_free_gb, checkpoint_disk_bytes(config, size) / 1e9)
+    try:
+        check_disk(node.root, shutil.disk_usage(node.root).free / 1e9, needed_gb)
+    except PermanentInfraError as error:
+        raise ConfigError(str(error)) from error
 
 
 def check_trainer_nodes(config: Config, node: NodeSettings) -> None:

@@ -175,9 +175,14 @@ def check_node(report: NodeReport, needs: NodeNeeds) -> None:
         raise PermanentInfraError(
             f"{report.root} cannot be written ({report.root_problem}): choose another root in the node's settings"
         )
-    if report.free_disk_gb < needs.disk_gb:
+    check_disk(report.root, report.free_disk_gb, needs.disk_gb)
+
+
+def check_disk(root: str, free_gb: float, needed_gb: float) -> None:
+    """Raise PermanentInfraError when the disk of a directory has less room than is needed."""
+    if free_gb < needed_gb:
         raise PermanentInfraError(
-            f"{_size(needs.disk_gb)} of free disk are needed at {report.root}, {_size(report.free_disk_gb)} are there: "
+            f"{_size(needed_gb)} of free disk are needed at {root}, {_size(free_gb)} are there: "
             "free some space, choose another root, or lower min_free_gb"
         )
 
@@ -264,6 +269,8 @@ def check_memory(report: NodeReport, needs: NodeNeeds) -> None:
 
 
 def _size(gb: float) -> str:
+    if gb >= 1000:
+        return f"{gb:.0f} GB"
     return f"{gb:.3g} GB" if gb >= 1 else f"{1000 * gb:.3g} MB"
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 
 from rollouts_core.config import ENGINE_MARGINS, Config, EngineKind, ModelConfig
-from rollouts_core.embedded.architecture import load_architecture
+from rollouts_core.embedded.architecture import Architecture, load_architecture
 from rollouts_core.errors import CheckpointError, ConfigError, DataError
 from rollouts_core.messages import first_line
 from rollouts_core.model.loading import find_positions
@@ -60,6 +60,35 @@ def check_model_files(config: Config) -> None:
             longest, kind = config.rollout.max_prompt_tokens, config.rollout.engine.kind
             prompts = f"prompts of {longest} tokens (rollout.max_prompt_tokens)"
             check_positions(prompts, longest, num_positions, config, engine=kind)
+
+
+def check_jax_model(config: Config) -> None:
+    """Raise when a stage is to train with JAX, and the model is none that it computes.
+
+    Raises:
+        CheckpointError, ConfigError: one sentence about the model.
+    """
+    policies = {"sft": config.training.sft.policy, "rl": config.training.rl.policy}
+    if any(kind in config.mode and policy.backend == "jax" for kind, policy in policies.items()):
+        load_jax_architecture(config.model)
+
+
+def load_jax_architecture(model: ModelConfig) -> Architecture:
+    """The architecture of a model that JAX is to train.
+
+    Raises:
+        CheckpointError: no readable config.json, or a model of another family.
+        ConfigError: a model of a hub, or one with dropout, which JAX does not do.
+    """
+    folder = Path(model.path)
+    if not folder.is_dir():
+        raise ConfigError(f'backend "jax" reads models from folders, {model.path} is none: download the model first')
+    remedy = 'set policy.backend = "pytorch" for this model'
+    architecture = load_architecture(folder, runner='backend "jax"', remedy=remedy)
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if dropout := settings.get("attention_dropout"):
+        raise ConfigError(f'{folder}: backend "jax" does not support attention_dropout {dropout}: {remedy}')
+    return architecture
 
 
 def count_positions(config: Config) -> int | None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,8 @@ from rollouts_core.config import (
     RolloutConfig,
     SFTTrainingConfig,
 )
-from rollouts_core.data.chat import warn_of_endless_turns, warn_of_unseen_tools
+from rollouts_core.data.chat import TrainOn, warn_of_endless_turns, warn_of_unseen_tools
+from rollouts_core.data.conversations import Row, has_empty_turn
 from rollouts_core.data.dataset import (
     CHUNK_ROWS,
     check_disjoint,
@@ -49,6 +50,7 @@ from rollouts_core.learning_rates import check_learning_rates
 from rollouts_core.messages import first_line
 from rollouts_core.model.loading import find_positions, load_tokenizer
 from rollouts_core.model_checks import (
+    check_jax_model,
     check_longest,
     check_model_files,
     check_model_vocabulary,
@@ -81,6 +83,7 @@ def validate_config(config: Config) -> list[str]:
         check_graded(config.rollout)
     check_resumed(config)
     check_model_files(config)
+    check_jax_model(config)
     tokenizer = load_tokenizer(config.model)
     check_model_vocabulary(config.model, tokenizer)
     findings = [f"model {config.model.path}: tokenizer with {len(tokenizer)} tokens"]
@@ -187,7 +190,8 @@ def check_demonstrations(
     sft = config.training.sft
     for dataset in config.demonstrations:
         counts = _check_demonstrations(dataset, config, tokenizer, held_out)
-        findings += [counts.sentence(dataset.path), *check_longest(dataset.path, counts.num_longest, config.model)]
+        findings += [counts.sentence(dataset.path), *counts.warn_of_empty_turns(dataset.path)]
+        findings += check_longest(dataset.path, counts.num_longest, config.model)
         share = dataset.repeat * counts.num_rows / counts.num_checked
         kept = counts.num_checked - counts.num_dropped
         num_epoch_rows += share * (counts.num_tokens / sft.max_length if sft.packing else kept)
@@ -354,6 +358,17 @@ class _Counts:
     num_longest: int
     """Tokens of its longest sample, after it was cut."""
     num_trained: int
+    empty_rows: list[int]
+    """Numbers of the rows with a turn that is trained on and says nothing."""
+
+    def warn_of_empty_turns(self, path: str) -> list[str]:
+        """A sentence where rows teach to say nothing."""
+        if not self.empty_rows:
+            return []
+        return [
+            f"{path}: in {len(self.empty_rows)} of {self.num_checked} rows (row {self.empty_rows[0]} first) the "
+            "assistant says nothing, which teaches the model to end its turn at once: remove them, or give them answers"
+        ]
 
     def sentence(self, path: str) -> str:
         """What was found, for a person."""
@@ -377,7 +392,8 @@ def _check_demonstrations(
     chunks = (range(i, min(i + CHUNK_ROWS, num_checked)) for i in range(0, num_checked, CHUNK_ROWS))
     rows = (row for chunk in chunks for row in table.read(chunk))
     num_kept = num_cut = num_tokens = num_longest = num_trained = 0
-    watched = watch_rows(rows, dataset.path, held_out)
+    empty_rows: list[int] = []
+    watched = watch_rows(_note_empty_turns(rows, config.training.sft.train_on, empty_rows), dataset.path, held_out)
     for sample in iterate_samples(watched, dataset.path, tokenizer, sample_rules(config.training.sft)):
         if sample is not None:
             num_kept += 1
@@ -387,7 +403,20 @@ def _check_demonstrations(
             num_trained += sum(map(bool, sample.loss_mask))
     if num_kept == 0 and num_checked == num_rows:
         raise DataError(f"{dataset.path}: all {num_rows} rows are longer than training.sft.max_length: raise it")
-    return _Counts(num_rows, num_checked, num_checked - num_kept, num_cut, num_tokens, num_longest, num_trained)
+    return _Counts(
+        num_rows, num_checked, num_checked - num_kept, num_cut, num_tokens, num_longest, num_trained, empty_rows
+    )
+
+
+def _note_empty_turns(
+    rows: Iterable[tuple[int, Row]], train_on: TrainOn, noted: list[int]
+) -> Iterator[tuple[int, Row]]:
+    """The same rows of demonstrations; the numbers of those that teach to say nothing are added to `noted`."""
+    for number, row in rows:
+        with suppress(DataError):  # who makes samples of the rows says what is wrong
+            if has_empty_turn(row, train_on):
+                noted.append(number)
+        yield number, row
 
 
 def _check_compared_demonstrations(path: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> list[str]:

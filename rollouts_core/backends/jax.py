@@ -62,10 +62,11 @@ from rollouts_core.backends.training_state import (
 )
 from rollouts_core.batch import TrainBatch
 from rollouts_core.config import PLAIN_POLICY, ModelConfig, OptimConfig, PolicyConfig
-from rollouts_core.embedded.architecture import load_architecture, tensor_shapes
+from rollouts_core.embedded.architecture import tensor_shapes
 from rollouts_core.embedded.weights import check_tensors, read_tensors
-from rollouts_core.errors import CheckpointError, ConfigError
+from rollouts_core.errors import CheckpointError
 from rollouts_core.model.loading import check_vocabulary, load_tokenizer
+from rollouts_core.model_checks import load_jax_architecture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -316,13 +317,8 @@ def create_jax_backend(
     """
     seed_everything(seed)
     model_dir = Path(model.path)
-    if not model_dir.is_dir():
-        raise ConfigError(f'backend "jax" reads models from folders, {model.path} is none: download the model first')
-    remedy = 'set policy.backend = "pytorch" for this model'
-    architecture = load_architecture(model_dir, runner='backend "jax"', remedy=remedy)
+    architecture = load_jax_architecture(model)
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    if dropout := config.get("attention_dropout"):
-        raise ConfigError(f'{model_dir}: backend "jax" does not support attention_dropout {dropout}: {remedy}')
     settings = ModelSettings(
         architecture=architecture,
         compute_dtype=policy.precision,

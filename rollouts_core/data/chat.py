@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 TrainOn = Literal["last_assistant", "all_assistant", "everything"]
 CHUNK_TEXTS = 512
+NO_TEMPLATE = "the tokenizer has no chat template: add one to the model's folder"
 TURN_MARK = "an assistant said this"
 """Stands for the policy's turn where only what a template writes behind it is wanted."""
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -197,6 +198,8 @@ def tokenize_conversations(
     tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation], *, train_on: TrainOn
 ) -> list[TokenizedConversation | DataError]:
     """`tokenize_conversation` of each, in one call of the tokenizer; an error takes the place of its conversation."""
+    if tokenizer.chat_template is None:
+        return [DataError(f"{NO_TEMPLATE}, or use rows with a `text` field") for _ in conversations]
     if train_on != "everything" and has_generation_markers(tokenizer):
         return [_tokenize_marked(tokenizer, each, train_on) for each in conversations]
     texts: list[list[str] | DataError] = []
@@ -243,7 +246,7 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[l
     return ids
 
 
-def _trained_turns(conversation: Conversation, train_on: TrainOn) -> list[int]:
+def trained_turns(conversation: Conversation, train_on: TrainOn) -> list[int]:
     """The numbers of the messages that are trained on."""
     messages = conversation.messages
     turns = [i for i in range(conversation.num_given, len(messages)) if messages[i]["role"] == "assistant"]
@@ -258,7 +261,7 @@ def _render_prefixes(tokenizer: PreTrainedTokenizerBase, conversation: Conversat
     messages, tools = conversation.messages, conversation.tools
     if train_on == "everything":
         return [_render(tokenizer, messages, tools, add_generation_prompt=False)]
-    turns = _trained_turns(conversation, train_on)
+    turns = trained_turns(conversation, train_on)
     texts = [_render(tokenizer, messages[:i], tools, add_generation_prompt=True) for i in turns]
     texts += [_render(tokenizer, messages[: i + 1], tools, add_generation_prompt=False) for i in turns]
     if turns[-1] != len(messages) - 1:
@@ -291,7 +294,7 @@ def _tokenize_marked(
 ) -> TokenizedConversation | DataError:
     """The turns that a template's own markers name."""
     try:
-        num_turns = len(_trained_turns(conversation, "all_assistant"))
+        num_turns = len(trained_turns(conversation, "all_assistant"))
         encoded = _apply(
             tokenizer,
             conversation.messages,
@@ -350,9 +353,7 @@ def _apply(
     **settings: bool,
 ) -> Any:  # Any: text, or the tokenizer's own record
     if tokenizer.chat_template is None:
-        raise DataError(
-            "the tokenizer has no chat template: add one to the model's folder, or use rows with a `text` field"
-        )
+        raise DataError(NO_TEMPLATE)
     try:
         return tokenizer.apply_chat_template(list(messages), tools=list(tools) if tools else None, **settings)
     except (TemplateError, TypeError, ValueError) as error:

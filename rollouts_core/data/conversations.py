@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from rollouts_core.data.chat import Conversation
+from rollouts_core.data.chat import Conversation, TrainOn, trained_turns
 from rollouts_core.errors import DataError
 from rollouts_core.messages import closest_name
 from rollouts_core.types import Message
@@ -26,6 +26,8 @@ COMPLETION_KEYS = ("completion", "response")
 KNOWN_KEYS = ["messages", "prompt", *COMPLETION_KEYS, "text", "tools"]
 PROMPT_ELSEWHERE = ("question", "instruction", "problem", "query", "input")
 """What datasets of others call a prompt; the likelier first."""
+SAID_BESIDE_CONTENT = ("tool_calls", "reasoning_content")
+"""What else than text a turn may hold."""
 MAX_SHOWN_CHARS = 80
 
 
@@ -72,6 +74,19 @@ def read_tools(row: Row) -> list[dict[str, Any]] | None:  # Any: JSON schemas
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"`tools` must be a list of JSON schemas, found {_show(tools)}")
     return tools
+
+
+def has_empty_turn(row: Row, train_on: TrainOn) -> bool:
+    """Whether a turn of the assistant that is trained on says nothing: no text, no thoughts, no tool calls.
+
+    Raises:
+        DataError: see `read_demonstration` and `trained_turns`.
+    """
+    read = read_demonstration(row)
+    if isinstance(read, str):
+        return not read.strip()
+    turns = [read.messages[number] for number in trained_turns(read, train_on)]
+    return any(not turn["content"].strip() and not any(map(turn.get, SAID_BESIDE_CONTENT)) for turn in turns)
 
 
 def describe_keys(row: Row) -> str:

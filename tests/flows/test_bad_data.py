@@ -198,6 +198,22 @@ def test_a_model_that_has_no_room_for_what_selection_samples_is_named_before_sft
     assert_refused(config, "selection.jsonl: prompts of ", "need 4", "the model at", "has 40")
 
 
+def test_a_model_that_jax_does_not_train_is_named_before_sft(folder: Path) -> None:
+    change_json("config.json", attention_dropout=0.1)(folder / "base_model")
+    words = 'base_model: backend "jax" does not support attention_dropout 0.1: set policy.backend = "pytorch"'
+    assert_refused(write_config(folder, training__rl__policy={"backend": "jax"}), words)
+    assert_refused(write_config(folder, mode="sft", training__sft__policy={"backend": "jax"}), words)
+    settings = {"mode": "sft", "evaluation__metric": "loss", "training__sft__policy": {"backend": "jax"}}
+    assert_refused(write_config(folder, model__path="some_org/some_model", **settings), "reads models from folders")
+
+
+def test_prompts_without_a_chat_template_are_not_told_to_be_texts(folder: Path) -> None:
+    delete("chat_template*")(folder / "base_model")
+    assert refusal(write_config(folder)).endswith("use rows with a `text` field")
+    sentence = refusal(write_config(folder, mode="rl"))
+    assert sentence.endswith("the tokenizer has no chat template: add one to the model's folder")
+
+
 def test_adapters_for_layers_that_the_model_does_not_have_are_named_before_sft(folder: Path) -> None:
     config = write_config(folder, training__rl__policy={"lora": {"rank": 4, "target_modules": ["q_proj", "c_attn"]}})
     assert_refused(

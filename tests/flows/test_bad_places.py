@@ -102,6 +102,19 @@ def test_a_store_on_a_full_disk_is_named(folder: Path) -> None:
         assert_refused(folder / "small.toml", "cannot be written (No space left on device): choose another")
 
 
+def test_a_disk_with_less_room_than_is_asked_for_is_named_before_anything_starts(folder: Path) -> None:
+    config = write_config(folder, node__min_free_gb=100000.0)
+    words = f"100000 GB of free disk are needed at {folder / 'store'}, "
+    assert_refused(config, words, "are there: free some space, choose another root, or lower min_free_gb")
+    assert words in refusal(config, "base", command="evaluate")
+
+
+def test_a_disk_without_room_for_the_checkpoints_is_named_before_anything_starts(folder: Path) -> None:
+    num_kept = 10**9
+    sft = {"num_steps": num_kept, "checkpoint_every": 1, "keep_checkpoints": num_kept, "max_length": 128}
+    assert_refused(write_config(folder, training__sft=sft), "GB of free disk are needed at")
+
+
 def test_a_store_that_is_read_only_is_named(folder: Path) -> None:
     with mounted_tmpfs(folder / "store", SMALL, "ro"):
         assert_refused(folder / "small.toml", "cannot be written (Read-only file system): choose another")

@@ -53,7 +53,53 @@ def test_a_setting_of_a_stage_without_effect_is_told_where_the_stage_runs(
     expected = [True] * bool(words)
     assert [f"training.{stage}.{words}" in sentence for sentence in find(training={stage: settings})] == expected
     other = {"sft": "rl", "rl": "sft"}[stage]
-    assert find(training={stage: settings}, mode=other) == []
+    assert not any(f"training.{stage}.{words}" in sentence for sentence in find(training={stage: settings}, mode=other))
+
+
+@pytest.mark.parametrize(
+    ("mode", "sections", "told"),
+    [
+        ("rl", {}, ["data.sft"]),
+        ("rl", {"training": {"sft": {"num_steps": 5}}}, ["training.sft", "data.sft"]),
+        ("rl", {"training": {"rl": {"num_steps": 5}}, "data": DATA | {"sft": ""}}, []),
+        ("rl", {"data": DATA | {"sft": "", "sft_eval": "e"}}, ["data.sft_eval"]),
+        ("sft", {}, ["data.prompts"]),
+        ("sft", {"training": {"rl": {"algorithm": "verl-grpo"}}}, ["training.rl", "data.prompts"]),
+        ("sft", {"training": {"sft": {"num_steps": 5}}, "data": DATA | {"prompts": ""}}, []),
+        ("sft", {"data": DATA | {"prompts": "", "rollouts": "r"}}, ["data.rollouts"]),
+        ("sft+rl", {"training": {"sft": {"num_steps": 5}, "rl": {"num_steps": 5}}}, []),
+    ],
+)
+def test_what_is_for_a_stage_that_the_mode_leaves_out_is_told(
+    mode: str, sections: dict[str, Any], told: list[str]
+) -> None:
+    without = {"rl": "SFT", "sft": "RL", "sft+rl": ""}[mode]
+    expected = [f'{name} does nothing: mode "{mode}" has no {without}' for name in told]
+    assert find(mode=mode, **sections) == expected
+
+
+def test_sampling_where_nothing_is_sampled_is_told() -> None:
+    comparing = {"mode": "sft", "data": DATA | {"prompts": ""}, "rollout": {"sampling": {"max_new_tokens": 9}}}
+    assert find(**comparing) == []  # checkpoints are compared by what they sample
+    [told] = find(**comparing, evaluation={"metric": "loss"})
+    assert told.startswith("rollout does nothing: ")
+
+
+@pytest.mark.parametrize(
+    ("rollout", "is_told"),
+    [
+        ({}, True),
+        ({"environment": "math"}, True),
+        ({"environment": "math", "reward_fn": "exact_match"}, True),
+        ({"environment": "calculator"}, False),
+        ({"environment": f"{__name__}:Answers", "reward_fn": "exact_match"}, False),
+    ],
+)
+def test_limits_of_conversations_that_nobody_answers_are_told(rollout: dict[str, Any], is_told: bool) -> None:
+    told = [each for each in find(rollout=rollout | {"multi_turn": {"max_turns": 3}}) if "never answers" in each]
+    name = rollout.get("environment", "arithmetic")
+    assert told == [f'rollout.multi_turn does nothing: the environment "{name}" never answers'] * is_told
+    assert not any("multi_turn" in each for each in find(rollout=rollout))
 
 
 @pytest.mark.parametrize("name", ["drift_mask", "ratio_penalty"])

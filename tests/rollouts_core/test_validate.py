@@ -50,6 +50,7 @@ from rollouts_core.validate import (
 from tests.rollouts_core.make import make_prompts
 
 SUM = {"prompt": "1+1=?", "completion": "2"}
+SUM_MESSAGES = [{"role": "user", "content": "1+1=?"}]
 GOOD_ROWS: dict[str, dict[str, Any]] = {
     "arithmetic": {"answer": "-713"},
     "calculator": {"answer": "#### 1,234.5"},
@@ -152,6 +153,36 @@ def test_how_often_rl_sees_its_prompts_is_said(
     findings = check_prompt_epochs(config.model_copy(update={"training": training}), 30)
     assert [words in finding for words, finding in zip(said, findings, strict=True)] == [True] * len(said)
     assert sum(isinstance(finding, Caution) for finding in findings) == num_cautions
+
+
+def turns(*said: dict[str, Any] | str) -> dict[str, Any]:
+    """A row in which the assistant says this, each time it is asked."""
+    answers = [{"role": "assistant", **({"content": each} if isinstance(each, str) else each)} for each in said]
+    return {"messages": [each for answer in answers for each in ({"role": "user", "content": "1"}, answer)]}
+
+
+@pytest.mark.parametrize(
+    ("row", "train_on", "is_empty"),
+    [
+        (SUM | {"completion": ""}, "all_assistant", True),
+        (SUM | {"completion": "2"}, "all_assistant", False),
+        (turns(" \n"), "all_assistant", True),
+        (turns("", "2"), "all_assistant", True),
+        (turns("", "2"), "last_assistant", False),
+        (turns("2", ""), "last_assistant", True),
+        (turns({"content": None, "tool_calls": [{"function": {"name": "add"}}]}), "all_assistant", False),
+        (turns({"content": "", "reasoning_content": "2"}), "all_assistant", False),
+        ({"prompt": turns("")["messages"] + SUM_MESSAGES, "completion": "2"}, "all_assistant", False),
+    ],
+)
+def test_rows_in_which_the_assistant_says_nothing_are_told(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], train_on: str, is_empty: bool
+) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [SUM, row, row])
+    found, *told = check_demonstrations(make_config(path, train_on=train_on, max_length=40, packing=False), tokenizer)
+    assert found.startswith(f"{path}: 3 demonstrations")
+    words = f"{path}: in 2 of 3 rows (row 2 first) the assistant says nothing, which teaches"
+    assert [each.startswith(words) for each in told] == [True] * is_empty
 
 
 @pytest.mark.parametrize(("repeat", "packing", "is_said"), [(1, True, True), (1, False, False), (2, True, False)])

@@ -175,8 +175,10 @@ def test_a_template_that_changes_earlier_turns_still_serves_a_single_turn(
 
 def test_a_tokenizer_without_a_chat_template_is_an_error(own_tokenizer: PreTrainedTokenizerBase) -> None:
     own_tokenizer.chat_template = None
-    with pytest.raises(DataError, match="no chat template"):
+    with pytest.raises(DataError, match=r"no chat template: .*, or use rows with a `text` field$"):
         tokenize_conversation(own_tokenizer, TWO_TURNS)
+    with pytest.raises(DataError, match=r"no chat template: add one to the model's folder$"):  # prompts have no `text`
+        tokenize_prompt(own_tokenizer, TWO_TURNS[:1])
 
 
 @pytest.mark.parametrize(
