@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from rollouts_core.config import ENGINE_MARGINS, Config, EngineKind, ModelConfig
 from rollouts_core.embedded.architecture import Architecture, load_architecture
 from rollouts_core.errors import CheckpointError, ConfigError, DataError
+from rollouts_core.findings import Caution
 from rollouts_core.messages import first_line
 from rollouts_core.model.loading import find_positions
 
@@ -128,8 +129,8 @@ def check_positions(
         )
 
 
-def check_longest(source: str, num_tokens: int, model: ModelConfig) -> list[str]:
-    """A sentence where demonstrations of so many tokens are longer than what the model was made for.
+def check_longest(source: str, num_tokens: int, model: ModelConfig) -> list[Caution]:
+    """A warning where demonstrations of so many tokens are longer than what the model was made for.
 
     Raises:
         ConfigError: it cannot compute them.
@@ -143,7 +144,7 @@ def check_longest(source: str, num_tokens: int, model: ModelConfig) -> list[str]
     remedy = f"set training.sft.max_length to {positions.num + 1} or less"
     if positions.are_all:
         raise ConfigError(f"{longest} has {positions.num}: {remedy}")
-    return [f"{longest} was made for {positions.num}: what lies beyond teaches it little; {remedy}"]
+    return [Caution(f"{longest} was made for {positions.num}: what lies beyond teaches it little; {remedy}")]
 
 
 def check_model_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -361,13 +361,16 @@ class _Counts:
     empty_rows: list[int]
     """Numbers of the rows with a turn that is trained on and says nothing."""
 
-    def warn_of_empty_turns(self, path: str) -> list[str]:
-        """A sentence where rows teach to say nothing."""
+    def warn_of_empty_turns(self, path: str) -> list[Caution]:
+        """A warning where rows teach to say nothing."""
         if not self.empty_rows:
             return []
         return [
-            f"{path}: in {len(self.empty_rows)} of {self.num_checked} rows (row {self.empty_rows[0]} first) the "
-            "assistant says nothing, which teaches the model to end its turn at once: remove them, or give them answers"
+            Caution(
+                f"{path}: in {len(self.empty_rows)} of {self.num_checked} rows (row {self.empty_rows[0]} first) the "
+                "assistant says nothing, which teaches the model to end its turn at once: remove them, or give them "
+                "answers"
+            )
         ]
 
     def sentence(self, path: str) -> str:

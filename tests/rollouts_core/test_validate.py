@@ -180,6 +180,7 @@ def test_rows_in_which_the_assistant_says_nothing_are_told(
 ) -> None:
     path = write_rows(tmp_path / "a.jsonl", [SUM, row, row])
     found, *told = check_demonstrations(make_config(path, train_on=train_on, max_length=40, packing=False), tokenizer)
+    told = [each for each in told if isinstance(each, Caution) and "epochs" not in each]
     assert found.startswith(f"{path}: 3 demonstrations")
     words = f"{path}: in 2 of 3 rows (row 2 first) the assistant says nothing, which teaches"
     assert [each.startswith(words) for each in told] == [True] * is_empty
