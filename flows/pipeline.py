@@ -15,7 +15,7 @@ ended by SIGTERM: everything is left as it is, and the next start attaches to it
 
 # No postponed annotations here: the process of a served run gets the flow by value, without the names of this module.
 
-import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -43,6 +43,7 @@ from flows.live import find_live_pages
 from flows.retrain_settings import RetrainConfig
 from flows.server import held_server
 from infra.errors import BudgetUsedUpError
+from infra.interrupts import uninterrupted
 from infra.ledger import Ledger
 from infra.node import Node, NodeSettings, RentedNode
 from infra.providers.rented import ended_when_expired
@@ -70,7 +71,7 @@ from tasks.plan import (
     with_engines,
 )
 from tasks.plan_node import with_enough_memory
-from tasks.provision import provision, release, release_now
+from tasks.provision import provision, release, release_now, release_unknown
 from tasks.records import EngineRecord, RunScope, Stage, StageRecord
 from tasks.report import write_report
 from tasks.rl import train_rl
@@ -245,33 +246,36 @@ def machine_of_the_run(
     if (nowhere := placeholder_if_finished(settings, scope, stages)) is not None:
         yield nowhere
         return
-    machine = provision(settings, scope)
-    keep_minutes = settings.keep_on_failure_minutes if isinstance(settings, RentedNode) else 0.0
-    released = released_at_the_end(machine, scope, keep_minutes=keep_minutes)
-    with released, ended_when_expired(machine), stopped_in_time(machine, scope):
+    released = released_at_the_end(settings, scope)
+    with released as machine, ended_when_expired(machine), stopped_in_time(machine, scope):
         yield bootstrap(machine, config, settings, trains=trains)
 
 
 @contextmanager
-def released_at_the_end(machine: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> Iterator[None]:
-    """Give everything back when the block ends, fails, or is interrupted or cancelled.
+def released_at_the_end(settings: NodeSettings, scope: RunScope) -> Iterator[Node]:
+    """The machine; everything is given back when the block ends, fails, or is interrupted or cancelled.
 
-    Not when the process is terminated for another reason: then the next start attaches to what goes on.
-
-    Args:
-        keep_minutes: so long a rented machine stays when the block fails.
+    From the moment on in which it is asked for, so that no machine is lost between two steps. Not when the process is
+    terminated for another reason: then the next start attaches to what goes on.
     """
+    keep_minutes = settings.keep_on_failure_minutes if isinstance(settings, RentedNode) else 0.0
+    began_at = time.time()
+    machine: Node | None = None
     try:
-        yield
-    except KeyboardInterrupt:
+        machine = provision(settings, scope)
+        yield machine
+    except (KeyboardInterrupt, GeneratorExit):  # the latter where Ctrl-C came just before the block began
         with uninterrupted():
-            release_now(machine, scope)  # the flow run is ending: no further task can be run in it
+            release_whatever(machine, scope)  # the flow run is ending: no further task can be run in it
         raise
     except TerminationSignal:
         if is_cancelled(scope.run_id):
-            release_now(machine, scope)
+            release_whatever(machine, scope)
         raise
     except Exception as error:
+        if machine is None:
+            release_unknown(scope, since=began_at)  # what it had before is for the next start
+            raise
         # Without money nobody could go on there, and who pressed Cancel while it failed wants nothing kept.
         is_kept = keep_minutes > 0 and not isinstance(error, BudgetUsedUpError) and not is_cancelled(scope.run_id)
         release(machine, scope, keep_minutes=keep_minutes if is_kept else 0.0)
@@ -279,11 +283,9 @@ def released_at_the_end(machine: Node, scope: RunScope, *, keep_minutes: float =
     release(machine, scope)
 
 
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Ctrl-C does nothing inside: a second one must not stop what the first one started to end."""
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
+def release_whatever(machine: Node | None, scope: RunScope) -> None:
+    """Give back the machine, or what was rented where the run was not told of it any more."""
+    if machine is None:
+        release_unknown(scope)
+    else:
+        release_now(machine, scope)

@@ -1,13 +1,14 @@
 """Rent machines, so that none is forgotten whatever breaks in between.
 
-Not here: what providers say (providers/), the rows of the ledger (rentals.py), giving machines back (release.py), those
-of dead runs (reaper.py).
+Not here: what providers say (providers/), the rows of the ledger (rentals.py), giving machines back (release.py),
+looking for those that may have been made (unanswered.py), those of dead runs (reaper.py).
 
     intent written ── one request to create ── id written ── waited until usable ── ready
          |                   | nobody knows: looked for by its name, and adopted
          |                   | refused, or never usable: ended, verified, next offer
     killed anywhere: the same run goes on from the row; else a run with the same settings, or the reaper, takes it
     its run failed, and keeps it: the same, and until then the reaper leaves it
+    it goes wrong here, or Ctrl-C: `given_back_on_failure` gives back what the run has, whatever step that was
 
 Several are one unit, of one kind, in one region of one provider: where one of them cannot be had, or is lost and
 nothing beside the others replaces it, all are given back.
@@ -33,19 +34,19 @@ from infra.errors import (
     UnfitMachineError,
 )
 from infra.host_keys import HostKeyEvidence, fingerprint_of, make_host_key
+from infra.interrupts import uninterrupted
 from infra.ledger import Ledger
 from infra.offers import (
     CloudName,
     GPUQuery,
     HostKeyPair,
     Instance,
-    InstanceStatus,
     MachineSpec,
     Offer,
     Offered,
     describe_closest,
 )
-from infra.release import release_machine, release_machines
+from infra.release import release_all, release_machine, release_machines
 from infra.rentals import (
     Rental,
     RentalState,
@@ -54,9 +55,11 @@ from infra.rentals import (
     change_rental,
     find_rental,
     machine_name,
+    rentals_of,
     unfit_hosts,
     usd_spent,
 )
+from infra.unanswered import adopt_machine, find_and_adopt
 
 MAX_OFFERS = 6
 UNSEEN_S = 60.0
@@ -115,7 +118,8 @@ def rent_machines(
         StillRentedError: a machine that could not be used could not be ended either.
         PermanentInfraError: the money is used up, a key is refused, or the machines lack what the settings promise.
     """
-    with ledger.renting(request.run_id), _all_or_none(ledger, clouds, pace) as unit:
+    unit: list[Rental] = []
+    with ledger.renting(request.run_id), given_back_on_failure(request, ledger, clouds, say=say, pace=pace):
         for rental in _inherited(request, ledger):
             cloud = clouds[rental.provider]
             if len(unit) < request.num_machines and _is_where(rental, unit):
@@ -131,33 +135,52 @@ def rent_machines(
         return unit
 
 
-def find_by_name(name: str, cloud: Cloud, pace: Pace) -> Instance | None:
-    """The machine whose creation was not answered; None when it does not appear.
+@contextmanager
+def given_back_on_failure(
+    request: RentRequest,
+    ledger: Ledger,
+    clouds: Mapping[CloudName, Cloud],
+    *,
+    say: Say = logger.info,
+    pace: Pace = PATIENT,
+) -> Iterator[None]:
+    """Give back what the run has where the block does not end well: the one place that decides what goes.
 
-    Raises:
-        ProviderUnavailableError: the provider cannot be asked.
+    After an error: what is in use. Interrupted by Ctrl-C: everything, with what was just being asked for. Terminated:
+    all but what can be used, which is left to the next start.
     """
-    for pause_s in pace.looks_s:
-        time.sleep(pause_s)
-        for instance in cloud.list_named(name):
-            if instance.name == name and instance.status is not InstanceStatus.GONE:
-                return instance
-    return None
+    try:
+        yield
+    except BaseException as error:
+        with uninterrupted():
+            rows = [row for row in _own_rows(request, ledger) if row.provider in clouds and _goes_after(error, row)]
+            note = f"given back: {str(error) or type(error).__name__}"
+            if isinstance(error, Exception):
+                release_machines(rows, ledger, clouds, note=note, pace=pace)
+            elif rows:
+                names = ", ".join(row.name for row in rows)
+                say(f"interrupted: gives back what was made of {names}, which may take some minutes")
+                for sentence in release_all(rows, ledger, clouds, note=note, pace=pace):
+                    say(sentence)
+        raise
 
 
-def adopt_machine(rental: Rental, instance_id: str, ledger: Ledger, *, note: str = "") -> Rental:
-    """Write down which machine the row is about."""
-    adopted = change_rental(
-        ledger,
-        rental,
-        state=RentalState.RENTED,
-        instance_id=instance_id,
-        rented_at=rental.rented_at or rental.intended_at,
-        note=note,
-    )
-    if adopted is None:
-        raise TransientInfraError(f"somebody else changed {rental.name} at the same moment: try again")
-    return adopted
+def _goes_after(error: BaseException, rental: Rental) -> bool:
+    """Whether a machine of the run is given back when its renting ends so."""
+    if isinstance(error, Exception):
+        return _is_in_use(rental)  # what was not answered has been looked for, and what does not end was tried
+    return isinstance(error, KeyboardInterrupt) or rental.state is not RentalState.READY
+
+
+def _is_in_use(rental: Rental) -> bool:
+    """Whether it is there, and nobody has tried to end it so far."""
+    return rental.state in (RentalState.RENTED, RentalState.READY)
+
+
+def _own_rows(request: RentRequest, ledger: Ledger) -> list[Rental]:
+    """The run's machines that are not over, oldest first; none in other accounts, about which nothing can be said."""
+    rows = rentals_of(ledger, request.run_id)
+    return [rental for rental in rows if rental.credentials == request.credentials and not rental.state.is_over]
 
 
 # ── what was there before ──
@@ -168,13 +191,12 @@ def _inherited(request: RentRequest, ledger: Ledger) -> list[Rental]:
 
     None in other accounts: there nothing can be said about them. Of dead runs, those of one.
     """
-    ours = [rental for rental in all_rentals(ledger) if rental.credentials == request.credentials]
-    own = [rental for rental in ours if rental.run_id == request.run_id and not rental.state.is_over]
-    if own:
+    if own := _own_rows(request, ledger):
         return sorted(own, key=lambda rental: rental.state is not RentalState.READY)  # these come before what appears
     mine: list[Rental] = []
-    for rental in ours:
-        is_fit = rental.state is RentalState.READY and rental.purpose == request.purpose
+    for rental in all_rentals(ledger):
+        is_same = (rental.purpose, rental.credentials) == (request.purpose, request.credentials)
+        is_fit = rental.state is RentalState.READY and is_same
         is_beside = not mine or mine[0].note == _left_by(rental)
         if is_fit and is_beside and rental.ends_at > time.time() and ledger.has_died(rental.run_id):
             changes = {"run_id": request.run_id, "kept_until": None}
@@ -204,10 +226,10 @@ def _settle(
             return None  # another run took it over, or it was ended, since the ledger was read
         rental = current
     if rental.state is RentalState.INTENDED:
-        instance = find_by_name(rental.name, cloud, pace)
-        if instance is None:
+        found = find_and_adopt(rental, ledger, cloud, pace)
+        if found is None:
             return None  # it may still appear: the row stays, and the reaper looks for it
-        rental = adopt_machine(rental, instance.id, ledger, note="found by its name")
+        rental = found
     if rental.state is RentalState.RELEASING or rental.expires_at <= time.time():
         release_machine(rental, ledger, cloud, pace=pace)
         return None
@@ -222,23 +244,6 @@ def _settle(
 
 class _NotHadError(Exception):
     """An offer did not lead to a machine, and another one may."""
-
-
-@contextmanager
-def _all_or_none(ledger: Ledger, clouds: Mapping[CloudName, Cloud], pace: Pace) -> Iterator[list[Rental]]:
-    """A list for machines, which are given back where the block fails."""
-    rentals: list[Rental] = []
-    try:
-        yield rentals
-    except BaseException:
-        rows = [find_rental(ledger, rental.name) for rental in rentals]
-        release_machines([row for row in rows if row is not None and _is_in_use(row)], ledger, clouds, pace=pace)
-        raise
-
-
-def _is_in_use(rental: Rental) -> bool:
-    """Whether nobody has tried to end it so far."""
-    return rental.state in (RentalState.RENTED, RentalState.READY)
 
 
 def _rent_new(
@@ -301,13 +306,19 @@ def _rent_at(
         _NotHadError: one of them could not be had, so the others are given back.
     """
     cloud = clouds[offer.provider]
-    with _all_or_none(ledger, clouds, pace) as fresh:
+    fresh: list[Rental] = []
+    try:
         while len(unit) + len(fresh) < request.num_machines:
             host_key = make_host_key() if request.expects_host_key and cloud.gives_host_key else None
             rental = _intend(request, offer, ledger, host_key=host_key, beside=[*unit, *fresh])
             say(f"asked {offer.provider} for {rental.gpu} at {offer.usd_per_hour:.2f} USD/h as {rental.name}")
             fresh.append(_create_once(rental, offer, request, ledger, cloud, pace, host_key=host_key))
         return [_use_or_release(created, request, ledger, cloud, check, say, pace) for created in fresh]
+    except _NotHadError:
+        names = {rental.name for rental in fresh}
+        others = [row for row in _own_rows(request, ledger) if row.name in names and _is_in_use(row)]
+        release_machines(others, ledger, clouds, pace=pace)
+        raise
 
 
 def search_offers(query: GPUQuery, clouds: Mapping[CloudName, Cloud]) -> Offered:
@@ -402,11 +413,11 @@ def _create_once(
     try:
         instance_id = cloud.create(offer, spec)
     except UnclearAnswerError as error:
-        instance = find_by_name(rental.name, cloud, pace)
-        if instance is None:
+        found = find_and_adopt(rental, ledger, cloud, pace)
+        if found is None:
             change_rental(ledger, rental, note=f"{error}; it did not appear so far")
             raise _NotHadError(f"{error}; it did not appear") from error
-        instance_id = instance.id
+        return found
     except InfraError as error:
         change_rental(ledger, rental, state=RentalState.REFUSED, ended_at=time.time(), note=str(error))
         if isinstance(error, OfferGoneError | ProviderUnavailableError):
@@ -421,17 +432,13 @@ def _create_once(
 def _use_or_release(
     rental: Rental, request: RentRequest, ledger: Ledger, cloud: Cloud, check: Check, say: Say, pace: Pace
 ) -> Rental:
-    """The machine when it can be used; otherwise it is given back.
+    """The machine when it can be used.
 
     Raises:
-        _NotHadError: it cannot be used.
-        PermanentInfraError: no machine could be used; this one is given back.
+        _NotHadError: it cannot be used, and is given back.
+        PermanentInfraError: no machine could be used.
     """
-    try:
-        problem, host_key, price = _wait_until_usable(rental, request, ledger, cloud, check, pace)
-    except (Exception, KeyboardInterrupt) as error:
-        release_machine(rental, ledger, cloud, note=f"given back: {error}", pace=pace)
-        raise
+    problem, host_key, price = _wait_until_usable(rental, request, ledger, cloud, check, pace)
     if problem:
         say(f"gives {rental.name} back: {problem}")
         if rental.state is RentalState.RENTED:

@@ -24,7 +24,6 @@ from infra.cloud import PATIENT, Cloud, Pace
 from infra.errors import InfraError, PermanentInfraError, ProviderUnavailableError, TransientInfraError
 from infra.ledger import Ledger
 from infra.offers import CloudName, Instance, InstanceStatus
-from infra.provision import adopt_machine, find_by_name
 from infra.release import release_machine
 from infra.rentals import (
     NAME,
@@ -37,6 +36,7 @@ from infra.rentals import (
     note_found,
     open_rentals,
 )
+from infra.unanswered import FOUND_NOTE, adopt_machine, find_and_adopt
 
 UNSEEN_AFTER_S = 3600.0
 """A machine that was asked for and has not appeared for this long does not exist."""
@@ -129,10 +129,10 @@ def release_named(name: str, ledger: Ledger, clouds: Mapping[CloudName, Cloud], 
         return rental
     cloud = clouds[rental.provider]
     if rental.state is RentalState.INTENDED:
-        instance = find_by_name(name, cloud, pace)
-        if instance is None:
+        found = find_and_adopt(rental, ledger, cloud, pace)
+        if found is None:
             raise ProviderUnavailableError(f"{name} was asked for and has not appeared so far: try again in an hour")
-        rental = adopt_machine(rental, instance.id, ledger, note="found by its name")
+        rental = found
     return release_machine(rental, ledger, cloud, note="ended by hand", pace=pace)
 
 
@@ -172,7 +172,7 @@ def _judge_instance(
         return
     if rental.state is RentalState.INTENDED and not _why_wanted(rental, ledger, spare=False):
         try:
-            rental = adopt_machine(rental, instance.id, ledger, note="found by its name")
+            rental = adopt_machine(rental, instance.id, ledger, note=FOUND_NOTE)
         except TransientInfraError:
             report.kept.append(f"{rental.name}: {BEING_CHANGED}")
             return

@@ -1,6 +1,7 @@
 """Give machines back: one is given back when its provider has it no more, not when its end was asked for.
 
-Not here: renting (provision.py), machines that nobody wants any more (reaper.py).
+Not here: renting (provision.py), looking for those that may have been made (unanswered.py), machines that nobody wants
+any more (reaper.py).
 
     end asked for ── looked for, by its id and in the list ── not there, twice in a row ── row closed
                        | still there, or the provider cannot be asked, for too long: the row stays open, and it is said
@@ -16,6 +17,7 @@ from infra.errors import InfraError, PermanentInfraError, StillRentedError
 from infra.ledger import Ledger
 from infra.offers import CloudName, InstanceStatus
 from infra.rentals import Rental, RentalState, change_rental, find_rental
+from infra.unanswered import find_and_adopt
 
 _SIGHTINGS = 2
 """A machine is gone when it was not there this many times in a row."""
@@ -24,13 +26,60 @@ logger = logging.getLogger(__name__)
 
 
 def release_machines(
-    rentals: Sequence[Rental], ledger: Ledger, clouds: Mapping[CloudName, Cloud], *, pace: Pace = PATIENT
+    rentals: Sequence[Rental],
+    ledger: Ledger,
+    clouds: Mapping[CloudName, Cloud],
+    *,
+    note: str = "",
+    pace: Pace = PATIENT,
 ) -> list[Rental]:
     """`release_machine` for each of them: all are asked to end before any end is waited for.
 
     Raises:
         StillRentedError: of the first one that may still be rented, when all others have been seen to.
     """
+    gone, problems = _release_each(rentals, ledger, clouds, note=note, pace=pace)
+    if problems:
+        raise problems[0]
+    return gone
+
+
+def release_all(
+    rentals: Sequence[Rental],
+    ledger: Ledger,
+    clouds: Mapping[CloudName, Cloud],
+    *,
+    note: str = "",
+    pace: Pace = PATIENT,
+) -> list[str]:
+    """Give back machines, with those of which nobody knows whether they were made, as far as they appear.
+
+    Returns:
+        What was done and what is left, a sentence each.
+    """
+    known, left = [], []
+    for rental in rentals:
+        try:
+            is_lost = rental.state is RentalState.INTENDED
+            found = find_and_adopt(rental, ledger, clouds[rental.provider], pace) if is_lost else rental
+            reason = "it has not appeared so far"
+        except InfraError as error:
+            found, reason = None, str(error)
+        if found is None:
+            left.append(
+                f"{rental.name} was asked for at {rental.provider} and may be rented ({reason}): `rollouts reap` finds "
+                "and ends it"
+            )
+        else:
+            known.append(found)
+    gone, problems = _release_each(known, ledger, clouds, note=note, pace=pace)
+    return [*(f"gave back {rental.name} at {rental.provider}" for rental in gone), *map(str, problems), *left]
+
+
+def _release_each(
+    rentals: Sequence[Rental], ledger: Ledger, clouds: Mapping[CloudName, Cloud], *, note: str, pace: Pace
+) -> tuple[list[Rental], list[StillRentedError]]:
+    """The rows of those that are gone, and what is wrong with the others."""
     for rental in rentals if len(rentals) > 1 else ():
         try:
             clouds[rental.provider].terminate(rental.instance_id)
@@ -39,12 +88,10 @@ def release_machines(
     gone, problems = [], []
     for rental in rentals:
         try:
-            gone.append(release_machine(rental, ledger, clouds[rental.provider], pace=pace))
+            gone.append(release_machine(rental, ledger, clouds[rental.provider], note=note, pace=pace))
         except StillRentedError as error:
             problems.append(error)
-    if problems:
-        raise problems[0]
-    return gone
+    return gone, problems
 
 
 def release_machine(rental: Rental, ledger: Ledger, cloud: Cloud, *, note: str = "", pace: Pace = PATIENT) -> Rental:

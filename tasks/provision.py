@@ -9,17 +9,21 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from infra.cloud import Pace
 from infra.errors import InfraError
 from infra.ledger import Lease, Ledger
 from infra.node import Node, NodeSettings
 from infra.providers import provision_node, release_node
-from infra.providers.rented import keep_rented
+from infra.providers.rented import keep_rented, release_rentals
 from infra.rentals import usd_spent
 from tasks.progress import StageProgress, stage_console
 from tasks.records import RunScope
 from tasks.salvage import salvage
 from tasks.spending import note_spending
 from tasks.stage import drop_leases, leases_on, stop_leased_jobs
+
+LOOKED_ALREADY = Pace(looks_s=(0.0,))
+"""Where renting breaks off, what was being asked for has been looked for again and again by then."""
 
 
 @task(name="provision", cache_policy=NO_CACHE)
@@ -110,6 +114,21 @@ def release_now(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> No
     """`give_back`, and say what was done."""
     with StageProgress("release", num_steps=0, console=stage_console()) as progress:
         for sentence in give_back(node, scope, keep_minutes=keep_minutes):
+            progress.say(sentence)
+
+
+def release_unknown(scope: RunScope, *, since: float = 0.0) -> None:
+    """Give back what was rented for a run that was not told of its node any more, and say what was done and is left.
+
+    Args:
+        since: what the run has had for longer stays.
+    """
+    with StageProgress("release", num_steps=0, console=stage_console()) as progress:
+        try:
+            done = release_rentals(Path(scope.store), scope.run_id, since=since, pace=LOOKED_ALREADY)
+        except InfraError as error:
+            done = [f"what the run has rented, if anything, could not be given back ({error}): `rollouts reap` ends it"]
+        for sentence in done:
             progress.say(sentence)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infra.acceptance import require_gpus, require_peers, require_speed
-from infra.cloud import Cloud, Pace
+from infra.cloud import PATIENT, Cloud, Pace
 from infra.errors import (
     InfraError,
     MachineGoneError,
@@ -36,10 +36,10 @@ from infra.node import InstanceNode, Node, RentedNode, SSHAccess
 from infra.offers import NETWORKED_CLOUDS, Instance, Offer, describe_closest
 from infra.providers.clouds import account_of, credentials_in_use, open_clouds, require_keys
 from infra.providers.ssh import CALL_TIMEOUT_S, expand_root, open_ssh_session
-from infra.provision import RentRequest, rent_machines, search_offers
+from infra.provision import RentRequest, given_back_on_failure, rent_machines, search_offers
 from infra.reach import own_address
 from infra.reaper import reap
-from infra.release import release_machines
+from infra.release import release_all, release_machines
 from infra.rentals import Rental, RentalState, change_rental, find_rental, in_utc, rentals_of
 from infra.session import Session
 
@@ -78,11 +78,8 @@ def provision_rented(settings: RentedNode, store: Path, run_id: str, say: Say) -
         for line in report.failures:
             say(line)
         rentals = rent_machines(request, ledger, clouds, check=partial(log_in, settings, mirror, say), say=say)
-        try:
+        with given_back_on_failure(request, ledger, clouds, say=say):  # nobody else knows of them yet
             nodes = [_node_now(rental, clouds[rental.provider], settings, mirror) for rental in rentals]
-        except BaseException:  # nobody else knows of them yet
-            release_machines(rentals, ledger, clouds)
-            raise
     for line in report.kept:
         if not any(rental.name in line for rental in rentals):
             say(f"also rented: {line}; `rollouts reap` ends what no run wants")
@@ -193,24 +190,18 @@ def keep_rented(node: Node, minutes: float) -> list[str]:
     ]
 
 
-def release_rentals(store: Path, run_id: str) -> list[str]:
-    """Give back whatever a run that is over has rented; returns what was done, a sentence each.
+def release_rentals(store: Path, run_id: str, *, since: float = 0.0, pace: Pace = PATIENT) -> list[str]:
+    """Give back what a run that is over has rented, or asked for; returns what was done and is left, a sentence each.
 
-    Raises:
-        StillRentedError: a machine may still be rented.
+    Args:
+        since: what it has had for longer stays.
     """
-    done, known = [], []
     with Ledger(store / LEDGER_FILE) as ledger, ExitStack() as stack:
-        for rental in rentals_of(ledger, run_id):
-            if rental.state.is_over:
-                continue
-            if rental.instance_id:
-                known.append(rental)
-            else:  # nobody knows yet whether it was made
-                done.append(f"{rental.name} may be rented at {rental.provider}: `rollouts reap` finds and ends it")
-        clouds = {rental.provider: stack.enter_context(account_of(rental)) for rental in known}
-        release_machines(known, ledger, clouds)
-    return [*done, *(f"gave back {rental.name} at {rental.provider}" for rental in known)]
+        rentals = [
+            rental for rental in rentals_of(ledger, run_id) if not rental.state.is_over and rental.intended_at >= since
+        ]
+        clouds = {rental.provider: stack.enter_context(account_of(rental)) for rental in rentals}
+        return release_all(rentals, ledger, clouds, pace=pace)
 
 
 @contextmanager

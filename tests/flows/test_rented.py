@@ -154,6 +154,20 @@ def test_ctrl_c_fetches_the_last_checkpoint_and_gives_the_machine_back(
 
 
 @pytest.mark.matrix
+def test_ctrl_c_while_the_machine_is_being_made_gives_it_back_and_says_so(
+    rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
+) -> None:
+    fake.faults.hang_creates = 1
+    _, process = start_run(rollouts, node_settings(server, tmp_path / "machine"), tmp_path / "small", num_steps=20)
+    wait_until(lambda: fake.alive() != [] or process.poll() is not None, what="the machine", every_s=0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(120) == 130, rollouts.said()
+    assert fake.alive() == [] and len(fake.machines) == 1 and rows(rollouts) == [RentalState.GONE]
+    [machine] = fake.machines.values()
+    assert f"gave back {machine.name} at runpod" in rollouts.said()
+
+
+@pytest.mark.matrix
 def test_before_the_money_is_used_up_the_last_checkpoint_is_fetched_and_the_machine_given_back(
     rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
 ) -> None:

@@ -5,11 +5,13 @@ Without it a lost answer, a slow list or a provider's error becomes a machine th
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,7 @@ from infra.errors import (
     PermanentInfraError,
     ProviderRefusedError,
     StillRentedError,
+    UnfitMachineError,
 )
 from infra.ledger import Ledger
 from infra.offers import GPUQuery, Instance
@@ -199,6 +202,79 @@ def test_whatever_ends_the_waiting_gives_the_machine_back(world: World, error: B
     with pytest.raises(type(error)):
         world.rent(check=fails)
     assert world.fake.alive() == [] and len(world.fake.machines) == 1
+
+
+STEPS = ("infra.provision.add_rental", "create", "infra.provision.adopt_machine", "infra.release.change_rental")
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("lag_s", [0.0, 0.3])
+def test_ctrl_c_at_any_step_gives_back_what_was_made_so_far(
+    world: World, step: str, lag_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.fake.faults.list_lag_s, world.fake.faults.end_lag_s = lag_s, 0.1
+    interrupt_after(step, world, monkeypatch)
+    said: list[str] = []
+    with Ledger(world.path) as ledger, pytest.raises(KeyboardInterrupt):
+        check = refuses if step == "infra.release.change_rental" else usable
+        rent_machines(REQUEST, ledger, {"runpod": world.cloud}, check=check, say=said.append, pace=PACE)
+    assert world.fake.alive() == [] and len(world.fake.machines) == (step != "infra.provision.add_rental")
+    [row] = world.rows()
+    assert row.state is (RentalState.GONE if world.fake.machines else RentalState.INTENDED)
+    became = (
+        "gave back {0.name} at" if world.fake.machines else "{0.name} was asked for at runpod and may be rented (it"
+    )
+    assert any(sentence.startswith(became.format(row)) for sentence in said)
+
+
+def interrupt_after(step: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a step done once, and this thread interrupted then."""
+    place, _, name = step.rpartition(".")
+    owner = importlib.import_module(place) if place else world.cloud
+    act, done = getattr(owner, name), list[bool]()
+
+    def act_and_interrupt(*arguments: Any, **changes: Any) -> Any:  # Any: whatever it takes and returns
+        answer = act(*arguments, **changes)
+        done.append(True)
+        if len(done) == 1:
+            raise KeyboardInterrupt
+        return answer
+
+    monkeypatch.setattr(owner, name, act_and_interrupt)
+
+
+def refuses(rental: Rental, instance: Instance) -> str:
+    raise UnfitMachineError("its GPUs do not compute")
+
+
+def test_a_machine_that_does_not_end_after_ctrl_c_is_named(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.fake.faults.never_ends = True
+    interrupt_after("create", world, monkeypatch)
+    said: list[str] = []
+    pace = replace(PACE, gone_within_s=0.1)
+    with Ledger(world.path) as ledger, pytest.raises(KeyboardInterrupt):
+        rent_machines(REQUEST, ledger, {"runpod": world.cloud}, check=usable, say=said.append, pace=pace)
+    [row] = world.rows()
+    assert (
+        row.state is RentalState.RELEASING
+        and f"{row.name} ({row.instance_id} at runpod, 2.49 USD/h) may still" in said[-1]
+    )
+
+
+def test_terminated_a_run_leaves_what_can_be_used_and_gives_back_what_cannot(world: World) -> None:
+    class Terminated(BaseException):
+        """As Prefect's signal is one."""
+
+    def is_terminated(rental: Rental, instance: Instance) -> str:
+        raise Terminated
+
+    with pytest.raises(Terminated):
+        world.rent(check=is_terminated)
+    assert world.fake.alive() == [] and len(world.fake.machines) == 1
+    rental = world.rent()
+    with pytest.raises(Terminated):
+        world.rent(check=is_terminated)
+    assert world.rows()[-1] == rental and len(world.fake.alive()) == 1
 
 
 def test_a_machine_that_costs_more_than_was_offered_is_given_back(world: World) -> None:

@@ -32,6 +32,7 @@ from tests.infra.fake_cloud import KEY, FakeCloud, Faults
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.test_cloud_contracts import PROVIDERS
 from tests.infra.test_provision import PACE, REQUEST, World
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 BODY = {"image": "x", "disk": 1, "ports": [], "env": {}, "cloud": "SECURE"} | {
@@ -339,6 +340,21 @@ def test_a_run_that_is_killed_between_two_steps_leaves_nothing_that_is_not_found
     created = {machine.name for machine in fake.machines.values()}
     assert [row.name for row in rows if not row.state.is_over] == [rows[0].name] * (step == "intended")
     assert created <= {row.name for row in rows}
+
+
+@pytest.mark.slow
+def test_a_run_that_is_interrupted_while_its_machine_is_being_made_gives_it_back_however_often(tmp_path: Path) -> None:
+    fake = FakeRunPod()
+    fake.faults = Faults(hang_creates=1, list_lag_s=0.3, end_lag_s=0.5)
+    with fake.served() as url, Ledger(tmp_path / "ledger.db") as ledger:
+        process = run_once(tmp_path, url, "run")
+        wait_until(lambda: fake.alive() != [], what="the machine", every_s=0.01)
+        process.send_signal(signal.SIGINT)
+        wait_until(lambda: fake.alive() == [] or process.poll() is not None, what="its end", every_s=0.01)
+        process.send_signal(signal.SIGINT)  # while the end is waited for
+        assert process.wait(60) == -signal.SIGINT
+        [row] = all_rentals(ledger)
+    assert (row.state, fake.alive(), len(fake.machines)) == (RentalState.GONE, [], 1)
 
 
 @pytest.mark.slow

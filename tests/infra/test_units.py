@@ -146,6 +146,22 @@ def test_whatever_ends_the_waiting_gives_all_back(world: World, error: BaseExcep
     assert world.alive() == [] and len(world.fake.machines) == 2
 
 
+def test_ctrl_c_while_the_second_is_being_made_gives_both_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    create = world.cloud.create
+
+    def make_and_interrupt(offer: Offer, spec: MachineSpec) -> str:
+        made = create(offer, spec)
+        if len(world.fake.machines) == 2:
+            raise KeyboardInterrupt
+        return made
+
+    monkeypatch.setattr(world.cloud, "create", make_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        world.rent()
+    assert world.alive() == [] and len(world.fake.machines) == 2
+    assert [row.state for row in world.rows()] == [RentalState.GONE] * 2
+
+
 def test_a_run_that_starts_again_goes_on_with_its_machines_in_their_order(world: World) -> None:
     assert ids(world.rent()) == ids(world.rent()) and world.fake.num_creates() == 2
 
