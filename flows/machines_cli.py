@@ -290,7 +290,10 @@ def release(name: MachineName, store: Store = DEFAULT_STORE) -> None:
 def reap_now(
     store: Store = DEFAULT_STORE,
     spare: Annotated[
-        bool, typer.Option("--spare", help="Leave machines of killed runs to their next start until they expire.")
+        bool,
+        typer.Option(
+            "--spare", help="Leave machines of killed runs to their next start, until shortly before they expire."
+        ),
     ] = False,
     other_store: Annotated[
         str, typer.Option(metavar="ID", help="End also what this other store rented, which is no more.")

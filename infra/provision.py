@@ -19,7 +19,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infra.cloud import PATIENT, Cloud, Pace
 from infra.errors import (
@@ -54,8 +54,10 @@ from infra.rentals import (
     all_rentals,
     change_rental,
     find_rental,
+    in_utc,
     machine_name,
     rentals_of,
+    too_late_s,
     unfit_hosts,
     usd_spent,
 )
@@ -123,7 +125,7 @@ def rent_machines(
         for rental in _inherited(request, ledger):
             cloud = clouds[rental.provider]
             if len(unit) < request.num_machines and _is_where(rental, unit):
-                usable = _settle(rental, request, ledger, cloud, check, say, pace)
+                usable = _settle(rental, request, ledger, cloud, check, say, pace, beside=unit)
                 if usable is not None:
                     say(f"goes on with {usable.name}, {usable.gpu} at {usable.provider}")
                     unit.append(usable)
@@ -196,15 +198,28 @@ def _inherited(request: RentRequest, ledger: Ledger) -> list[Rental]:
     mine: list[Rental] = []
     for rental in all_rentals(ledger):
         is_same = (rental.purpose, rental.credentials) == (request.purpose, request.credentials)
-        is_fit = rental.state is RentalState.READY and is_same
         is_beside = not mine or mine[0].note == _left_by(rental)
-        if is_fit and is_beside and rental.ends_at > time.time() and ledger.has_died(rental.run_id):
-            changes = {"run_id": request.run_id, "kept_until": None}
-            taken = change_rental(ledger, rental, **changes, note=_left_by(rental))
+        if rental.state is RentalState.READY and is_same and is_beside and ledger.has_died(rental.run_id):
+            taken = _take_over(rental, request, ledger, beside=mine)
             mine += [taken] if taken is not None else []
         if len(mine) == request.num_machines:
             break
     return mine
+
+
+def _take_over(rental: Rental, request: RentRequest, ledger: Ledger, *, beside: Sequence[Rental]) -> Rental | None:
+    """The machine of a dead run as one of this run, within its hours and its money.
+
+    None where that would be too short to begin with, or somebody else was faster. What is not taken is the reaper's.
+    """
+    now = time.time()
+    expires_at = min(rental.expires_at, _allowed_until(rental, request, ledger, now, beside=beside))
+    fresh_s = 3600 * min(request.max_hours, _hours(request.max_usd / request.num_machines, rental.usd_per_hour))
+    is_too_late = min(rental.ends_at, rental.taken_until) <= now
+    if is_too_late or expires_at - now < too_late_s(fresh_s):
+        return None
+    changes = {"run_id": request.run_id, "kept_until": None, "expires_at": expires_at}
+    return change_rental(ledger, rental, **changes, note=_left_by(rental))
 
 
 def _left_by(rental: Rental) -> str:
@@ -217,9 +232,17 @@ def _is_where(rental: Rental, unit: Sequence[Rental]) -> bool:
 
 
 def _settle(
-    rental: Rental, request: RentRequest, ledger: Ledger, cloud: Cloud, check: Check, say: Say, pace: Pace
+    rental: Rental,
+    request: RentRequest,
+    ledger: Ledger,
+    cloud: Cloud,
+    check: Check,
+    say: Say,
+    pace: Pace,
+    *,
+    beside: Sequence[Rental],
 ) -> Rental | None:
-    """Bring a machine of an earlier process to an end or to use; None when it is of no use."""
+    """Bring a machine of an earlier process to an end or to use, beside others; None when it is of no use."""
     if rental.kept_until is not None:
         current = change_rental(ledger, rental, kept_until=None) or find_rental(ledger, rental.name)
         if current is None or current.run_id != request.run_id or current.state.is_over:
@@ -234,7 +257,7 @@ def _settle(
         release_machine(rental, ledger, cloud, pace=pace)
         return None
     try:
-        return _use_or_release(rental, request, ledger, cloud, check, say, pace)
+        return _use_or_release(rental, request, ledger, cloud, check, say, pace, beside=beside)
     except _NotHadError:
         return None
 
@@ -313,7 +336,10 @@ def _rent_at(
             rental = _intend(request, offer, ledger, host_key=host_key, beside=[*unit, *fresh])
             say(f"asked {offer.provider} for {rental.gpu} at {offer.usd_per_hour:.2f} USD/h as {rental.name}")
             fresh.append(_create_once(rental, offer, request, ledger, cloud, pace, host_key=host_key))
-        return [_use_or_release(created, request, ledger, cloud, check, say, pace) for created in fresh]
+        for number, created in enumerate(fresh):
+            others = [*unit, *fresh[:number], *fresh[number + 1 :]]
+            fresh[number] = _use_or_release(created, request, ledger, cloud, check, say, pace, beside=others)
+        return fresh
     except _NotHadError:
         names = {rental.name for rental in fresh}
         others = [row for row in _own_rows(request, ledger) if row.name in names and _is_in_use(row)]
@@ -358,14 +384,10 @@ def _intend(
         PermanentInfraError: the run's money is used up.
     """
     now = time.time()
-    left_usd = request.max_usd - usd_spent(ledger, request.run_id, now)
-    if left_usd <= 0:
+    if usd_spent(ledger, request.run_id, now) >= request.max_usd:
         raise PermanentInfraError(
             f"the run has spent the {request.max_usd:g} USD that it may spend on machines: raise node.max_usd"
         )
-    promised_usd = sum((rental.expires_at - now) / 3600 * rental.usd_per_hour for rental in beside)
-    own_usd = max(0.0, left_usd - promised_usd) / (request.num_machines - len(beside))
-    paid_hours = own_usd / offer.usd_per_hour if offer.usd_per_hour > 0 else math.inf
     rental = Rental(
         name=machine_name(ledger, request.run_id),
         run_id=request.run_id,
@@ -376,14 +398,34 @@ def _intend(
         region=offer.region,
         usd_per_hour=offer.usd_per_hour,
         intended_at=now,
-        expires_at=now + 3600 * min(request.max_hours, paid_hours),
+        expires_at=now,
         vram_gb=offer.vram_gb,
         host=offer.host,
         expected_key=fingerprint_of(host_key.public) if host_key else "",
         believed_by=HostKeyEvidence.INJECTED.value if host_key else HostKeyEvidence.FIRST_USE.value,
     )
-    add_rental(ledger, rental)
-    return rental
+    limited = replace(rental, expires_at=_allowed_until(rental, request, ledger, now, beside=beside))
+    add_rental(ledger, limited)
+    return limited
+
+
+def _allowed_until(
+    rental: Rental, request: RentRequest, ledger: Ledger, now: float, *, beside: Sequence[Rental]
+) -> float:
+    """When a machine's hours, counted from now, or its share of the run's money are used up, at its price.
+
+    What it cost so far is the run's, whoever had it. What those beside it cost until they expire is left to them.
+    """
+    others = [each for each in rentals_of(ledger, request.run_id) if each.name != rental.name]
+    spent_usd = sum(each.usd(now) for each in (rental, *others))
+    promised_usd = sum((each.expires_at - now) / 3600 * each.usd_per_hour for each in beside)
+    share_usd = max(0.0, request.max_usd - spent_usd - promised_usd) / (request.num_machines - len(beside))
+    return now + 3600 * min(request.max_hours, _hours(share_usd, rental.usd_per_hour))
+
+
+def _hours(usd: float, usd_per_hour: float) -> float:
+    """How long the money lasts."""
+    return usd / usd_per_hour if usd_per_hour > 0 else math.inf
 
 
 def _create_once(
@@ -430,9 +472,17 @@ def _create_once(
 
 
 def _use_or_release(
-    rental: Rental, request: RentRequest, ledger: Ledger, cloud: Cloud, check: Check, say: Say, pace: Pace
+    rental: Rental,
+    request: RentRequest,
+    ledger: Ledger,
+    cloud: Cloud,
+    check: Check,
+    say: Say,
+    pace: Pace,
+    *,
+    beside: Sequence[Rental],
 ) -> Rental:
-    """The machine when it can be used.
+    """The machine when it can be used, within the run's money at the price that it really has.
 
     Raises:
         _NotHadError: it cannot be used, and is given back.
@@ -445,7 +495,13 @@ def _use_or_release(
             rental = change_rental(ledger, rental, is_unfit=True) or rental
         release_machine(rental, ledger, cloud, note=problem, pace=pace)
         raise _NotHadError(problem)
-    ready = change_rental(ledger, rental, state=RentalState.READY, host_key=host_key, usd_per_hour=price)
+    priced = replace(rental, usd_per_hour=price)
+    expires_at = min(rental.expires_at, _allowed_until(priced, request, ledger, time.time(), beside=beside))
+    if price > rental.usd_per_hour * PRICE_TOLERANCE:
+        offered = f"{price:.2f} USD/h, and was offered for {rental.usd_per_hour:.2f}"
+        say(f"{rental.name} costs {offered}: it is ended by {in_utc(expires_at)}")
+    changes = {"host_key": host_key, "usd_per_hour": price, "expires_at": expires_at}
+    ready = change_rental(ledger, rental, state=RentalState.READY, **changes)
     if ready is None:
         raise _NotHadError(f"somebody else ended {rental.name} at the same moment")
     return ready

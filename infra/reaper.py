@@ -79,8 +79,9 @@ def reap(
 
     Args:
         credentials: the name of those by which the accounts were opened; machines of others are left to them.
-        spare: machines of dead runs are kept until they expire, so that the next start can go on with them. Those that
-            failed runs keep for a while stay in any case, and are ended in any case when that is over.
+        spare: machines of dead runs are kept as long as the next start may go on with them, which is until shortly
+            before they expire. Those that failed runs keep for a while stay in any case, and are ended in any case when
+            that is over.
         other_ledger: the identity of another ledger, for instance of a store that was deleted, all of whose machines
             are ended too.
     """
@@ -233,8 +234,9 @@ def _why_wanted(rental: Rental, ledger: Ledger, *, spare: bool) -> str:
         return until if rental.ends_at > now else ""
     if not ledger.has_died(rental.run_id):
         return "which lives"  # it is renting it, uses it, or is giving it back
-    expires = in_utc(rental.expires_at)
-    return f"whose next start may take it until {expires}" if spare and rental.state is RentalState.READY else ""
+    if not spare or rental.state is not RentalState.READY or rental.taken_until <= now:
+        return ""
+    return f"whose next start may take it until {in_utc(rental.taken_until)}"
 
 
 def _row_of(instance: Instance, credentials: str) -> Rental:

@@ -20,6 +20,10 @@ from infra.offers import CloudName
 from infra.run_ids import short_id
 
 NAME_PREFIX = "rollouts-"
+TOO_LATE_S = 1200.0
+"""With less time left no further run goes on with a machine: half of it is for ending its work (tasks/budget.py)."""
+TOO_LATE_SHARE = 0.2
+"""Of a time so short that `TOO_LATE_S` would leave little of it."""
 NAME = re.compile(r"rollouts-(?P<ledger>[0-9a-f]{8})-(?P<run>[A-Za-z0-9]+)-a(?P<attempt>\d+)-t(?P<epoch>\d+)")
 
 
@@ -96,6 +100,11 @@ class Rental:
         """When it is ended, unless it is given back or taken over before."""
         return self.expires_at if self.kept_until is None else min(self.kept_until, self.expires_at)
 
+    @property
+    def taken_until(self) -> float:
+        """Until when a further run may take it over; after that nobody wants one whose run has died."""
+        return self.expires_at - too_late_s(self.expires_at - self.intended_at)
+
     def usd(self, now: float) -> float:
         """What it has cost until `now`."""
         if self.rented_at is None:
@@ -108,6 +117,11 @@ class Rental:
             return 0.0
         ended_at = until if self.ended_at is None else min(until, self.ended_at)
         return max(0.0, ended_at - max(since, self.rented_at)) / 3600 * self.usd_per_hour
+
+
+def too_late_s(whole_s: float) -> float:
+    """How much is too little to begin with, of so long a time."""
+    return min(TOO_LATE_S, TOO_LATE_SHARE * whole_s)
 
 
 def in_utc(seconds: float) -> str:

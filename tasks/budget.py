@@ -47,9 +47,10 @@ def stopped_in_time(node: Node, scope: RunScope) -> Iterator[None]:
         yield
         return
     is_stopped = threading.Event()
+    began_at = time.time()
 
     def look() -> None:
-        if not is_stopped.is_set() and time.time() < end_of_work(node, scope):
+        if not is_stopped.is_set() and time.time() < end_of_work(node, scope, began_at):
             return
         is_stopped.set()  # for good: a stage that begins now is ended too
         try:
@@ -66,11 +67,15 @@ def stopped_in_time(node: Node, scope: RunScope) -> Iterator[None]:
         raise
 
 
-def end_of_work(node: Node, scope: RunScope) -> float:
-    """When the jobs on a rented machine, and on the others of its unit, have to end, in seconds since 1970."""
+def end_of_work(node: Node, scope: RunScope, began_at: float) -> float:
+    """When the jobs on a rented machine, and on the others of its unit, have to end, in seconds since 1970.
+
+    Args:
+        began_at: when the run began with them; others may have had them before.
+    """
     with Ledger(scope.ledger_path) as ledger:
         rental = min(rentals_of_unit(ledger, node), key=lambda rental: rental.expires_at)
-    return rental.expires_at - min(MARGIN_S, MARGIN_SHARE * (rental.expires_at - rental.intended_at))
+    return rental.expires_at - min(MARGIN_S, MARGIN_SHARE * (rental.expires_at - began_at))
 
 
 def cancel_jobs(node: Node, scope: RunScope) -> None:

@@ -29,6 +29,7 @@ from infra.ledger import Ledger
 from infra.offers import GPUQuery, Instance
 from infra.providers.runpod import RunPod
 from infra.provision import MAX_OFFERS, Check, RentRequest, rent_machines
+from infra.reaper import reap
 from infra.release import release_machine
 from infra.rentals import Rental, RentalState, all_rentals, change_rental, rentals_of, usd_spent
 from tests.infra.fake_cloud import HANG_S, KEY
@@ -284,6 +285,20 @@ def test_a_machine_that_costs_more_than_was_offered_is_given_back(world: World) 
     assert world.fake.alive() == []
 
 
+def test_a_machine_that_costs_more_than_was_offered_and_less_than_is_allowed_ends_when_the_money_does(
+    world: World,
+) -> None:
+    world.fake.faults.price_factor = 1.5
+    rental = world.rent(replace(REQUEST, max_usd=4.98))  # for two hours at the price of the offer
+    assert rental.usd_per_hour == pytest.approx(3.735) and rental.rented_at is not None
+    assert usd_until_its_end(rental) == pytest.approx(4.98, abs=0.01)
+    assert usd_until_its_end(rental) <= 4.98 + 1e-6
+
+
+def usd_until_its_end(rental: Rental) -> float:
+    return rental.usd(rental.expires_at)
+
+
 def test_the_money_of_a_run_is_a_limit_over_all_its_machines(world: World) -> None:
     rental = world.rent(replace(REQUEST, max_usd=2.49))
     assert rental.expires_at == pytest.approx(rental.intended_at + 3600)
@@ -371,6 +386,42 @@ def test_a_kept_machine_goes_to_the_run_again_or_to_one_that_wants_the_same(worl
     assert (taken.instance_id, taken.run_id, taken.kept_until) == (kept.instance_id, run_id, None)
     assert taken.rented_at == kept.rented_at, "the time in which nobody used it is paid for, too"
     assert taken.expires_at == kept.expires_at and world.fake.num_creates() == 1
+
+
+@pytest.mark.parametrize("limits", [{"max_hours": 0.1}, {"max_usd": 0.249}])
+def test_a_machine_that_is_taken_over_has_the_hours_and_the_money_of_the_run_that_takes_it(
+    world: World, limits: dict[str, float]
+) -> None:
+    kept = fail_and_keep(world)
+    request = replace(REQUEST, run_id="another-run", **limits)
+    before = time.time()
+    taken = world.rent(request)
+    assert taken.instance_id == kept.instance_id
+    assert taken.expires_at == pytest.approx(before + 360, abs=20) and taken.expires_at <= time.time() + 360
+    assert usd_until_its_end(taken) <= request.max_usd + 1e-6
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_machine_with_six_minutes_left_is_not_taken_over_and_ends(world: World, is_kept: bool) -> None:
+    left = fail_and_keep(world)
+    with Ledger(world.path) as ledger:
+        ends = {"intended_at": time.time() - 6840, "expires_at": time.time() + 360}
+        change_rental(ledger, left, kept_until=left.kept_until if is_kept else None, **ends)
+        taken = world.rent(replace(REQUEST, run_id="another-run"))
+        assert taken.instance_id != left.instance_id and len(world.fake.alive()) == 2
+        reap(ledger, {"runpod": world.cloud}, spare=True, pace=PACE)
+    still_there = [machine.id for machine in world.fake.alive()]
+    assert still_there == [left.instance_id] * is_kept + [taken.instance_id], "who keeps it may look at it until then"
+
+
+def test_a_machine_that_has_cost_more_than_a_run_may_spend_is_left_to_one_that_may(world: World) -> None:
+    kept = fail_and_keep(world)
+    with Ledger(world.path) as ledger:
+        change_rental(ledger, kept, rented_at=time.time() - 3600)
+        poor = world.rent(replace(REQUEST, run_id="poor", max_usd=2.5))
+        assert poor.instance_id != kept.instance_id
+        rich = world.rent(replace(REQUEST, run_id="rich", max_usd=10.0))
+    assert rich.instance_id == kept.instance_id and usd_until_its_end(rich) <= 10.0
 
 
 def test_a_kept_machine_that_cannot_be_used_any_more_is_given_back_and_another_taken(world: World) -> None:

@@ -67,11 +67,18 @@ def test_the_machine_of_a_living_run_is_kept_and_that_of_a_dead_one_ended(world:
     assert reap_now(world) == ReapReport()
 
 
-def test_the_machine_of_a_dead_run_is_spared_for_the_next_start_until_it_expires(world: World) -> None:
+@pytest.mark.parametrize(("left_s", "is_spared"), [(1260.0, True), (1140.0, False), (-1.0, False)])
+def test_the_machine_of_a_dead_run_is_spared_for_the_next_start_as_long_as_that_would_take_it(
+    world: World, left_s: float, is_spared: bool
+) -> None:
     rental = rent_and_die(world)
     assert reap_now(world, spare=True).ended == [] and len(world.fake.alive()) == 1
     with Ledger(world.path) as ledger:
-        change_rental(ledger, rental, expires_at=time.time() - 1)
+        times = {"intended_at": time.time() + left_s - 7200, "expires_at": time.time() + left_s}
+        change_rental(ledger, rental, **times)
+    if is_spared:
+        assert reap_now(world, spare=True).ended == [] and len(world.fake.alive()) == 1
+        return
     assert len(reap_now(world, spare=True).ended) == 1 and world.fake.alive() == []
 
 

@@ -5,6 +5,7 @@ Without it a run that lacks one of its machines would pay for the others, or tra
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,6 +78,15 @@ def test_the_money_lasts_half_as_long_for_two(world: World) -> None:
         rentals = rent_machines(request, ledger, {"runpod": world.cloud}, check=usable, pace=PACE)
     assert [rental.expires_at - rental.intended_at for rental in rentals] == pytest.approx([1800, 1800], abs=5)
     assert sum((each.expires_at - each.intended_at) / 3600 * each.usd_per_hour for each in rentals) <= 2.49 + 1e-6
+
+
+def test_the_money_lasts_for_two_at_the_price_that_they_really_have(world: World) -> None:
+    world.fake.faults.price_factor = 1.5
+    with Ledger(world.path) as ledger:
+        request = replace(PAIR, max_usd=4.98)
+        rentals = rent_machines(request, ledger, {"runpod": world.cloud}, check=usable, pace=PACE)
+    assert sum(rental.usd(rental.expires_at) for rental in rentals) == pytest.approx(4.98, abs=0.05)
+    assert sum(rental.usd(rental.expires_at) for rental in rentals) <= 4.98 + 1e-6
 
 
 def test_all_are_asked_for_before_any_is_waited_for_and_to_end_before_any_end(world: World) -> None:
@@ -199,6 +209,17 @@ def test_the_machines_of_a_dead_run_go_to_one_that_wants_the_same(world: World) 
         taken = rent_machines(request, ledger, {"runpod": world.cloud}, check=usable, pace=PACE)
     assert ids(taken) == ids(left) and {rental.run_id for rental in taken} == {"another-run"}
     assert world.fake.num_creates() == 2
+
+
+def test_machines_that_are_taken_over_share_the_money_of_the_run_that_takes_them(world: World) -> None:
+    with Ledger(world.path) as ledger:
+        with ledger.living_run(PAIR.run_id):
+            left = world.rent()
+        request = replace(PAIR, run_id="another-run", max_usd=2.49)
+        taken = rent_machines(request, ledger, {"runpod": world.cloud}, check=usable, pace=PACE)
+    assert ids(taken) == ids(left)
+    assert [rental.expires_at - time.time() for rental in taken] == pytest.approx([1800, 1800], abs=30)
+    assert sum(rental.usd(rental.expires_at) for rental in taken) <= 2.49 + 1e-6
 
 
 def test_a_machine_that_appeared_late_beside_a_whole_unit_is_given_back(world: World) -> None:
