@@ -213,7 +213,7 @@ def _take_over(rental: Rental, request: RentRequest, ledger: Ledger, *, beside: 
     None where that would be too short to begin with, or somebody else was faster. What is not taken is the reaper's.
     """
     now = time.time()
-    expires_at = min(rental.expires_at, _allowed_until(rental, request, ledger, beside=beside))
+    expires_at = min(rental.expires_at, _allowed_until(rental, request, ledger, now, beside=beside))
     fresh_s = 3600 * min(request.max_hours, _hours(request.max_usd / request.num_machines, rental.usd_per_hour))
     is_too_late = min(rental.ends_at, rental.taken_until) <= now
     if is_too_late or expires_at - now < too_late_s(fresh_s):
@@ -404,17 +404,18 @@ def _intend(
         expected_key=fingerprint_of(host_key.public) if host_key else "",
         believed_by=HostKeyEvidence.INJECTED.value if host_key else HostKeyEvidence.FIRST_USE.value,
     )
-    limited = replace(rental, expires_at=_allowed_until(rental, request, ledger, beside=beside))
+    limited = replace(rental, expires_at=_allowed_until(rental, request, ledger, now, beside=beside))
     add_rental(ledger, limited)
     return limited
 
 
-def _allowed_until(rental: Rental, request: RentRequest, ledger: Ledger, *, beside: Sequence[Rental]) -> float:
+def _allowed_until(
+    rental: Rental, request: RentRequest, ledger: Ledger, now: float, *, beside: Sequence[Rental]
+) -> float:
     """When a machine's hours, counted from now, or its share of the run's money are used up, at its price.
 
     What it cost so far is the run's, whoever had it. What those beside it cost until they expire is left to them.
     """
-    now = time.time()
     others = [each for each in rentals_of(ledger, request.run_id) if each.name != rental.name]
     spent_usd = sum(each.usd(now) for each in (rental, *others))
     promised_usd = sum((each.expires_at - now) / 3600 * each.usd_per_hour for each in beside)
@@ -495,8 +496,8 @@ def _use_or_release(
         release_machine(rental, ledger, cloud, note=problem, pace=pace)
         raise _NotHadError(problem)
     priced = replace(rental, usd_per_hour=price)
-    expires_at = min(rental.expires_at, _allowed_until(priced, request, ledger, beside=beside))
-    if price > rental.usd_per_hour:
+    expires_at = min(rental.expires_at, _allowed_until(priced, request, ledger, time.time(), beside=beside))
+    if price > rental.usd_per_hour * PRICE_TOLERANCE:
         offered = f"{price:.2f} USD/h, and was offered for {rental.usd_per_hour:.2f}"
         say(f"{rental.name} costs {offered}: it is ended by {in_utc(expires_at)}")
     changes = {"host_key": host_key, "usd_per_hour": price, "expires_at": expires_at}
