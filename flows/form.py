@@ -36,6 +36,7 @@ from flows.retrain_settings import LINE_PATTERN, RetrainConfig, ScheduleConfig, 
 from flows.store import with_store
 from infra.node import NODE_TYPES, LocalNode, NodeSettings
 from infra.object_store import check_url
+from infra.offers import CLOUD_NAMES
 from rollouts_core.config import (
     Config,
     DataConfig,
@@ -48,12 +49,14 @@ from rollouts_core.config import (
 )
 from rollouts_core.errors import ConfigError
 from rollouts_core.functions import resolve_function
-from rollouts_core.messages import closest_name, explain_validation_error
+from rollouts_core.messages import explain_validation_error, suggest_key
 from rollouts_core.user_code import describe_raised
 from tasks.trackers import TrackerName
 
 NODE_FILES = ("key_file", "known_hosts", "requirements", "ssh_config")
 """Settings of nodes that name files of this machine."""
+THROUGH_SKY = ("aws", "gcp", "google", "azure", "kubernetes")
+"""Clouds that are reached through the provider `sky`."""
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 CREDENTIALS_PATTERN = r"^([a-z0-9][a-z0-9-]{0,63})?$"
 """Prefect's names of blocks; empty names none."""
@@ -199,19 +202,20 @@ def parse_pipeline(settings: dict[str, Any], path: Path) -> Pipeline:  # Any: un
     known = [*Config.model_fields, "node", "run", "retrain", "schedule", "evaluate"]
     for key in sections:
         if key not in known:
-            raise ConfigError(f"{path}: unknown key {key}{closest_name(key, known)}")
+            raise ConfigError(f"{path}: unknown key {key}{suggest_key([key], known)}")
     optional = {"retrain": retrain or {}, "schedule": schedule or {}, "evaluate": evaluate or {}}
     for name, section in {"node": node, "run": run, **optional}.items():
         if not isinstance(section, dict):
             raise ConfigError(f"{path}: {name}: expected a table of settings, found {section!r}")
     provider = node.get("provider", "local")
     if not isinstance(provider, str) or provider not in NODE_TYPES:
-        raise ConfigError(f"{path}: node.provider is {provider!r}: expected one of {', '.join(NODE_TYPES)}")
+        raise ConfigError(f"{path}: node.provider is {provider!r}: {_expected_provider(provider)}")
     node_type = NODE_TYPES[provider]
     for section, name, model in ((node, "node", node_type), (run, "run", RunOptions)):
         for key in section:
             if key not in model.model_fields:
-                raise ConfigError(f"{path}: unknown key {name}.{key}{closest_name(key, list(model.model_fields))}")
+                hint = suggest_key([name, key], list(model.model_fields))
+                raise ConfigError(f"{path}: unknown key {name}.{key}{hint}")
     scored = None if evaluate is None else parse_config(EvaluateConfig, evaluate, source=f"{path}, table evaluate")
     again = None if retrain is None else parse_config(RetrainConfig, retrain, source=f"{path}, table retrain")
     pipeline = Pipeline(
@@ -224,6 +228,18 @@ def parse_pipeline(settings: dict[str, Any], path: Path) -> Pipeline:  # Any: un
     )
     check_retraining(pipeline.config, pipeline.retrain, pipeline.schedule, source=str(path))
     return pipeline
+
+
+def _expected_provider(given: object) -> str:
+    """What `node.provider` may be, for somebody who gave something else."""
+    expected = f"expected one of {', '.join(NODE_TYPES)}"
+    cloud = "sky" if given in THROUGH_SKY else given
+    if cloud not in CLOUD_NAMES:
+        return expected
+    return (
+        f'{expected}; to have a machine rented there, set node.provider = "provision" and node.query.providers = '
+        f'["{cloud}"]; for one that you rented yourself, node.provider = "instance"'
+    )
 
 
 def resolve_node_paths(node: dict[str, Any], base: Path) -> dict[str, Any]:  # Any: unchecked file content

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+
+from rollouts_core.foreign_names import find_foreign_name
 
 MAX_SHOWN_CHARS = 80
 MAX_SHOWN_MISTAKES = 5
@@ -36,6 +38,14 @@ def closest_name(name: str, known: list[str]) -> str:
     swapped = [each for each in known if sorted(each) == sorted(name)]
     close = swapped or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(known))}"
+
+
+def suggest_key(path: Sequence[str], known: list[str]) -> str:
+    """What may be meant by an unknown key: what another system calls so, else the nearest name or the list of them."""
+    foreign = find_foreign_name(path)
+    if foreign is None:
+        return closest_name(path[-1], known)
+    return f"; here it is {foreign}" if " " in foreign else f"; did you mean {foreign}?"
 
 
 def first_line(error: BaseException) -> str:
@@ -74,7 +84,7 @@ def _path_of(problem: Mapping[str, Any], model: type[BaseModel]) -> list[str]:  
             if section is None or (part == "str" and part not in section.model_fields):
                 break
             path.append(part)
-            section = _section(section, part)
+            section = nested_record(section, part)
     return path
 
 
@@ -82,17 +92,17 @@ def _suggestion(path: list[str], model: type[BaseModel]) -> str:
     section: type[BaseModel] | None = model
     for part in path[:-1]:
         if not part.isdecimal():
-            section = _section(section, part) if section else None
+            section = nested_record(section, part) if section else None
     if section is None:
         return ""
-    hint = closest_name(path[-1], list(section.model_fields))
-    deeper = None if hint.endswith("?") else _find_one_level_down(path[-1], section)
+    hint = suggest_key(path, list(section.model_fields))
+    deeper = _find_one_level_down(path[-1], section) if hint.startswith("; known are") else None
     return f"; did you mean {'.'.join([*path[:-1], *deeper])}?" if deeper else hint
 
 
 def _find_one_level_down(name: str, section: type[BaseModel]) -> tuple[str, str] | None:
     """The setting of a section's sections that has a name, its initials (`lr` of `learning_rate`) or one like it."""
-    below = [(key, each) for key in section.model_fields for each in _fields_of(_section(section, key))]
+    below = [(key, each) for key in section.model_fields for each in _fields_of(nested_record(section, key))]
     initials = "".join(word[0] for word in name.split("_") if word)
     wanted = (name, initials) if "_" in name else (name,)
     close = difflib.get_close_matches(name, [each for _, each in below], n=1, cutoff=0.8)
@@ -103,7 +113,7 @@ def _fields_of(section: type[BaseModel] | None) -> list[str]:
     return list(section.model_fields) if section else []
 
 
-def _section(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+def nested_record(model: type[BaseModel], name: str) -> type[BaseModel] | None:
     """The record that a field holds, or a list of which it may hold."""
     return _record_in(model.model_fields[name].annotation) if name in model.model_fields else None
 

@@ -1,0 +1,129 @@
+"""What other systems call a setting, and where it is here: for hints about unknown keys.
+
+The names are those of TRL and of the TrainingArguments of Transformers, of verl, slime and OpenRLHF, and such as people
+try first. A key of the table is a name that no setting here has, or `section.name` where the section has none.
+
+Not here: hints by likeness (messages.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+STAGE = "training.STAGE"
+"""In a hint, the stage in whose table the key stands."""
+STAGES = ("sft", "rl")
+
+EPOCHS = (
+    f"{STAGE}.num_steps, since training counts optimizer steps: an epoch is rows / training.sft.batch_size of them, or "
+    "for RL prompts / rollout.batch_size"
+)
+ACCUMULATION = (
+    "training.sft.micro_batch_size or training.rl.max_micro_batch_tokens: how much is computed at a time, while a step "
+    "stays as large as training.sft.batch_size or rollout.batch_size says"
+)
+MINIBATCHES = "training.rl.num_minibatches: into how many updates the prompts of a step (rollout.batch_size) are split"
+TRAINED_DATA = "data.sft (demonstrations) or data.prompts (prompts of RL)"
+COMPARED_DATA = (
+    "data.selection (chooses a checkpoint), data.heldout (for the report) or data.sft_eval (loss while SFT trains)"
+)
+KL = "training.rl.loss.kl_coef (a term of the loss) or training.rl.reward_shaping.kl_coef (taken from the reward)"
+CLIP = "training.rl.loss.clip_low and training.rl.loss.clip_high"
+ENGINE_GPUS = "deployment.engine_gpu_ranks (their GPUs) and deployment.num_engines (the engines that share them)"
+
+
+def _all(names: str, hint: str) -> Mapping[str, str]:
+    return dict.fromkeys(names.split(), hint)
+
+
+FOREIGN_NAMES: Mapping[str, str] = {
+    # model and data
+    **_all("model_name_or_path model_name hf_checkpoint pretrain", "model.path"),
+    **_all("data.train train_file train_files train_dataset dataset dataset_name prompt_data", TRAINED_DATA),
+    **_all("data.eval data.test data.val data.validation", COMPARED_DATA),
+    **_all("eval_dataset val_files eval_prompt_data", COMPARED_DATA),
+    # length of a training, and of its steps
+    **_all("num_train_epochs sft.num_epochs num_epoch epochs max_epochs total_epochs num_episodes", EPOCHS),
+    **_all("max_steps total_training_steps train_iters num_rollout", f"{STAGE}.num_steps"),
+    **_all("gradient_accumulation_steps per_device_train_batch_size micro_train_batch_size", ACCUMULATION),
+    **_all("ppo_micro_batch_size_per_gpu", ACCUMULATION),
+    **_all("max_tokens_per_gpu ppo_max_token_len_per_gpu", "training.rl.max_micro_batch_tokens"),
+    **_all("ppo_mini_batch_size num_mini_batches", MINIBATCHES),
+    **_all("num_iterations ppo_epochs num_ppo_epochs", "training.rl.num_epochs"),
+    **_all("global_batch_size train_batch_size", "training.sft.batch_size (rows) or rollout.batch_size (prompts)"),
+    **_all("max_seq_length max_seq_len max_len", "training.sft.max_length"),
+    # optimizer
+    **_all("learning_rate actor_learning_rate", f"{STAGE}.optim.lr"),
+    **_all("warmup_ratio lr_warmup_ratio lr_warmup_fraction", f"{STAGE}.optim.num_warmup_steps, a number of steps"),
+    **_all("warmup_steps lr_warmup_steps lr_warmup_iters", f"{STAGE}.optim.num_warmup_steps"),
+    **_all("lr_scheduler_type lr_scheduler lr_decay_style", f"{STAGE}.optim.schedule"),
+    **_all("adam_beta1 adam_beta2 adam_betas optim.beta", f"{STAGE}.optim.betas"),
+    **_all("adam_epsilon adam_eps", f"{STAGE}.optim.eps"),
+    **_all("grad_clip clip_grad max_norm", f"{STAGE}.optim.max_grad_norm"),
+    # how the model computes
+    **_all("bf16 fp16 torch_dtype", f"{STAGE}.policy.precision"),
+    **_all("gradient_checkpointing recompute_granularity", f"{STAGE}.policy.activation_checkpointing"),
+    **_all("attn_implementation flash_attn", f"{STAGE}.policy.attention"),
+    **_all("torch_compile", f"{STAGE}.policy.compile"),
+    **_all("use_peft lora_r lora_rank", f"{STAGE}.policy.lora.rank"),
+    **_all("lora_alpha", f"{STAGE}.policy.lora.alpha"),
+    **_all("lora_dropout", f"{STAGE}.policy.lora.dropout"),
+    **_all("lora_target_modules", f"{STAGE}.policy.lora.target_modules"),
+    **_all("assistant_only_loss completion_only_loss", "training.sft.train_on"),
+    # what RL learns from a reward
+    **_all("beta kl_loss_coef init_kl_coef kl_coeff rl.kl_coef", KL),
+    **_all("epsilon eps_clip clip_ratio cliprange", CLIP),
+    **_all("epsilon_low clip_ratio_low", "training.rl.loss.clip_low"),
+    **_all("epsilon_high eps_clip_high clip_ratio_high", "training.rl.loss.clip_high"),
+    **_all("entropy_coeff", "training.rl.loss.entropy_coef"),
+    **_all("loss_type", "training.rl.algorithm (a system's algorithm by name) or training.rl.loss"),
+    **_all("loss_agg_mode", "training.rl.loss.aggregation"),
+    **_all("adv_estimator advantage_estimator scale_rewards", "training.rl.advantage.estimator"),
+    **_all("lam lambd", "training.rl.advantage.gae_lambda"),
+    **_all("mask_truncated_completions", "training.rl.reward_shaping.mask_truncated"),
+    **_all("reward_funcs reward_weights", "rollout.rewards"),
+    **_all("rm_type custom_rm_path reward_func", "rollout.reward_fn"),
+    # sampling
+    **_all("num_generations num_return_sequences rollout.n", "rollout.n_samples_per_prompt"),
+    **_all("rollout_batch_size num_prompts_per_step", "rollout.batch_size"),
+    **_all("max_prompt_length prompt_max_len rollout_max_prompt_len", "rollout.max_prompt_tokens"),
+    **_all("max_completion_length max_response_length response_length", "rollout.sampling.max_new_tokens"),
+    **_all("rollout_max_response_len generate_max_len", "rollout.sampling.max_new_tokens"),
+    **_all("rollout_temperature", "rollout.sampling.temperature"),
+    **_all("use_vllm", 'rollout.engine.kind = "vllm"'),
+    **_all(
+        "vllm_gpu_memory_utilization gpu_memory_utilization sglang_mem_fraction_static", "rollout.engine.extra_args"
+    ),
+    **_all("tensor_model_parallel_size vllm_tensor_parallel_size vllm_num_engines", ENGINE_GPUS),
+    **_all("rollout_num_gpus rollout_num_gpus_per_engine", ENGINE_GPUS),
+    **_all("colocate colocate_all_models", "deployment.colocated"),
+    # checkpoints and logs
+    **_all("save_steps save_freq save_interval", f"{STAGE}.checkpoint_every"),
+    **_all("save_total_limit max_ckpt_num", f"{STAGE}.keep_checkpoints"),
+    **_all("logging_steps", f"{STAGE}.log_every"),
+    **_all("eval_steps eval_interval test_freq", "training.sft.eval_every"),
+    **_all("resume_from_checkpoint", f"{STAGE}.resume_from"),
+    **_all("output_dir default_local_dir save_path", "run.store"),
+    **_all("run_name experiment_name", "run.name"),
+    **_all("push_to_hub hub_model_id", "run.publish"),
+}
+"""Where what a name means is here."""
+
+
+def find_foreign_name(path: Sequence[str]) -> str | None:
+    """Where a setting is that another system calls as the key at the end of `path`; None where none does.
+
+    Args:
+        path: the sections around the key, and the key.
+    """
+    *around, name = path
+    sections = [each for each in around if not each.isdecimal()]
+    hint = FOREIGN_NAMES.get(".".join([*sections[-1:], name])) or FOREIGN_NAMES.get(name)
+    return hint and _for_stages(hint, [stage for stage in STAGES if stage in sections] or STAGES)
+
+
+def _for_stages(hint: str, stages: Iterable[str]) -> str:
+    """The hint about the first of the stages, and that it holds for the others too."""
+    first, *others = (f"training.{stage}" for stage in stages)
+    same = f", and the same in {others[0]}" if others and STAGE in hint else ""
+    return hint.replace(STAGE, first) + same

@@ -1,0 +1,110 @@
+"""Pins that what people know from TRL, verl, slime and OpenRLHF leads them to the setting that says the same here.
+
+Without it `num_generations` would be answered with "did you mean generate_fn?", and a hint could name a setting that is
+gone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from flows.form import Pipeline, RunOptions, parse_pipeline
+from infra.node import NODE_TYPES
+from rollouts_core.config import Config
+from rollouts_core.errors import ConfigError
+from rollouts_core.foreign_names import FOREIGN_NAMES, STAGE, STAGES, find_foreign_name
+from rollouts_core.messages import nested_record
+from tests.small_pipeline import small_settings
+
+SECTION = re.compile(rf"\b(?:{'|'.join([*Config.model_fields, 'run', 'node'])})\.[a-zA-Z_.]*\w")
+"""A setting in a hint."""
+
+
+def keys_of(record: type[BaseModel], prefix: str) -> Iterator[str]:
+    """All settings of a record and of its sections, by their whole names."""
+    for name in record.model_fields:
+        yield f"{prefix}{name}"
+        if below := nested_record(record, name):
+            yield from keys_of(below, f"{prefix}{name}.")
+
+
+@cache
+def all_keys() -> frozenset[str]:
+    """All settings that a file may have, but for those of its optional tables."""
+    nodes = [key for node in NODE_TYPES.values() for key in keys_of(node, "node.")]
+    return frozenset((*keys_of(Config, ""), *keys_of(RunOptions, "run."), *nodes))
+
+
+def settings_in(hint: str) -> set[str]:
+    """The settings that a hint names, in every stage that it is about."""
+    return {setting for stage in STAGES for setting in SECTION.findall(hint.replace(STAGE, f"training.{stage}"))}
+
+
+def parse_small(**overrides: Any) -> Pipeline:  # Any: settings of every type
+    return parse_pipeline(small_settings(**overrides), Path("small.toml"))
+
+
+@pytest.mark.parametrize("hint", sorted(set(FOREIGN_NAMES.values())))
+def test_every_setting_that_a_hint_names_exists(hint: str) -> None:
+    assert settings_in(hint) and settings_in(hint) <= all_keys()
+
+
+@pytest.mark.parametrize("name", FOREIGN_NAMES)
+def test_a_foreign_name_is_no_setting_of_ours_at_its_place(name: str) -> None:
+    """One with a section is none of that section's; one without is none of any section's."""
+    assert not [key for key in all_keys() if f".{key}".endswith(f".{name}")]
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("data__train", "here it is data.sft (demonstrations) or data.prompts (prompts of RL)"),
+        ("rollout__num_generations", "did you mean rollout.n_samples_per_prompt?"),
+        ("training__rl__num_generations", "did you mean rollout.n_samples_per_prompt?"),
+        (
+            "training__rl__beta",
+            "here it is training.rl.loss.kl_coef (a term of the loss) or training.rl.reward_shaping",
+        ),
+        ("training__rl__loss__beta", "here it is training.rl.loss.kl_coef"),
+        ("training__rl__optim__beta", "did you mean training.rl.optim.betas?"),
+        ("training__rl__kl_coef", "here it is training.rl.loss.kl_coef"),
+        ("training__sft__gradient_accumulation_steps", "here it is training.sft.micro_batch_size or"),
+        ("training__sft__warmup_ratio", "here it is training.sft.optim.num_warmup_steps, a number of steps"),
+        ("training__rl__max_completion_length", "did you mean rollout.sampling.max_new_tokens?"),
+        ("training__sft__num_epochs", "training counts optimizer steps: an epoch is rows / training.sft.batch_size"),
+        ("training__sft__num_train_epochs", "here it is training.sft.num_steps, since training counts"),
+        ("training__rl__epochs", "here it is training.rl.num_steps, since training counts"),
+        ("learning_rate", "here it is training.sft.optim.lr, and the same in training.rl"),
+        ("run__output_dir", "did you mean run.store?"),
+    ],
+)
+def test_a_name_of_another_system_leads_to_the_setting_here(key: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_small(**{key: 1})
+    assert f"unknown key {key.replace('__', '.')}; " in str(refused.value) and meant in str(refused.value)
+
+
+def test_a_name_that_nobody_uses_is_none_of_another_system() -> None:
+    assert find_foreign_name(["training", "sft", "zzz"]) is None
+
+
+@pytest.mark.parametrize(("provider", "cloud"), [("runpod", "runpod"), ("vast", "vast"), ("aws", "sky")])
+def test_a_cloud_as_the_provider_of_the_node_is_told_how_to_rent(provider: str, cloud: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf'set node\.provider = "provision" and node\.query\.providers = \["{cloud}"\]'
+    ):
+        parse_small(node__provider=provider)
+
+
+def test_a_provider_that_is_no_cloud_is_told_what_there_is() -> None:
+    with pytest.raises(
+        ConfigError, match=r"node\.provider is 'slurm': expected one of local, ssh, instance, provision$"
+    ):
+        parse_small(node__provider="slurm")
