@@ -1,5 +1,5 @@
 """Pins that the code which the documentation tells readers to copy works as it stands there, and that the tests exist
-by which it says that something is shown.
+by which it says that something is shown, and the places to which its links lead.
 
 Without it the first environment that somebody writes would fail for a mistake of ours, or a page would promise what
 nobody checks any more.
@@ -64,16 +64,48 @@ def test_the_tool_of_the_docs_is_called() -> None:
     assert environment.grade(Sample(response="3", metadata={"answer": "3"})) == 1.0
 
 
-def names_of_tests(file: Path) -> set[str]:
-    """The names of its tests; it is not imported."""
+def names_of_functions(file: Path) -> set[str]:
+    """The names of its functions; it is not imported."""
     return {node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
 
 
 def test_tests_that_the_docs_name_exist() -> None:
     named = {name for page in DOCS.glob("*.md") for name in re.findall(r"`(tests/\S+?\.py::\w+)`", page.read_text())}
     files = {file: DOCS.parent / file for file in {name.partition("::")[0] for name in named}}
-    there = {f"{file}::{test}" for file, path in files.items() if path.is_file() for test in names_of_tests(path)}
+    there = {f"{file}::{test}" for file, path in files.items() if path.is_file() for test in names_of_functions(path)}
     assert named - there == set() and len(named) > 80
+
+
+def test_functions_that_the_docs_name_by_their_file_exist() -> None:
+    named = re.findall(
+        r"`((?:flows|tasks|infra|rollouts_core)/\S+?\.py)::(\w+)`", (DOCS / "architecture.md").read_text()
+    )
+    assert [(file, name) for file, name in named if name not in names_of_functions(DOCS.parent / file)] == []
+    assert len(named) > 15
+
+
+def prose_of(page: Path) -> str:
+    """A page without its pieces of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors_of(page: Path) -> set[str]:
+    """What GitHub calls the headings of a page in links."""
+    headings = re.findall(r"^#+ +(.+?) *$", prose_of(page), re.MULTILINE)
+    shown = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in shown}
+
+
+def test_every_link_within_the_docs_leads_to_a_file_and_a_heading() -> None:
+    pages = [*DOCS.glob("*.md"), *DOCS.parent.glob("*.md")]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)\s]+)\)", prose_of(page))]
+    broken = []
+    for page, link in links:
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if "://" not in link and not (target.exists() and (not anchor or anchor in anchors_of(target))):
+            broken.append(f"{page.name}: {link}")
+    assert broken == [] and len(links) > 100
 
 
 def test_every_fault_of_the_docs_names_a_test_that_shows_it() -> None:
@@ -134,5 +166,5 @@ def test_the_library_page_imports_and_uses_every_public_name() -> None:
 
 
 def test_the_library_page_says_something_about_every_public_name() -> None:
-    prose = re.sub(r"^```.*?^```", "", (DOCS / "library.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    prose = prose_of(DOCS / "library.md")
     assert set(rollouts_core.__all__) - set(re.findall(r"`(\w+)`", prose)) == set()
