@@ -26,6 +26,7 @@ from rollouts_core.environments.protocol import Outcome
 from rollouts_core.environments.sandbox import SandboxLimits, SandboxResult, run_in_sandbox
 from rollouts_core.errors import EnvironmentUnavailableError
 from tests.mounts import mounted_tmpfs
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 SOMEBODY = 12345
@@ -203,11 +204,13 @@ def test_a_signal_to_everybody_reaches_nobody_outside() -> None:
         ("import signal, time\nsignal.signal(15, signal.SIG_IGN)\ntime.sleep(60)", {"wall_s": 0.5}),
     ],
 )
-def test_a_program_that_does_not_end_is_ended_with_all_its_processes(code: str, limits: dict[str, float]) -> None:
+def test_a_program_that_does_not_end_is_ended_with_all_its_processes(
+    mark: str, code: str, limits: dict[str, float]
+) -> None:
     began = time.monotonic()
     assert run(code, **limits).outcome is Outcome.TIMEOUT
     assert time.monotonic() - began < 15
-    wait_until_no_program_is_left()
+    wait_until_none_is_left(mark)
 
 
 ESCAPE = (  # leaves its group and session, and forgets whose end was to be its own
@@ -224,38 +227,46 @@ ESCAPE = (  # leaves its group and session, and forgets whose end was to be its 
         (ESCAPE + "print('x' * (5 << 20), flush=True)\ntime.sleep(60)", Outcome.TOOL_ERROR),
     ],
 )
-def test_a_program_that_leaves_its_session_is_ended_all_the_same(code: str, outcome: Outcome) -> None:
+def test_a_program_that_leaves_its_session_is_ended_all_the_same(mark: str, code: str, outcome: Outcome) -> None:
     assert run(code, wall_s=2.0).outcome is outcome
-    wait_until_no_program_is_left()
+    wait_until_none_is_left(mark)
 
 
 @pytest.mark.parametrize("escape", ["import time\n", ESCAPE])
-def test_a_program_ends_with_the_process_that_started_it(escape: str) -> None:
-    code = escape + "print('begun', flush=True)\ntime.sleep(60)"
+def test_a_program_ends_with_the_process_that_started_it(mark: str, escape: str) -> None:
+    # Its name says when it has done what it can to escape.
+    code = escape + "open('/proc/self/comm', 'w').write('escaped')\ntime.sleep(60)"
     script = (
-        "import asyncio, sys\n"
-        "from rollouts_core.environments.sandbox import SandboxLimits, run_in_sandbox\n"
-        f"asyncio.run(run_in_sandbox({code!r}, limits=SandboxLimits(wall_s=60)))\n"
+        "import asyncio, pathlib\n"
+        "from rollouts_core.environments import sandbox\n"
+        f"sandbox.CHILD = pathlib.Path({str(sandbox.CHILD)!r})\n"
+        f"asyncio.run(sandbox.run_in_sandbox({code!r}, limits=sandbox.SandboxLimits(wall_s=60)))\n"
     )
     with subprocess.Popen([sys.executable, "-c", script]) as trainer:
-        deadline = time.monotonic() + 20
-        while not has_program():
-            assert time.monotonic() < deadline, "no program was started"
-            time.sleep(0.01)
-        time.sleep(0.5)  # until the program has done what it can to escape
-        trainer.kill()
-    wait_until_no_program_is_left()
+        try:
+            wait_until(lambda: "escaped" in names_of_marked(mark), what="a program that has escaped")
+        finally:
+            trainer.kill()
+    wait_until_none_is_left(mark)
 
 
-def has_program() -> bool:
-    return any(b"/tmp/main.py" in _read(path) for path in Path("/proc").glob("[0-9]*/cmdline"))
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """A word in the command lines of this test's programs, and of all that they fork, and in no others."""
+    word = f"{tmp_path}/marked"
+    change_child(monkeypatch, tmp_path, ('"/tmp/main.py"]', f'"/tmp/main.py", {word!r}]'))
+    assert run("import sys\nprint(sys.argv[1])").stdout == f"{word}\n"
+    return word
 
 
-def wait_until_no_program_is_left(timeout_s: float = 5.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while has_program():
-        assert time.monotonic() < deadline, "a process outlived its program"
-        time.sleep(0.01)
+def names_of_marked(mark: str) -> list[str]:
+    """What the processes are called that have the word in their command lines."""
+    processes = [path.parent for path in Path("/proc").glob("[0-9]*/cmdline") if mark.encode() in _read(path)]
+    return [_read(process / "comm").decode(errors="replace").strip() for process in processes]
+
+
+def wait_until_none_is_left(mark: str) -> None:
+    wait_until(lambda: not names_of_marked(mark), what="the end of all processes of a program", timeout_s=20)
 
 
 def _read(path: Path) -> bytes:
@@ -312,7 +323,7 @@ def test_a_program_has_as_many_processes_as_its_limit_says() -> None:
 
 
 @pytest.mark.parametrize("name", ["", r"b'\xff\nRssAnon: 0 kB'"], ids=["named as it is", "of a name that is no text"])
-def test_processes_that_hold_too_much_together_are_ended(name: str) -> None:
+def test_processes_that_hold_too_much_together_are_ended(mark: str, name: str) -> None:
     code = (
         "import os, time\n"
         f"if name := {name or None}:\n"
@@ -328,7 +339,7 @@ def test_processes_that_hold_too_much_together_are_ended(name: str) -> None:
     assert result.outcome is Outcome.TOOL_ERROR
     assert "all processes together held more than 256 MB" in result.stderr
     assert time.monotonic() - began < 8
-    wait_until_no_program_is_left()
+    wait_until_none_is_left(mark)
 
 
 @pytest.mark.parametrize(
