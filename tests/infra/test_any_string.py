@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
@@ -26,7 +27,6 @@ from infra.mirror import pull_run
 from infra.node import NodeSettings, SSHNode
 from infra.session import LocalSession, Session
 from infra.sync import publish_directory
-from rollouts_core.errors import ConfigError
 from tasks.records import RunScope
 from tests.infra.shell_jobs import wait_for_end
 
@@ -85,6 +85,8 @@ HOSTILE = st.lists(st.sampled_from(LIKELY) | st.characters(exclude_characters="\
 )
 """What no program can be given is left out: zero bytes."""
 FILE_NAME = HOSTILE.map(lambda text: text.replace("/", "|")).filter(lambda name: name not in ("", ".", ".."))
+PLAIN = "plain1"
+"""What nothing refuses: each test of what is refused or as it should be is given it, and must not see it refused."""
 SHOW_ARGUMENTS = "import os, sys; sys.stdout.buffer.write(b'\\0'.join(map(os.fsencode, sys.argv[1:])))"
 
 
@@ -94,6 +96,19 @@ def session(request: pytest.FixtureRequest) -> Session:
         return LocalSession(sys.executable)
     session: Session = request.getfixturevalue("ssh_session")
     return session
+
+
+def accepted(record: Any, given: dict[str, Any], field: str, *, is_plain: bool) -> Any:  # Any: of every record
+    """The settings as a record; None where they are refused, which one field alone may be the reason for.
+
+    Args:
+        is_plain: the field holds what must not be refused.
+    """
+    try:
+        return TypeAdapter(record).validate_python(given)
+    except ValidationError as error:
+        assert all(field in each["loc"] for each in error.errors()) and not is_plain, error
+        return None
 
 
 @contextmanager
@@ -120,6 +135,7 @@ def test_a_file_is_written_where_it_is_said(session: Session, folder: str, name:
 
 
 @given(names=st.lists(FILE_NAME, min_size=1, max_size=4, unique=True), destination=FILE_NAME)
+@example(names=[PLAIN], destination=PLAIN)
 @settings(max_examples=20)
 def test_a_directory_arrives_whole_or_not_at_all(session: Session, names: list[str], destination: str) -> None:
     with folder_of_its_own() as source, folder_of_its_own() as there:
@@ -128,12 +144,13 @@ def test_a_directory_arrives_whole_or_not_at_all(session: Session, names: list[s
         try:
             publish_directory(session, source, str(there / destination))
         except PermanentInfraError:  # a name that is refused
-            assert list(there.iterdir()) == []
+            assert list(there.iterdir()) == [] and names != [PLAIN]
         else:
             assert contents_of(there / destination) == contents_of(source)
 
 
 @given(names=st.lists(FILE_NAME, min_size=1, max_size=4, unique=True), run=FILE_NAME)
+@example(names=[PLAIN], run=PLAIN)
 @settings(max_examples=20)
 def test_what_a_job_leaves_is_fetched_as_it_is_or_refused(session: Session, names: list[str], run: str) -> None:
     with folder_of_its_own() as there, folder_of_its_own() as here:
@@ -143,6 +160,7 @@ def test_what_a_job_leaves_is_fetched_as_it_is_or_refused(session: Session, name
         try:
             pull_run(session, str(there / run), here / "mirror")
         except PermanentInfraError:
+            assert names != [PLAIN]
             assert not (here / "mirror/samples").exists() or not contents_of(here / "mirror/samples")
         else:
             assert contents_of(here / "mirror/samples") == contents_of(there / run / "samples")
@@ -167,11 +185,12 @@ def test_a_job_gets_its_directory_arguments_and_variables_as_they_are(
 
 
 @given(name=HOSTILE)
+@example(name=PLAIN)
 @settings(max_examples=150)
 def test_a_name_of_a_run_is_refused_or_stays_in_its_place(name: str) -> None:
-    try:
-        options = RunOptions(name=name, publish="s3://bucket/models")
-    except (ValidationError, ConfigError):
+    given = {"name": name, "publish": "s3://bucket/models"}
+    options = accepted(RunOptions, given, "name", is_plain=name == PLAIN)
+    if options is None:
         return
     scope = RunScope(run_id="0" * 32, run_name=options.name, store="/store", publish=options.publish)
     assert scope.output_dir.parent == Path("/store/runs") and os.path.normpath(scope.output_dir) == str(
@@ -182,13 +201,16 @@ def test_a_name_of_a_run_is_refused_or_stays_in_its_place(name: str) -> None:
 
 
 @given(text=HOSTILE, field=st.sampled_from(["host", "root", "python"]))
+@example(text=PLAIN, field="host")
+@example(text=PLAIN, field="root")
+@example(text=PLAIN, field="python")
 @settings(max_examples=150)
 def test_a_setting_of_a_node_is_refused_or_one_word_of_a_command(text: str, field: str) -> None:
     valid = {"provider": "ssh", "host": "me@node", "python": "/usr/bin/python3"}
+    plain = f"me@{PLAIN}" if field == "host" else f"/{PLAIN}"
     for value in (text, f"/{text}", f"me@{text}", f"~/{text}"):
-        try:
-            node = TypeAdapter(NodeSettings).validate_python({**valid, field: value})
-        except ValidationError:
+        node = accepted(NodeSettings, {**valid, field: value}, field, is_plain=value == plain)
+        if node is None:
             continue
         assert isinstance(node, SSHNode)
         assert "\n" not in value and "\0" not in value and not value.startswith("-")
