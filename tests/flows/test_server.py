@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -138,10 +137,14 @@ def keeper_pid(store: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_server_is_shared_stays_until_the_last_user_leaves_and_leaves_nothing(store: Path) -> None:
-    temporary = Path(tempfile.gettempdir())
-    before = set(temporary.iterdir())
+def test_a_server_is_shared_stays_until_the_last_user_leaves_and_leaves_nothing(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     with local_server(store) as address:
+        assert f"TMPDIR={temporary}".encode() in Path(f"/proc/{keeper_pid(store)}/environ").read_bytes()
         second_user, second_url = start_user(store)
         first_pid = keeper_pid(store)
     assert second_url == address.api_url
@@ -152,7 +155,7 @@ def test_a_server_is_shared_stays_until_the_last_user_leaves_and_leaves_nothing(
     wait_until(lambda: not processes_of(store))
     assert not is_healthy(address)
     assert not (store / "prefect" / "server.json").exists()
-    assert not [path for path in set(temporary.iterdir()) - before if "prefect" in path.name]
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.slow
