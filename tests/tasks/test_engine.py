@@ -39,6 +39,10 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
+LEASE_S = 10.0
+"""That of a job of a test: renewing one starts a process, which takes a busy machine a while."""
+RENEWED_AS_IF_S = 6.0
+"""A lease that is renewed as often as one of this length."""
 SHORT_LEASE_S = 2.0
 """Shorter than an engine needs to import torch."""
 
@@ -247,17 +251,17 @@ def lost(node: Node, tmp_path: Path) -> Iterator[Node]:
 def test_engines_on_machines_of_their_own_are_kept_until_their_trainer_has_its_gpus(
     node: Node, lost: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leases, "LEASE_S", 1.0)
+    monkeypatch.setattr(leases, "LEASE_S", RENEWED_AS_IF_S)
     machines = replace(node, engine_nodes=(lost, replace(node, name="there")))
     session = LocalSession(sys.executable)
-    spec = shell_spec(tmp_path / "engine", "sleep 60", lease_s=1.5)
+    spec = shell_spec(tmp_path / "engine", "sleep 600", lease_s=LEASE_S)
     start_or_attach(session, spec)
     engines = [
         EngineRecord(url=f"http://{name}:1", run_dir=spec.run_dir, node=name, lease_url="http://there:2")
         for name in ("lost", "there")
     ]
     with pytest.raises(KeyboardInterrupt), engine.kept_alive(engines, machines):  # which does not wait for the lost one
-        time.sleep(4.0)
+        time.sleep(1.3 * LEASE_S)
         assert job_status(session, spec.run_dir).state is JobState.RUNNING
         raise KeyboardInterrupt
     wait_until(lambda: job_status(session, spec.run_dir).state is not JobState.RUNNING, what="the end of the engine")
@@ -266,13 +270,13 @@ def test_engines_on_machines_of_their_own_are_kept_until_their_trainer_has_its_g
 def test_an_engine_beside_its_trainer_is_kept_while_that_waits_for_machines_that_train_with_it(
     node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leases, "LEASE_S", 1.0)
+    monkeypatch.setattr(leases, "LEASE_S", RENEWED_AS_IF_S)
     machines = replace(node, trainer_nodes=(replace(node, name="there"),))
     session = LocalSession(sys.executable)
-    spec = shell_spec(tmp_path / "engine", "sleep 60", lease_s=1.5)
+    spec = shell_spec(tmp_path / "engine", "sleep 600", lease_s=LEASE_S)
     start_or_attach(session, spec)
     beside = EngineRecord(url="http://127.0.0.1:1", run_dir=spec.run_dir, node=node.name)
     with engine.kept_alive([beside], machines):
-        time.sleep(4.0)
+        time.sleep(1.3 * LEASE_S)
         assert job_status(session, spec.run_dir).state is JobState.RUNNING
     wait_until(lambda: job_status(session, spec.run_dir).state is not JobState.RUNNING, what="the end of the engine")

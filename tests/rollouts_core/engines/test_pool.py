@@ -6,10 +6,9 @@ Without it one engine that fell behind feeds samples of old weights into every b
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
 
 import pytest
 
@@ -39,7 +38,10 @@ class FakeEngine:
         self.version = "start"
         self.num_calls = 0
         self.failure: Exception | None = None
-        self.load_s = 0.0
+        self.permits: asyncio.Semaphore | None = None
+        """Lets loads end, one for each release; without it they end at once."""
+        self.loading = ""
+        """The version that is being loaded."""
         self.is_released = False
         self.canaries: list[Canary | None] = []
         self.may_answer = asyncio.Event()
@@ -64,7 +66,10 @@ class FakeEngine:
 
     async def load_weights(self, checkpoint_path: Path, version: str, canary: Canary | None = None) -> None:
         self.canaries.append(canary)
-        await asyncio.sleep(self.load_s)
+        self.loading = version
+        if self.permits:
+            await self.permits.acquire()
+        self.loading = ""
         if self.failure:
             raise self.failure
         self.version = version
@@ -85,6 +90,13 @@ class FakeEngine:
 
     async def aclose(self) -> None:
         return None
+
+
+async def wait_until(condition: Callable[[], object]) -> None:
+    """Return when the condition holds."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 def lost(name: str) -> EngineUnavailableError:
@@ -170,8 +182,7 @@ def test_an_engine_that_did_not_take_a_version_is_not_asked_until_it_did() -> No
         assert engines[0].num_calls == 0
         assert pool.quarantined == {"a": "a refused v1"}
         engines[0].failure = None
-        await asyncio.sleep(0.1)
-        assert pool.quarantined == {}
+        await wait_until(lambda: pool.quarantined == {})
         both = [pool.generate([REQUEST]) for _ in range(4)]
         again = {completions[0].version_spans[0][0] for completions in await asyncio.gather(*both)}
         assert engines[0].num_calls > 0
@@ -184,7 +195,7 @@ def test_an_engine_that_did_not_take_a_version_is_not_asked_until_it_did() -> No
 def test_an_engine_that_takes_too_long_is_left_behind_and_the_others_go_on() -> None:
     async def hang() -> dict[str, str]:
         engines = [FakeEngine("a"), FakeEngine("b")]
-        engines[0].load_s = 60.0
+        engines[0].permits = asyncio.Semaphore(0)
         pool = EnginePool(engines, sync_timeout_s=0.05)
         await pool.load_weights(Path("v1"), "v1")
         await pool.generate([REQUEST])
@@ -200,10 +211,13 @@ def test_a_new_version_is_never_followed_by_the_load_of_an_older_one() -> None:
         pool = EnginePool(engines, retry_s=0.01)
         engines[0].failure = WeightSyncError("a refused v1")
         await pool.load_weights(Path("v1"), "v1")
-        engines[0].failure, engines[0].load_s = None, 0.05
-        await asyncio.sleep(0.03)  # a is being brought to v1 again
+        permits = asyncio.Semaphore(0)
+        engines[0].failure, engines[0].permits = None, permits
+        await wait_until(lambda: engines[0].loading == "v1")  # it is being brought there again
         await pool.load_weights(Path("v2"), "v2")
-        await asyncio.sleep(0.1)
+        permits.release()
+        permits.release()
+        await wait_until(lambda: pool.quarantined == {})
         await pool.aclose()
         return engines[0].version, engines[1].version
 
@@ -211,26 +225,25 @@ def test_a_new_version_is_never_followed_by_the_load_of_an_older_one() -> None:
 
 
 def test_a_publish_does_not_wait_for_an_engine_in_quarantine_which_comes_back_with_the_newest_version() -> None:
-    async def publish_twice() -> tuple[float, str]:
+    async def publish_twice() -> str:
         engines = [FakeEngine("a"), FakeEngine("b")]
         engines[0].failure = lost("a")
         async with EnginePool(engines, retry_s=0.01) as pool:
             await pool.load_weights(Path("v1"), "v1")
-            engines[0].failure, engines[0].load_s = None, 0.2
-            await asyncio.sleep(0.05)  # a is being brought to v1
-            began = perf_counter()
-            await pool.load_weights(Path("v2"), "v2")
-            publish_s = perf_counter() - began
-            assert pool.quarantined.keys() == {"a"}
-            await asyncio.sleep(0.25)
-            assert pool.quarantined.keys() == {"a"}, "it had v1 when v2 was published"
-            await asyncio.sleep(0.25)
-            assert pool.quarantined == {}
-        return publish_s, engines[0].version
+            permits = asyncio.Semaphore(0)
+            engines[0].failure, engines[0].permits = None, permits
+            await wait_until(lambda: engines[0].loading == "v1")  # it is being brought there
+            async with asyncio.timeout(60):
+                await pool.load_weights(Path("v2"), "v2")
+            assert engines[0].loading == "v1" and pool.quarantined.keys() == {"a"}
+            permits.release()
+            await wait_until(lambda: engines[0].loading == "v2")
+            assert engines[0].version == "v1" and pool.quarantined.keys() == {"a"}, "it had v1 when v2 was published"
+            permits.release()
+            await wait_until(lambda: pool.quarantined == {})
+        return engines[0].version
 
-    publish_s, version = asyncio.run(publish_twice())
-    assert publish_s < 0.1
-    assert version == "v2"
+    assert asyncio.run(publish_twice()) == "v2"
 
 
 def test_an_engine_that_hangs_in_quarantine_keeps_no_other_there() -> None:
@@ -239,9 +252,9 @@ def test_an_engine_that_hangs_in_quarantine_keeps_no_other_there() -> None:
         async with EnginePool(engines, retry_s=0.01) as pool:
             engines[0].failure = engines[1].failure = lost("both")
             await pool.load_weights(Path("v1"), "v1")
-            engines[0].failure, engines[0].load_s = None, 60.0
+            engines[0].failure, engines[0].permits = None, asyncio.Semaphore(0)
             engines[1].failure = None
-            await asyncio.sleep(0.1)
+            await wait_until(lambda: pool.quarantined.keys() == {"a"})
             return set(pool.quarantined)
 
     assert asyncio.run(return_one()) == {"a"}
@@ -257,7 +270,7 @@ def test_an_engine_that_comes_back_is_given_the_trainers_canary() -> None:
             engines[0].failure = lost("a")
             await pool.load_weights(Path("v1"), "v1", canary)
             engines[0].failure = None
-            await asyncio.sleep(0.1)
+            await wait_until(lambda: pool.quarantined == {})
         return engines[0].canaries
 
     canary = Canary(temperature=1.0, score=score)
