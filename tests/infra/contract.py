@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 import yaml
 from openapi_core import Config, OpenAPI
 from openapi_core.testing import MockRequest, MockResponse
+
+from tests.excuses import ExcusedSkip
 
 SPECS_VARIABLE = "ROLLOUTS_PROVIDER_SPECS"
 
@@ -26,7 +27,7 @@ def specs_dir() -> Path:
     """Where the documents are; the test is skipped where they are not."""
     folder = Path(os.environ.get(SPECS_VARIABLE) or Path(__file__).resolve().parents[3] / "shared" / "specs")
     if not folder.is_dir():
-        pytest.skip(f"the OpenAPI documents of the providers are not here: name their folder in {SPECS_VARIABLE}")
+        raise ExcusedSkip(f"the OpenAPI documents of the providers are not here: name their folder in {SPECS_VARIABLE}")
     return folder
 
 

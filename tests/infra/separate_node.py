@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 
 from infra.node import SSHAccess
+from tests.excuses import ExcusedSkip, is_want_of_rights
 from tests.infra.ssh_server import fingerprint_of, make_key, sshd_config
 from tests.processes import dies_with_us
 
@@ -130,7 +131,8 @@ def separate_node(folder: Path, *, hidden: Sequence[Path], client_key: Path | No
     if missing := [name for name, found in programs.items() if found is None]:
         pytest.skip(f"there is no {' and no '.join(missing)} on this machine: install openssh-server and iproute2")
     if problem := _why_not_isolated():
-        pytest.skip(f"this machine makes no network namespaces ({problem})")
+        reason = f"this machine makes no network namespaces ({problem})"
+        raise ExcusedSkip(reason) if is_want_of_rights(problem) else pytest.skip.Exception(reason)
     keys, own = folder / "keys", folder / "own"
     for made in (keys, own, _PRIVILEGE_SEPARATION_DIR):
         made.mkdir(parents=True, exist_ok=True)
@@ -249,13 +251,14 @@ def _inside(pid: int, *command: str) -> None:
 
 
 def _why_not_isolated() -> str:
-    """Why namespaces and links between them cannot be had here, for want of rights or of a kernel that has them."""
+    """Why namespaces and links between them cannot be had here; empty where they can."""
     name = f"rn{os.getpid() % 16384}"
     for command in (
         [*_UNSHARE, "mount", "-t", "tmpfs", "tmpfs", "/tmp"],
         ["ip", "link", "add", f"{name}x", "type", "veth", "peer", "name", f"{name}y"],
     ):
-        tried = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PATH": _PATH})
+        in_english = os.environ | {"PATH": _PATH, "LC_ALL": "C"}
+        tried = subprocess.run(command, capture_output=True, text=True, env=in_english)
         if tried.returncode != 0:
             return tried.stderr.strip().partition("\n")[0] or f"{command[0]} ended with {tried.returncode}"
     _ip("link", "del", f"{name}x")

@@ -22,13 +22,14 @@ from rollouts_core.embedded.protocol import (
 from rollouts_core.embedded.running import Completion, FinishReason, WeightSpan
 from rollouts_core.embedded.sampling import MAX_SEED, MIN_SEED, SamplingParams
 from rollouts_core.embedded.scheduler import RequestError
+from tests.excuses import ExcusedSkip
 
 SPEC = Path(__file__).parents[3].parent / "shared" / "specs" / "sglang-0.5.23.openapi.json"
 
 
 def load_spec() -> dict[str, Any]:
     if not SPEC.exists():
-        pytest.skip(f"SGLang's OpenAPI description is not at {SPEC}")
+        raise ExcusedSkip(f"SGLang's OpenAPI description is not at {SPEC}")
     spec: dict[str, Any] = json.loads(SPEC.read_text())
     return spec
 

@@ -36,6 +36,7 @@ from rollouts_core.engines.sent import SentBy, SentWeights, copy_to_host
 from rollouts_core.errors import RewardError
 from rollouts_core.reward_services import NATIVE_PATH, create_judge_reward
 from rollouts_core.types import Sample
+from tests.excuses import ExcusedSkip
 from tests.rollouts_core.scripted_service import Service
 
 SPECS = Path(__file__).parents[3].parent / "shared" / "specs"
@@ -49,7 +50,7 @@ REQUEST = GenerationRequest(
 def load_spec(name: str) -> dict[str, Any]:  # Any: JSON
     path = SPECS / name
     if not path.exists():
-        pytest.skip(f"the published description of the server is not at {path}")
+        raise ExcusedSkip(f"the published description of the server is not at {path}")
     spec: dict[str, Any] = json.loads(path.read_text())  # Any: JSON
     return spec
 

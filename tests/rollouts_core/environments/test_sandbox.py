@@ -25,6 +25,7 @@ from rollouts_core.environments import sandbox
 from rollouts_core.environments.protocol import Outcome
 from rollouts_core.environments.sandbox import SandboxLimits, SandboxResult, run_in_sandbox
 from rollouts_core.errors import EnvironmentUnavailableError
+from tests.excuses import ExcusedSkip
 from tests.mounts import mounted_tmpfs
 from tests.waiting import wait_until
 
@@ -412,9 +413,9 @@ def test_a_machine_too_busy_to_begin_a_program_does_not_grade_it(
 @pytest.mark.other_user
 def test_all_of_this_holds_for_a_user_without_rights(tmp_path: Path) -> None:
     if os.getuid() != 0:
-        pytest.skip("the other tests of this file ran as a user without rights")
+        raise ExcusedSkip("the other tests of this file ran as a user without rights")
     if (python := find_python_for_others()) is None:
-        pytest.skip(f"no other user may run a Python of this version and read {ROOT}")
+        raise ExcusedSkip(f"no other user may run a Python of this version and read {ROOT}")
     paths = [str(ROOT), *(path for path in sys.path if path.endswith("site-packages"))]
     with tempfile.TemporaryDirectory() as own, mount_below(Path(own)) as mount:
         os.chown(own, SOMEBODY, SOMEBODY)
@@ -435,7 +436,7 @@ def test_all_of_this_holds_for_a_user_without_rights(tmp_path: Path) -> None:
 def find_python_for_others() -> str | None:
     """An interpreter of this version that another user may run, and that finds pytest and this file then."""
     if not shutil.which("setpriv"):
-        return None
+        pytest.skip("there is no setpriv on this machine: install util-linux")
     candidates = [sys.executable, shutil.which(f"python3.{sys.version_info.minor}", path="/usr/bin:/usr/local/bin")]
     is_readable = f"import os; assert all(os.access(path, os.R_OK) for path in {[__file__, pytest.__file__]!r})"
     for python in filter(None, candidates):
