@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infra.cloud import PATIENT, Cloud, Pace
 from infra.errors import (
@@ -145,21 +145,6 @@ def find_by_name(name: str, cloud: Cloud, pace: Pace) -> Instance | None:
     return None
 
 
-def adopt_machine(rental: Rental, instance_id: str, ledger: Ledger, *, note: str = "") -> Rental:
-    """Write down which machine the row is about."""
-    adopted = change_rental(
-        ledger,
-        rental,
-        state=RentalState.RENTED,
-        instance_id=instance_id,
-        rented_at=rental.rented_at or rental.intended_at,
-        note=note,
-    )
-    if adopted is None:
-        raise TransientInfraError(f"somebody else changed {rental.name} at the same moment: try again")
-    return adopted
-
-
 # ── what was there before ──
 
 
@@ -207,7 +192,7 @@ def _settle(
         instance = find_by_name(rental.name, cloud, pace)
         if instance is None:
             return None  # it may still appear: the row stays, and the reaper looks for it
-        rental = adopt_machine(rental, instance.id, ledger, note="found by its name")
+        rental = _adopt_or_release(rental, instance.id, ledger, cloud, pace, note="found by its name")
     if rental.state is RentalState.RELEASING or rental.expires_at <= time.time():
         release_machine(rental, ledger, cloud, pace=pace)
         return None
@@ -231,14 +216,17 @@ def _all_or_none(ledger: Ledger, clouds: Mapping[CloudName, Cloud], pace: Pace) 
     try:
         yield rentals
     except BaseException:
-        rows = [find_rental(ledger, rental.name) for rental in rentals]
-        release_machines([row for row in rows if row is not None and _is_in_use(row)], ledger, clouds, pace=pace)
+        release_machines([rental for rental in rentals if _is_in_use(rental, ledger)], ledger, clouds, pace=pace)
         raise
 
 
-def _is_in_use(rental: Rental) -> bool:
-    """Whether nobody has tried to end it so far."""
-    return rental.state in (RentalState.RENTED, RentalState.READY)
+def _is_in_use(rental: Rental, ledger: Ledger) -> bool:
+    """Whether nobody has tried to end it so far; True also where the ledger cannot say."""
+    try:
+        current = find_rental(ledger, rental.name)
+    except InfraError:
+        return True
+    return current is not None and current.state in (RentalState.RENTED, RentalState.READY)
 
 
 def _rent_new(
@@ -412,7 +400,28 @@ def _create_once(
         if isinstance(error, OfferGoneError | ProviderUnavailableError):
             raise _NotHadError(str(error)) from error
         raise
-    return adopt_machine(rental, instance_id, ledger)
+    return _adopt_or_release(rental, instance_id, ledger, cloud, pace)
+
+
+def _adopt_or_release(
+    rental: Rental, instance_id: str, ledger: Ledger, cloud: Cloud, pace: Pace, *, note: str = ""
+) -> Rental:
+    """Write down which machine the row is about; one about which that cannot be written is given back at once."""
+    try:
+        adopted = change_rental(
+            ledger,
+            rental,
+            state=RentalState.RENTED,
+            instance_id=instance_id,
+            rented_at=rental.rented_at or rental.intended_at,
+            note=note,
+        )
+    except InfraError:
+        release_machine(replace(rental, instance_id=instance_id), ledger, cloud, pace=pace)
+        raise
+    if adopted is None:
+        raise TransientInfraError(f"somebody else changed {rental.name} at the same moment: try again")
+    return adopted
 
 
 # ── from rented to usable ──
@@ -429,16 +438,19 @@ def _use_or_release(
     """
     try:
         problem, host_key, price = _wait_until_usable(rental, request, ledger, cloud, check, pace)
+        ready = (
+            None
+            if problem
+            else change_rental(ledger, rental, state=RentalState.READY, host_key=host_key, usd_per_hour=price)
+        )
     except (Exception, KeyboardInterrupt) as error:
         release_machine(rental, ledger, cloud, note=f"given back: {error}", pace=pace)
         raise
     if problem:
         say(f"gives {rental.name} back: {problem}")
-        if rental.state is RentalState.RENTED:
-            rental = change_rental(ledger, rental, is_unfit=True) or rental
-        release_machine(rental, ledger, cloud, note=problem, pace=pace)
+        is_unfit = rental.state is RentalState.RENTED
+        release_machine(rental, ledger, cloud, note=problem, is_unfit=is_unfit, pace=pace)
         raise _NotHadError(problem)
-    ready = change_rental(ledger, rental, state=RentalState.READY, host_key=host_key, usd_per_hour=price)
     if ready is None:
         raise _NotHadError(f"somebody else ended {rental.name} at the same moment")
     return ready
