@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from uuid import UUID
@@ -28,6 +29,7 @@ from prefect.client.schemas.filters import (
     FlowRunFilterStateType,
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.exceptions import PrefectException
 from prefect.states import Cancelled, Crashed, Scheduled
 
 from flows.cancellation import release_for
@@ -76,11 +78,11 @@ class LostRuns:
                 runs = await client.read_flow_runs(flow_run_filter=UNDER_WAY, limit=200)
                 suspects = {(run.id, run.state_id): run for run in runs if run.state_id and self._is_lost(run)}
                 for known in suspects.keys() & self._suspects:
-                    await _mark(client, suspects[known])
+                    await _tried(_mark, client, suspects[known])
                 for run in await client.read_flow_runs(flow_run_filter=crashed_since(self._began - AWAY), limit=200):
                     if self._is_new(run) and self._is_lost(run):  # of this store, and its process is gone by now
-                        await _start_again(client, run)
-        except (httpx.HTTPError, TransientInfraError) as error:
+                        await _tried(_start_again, client, run)
+        except (httpx.HTTPError, PrefectException, TransientInfraError) as error:
             logger.warning("lost runs could not be looked for: %s", error)
             return
         self._suspects = set(suspects)
@@ -93,6 +95,16 @@ class LostRuns:
     def _is_lost(self, run: FlowRun) -> bool:
         with Ledger(self._ledger_path) as ledger:
             return ledger.has_died(str(run.id))
+
+
+async def _tried(act: Callable[[PrefectClient, FlowRun], Awaitable[None]], client: PrefectClient, run: FlowRun) -> None:
+    """Do something about a run; where that fails, for somebody may have deleted it meanwhile, the others come next."""
+    try:
+        await act(client, run)
+    except (httpx.HTTPError, PrefectException) as error:
+        logger.warning("run %s (%s) could not be marked, and is looked at again: %s", run.name, run.id, error)
+    except Exception:
+        logger.exception("run %s (%s) could not be seen to, and is looked at again", run.name, run.id)
 
 
 async def _mark(client: PrefectClient, run: FlowRun) -> None:

@@ -116,16 +116,17 @@ async def _serve(store: Path) -> None:
     # Not what Prefect does at SIGTERM, which is to cancel every run.
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    gpu_slots = apply_gpu_slots(runner, home)
-    _write_state(home, served, gpu_slots)
+    state = _write_state(home, served, apply_gpu_slots(runner, home))
     upkeep = asyncio.create_task(look_after(store))
     while not stop.is_set() and not _has_ended([*running, upkeep]):
         with suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), LOOK_S)
-        is_new = await _register(runner, tools, store, served)
-        was, gpu_slots = gpu_slots, apply_gpu_slots(runner, home)
-        if is_new or gpu_slots != was:
-            _write_state(home, served, gpu_slots)
+        try:
+            await _register(runner, tools, store, served)
+            if (served, gpu_slots := apply_gpu_slots(runner, home)) != state:
+                state = _write_state(home, served, gpu_slots)
+        except Exception:  # the flows that go on have nothing to do with it
+            logger.exception("what changed in %s could not be taken over, and is tried again", store)
         if os.fstat(sys.stderr.fileno()).st_size > MAX_LOG_BYTES:
             os.ftruncate(sys.stderr.fileno(), 0)
     upkeep.cancel()
@@ -157,8 +158,8 @@ def apply_gpu_slots(runner: Runner, home: Path) -> int:
     return int(limiter.total_tokens)
 
 
-async def _register(runner: Runner, tools: Runner, store: Path, served: dict[str, str]) -> bool:
-    """Make Prefect's deployments those of the store; returns whether something was new."""
+async def _register(runner: Runner, tools: Runner, store: Path, served: dict[str, str]) -> None:
+    """Make Prefect's deployments those of the store, and note them in `served`."""
     from flows.schedules import drop_schedule, schedule_options
 
     flows = offered_flows()
@@ -166,7 +167,7 @@ async def _register(runner: Runner, tools: Runner, store: Path, served: dict[str
         deployments = load_deployments(store / "prefect")
     except ConfigError as error:
         logger.warning("%s", error)
-        return False
+        return
     fresh = [each for each in deployments.values() if served.get(each.name) != each.digest]
     for deployment in fresh:
         deployment_id = await (tools if deployment.flow in TOOLS else runner).aadd_flow(
@@ -179,14 +180,15 @@ async def _register(runner: Runner, tools: Runner, store: Path, served: dict[str
         if deployment.flow == RETRAIN_FLOW and deployment.schedule is None:
             await drop_schedule(deployment_id)
         served[deployment.name] = deployment.digest
-    return bool(fresh)
 
 
-def _write_state(home: Path, served: dict[str, str], gpu_slots: int) -> None:
+def _write_state(home: Path, served: dict[str, str], gpu_slots: int) -> tuple[dict[str, str], int]:
+    """Say what is served, and return that."""
     state = {"pid": os.getpid(), "since": time.time(), "deployments": served, "gpu_slots": gpu_slots}
     partial = home / f"serving.json.{os.getpid()}"
     partial.write_text(json.dumps(state))
     partial.replace(home / "serving.json")
+    return dict(served), gpu_slots
 
 
 def _end_flows() -> None:

@@ -8,6 +8,9 @@ Not here: what is done with runs whose process was killed (lost_runs.py), with m
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 LOST_S = 15.0
@@ -15,30 +18,34 @@ LOST_S = 15.0
 EXPIRED_S = 120.0
 """How often rented machines are looked at."""
 
+logger = logging.getLogger(__name__)
+
 
 async def look_after(store: Path) -> None:
-    """Look after the runs and machines of a store, until cancelled.
+    """Look after the runs and machines of a store, until cancelled, whatever goes wrong at a single look.
 
     Prefect has to know its server by then: it reads the environment when it is imported, which is here.
     """
-    async with asyncio.TaskGroup() as both:
-        both.create_task(_find_lost_runs(store))
-        both.create_task(_end_expired_machines(store))
-
-
-async def _find_lost_runs(store: Path) -> None:
+    from flows.expired_machines import end_expired
     from flows.lost_runs import LostRuns
 
-    lost = LostRuns(store)
+    lost, end = LostRuns(store), partial(asyncio.to_thread, end_expired, store)  # providers may take long to answer
+    async with asyncio.TaskGroup() as both:
+        both.create_task(again_and_again(lost.look, interval_s=LOST_S, first_after_s=LOST_S))
+        both.create_task(again_and_again(end, interval_s=EXPIRED_S))
+
+
+async def again_and_again(
+    look: Callable[[], Awaitable[object]], *, interval_s: float, first_after_s: float = 0.0
+) -> None:
+    """Look after every interval, until cancelled; a look that fails is logged, and the next one comes.
+
+    An exception must not get out: who started this ends with it, and with that the flows and whoever ends machines.
+    """
+    await asyncio.sleep(first_after_s)
     while True:
-        await asyncio.sleep(LOST_S)
-        await lost.look()
-
-
-async def _end_expired_machines(store: Path) -> None:
-    """In a thread: providers may take long to answer."""
-    from flows.expired_machines import end_expired
-
-    while True:
-        await asyncio.to_thread(end_expired, store)
-        await asyncio.sleep(EXPIRED_S)
+        try:
+            await look()
+        except Exception:
+            logger.exception("looking after runs and machines failed, and is tried again in %.0f s", interval_s)
+        await asyncio.sleep(interval_s)

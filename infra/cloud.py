@@ -33,8 +33,8 @@ class Cloud(Protocol):
         """Ask once for a machine and return its id.
 
         Raises:
-            OfferGoneError: nothing was created, another offer may work.
-            UnclearAnswerError: a machine may have been created.
+            OfferGoneError, ProviderUnavailableError: nothing was created, another offer may work.
+            UnclearAnswerError: a machine may have been created; also where that could not be found out afterwards.
         """
         ...
 

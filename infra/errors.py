@@ -12,6 +12,7 @@
     │   ├── UnfitMachineError     a fresh machine will not do; another one may
     │   ├── NoMachineError        no offer led to a machine that can be used
     │   ├── StillRentedError      a machine is not gone although its end was asked for; it may cost money
+    │   ├── LedgerUnwritableError nothing can be written into the ledger: its disk is full, or broken
     │   └── StoreUnavailableError an object store does not answer, or what was sent did not arrive whole
     └── PermanentInfraError       somebody has to change something first
         ├── CommandFailedError    a command on a node ended with another code than 0
@@ -106,6 +107,10 @@ class NoMachineError(TransientInfraError):
 
 class StillRentedError(TransientInfraError):
     """The end of a machine was asked for, and its provider still has it: it may cost money."""
+
+
+class LedgerUnwritableError(TransientInfraError):
+    """Nothing can be written into the ledger, by nobody: its disk is full, read-only or broken."""
 
 
 class JobLostError(TransientInfraError):

@@ -11,6 +11,8 @@ and adds its lease when it starts the job or attaches to it.
 
 A run that was killed drops nothing. So a run holds a lock on ledger.runs/<run> as long as its process lives, which the
 kernel frees; the claims of a run that held one, and holds it no more, do not count.
+
+On a full disk it is read all the same: who ends machines that cost money has to know them.
 """
 
 import fcntl
@@ -18,13 +20,13 @@ import os
 import secrets
 import sqlite3
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
-from infra.errors import PermanentInfraError, TransientInfraError
+from infra.errors import LedgerUnwritableError, PermanentInfraError, TransientInfraError
 from infra.locks import lock_file, try_lock
 
 LEDGER_FILE = "ledger.db"
@@ -141,6 +143,8 @@ _MIGRATIONS = (
 )
 """What brings a ledger from each format to the next; formats count from 0, an empty file."""
 SCHEMA_VERSION = len(_MIGRATIONS)
+_DISK_PROBLEMS = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN}
+"""What SQLite says where waiting does not help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,18 +177,19 @@ class StageUse(NamedTuple):
 
 
 class Ledger:
-    """An open ledger; for one thread, while any number of processes may have the same file open."""
+    """An open ledger; for one thread, while any number of processes may have the same file open.
+
+    Its methods raise LedgerUnwritableError where its disk is full or broken, and TransientInfraError where it is busy.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
         self._path = path
-        self._database = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
         try:
-            self._prepare()
-        except BaseException:
-            self._database.close()
-            raise
+            self._database, self._is_copy = self._opened(), False
+        except LedgerUnwritableError:
+            self._database, self._is_copy = self._copied_into_memory(), True
 
     def claim(self, run_dir: str, run_id: str, node: str) -> set[str]:
         """Claim a job for a run that will start it on a node; returns the other nodes on which others want it, if any.
@@ -204,7 +209,8 @@ class Ledger:
     def drop_claim(self, run_dir: str, run_id: str) -> None:
         """Give up a claim on a job that the run has not come to start; does nothing to one that it has."""
         drop = "DELETE FROM job_leases WHERE run_dir = ? AND run_id = ? AND is_started = 0"
-        self._database.execute(drop, (run_dir, run_id))
+        with self.transaction() as database:
+            database.execute(drop, (run_dir, run_id))
 
     def add_lease(self, run_dir: str, run_id: str, node: str) -> None:
         """Hold a lease for a run that starts the job now; doing it again changes nothing.
@@ -252,7 +258,7 @@ class Ledger:
 
     def nodes_at_work(self, directory_name: str, *, besides: str = "") -> set[str]:
         """The nodes on which living runs, but for one of this id, want the job whose run directory has this name."""
-        claims = self._database.execute("SELECT run_dir, run_id, node FROM job_leases").fetchall()
+        claims = self.read("SELECT run_dir, run_id, node FROM job_leases")
         wanted = [claim for claim in claims if claim[0].rpartition("/")[2] == directory_name and claim[1] != besides]
         return {node for _, run_id, node in wanted if not self.has_died(run_id)}
 
@@ -262,9 +268,8 @@ class Ledger:
 
     def leases(self) -> list[Lease]:
         """All leases and claims of all runs, also of those that died, oldest first."""
-        rows = self._database.execute(
-            "SELECT run_dir, run_id, node, created_at, is_started FROM job_leases ORDER BY created_at, run_dir"
-        )
+        columns = "run_dir, run_id, node, created_at, is_started"
+        rows = self.read(f"SELECT {columns} FROM job_leases ORDER BY created_at, run_dir")
         return [
             Lease(run_dir=run_dir, run_id=owner, node=node, created_at=created_at, is_started=bool(is_started))
             for run_dir, owner, node, created_at, is_started in rows
@@ -290,8 +295,7 @@ class Ledger:
     def stage_uses(self) -> list[StageUse]:
         """Which runs came to which stages, and when they last did, oldest first."""
         columns = "stage, run_id, run, num_steps, used_at, began_at"
-        rows = self._database.execute(f"SELECT {columns} FROM stage_uses ORDER BY used_at, stage")
-        return [StageUse(*row) for row in rows]
+        return [StageUse(*row) for row in self.read(f"SELECT {columns} FROM stage_uses ORDER BY used_at, stage")]
 
     def first_use(self, stage: str) -> StageUse | None:
         """The run that came to a stage first; None where nobody knows."""
@@ -300,7 +304,8 @@ class Ledger:
 
     def forget_uses(self, stage: str) -> None:
         """Forget who came to a stage that is no more."""
-        self._database.execute("DELETE FROM stage_uses WHERE stage = ?", (stage,))
+        with self.transaction() as database:
+            database.execute("DELETE FROM stage_uses WHERE stage = ?", (stage,))
 
     def is_alive(self, run_id: str) -> bool:
         """True if the run said that it lives, and its process is there."""
@@ -344,8 +349,11 @@ class Ledger:
     @property
     def identity(self) -> str:
         """Eight hexadecimal digits that tell this ledger from all others; part of the names of what its runs rent."""
+        query = "SELECT id FROM identity"
+        if known := self.read(query):
+            return str(known[0][0])
         with self.transaction() as database:
-            row = database.execute("SELECT id FROM identity").fetchone()
+            row = database.execute(query).fetchone()
             if row is None:
                 row = (secrets.token_hex(4),)
                 database.execute("INSERT INTO identity VALUES (?)", row)
@@ -368,7 +376,7 @@ class Ledger:
 
     def _rents(self, run_id: str) -> bool:
         query = "SELECT 1 FROM rentals WHERE run_id = ? AND ended_at IS NULL LIMIT 1"
-        return self._database.execute(query, (run_id,)).fetchone() is not None
+        return bool(self.read(query, (run_id,)))
 
     def _run_lock_path(self, run_id: str) -> Path:
         return self._path.with_suffix(".runs") / run_id
@@ -379,44 +387,117 @@ class Ledger:
     def __exit__(self, *_: object) -> None:
         self._database.close()
 
+    def read(self, query: str, values: Sequence[str | float] = ()) -> list[tuple[Any, ...]]:  # Any: values of columns
+        """The rows as they are now; waits for nobody who writes."""
+        with self._as_errors_of_ours():
+            return self._database.execute(query, values).fetchall()
+
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """Everything in the block or nothing of it, and nobody else's writes in between."""
-        try:
-            self._database.execute("BEGIN IMMEDIATE")
-        except sqlite3.OperationalError as error:
-            raise TransientInfraError(f"the ledger {self._path} is busy or unreachable: {error}") from error
-        try:
+        if self._is_copy:
+            opened = self._opened()  # there may be room by now
+            self._database.close()
+            self._database, self._is_copy = opened, False
+        with self._all_or_nothing(self._database):
             yield self._database
+
+    @contextmanager
+    def _all_or_nothing(self, database: sqlite3.Connection) -> Iterator[None]:
+        with self._as_errors_of_ours():
+            database.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                database.execute("COMMIT")
+            except BaseException:
+                if database.in_transaction:  # SQLite has rolled back by itself where the disk is full
+                    with suppress(sqlite3.OperationalError):  # what it is rolled back for says more
+                        database.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _as_errors_of_ours(self) -> Iterator[None]:
+        """Raise what SQLite says as an InfraError; but for mistakes in what it was told."""
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            if _code_of(error) in _DISK_PROBLEMS:
+                raise LedgerUnwritableError(
+                    f"the ledger {self._path} cannot be written ({error}): make room on its disk, or mend it"
+                ) from error
+            raise TransientInfraError(f"the ledger {self._path} is busy or unreachable: {error}") from error
+        except sqlite3.DatabaseError as error:
+            if type(error) is not sqlite3.DatabaseError:  # a constraint that is violated, for one
+                raise
+            raise PermanentInfraError(
+                f"{self._path} is no ledger, or a damaged one: {error}; use another path"
+            ) from error
+
+    def _opened(self) -> sqlite3.Connection:
+        """The file, of the present format; one that has it is not written."""
+        database = sqlite3.connect(self._path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+        try:
+            self._switch_to_wal(database)
+            with self._as_errors_of_ours():
+                is_present = _version_of(database) == SCHEMA_VERSION
+            if not is_present:
+                with self._all_or_nothing(database):
+                    self._migrate(database)
         except BaseException:
-            self._database.execute("ROLLBACK")
+            database.close()
             raise
-        self._database.execute("COMMIT")
+        return database
 
-    def _prepare(self) -> None:
-        self._switch_to_wal()
-        with self.transaction():
-            version = self._database.execute("PRAGMA user_version").fetchone()[0]
-            if version > SCHEMA_VERSION:
-                raise PermanentInfraError(
-                    f"the ledger {self._path} has format {version}, this version reads {SCHEMA_VERSION}: "
-                    "use the version of the software that wrote it, or another path"
-                )
-            for statements in _MIGRATIONS[version:]:
-                for statement in statements:
-                    self._database.execute(statement)
-            self._database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    def _migrate(self, database: sqlite3.Connection) -> None:
+        version = _version_of(database)
+        if version > SCHEMA_VERSION:
+            raise PermanentInfraError(
+                f"the ledger {self._path} has format {version}, this version reads {SCHEMA_VERSION}: "
+                "use the version of the software that wrote it, or another path"
+            )
+        for statements in _MIGRATIONS[version:]:
+            for statement in statements:
+                database.execute(statement)
+        database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
-    def _switch_to_wal(self) -> None:
+    def _copied_into_memory(self) -> sqlite3.Connection:
+        """What is in the file, which SQLite cannot open for several where there is no room for an index beside it."""
+        copy = sqlite3.connect(":memory:", isolation_level=None)
+        try:
+            with (
+                self._as_errors_of_ours(),
+                closing(sqlite3.connect(self._path, timeout=BUSY_TIMEOUT_S, isolation_level=None)) as alone,
+            ):
+                alone.execute("PRAGMA locking_mode = EXCLUSIVE")  # who is alone keeps that index in memory
+                _version_of(alone)  # waits for others as long as it may, which a backup does for ever
+                alone.backup(copy)
+                self._migrate(copy)
+        except BaseException:
+            copy.close()
+            raise
+        return copy
+
+    def _switch_to_wal(self, database: sqlite3.Connection) -> None:
         # SQLite does not wait for its busy timeout here when two processes open a fresh file at once.
         deadline = time.monotonic() + BUSY_TIMEOUT_S
         while True:
             try:
-                self._database.execute("PRAGMA journal_mode = WAL")
+                with self._as_errors_of_ours():
+                    database.execute("PRAGMA journal_mode = WAL")
                 return
-            except sqlite3.OperationalError as error:
+            except LedgerUnwritableError:
+                raise
+            except TransientInfraError:
                 if time.monotonic() >= deadline:
-                    raise TransientInfraError(f"the ledger {self._path} stays locked: {error}") from error
+                    raise
                 time.sleep(0.05)
-            except sqlite3.DatabaseError as error:
-                raise PermanentInfraError(f"{self._path} is no ledger: {error}; use another path") from error
+
+
+def _version_of(database: sqlite3.Connection) -> int:
+    [(version,)] = database.execute("PRAGMA user_version")
+    return int(version)
+
+
+def _code_of(error: sqlite3.Error) -> int:
+    """SQLite's code of the error, without what it says besides; 0 where the error is not SQLite's own."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF

@@ -61,7 +61,7 @@ from infra.rentals import (
     unfit_hosts,
     usd_spent,
 )
-from infra.unanswered import adopt_machine, find_and_adopt
+from infra.unanswered import FOUND_NOTE, find_machine
 
 MAX_OFFERS = 6
 UNSEEN_S = 60.0
@@ -249,10 +249,10 @@ def _settle(
             return None  # another run took it over, or it was ended, since the ledger was read
         rental = current
     if rental.state is RentalState.INTENDED:
-        found = find_and_adopt(rental, ledger, cloud, pace)
+        found = find_machine(rental, cloud, pace)
         if found is None:
             return None  # it may still appear: the row stays, and the reaper looks for it
-        rental = found
+        rental = _adopt_or_release(rental, found.instance_id, ledger, cloud, pace, note=FOUND_NOTE)
     if rental.state is RentalState.RELEASING or rental.expires_at <= time.time():
         release_machine(rental, ledger, cloud, pace=pace)
         return None
@@ -455,17 +455,38 @@ def _create_once(
     try:
         instance_id = cloud.create(offer, spec)
     except UnclearAnswerError as error:
-        found = find_and_adopt(rental, ledger, cloud, pace)
+        found = find_machine(rental, cloud, pace)
         if found is None:
             change_rental(ledger, rental, note=f"{error}; it did not appear so far")
             raise _NotHadError(f"{error}; it did not appear") from error
-        return found
+        return _adopt_or_release(rental, found.instance_id, ledger, cloud, pace, note=FOUND_NOTE)
     except InfraError as error:
         change_rental(ledger, rental, state=RentalState.REFUSED, ended_at=time.time(), note=str(error))
         if isinstance(error, OfferGoneError | ProviderUnavailableError):
             raise _NotHadError(str(error)) from error
         raise
-    return adopt_machine(rental, instance_id, ledger)
+    return _adopt_or_release(rental, instance_id, ledger, cloud, pace)
+
+
+def _adopt_or_release(
+    rental: Rental, instance_id: str, ledger: Ledger, cloud: Cloud, pace: Pace, *, note: str = ""
+) -> Rental:
+    """Write down which machine the row is about; one about which that cannot be written is given back at once."""
+    try:
+        adopted = change_rental(
+            ledger,
+            rental,
+            state=RentalState.RENTED,
+            instance_id=instance_id,
+            rented_at=rental.rented_at or rental.intended_at,
+            note=note,
+        )
+    except InfraError:
+        release_machine(replace(rental, instance_id=instance_id), ledger, cloud, pace=pace)
+        raise
+    if adopted is None:
+        raise TransientInfraError(f"somebody else changed {rental.name} at the same moment: try again")
+    return adopted
 
 
 # ── from rented to usable ──
@@ -491,9 +512,8 @@ def _use_or_release(
     problem, host_key, price = _wait_until_usable(rental, request, ledger, cloud, check, pace)
     if problem:
         say(f"gives {rental.name} back: {problem}")
-        if rental.state is RentalState.RENTED:
-            rental = change_rental(ledger, rental, is_unfit=True) or rental
-        release_machine(rental, ledger, cloud, note=problem, pace=pace)
+        is_unfit = rental.state is RentalState.RENTED
+        release_machine(rental, ledger, cloud, note=problem, is_unfit=is_unfit, pace=pace)
         raise _NotHadError(problem)
     priced = replace(rental, usd_per_hour=price)
     expires_at = min(rental.expires_at, _allowed_until(priced, request, ledger, time.time(), beside=beside))

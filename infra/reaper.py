@@ -12,19 +12,21 @@ Not here: renting and giving back (provision.py). Who may be ended:
 
 Several may look at once, by hand, by a schedule and at the start of runs: whoever changes a machine's row first goes on
 with it, others leave it. A provider that cannot be asked is a failure of its own in the report: what it has is unknown,
-not nothing.
+not nothing. Where the ledger can be read and not written, for its disk is full, machines are ended all the same.
 """
 
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from infra.cloud import PATIENT, Cloud, Pace
-from infra.errors import InfraError, PermanentInfraError, ProviderUnavailableError, TransientInfraError
+from infra.errors import InfraError, LedgerUnwritableError, PermanentInfraError, ProviderUnavailableError
 from infra.ledger import Ledger
 from infra.offers import CloudName, Instance, InstanceStatus
-from infra.release import release_machine
+from infra.release import end_unnoted, release_machine
 from infra.rentals import (
     NAME,
     NAME_PREFIX,
@@ -36,7 +38,7 @@ from infra.rentals import (
     note_found,
     open_rentals,
 )
-from infra.unanswered import FOUND_NOTE, adopt_machine, find_and_adopt
+from infra.unanswered import FOUND_NOTE, find_machine
 
 UNSEEN_AFTER_S = 3600.0
 """A machine that was asked for and has not appeared for this long does not exist."""
@@ -93,20 +95,22 @@ def reap(
             report.failures.append(str(error))
             continue
         for instance in listed:
-            _judge_instance(
-                instance,
-                ledger,
-                cloud,
-                report,
-                spare=spare,
-                other_ledger=other_ledger,
-                credentials=credentials,
-                pace=pace,
-            )
+            with _failures_noted(report):
+                _judge_instance(
+                    instance,
+                    ledger,
+                    cloud,
+                    report,
+                    spare=spare,
+                    other_ledger=other_ledger,
+                    credentials=credentials,
+                    pace=pace,
+                )
         names = {instance.name for instance in listed}
         for rental in _rentals_by(credentials, ledger):
             if rental.provider == name and rental.name not in names:
-                _judge_unlisted(rental, ledger, cloud, report, spare=spare, pace=pace)
+                with _failures_noted(report):
+                    _judge_unlisted(rental, ledger, cloud, report, spare=spare, pace=pace)
     without_key = [rental for rental in _rentals_by(credentials, ledger) if rental.provider not in clouds]
     report.failures += [
         f"{rental.name} at {rental.provider} cannot be looked at: there is no key of that provider"
@@ -130,11 +134,20 @@ def release_named(name: str, ledger: Ledger, clouds: Mapping[CloudName, Cloud], 
         return rental
     cloud = clouds[rental.provider]
     if rental.state is RentalState.INTENDED:
-        found = find_and_adopt(rental, ledger, cloud, pace)
+        found = find_machine(rental, cloud, pace)
         if found is None:
             raise ProviderUnavailableError(f"{name} was asked for and has not appeared so far: try again in an hour")
         rental = found
     return release_machine(rental, ledger, cloud, note="ended by hand", pace=pace)
+
+
+@contextmanager
+def _failures_noted(report: ReapReport) -> Iterator[None]:
+    """One machine about which nothing can be done hinders no other."""
+    try:
+        yield
+    except InfraError as error:
+        report.failures.append(str(error))
 
 
 def _rentals_by(credentials: str, ledger: Ledger) -> list[Rental]:
@@ -162,32 +175,22 @@ def _judge_instance(
         )
         return
     if rental is None:
-        rental = note_found(ledger, _row_of(instance, credentials))
-    if rental.state.is_over:  # it was refused, or gone, and is there all the same
-        if not _is_there(instance, cloud, report):
-            return  # it ended since it was listed
-        changes = {"state": RentalState.RELEASING, "instance_id": instance.id, "ended_at": None}
-        began = rental.rented_at or rental.intended_at
-        reopened = change_rental(ledger, rental, **changes, rented_at=began, note="it is there all the same")
-        _end(reopened or rental, ledger, cloud, report, pace=pace)
-        return
-    if rental.state is RentalState.INTENDED and not _why_wanted(rental, ledger, spare=False):
+        found = _row_of(instance, credentials)
         try:
-            rental = adopt_machine(rental, instance.id, ledger, note=FOUND_NOTE)
-        except TransientInfraError:
-            report.kept.append(f"{rental.name}: {BEING_CHANGED}")
-            return
-    _end_unless_wanted(rental, ledger, cloud, report, spare=spare, pace=pace)
-
-
-def _is_there(instance: Instance, cloud: Cloud, report: ReapReport) -> bool:
-    """True if the provider has the machine now; one that cannot be asked is a failure, and it is looked at later."""
-    try:
-        found = cloud.get(instance.id)
-    except InfraError as error:
-        report.failures.append(str(error))
-        return False
-    return found is not None and found.status is not InstanceStatus.GONE
+            rental = note_found(ledger, found)
+        except LedgerUnwritableError as error:
+            end_unnoted(found, cloud, error, pace=pace)
+    began = rental.rented_at or rental.intended_at
+    if rental.state.is_over:  # it was refused, or gone, and is there all the same
+        current = cloud.get(instance.id)
+        if current is not None and current.status is not InstanceStatus.GONE:  # else it ended since it was listed
+            changes = {"instance_id": instance.id, "rented_at": began, "ended_at": None}
+            _end(rental, ledger, cloud, report, pace=pace, note="it is there all the same", **changes)
+    elif rental.state is RentalState.INTENDED and not _why_wanted(rental, ledger, spare=False):
+        changes = {"instance_id": instance.id, "rented_at": began}
+        _end(rental, ledger, cloud, report, pace=pace, note=FOUND_NOTE, **changes)
+    else:
+        _end_unless_wanted(rental, ledger, cloud, report, spare=spare, pace=pace)
 
 
 def _judge_unlisted(
@@ -210,18 +213,30 @@ def _end_unless_wanted(
         _end(rental, ledger, cloud, report, pace=pace)
 
 
-def _end(rental: Rental, ledger: Ledger, cloud: Cloud, report: ReapReport, *, pace: Pace) -> None:
+def _end(
+    rental: Rental,
+    ledger: Ledger,
+    cloud: Cloud,
+    report: ReapReport,
+    *,
+    pace: Pace,
+    **changes: Any,  # values of columns
+) -> None:
+    """End a machine that is wanted by nobody.
+
+    Args:
+        changes: what is written into its row besides.
+    """
     # Nothing is written where the row is not the one that was judged: another look ends it, or a run took it over.
-    claimed = change_rental(ledger, rental, state=RentalState.RELEASING)
+    try:
+        claimed = change_rental(ledger, rental, state=RentalState.RELEASING, **changes)
+    except LedgerUnwritableError as error:  # so nobody else can have changed the row either
+        end_unnoted(replace(rental, **changes), cloud, error, pace=pace)
     if claimed is None:
         report.kept.append(f"{rental.name}: {BEING_CHANGED}")
         return
-    try:
-        release_machine(claimed, ledger, cloud, note="ended by the reaper", pace=pace)
-    except InfraError as error:
-        report.failures.append(str(error))
-    else:
-        report.ended.append(f"{rental.name} at {rental.provider}, {rental.gpu}")
+    release_machine(claimed, ledger, cloud, note="ended by the reaper", pace=pace)
+    report.ended.append(f"{rental.name} at {rental.provider}, {rental.gpu}")
 
 
 def _why_wanted(rental: Rental, ledger: Ledger, *, spare: bool) -> str:

@@ -209,8 +209,7 @@ def usd_spent(ledger: Ledger, run_id: str, now: float) -> float:
 
 
 def _select(ledger: Ledger, condition: str, *values: str | float) -> list[Rental]:
-    with ledger.transaction() as database:
-        rows = database.execute(f"SELECT {_COLUMNS} FROM rentals {condition}", values).fetchall()
+    rows = ledger.read(f"SELECT {_COLUMNS} FROM rentals {condition}", values)
     return [
         Rental(**{**dict(zip(Rental.__slots__, row, strict=True)), "state": RentalState(row[_STATE])}) for row in rows
     ]

@@ -42,14 +42,16 @@ def give_back(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> list
     """End every job that only this run wants, then give the node back; returns what was done, a sentence each.
 
     What stopped jobs have on another machine is fetched before. A rented machine is given back also where its jobs
-    cannot be reached: they end with it. Jobs on further nodes that cannot be reached end by themselves.
+    cannot be reached, or the ledger cannot be written: they end with it. Jobs on further nodes that cannot be reached
+    end by themselves.
 
     Args:
         keep_minutes: so long a rented machine that can be reached stays, in place of being given back.
     """
-    leases = leases_on(scope, node)
+    leases: dict[str, list[Lease]] = {}
     kept: list[str] = []
     try:
+        leases = leases_on(scope, node)
         done = end_jobs(node, leases[node.name], scope)
         done += salvage(scope, node) if node.is_remote else []
         if node.is_rented and keep_minutes > 0:
@@ -60,11 +62,15 @@ def give_back(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> list
         drop_leases(scope)
         done = [f"its jobs end with the machine ({error})"]
     finally:
-        further_done = [
-            done for each in node.further_nodes for done in give_back_further(each, leases[each.name], scope)
-        ]
-        if not kept:
-            release_node(node)
+        try:
+            further_done = [
+                done
+                for each in node.further_nodes
+                for done in give_back_further(each, leases.get(each.name, []), scope)
+            ]
+        finally:
+            if not kept:
+                release_node(node)
     done += [*further_done, *(kept or [describe_release(node)])]
     if node.is_rented:
         with Ledger(scope.ledger_path) as ledger:

@@ -8,6 +8,7 @@ Not here: what the job is (plan.py), how jobs are supervised (infra/jobs.py), Pr
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -46,6 +47,8 @@ from tasks.trainer_nodes import start_in_turn, trainers_beside
 from tasks.unit_keys import own_keys
 
 USER_ERROR_CODE = 2
+
+logger = logging.getLogger(__name__)
 
 
 def run_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
@@ -244,7 +247,13 @@ def leases_on(scope: RunScope, node: Node) -> dict[str, list[Lease]]:
 
 
 def drop_leases(scope: RunScope, leases: Sequence[Lease] | None = None) -> None:
-    """Give up this run's claims on jobs that are no more: all, or some."""
-    with Ledger(scope.ledger_path) as ledger:
-        for lease in ledger.leases_of(scope.run_id) if leases is None else leases:
-            ledger.drop_lease(lease.run_dir, scope.run_id)
+    """Give up this run's claims on jobs that are no more: all, or some.
+
+    Where the ledger cannot be written they stay: those of a run that is over do not count.
+    """
+    try:
+        with Ledger(scope.ledger_path) as ledger:
+            for lease in ledger.leases_of(scope.run_id) if leases is None else leases:
+                ledger.drop_lease(lease.run_dir, scope.run_id)
+    except TransientInfraError as error:
+        logger.warning("the claims of run %s stay in the ledger: %s", scope.run_id, error)

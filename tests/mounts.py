@@ -25,3 +25,12 @@ def mounted_tmpfs(path: Path, *options: str) -> Iterator[Path]:
         yield path
     finally:
         subprocess.run(["umount", "-l", str(path)], check=True)  # lazily: somebody may still look at it
+
+
+def fill(disk: Path) -> Path:
+    """Leave no byte free; returns the file that takes the room."""
+    path = disk / "filler"
+    with pytest.raises(OSError, match="No space left"), path.open("wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
+    return path

@@ -32,7 +32,7 @@ from typing import ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from infra.errors import MissingKeyError, OfferGoneError, ProviderUnavailableError, UnclearAnswerError
+from infra.errors import InfraError, MissingKeyError, OfferGoneError, ProviderUnavailableError, UnclearAnswerError
 from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import usable_host, usable_port, usable_user
 from infra.providers.http import Endpoint
@@ -153,9 +153,11 @@ class Sky:
         if done.returncode == 0:
             return spec.name
         problem = f"sky launch ended with {done.returncode}: {_last_words(done)}"
-        if self.get(spec.name) is not None:  # SkyPilot leaves what it began with
-            raise UnclearAnswerError(problem)
-        raise OfferGoneError(problem)
+        try:
+            is_there = self.get(spec.name) is not None  # SkyPilot leaves what it began with
+        except InfraError as error:
+            raise UnclearAnswerError(f"{problem}; and {error}") from error
+        raise UnclearAnswerError(problem) if is_there else OfferGoneError(problem)
 
     def get(self, instance_id: str) -> Instance | None:
         words = ["status", "--refresh", "--output", "json", instance_id]

@@ -83,7 +83,7 @@ def pids_of(store: Path) -> dict[int, str]:
             continue
         try:
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            is_zombie = ") Z" in (entry / "stat").read_text()
+            is_zombie = b") Z" in (entry / "stat").read_bytes()
         except OSError:
             continue
         if str(store) in command and not is_zombie:

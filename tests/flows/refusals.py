@@ -73,10 +73,3 @@ def write_function(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.syspath_prepend(folder)
     importlib.invalidate_caches()
     return name
-
-
-def fill(disk: Path) -> None:
-    """Leave no byte free."""
-    with pytest.raises(OSError, match="No space left"), (disk / "filler").open("wb", buffering=0) as filler:
-        while True:
-            filler.write(bytes(4096))

@@ -30,13 +30,12 @@ from tests.flows.refusals import (
     GOOD_ROW,
     Change,
     assert_refused,
-    fill,
     refusal,
     write_config,
     write_function,
     write_rows,
 )
-from tests.mounts import mounted_tmpfs
+from tests.mounts import fill, mounted_tmpfs
 from tests.waiting import wait_until
 
 SMALL = "size=64m"

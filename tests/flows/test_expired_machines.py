@@ -20,6 +20,7 @@ from infra.rentals import Rental, change_rental
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.test_provision import REQUEST, World
+from tests.mounts import fill, mounted_tmpfs
 
 
 @pytest.fixture
@@ -53,6 +54,22 @@ def test_what_a_failed_run_keeps_is_named_by_status_and_ended_when_that_is_over(
         change_rental(ledger, kept, kept_until=time.time() - 1)
     [line] = end_expired(tmp_path)
     assert rental.name in line and world.fake.alive() == []
+
+
+def test_what_has_expired_is_ended_although_the_disk_of_the_store_is_full(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mounted_tmpfs(tmp_path / "store", "size=2m") as store:
+        world.path = store / LEDGER_FILE
+        with Ledger(world.path) as ledger, ledger.living_run(REQUEST.run_id):
+            rental = world.rent()
+            change_rental(ledger, rental, expires_at=time.time() - 1)
+        filler = fill(store)
+        assert end_expired(store) == [] and world.fake.alive() == []
+        assert f"{rental.name} at runpod is given back, but the ledger still has it as rented" in caplog.text
+        filler.unlink()
+        [line] = end_expired(store)
+        assert rental.name in line
 
 
 def test_status_and_down_name_what_goes_on_costing_money(world: World, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ a restart, or a run could not be finished because its own slot is taken.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,18 @@ def test_runs_beyond_the_slots_are_queued_until_there_is_one(served: Rollouts, t
 
     served.run("down")
     assert "gpu slots      1: as many" in up(served)
+
+
+@pytest.mark.slow
+def test_a_change_that_cannot_be_taken_over_is_tried_again_and_ends_nothing(served: Rollouts) -> None:  # noqa: F811
+    up(served)
+    home = served.store / "prefect"
+    pid = json.loads((home / "serving.json").read_text())["pid"]
+    obstacle = home / f"serving.json.{pid}"  # where it writes what takes the place of the other one
+    obstacle.mkdir()
+    save_gpu_slots(home, 2)
+    log = home / "serving.log"
+    wait_until(lambda: "could not be taken over" in log.read_text(), what="the failure in its log", timeout_s=60)
+    obstacle.rmdir()
+    wait_until(lambda: json.loads((home / "serving.json").read_text())["gpu_slots"] == 2, what="the change")
+    assert json.loads((home / "serving.json").read_text())["pid"] == pid

@@ -28,7 +28,6 @@ from infra.providers.vast import Vast
 from infra.provision import RentRequest, rent_machines
 from infra.release import release_machines
 from infra.rentals import Rental, RentalState
-from infra.unanswered import adopt_machine
 
 PACE = Pace(poll_s=0.02, looks_s=(0.0, 0.3, 0.6, 0.9), gone_within_s=60.0)
 USED_S = 0.2
@@ -56,7 +55,7 @@ def die_at(step: str, account: type[Account]) -> None:
     provision = sys.modules[rent_machines.__module__]
     end_of(provision, "add_rental", lambda _: step == RentalState.INTENDED)
     end_of(account, "create", lambda _: step == "asked")
-    for module in (provision, *(sys.modules[each.__module__] for each in (adopt_machine, release_machines))):
+    for module in (provision, sys.modules[release_machines.__module__]):
         end_of(module, "change_rental", lambda changes: step == changes.get("state"))
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import PermanentInfraError
+from infra.errors import LedgerUnwritableError, PermanentInfraError
 from infra.ledger import Ledger
 from infra.rentals import RentalState, all_rentals, change_rental
+from tests.mounts import fill
 
 LEASES_OF_THE_FIRST_FORMAT = (
     "CREATE TABLE job_leases (run_dir TEXT NOT NULL, run_id TEXT NOT NULL, node TEXT NOT NULL, "
@@ -116,6 +117,38 @@ def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"not a database, " * 100)
     with pytest.raises(PermanentInfraError, match="no ledger"):
         Ledger(path)
+
+
+def test_a_ledger_is_opened_and_read_while_somebody_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infra.ledger.BUSY_TIMEOUT_S", 0.05)
+    path = tmp_path / "ledger.sqlite"
+    with Ledger(path) as ledger:
+        ledger.add_lease("/runs/sft", "run-a", "local")
+        with ledger.transaction(), Ledger(path) as other:
+            assert [lease.run_dir for lease in other.leases()] == ["/runs/sft"]
+            assert all_rentals(other) == []
+
+
+@pytest.mark.parametrize("is_open_before", [True, False])
+def test_a_ledger_on_a_full_disk_is_read_says_why_nothing_is_written_and_goes_on_when_there_is_room(
+    tiny_disk: Path, is_open_before: bool
+) -> None:
+    path = tiny_disk / "ledger.sqlite"
+    with Ledger(path) as ledger:
+        ledger.add_lease("/runs/sft", "run-a", "local")
+        identity = ledger.identity
+    filler = fill(tiny_disk) if not is_open_before else None
+    with Ledger(path) as ledger:
+        filler = filler or fill(tiny_disk)
+        for _ in range(2):
+            with pytest.raises(LedgerUnwritableError, match=r"sqlite cannot be written \(.+\): make room"):
+                ledger.add_lease("/runs/rl", "run-a", "local")
+            assert [lease.run_dir for lease in ledger.leases()] == ["/runs/sft"]
+            assert ledger.identity == identity and all_rentals(ledger) == []
+        filler.unlink()
+        ledger.add_lease("/runs/rl", "run-a", "local")
+        with Ledger(path) as other:
+            assert [lease.run_dir for lease in other.leases()] == ["/runs/sft", "/runs/rl"]
 
 
 def test_nobody_else_can_read_the_ledger_or_what_lies_beside_it(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def test_whatever_ends_the_waiting_gives_the_machine_back(world: World, error: B
     assert world.fake.alive() == [] and len(world.fake.machines) == 1
 
 
-STEPS = ("infra.provision.add_rental", "create", "infra.provision.adopt_machine", "infra.release.change_rental")
+STEPS = ("infra.provision.add_rental", "create", "infra.provision._adopt_or_release", "infra.release.change_rental")
 
 
 @pytest.mark.parametrize("step", STEPS)

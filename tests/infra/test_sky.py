@@ -176,6 +176,20 @@ def test_a_launch_that_is_not_answered_is_found_by_its_name(
     assert list(installed.state["clusters"]) == [rental.name]
 
 
+def test_a_launch_that_failed_while_skypilot_could_not_say_what_it_left_is_looked_for(
+    installed: Installed, cloud: Sky, ledger: Ledger
+) -> None:
+    installed.set("faults", fail_setup=1, fail_status=100)
+    with ledger.living_run(WANTED.run_id), pytest.raises(ProviderUnavailableError, match="API server"):
+        rent(cloud, ledger)
+    [rental] = all_rentals(ledger)
+    assert list(installed.state["clusters"]) == [rental.name] and rental.state is RentalState.INTENDED
+    installed.set("faults", fail_status=0)
+    assert len(reap(ledger, {"sky": cloud}, pace=PACE).ended) == 1
+    [rental] = all_rentals(ledger)
+    assert installed.state["clusters"] == {} and rental.state is RentalState.GONE
+
+
 def test_what_a_dead_run_left_is_reaped_and_a_list_that_fails_ends_nothing(
     installed: Installed, cloud: Sky, ledger: Ledger
 ) -> None:

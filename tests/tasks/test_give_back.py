@@ -11,14 +11,20 @@ from pathlib import Path
 
 import pytest
 
+from infra.errors import TransientInfraError
 from infra.jobs import JobState, job_status, start_or_attach
-from infra.ledger import Ledger
+from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import Node, SSHAccess
+from infra.providers.runpod import RunPod
 from infra.session import LocalSession
 from tasks.provision import give_back
 from tasks.records import RunScope
+from tests.infra.fake_cloud import KEY
+from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.shell_jobs import shell_spec, wait_for_end
 from tests.infra.ssh_server import make_key
+from tests.infra.test_provision import REQUEST, World
+from tests.mounts import fill, mounted_tmpfs
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -62,3 +68,30 @@ def test_jobs_end_on_each_machine_of_the_unit_and_one_that_is_lost_is_named(tmp_
         "gave back ssh node me@127.0.0.1:1",
         "gave back local node trainer",
     ]
+
+
+def test_a_rented_machine_is_given_back_although_the_disk_of_the_store_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeRunPod()
+    nobody = SSHAccess(host="127.0.0.1", port=1, user="me", key_file=str(tmp_path / "key"))
+    with mounted_tmpfs(tmp_path / "store", "size=2m") as store, fake.served() as url, RunPod(KEY, url) as cloud:
+        monkeypatch.setenv("RUNPOD_API_KEY", KEY)
+        monkeypatch.setenv("RUNPOD_API_URL", url)
+        rental = World(fake, cloud, store / LEDGER_FILE).rent()
+        node = Node(
+            name=rental.name,
+            provider="provision",
+            root="/root/rollouts",
+            python="/usr/bin/python3",
+            mirror=str(store),
+            access=nobody,
+            is_rented=True,
+        )
+        scope = RunScope(run_id=REQUEST.run_id, run_name="small", store=str(store))
+        with Ledger(scope.ledger_path) as ledger:
+            ledger.add_lease("/root/rollouts/stages/rl-1", scope.run_id, rental.name)
+        fill(store)
+        with pytest.raises(TransientInfraError, match=f"{rental.name} at runpod is given back, but the ledger"):
+            give_back(node, scope, keep_minutes=30)
+        assert fake.alive() == []

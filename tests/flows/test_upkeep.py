@@ -1,0 +1,101 @@
+"""Pins that whatever goes wrong at a look after runs and machines, the next look comes, and the process goes on.
+
+Without it one error there ends `rollouts up` with all the flows that it has, and nobody ends machines any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from prefect.exceptions import ObjectNotFound
+
+from flows.server import local_server, prefect_environment
+from flows.upkeep import look_after
+from tests.flows.conftest import Rollouts
+
+
+def test_a_look_that_fails_is_logged_and_the_next_one_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[str] = []
+    logged: list[BaseException | None] = []
+
+    async def look(_: object) -> None:
+        looks.append("runs")
+        raise ObjectNotFound(KeyError("a run that was deleted"))
+
+    def end(_: Path) -> list[str]:
+        looks.append("machines")
+        raise sqlite3.OperationalError("disk I/O error")
+
+    async def look_for_a_while() -> None:
+        task = asyncio.create_task(look_after(tmp_path))
+        while not task.done() and min(looks.count("runs"), looks.count("machines")) < 3:
+            await asyncio.sleep(0.01)
+        assert not task.done(), "it ended with the first error"
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    monkeypatch.setattr("flows.lost_runs.LostRuns.look", look)
+    monkeypatch.setattr("flows.expired_machines.end_expired", end)
+    monkeypatch.setattr("flows.upkeep.logger.exception", lambda *_: logged.append(sys.exception()))
+    monkeypatch.setattr("flows.upkeep.LOST_S", 0.01)
+    monkeypatch.setattr("flows.upkeep.EXPIRED_S", 0.01)
+    asyncio.run(asyncio.wait_for(look_for_a_while(), 60))
+    assert {type(error) for error in logged} == {ObjectNotFound, sqlite3.OperationalError}
+
+
+DELETED_MEANWHILE = """
+import asyncio, sys
+from pathlib import Path
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State, StateType
+from flows import lost_runs
+
+@flow
+def nothing(): ...
+
+deleted = []
+
+def delete_it(run):
+    deleted.append(run)
+    with get_client(sync_client=True) as client:
+        client.delete_flow_run(run.id)
+    return "nothing was left to give back"
+
+async def main(store):
+    async with get_client() as client:
+        runs = []
+        for kind in (StateType.CANCELLING, StateType.RUNNING, StateType.CANCELLING):
+            run = await client.create_flow_run(nothing)
+            await client.set_flow_run_state(run.id, State(type=kind), force=True)
+            (store / "ledger.runs" / str(run.id)).touch()  # as of a process that is gone
+            runs.append(run)
+        lost = lost_runs.LostRuns(store)
+        for _ in range(3):
+            await lost.look()
+        left = await client.read_flow_run(runs[1].id)
+        print(f"{len(deleted)} deleted, the other one {left.state.name}")
+
+lost_runs.release_for = delete_it
+store = Path(sys.argv[1])
+(store / "ledger.runs").mkdir(exist_ok=True)
+asyncio.run(main(store))
+"""
+
+
+@pytest.mark.slow
+def test_runs_that_are_deleted_while_their_jobs_end_hinder_no_other(rollouts: Rollouts) -> None:
+    with local_server(rollouts.store) as address:
+        environment = {**os.environ, **prefect_environment(rollouts.store, address)}
+        arguments = [sys.executable, "-c", DELETED_MEANWHILE, str(rollouts.store)]
+        ended = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "2 deleted, the other one Crashed"
