@@ -88,7 +88,6 @@ def test_sampling_where_nothing_is_sampled_is_told() -> None:
 @pytest.mark.parametrize(
     ("rollout", "is_told"),
     [
-        ({}, True),
         ({"environment": "math"}, True),
         ({"environment": "math", "reward_fn": "exact_match"}, True),
         ({"environment": "calculator"}, False),
@@ -97,9 +96,13 @@ def test_sampling_where_nothing_is_sampled_is_told() -> None:
 )
 def test_limits_of_conversations_that_nobody_answers_are_told(rollout: dict[str, Any], is_told: bool) -> None:
     told = [each for each in find(rollout=rollout | {"multi_turn": {"max_turns": 3}}) if "never answers" in each]
-    name = rollout.get("environment", "arithmetic")
-    assert told == [f'rollout.multi_turn does nothing: the environment "{name}" never answers'] * is_told
+    assert told == ['rollout.multi_turn does nothing: the environment "math" never answers'] * is_told
     assert not any("multi_turn" in each for each in find(rollout=rollout))
+
+
+def test_limits_of_conversations_without_an_environment_are_told() -> None:
+    [told] = find(rollout={"reward_fn": "exact_match", "multi_turn": {"max_turns": 3}})
+    assert told == "rollout.multi_turn does nothing without a rollout.environment that answers"
 
 
 @pytest.mark.parametrize("name", ["drift_mask", "ratio_penalty"])
