@@ -78,8 +78,7 @@ def sort_failure(error: Exception, url: str) -> InfraError:
     code, status = _answer_of(error)
     reason = _reason(error)
     if code == "NoSuchBucket":
-        bucket = place.partition("/")[0]
-        return StoreRefusedError(f"there is no bucket {bucket} for {url}: create it, or correct the URL")
+        return missing_bucket(url)
     if names & _NO_CREDENTIALS:
         return StoreRefusedError(f"{url} needs credentials, and none are found ({reason}): set {variables}")
     if isinstance(error, PermissionError) or code in _REFUSED_CODES or status in (401, 403):
@@ -94,6 +93,12 @@ def sort_failure(error: Exception, url: str) -> InfraError:
         where = f"the network and {ENDPOINTS[protocol]}" if protocol in ENDPOINTS else "the network"
         return StoreUnavailableError(f"{url} does not answer ({reason}): check {where}, then try again")
     return PermanentInfraError(f"{url} cannot be used: {reason}")
+
+
+def missing_bucket(url: str) -> StoreRefusedError:
+    """The error about a URL whose bucket does not exist."""
+    bucket = url.partition("://")[2].partition("/")[0]
+    return StoreRefusedError(f"there is no bucket {bucket} for {url}: create it, or correct the URL")
 
 
 def _answer_of(error: Exception) -> tuple[str, int]:

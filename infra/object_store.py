@@ -9,10 +9,12 @@ variables and the files of the providers' own tools; nothing here sees one.
 
 import base64
 import hashlib
+import logging
 import math
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +24,7 @@ import fsspec
 import fsspec.core
 
 from infra.errors import ObjectMissingError, StoreRefusedError, StoreUnavailableError
-from infra.object_errors import sorted_failures
+from infra.object_errors import missing_bucket, sorted_failures
 
 PART_BYTES = 16 << 20
 """What is larger than two of these goes to S3 in parts, several at a time; so many of them are in memory then."""
@@ -155,7 +157,7 @@ class ObjectStore:
     def write(self, name: str, content: bytes) -> None:
         """Write or replace a small object in one step."""
         key = self._key(name)
-        with sorted_failures(self._url_of(name)):
+        with self._failures_to_write(name):
             if self.protocol != "file":
                 self._fs.pipe_file(key, content)
                 return
@@ -170,7 +172,7 @@ class ObjectStore:
             StoreUnavailableError: it did not arrive whole, or the file changed meanwhile.
         """
         options = {"chunksize": part_bytes(digest.size)} if self.protocol == "s3" else {}
-        with sorted_failures(self._url_of(name)):
+        with self._failures_to_write(name):
             self._fs.put_file(str(path), self._key(name), **options)
         there = self.find(name)
         if there is None or not self.holds(name, there, digest):
@@ -213,6 +215,16 @@ class ObjectStore:
     def _signing_fs(self) -> Any:  # Any: fsspec has no types
         """A driver of its own: the usual one signs URLs in the old way, which most servers do not take any more."""
         return _open_driver(self.url, self.protocol, config_kwargs={"signature_version": "s3v4"})[0]
+
+    @contextmanager
+    def _failures_to_write(self, name: str) -> Iterator[None]:
+        """`sorted_failures`, where what is missing is the bucket; not every driver says so."""
+        url = self._url_of(name)
+        try:
+            with sorted_failures(url):
+                yield
+        except ObjectMissingError as error:
+            raise missing_bucket(url) from error
 
     def _key(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
@@ -258,6 +270,8 @@ def _open_driver(url: str, protocol: str, **more_options: Any) -> tuple[Any, str
         StoreRefusedError: it is not installed, or there is none.
     """
     options = {"auto_mkdir": True} if protocol == "file" else more_options
+    if protocol in ("gs", "gcs"):  # it warns with every request where it may not ask for the kind of a bucket
+        logging.getLogger("gcsfs").setLevel(logging.ERROR)
     try:
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:
