@@ -10,7 +10,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import fsspec.registry
 import pytest
 
 from infra.errors import ObjectMissingError, StoreRefusedError, StoreUnavailableError
@@ -131,7 +130,8 @@ def test_a_url_with_more_than_a_place_is_refused_and_not_repeated(url: str) -> N
 
 def test_a_protocol_without_a_driver_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)  # as where it is not installed
-    monkeypatch.delitem(fsspec.registry._registry, "gs", raising=False)  # another test may have loaded it
+    loaded = sys.modules["fsspec.registry"].__dict__["_registry"]
+    monkeypatch.delitem(loaded, "gs", raising=False)  # another test may have used it
     with pytest.raises(StoreRefusedError, match=r"pip install 'rollouts\[gcs\]'"):
         ObjectStore("gs://bucket/x")
     with pytest.raises(StoreRefusedError, match="there is no driver for s4"):
