@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from flows.cli import app
 from flows.expired_machines import end_expired
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.providers.runpod import RunPod
-from infra.rentals import Rental, change_rental
+from infra.rentals import Rental, add_rental, change_rental
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.test_provision import REQUEST, World
@@ -97,6 +98,19 @@ def test_without_a_key_nothing_is_ended_and_the_reason_is_logged(
     monkeypatch.delenv("RUNPOD_API_KEY")
     assert end_expired(tmp_path) == []
     assert "RUNPOD_API_KEY" in caplog.text and len(world.fake.alive()) == 1
+
+
+def test_a_key_that_is_missing_keeps_no_machine_of_another_provider_rented(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Ledger(world.path) as ledger, ledger.living_run(REQUEST.run_id):
+        rental = world.rent()
+        add_rental(ledger, replace(rental, name=f"{rental.name}-2", provider="lambda", instance_id="there"))
+    with Ledger(world.path) as ledger:
+        change_rental(ledger, rental, expires_at=time.time() - 1)
+    [line] = end_expired(tmp_path)
+    assert rental.name in line and world.fake.alive() == []
+    assert "LAMBDA_API_KEY" in caplog.text and f"{rental.name}-2 at lambda cannot be looked at" in caplog.text
 
 
 def test_a_store_that_never_rented_anything_gets_no_ledger(tmp_path: Path) -> None:
