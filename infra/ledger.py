@@ -394,7 +394,10 @@ class Ledger:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Everything in the block or nothing of it, and nobody else's writes in between."""
+        """Everything in the block or nothing of it, and nobody else's writes in between; within another one, a part."""
+        if self._database.in_transaction:
+            yield self._database
+            return
         if self._is_copy:
             opened = self._opened()  # there may be room by now
             self._database.close()

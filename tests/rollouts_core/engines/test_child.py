@@ -103,7 +103,7 @@ def write_job(
         ),
         data=InputFile(path=str(rows), digest=digest_path(rows)),
         evaluation=EvaluationConfig(samples_per_prompt=2, temperature=1.0),
-        rollout=RolloutConfig(engine=engine, sampling=SamplingConfig(max_new_tokens=8)),
+        rollout=RolloutConfig(environment="arithmetic", engine=engine, sampling=SamplingConfig(max_new_tokens=8)),
         deployment=deployment,
     )
     run_dir.mkdir()
