@@ -17,36 +17,32 @@ nothing beside the others replaces it, all are given back.
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from infra.cloud import PATIENT, Cloud, Pace
+from infra.cloud import Cloud
 from infra.errors import (
     InfraError,
-    LoginError,
     NoMachineError,
     OfferGoneError,
     PermanentInfraError,
     ProviderUnavailableError,
     TransientInfraError,
     UnclearAnswerError,
-    UnfitMachineError,
 )
 from infra.host_keys import HostKeyEvidence, fingerprint_of, make_host_key
 from infra.interrupts import uninterrupted
-from infra.ledger import Ledger
 from infra.offers import (
     CloudName,
     GPUQuery,
     HostKeyPair,
-    Instance,
     MachineSpec,
     Offer,
     Offered,
     describe_closest,
 )
-from infra.release import release_all, release_machine, release_machines
+from infra.release import release_all, release_machines
 from infra.rentals import (
     Rental,
     RentalState,
@@ -61,55 +57,18 @@ from infra.rentals import (
     unfit_hosts,
     usd_spent,
 )
+from infra.renting import Renting, is_in_use
 from infra.unanswered import FOUND_NOTE, find_machine
+from infra.usable import PRICE_TOLERANCE, wait_until_usable
 
 MAX_OFFERS = 6
-UNSEEN_S = 60.0
-"""A machine that was created this recently may not be shown yet by its provider."""
 UNFIT_FOR_S = 24 * 3600.0
 """A machine that could not be used is not rented again for so long."""
-PRICE_TOLERANCE = 1.001
-
-Check = Callable[[Rental, Instance], str]
-"""Log in on a machine and return the fingerprint of its host key, which is the expected one, where one is; an
-InfraError says why it cannot be used (yet)."""
-Say = Callable[[str], None]
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RentRequest:
-    """What a run wants."""
-
-    run_id: str
-    query: GPUQuery
-    num_machines: int = 1
-    """So many in one region of one provider, or none."""
-    public_key: str
-    image: str = ""
-    purpose: str
-    """Hash of everything that makes one machine as good as another."""
-    credentials: str = ""
-    """Name of those whose accounts are used."""
-    max_usd: float
-    """What all machines of the run may cost together."""
-    max_hours: float
-    """No machine is kept longer."""
-    usable_within_s: float = 900.0
-    expects_host_key: bool = True
-    """The first connection is held against a key that is known before, where the provider allows that."""
-
-
-def rent_machines(
-    request: RentRequest,
-    ledger: Ledger,
-    clouds: Mapping[CloudName, Cloud],
-    *,
-    check: Check,
-    say: Say = logger.info,
-    pace: Pace = PATIENT,
-) -> list[Rental]:
+def rent_machines(renting: Renting) -> list[Rental]:
     """Machines that can be used: the run's own, those that an ended run with the same settings left, and new ones.
 
     Returns:
@@ -120,32 +79,25 @@ def rent_machines(
         StillRentedError: a machine that could not be used could not be ended either.
         PermanentInfraError: the money is used up, a key is refused, or the machines lack what the settings promise.
     """
+    num_machines = renting.request.num_machines
     unit: list[Rental] = []
-    with ledger.renting(request.run_id), given_back_on_failure(request, ledger, clouds, say=say, pace=pace):
-        for rental in _inherited(request, ledger):
-            cloud = clouds[rental.provider]
-            if len(unit) < request.num_machines and _is_where(rental, unit):
-                usable = _settle(rental, request, ledger, cloud, check, say, pace, beside=unit)
+    with renting.ledger.renting(renting.request.run_id), given_back_on_failure(renting):
+        for rental in _inherited(renting):
+            if len(unit) < num_machines and _is_where(rental, unit):
+                usable = _settle(rental, renting, beside=unit)
                 if usable is not None:
-                    say(f"goes on with {usable.name}, {usable.gpu} at {usable.provider}")
+                    renting.say(f"goes on with {usable.name}, {usable.gpu} at {usable.provider}")
                     unit.append(usable)
             elif rental.instance_id:  # one whose creation was not answered, and another one took its place
-                say(f"gives {rental.name} back: there are others in its place")
-                release_machine(rental, ledger, cloud, pace=pace)
-        if len(unit) < request.num_machines:
-            _rent_new(unit, request, ledger, clouds, check, say, pace)
+                renting.say(f"gives {rental.name} back: there are others in its place")
+                renting.release(rental)
+        if len(unit) < num_machines:
+            _rent_new(unit, renting)
         return unit
 
 
 @contextmanager
-def given_back_on_failure(
-    request: RentRequest,
-    ledger: Ledger,
-    clouds: Mapping[CloudName, Cloud],
-    *,
-    say: Say = logger.info,
-    pace: Pace = PATIENT,
-) -> Iterator[None]:
+def given_back_on_failure(renting: Renting) -> Iterator[None]:
     """Give back what the run has where the block does not end well: the one place that decides what goes.
 
     After an error: what is in use. Interrupted by Ctrl-C: everything, with what was just being asked for. Terminated:
@@ -155,71 +107,62 @@ def given_back_on_failure(
         yield
     except BaseException as error:
         with uninterrupted():
-            rows = [row for row in _own_rows(request, ledger) if row.provider in clouds and _goes_after(error, row)]
+            ledger, clouds, pace = renting.ledger, renting.clouds, renting.pace
+            rows = [row for row in renting.own_rows() if row.provider in clouds and _goes_after(error, row)]
             note = f"given back: {str(error) or type(error).__name__}"
             if isinstance(error, Exception):
                 release_machines(rows, ledger, clouds, note=note, pace=pace)
             elif rows:
                 names = ", ".join(row.name for row in rows)
-                say(f"interrupted: gives back what was made of {names}, which may take some minutes")
+                renting.say(f"interrupted: gives back what was made of {names}, which may take some minutes")
                 for sentence in release_all(rows, ledger, clouds, note=note, pace=pace):
-                    say(sentence)
+                    renting.say(sentence)
         raise
 
 
 def _goes_after(error: BaseException, rental: Rental) -> bool:
     """Whether a machine of the run is given back when its renting ends so."""
     if isinstance(error, Exception):
-        return _is_in_use(rental)  # what was not answered has been looked for, and what does not end was tried
+        return is_in_use(rental)  # what was not answered has been looked for, and what does not end was tried
     return isinstance(error, KeyboardInterrupt) or rental.state is not RentalState.READY
-
-
-def _is_in_use(rental: Rental) -> bool:
-    """Whether it is there, and nobody has tried to end it so far."""
-    return rental.state in (RentalState.RENTED, RentalState.READY)
-
-
-def _own_rows(request: RentRequest, ledger: Ledger) -> list[Rental]:
-    """The run's machines that are not over, oldest first; none in other accounts, about which nothing can be said."""
-    rows = rentals_of(ledger, request.run_id)
-    return [rental for rental in rows if rental.credentials == request.credentials and not rental.state.is_over]
 
 
 # ── what was there before ──
 
 
-def _inherited(request: RentRequest, ledger: Ledger) -> list[Rental]:
+def _inherited(renting: Renting) -> list[Rental]:
     """The run's own machines that are not over, and those that dead or failed runs with the same settings left.
 
     None in other accounts: there nothing can be said about them. Of dead runs, those of one.
     """
-    if own := _own_rows(request, ledger):
+    if own := renting.own_rows():
         return sorted(own, key=lambda rental: rental.state is not RentalState.READY)  # these come before what appears
+    request, ledger = renting.request, renting.ledger
     mine: list[Rental] = []
     for rental in all_rentals(ledger):
         is_same = (rental.purpose, rental.credentials) == (request.purpose, request.credentials)
         is_beside = not mine or mine[0].note == _left_by(rental)
         if rental.state is RentalState.READY and is_same and is_beside and ledger.has_died(rental.run_id):
-            taken = _take_over(rental, request, ledger, beside=mine)
+            taken = _take_over(rental, renting, beside=mine)
             mine += [taken] if taken is not None else []
         if len(mine) == request.num_machines:
             break
     return mine
 
 
-def _take_over(rental: Rental, request: RentRequest, ledger: Ledger, *, beside: Sequence[Rental]) -> Rental | None:
+def _take_over(rental: Rental, renting: Renting, *, beside: Sequence[Rental]) -> Rental | None:
     """The machine of a dead run as one of this run, within its hours and its money.
 
     None where that would be too short to begin with, or somebody else was faster. What is not taken is the reaper's.
     """
-    now = time.time()
-    expires_at = min(rental.expires_at, _allowed_until(rental, request, ledger, now, beside=beside))
+    request, now = renting.request, time.time()
+    expires_at = min(rental.expires_at, _allowed_until(rental, renting, now, beside=beside))
     fresh_s = 3600 * min(request.max_hours, _hours(request.max_usd / request.num_machines, rental.usd_per_hour))
     is_too_late = min(rental.ends_at, rental.taken_until) <= now
     if is_too_late or expires_at - now < too_late_s(fresh_s):
         return None
     changes = {"run_id": request.run_id, "kept_until": None, "expires_at": expires_at}
-    return change_rental(ledger, rental, **changes, note=_left_by(rental))
+    return change_rental(renting.ledger, rental, **changes, note=_left_by(rental))
 
 
 def _left_by(rental: Rental) -> str:
@@ -231,33 +174,23 @@ def _is_where(rental: Rental, unit: Sequence[Rental]) -> bool:
     return len({(each.provider, each.region, each.gpu) for each in (rental, *unit)}) == 1
 
 
-def _settle(
-    rental: Rental,
-    request: RentRequest,
-    ledger: Ledger,
-    cloud: Cloud,
-    check: Check,
-    say: Say,
-    pace: Pace,
-    *,
-    beside: Sequence[Rental],
-) -> Rental | None:
+def _settle(rental: Rental, renting: Renting, *, beside: Sequence[Rental]) -> Rental | None:
     """Bring a machine of an earlier process to an end or to use, beside others; None when it is of no use."""
     if rental.kept_until is not None:
-        current = change_rental(ledger, rental, kept_until=None) or find_rental(ledger, rental.name)
-        if current is None or current.run_id != request.run_id or current.state.is_over:
+        current = change_rental(renting.ledger, rental, kept_until=None) or find_rental(renting.ledger, rental.name)
+        if current is None or current.run_id != renting.request.run_id or current.state.is_over:
             return None  # another run took it over, or it was ended, since the ledger was read
         rental = current
     if rental.state is RentalState.INTENDED:
-        found = find_machine(rental, cloud, pace)
+        found = find_machine(rental, renting.cloud_of(rental), renting.pace)
         if found is None:
             return None  # it may still appear: the row stays, and the reaper looks for it
-        rental = _adopt_or_release(rental, found.instance_id, ledger, cloud, pace, note=FOUND_NOTE)
+        rental = _adopt_or_release(rental, found.instance_id, renting, note=FOUND_NOTE)
     if rental.state is RentalState.RELEASING or rental.expires_at <= time.time():
-        release_machine(rental, ledger, cloud, pace=pace)
+        renting.release(rental)
         return None
     try:
-        return _use_or_release(rental, request, ledger, cloud, check, say, pace, beside=beside)
+        return _use_or_release(rental, renting, beside=beside)
     except _NotHadError:
         return None
 
@@ -269,30 +202,23 @@ class _NotHadError(Exception):
     """An offer did not lead to a machine, and another one may."""
 
 
-def _rent_new(
-    unit: list[Rental],
-    request: RentRequest,
-    ledger: Ledger,
-    clouds: Mapping[CloudName, Cloud],
-    check: Check,
-    say: Say,
-    pace: Pace,
-) -> None:
+def _rent_new(unit: list[Rental], renting: Renting) -> None:
     """Complete the unit, beside the machines that it has or with all of them elsewhere."""
+    request = renting.request
     tried: list[str] = []
-    offered = search_offers(request.query, clouds)
-    unfit = unfit_hosts(ledger, time.time() - UNFIT_FOR_S)
+    offered = search_offers(request.query, renting.clouds)
+    unfit = unfit_hosts(renting.ledger, time.time() - UNFIT_FOR_S)
     offers = [offer for offer in offered.fitting if (offer.provider, offer.host) not in unfit]
     if num_unfit := len(offered.fitting) - len(offers):
         tried.append(f"{num_unfit} offered machines could not be used within the last day")
     offers.sort(key=lambda offer: bool(unit) and not _is_beside(offer, unit[0]))  # otherwise in their order
     for offer in offers[:MAX_OFFERS]:
         if unit and not _is_beside(offer, unit[0]):
-            say(f"gives {', '.join(rental.name for rental in unit)} back: no machine is to be had beside")
-            release_machines(unit, ledger, clouds, pace=pace)
+            renting.say(f"gives {', '.join(rental.name for rental in unit)} back: no machine is to be had beside")
+            release_machines(unit, renting.ledger, renting.clouds, pace=renting.pace)
             unit.clear()
         try:
-            unit += _rent_at(offer, unit, request, ledger, clouds, check, say, pace)
+            unit += _rent_at(offer, unit, renting)
         except _NotHadError as error:
             tried.append(str(error))
         else:
@@ -313,37 +239,28 @@ def _is_beside(offer: Offer, rental: Rental) -> bool:
     return (offer.provider, offer.region, offer.gpus) == (rental.provider, rental.region, rental.gpu)
 
 
-def _rent_at(
-    offer: Offer,
-    unit: Sequence[Rental],
-    request: RentRequest,
-    ledger: Ledger,
-    clouds: Mapping[CloudName, Cloud],
-    check: Check,
-    say: Say,
-    pace: Pace,
-) -> list[Rental]:
+def _rent_at(offer: Offer, unit: Sequence[Rental], renting: Renting) -> list[Rental]:
     """What the unit lacks, by one offer; all are asked for before any is waited for.
 
     Raises:
         _NotHadError: one of them could not be had, so the others are given back.
     """
-    cloud = clouds[offer.provider]
+    request, cloud = renting.request, renting.clouds[offer.provider]
     fresh: list[Rental] = []
     try:
         while len(unit) + len(fresh) < request.num_machines:
             host_key = make_host_key() if request.expects_host_key and cloud.gives_host_key else None
-            rental = _intend(request, offer, ledger, host_key=host_key, beside=[*unit, *fresh])
-            say(f"asked {offer.provider} for {rental.gpu} at {offer.usd_per_hour:.2f} USD/h as {rental.name}")
-            fresh.append(_create_once(rental, offer, request, ledger, cloud, pace, host_key=host_key))
+            rental = _intend(offer, renting, host_key=host_key, beside=[*unit, *fresh])
+            renting.say(f"asked {offer.provider} for {rental.gpu} at {offer.usd_per_hour:.2f} USD/h as {rental.name}")
+            fresh.append(_create_once(rental, offer, renting, host_key=host_key))
         for number, created in enumerate(fresh):
             others = [*unit, *fresh[:number], *fresh[number + 1 :]]
-            fresh[number] = _use_or_release(created, request, ledger, cloud, check, say, pace, beside=others)
+            fresh[number] = _use_or_release(created, renting, beside=others)
         return fresh
     except _NotHadError:
         names = {rental.name for rental in fresh}
-        others = [row for row in _own_rows(request, ledger) if row.name in names and _is_in_use(row)]
-        release_machines(others, ledger, clouds, pace=pace)
+        others = [row for row in renting.own_rows() if row.name in names and is_in_use(row)]
+        release_machines(others, renting.ledger, renting.clouds, pace=renting.pace)
         raise
 
 
@@ -371,9 +288,7 @@ def search_offers(query: GPUQuery, clouds: Mapping[CloudName, Cloud]) -> Offered
     )
 
 
-def _intend(
-    request: RentRequest, offer: Offer, ledger: Ledger, *, host_key: HostKeyPair | None, beside: Sequence[Rental]
-) -> Rental:
+def _intend(offer: Offer, renting: Renting, *, host_key: HostKeyPair | None, beside: Sequence[Rental]) -> Rental:
     """Write down that the machine will be asked for.
 
     Args:
@@ -383,7 +298,7 @@ def _intend(
     Raises:
         PermanentInfraError: the run's money is used up.
     """
-    now = time.time()
+    request, ledger, now = renting.request, renting.ledger, time.time()
     if usd_spent(ledger, request.run_id, now) >= request.max_usd:
         raise PermanentInfraError(
             f"the run has spent the {request.max_usd:g} USD that it may spend on machines: raise node.max_usd"
@@ -404,19 +319,18 @@ def _intend(
         expected_key=fingerprint_of(host_key.public) if host_key else "",
         believed_by=HostKeyEvidence.INJECTED.value if host_key else HostKeyEvidence.FIRST_USE.value,
     )
-    limited = replace(rental, expires_at=_allowed_until(rental, request, ledger, now, beside=beside))
+    limited = replace(rental, expires_at=_allowed_until(rental, renting, now, beside=beside))
     add_rental(ledger, limited)
     return limited
 
 
-def _allowed_until(
-    rental: Rental, request: RentRequest, ledger: Ledger, now: float, *, beside: Sequence[Rental]
-) -> float:
+def _allowed_until(rental: Rental, renting: Renting, now: float, *, beside: Sequence[Rental]) -> float:
     """When a machine's hours, counted from now, or its share of the run's money are used up, at its price.
 
     What it cost so far is the run's, whoever had it. What those beside it cost until they expire is left to them.
     """
-    others = [each for each in rentals_of(ledger, request.run_id) if each.name != rental.name]
+    request = renting.request
+    others = [each for each in rentals_of(renting.ledger, request.run_id) if each.name != rental.name]
     spent_usd = sum(each.usd(now) for each in (rental, *others))
     promised_usd = sum((each.expires_at - now) / 3600 * each.usd_per_hour for each in beside)
     share_usd = max(0.0, request.max_usd - spent_usd - promised_usd) / (request.num_machines - len(beside))
@@ -428,21 +342,13 @@ def _hours(usd: float, usd_per_hour: float) -> float:
     return usd / usd_per_hour if usd_per_hour > 0 else math.inf
 
 
-def _create_once(
-    rental: Rental,
-    offer: Offer,
-    request: RentRequest,
-    ledger: Ledger,
-    cloud: Cloud,
-    pace: Pace,
-    *,
-    host_key: HostKeyPair | None,
-) -> Rental:
+def _create_once(rental: Rental, offer: Offer, renting: Renting, *, host_key: HostKeyPair | None) -> Rental:
     """The machine that one request created.
 
     Raises:
         _NotHadError: there is none.
     """
+    request, ledger, cloud = renting.request, renting.ledger, renting.clouds[offer.provider]
     spec = MachineSpec(
         name=rental.name,
         public_key=request.public_key,
@@ -455,26 +361,24 @@ def _create_once(
     try:
         instance_id = cloud.create(offer, spec)
     except UnclearAnswerError as error:
-        found = find_machine(rental, cloud, pace)
+        found = find_machine(rental, cloud, renting.pace)
         if found is None:
             change_rental(ledger, rental, note=f"{error}; it did not appear so far")
             raise _NotHadError(f"{error}; it did not appear") from error
-        return _adopt_or_release(rental, found.instance_id, ledger, cloud, pace, note=FOUND_NOTE)
+        return _adopt_or_release(rental, found.instance_id, renting, note=FOUND_NOTE)
     except InfraError as error:
         change_rental(ledger, rental, state=RentalState.REFUSED, ended_at=time.time(), note=str(error))
         if isinstance(error, OfferGoneError | ProviderUnavailableError):
             raise _NotHadError(str(error)) from error
         raise
-    return _adopt_or_release(rental, instance_id, ledger, cloud, pace)
+    return _adopt_or_release(rental, instance_id, renting)
 
 
-def _adopt_or_release(
-    rental: Rental, instance_id: str, ledger: Ledger, cloud: Cloud, pace: Pace, *, note: str = ""
-) -> Rental:
+def _adopt_or_release(rental: Rental, instance_id: str, renting: Renting, *, note: str = "") -> Rental:
     """Write down which machine the row is about; one about which that cannot be written is given back at once."""
     try:
         adopted = change_rental(
-            ledger,
+            renting.ledger,
             rental,
             state=RentalState.RENTED,
             instance_id=instance_id,
@@ -482,7 +386,7 @@ def _adopt_or_release(
             note=note,
         )
     except InfraError:
-        release_machine(replace(rental, instance_id=instance_id), ledger, cloud, pace=pace)
+        renting.release(replace(rental, instance_id=instance_id))
         raise
     if adopted is None:
         raise TransientInfraError(f"somebody else changed {rental.name} at the same moment: try again")
@@ -492,78 +396,25 @@ def _adopt_or_release(
 # ── from rented to usable ──
 
 
-def _use_or_release(
-    rental: Rental,
-    request: RentRequest,
-    ledger: Ledger,
-    cloud: Cloud,
-    check: Check,
-    say: Say,
-    pace: Pace,
-    *,
-    beside: Sequence[Rental],
-) -> Rental:
+def _use_or_release(rental: Rental, renting: Renting, *, beside: Sequence[Rental]) -> Rental:
     """The machine when it can be used, within the run's money at the price that it really has.
 
     Raises:
         _NotHadError: it cannot be used, and is given back.
         PermanentInfraError: no machine could be used.
     """
-    problem, host_key, price = _wait_until_usable(rental, request, ledger, cloud, check, pace)
+    problem, host_key, price = wait_until_usable(rental, renting)
     if problem:
-        say(f"gives {rental.name} back: {problem}")
-        is_unfit = rental.state is RentalState.RENTED
-        release_machine(rental, ledger, cloud, note=problem, is_unfit=is_unfit, pace=pace)
+        renting.say(f"gives {rental.name} back: {problem}")
+        renting.release(rental, note=problem, is_unfit=rental.state is RentalState.RENTED)
         raise _NotHadError(problem)
     priced = replace(rental, usd_per_hour=price)
-    expires_at = min(rental.expires_at, _allowed_until(priced, request, ledger, time.time(), beside=beside))
+    expires_at = min(rental.expires_at, _allowed_until(priced, renting, time.time(), beside=beside))
     if price > rental.usd_per_hour * PRICE_TOLERANCE:
         offered = f"{price:.2f} USD/h, and was offered for {rental.usd_per_hour:.2f}"
-        say(f"{rental.name} costs {offered}: it is ended by {in_utc(expires_at)}")
+        renting.say(f"{rental.name} costs {offered}: it is ended by {in_utc(expires_at)}")
     changes = {"host_key": host_key, "usd_per_hour": price, "expires_at": expires_at}
-    ready = change_rental(ledger, rental, state=RentalState.READY, **changes)
+    ready = change_rental(renting.ledger, rental, state=RentalState.READY, **changes)
     if ready is None:
         raise _NotHadError(f"somebody else ended {rental.name} at the same moment")
     return ready
-
-
-def _wait_until_usable(
-    rental: Rental, request: RentRequest, ledger: Ledger, cloud: Cloud, check: Check, pace: Pace
-) -> tuple[str, str, float]:
-    """Why the machine will not do, or nothing; its host key; its price per hour."""
-    max_usd_per_hour = request.query.max_usd_per_gpu_hour * request.query.gpu_count * PRICE_TOLERANCE
-    started = time.monotonic()
-    reason, price = "its provider gave it no address", rental.usd_per_hour
-    while True:
-        try:
-            instance = cloud.get(rental.instance_id)
-            is_unseen = rental.state is not RentalState.READY and time.monotonic() - started < UNSEEN_S
-            if instance is None and not is_unseen:
-                return f"{rental.name} is gone: its provider took it away", "", price
-            if instance is not None and not instance.status.may_become_usable:
-                return f"{rental.name} is {instance.status}", "", price
-            if instance is not None:
-                price = max(price, instance.usd_per_hour or 0.0)
-            if price > max_usd_per_hour:
-                return f"{rental.name} costs {price:.2f} USD/h, more than was offered and allowed", "", price
-            if instance is not None and instance.has_address:
-                if request.expects_host_key:
-                    rental = _with_expected_key(rental, ledger, cloud)
-                return "", check(rental, instance), price
-        except UnfitMachineError as error:
-            return str(error), "", price
-        except (TransientInfraError, LoginError) as error:  # keys arrive late on fresh machines
-            reason = str(error)
-        if time.monotonic() - started + pace.poll_s > request.usable_within_s:
-            return f"{rental.name} could not be used within {request.usable_within_s:g} s ({reason})", "", price
-        time.sleep(pace.poll_s)
-
-
-def _with_expected_key(rental: Rental, ledger: Ledger, cloud: Cloud) -> Rental:
-    """The row with what its provider tells about its host key, where nothing is known about that yet."""
-    if rental.host_key or rental.expected_key:
-        return rental
-    told = cloud.host_key(rental.instance_id)
-    if not told:
-        return rental
-    return change_rental(ledger, rental, expected_key=told, believed_by=HostKeyEvidence.PROVIDER.value) or rental

@@ -36,11 +36,12 @@ from infra.node import InstanceNode, Node, RentedNode, SSHAccess
 from infra.offers import NETWORKED_CLOUDS, Instance, Offer, describe_closest
 from infra.providers.clouds import account_of, credentials_in_use, open_clouds, require_keys
 from infra.providers.ssh import CALL_TIMEOUT_S, expand_root, open_ssh_session
-from infra.provision import RentRequest, given_back_on_failure, rent_machines, search_offers
+from infra.provision import given_back_on_failure, rent_machines, search_offers
 from infra.reach import own_address
 from infra.reaper import reap
 from infra.release import release_all, release_machines
 from infra.rentals import Rental, RentalState, change_rental, find_rental, in_utc, rentals_of
+from infra.renting import Renting, RentRequest
 from infra.session import Session
 
 if TYPE_CHECKING:
@@ -77,8 +78,9 @@ def provision_rented(settings: RentedNode, store: Path, run_id: str, say: Say) -
             say(f"ended {line}, whose time was over, or nearly, or which had never been used")
         for line in report.failures:
             say(line)
-        rentals = rent_machines(request, ledger, clouds, check=partial(log_in, settings, mirror, say), say=say)
-        with given_back_on_failure(request, ledger, clouds, say=say):  # nobody else knows of them yet
+        renting = Renting(request, ledger, clouds, check=partial(log_in, settings, mirror, say), say=say)
+        rentals = rent_machines(renting)
+        with given_back_on_failure(renting):  # nobody else knows of them yet
             nodes = [_node_now(rental, clouds[rental.provider], settings, mirror) for rental in rentals]
     for line in report.kept:
         if not any(rental.name in line for rental in rentals):

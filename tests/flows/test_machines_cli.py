@@ -23,6 +23,7 @@ from infra.providers import provision_node
 from infra.providers.clouds import ENDPOINTS, open_clouds
 from infra.provision import rent_machines
 from infra.rentals import Rental, change_rental, open_rentals
+from infra.renting import Renting
 from tests.infra.delay_proxy import delayed_port
 from tests.infra.fake_cloud import KEY, FakeCloud
 from tests.infra.fake_lambda import FakeLambda
@@ -58,7 +59,7 @@ def rent(store: Path) -> Rental:
     """A machine of a run that is no more."""
     store.mkdir()
     with Ledger(store / LEDGER_FILE) as ledger, ledger.living_run(REQUEST.run_id), open_clouds(["runpod"]) as clouds:
-        [rental] = rent_machines(REQUEST, ledger, clouds, check=usable, pace=PACE)
+        [rental] = rent_machines(Renting(REQUEST, ledger, clouds, check=usable, pace=PACE))
         return rental
 
 

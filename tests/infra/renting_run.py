@@ -25,9 +25,10 @@ from infra.providers.prime import Prime
 from infra.providers.runpod import RunPod
 from infra.providers.shadeform import Shadeform
 from infra.providers.vast import Vast
-from infra.provision import RentRequest, rent_machines
+from infra.provision import rent_machines
 from infra.release import release_machines
 from infra.rentals import Rental, RentalState
+from infra.renting import Renting, RentRequest
 
 PACE = Pace(poll_s=0.02, looks_s=(0.0, 0.3, 0.6, 0.9), gone_within_s=60.0)
 USED_S = 0.2
@@ -82,7 +83,7 @@ def main() -> None:
         sys.stdout.write("begun\n")
         sys.stdout.flush()
         clouds = {account.name: cloud}
-        rentals = rent_machines(request, ledger, clouds, check=check, pace=PACE)
+        rentals = rent_machines(Renting(request, ledger, clouds, check=check, pace=PACE))
         time.sleep(USED_S)
         release_machines(rentals, ledger, clouds, pace=PACE)
 

@@ -31,10 +31,11 @@ from infra.providers.clouds import ENDPOINTS
 from infra.providers.prime import Prime
 from infra.providers.rented import access_now, find_machine
 from infra.providers.vast import Vast
-from infra.provision import UNFIT_FOR_S, RentRequest, rent_machines
+from infra.provision import UNFIT_FOR_S, rent_machines
 from infra.reaper import reap
 from infra.release import release_machine
 from infra.rentals import Rental, RentalState, all_rentals, change_rental
+from infra.renting import Renting, RentRequest
 from tests.infra.fake_cloud import HANG_S, KEY, FakeCloud
 from tests.infra.fake_prime import FakePrime
 from tests.infra.fake_vast import ASK, FakeVast
@@ -54,7 +55,7 @@ class World:
     ledger: Ledger
 
     def rent(self, request: RentRequest = WANTED) -> Rental:
-        [rental] = rent_machines(request, self.ledger, {self.cloud.name: self.cloud}, check=usable, pace=PACE)
+        [rental] = rent_machines(Renting(request, self.ledger, {self.cloud.name: self.cloud}, check=usable, pace=PACE))
         return rental
 
     def node(self, rental: Rental) -> Node:
@@ -412,7 +413,7 @@ def test_a_physical_machine_that_could_not_be_used_is_not_rented_again_within_a_
         return "SHA256:key"
 
     def rent(run_id: str) -> list[Rental]:
-        return rent_machines(replace(WANTED, run_id=run_id), ledger, {"vast": cloud}, check=check, pace=PACE)
+        return rent_machines(Renting(replace(WANTED, run_id=run_id), ledger, {"vast": cloud}, check=check, pace=PACE))
 
     with fake.served() as url, Vast(KEY, url, min_interval_s=0) as cloud, Ledger(tmp_path / LEDGER_FILE) as ledger:
         assert [rental.host for rental in rent("a")] == ["42"] and fake.num_creates() == 2

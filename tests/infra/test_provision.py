@@ -28,10 +28,11 @@ from infra.errors import (
 from infra.ledger import Ledger
 from infra.offers import GPUQuery, Instance
 from infra.providers.runpod import RunPod
-from infra.provision import MAX_OFFERS, Check, RentRequest, rent_machines
+from infra.provision import MAX_OFFERS, rent_machines
 from infra.reaper import reap
 from infra.release import release_machine
 from infra.rentals import Rental, RentalState, all_rentals, change_rental, rentals_of, usd_spent
+from infra.renting import Check, Renting, RentRequest
 from tests.infra.fake_cloud import HANG_S, KEY
 from tests.infra.fake_runpod import FakeRunPod
 
@@ -63,7 +64,7 @@ class World:
 
     def rent(self, request: RentRequest = REQUEST, check: Check = usable) -> Rental:
         with Ledger(self.path) as ledger:
-            [rental] = rent_machines(request, ledger, {"runpod": self.cloud}, check=check, pace=PACE)
+            [rental] = rent_machines(Renting(request, ledger, {"runpod": self.cloud}, check=check, pace=PACE))
         return rental
 
     def release(self, rental: Rental, pace: Pace = PACE) -> Rental:
@@ -218,7 +219,7 @@ def test_ctrl_c_at_any_step_gives_back_what_was_made_so_far(
     said: list[str] = []
     with Ledger(world.path) as ledger, pytest.raises(KeyboardInterrupt):
         check = refuses if step == "infra.release.change_rental" else usable
-        rent_machines(REQUEST, ledger, {"runpod": world.cloud}, check=check, say=said.append, pace=PACE)
+        rent_machines(Renting(REQUEST, ledger, {"runpod": world.cloud}, check=check, say=said.append, pace=PACE))
     assert world.fake.alive() == [] and len(world.fake.machines) == (step != "infra.provision.add_rental")
     [row] = world.rows()
     assert row.state is (RentalState.GONE if world.fake.machines else RentalState.INTENDED)
@@ -254,7 +255,7 @@ def test_a_machine_that_does_not_end_after_ctrl_c_is_named(world: World, monkeyp
     said: list[str] = []
     pace = replace(PACE, gone_within_s=0.1)
     with Ledger(world.path) as ledger, pytest.raises(KeyboardInterrupt):
-        rent_machines(REQUEST, ledger, {"runpod": world.cloud}, check=usable, say=said.append, pace=pace)
+        rent_machines(Renting(REQUEST, ledger, {"runpod": world.cloud}, check=usable, say=said.append, pace=pace))
     [row] = world.rows()
     assert (
         row.state is RentalState.RELEASING
@@ -449,7 +450,7 @@ def test_a_kept_machine_that_another_run_took_since_the_ledger_was_read_is_left_
 ) -> None:
     kept = fail_and_keep(world)
     other = world.rent(replace(REQUEST, run_id="another-run"))
-    monkeypatch.setattr("infra.provision._inherited", lambda request, ledger: [kept])
+    monkeypatch.setattr("infra.provision._inherited", lambda renting: [kept])
     own = world.rent()
     assert own.instance_id != kept.instance_id and len(world.fake.alive()) == 2
     assert world.rows()[0] == other
@@ -460,10 +461,10 @@ def test_a_provider_that_does_not_answer_is_done_without_and_is_an_error_only_wh
     broken.faults.refuses_key = True
     with broken.served() as url, RunPod(KEY, url) as other, Ledger(world.path) as ledger:
         clouds = {"lambda": other, "runpod": world.cloud}
-        [rental] = rent_machines(REQUEST, ledger, clouds, check=usable, pace=PACE)
+        [rental] = rent_machines(Renting(REQUEST, ledger, clouds, check=usable, pace=PACE))
         assert rental.state is RentalState.READY
         with pytest.raises(ProviderRefusedError):
-            rent_machines(replace(REQUEST, run_id="b"), ledger, {"lambda": other}, check=usable, pace=PACE)
+            rent_machines(Renting(replace(REQUEST, run_id="b"), ledger, {"lambda": other}, check=usable, pace=PACE))
 
 
 def test_two_processes_of_one_run_rent_one_machine(world: World) -> None:

@@ -35,6 +35,7 @@ from infra.provision import rent_machines
 from infra.reaper import reap
 from infra.release import release_machine
 from infra.rentals import Rental, RentalState, all_rentals
+from infra.renting import Renting
 from infra.ssh_session import SSHSession
 from tests.infra.ssh_server import SSHServer
 from tests.infra.test_provision import PACE, REQUEST, usable
@@ -108,7 +109,7 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 
 
 def rent(cloud: Sky, ledger: Ledger) -> Rental:
-    [rental] = rent_machines(WANTED, ledger, {"sky": cloud}, check=usable, pace=PACE)
+    [rental] = rent_machines(Renting(WANTED, ledger, {"sky": cloud}, check=usable, pace=PACE))
     return rental
 
 
@@ -163,7 +164,7 @@ def test_what_cannot_be_had_is_skipped_and_what_broke_half_way_is_ended(
     assert "is failed" in second
     installed.set("faults", no_capacity=100)
     with pytest.raises(NoMachineError, match="Failed to acquire resources"):
-        rent_machines(replace(WANTED, run_id="other"), ledger, {"sky": cloud}, check=usable, pace=PACE)
+        rent_machines(Renting(replace(WANTED, run_id="other"), ledger, {"sky": cloud}, check=usable, pace=PACE))
 
 
 def test_a_launch_that_is_not_answered_is_found_by_its_name(

@@ -17,9 +17,10 @@ from infra.ledger import Ledger
 from infra.node import RentedNode, settings_of_engines, settings_of_trainers, without_further_nodes
 from infra.offers import GPUQuery, Instance, MachineSpec, Offer
 from infra.providers.runpod import RunPod
-from infra.provision import Check, rent_machines
+from infra.provision import rent_machines
 from infra.release import release_machines
 from infra.rentals import Rental, RentalState, add_rental, all_rentals, change_rental
+from infra.renting import Check, Renting
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.test_provision import PACE, REQUEST, usable
@@ -37,7 +38,7 @@ class World:
 
     def rent(self, check: Check = usable) -> list[Rental]:
         with Ledger(self.path) as ledger:
-            return rent_machines(PAIR, ledger, {"runpod": self.cloud}, check=check, pace=PACE)
+            return rent_machines(Renting(PAIR, ledger, {"runpod": self.cloud}, check=check, pace=PACE))
 
     def release(self, rentals: list[Rental], *, gone_within_s: float = PACE.gone_within_s) -> list[Rental]:
         pace = replace(PACE, gone_within_s=gone_within_s)
@@ -75,7 +76,7 @@ def test_machines_of_a_unit_are_of_one_kind_in_one_place_and_share_the_money(wor
 def test_the_money_lasts_half_as_long_for_two(world: World) -> None:
     with Ledger(world.path) as ledger:
         request = replace(PAIR, max_usd=2.49)
-        rentals = rent_machines(request, ledger, {"runpod": world.cloud}, check=usable, pace=PACE)
+        rentals = rent_machines(Renting(request, ledger, {"runpod": world.cloud}, check=usable, pace=PACE))
     assert [rental.expires_at - rental.intended_at for rental in rentals] == pytest.approx([1800, 1800], abs=5)
     assert sum((each.expires_at - each.intended_at) / 3600 * each.usd_per_hour for each in rentals) <= 2.49 + 1e-6
 
@@ -84,7 +85,7 @@ def test_the_money_lasts_for_two_at_the_price_that_they_really_have(world: World
     world.fake.faults.price_factor = 1.5
     with Ledger(world.path) as ledger:
         request = replace(PAIR, max_usd=4.98)
-        rentals = rent_machines(request, ledger, {"runpod": world.cloud}, check=usable, pace=PACE)
+        rentals = rent_machines(Renting(request, ledger, {"runpod": world.cloud}, check=usable, pace=PACE))
     assert sum(rental.usd(rental.expires_at) for rental in rentals) == pytest.approx(4.98, abs=0.05)
     assert sum(rental.usd(rental.expires_at) for rental in rentals) <= 4.98 + 1e-6
 
@@ -206,7 +207,7 @@ def test_the_machines_of_a_dead_run_go_to_one_that_wants_the_same(world: World) 
         with ledger.living_run(PAIR.run_id):
             left = world.rent()
         request = replace(PAIR, run_id="another-run")
-        taken = rent_machines(request, ledger, {"runpod": world.cloud}, check=usable, pace=PACE)
+        taken = rent_machines(Renting(request, ledger, {"runpod": world.cloud}, check=usable, pace=PACE))
     assert ids(taken) == ids(left) and {rental.run_id for rental in taken} == {"another-run"}
     assert world.fake.num_creates() == 2
 
@@ -216,7 +217,7 @@ def test_machines_that_are_taken_over_share_the_money_of_the_run_that_takes_them
         with ledger.living_run(PAIR.run_id):
             left = world.rent()
         request = replace(PAIR, run_id="another-run", max_usd=2.49)
-        taken = rent_machines(request, ledger, {"runpod": world.cloud}, check=usable, pace=PACE)
+        taken = rent_machines(Renting(request, ledger, {"runpod": world.cloud}, check=usable, pace=PACE))
     assert ids(taken) == ids(left)
     assert [rental.expires_at - time.time() for rental in taken] == pytest.approx([1800, 1800], abs=30)
     assert sum(rental.usd(rental.expires_at) for rental in taken) <= 2.49 + 1e-6
