@@ -25,6 +25,7 @@ import anyio
 from rollouts_core.config import InFlight
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
+from rollouts_core.engines.running_calls import RunningCalls
 from rollouts_core.errors import EngineUnavailableError
 
 if TYPE_CHECKING:
@@ -74,10 +75,7 @@ class InFlightEngine:
         self.engine = engine
         self.in_flight = in_flight
         self.finish_timeout_s = finish_timeout_s
-        self.num_running = 0
-        """Requests under way."""
-        self._calls: set[anyio.CancelScope] = set()
-        """Those that brought them."""
+        self._calls = RunningCalls()
         self._idle = anyio.Event()
         self._opened = anyio.Event()
         self._opened.set()
@@ -96,16 +94,11 @@ class InFlightEngine:
         while True:
             while not self._opened.is_set():
                 await self._opened.wait()
-            self.num_running += len(requests)
-            call = anyio.CancelScope()
-            self._calls.add(call)
             try:
-                with call:
+                with self._calls.one(len(requests)):
                     return await self.engine.generate(requests)
             finally:
-                self._calls.discard(call)
-                self.num_running -= len(requests)
-                if not self.num_running:
+                if not self._calls.num_requests:
                     self._idle.set()
 
     async def segment_access(self) -> SegmentAccess:
@@ -170,18 +163,18 @@ class InFlightEngine:
         """No request is under way inside."""
         with anyio.move_on_after(self.finish_timeout_s):
             await self._wait_until_idle(is_aborting=is_aborting)
-        if self.num_running:
+        if self._calls.num_requests:
             logger.warning(
                 "%s: %d requests did not end within %g s; they are made again when it has its new weights",
                 self.name,
-                self.num_running,
+                self._calls.num_requests,
                 self.finish_timeout_s,
             )
             await self._give_up_running()
         yield
 
     async def _wait_until_idle(self, *, is_aborting: bool) -> None:
-        while self.num_running:
+        while self._calls.num_requests:
             self._idle = anyio.Event()
             if not is_aborting:
                 await self._idle.wait()
@@ -194,9 +187,8 @@ class InFlightEngine:
 
     async def _give_up_running(self) -> None:
         """Break off all calls from this side; they begin again, and wait as all others that are new."""
-        for call in self._calls:
-            call.cancel()
-        while self.num_running:
+        self._calls.break_off()
+        while self._calls.num_requests:
             self._idle = anyio.Event()
             await self._idle.wait()
 

@@ -30,6 +30,7 @@ from rollouts_core.concurrency import ClosedOnExit, gather
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.in_flight import ABORT_TIMEOUT_S, InterruptibleEngine
 from rollouts_core.engines.protocol import Completion, GenerationRequest, SegmentAccess
+from rollouts_core.engines.running_calls import RunningCalls
 from rollouts_core.engines.weight_sync import SYNC_TIMEOUT_S, WeightSyncResult, common_access, sync_weights_to_engines
 from rollouts_core.errors import EngineAnswerError, EngineError, EngineUnavailableError, WeightSyncError
 from rollouts_core.messages import first_line
@@ -59,10 +60,7 @@ class Member:
     """One engine and how it stands."""
 
     engine: InterruptibleEngine
-    num_running: int = 0
-    """Requests under way."""
-    calls: set[anyio.CancelScope] = field(default_factory=set)
-    """Those that brought them."""
+    calls: RunningCalls = field(default_factory=RunningCalls)
     is_paused: bool = False
     """It was told to pause, and not yet to go on."""
     quarantined: str = ""
@@ -119,34 +117,20 @@ class EnginePool(ClosedOnExit):
         while healthy := [member for member in self._members if not member.quarantined]:
             member = self._choose(healthy, requests[0].affinity)
             try:
-                if (completions := await self._ask(member, requests)) is not None:
-                    return completions
+                with member.calls.one(len(requests)):
+                    return await member.engine.generate(requests)
             except (EngineUnavailableError, EngineAnswerError, WeightSyncError) as error:
                 self._quarantine(member, str(error))
         raise EngineUnavailableError(f"no engine is left: {self._describe_quarantine()}")
 
-    @staticmethod
-    async def _ask(member: Member, requests: Sequence[GenerationRequest]) -> list[Completion] | None:
-        """What one engine answers; None where it was quarantined meanwhile."""
-        call = anyio.CancelScope()
-        member.calls.add(call)
-        member.num_running += len(requests)
-        try:
-            with call:
-                return await member.engine.generate(requests)
-        finally:
-            member.calls.discard(call)
-            member.num_running -= len(requests)
-        return None
-
     def _choose(self, healthy: Sequence[Member], affinity: int | None) -> Member:
         """The engine of an affinity, the one with the fewest requests under way where that has too many, or is away."""
-        idlest = min(healthy, key=lambda each: each.num_running)
+        idlest = min(healthy, key=lambda each: each.calls.num_requests)
         if affinity is None:
             return idlest
         home = self._members[affinity % len(self._members)]
         is_away = bool(home.quarantined)
-        return idlest if is_away or home.num_running > idlest.num_running + MAX_LEAD else home
+        return idlest if is_away or home.calls.num_requests > idlest.calls.num_requests + MAX_LEAD else home
 
     async def segment_access(self) -> SegmentAccess:
         """What all engines that are asked have access to."""
@@ -270,8 +254,7 @@ class EnginePool(ClosedOnExit):
         member.quarantined = reason
         # It is told of no abort and no pause any more, and the load that brings it back makes worthless what comes of
         # them: they would hold a publication up, and be sampled again all the same. Another engine is asked now.
-        for call in member.calls:
-            call.cancel()
+        member.calls.break_off()
         if not self._is_released:
             self._start_returning(member)
 

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import anyio
 
+from rollouts_core.engines.running_calls import RunningCalls
 from rollouts_core.errors import EngineBusyError, EngineError, EngineUnavailableError
 
 SILENCE_TIMEOUT_S = 120.0
@@ -60,7 +61,7 @@ class SilenceWatch:
         """It fell silent, and has not answered since then."""
         self._question = question
         self._is_excused = is_excused
-        self._calls: set[anyio.CancelScope] = set()
+        self._calls = RunningCalls()
         """What is watched over."""
         self._watching: asyncio.Task[None] | None = None
         """Puts the question as long as there are any."""
@@ -72,16 +73,13 @@ class SilenceWatch:
         Raises:
             EngineUnavailableError: the server fell silent.
         """
-        call = anyio.CancelScope()
-        self._calls.add(call)
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch())
         try:
-            with call:
+            with self._calls.one():
                 return await ask()
         finally:
-            self._calls.discard(call)
-            if not self._calls:
+            if not self._calls.num_requests:
                 self._watching.cancel()
                 self._watching = None  # it ends in a moment, and the next call must not take it for its own
         raise EngineUnavailableError(
@@ -109,8 +107,7 @@ class SilenceWatch:
             await anyio.sleep(min(MAX_QUESTION_INTERVAL_S, self.timeout_s / QUESTIONS_PER_TIMEOUT))
             gives_sign = await self._gives_sign()
         self.is_silent = True
-        for call in self._calls:
-            call.cancel()
+        self._calls.break_off()
 
     async def _gives_sign(self) -> bool:
         began = time.monotonic()
