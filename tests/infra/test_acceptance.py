@@ -20,6 +20,7 @@ from infra.acceptance import require_gpus, require_peers, require_speed
 from infra.errors import TransientInfraError, UnfitMachineError
 from infra.session import LocalSession, Session
 from infra.supervisor import JOB_VARIABLE, find_processes
+from tests.excuses import ExcusedSkip
 from tests.waiting import wait_until
 
 
@@ -179,7 +180,7 @@ def test_a_machine_where_they_cannot_is_refused_in_time_with_what_to_try(
 @pytest.mark.parametrize(("more", "backend"), [("-S", "gloo"), ("", "nccl")])
 def test_without_torch_or_a_driver_nothing_is_tried(more: str, backend: str, tmp_path: Path) -> None:
     if not more and shutil.which("nvidia-smi"):
-        pytest.skip("this machine has a driver")
+        raise ExcusedSkip("this machine has a driver")
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\nexec '{sys.executable}' {more} \"$@\"\n")
     python.chmod(0o755)
