@@ -54,6 +54,17 @@ from tests.rollouts_core.test_rl import make_backend
 TRAINING = RLTrainingConfig(num_steps=3, checkpoint_every=1, optim=RLOptimConfig(lr=1e-3))
 
 
+def job_on(folder: Path, base_model: ModelConfig, training: RLTrainingConfig = TRAINING) -> RLJob:
+    """RL on the rollouts that are recorded in a folder."""
+    return RLJob(
+        model=InputModel(name="base", model=base_model, digest=digest_model(base_model)),
+        rollouts=InputFile(path=str(folder), digest=digest_path(folder)),
+        training=training,
+        rollout=RolloutConfig(),
+        deployment=DeploymentConfig(trainer_threads=1),
+    )
+
+
 def share_of_even_digits(sample: Sample) -> float:
     return sum(character in "02468" for character in sample.response) / 8
 
@@ -136,13 +147,7 @@ def test_after_the_last_recorded_step_the_first_comes_again(recorded: RunDirecto
 def test_an_offline_job_leaves_checkpoints_and_metrics(
     base_model: ModelConfig, recorded: RunDirectory, tmp_path: Path
 ) -> None:
-    job = RLJob(
-        model=InputModel(name="base", model=base_model, digest=digest_model(base_model)),
-        rollouts=InputFile(path=str(recorded.samples), digest=digest_path(recorded.samples)),
-        training=TRAINING,
-        rollout=RolloutConfig(),
-        deployment=DeploymentConfig(trainer_threads=1),
-    )
+    job = job_on(recorded.samples, base_model)
     (tmp_path / "job.json").write_text(job.model_dump_json())
     assert main(["rl", str(tmp_path / "job.json")]) == 0
     run = RunDirectory(tmp_path)
@@ -171,13 +176,7 @@ def test_a_training_without_signal_ends_with_a_checkpoint_and_goes_on_only_when_
         training = TRAINING.model_copy(
             update={"num_steps": 8, "checkpoint_every": 100, "max_steps_without_signal": limit}
         )
-        job = RLJob(
-            model=InputModel(name="base", model=base_model, digest=digest_model(base_model)),
-            rollouts=InputFile(path=str(folder), digest=digest_path(folder)),
-            training=training,
-            rollout=RolloutConfig(),
-            deployment=DeploymentConfig(trainer_threads=1),
-        )
+        job = job_on(folder, base_model, training)
         run.job.write_text(job.model_dump_json())
         code = main(["rl", str(run.job)])
         told = [line["message"] for line in read_json_lines(run.events) if line["event"] == "failed"]
@@ -213,13 +212,7 @@ def test_a_training_of_which_many_steps_made_no_update_says_so(
     for step in (1, 2, 3):
         samples = [replace(s, reward=0.0) if step <= num_equal else s for s in make_groups(2, 4, seed=step)]
         write_samples(folder / f"step_{step:06d}.jsonl", samples)
-    job = RLJob(
-        model=InputModel(name="base", model=base_model, digest=digest_model(base_model)),
-        rollouts=InputFile(path=str(folder), digest=digest_path(folder)),
-        training=TRAINING,
-        rollout=RolloutConfig(),
-        deployment=DeploymentConfig(trainer_threads=1),
-    )
+    job = job_on(folder, base_model)
     run.job.write_text(job.model_dump_json())
     assert main(["rl", str(run.job)]) == 0
     warning = json.loads(run.result.read_text()).get("warning")
