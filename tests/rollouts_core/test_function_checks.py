@@ -7,9 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from transformers import (
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedTokenizerBase
 
 from rollouts_core import validate
 from rollouts_core.config import RewardConfig, RolloutConfig
