@@ -57,6 +57,7 @@ def test_sft_by_hand_learns(sft_model: tuple[Path, dict[int, float]]) -> None:
     assert losses[NUM_SFT_STEPS] < losses[1] - 0.5, losses
 
 
+@pytest.mark.slow
 def test_sft_by_hand_computes_what_run_sft_training_computes(
     sft_model: tuple[Path, dict[int, float]], tmp_path: Path
 ) -> None:
@@ -81,6 +82,7 @@ def test_sft_by_hand_computes_what_run_sft_training_computes(
     assert losses == pytest.approx({step: history[step - 1]["loss"] for step in losses}, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_rl_by_hand_runs_on_the_model_of_sft_by_hand(sft_model: tuple[Path, dict[int, float]]) -> None:
     folder, _ = sft_model
     rewards = run_example("rl_by_hand.py", folder, "--steps", str(NUM_RL_STEPS), "--batch-size", "2")

@@ -35,6 +35,7 @@ def test_with_a_fixture_without_a_right(node):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("value", "counts"), [("true", "1 failed, 2 skipped"), ("", "3 skipped")])
 def test_in_continuous_integration_a_skip_fails_unless_it_is_excused(tmp_path: Path, value: str, counts: str) -> None:
     (tmp_path / "test_skipping.py").write_text(SKIPPING)

@@ -71,6 +71,7 @@ def test_the_orchestrator_stays_light(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "spared"),
     [

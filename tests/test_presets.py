@@ -81,6 +81,7 @@ def test_a_preset_is_valid_and_says_how_it_is_run(name: str) -> None:
     assert name == "quickstart" or f"rollouts run {name}.toml" in path.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HUB_PRESETS)
 def test_a_preset_takes_a_training_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -122,6 +122,7 @@ def test_where_a_server_cannot_hand_memory_over_its_log_says_so_in_a_sentence(
     assert "leave deployment.colocated out" in explain_engine_log(ended.stdout + ended.stderr)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
 def test_on_a_cpu_the_job_says_it_before_the_server_begins(kind: EngineKind, start: SavedModel, tmp_path: Path) -> None:
     job = ServeJob(

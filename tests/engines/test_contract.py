@@ -21,7 +21,7 @@ from infra.engines import has_generated, resume_generation
 from rollouts_core.config import SamplingConfig
 from rollouts_core.engines import Completion, GenerationRequest, SGLangEngine, VLLMEngine
 from rollouts_core.errors import EngineError, WeightSyncError
-from rollouts_core.generate import continue_request
+from rollouts_core.generate import continue_request, sampling_seed
 from rollouts_core.types import Status
 from tests.engines.conftest import SavedModel, make, save
 from tests.engines.servers import CONTEXT_LENGTH, Server
@@ -112,6 +112,33 @@ def test_the_rest_of_a_completion_is_not_drawn_by_the_numbers_of_its_beginning(s
 
     pairs = zip(*with_client(server, break_off), strict=True)
     assert sum(first.tokens == rest.tokens for first, rest in pairs) < 8
+
+
+def test_tokens_are_drawn_as_often_as_the_model_says(server: Server, tmp_path: Path) -> None:
+    """Of many completions with seeds as a training gives them: the first token, and the second one after each first."""
+    pointed = save(make(3, initializer_range=0.3), tmp_path / "pointed")
+    requests = [ask(num_tokens=2, seed=sampling_seed(0, group, index)) for group in range(100) for index in range(8)]
+
+    async def load_and_generate(engine: Engine) -> list[Completion]:
+        await engine.load_weights(pointed.directory, "pointed-3")
+        return [each for k in range(0, 800, 80) for each in await engine.generate(requests[k : k + 80])]
+
+    drawn = [completion.tokens for completion in with_client(server, load_and_generate)]
+    first = expected_logits(pointed.model, PROMPT)[-1].softmax(-1)
+    after = [expected_logits(pointed.model, [*PROMPT, token])[-1].softmax(-1) for token in range(len(first))]
+    went_on = [tokens for tokens in drawn if len(tokens) == 2]  # others drew the model's own end
+    assert fit_of_draws([tokens[0] for tokens in drawn], first * len(drawn)) > 1e-4
+    given_firsts = torch.stack([after[first] for first, _ in went_on]).sum(0)
+    assert fit_of_draws([second for _, second in went_on], given_firsts) > 1e-4
+
+
+def fit_of_draws(drawn: list[int], expected: torch.Tensor) -> float:
+    """Pearson's p-value of draws against the count that is expected of each token [V]; rare ones are taken together."""
+    counts = torch.tensor(drawn).bincount(minlength=len(expected))
+    rare = expected < 5
+    counts, expected = (torch.cat([each[~rare], each[rare].sum()[None]]) for each in (counts, expected))
+    statistic = ((counts - expected) ** 2 / expected.clamp(min=1e-9)).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2), statistic / 2))
 
 
 def test_a_stop_token_ends_a_completion_and_is_part_of_it(server: Server) -> None:

@@ -189,6 +189,7 @@ def test_a_command_line_that_does_not_fit_is_explained_by_its_usage(arguments: l
     assert words in outcome.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "source", "words"),
     [

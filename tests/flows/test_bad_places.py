@@ -63,6 +63,7 @@ def test_an_engine_that_is_not_installed_is_named_before_anything_starts(folder:
     assert words in refusal(comparing, "base", command="evaluate")
 
 
+@pytest.mark.slow
 def test_an_engine_port_in_use_is_named(folder: Path) -> None:
     with taken_port() as port:
         words = f"deployment.engine_port: port {port} is in use by another process: choose another, or 0"
@@ -165,6 +166,7 @@ def test_a_job_that_is_no_json_is_named(folder: Path) -> None:
     assert "job.json is not valid JSON" in job_refusal("sft", job)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -33,6 +33,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         yield World(fake, cloud, tmp_path / LEDGER_FILE)
 
 
+@pytest.mark.slow
 def test_what_has_expired_is_ended_and_what_the_next_start_may_take_is_not(world: World, tmp_path: Path) -> None:
     with Ledger(world.path) as ledger, ledger.living_run(REQUEST.run_id):
         rental = world.rent()
@@ -42,6 +43,7 @@ def test_what_has_expired_is_ended_and_what_the_next_start_may_take_is_not(world
     assert end_expired(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_what_a_failed_run_keeps_is_named_by_status_and_ended_when_that_is_over(world: World, tmp_path: Path) -> None:
     with Ledger(world.path) as ledger:
         with ledger.living_run(REQUEST.run_id):
@@ -57,6 +59,7 @@ def test_what_a_failed_run_keeps_is_named_by_status_and_ended_when_that_is_over(
     assert rental.name in line and world.fake.alive() == []
 
 
+@pytest.mark.slow
 def test_what_has_expired_is_ended_although_the_disk_of_the_store_is_full(
     world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -73,6 +76,7 @@ def test_what_has_expired_is_ended_although_the_disk_of_the_store_is_full(
         assert rental.name in line
 
 
+@pytest.mark.slow
 def test_status_and_down_name_what_goes_on_costing_money(world: World, tmp_path: Path) -> None:
     with Ledger(world.path) as ledger, ledger.living_run(REQUEST.run_id):
         rental = world.rent()
@@ -100,6 +104,7 @@ def test_without_a_key_nothing_is_ended_and_the_reason_is_logged(
     assert "RUNPOD_API_KEY" in caplog.text and len(world.fake.alive()) == 1
 
 
+@pytest.mark.slow
 def test_a_key_that_is_missing_keeps_no_machine_of_another_provider_rented(
     world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -122,6 +122,7 @@ def test_what_is_rented_is_listed_shown_and_released(runpod: FakeRunPod, tmp_pat
     assert rental.name in call("nodes", "--all", "--store", str(store)).stdout
 
 
+@pytest.mark.slow
 def test_what_a_failed_run_keeps_is_shown_stays_when_reaped_and_is_released_by_name(
     runpod: FakeRunPod, tmp_path: Path
 ) -> None:
@@ -183,6 +184,7 @@ def test_a_person_logs_in_wherever_the_machine_is_and_nowhere_else(runpod: FakeR
             assert said.returncode != 0 and words in said.stderr and len(said.stderr.splitlines()) == 1, said.stderr
 
 
+@pytest.mark.slow
 def test_reap_ends_what_a_dead_run_left_and_spares_it_where_told(runpod: FakeRunPod, tmp_path: Path) -> None:
     store = tmp_path / "store"
     rent(store)
@@ -195,6 +197,7 @@ def test_reap_ends_what_a_dead_run_left_and_spares_it_where_told(runpod: FakeRun
     assert ended.exit_code == 0 and "1 ended, 0 kept" in ended.stdout and runpod.alive() == []
 
 
+@pytest.mark.slow
 def test_what_a_lost_store_rented_is_ended_from_another_when_it_is_named(runpod: FakeRunPod, tmp_path: Path) -> None:
     rental = rent(tmp_path / "store")
     (tmp_path / "store").rename(tmp_path / "lost")

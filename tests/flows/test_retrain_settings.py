@@ -117,6 +117,7 @@ def test_a_schedule_of_data_that_cannot_change_is_refused(folder: Path) -> None:
         deployments_of(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("retrain", "words"),
     [

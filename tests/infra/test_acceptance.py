@@ -39,6 +39,7 @@ def test_what_is_slower_is_refused_with_what_was_measured(link: float, disk: flo
         require_speed(LocalSession(sys.executable), str(tmp_path), min_link_mbit_s=link, min_disk_mb_s=disk)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", ["stdin", "urandom(int", "fsync"])
 def test_one_that_is_slow_in_one_way_only_is_not_waited_for(
     slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -130,6 +131,7 @@ def test_gpus_that_do_not_answer_are_not_waited_for(tmp_path: Path, monkeypatch:
         require_gpus(LocalSession(str(python)), 1)
 
 
+@pytest.mark.slow
 def test_processes_that_sum_up_together_pass(session: Session) -> None:
     assert require_peers(session, sys.executable, 2, backend="gloo") == "its 2 GPUs compute together"
 

@@ -95,6 +95,7 @@ def provider() -> Iterator[NotingServer]:
         server.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("account", ACCOUNTS)
 @given(instance_id=st.from_regex(r"[!-~]{1,40}", fullmatch=True))
 @example(instance_id=".")

@@ -125,6 +125,7 @@ def test_an_object_of_another_size_is_not_fetched(
     assert list((tmp_path / "node").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_url_that_is_refused_is_a_sentence_without_it(
     session: LocalSession, store: ObjectStore, bucket: str, s3_server: S3Server, model: Path, tmp_path: Path
 ) -> None:
@@ -203,6 +204,7 @@ def test_what_a_node_sent_is_found_by_the_publication_and_not_sent_again(
     assert send_checkpoint_from_node(session, store, here, str(node)) == 0
 
 
+@pytest.mark.slow
 def test_what_the_node_has_differently_is_replaced_by_the_publication(
     session: LocalSession, store: ObjectStore, model: Path, bucket: str, s3_server: S3Server, tmp_path: Path
 ) -> None:
@@ -254,6 +256,7 @@ def test_a_part_that_broke_off_is_sent_again(
     assert publish_run(store, run_id="0123456789", checkpoint=large_model, records={}) == len("{}")
 
 
+@pytest.mark.slow
 def test_no_url_is_in_the_process_list_a_log_or_a_file(
     session: LocalSession, store: ObjectStore, large_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

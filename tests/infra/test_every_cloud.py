@@ -99,6 +99,7 @@ def world(request: pytest.FixtureRequest, way: Altered, tmp_path: Path) -> Itera
         yield World(fake, cloud, tmp_path, ledger)
 
 
+@pytest.mark.slow
 def test_a_lost_answer_a_slow_boot_and_a_slow_end_leave_nothing(world: World) -> None:
     world.fake.add("somebody-elses", _request_of(world))
     world.fake.faults.drop_creates, world.fake.faults.list_lag_s = 1, 0.3

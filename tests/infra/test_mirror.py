@@ -299,6 +299,7 @@ class WatchingSession(LocalSession):
         return chunk
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["none", "a flipped bit", "truncated", "too long"])
 def test_of_a_part_that_is_damaged_the_wrong_chunks_are_fetched_again(there: Path, here: Path, damage: str) -> None:
     part = break_off_at_the_third_chunk(there, here)

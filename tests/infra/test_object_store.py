@@ -18,6 +18,7 @@ from infra.publication import PROBE, check_writable_store
 from tests.infra.s3_server import S3Server, environment_of, use
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_bytes", [0, 5, 2 * PART_BYTES + 1])
 def test_an_uploaded_file_is_compared_by_the_digest_that_the_server_keeps(
     bucket: str, s3_server: S3Server, tmp_path: Path, num_bytes: int
@@ -78,6 +79,7 @@ def test_the_probe_writes_reads_and_removes_one_object(bucket: str, s3_server: S
     assert s3_server.contents(bucket) == {}
 
 
+@pytest.mark.slow
 def test_a_missing_bucket_is_said_with_its_name(bucket: str) -> None:
     with pytest.raises(StoreRefusedError, match=f"there is no bucket {bucket}-2 for s3://{bucket}-2/runs"):
         check_writable_store(ObjectStore(f"s3://{bucket}-2/runs"))

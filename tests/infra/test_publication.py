@@ -53,6 +53,7 @@ def content_of(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["s3", "file"])
 def test_what_was_published_comes_back_as_it_was(
     bucket: str, checkpoint: Path, report: Path, tmp_path: Path, kind: str
@@ -67,6 +68,7 @@ def test_what_was_published_comes_back_as_it_was(
     assert publication is not None and f"{publication.records}/report.html" in publication.files
 
 
+@pytest.mark.slow
 def test_a_second_publication_sends_only_what_changed(
     bucket: str, s3_server: S3Server, checkpoint: Path, report: Path
 ) -> None:
@@ -81,6 +83,7 @@ def test_a_second_publication_sends_only_what_changed(
     }
 
 
+@pytest.mark.slow
 def test_an_upload_that_breaks_off_leaves_the_publication_before_and_goes_on_later(
     bucket: str, s3_server: S3Server, cuttable: CuttablePort, checkpoint: Path, report: Path, tmp_path: Path
 ) -> None:
@@ -103,6 +106,7 @@ def test_an_upload_that_breaks_off_leaves_the_publication_before_and_goes_on_lat
     assert [count for name, count in writes.items() if name.endswith("first.bin")] == [1], "it was sent only once"
 
 
+@pytest.mark.slow
 def test_a_pull_that_breaks_off_goes_on_where_it_was(
     bucket: str,
     cuttable: CuttablePort,
@@ -129,6 +133,7 @@ def test_a_pull_that_breaks_off_goes_on_where_it_was(
     assert list(tmp_path.glob(".pulled*")) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [b"flipped", b""])
 def test_a_damaged_object_is_found_when_it_is_pulled(
     bucket: str, s3_server: S3Server, checkpoint: Path, report: Path, tmp_path: Path, damage: bytes
@@ -184,6 +189,7 @@ def test_names_that_could_leave_their_folder_are_refused(bucket: str, s3_server:
         pull(f"s3://{bucket}/data", tmp_path / "data")
 
 
+@pytest.mark.slow
 def test_of_two_that_fetch_the_same_at_once_both_find_it(
     bucket: str, checkpoint: Path, report: Path, tmp_path: Path
 ) -> None:

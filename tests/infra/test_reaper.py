@@ -284,6 +284,7 @@ def test_a_machine_that_a_run_took_over_since_it_was_judged_is_its_own(world: Wo
         assert row is not None and (row.state, row.run_id) == (RentalState.READY, "next")
 
 
+@pytest.mark.slow
 def test_several_looks_at_once_end_everything_and_none_fails(world: World, tmp_path: Path) -> None:
     world.fake.faults.end_lag_s = 0.2
     with Ledger(world.path) as ledger:

@@ -113,6 +113,7 @@ def rent(cloud: Sky, ledger: Ledger) -> Rental:
     return rental
 
 
+@pytest.mark.slow
 def test_offers_are_those_of_clouds_that_can_be_used_with_prices_and_memory(cloud: Sky) -> None:
     offers = sorted(cloud.search(QUERY), key=lambda offer: offer.usd_per_hour)
     assert [(offer.id, offer.region, offer.usd_per_hour, offer.vram_gb) for offer in offers] == [
@@ -152,6 +153,7 @@ def test_a_machine_is_rented_with_its_limits_reached_and_given_back(
     cloud.terminate(rental.name)  # it is gone
 
 
+@pytest.mark.slow
 def test_what_cannot_be_had_is_skipped_and_what_broke_half_way_is_ended(
     installed: Installed, cloud: Sky, ledger: Ledger
 ) -> None:

@@ -162,6 +162,7 @@ def test_without_staleness_the_loop_equals_one_in_turns_bit_for_bit(run: Run) ->
     assert {metrics["staleness_max"] for metrics in run.history} == {0.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [1, 2])
 def test_where_publications_wait_each_batch_is_as_old_as_allowed_and_the_run_repeats_bit_for_bit(
     run: Run, max_staleness: int
@@ -182,6 +183,7 @@ def test_where_publications_wait_a_run_that_was_stopped_equals_one_that_was_not(
     assert [b.to_json() for b in stopped.batches] == [b.to_json() for b in straight.batches]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_a_training_that_somebody_ends_goes_on_later_as_if_nobody_had(run: Run, max_staleness: int) -> None:
     straight, ended = (with_rollout(run, name, max_staleness=max_staleness) for name in ("straight", "ended"))
@@ -199,6 +201,7 @@ def test_a_training_that_somebody_ends_goes_on_later_as_if_nobody_had(run: Run, 
     assert names[0] == names[1] == ["step_000004", "step_000005"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", ["abort", "continue"])
 def test_completions_that_span_publications_keep_the_bound_and_their_logprobs(run: Run, in_flight: InFlight) -> None:
     mixed = with_rollout(run, max_staleness=2, in_flight=in_flight, sampling=LONG)
@@ -286,6 +289,7 @@ def test_tokens_that_were_kept_survive_a_restart(run: Run) -> None:
     assert versions_of(kept.batches[1]) == {0, 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", ["finish", "abort", "continue"])
 @pytest.mark.parametrize("stop_at", [1, 2, 3, 4])
 def test_a_run_that_is_cancelled_and_goes_on_trains_each_prompt_once(

@@ -134,6 +134,7 @@ def test_a_server_without_a_fault_gives_a_batch(api: Api, tokenizer: PreTrainedT
     assert [sample.tokens[-2:] for sample in batch.samples] == [[5, 6]] * 4
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize(
     ("fault", "kind", "words"),

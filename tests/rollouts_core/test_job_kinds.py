@@ -319,6 +319,7 @@ def adapters(run_dir: Path) -> dict[str, torch.Tensor]:
     return {name: value for name, value in tensors.items() if name.endswith("lora_A.default.weight")}
 
 
+@pytest.mark.slow
 def test_a_replicate_draws_every_random_number_anew_and_0_is_the_run_itself(
     base: InputModel, quickstart_dir: Path, tmp_path: Path
 ) -> None:

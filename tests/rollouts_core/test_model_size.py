@@ -70,6 +70,7 @@ def test_no_weights_of_a_large_model_are_fetched(hub: Hub, base_model: ModelConf
     assert hub.num_sent_bytes < 200_000
 
 
+@pytest.mark.slow
 def test_shards_are_added_up_at_the_commit_that_is_named(base_model: ModelConfig, hub: Hub) -> None:
     old = hub.commit(REPO, in_two_shards(base_model))
     hub.commit(REPO, {**files_of(base_model, "config.json"), "model.safetensors": save({"w": torch.zeros(3, 4)})})
@@ -77,6 +78,7 @@ def test_shards_are_added_up_at_the_commit_that_is_named(base_model: ModelConfig
     assert size_on_hub().num_parameters == 12
 
 
+@pytest.mark.slow
 def test_what_is_gated_is_known_with_the_token(
     base_model: ModelConfig, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,6 +90,7 @@ def test_what_is_gated_is_known_with_the_token(
     assert size_on_hub().tensors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["repository", "safetensors", "network"])
 def test_what_the_hub_cannot_tell_is_a_sentence(
     base_model: ModelConfig, hub: Hub, missing: str, monkeypatch: pytest.MonkeyPatch
@@ -107,6 +110,7 @@ def test_what_the_hub_cannot_tell_is_a_sentence(
     assert reason in sentence and "\n" not in sentence and sentence.startswith("model org/model: its size is not known")
 
 
+@pytest.mark.slow
 def test_offline_only_the_cache_is_asked(
     base_model: ModelConfig, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

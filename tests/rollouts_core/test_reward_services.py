@@ -94,6 +94,7 @@ def test_samples_that_differ_in_their_metadata_alone_are_scored_each(serve: Any)
     assert grade(samples, http_reward(service)) == [0.0, 1.0]
 
 
+@pytest.mark.slow
 def test_of_a_sample_that_was_scored_no_text_stays_in_memory() -> None:
     num_bytes = 1_000_000
 

@@ -137,6 +137,7 @@ class TwoTurns:
         return share_of_even_digits(sample)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["interleaved", "branching"])
 def test_a_run_in_conversations_trains_and_goes_on_like_one_that_was_not_stopped(
     base_model: ModelConfig,
@@ -285,6 +286,7 @@ def with_settings(settings: dict[str, object]) -> RLTrainingConfig:
     return RLTrainingConfig.model_validate({**TRAINING.model_dump(), **settings})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [SEVERAL_UPDATES, PPO], ids=["several updates", "ppo"])
 def test_a_stop_changes_nothing_with_several_updates_values_and_a_reference(
     base_model: ModelConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, settings: dict[str, object]

@@ -42,6 +42,7 @@ def test_a_job_that_had_failed_by_itself_is_not_said_to_be_ended(tmp_path: Path)
     assert said == [f"ended the job in {tmp_path / 'engine-1-0'}", "gave back local node local"]
 
 
+@pytest.mark.slow
 def test_jobs_end_on_each_machine_of_the_unit_and_one_that_is_lost_is_named(tmp_path: Path) -> None:
     node = Node(name="trainer", provider="local", root=str(tmp_path), python=sys.executable)
     make_key(tmp_path / "key")
@@ -70,6 +71,7 @@ def test_jobs_end_on_each_machine_of_the_unit_and_one_that_is_lost_is_named(tmp_
     ]
 
 
+@pytest.mark.slow
 def test_a_rented_machine_is_given_back_although_the_disk_of_the_store_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

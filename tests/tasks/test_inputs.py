@@ -42,6 +42,7 @@ def test_urls_stay_urls_when_paths_become_absolute(tmp_path: Path) -> None:
     assert named_urls(config) == ["s3://bucket/sft.jsonl"]
 
 
+@pytest.mark.slow
 def test_every_url_becomes_a_path_with_the_content(bucket: str, s3_server: S3Server, tmp_path: Path) -> None:
     url = put(s3_server, bucket, "data/sft.jsonl")
     folder = put(s3_server, bucket, "folder/rows.jsonl").rpartition("/")[0]
@@ -89,6 +90,7 @@ def test_a_published_checkpoint_has_the_identity_of_the_one_that_was_published(
     assert digest_checkpoint(brought.training.sft.resume_from) == digest_checkpoint(original.model.path)
 
 
+@pytest.mark.slow
 def test_where_an_input_came_from_is_known_of_all_that_lies_in_it(
     bucket: str, s3_server: S3Server, tmp_path: Path
 ) -> None:

@@ -142,6 +142,7 @@ def test_validate_and_run_name_a_package_that_the_stages_lack(folder: Path, tmp_
     assert_refused(write_config(folder, node__python=python, **policy), "training.rl.policy.lora needs peft, which ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "node",
     [

@@ -87,6 +87,7 @@ def assert_on_node(placement: Placement, node: Node) -> None:
     assert all(Path(path).exists() for path in paths if path != placement.stage.run_dir)
 
 
+@pytest.mark.slow
 def test_every_kind_of_stage_names_only_paths_of_the_node(
     session: CountingSession, config: Config, scope: RunScope, node: Node, tmp_path: Path
 ) -> None:
@@ -147,6 +148,7 @@ def test_the_checkpoint_to_continue_is_brought(
     assert load_manifest(path).digest == earlier.digest
 
 
+@pytest.mark.slow
 def test_another_node_goes_on_from_the_checkpoints_in_the_store(
     session: CountingSession, config: Config, scope: RunScope, node: Node
 ) -> None:
@@ -173,6 +175,7 @@ def lie_at(node: Node, stage: Stage, *, steps: Sequence[int], state: str = "exit
     return there
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [(20,), ()])
 def test_a_node_that_stopped_before_another_one_went_on_goes_on_from_there(
     session: CountingSession, config: Config, scope: RunScope, node: Node, steps: Sequence[int]
@@ -191,6 +194,7 @@ def test_a_node_that_stopped_before_another_one_went_on_goes_on_from_there(
     assert (here / "metrics.jsonl").read_text() == '{"step": 40}\n'
 
 
+@pytest.mark.slow
 def test_a_node_that_is_as_far_as_the_store_keeps_what_it_has(
     session: CountingSession, config: Config, scope: RunScope, node: Node
 ) -> None:
@@ -204,6 +208,7 @@ def test_a_node_that_is_as_far_as_the_store_keeps_what_it_has(
     assert job_status(session, str(there)).state is JobState.EXITED
 
 
+@pytest.mark.slow
 def test_a_job_that_runs_keeps_what_it_has(
     session: CountingSession, config: Config, scope: RunScope, node: Node
 ) -> None:
@@ -218,6 +223,7 @@ def test_a_job_that_runs_keeps_what_it_has(
         cancel_job(session, str(there), grace_s=0.2)
 
 
+@pytest.mark.slow
 def test_what_a_killed_supervisor_left_behind_is_ended_before_its_directory_is_replaced(
     session: CountingSession, config: Config, scope: RunScope, node: Node
 ) -> None:
@@ -231,6 +237,7 @@ def test_what_a_killed_supervisor_left_behind_is_ended_before_its_directory_is_r
     assert not is_alive(stray)
 
 
+@pytest.mark.slow
 def test_the_users_own_package_comes_along_and_an_edit_makes_new_code(
     session: CountingSession, scope: RunScope, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,6 +300,7 @@ def weights_on_node(placement: Placement) -> bytes:
     return (Path(placement.stage.job["model"]["model"]["path"]) / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_what_a_url_named_the_node_fetches_itself(
     session: CountingSession, config: Config, scope: RunScope, node: Node, bucket: str, tmp_path: Path
 ) -> None:
@@ -306,6 +314,7 @@ def test_what_a_url_named_the_node_fetches_itself(
     assert place_stage(session, stage, node, say=said.append) == placed and len(said) == 1
 
 
+@pytest.mark.slow
 def test_a_single_file_that_a_url_named_the_node_fetches_itself(
     session: CountingSession, config: Config, scope: RunScope, node: Node, bucket: str, s3_server: S3Server
 ) -> None:
@@ -318,6 +327,7 @@ def test_a_single_file_that_a_url_named_the_node_fetches_itself(
     assert Path(dataset["path"]).read_bytes() == rows and rows not in session.sent
 
 
+@pytest.mark.slow
 def test_a_node_without_a_way_to_the_store_gets_it_from_here(
     config: Config, scope: RunScope, node: Node, bucket: str, tmp_path: Path
 ) -> None:
@@ -334,6 +344,7 @@ def test_a_node_without_a_way_to_the_store_gets_it_from_here(
     assert "cannot be reached: [Errno 111] Connection refused" in sentence
 
 
+@pytest.mark.slow
 def test_what_changed_at_its_url_is_sent_as_it_was(
     session: CountingSession, config: Config, scope: RunScope, node: Node, bucket: str, tmp_path: Path
 ) -> None:

@@ -185,6 +185,7 @@ def test_an_engine_of_others_gets_memory_as_it_is_used_to() -> None:
     assert not job_environment(stage("serve", engine="vllm"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists() or os.confstr("CS_GNU_LIBC_VERSION") is None, reason="glibc")
 def test_glibc_understands_the_allocator_settings() -> None:
     program = (

@@ -72,6 +72,7 @@ def test_only_datasets_at_a_commit_cannot_change(watched: dict[str, str], change
     assert can_change(watched) is changes
 
 
+@pytest.mark.slow
 def test_a_prefix_of_a_bucket_is_new_when_an_object_in_it_is(bucket: str, s3_server: S3Server) -> None:
     put(s3_server, bucket, "data/a.jsonl")
     watched = watched_sources(config("sft"), (f"s3://{bucket}/data",))

@@ -114,6 +114,7 @@ def assert_close(
         torch.testing.assert_close(value, expected[1][name], **(tolerance or SAME))
 
 
+@pytest.mark.slow
 def test_two_processes_train_what_one_trains(base_model: ModelConfig, pair: TwoProcesses) -> None:
     expected = with_one(train, base_model)
     found = with_two(pair, train, base_model)
@@ -153,6 +154,7 @@ def test_tied_embeddings_stay_one_weight(tmp_path: Path, pair: TwoProcesses) -> 
     assert_close(with_two(pair, train, tied), with_one(train, tied))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Gemma2", "Cohere", "Granite"])
 def test_models_that_cap_or_scale_their_logits_train_as_in_one_process(
     tmp_path: Path, pair: TwoProcesses, family: str
@@ -231,6 +233,7 @@ def resume(backend: TrainingBackend, *, path: Path) -> tuple[list[Metrics], Weig
 POLICIES = {"all weights": PolicyConfig(), "lora": PolicyConfig(lora=LoRAConfig(rank=2))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 def test_a_checkpoint_of_two_is_resumed_by_two_bit_for_bit_and_by_one(
     base_model: ModelConfig, pair: TwoProcesses, tmp_path: Path, policy: PolicyConfig

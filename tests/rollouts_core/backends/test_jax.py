@@ -119,6 +119,7 @@ def assert_equal_tensors(first: dict[str, Tensor], second: dict[str, Tensor]) ->
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_and_gradient_norms_are_those_of_pytorch(name: str, models: dict[str, ModelConfig]) -> None:
     pytorch = create_pytorch_backend(
@@ -129,6 +130,7 @@ def test_losses_and_gradient_norms_are_those_of_pytorch(name: str, models: dict[
     torch.testing.assert_close(copy_weights(backend), copy_weights(pytorch), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_rl_loss_with_entropies_values_and_a_reference_is_that_of_pytorch(qwen3: ModelConfig) -> None:
     loss_fn = create_policy_loss(LossConfig(entropy_coef=0.01, kl_coef=0.1, value_coef=0.5))
     options = {"temperature": 0.7, "with_entropies": True, "with_values": True, "with_reference": True}
@@ -317,6 +319,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights(qwen3: ModelConfig) ->
     assert backend.weight_version == 0
 
 
+@pytest.mark.slow
 def test_bfloat16_products_and_recomputed_layers_change_little(qwen3: ModelConfig) -> None:
     policy = PolicyConfig(backend="jax", precision="bfloat16", activation_checkpointing=True)
     backend = create_backend(qwen3, OPTIM, create_cross_entropy_loss(), num_steps=NUM_STEPS, policy=policy)

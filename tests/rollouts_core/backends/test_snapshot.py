@@ -72,6 +72,7 @@ def test_a_view_with_gaps_is_copied() -> None:
     assert torch.equal(HostSnapshot().take({"transposed": matrix.T})["transposed"], matrix.T)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc, which only Linux has")
 def test_the_thread_that_copies_starts_no_other() -> None:
     found = subprocess.run([sys.executable, "-c", COUNT_THREADS], capture_output=True, text=True, check=True)

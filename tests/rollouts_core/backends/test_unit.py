@@ -118,6 +118,7 @@ def test_a_machine_that_does_not_come_is_named_with_its_log(monkeypatch: pytest.
     assert "its log: /there/log.txt there" in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_launchers_meet_by_their_key_and_each_beat_renews_the_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +206,7 @@ def test_the_first_of_several_machines_that_is_lost_is_named_while_others_are_si
     assert sent == []
 
 
+@pytest.mark.slow
 def test_two_machines_leave_what_two_processes_of_one_leave(
     base: InputModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,6 +101,7 @@ def tokens_of(rows: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, fo
     return [sample.tokens for sample in load_sft_dataset(folder / "local.jsonl", tokenizer, max_length=64)]
 
 
+@pytest.mark.slow
 def test_datasets_of_the_hub_give_the_samples_of_their_rows_at_their_commits(
     hub: Hub, base_model: ModelConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
@@ -116,6 +117,7 @@ def test_datasets_of_the_hub_give_the_samples_of_their_rows_at_their_commits(
         assert any(request.startswith(f"GET /datasets/{repo}/resolve/{old}/") for request in hub.requests)
 
 
+@pytest.mark.slow
 def test_split_subset_and_tag_choose_the_rows(
     hub: Hub, base_model: ModelConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
@@ -139,6 +141,7 @@ def test_split_subset_and_tag_choose_the_rows(
     assert [tokens for _, _, tokens in found] == [tokens_of(rows, tokenizer, tmp_path) for _, rows in expected]
 
 
+@pytest.mark.slow
 def test_datasets_that_the_hub_does_not_have_are_one_sentence_each(
     hub: Hub, base_model: ModelConfig, tmp_path: Path
 ) -> None:
@@ -161,6 +164,7 @@ def test_datasets_that_the_hub_does_not_have_are_one_sentence_each(
         assert "\n" not in answer[0]
 
 
+@pytest.mark.slow
 def test_a_hub_that_cannot_be_reached_is_one_sentence(hub: Hub, base_model: ModelConfig, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and nobody listens
@@ -170,6 +174,7 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence(hub: Hub, base_model: Mode
     assert sentence.endswith("or start again when the hub can be reached") and "\n" not in sentence
 
 
+@pytest.mark.slow
 def test_a_cached_copy_of_another_commit_does_not_stand_in_for_the_one_that_is_asked_for(
     hub: Hub, base_model: ModelConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
@@ -198,6 +203,7 @@ def write_job(folder: Path, hub: Hub, model: ModelConfig, **dataset: Any) -> Pat
     return folder / "job.json"
 
 
+@pytest.mark.slow
 def test_a_training_reads_the_commit_that_it_was_planned_for(hub: Hub, base_model: ModelConfig, tmp_path: Path) -> None:
     hub.commit("org/name", {"train.jsonl": as_jsonl(OLD)})
     job = write_job(tmp_path / "sft-1", hub, base_model, max_samples=5)
@@ -207,6 +213,7 @@ def test_a_training_reads_the_commit_that_it_was_planned_for(hub: Hub, base_mode
     assert json.loads((job.parent / "result.json").read_text())["num_samples"] == 5
 
 
+@pytest.mark.slow
 def test_a_training_without_its_hub_ends_with_one_sentence(hub: Hub, base_model: ModelConfig, tmp_path: Path) -> None:
     hub.commit("org/name", {"train.jsonl": as_jsonl(OLD)})
     job = write_job(tmp_path / "sft-1", hub, base_model)

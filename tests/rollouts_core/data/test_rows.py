@@ -316,6 +316,7 @@ def test_an_empty_parquet_file_is_an_error(tmp_path: Path) -> None:
         open_rows(tmp_path / "rows.parquet")
 
 
+@pytest.mark.slow
 def test_the_index_of_a_file_does_not_hold_its_rows(tmp_path: Path) -> None:
     # 48 MB of rows under 32 MB of address space more than Python and its imports need.
     write_rows(tmp_path / "rows.jsonl", [{"text": "x" * 12_000}] * 4_000)

@@ -57,6 +57,7 @@ def test_changed_weights_count_once_the_packed_ones_are_forgotten() -> None:
     torch.testing.assert_close(project(rows_BK), 2 * before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_with_any_number_of_rows_gives_each_row_the_same_logits(name: str, tmp_path: Path) -> None:
     decoder = Decoder(save_model(make_model(**MODELS[name]), tmp_path), num_slots=MAX_ROWS)

@@ -178,6 +178,7 @@ TRAP = {"stop_regex": r"^(A ?|A ?)*$!", "logit_bias": {str(ord("A") - 33): 100.0
 """A completion of nothing but A, and a pattern that has two ways to read each of them: 2**200 steps at its end."""
 
 
+@pytest.mark.slow
 def test_a_pattern_without_end_ends_its_own_request_alone(texts: Scheduler) -> None:
     async def converse(client: httpx.AsyncClient) -> None:
         async def complete(**params: Any) -> httpx.Response:
@@ -196,6 +197,7 @@ def test_a_pattern_without_end_ends_its_own_request_alone(texts: Scheduler) -> N
     assert texts.is_healthy and texts.num_running == 0
 
 
+@pytest.mark.slow
 def test_a_stream_whose_pattern_has_no_end_says_so(texts: Scheduler) -> None:
     body = {"text": "%", "stream": True, "sampling_params": {"ignore_eos": True, **TRAP}}
     events = ask(texts, "POST", "/generate", body).text.split("\n\n")

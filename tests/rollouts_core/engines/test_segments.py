@@ -304,6 +304,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_leaves_no_memory_behind() -> None:
     process = subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdin is not None
@@ -321,6 +322,7 @@ def test_a_killed_trainer_leaves_no_memory_behind() -> None:
         read_segment(address, ["weight"])
 
 
+@pytest.mark.slow
 def test_segments_end_with_the_last_version_that_needs_them() -> None:
     async def publish_many() -> list[int]:
         memory, weights = SegmentStore(), {name: torch.zeros(1000) for name in "abcd"}

@@ -195,6 +195,7 @@ def test_a_signal_to_everybody_reaches_nobody_outside() -> None:
         bystander.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "limits"),
     [
@@ -219,6 +220,7 @@ ESCAPE = (  # leaves its group and session, and forgets whose end was to be its 
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "outcome"),
     [
@@ -233,6 +235,7 @@ def test_a_program_that_leaves_its_session_is_ended_all_the_same(mark: str, code
     wait_until_none_is_left(mark)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("escape", ["import time\n", ESCAPE])
 def test_a_program_ends_with_the_process_that_started_it(mark: str, escape: str) -> None:
     # Its name says when it has done what it can to escape.
@@ -393,6 +396,7 @@ def find_watcher_and_program(script: Path) -> tuple[int, int] | None:
 SLOW_START = "    build_root(settings"
 
 
+@pytest.mark.slow
 def test_how_long_the_machine_takes_to_shut_a_program_in_is_not_the_programs_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
