@@ -6,7 +6,8 @@ Not here: what runs on the server (the other files of flows), which store is mea
     user B ---- shared flock ---- <store>/prefect/users.lock     the kernel frees it, on kill -9 too
                                        ^
                                        |  twice a second: is it free?  then stop the server and exit
-    keeper = the server's process (keeper.py), in a session of its own, reached by no Ctrl-C of a terminal
+    keeper = the server's process (keeper.py), in a session of its own, reached by no Ctrl-C of a terminal;
+             its users look once a second whether it lives, and start another one where it was killed
 
     start.lock   held by a user while it looks for or starts the keeper, and by the keeper from its decision
                  to stop until its process is gone: nobody is ever handed a server that is going down
@@ -39,6 +40,7 @@ from pathlib import Path
 from flows.keeper import HOST, base_url
 from flows.password import own_password
 from infra.locks import lock_file, open_lock, try_lock
+from infra.repeating import repeating
 
 DEFAULT_PORT = 4200
 """The port that Prefect's documentation and people's bookmarks speak of; taken where it is free."""
@@ -49,6 +51,11 @@ BUSY_SERVER_S = 10.0
 """How long a server whose keeper lives is waited for by those who only ask whether it is there."""
 JOIN_TIMEOUT_S = 30.0
 """How long start.lock may be held by others: a stop, or a few starts that fail one after another."""
+LOOK_S = 1.0
+"""How often users look whether the server lives. When it refuses connections for ten seconds, Prefect's runner gives up
+looking for runs to cancel; a new server accepts connections at once, and answers when it is up."""
+AGAIN_S = 30.0
+"""A server that was started again is given this long before the next one: it may die of what the first one died of."""
 
 ROOT = Path(__file__).resolve().parent.parent
 KEEPER_PROGRAM = "import sys; sys.path.append(sys.argv.pop(1)); from flows.keeper import main; main()"
@@ -105,9 +112,9 @@ def local_server(
 ) -> AbstractContextManager[ServerAddress]:
     """Return a context in which the Prefect server of `store` answers.
 
-    A server of this store that already runs is joined, on whichever port it has; one that was killed is started again
-    on its port. It stops about two seconds after its last user left or died. Where PREFECT_API_URL is set, that server
-    is used and nothing is started.
+    A server of this store that already runs is joined, on whichever port it has; one that was killed, also during the
+    block, is started again on its port. It stops about two seconds after its last user left or died. Where
+    PREFECT_API_URL is set, that server is used and nothing is started.
 
     Args:
         port: 0 takes 4200 if it is free, otherwise any free port.
@@ -257,7 +264,8 @@ def _shared_server(
             address = _join_or_start(home, users_lock, port=port, meanwhile=meanwhile)
         except OSError as error:
             raise ServerError(f"the store cannot be written ({error}): choose another one, or make room") from error
-        yield address
+        with _started_again(home, address):
+            yield address
 
 
 def _join_or_start(
@@ -291,6 +299,29 @@ def _join_or_start(
         f"the Prefect server of {home} did not answer within {START_TIMEOUT_S:.0f} s; "
         f"its log ends with: {_log_tail(home)}"
     )
+
+
+@contextmanager
+def _started_again(home: Path, address: ServerAddress) -> Iterator[None]:
+    """While the block runs, start a keeper at the same address, which all users know, whenever none lives."""
+    port = urllib.parse.urlsplit(address.api_url).port or 0
+    started_at = -AGAIN_S
+
+    def look() -> None:
+        nonlocal started_at
+        if time.monotonic() - started_at < AGAIN_S:
+            return
+        with _start_lock(home):
+            if (keeper_lock := _abandoned_keeper_lock(home)) is None:
+                return
+            started_at = time.monotonic()
+            try:
+                _start_keeper(home, keeper_lock, port=port)
+            finally:
+                os.close(keeper_lock)
+
+    with repeating(look, interval_s=LOOK_S, thread_name=f"a look at the server of {home}"):
+        yield
 
 
 def _abandoned_keeper_lock(home: Path) -> int | None:

@@ -210,6 +210,18 @@ def test_a_killed_server_comes_back_on_its_port_where_runs_look_for_it(store: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_server_that_ends_is_started_again_by_whoever_uses_it(store: Path, number: signal.Signals) -> None:
+    """Otherwise no schedule fires until somebody gives a command, and runs end for want of an answer."""
+    with local_server(store) as address:
+        first = keeper_pid(store)
+        os.kill(first, number)
+        wait_until(lambda: not is_healthy(address))
+        wait_until(lambda: is_healthy(address), timeout_s=60.0)
+        assert keeper_pid(store) != first
+
+
+@pytest.mark.slow
 def test_a_server_whose_services_stand_still_begins_anew_at_its_address(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
