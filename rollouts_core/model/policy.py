@@ -173,7 +173,7 @@ def build_attention_mask(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor
     Raises:
         ConfigError: the model has layers that carry a state from sample to sample, whatever the mask.
     """
-    config = hf_model.config
+    config = hf_model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if unknown := sorted(kinds - {"full_attention", "sliding_attention"}):
         raise ConfigError(

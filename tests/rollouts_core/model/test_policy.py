@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     GPT2Config,
     GPT2LMHeadModel,
     MistralConfig,
@@ -255,10 +257,15 @@ def build_windowed_model(kind: str) -> PreTrainedModel:
     }
     if kind == "all layers":
         return MistralForCausalLM(MistralConfig(**shape))
+    if kind == "some layers of a model that sees images":
+        layers = {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 8}
+        sight = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        images = {"vision_config": sight | {"image_size": 4, "patch_size": 2}, "mm_tokens_per_image": 1}
+        return Gemma3ForConditionalGeneration(Gemma3Config(text_config=shape | layers, **images))
     return Qwen2ForCausalLM(Qwen2Config(**shape, use_sliding_window=True, max_window_layers=1))
 
 
-@pytest.mark.parametrize("kind", ["all layers", "some layers"])
+@pytest.mark.parametrize("kind", ["all layers", "some layers", "some layers of a model that sees images"])
 @torch.no_grad()
 def test_packed_samples_see_no_further_back_than_the_window(kind: str) -> None:
     model = build_windowed_model(kind)
@@ -272,7 +279,7 @@ def test_packed_samples_see_no_further_back_than_the_window(kind: str) -> None:
     assert torch.allclose(packed_BT[:, 7:11], changed_BT[:, 7:11], atol=1e-6) == (kind == "all layers")
 
 
-@pytest.mark.parametrize("kind", ["all layers", "some layers"])
+@pytest.mark.parametrize("kind", ["all layers", "some layers", "some layers of a model that sees images"])
 @torch.no_grad()
 def test_a_shared_prompt_is_seen_as_far_back_as_an_own_one(kind: str) -> None:
     model = build_windowed_model(kind)
