@@ -23,13 +23,16 @@ from rollouts_core.messages import first_line
 from rollouts_core.model.logprobs import LogitTransform, transform_logits
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 LARGE_LOGIT = 100.0
 """A cap bends logits of this size, whatever it is."""
 KERNELS_OF_FLOAT32 = ("sdpa", "eager")
 """Attention kernels that compute in any number format."""
-
+MASKED_LAYERS = {"full_attention", "sliding_attention"}
+"""The kinds of layers in which a position reads what a mask lets it read, and nothing else."""
+UNMASKED_MODELS = {"bloom", "rwkv", "xlstm"}
+"""Models that heed no mask of which position of a row may read which, by their type: their settings do not show it."""
 GROWING_POSITIONS = ("rope", "rotary", "alibi", "mamba")
 """How settings begin of models that compute a position however far it is, or whose layers need none."""
 
@@ -150,13 +153,38 @@ def _unknown_logits(hf_model: PreTrainedModel, reason: str) -> ConfigError:
     )
 
 
-def find_positions(config: ModelConfig) -> Positions | None:
-    """The positions of the language model at `config.path`; None where its configuration does not say."""
+def find_settings(config: ModelConfig) -> PreTrainedConfig | None:
+    """What config.json at `config.path` says; None where it cannot be read, which whoever loads the model explains."""
     try:
-        settings = AutoConfig.from_pretrained(
+        settings: PreTrainedConfig = AutoConfig.from_pretrained(
             config.path, revision=config.revision or None, trust_remote_code=config.trust_remote_code
         )
-    except (ImportError, OSError, ValueError, KeyError):  # whoever loads the model says what is wrong
+    except (ImportError, OSError, ValueError, KeyError):
+        return None
+    return settings
+
+
+def find_unmasked_layers(settings: PreTrainedConfig) -> str:
+    """A kind of a model's layers that pass something from position to position whatever a mask says; "" without any."""
+    kinds = set(getattr(settings.get_text_config(), "layer_types", None) or ())
+    return min(kinds - MASKED_LAYERS, default="")
+
+
+def check_packable(settings: PreTrainedConfig, *, setting: str = "packing") -> None:
+    """Raise ConfigError for a model in which samples of one row would see each other.
+
+    Args:
+        setting: what to switch off.
+    """
+    kind = find_unmasked_layers(settings)
+    if kind or settings.model_type in UNMASKED_MODELS:
+        place = f"the {kind} layers of {settings.model_type}" if kind else f"{settings.model_type} models"
+        raise ConfigError(f"packed rows would let samples see each other in {place}: set {setting} = false")
+
+
+def find_positions(config: ModelConfig) -> Positions | None:
+    """The positions of the language model at `config.path`; None where its configuration does not say."""
+    if (settings := find_settings(config)) is None:
         return None
     values = settings.get_text_config().to_dict()
     if isinstance(num := values.get("n_positions"), int):  # models that rotate by a table have one too

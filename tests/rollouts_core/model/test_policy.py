@@ -17,6 +17,8 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     GPT2Config,
     GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -33,7 +35,7 @@ from rollouts_core.config import PLAIN_POLICY, LoRAConfig, ModelConfig, OptimCon
 from rollouts_core.errors import ConfigError
 from rollouts_core.model import policy
 from rollouts_core.model.policy import compute_logprobs, create_policy
-from tests.rollouts_core.make import make_random_samples, make_sample
+from tests.rollouts_core.make import TINY_MODEL, make_random_samples, make_sample
 
 VOCABULARY = 25
 
@@ -301,6 +303,20 @@ def test_models_that_carry_a_state_refuse_packed_rows() -> None:
     )  # fmt: skip
     with pytest.raises(ConfigError, match="linear_attention layers of qwen3_next: set packing = false"):
         compute_logprobs(Qwen3NextForCausalLM(config), build_batch([[make_sample(), make_sample()]], pad_id=0))
+
+
+@torch.no_grad()
+def test_layers_that_carry_a_state_start_anew_in_each_row_whatever_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Lfm2ForCausalLM(Lfm2Config(**TINY_MODEL, layer_types=["conv", "full_attention"]))
+    samples = make_random_samples(3)
+    alone = [compute_logprobs(model, build_batch([[sample]], pad_id=0))[0] for sample in samples]
+    monkeypatch.setattr(policy, "KERNELS_WITHOUT_MASK", {"sdpa"})
+    found_BT = compute_logprobs(model, build_batch([[sample] for sample in samples], pad_id=0))
+    for found_T, alone_T in zip(found_BT, alone, strict=True):
+        torch.testing.assert_close(found_T[: len(alone_T)], alone_T, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ConfigError, match="conv layers of lfm2: set packing = false"):
+        compute_logprobs(model, build_batch([samples], pad_id=0))
 
 
 def attend_by_bounds(
