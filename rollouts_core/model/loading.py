@@ -31,7 +31,7 @@ KERNELS_OF_FLOAT32 = ("sdpa", "eager")
 """Attention kernels that compute in any number format."""
 MASKED_LAYERS = {"full_attention", "sliding_attention"}
 """The kinds of layers in which a position reads what a mask lets it read, and nothing else."""
-UNMASKED_MODELS = {"bloom", "rwkv", "xlstm"}
+UNMASKED_MODELS = {"bloom", "openai-gpt", "rwkv", "xlstm"}
 """Models that heed no mask of which position of a row may read which, by their type: their settings do not show it."""
 GROWING_POSITIONS = ("rope", "rotary", "alibi", "mamba")
 """How settings begin of models that compute a position however far it is, or whose layers need none."""
@@ -118,15 +118,25 @@ def check_logits(hf_model: PreTrainedModel) -> None:
 
     Log-probs are taken from hidden states and head (logprobs.py), so whatever else lies between them would be lost. It
     shows on two tokens, whose products are once taken as they are and once made so large that any cap bends them.
+
+    Raises:
+        CheckpointError: the products are no numbers.
     """
     head = hf_model.get_output_embeddings()
     if head is None:
         raise _unknown_logits(hf_model, "it has no output head")
+    if hf_model.base_model is hf_model:
+        raise _unknown_logits(hf_model, "it has no decoder under the name that its class says")
     if hf_model.config._attn_implementation not in KERNELS_OF_FLOAT32:
         return
     hf_model.eval()
     token_ids = torch.arange(2, device=hf_model.device)[None]
     products = head(hf_model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state).float()
+    if products.isnan().any():
+        raise CheckpointError(
+            f"the weights at {hf_model.name_or_path} compute no numbers (NaN): they are damaged, or the training that "
+            "made them diverged; take another checkpoint"
+        )
     largest = max(float(products.abs().max()), torch.finfo(torch.float32).tiny)
     for factor in (1.0, LARGE_LOGIT / largest):
         with _head_multiplied(head, factor):
