@@ -74,6 +74,8 @@ def load_hf_model(
             output_loading_info=True,
         )
     except ImportError as error:
+        if attention in KERNELS_OF_FLOAT32:  # torch has them: it is something else that the model needs
+            raise CheckpointError(_say_unloadable("model", config.path, error)) from error
         raise ConfigError(f"policy.attention {attention!r} cannot be used here: {first_line(error)}") from error
     except (OSError, ValueError, KeyError, SafetensorError, UnpicklingError) as error:
         raise CheckpointError(_say_unloadable("model", config.path, error)) from error

@@ -336,6 +336,17 @@ def test_weights_that_compute_no_numbers_are_one_sentence(tmp_path: Path, base_m
         load_hf_model(ModelConfig(path=str(tmp_path)))
 
 
+def test_a_package_that_the_model_lacks_is_not_taken_for_one_of_the_attention(
+    tmp_path: Path, base_model: ModelConfig
+) -> None:
+    load_hf_model(base_model).save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    quantized = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 8}}
+    (tmp_path / "config.json").write_text(json.dumps(settings | quantized))
+    with pytest.raises(CheckpointError, match=rf"no model could be loaded from {tmp_path}: Loading a GPTQ quantized"):
+        load_hf_model(ModelConfig(path=str(tmp_path)))
+
+
 def test_a_kernel_that_leaves_out_the_cap_of_attention_scores_is_refused() -> None:
     model = Gemma2ForCausalLM(Gemma2Config(**TINY))
     check_attention(model)  # transformers takes eager by itself
