@@ -17,7 +17,7 @@ from rollouts_core.embedded.architecture import Architecture, load_architecture
 from rollouts_core.errors import CheckpointError, ConfigError, DataError
 from rollouts_core.findings import Caution
 from rollouts_core.messages import first_line
-from rollouts_core.model.loading import find_positions
+from rollouts_core.model.loading import check_packable, find_positions, find_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,6 +72,14 @@ def check_jax_model(config: Config) -> None:
     policies = {"sft": config.training.sft.policy, "rl": config.training.rl.policy}
     if any(kind in config.mode and policy.backend == "jax" for kind, policy in policies.items()):
         load_jax_architecture(config.model)
+
+
+def check_packing(config: Config) -> None:
+    """Raise ConfigError when a stage is to pack rows of a model in which samples of one row would see each other."""
+    stages = {"sft": config.training.sft.packing, "rl": config.training.rl.packing}
+    given = [f"training.{kind}.packing" for kind, packs in stages.items() if kind in config.mode and packs]
+    if given and (settings := find_settings(config.model)) is not None:
+        check_packable(settings, setting=" and ".join(given))
 
 
 def load_jax_architecture(model: ModelConfig) -> Architecture:

@@ -54,6 +54,7 @@ from rollouts_core.model_checks import (
     check_longest,
     check_model_files,
     check_model_vocabulary,
+    check_packing,
     check_positions,
     count_positions,
     num_embedded_tokens,
@@ -84,6 +85,7 @@ def validate_config(config: Config) -> list[str]:
     check_resumed(config)
     check_model_files(config)
     check_jax_model(config)
+    check_packing(config)
     tokenizer = load_tokenizer(config.model)
     check_model_vocabulary(config.model, tokenizer)
     findings = [f"model {config.model.path}: tokenizer with {len(tokenizer)} tokens"]

@@ -297,8 +297,20 @@ def _encode_plain_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) ->
     if not texts:
         return []
     ids: list[list[int]] = tokenizer(texts, return_attention_mask=False)["input_ids"]
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return [[*tokens, *end] for tokens in ids]
+    return [_begin_and_end_once(tokens, tokenizer.bos_token_id, tokenizer.eos_token_id) for tokens in ids]
+
+
+def _begin_and_end_once(tokens: list[int], begin: int | None, end: int | None) -> list[int]:
+    """The tokens with one end, and with one beginning where they have any.
+
+    Texts may hold these tokens already, those that a chat template wrote for instance, and some tokenizers add an end.
+    """
+    has_begun_twice = begin is not None and tokens[:2] == [begin, begin]
+    body = tokens[1:] if has_begun_twice else tokens
+    if end is None:
+        return body
+    num_ends = next((i for i, token in enumerate(reversed(body)) if token != end), len(body))
+    return [*body[: len(body) - num_ends], end]
 
 
 def _conversation_sample(

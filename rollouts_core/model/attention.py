@@ -30,7 +30,10 @@ def attend_written_out(
     dropout: float = 0.0,
     **_: Any,  # Any: what other kernels take
 ) -> tuple[Tensor, None]:
-    """softmax(query key^T * scaling + mask) value as (B, T, H, D); query heads that share a key are one product."""
+    """softmax(query key^T * scaling + mask) value as (B, T, H, D); query heads that share a key are one product.
+
+    Values may be of another width than queries and keys, as those of DeepSeek are.
+    """
     B, H, T, D = query_BHTD.shape
     K = key_BKTD.shape[1]
     assert attention_mask is not None, "transformers makes a mask where the caller gives none"
@@ -40,7 +43,7 @@ def attend_written_out(
     if dropout:
         weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     attended = weights.view(B, K, H // K * T, -1) @ value_BKTD
-    return attended.view(B, H, T, D).transpose(1, 2).contiguous(), None
+    return attended.view(B, H, T, -1).transpose(1, 2).contiguous(), None
 
 
 def use_written_out_attention(hf_model: Any) -> None:  # Any: transformers has no types for it

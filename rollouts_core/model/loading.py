@@ -23,13 +23,16 @@ from rollouts_core.messages import first_line
 from rollouts_core.model.logprobs import LogitTransform, transform_logits
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 LARGE_LOGIT = 100.0
 """A cap bends logits of this size, whatever it is."""
 KERNELS_OF_FLOAT32 = ("sdpa", "eager")
 """Attention kernels that compute in any number format."""
-
+MASKED_LAYERS = {"full_attention", "sliding_attention"}
+"""The kinds of layers in which a position reads what a mask lets it read, and nothing else."""
+UNMASKED_MODELS = {"bloom", "openai-gpt", "rwkv", "xlstm"}
+"""Models that heed no mask of which position of a row may read which, by their type: their settings do not show it."""
 GROWING_POSITIONS = ("rope", "rotary", "alibi", "mamba")
 """How settings begin of models that compute a position however far it is, or whose layers need none."""
 
@@ -71,6 +74,8 @@ def load_hf_model(
             output_loading_info=True,
         )
     except ImportError as error:
+        if attention in KERNELS_OF_FLOAT32:  # torch has them: it is something else that the model needs
+            raise CheckpointError(_say_unloadable("model", config.path, error)) from error
         raise ConfigError(f"policy.attention {attention!r} cannot be used here: {first_line(error)}") from error
     except (OSError, ValueError, KeyError, SafetensorError, UnpicklingError) as error:
         raise CheckpointError(_say_unloadable("model", config.path, error)) from error
@@ -115,15 +120,25 @@ def check_logits(hf_model: PreTrainedModel) -> None:
 
     Log-probs are taken from hidden states and head (logprobs.py), so whatever else lies between them would be lost. It
     shows on two tokens, whose products are once taken as they are and once made so large that any cap bends them.
+
+    Raises:
+        CheckpointError: the products are no numbers.
     """
     head = hf_model.get_output_embeddings()
     if head is None:
         raise _unknown_logits(hf_model, "it has no output head")
+    if hf_model.base_model is hf_model:
+        raise _unknown_logits(hf_model, "it has no decoder under the name that its class says")
     if hf_model.config._attn_implementation not in KERNELS_OF_FLOAT32:
         return
     hf_model.eval()
     token_ids = torch.arange(2, device=hf_model.device)[None]
     products = head(hf_model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state).float()
+    if products.isnan().any():
+        raise CheckpointError(
+            f"the weights at {hf_model.name_or_path} compute no numbers (NaN): they are damaged, or the training that "
+            "made them diverged; take another checkpoint"
+        )
     largest = max(float(products.abs().max()), torch.finfo(torch.float32).tiny)
     for factor in (1.0, LARGE_LOGIT / largest):
         with _head_multiplied(head, factor):
@@ -150,13 +165,38 @@ def _unknown_logits(hf_model: PreTrainedModel, reason: str) -> ConfigError:
     )
 
 
-def find_positions(config: ModelConfig) -> Positions | None:
-    """The positions of the language model at `config.path`; None where its configuration does not say."""
+def find_settings(config: ModelConfig) -> PreTrainedConfig | None:
+    """What config.json at `config.path` says; None where it cannot be read, which whoever loads the model explains."""
     try:
-        settings = AutoConfig.from_pretrained(
+        settings: PreTrainedConfig = AutoConfig.from_pretrained(
             config.path, revision=config.revision or None, trust_remote_code=config.trust_remote_code
         )
-    except (ImportError, OSError, ValueError, KeyError):  # whoever loads the model says what is wrong
+    except (ImportError, OSError, ValueError, KeyError):
+        return None
+    return settings
+
+
+def find_unmasked_layers(settings: PreTrainedConfig) -> str:
+    """A kind of a model's layers that pass something from position to position whatever a mask says; "" without any."""
+    kinds = set(getattr(settings.get_text_config(), "layer_types", None) or ())
+    return min(kinds - MASKED_LAYERS, default="")
+
+
+def check_packable(settings: PreTrainedConfig, *, setting: str = "packing") -> None:
+    """Raise ConfigError for a model in which samples of one row would see each other.
+
+    Args:
+        setting: what to switch off.
+    """
+    kind = find_unmasked_layers(settings)
+    if kind or settings.model_type in UNMASKED_MODELS:
+        place = f"the {kind} layers of {settings.model_type}" if kind else f"{settings.model_type} models"
+        raise ConfigError(f"packed rows would let samples see each other in {place}: set {setting} = false")
+
+
+def find_positions(config: ModelConfig) -> Positions | None:
+    """The positions of the language model at `config.path`; None where its configuration does not say."""
+    if (settings := find_settings(config)) is None:
         return None
     values = settings.get_text_config().to_dict()
     if isinstance(num := values.get("n_positions"), int):  # models that rotate by a table have one too

@@ -47,19 +47,21 @@ def add_adapters(hf_model: PreTrainedModel, config: LoRAConfig) -> None:
         if not config.target_modules or any(is_target(layer, name) for name in config.target_modules)
     ]
     hf_model.requires_grad_(False)
-    # With "all-linear" peft takes the experts of a mixture as well, whose adapters merged_weights cannot merge.
+    # peft turns layers that are called like experts into the experts of models that it knows, and merged_weights cannot
+    # merge those: behind a name of ours it does not know which model this is, and takes the names as they are.
+    held = nn.ModuleDict({"held": hf_model})
     settings = LoraConfig(
-        r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=list(targets)
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=[f"held.{layer}" for layer in targets],
     )
     try:
-        inject_adapter_in_model(settings, hf_model)
+        inject_adapter_in_model(settings, held)
     except ValueError as error:
         raise ConfigError(f"lora.target_modules: peft refuses the layers ({first_line(error)})") from error
-    if other := sorted(_adapted_layers(hf_model).keys() ^ set(targets)):
-        raise ConfigError(
-            f"lora.target_modules: peft makes adapters for other layers than were asked for, {other[0]} first, which "
-            "it does with experts: name layers whose names no expert's layers end with"
-        )
+    adapted = _adapted_layers(hf_model).keys()
+    assert adapted == set(targets), f"peft adapted other layers: {sorted(adapted ^ set(targets))[:3]}"
     for parameter in hf_model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()

@@ -17,9 +17,14 @@ from torch import Tensor, nn
 from rollouts_core.algorithms.loss import TokenScores
 from rollouts_core.batch import TrainBatch, block_causal_mask
 from rollouts_core.config import ModelConfig, PolicyConfig
-from rollouts_core.errors import ConfigError
 from rollouts_core.model.attention import use_written_out_attention
-from rollouts_core.model.loading import check_attention, find_logit_transform, load_hf_model
+from rollouts_core.model.loading import (
+    check_attention,
+    check_packable,
+    find_logit_transform,
+    find_unmasked_layers,
+    load_hf_model,
+)
 from rollouts_core.model.logprobs import linear_logprobs
 from rollouts_core.model.lora import add_adapters
 from rollouts_core.model.rms_norm import use_fast_rms_norms
@@ -154,7 +159,8 @@ def compute_logprobs(hf_model: PreTrainedModel, batch: TrainBatch, *, temperatur
 
 def compute_hidden_states(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor:
     """(B, T, H) what the decoder makes of a batch, each sample seeing only itself."""
-    if hf_model.config._attn_implementation in KERNELS_WITHOUT_MASK:
+    takes_bounds = hf_model.config._attn_implementation in KERNELS_WITHOUT_MASK
+    if takes_bounds and not find_unmasked_layers(hf_model.config):
         return _hidden_states_without_padding(hf_model, batch)
     # Right-padded rows of one sample need no mask: causal attention never reaches the padding.
     attention_mask = build_attention_mask(hf_model, batch) if batch.is_packed else None
@@ -173,13 +179,9 @@ def build_attention_mask(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor
     Raises:
         ConfigError: the model has layers that carry a state from sample to sample, whatever the mask.
     """
-    config = hf_model.config
+    check_packable(hf_model.config)
+    config = hf_model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if unknown := sorted(kinds - {"full_attention", "sliding_attention"}):
-        raise ConfigError(
-            f"packed rows would let samples see each other in the {unknown[0]} layers of {config.model_type}: "
-            "set packing = false"
-        )
     window = getattr(config, "sliding_window", None)
     if "sliding_attention" in kinds:
         return {

@@ -67,8 +67,9 @@ class Bucket(NamedTuple):
 
 SFT_CURVES = (
     Curve("loss", "Loss", "Mean negative log-likelihood of the trained tokens, in nats."),
+    Curve("eval_loss", "Evaluation loss", "The same mean over data.sft_eval, which is not trained on."),
     Curve("lr", "Learning rate", "As the optimizer used it."),
-    Curve("tokens_per_s", "Throughput", "Trained tokens per second."),
+    Curve("tokens_per_s", "Throughput", "Tokens of the rows per second, also those that are not trained on."),
 )
 RL_CURVES = (
     Curve("reward", "Reward", "Mean over the step's rollouts, on training prompts.", is_from_zero=False),

@@ -77,14 +77,25 @@ def test_the_experts_of_a_mixture_get_no_adapters(tmp_path: Path) -> None:
         check_adapters(config_of(tmp_path, target_modules=["q_proj", "up_proj"]))
 
 
-def test_experts_that_get_adapters_all_the_same_are_refused(tmp_path: Path) -> None:
-    dense = {"mlp_only_layers": [0]}  # whose layers are called like those that experts have in files
-    model = save_model(tmp_path, "qwen3_moe", **SIZES, **EXPERTS, **dense)
-    with pytest.raises(ConfigError, match=r"^lora\.target_modules: peft makes adapters for other layers .*experts"):
-        add_adapters(model, LoRAConfig(rank=2))
-    again = save_model(tmp_path, "qwen3_moe", **SIZES, **EXPERTS, **dense)
-    add_adapters(again, LoRAConfig(rank=2, target_modules=("q_proj", "o_proj")))
-    assert merged_weights(again).keys() == base_weights(again).keys()
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("qwen3_moe", {**EXPERTS, "mlp_only_layers": [0]}),
+        ("glm4_moe", {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}),
+    ],
+)
+def test_layers_that_are_called_like_experts_get_adapters_and_experts_get_none(
+    kind: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    model = save_model(tmp_path, kind, **SIZES, **settings)
+    adapted = adapted_layers(model)
+    assert {"model.layers.0.mlp.gate_proj", "model.layers.0.mlp.down_proj"} <= adapted
+    assert not any(name.endswith("experts") for name in adapted)
+    assert merged_weights(model).keys() == base_weights(model).keys()
+    assert check_adapters(config_of(tmp_path, target_modules=["up_proj"])) == []
+    again = save_model(tmp_path, kind, **SIZES, **settings)
+    add_adapters(again, LoRAConfig(rank=2, target_modules=("mlp.up_proj",)))
+    assert [name for name, part in again.named_modules() if hasattr(part, "lora_A")] == ["model.layers.0.mlp.up_proj"]
 
 
 @pytest.mark.parametrize(

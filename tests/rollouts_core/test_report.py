@@ -37,7 +37,7 @@ from rollouts_core.report import (
     with_registered_name,
 )
 from rollouts_core.report.charts import Axis, axis_place, axis_ticks, format_number, format_seconds
-from rollouts_core.report.curves import metric_points, thin_points
+from rollouts_core.report.curves import load_curves, metric_points, thin_points
 from rollouts_core.report.page import usage_code
 from rollouts_core.report.results import ShownDifference, choose_display, describe_difference, load_evaluation
 from rollouts_core.report.transcripts import completion_text, load_transcripts, pick_different, shorten_text
@@ -212,6 +212,17 @@ def test_the_page_shows_every_part(full_report: ReportInput) -> None:
              "rl says 5", "reused", "run &lt;b&gt; finished", "1 min 15 s",
              "rollouts run tiny.toml", "rollouts serve")  # fmt: skip
     assert [part for part in parts if part not in page] == []
+
+
+def test_the_loss_on_evaluation_rows_is_drawn_where_it_was_taken(full_report: ReportInput) -> None:
+    assert full_report.sft_dir and "Evaluation loss" not in render_report(full_report)
+    with JSONLLogger(RunDirectory(full_report.sft_dir).metrics) as logger:
+        for step, eval_loss in ((200, 1.75), (400, 1.25)):
+            logger.log({"loss": 4.0 / step, "lr": 1e-5, "grad_norm": 1.0, "eval_loss": eval_loss}, step)
+    sft = load_curves(full_report)[0]
+    [chart] = [chart for chart in sft.charts if chart.title == "Evaluation loss"]
+    assert chart.headline == "1.75 → 1.25"
+    assert "Evaluation loss" in render_report(full_report)
 
 
 def test_the_use_of_gpus_is_shown_where_it_was_sampled(full_report: ReportInput) -> None:

@@ -33,7 +33,7 @@ from rollouts_core.errors import CheckpointError, ConfigError, DataError
 from rollouts_core.findings import Caution
 from rollouts_core.function_checks import check_functions
 from rollouts_core.generate import check_prompt_lengths
-from rollouts_core.model_checks import check_positions, count_positions
+from rollouts_core.model_checks import check_packing, check_positions, count_positions
 from rollouts_core.saving import describe_settings
 from rollouts_core.types import Sample
 from rollouts_core.validate import (
@@ -222,6 +222,28 @@ MODELS: dict[str, PreTrainedConfig] = {
     "bloom": BloomConfig(),
 }
 """Tables of learned, and of computed, positions; positions that go on; and none at all."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "packing", "named"),
+    [
+        ("sft", {}, r"training\.sft\.packing = false"),
+        ("sft+rl", {}, r"training\.sft\.packing and training\.rl\.packing = false"),
+        ("sft+rl", {"sft": {"packing": False}}, r"training\.rl\.packing = false"),
+        ("sft", {"sft": {"packing": False}}, ""),
+    ],
+)
+@pytest.mark.parametrize("family", ["jamba", "bloom"])
+def test_a_model_that_heeds_no_mask_is_refused_where_rows_are_packed(
+    tmp_path: Path, family: str, mode: str, packing: dict[str, Any], named: str
+) -> None:
+    MODELS[family].save_pretrained(tmp_path)
+    data = dict.fromkeys(("sft", "prompts", "selection", "heldout"), "rows.jsonl")
+    settings = {"mode": mode, "model": {"path": str(tmp_path)}, "data": data, "training": packing}
+    place = {"jamba": "the linear_attention layers of jamba", "bloom": "bloom models"}[family]
+    words = f"see each other in {place}: set {named}"
+    with pytest.raises(ConfigError, match=words) if named else nullcontext():
+        check_packing(Config.model_validate(settings))
 
 
 @pytest.mark.parametrize("family", MODELS)

@@ -10,6 +10,7 @@ from typing import Any
 
 import datasets
 import pytest
+from tokenizers import processors
 from transformers import PreTrainedTokenizerBase
 
 from rollouts_core.agent import AgentTurn, Trajectory, agent_integration
@@ -75,6 +76,21 @@ def test_a_text_row_is_trained_on_whole_and_ends(tmp_path: Path, tokenizer: PreT
     sample = load_one(tmp_path, {"text": "1+1=2"}, tokenizer)
     assert tokenizer.decode(sample.tokens) == "1+1=2<|end|>"
     assert sample.loss_mask == [1.0] * 6
+
+
+@pytest.mark.parametrize("post_processor", ["$A", "<|im_start|> $A", "<|im_start|> $A <|im_end|>"])
+@pytest.mark.parametrize("begin", ["", "<|im_start|>"])
+@pytest.mark.parametrize("end", ["", "<|im_end|>"])
+def test_a_text_row_begins_and_ends_once_whoever_says_it(
+    tmp_path: Path, byte_tokenizer: PreTrainedTokenizerBase, post_processor: str, begin: str, end: str
+) -> None:
+    byte_tokenizer.bos_token = "<|im_start|>"
+    special = [(token, byte_tokenizer.convert_tokens_to_ids(token)) for token in ("<|im_start|>", "<|im_end|>")]
+    processor = processors.TemplateProcessing(single=post_processor, special_tokens=special)
+    byte_tokenizer.backend_tokenizer.post_processor = processor
+    sample = load_one(tmp_path, {"text": f"{begin}1+1=2{end}"}, byte_tokenizer)
+    expected_begin = "<|im_start|>" if begin or post_processor != "$A" else ""
+    assert byte_tokenizer.decode(sample.tokens) == f"{expected_begin}1+1=2<|im_end|>"
 
 
 def test_a_text_row_needs_no_chat_template(tmp_path: Path, base_model: ModelConfig) -> None:

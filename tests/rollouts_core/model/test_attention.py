@@ -8,14 +8,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedModel
 
 from rollouts_core.batch import build_batch
 from rollouts_core.config import ModelConfig, PolicyConfig
 from rollouts_core.model.attention import WRITTEN_OUT, use_written_out_attention
 from rollouts_core.model.policy import compute_logprobs, create_policy
 from rollouts_core.types import Sample
-from tests.rollouts_core.make import make_groups, make_random_samples
+from tests.rollouts_core.make import TINY_MODEL, make_groups, make_random_samples
 
 ROWS = {
     "alone": [[sample] for sample in make_random_samples(4)],
@@ -36,6 +36,20 @@ def test_log_probs_and_gradients_are_those_of_the_fused_kernel(tiny_model: PreTr
     expected, gradient = logprobs_and_gradient(tiny_model, ROWS[name])
     use_written_out_attention(tiny_model)
     found, other_gradient = logprobs_and_gradient(tiny_model, ROWS[name])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(other_gradient, gradient, atol=1e-4, rtol=1e-4)
+
+
+def test_values_may_be_of_another_width_than_keys() -> None:
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        **TINY_MODEL | {"num_key_value_heads": 2}, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8,
+        qk_rope_head_dim=8, v_head_dim=12, first_k_dense_replace=2,
+    )  # fmt: skip
+    model = DeepseekV3ForCausalLM(config)
+    expected, gradient = logprobs_and_gradient(model, ROWS["packed"])
+    use_written_out_attention(model)
+    found, other_gradient = logprobs_and_gradient(model, ROWS["packed"])
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(other_gradient, gradient, atol=1e-4, rtol=1e-4)
 

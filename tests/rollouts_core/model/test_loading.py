@@ -4,6 +4,7 @@ Without it packing would train every sample on the context of strangers, which l
 """
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from torch import Tensor
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
@@ -315,6 +318,33 @@ def test_a_model_that_changes_its_logits_in_its_own_way_is_refused(model_class: 
 def test_a_model_without_a_head_is_refused() -> None:
     with pytest.raises(ConfigError, match="llama models cannot be trained here: it has no output head"):
         check_logits(LlamaModel(LlamaConfig(**TINY)))
+
+
+def test_a_model_whose_decoder_is_not_where_its_class_says_is_refused() -> None:
+    with pytest.raises(ConfigError, match="llama4_text models cannot be trained here: it has no decoder under"):
+        check_logits(Llama4ForCausalLM(Llama4TextConfig(**TINY, intermediate_size_mlp=24, num_local_experts=2)))
+
+
+def test_weights_that_compute_no_numbers_are_one_sentence(tmp_path: Path, base_model: ModelConfig) -> None:
+    model = load_hf_model(base_model)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.fill_(math.nan)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=f"the weights at {tmp_path} compute no numbers .* take another checkpoint"
+    ):
+        load_hf_model(ModelConfig(path=str(tmp_path)))
+
+
+def test_a_package_that_the_model_lacks_is_not_taken_for_one_of_the_attention(
+    tmp_path: Path, base_model: ModelConfig
+) -> None:
+    load_hf_model(base_model).save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    quantized = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 8}}
+    (tmp_path / "config.json").write_text(json.dumps(settings | quantized))
+    with pytest.raises(CheckpointError, match=rf"no model could be loaded from {tmp_path}: Loading a GPTQ quantized"):
+        load_hf_model(ModelConfig(path=str(tmp_path)))
 
 
 def test_a_kernel_that_leaves_out_the_cap_of_attention_scores_is_refused() -> None:

@@ -13,8 +13,12 @@ from torch import Tensor
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     GPT2Config,
     GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -31,7 +35,7 @@ from rollouts_core.config import PLAIN_POLICY, LoRAConfig, ModelConfig, OptimCon
 from rollouts_core.errors import ConfigError
 from rollouts_core.model import policy
 from rollouts_core.model.policy import compute_logprobs, create_policy
-from tests.rollouts_core.make import make_random_samples, make_sample
+from tests.rollouts_core.make import TINY_MODEL, make_random_samples, make_sample
 
 VOCABULARY = 25
 
@@ -255,10 +259,15 @@ def build_windowed_model(kind: str) -> PreTrainedModel:
     }
     if kind == "all layers":
         return MistralForCausalLM(MistralConfig(**shape))
+    if kind == "some layers of a model that sees images":
+        layers = {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 8}
+        sight = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        images = {"vision_config": sight | {"image_size": 4, "patch_size": 2}, "mm_tokens_per_image": 1}
+        return Gemma3ForConditionalGeneration(Gemma3Config(text_config=shape | layers, **images))
     return Qwen2ForCausalLM(Qwen2Config(**shape, use_sliding_window=True, max_window_layers=1))
 
 
-@pytest.mark.parametrize("kind", ["all layers", "some layers"])
+@pytest.mark.parametrize("kind", ["all layers", "some layers", "some layers of a model that sees images"])
 @torch.no_grad()
 def test_packed_samples_see_no_further_back_than_the_window(kind: str) -> None:
     model = build_windowed_model(kind)
@@ -272,7 +281,7 @@ def test_packed_samples_see_no_further_back_than_the_window(kind: str) -> None:
     assert torch.allclose(packed_BT[:, 7:11], changed_BT[:, 7:11], atol=1e-6) == (kind == "all layers")
 
 
-@pytest.mark.parametrize("kind", ["all layers", "some layers"])
+@pytest.mark.parametrize("kind", ["all layers", "some layers", "some layers of a model that sees images"])
 @torch.no_grad()
 def test_a_shared_prompt_is_seen_as_far_back_as_an_own_one(kind: str) -> None:
     model = build_windowed_model(kind)
@@ -294,6 +303,20 @@ def test_models_that_carry_a_state_refuse_packed_rows() -> None:
     )  # fmt: skip
     with pytest.raises(ConfigError, match="linear_attention layers of qwen3_next: set packing = false"):
         compute_logprobs(Qwen3NextForCausalLM(config), build_batch([[make_sample(), make_sample()]], pad_id=0))
+
+
+@torch.no_grad()
+def test_layers_that_carry_a_state_start_anew_in_each_row_whatever_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Lfm2ForCausalLM(Lfm2Config(**TINY_MODEL, layer_types=["conv", "full_attention"]))
+    samples = make_random_samples(3)
+    alone = [compute_logprobs(model, build_batch([[sample]], pad_id=0))[0] for sample in samples]
+    monkeypatch.setattr(policy, "KERNELS_WITHOUT_MASK", {"sdpa"})
+    found_BT = compute_logprobs(model, build_batch([[sample] for sample in samples], pad_id=0))
+    for found_T, alone_T in zip(found_BT, alone, strict=True):
+        torch.testing.assert_close(found_T[: len(alone_T)], alone_T, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ConfigError, match="conv layers of lfm2: set packing = false"):
+        compute_logprobs(model, build_batch([samples], pad_id=0))
 
 
 def attend_by_bounds(
