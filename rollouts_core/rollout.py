@@ -213,10 +213,16 @@ class AsyncRolloutManager:
             **({"generation": self._resumable.state_dict()} if self._resumable else {}),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: JSON
-        """Go on with the groups of `state_dict`."""
+    def load_state_dict(self, state: Mapping[str, Any], *, is_regraded: bool = False) -> None:  # Any: JSON
+        """Go on with the groups of `state_dict`.
+
+        Args:
+            is_regraded: those ready were graded and filtered by other settings, so both are done again.
+        """
         self.partial_samples = [sample_from_json(record) for record in state["partial_samples"]]
         ready = [sample_from_json(record) for record in state.get("ready_samples", ())]
+        if is_regraded:
+            self.partial_samples, ready = [*ready, *self.partial_samples], []
         self._ready = {group[0].group_index: group for group in group_samples(ready)}
         self.published = PublishedVersions(self.published.num_kept, state.get("published", ()))
         if self._resumable and "generation" in state:

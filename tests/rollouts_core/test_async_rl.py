@@ -299,6 +299,19 @@ def test_completions_that_have_more_tokens_than_a_lower_limit_allows_end_there(r
     assert Status.TRUNCATED in {sample.status for sample in begun}
 
 
+def reward_of_one(sample: Sample) -> float:
+    return 1.0
+
+
+def test_what_was_ready_is_graded_again_where_a_run_goes_on_with_another_reward(run: Run) -> None:
+    ahead = with_rollout(run, max_staleness=1)
+    ahead.training = ahead.training.model_copy(update={"checkpoint_every": 1, "allow_changed": ("rollout.reward_fn",)})
+    ahead.train_alone(2)
+    ahead.rollout = ahead.rollout.model_copy(update={"reward_fn": reward_of_one})
+    ahead.train_alone(3)
+    assert ahead.batches[2].rewards == [1.0] * 12
+
+
 @pytest.mark.parametrize("in_flight", ["finish", "abort", "continue"])
 @pytest.mark.parametrize("stop_at", [1, 2, 3, 4])
 def test_a_run_that_is_cancelled_and_goes_on_trains_each_prompt_once(
