@@ -261,7 +261,10 @@ ALGORITHMS: dict[str, AlgorithmPreset] = {
     ),
     "nanochat": AlgorithmPreset(
         source=NANOCHAT,
-        settings={"advantage": {"estimator": "group_mean"}, "loss": _ppo(objective="reinforce")},
+        settings={
+            "advantage": {"estimator": "group_mean"},
+            "loss": _ppo(objective="reinforce", aggregation="prompt_mean", count_untrained=True),
+        },
         rollout={"batch_size": 16, "n_samples_per_prompt": 16},
     ),
     "torchtitan-grpo": AlgorithmPreset(
