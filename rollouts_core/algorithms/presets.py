@@ -220,6 +220,7 @@ ALGORITHMS: dict[str, AlgorithmPreset] = {
     "skyrl-grpo": AlgorithmPreset(
         source=SKYRL,
         settings={
+            "num_minibatches": 4,
             "advantage": _group_mean_std(singleton="reward"),
             "loss": _ppo(kl_coef=0.001, **K3_LIMITED),
         },
@@ -227,6 +228,7 @@ ALGORITHMS: dict[str, AlgorithmPreset] = {
     "skyrl-maxrl": AlgorithmPreset(
         source=SKYRL,
         settings={
+            "num_minibatches": 4,
             "advantage": {"estimator": "max_rl", "eps": 1e-6, "singleton": "reward"},
             "loss": _ppo(kl_coef=0.001, **K3_LIMITED),
         },
