@@ -7,9 +7,11 @@ transformers library that is the larger part.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 
 import torch
 
@@ -26,12 +28,14 @@ from rollouts_core.evaluate import (
 )
 from rollouts_core.job import EvalJob, GenerateJob, InputModel
 from rollouts_core.job_inputs import check_model, checked_file
-from rollouts_core.metrics import EventLog, JSONLLogger
+from rollouts_core.metrics import EventLog, JSONLLogger, read_json_lines
 from rollouts_core.model.loading import load_tokenizer, silence_progress_bars
 from rollouts_core.resolve import resolve_reward_fn
 from rollouts_core.rewards import grade_group
 from rollouts_core.run_directory import RunDirectory, attempt_number
-from rollouts_core.types import Prompt, Sample
+from rollouts_core.types import Prompt, Sample, sample_from_json
+
+logger = logging.getLogger(__name__)
 
 
 def run_eval_job(job: EvalJob | GenerateJob, directory: RunDirectory) -> None:
@@ -71,7 +75,8 @@ async def score_checkpoint(checkpoint: InputModel, job: EvalJob, directory: RunD
         return score_demonstrations(checkpoint.model, demonstrations)
     prompts = load_prompts_from_jsonl(job.data.path, max_rows=job.evaluation.max_prompts)
     rollout = evaluation_rollouts(job.evaluation, job.rollout)
-    samples = await complete_prompts(checkpoint, prompts, rollout, job.deployment, directory)
+    complete = partial(complete_prompts, checkpoint, prompts, rollout, job.deployment, directory)
+    samples = await complete_once(checkpoint.name, complete, directory, rollout, num_prompts=len(prompts))
     graded = await grade_group(samples, resolve_reward_fn(rollout), timeout_s=rollout.reward_timeout_s)
     directory.write_samples(checkpoint.name, graded, temperature=rollout.sampling.temperature)
     return scores_by_prompt(graded)
@@ -82,10 +87,33 @@ async def sample_prompts(job: GenerateJob, directory: RunDirectory) -> None:
     check_model(job.model)
     with checked_file(job.prompts):
         prompts = load_prompts_from_jsonl(job.prompts.path, max_rows=job.max_prompts)
-    samples = await complete_prompts(job.model, prompts, job.rollout, job.deployment, directory)
+    complete = partial(complete_prompts, job.model, prompts, job.rollout, job.deployment, directory)
+    samples = await complete_once("completions", complete, directory, job.rollout, num_prompts=len(prompts))
     graded = await grade_group(samples, resolve_reward_fn(job.rollout), timeout_s=job.rollout.reward_timeout_s)
     directory.write_samples("completions", graded, temperature=job.rollout.sampling.temperature)
     directory.write_result({"num_samples": len(graded), **asdict(estimate_mean(scores_by_prompt(graded)))})
+
+
+async def complete_once(
+    name: str,
+    complete: Callable[[], Awaitable[list[Sample]]],
+    directory: RunDirectory,
+    rollout: RolloutConfig,
+    *,
+    num_prompts: int,
+) -> list[Sample]:
+    """The completions in samples/<name>.jsonl, if an earlier attempt at this job left all there, or else of `complete`.
+
+    They are written before they are graded, so that neither an outage of a reward nor a later checkpoint costs them.
+    Rewards are not taken from there: what gave them may have been mended since.
+    """
+    kept = [sample_from_json(line) for line in read_json_lines(directory.samples / f"{name}.jsonl")]
+    if len(kept) == num_prompts * rollout.n_samples_per_prompt:
+        logger.info("took the completions in samples/%s.jsonl, of an earlier attempt", name)
+        return [replace(sample, reward=None) for sample in kept]
+    samples = await complete()
+    directory.write_samples(name, samples, temperature=rollout.sampling.temperature)
+    return samples
 
 
 async def complete_prompts(

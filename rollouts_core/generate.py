@@ -40,6 +40,8 @@ Group = list[Sample]
 """The samples of one prompt."""
 UNFINISHED = (Status.PENDING, Status.ABORTED)
 """How samples stand that have no completion yet, or a part of one."""
+AT_LIMIT = "length"
+"""The finish reason of a completion that has all the tokens that it may have, as engines call it."""
 MAX_INTERRUPTIONS = 1000
 """How often a completion is continued that was broken off."""
 
@@ -80,7 +82,14 @@ class CompletionGenerator:
 
     async def __call__(self, group: Sequence[Sample]) -> list[Sample]:
         prompt_tokens = tokenize_prompt(self.tokenizer, group[0].messages, self.tools)
-        unfinished = [sample for sample in group if sample.status in UNFINISHED]
+        limit = len(prompt_tokens) + self.config.sampling.max_new_tokens
+        # The limit may be a lower one than that under which they were begun: a run can go on with other settings.
+        finished = {
+            sample.index: replace(sample, status=Status.TRUNCATED, finish_reason=AT_LIMIT)
+            for sample in group
+            if sample.status in UNFINISHED and len(sample.tokens) >= limit
+        }
+        unfinished = [sample for sample in group if sample.status in UNFINISHED and sample.index not in finished]
         requests = [
             continue_request(
                 GenerationRequest(
@@ -94,8 +103,8 @@ class CompletionGenerator:
             for sample in unfinished
         ]
         engine = self.engines[group[0].group_index % len(self.engines)]
-        completions = await engine.generate(requests)
-        finished = {
+        completions = await engine.generate(requests) if requests else []
+        finished |= {
             sample.index: complete_sample(sample, prompt_tokens, completion, self.tokenizer)
             for sample, completion in zip(unfinished, completions, strict=True)
         }
@@ -240,6 +249,8 @@ async def complete_request(
     for _ in range(MAX_INTERRUPTIONS):
         if completion is None:
             [completion] = await engine.generate([request])
+        elif completion.status is Status.ABORTED and len(completion.tokens) >= request.sampling.max_new_tokens:
+            completion = replace(completion, status=Status.TRUNCATED, finish_reason=AT_LIMIT)
         elif completion.status is Status.ABORTED:
             [rest] = await engine.generate([continue_request(request, completion.tokens)])
             completion = join_completions(completion, rest)

@@ -63,8 +63,8 @@ class OfflineRollouts:
         """The place in the folder."""
         return {"num_taken": self._num_taken}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: JSON
-        """Go on from the place of `state_dict`."""
+    def load_state_dict(self, state: Mapping[str, Any], *, is_regraded: bool = False) -> None:  # Any: JSON
+        """Go on from the place of `state_dict`; recorded rollouts keep their rewards."""
         self._num_taken = state["num_taken"]
 
     def replay(self, schedules: Sequence[Schedule]) -> None:

@@ -146,7 +146,8 @@ async def resume(
     """Go on from the newest checkpoint, where there is one; returns the next step, and what was just counted.
 
     With other data, where that is allowed, the weights go on and the data begin, at the first prompt or recorded step:
-    a place in the former data, groups of them that were under way, and what they lacked mean nothing here.
+    a place in the former data, groups of them that were under way, and what they lacked mean nothing here. With other
+    settings the groups that were ready are graded again: what grades them may be among those.
 
     Raises:
         NoSignalError: it is where the training ended for want of signal, and the limit is still the same.
@@ -158,7 +159,7 @@ async def resume(
     signal = SignalWatch(config.max_steps_without_signal, state.get("signal") if are_same_data else None)
     signal.check()
     if state["step"] and are_same_data:
-        rollout_manager.load_state_dict(state["rollout"])
+        rollout_manager.load_state_dict(state["rollout"], is_regraded=bool(checkpoints.changed))
         if data_buffer:
             data_buffer.load_state_dict(state["data_buffer"])
     if checkpoints.events and checkpoints.directory:

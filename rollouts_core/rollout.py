@@ -213,10 +213,16 @@ class AsyncRolloutManager:
             **({"generation": self._resumable.state_dict()} if self._resumable else {}),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: JSON
-        """Go on with the groups of `state_dict`."""
+    def load_state_dict(self, state: Mapping[str, Any], *, is_regraded: bool = False) -> None:  # Any: JSON
+        """Go on with the groups of `state_dict`.
+
+        Args:
+            is_regraded: those ready were graded and filtered by other settings, so both are done again.
+        """
         self.partial_samples = [sample_from_json(record) for record in state["partial_samples"]]
         ready = [sample_from_json(record) for record in state.get("ready_samples", ())]
+        if is_regraded:
+            self.partial_samples, ready = [*ready, *self.partial_samples], []
         self._ready = {group[0].group_index: group for group in group_samples(ready)}
         self.published = PublishedVersions(self.published.num_kept, state.get("published", ()))
         if self._resumable and "generation" in state:
@@ -267,8 +273,9 @@ class AsyncRolloutManager:
                 failure, self._failure = self._failure, None
                 self._tally.num_asked = len(self._under_way)
                 raise failure
-            self._changed = anyio.Event()
-            await self._changed.wait()
+            if indices is None:
+                self._changed = anyio.Event()
+                await self._changed.wait()
         self._num_wanted = ahead
         return indices
 
@@ -280,7 +287,10 @@ class AsyncRolloutManager:
         return chosen if is_full and self._failure is None else None
 
     def _ask_again_for_stale(self, indices: Sequence[int]) -> bool:
-        """Start those of some ready groups again that are too old to be trained on; False where there are none."""
+        """Start those of some ready groups again that are too old to be trained on; False where there are none.
+
+        In their place come groups that have finished since the batch was full.
+        """
         stale = [i for i in indices if self.published.oldest(self._ready[i]) > self.config.max_token_age]
         for index in stale:
             del self._ready[index]
@@ -288,6 +298,7 @@ class AsyncRolloutManager:
             self.partial_samples.extend(self._pending_group(index))
         if stale:
             self._ask_for_groups()
+            self._look_at_finished()
         return bool(stale)
 
     def _take_batch(self, indices: Sequence[int]) -> RolloutBatch:

@@ -26,6 +26,7 @@ from rollouts_core.config import (
     RLTrainingConfig,
     RolloutConfig,
     SFTTrainingConfig,
+    name_of_function,
 )
 from rollouts_core.data.chat import TrainOn, warn_of_endless_turns, warn_of_unseen_tools
 from rollouts_core.data.conversations import Row, has_empty_turn
@@ -128,7 +129,7 @@ def validate_config(config: Config) -> list[str]:
     findings += check_prompt_epochs(config, len(loaded["prompts"])) if "prompts" in loaded else []
     findings += warn_of_endless_turns(tokenizer)
     findings += warn_of_unseen_tools(tokenizer, describe_tools(resolve_environment(config.rollout)))
-    return findings + (warn_of_uncorrected_age(config) if config.mode != "sft" else [])
+    return findings + ([*warn_of_own_generation(config), *warn_of_uncorrected_age(config)] * (config.mode != "sft"))
 
 
 def validate_evaluation(config: Config, models: Sequence[ModelConfig]) -> list[str]:
@@ -156,6 +157,19 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig]) -> list[s
         findings += [_count_prompts(prompts, heldout), *warn_of_endless_turns(tokenizer)]
         findings += warn_of_unseen_tools(tokenizer, describe_tools(resolve_environment(scored.rollout)))
     return list(dict.fromkeys(findings))
+
+
+def warn_of_own_generation(config: Config) -> list[Caution]:
+    """A warning where RL learns from completions made otherwise than those that checkpoints are compared by."""
+    if config.rollout.generate_fn == "" or config.data.rollouts:
+        return []
+    return [
+        Caution(
+            f"rollout.generate_fn {name_of_function(config.rollout.generate_fn)} makes the completions of RL alone: "
+            f"checkpoints are compared by what {config.evaluation_engine.kind} completes by itself, in one turn or "
+            "with rollout.environment, so scores may not show what such completions gain"
+        )
+    ]
 
 
 def warn_of_uncorrected_age(config: Config) -> list[Caution]:

@@ -56,7 +56,7 @@ def batch_advantages(
     scored = [_scored(rewards, settings) for rewards in groups]
     in_batch = [reward for rewards in scored for reward in rewards]
     batch_mean = statistics.fmean(in_batch) if in_batch else 0.0
-    batch_scale = _deviation(in_batch, settings.std) + settings.eps
+    batch_scale = _deviation(in_batch, settings.std) + settings.eps or 1.0  # equal rewards, and no eps
     estimates: list[list[float]]
     if settings.estimator == "constant":
         estimates = [compute_advantages(rewards, settings.baseline) for rewards in scored]

@@ -220,6 +220,7 @@ ALGORITHMS: dict[str, AlgorithmPreset] = {
     "skyrl-grpo": AlgorithmPreset(
         source=SKYRL,
         settings={
+            "num_minibatches": 4,
             "advantage": _group_mean_std(singleton="reward"),
             "loss": _ppo(kl_coef=0.001, **K3_LIMITED),
         },
@@ -227,6 +228,7 @@ ALGORITHMS: dict[str, AlgorithmPreset] = {
     "skyrl-maxrl": AlgorithmPreset(
         source=SKYRL,
         settings={
+            "num_minibatches": 4,
             "advantage": {"estimator": "max_rl", "eps": 1e-6, "singleton": "reward"},
             "loss": _ppo(kl_coef=0.001, **K3_LIMITED),
         },
@@ -261,7 +263,10 @@ ALGORITHMS: dict[str, AlgorithmPreset] = {
     ),
     "nanochat": AlgorithmPreset(
         source=NANOCHAT,
-        settings={"advantage": {"estimator": "group_mean"}, "loss": _ppo(objective="reinforce")},
+        settings={
+            "advantage": {"estimator": "group_mean"},
+            "loss": _ppo(objective="reinforce", aggregation="prompt_mean", count_untrained=True),
+        },
         rollout={"batch_size": 16, "n_samples_per_prompt": 16},
     ),
     "torchtitan-grpo": AlgorithmPreset(

@@ -77,7 +77,7 @@ class RolloutConfig(Record):
     it at once."""
     generate_fn: FunctionName = ""
     """Takes the pending samples of a group and returns them finished, with the log-probs of what was sampled; empty
-    asks the engines."""
+    asks the engines. Completions that checkpoints are compared by come from an engine all the same."""
     generate_timeout_s: Annotated[Finite, Field(gt=0)] = 3600.0
     """A `generate_fn` that takes longer for one call ends the run with a sentence, also where it never waits for
     anything."""

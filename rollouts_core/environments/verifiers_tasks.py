@@ -74,6 +74,8 @@ def load_rows(taskset_id: str) -> list[dict[str, Any]]:  # Any: JSON
 def samples_of_trace(trace: Any, pending: Sample | None = None) -> list[Sample]:  # Any: verifiers' traces
     """The graded samples of what an agent of verifiers did: one for each trainable branch, which share the reward.
 
+    What several branches have in common is trained on in the first of them, and only read in the others.
+
     Args:
         trace: recorded through the train client, so that it has tokens.
         pending: the sample that asked for it; its prompt, place and metadata stay.
@@ -85,7 +87,7 @@ def samples_of_trace(trace: Any, pending: Sample | None = None) -> list[Sample]:
     if trace.has_error:
         reason = trace.last_error.message if trace.last_error else trace.stop_condition
         raise EnvironmentUnavailableError(f"the trace {trace.id} ended early: {reason}")
-    branches = [branch for branch in trace.branches if branch.trainable and any(branch.sampled_mask)]
+    branches = [(branch, mask) for branch, mask in _mask_branches(trace) if any(mask)]
     if not branches:
         raise DataError(f"the trace {trace.id} has no sampled tokens: record it through verifiers' train client")
     return [
@@ -93,15 +95,31 @@ def samples_of_trace(trace: Any, pending: Sample | None = None) -> list[Sample]:
             pending or Sample(),
             response=trace.last_reply,
             tokens=branch.token_ids,
-            loss_mask=[float(is_sampled) for is_sampled in branch.sampled_mask],
+            loss_mask=mask,
             rollout_log_probs=branch.logprobs,
             reward=float(trace.reward),
             turn=number if len(branches) > 1 else None,
             status=Status.TRUNCATED if trace.is_timeout else Status.COMPLETED,
             finish_reason=trace.stop_condition or "",
         )
-        for number, branch in enumerate(branches)
+        for number, (branch, mask) in enumerate(branches)
     ]
+
+
+def _mask_branches(trace: Any) -> list[tuple[Any, list[float]]]:  # Any: verifiers' traces and branches
+    """The trainable branches with their loss masks: each node counts in the first branch that it is on."""
+    masked = []
+    trained: set[int] = set()
+    for branch in trace.branches:
+        if not branch.trainable:
+            continue
+        mask: list[float] = []
+        for node in branch.nodes:
+            is_first = id(node) not in trained  # the same object on every branch
+            trained.add(id(node))
+            mask += [float(is_sampled and is_first) for is_sampled in node.mask]
+        masked.append((branch, mask))
+    return masked
 
 
 def _row_of(task: Any, taskset_id: str) -> dict[str, Any]:  # Any: verifiers' tasks, JSON

@@ -215,22 +215,25 @@ def test_a_stop_at_any_moment_loses_no_prompt_and_takes_none_twice(pause_s: floa
     assert asyncio.run(run()) == list(range(15))
 
 
-def test_what_was_ready_is_not_generated_again() -> None:
-    async def run() -> list[int]:
+@pytest.mark.parametrize(("is_regraded", "rewards"), [(False, [0.0, 1.0] * 3), (True, [5.0] * 6)])
+def test_what_was_ready_is_not_generated_again_but_graded_again_where_that_is_asked_for(
+    is_regraded: bool, rewards: list[float]
+) -> None:
+    async def run() -> tuple[list[int], list[float]]:
         policy = SlowPolicy()
         async with manager_of(policy) as stopped:
             await stopped.generate_batch()
             await asyncio.sleep(TRAINING_S)
             state, cursor = stopped.state_dict(), stopped.data_buffer.state_dict()
         policy.asked.clear()
-        resumed = manager_of(policy)
+        resumed = manager_of(policy, reward_fn=lambda sample: 5.0)
         resumed.data_buffer.load_state_dict(cursor)
-        resumed.load_state_dict(state)
+        resumed.load_state_dict(state, is_regraded=is_regraded)
         async with resumed:
-            await resumed.generate_batch()
-        return policy.asked
+            batch = await resumed.generate_batch()
+        return policy.asked, batch.rewards
 
-    assert asyncio.run(run()) == [9, 10, 11]
+    assert asyncio.run(run()) == ([9, 10, 11], rewards)
 
 
 def test_a_group_that_was_broken_off_is_asked_for_again_with_its_tokens() -> None:

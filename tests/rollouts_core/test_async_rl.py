@@ -35,7 +35,7 @@ from rollouts_core.rewards import grade_group
 from rollouts_core.rl import run_rl_training, train_on_rollouts
 from rollouts_core.rollout import AsyncRolloutManager
 from rollouts_core.rollout_batch import convert_to_batch
-from rollouts_core.types import RolloutBatch, Sample
+from rollouts_core.types import RolloutBatch, Sample, Status
 from tests.rollouts_core.served_engine import engine_url, served_engine
 
 TRAINING = RLTrainingConfig(num_steps=5, checkpoint_every=2, optim=RLOptimConfig(lr=1e-3, schedule="constant"))
@@ -287,6 +287,32 @@ def test_tokens_that_were_kept_survive_a_restart(run: Run) -> None:
         asyncio.run(kept.train(Uneven(client, first.prompts), 2))
     assert sorted(group_counts(kept.batches[1:])) == [3, 4, 5]
     assert versions_of(kept.batches[1]) == {0, 1}
+
+
+def test_completions_that_have_more_tokens_than_a_lower_limit_allows_end_there(run: Run) -> None:
+    kept = with_rollout(run, over_sampling_factor=2.0, max_partial_staleness=3, sampling=LONG)
+    allowed = ("rollout.sampling.max_new_tokens",)
+    kept.training = kept.training.model_copy(update={"checkpoint_every": 1, "allow_changed": allowed})
+    with served_engine(Path(run.base_model.path), num_slots=32) as (client, _):
+        asyncio.run(kept.train(first := Uneven(client), 1))
+        kept.rollout = kept.rollout.model_copy(update={"sampling": SamplingConfig(max_new_tokens=1)})
+        asyncio.run(kept.train(Uneven(client, first.prompts), 2))
+    begun = [sample for sample in kept.batches[1].samples if sum(sample.loss_mask) > 1]
+    assert begun and {span.version for sample in begun for span in sample.policy_versions} == {0}
+    assert Status.TRUNCATED in {sample.status for sample in begun}
+
+
+def reward_of_one(sample: Sample) -> float:
+    return 1.0
+
+
+def test_what_was_ready_is_graded_again_where_a_run_goes_on_with_another_reward(run: Run) -> None:
+    ahead = with_rollout(run, max_staleness=1)
+    ahead.training = ahead.training.model_copy(update={"checkpoint_every": 1, "allow_changed": ("rollout.reward_fn",)})
+    ahead.train_alone(2)
+    ahead.rollout = ahead.rollout.model_copy(update={"reward_fn": reward_of_one})
+    ahead.train_alone(3)
+    assert ahead.batches[2].rewards == [1.0] * 12
 
 
 @pytest.mark.slow

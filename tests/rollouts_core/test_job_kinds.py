@@ -34,7 +34,7 @@ from rollouts_core.config import (
     SFTTrainingConfig,
 )
 from rollouts_core.data.rows import digest_path
-from rollouts_core.errors import DataError
+from rollouts_core.errors import DataError, EnvironmentUnavailableError
 from rollouts_core.fingerprint import digest_checkpoint, digest_model
 from rollouts_core.job import (
     JOB_TYPES,
@@ -146,6 +146,37 @@ def test_evaluation_by_accuracy_keeps_what_every_model_said(
     result = do(job, tmp_path / "eval-2")
     assert result["checkpoints"][0]["num_rows"] == 8
     assert len(read_json_lines(tmp_path / "eval-2/samples/base.jsonl")) == 24
+
+
+def reward_that_is_away(sample: Sample) -> float:
+    raise EnvironmentUnavailableError("the judge is away")
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_completions_of_an_attempt_that_could_not_be_graded_are_graded_by_the_next_one(
+    base: InputModel, quickstart_dir: Path, tmp_path: Path, is_whole: bool
+) -> None:
+    job = EvalJob(
+        checkpoints=(base,),
+        data=rows(quickstart_dir, "heldout"),
+        evaluation=EvaluationConfig(),
+        rollout=ROLLOUT.model_copy(update={"reward_fn": reward_that_is_away}),
+        deployment=ONE_THREAD,
+    )
+    run_dir = tmp_path / "eval-3"
+    with pytest.raises(EnvironmentUnavailableError, match="the judge is away"):
+        do(job, run_dir)
+    kept = run_dir / "samples/base.jsonl"
+    samples = read_json_lines(kept)
+    assert len(samples) == 8
+    # As the untrained model would hardly have said.
+    right = [{**sample, "response": f":{sample['metadata']['answer']}", "status": "completed"} for sample in samples]
+    kept.write_text("".join(json.dumps(sample) + "\n" for sample in right[: 8 if is_whole else 7]))
+    (run_dir / "job.json").write_text(job.model_copy(update={"rollout": ROLLOUT}).model_dump_json())
+    assert main(["eval", str(run_dir / "job.json")]) == 0
+    [scored] = json.loads((run_dir / "result.json").read_text())["checkpoints"]
+    assert scored["scores"] == [float(is_whole)] * 8
+    assert [line["reward"] for line in read_json_lines(kept)] == scored["scores"]
 
 
 def test_a_finished_job_says_when_it_started(base: InputModel, quickstart_dir: Path, tmp_path: Path) -> None:

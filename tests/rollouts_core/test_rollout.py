@@ -174,6 +174,22 @@ def test_tokens_that_were_kept_are_given_up_when_they_are_too_old(num_published:
     assert batch.metadata["drops"] == ({} if num_kept_tokens else {"stale": 1})
 
 
+def test_groups_that_have_finished_take_the_place_of_one_that_turns_out_too_old() -> None:
+    """That of the first group shows only in its answer, as where conversations go on from earlier weights."""
+
+    async def answer_by_version(group: Sequence[Sample]) -> list[Sample]:
+        version = 0 if group[0].group_index == 0 else 2
+        return [replace(answer_with(sample), policy_versions=(VersionSpan(version, 1, 3),)) for sample in group]
+
+    settings = {"generate_fn": answer_by_version, "over_sampling_factor": 2.0, "max_partial_staleness": 1}
+    manager = AsyncRolloutManager(DataBuffer(make_prompts(8)), CONFIG.model_copy(update=settings))
+    for version in range(3):
+        manager.weights_published(version)
+    batch = asyncio.run(asyncio.wait_for(manager.generate_batch(), 30))
+    assert [group[0].group_index for group in batch.groups] == [1, 2, 3]
+    assert batch.metadata["drops"] == {"stale": 1}
+
+
 def test_a_prompt_that_was_broken_off_before_its_first_token_is_of_no_version() -> None:
     """Else what the next weights say behind it counts as older than it is, and is given up."""
 

@@ -44,6 +44,7 @@ from rollouts_core.validate import (
     check_prompt_epochs,
     check_resumed,
     validate_config,
+    warn_of_own_generation,
     warn_of_uncorrected_age,
 )
 from tests.rollouts_core.make import make_prompts
@@ -427,6 +428,13 @@ def test_training_on_old_completions_without_a_correction_is_said(
     assert bool(findings) == is_said
     assert not findings or f"rollout.{setting} 2" in findings[0]
     assert not findings or 'nothing in training.rl.loss corrects for that: set ratio_base = "rollout"' in findings[0]
+
+
+@pytest.mark.parametrize(("generate_fn", "is_said"), [("", False), ("my_agents:solve", True)])
+def test_completions_that_only_rl_sees_are_told(generate_fn: str, is_said: bool) -> None:
+    found = warn_of_own_generation(with_rollout(generate_fn=generate_fn))
+    told = "my_agents:solve makes the completions of RL alone: checkpoints are compared by what embedded completes"
+    assert [told in sentence for sentence in found] == [True] * is_said
 
 
 @pytest.mark.parametrize(

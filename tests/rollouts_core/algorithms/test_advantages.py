@@ -161,6 +161,12 @@ def test_a_group_of_equal_rewards_has_exactly_no_signal(estimator: str, reward: 
     assert group_advantages([reward] * 7, estimator) == [0.0] * 7
 
 
+@pytest.mark.parametrize("estimator", ALL_ESTIMATORS)
+def test_a_batch_of_equal_rewards_has_no_signal_without_an_eps_either(estimator: str) -> None:
+    settings = AdvantageConfig(estimator=estimator, eps=0.0)
+    assert batch_advantages([[1.0, 1.0], [1.0, 1.0, 1.0]], settings) == [[0.0] * 2, [0.0] * 3]
+
+
 def test_a_constant_baseline_gives_signal_to_equal_rewards() -> None:
     assert group_advantages([1.0, 1.0], AdvantageConfig(estimator="constant", baseline=0.5)) == [0.5, 0.5]
 

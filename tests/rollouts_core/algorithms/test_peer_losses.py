@@ -287,7 +287,7 @@ def areal_loss(case: Case) -> dict[str, Any]:
 
 
 def nanochat_loss(case: Case) -> dict[str, Any]:
-    return {"objective": "reinforce"}
+    return {"objective": "reinforce", "aggregation": "prompt_mean", "count_untrained": True}
 
 
 def torchtitan_loss(case: Case) -> dict[str, Any]:

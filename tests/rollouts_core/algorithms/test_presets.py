@@ -108,6 +108,14 @@ def test_a_preset_gives_the_loss_of_its_system(name: AlgorithmName) -> None:
     assert close(logprobs_BT.grad, case["outputs"]["gradient_policy_logprobs_BT"])
 
 
+@pytest.mark.parametrize("name", ["skyrl-grpo", "skyrl-maxrl"])
+def test_a_preset_makes_as_many_updates_as_its_system(name: AlgorithmName) -> None:
+    usual = ALL_CASES["skyrl-defaults_TrainerConfig"]["outputs"]
+    per_pass = usual["train_batch_size"] // usual["policy_mini_batch_size"]
+    preset = algorithm_preset(name)
+    assert (preset.num_minibatches, preset.num_epochs) == (per_pass, usual["update_epochs_per_batch"])
+
+
 def test_what_is_given_wins_over_the_preset() -> None:
     config = RLTrainingConfig(algorithm="verl-dapo", loss=LossConfig(clip_high=0.2), num_minibatches=2)
     assert (config.loss.clip_high, config.loss.dual_clip, config.num_minibatches) == (0.2, 10.0, 2)

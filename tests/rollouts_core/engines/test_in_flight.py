@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -127,6 +128,17 @@ def test_a_completion_that_was_broken_off_goes_on_as_if_it_had_not_been(versions
     assert joined.tokens == whole.tokens
     assert joined.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
     assert joined.version_spans == (("default", 0, 25), ("default", 25, 60))
+
+
+def test_a_completion_with_more_tokens_than_a_lower_limit_allows_ends_as_it_is(versions: dict[str, Path]) -> None:
+    async def run() -> tuple[Completion, Completion]:
+        with served_engine(versions["v-1"]) as (engine, _):
+            [whole] = await engine.generate([ask(8)])
+            begun = replace(whole, status=Status.ABORTED, finish_reason="abort")
+            return whole, await complete_request(engine, ask(5), begun=begun)
+
+    whole, ended = asyncio.run(run())
+    assert ended == replace(whole, status=Status.TRUNCATED, finish_reason="length")
 
 
 def test_an_engine_that_breaks_off_everything_is_given_up(

@@ -135,11 +135,21 @@ def make_trace(**changes: Any) -> vf.Trace:
 def test_a_trace_gives_a_sample_per_branch_with_the_tokens_that_were_sampled() -> None:
     samples = samples_of_trace(make_trace(), Sample(group_index=3, index=1))
     assert [sample.tokens for sample in samples] == [[1, 2, 3, 4, 5, 3, 7], [1, 2, 3, 4, 5, 3, 6]]
-    assert all(sample.loss_mask == [0, 0, 0, 1, 0, 0, 1] for sample in samples)
+    assert [sample.loss_mask for sample in samples] == [[0, 0, 0, 1, 0, 0, 1], [0, 0, 0, 0, 0, 0, 1]]
     assert samples[1].rollout_log_probs == [0, 0, 0, -0.5, 0, 0, -0.1]
     assert [(s.reward, s.turn, s.group_index, s.index, s.response) for s in samples] == [
         (2.0, number, 3, 1, "140") for number in range(2)
     ]
+
+
+def test_a_branch_that_adds_nothing_sampled_is_no_sample() -> None:
+    trace = make_trace()
+    trace.nodes[3:] = [
+        MessageNode(parent=2, message=vf.AssistantMessage(content="140"), sampled=True, token_ids=[6], mask=[True]),
+        MessageNode(parent=1, message=vf.UserMessage(content="?"), token_ids=[8], mask=[False]),
+    ]
+    [sample] = samples_of_trace(trace)
+    assert (sample.tokens, sample.loss_mask, sample.turn) == ([1, 2, 3, 4, 5, 6], [0, 0, 0, 1, 0, 1], None)
 
 
 def test_a_trace_that_failed_or_has_no_tokens_gives_no_sample() -> None:

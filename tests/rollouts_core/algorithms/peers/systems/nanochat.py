@@ -28,28 +28,35 @@ def _advantage_case(checkout: Path) -> Case:
 
 
 def _loss_case(checkout: Path) -> Case:
+    """A step of three prompts with two completions each, one after the other, as the script adds up their gradients."""
     mask_BT = tensor("loss_mask_BT")
 
-    def loss_of(policy_logprobs_BT: torch.Tensor) -> torch.Tensor:
+    def loss_of_example(policy_logprobs_BT: torch.Tensor, rows: slice) -> torch.Tensor:
         namespace = {
             "torch": torch,
-            "logp": policy_logprobs_BT * mask_BT,
-            "advantages": tensor("advantages_B"),
-            "targets": mask_BT.long() - 1,
+            "logp": (policy_logprobs_BT * mask_BT)[rows],
+            "advantages": tensor("advantages_B")[rows],
+            "targets": mask_BT.long()[rows] - 1,
             "num_passes": 1,
-            "examples_per_rank": 1,
+            "examples_per_rank": 3,
         }
         run_statements(checkout / SCRIPT, "", "pg_obj = (logp", "loss = -pg_obj", namespace)
-        return namespace["loss"]
+        loss: torch.Tensor = namespace["loss"]
+        return loss
+
+    def loss_of(policy_logprobs_BT: torch.Tensor) -> torch.Tensor:
+        examples = [slice(start, start + 2) for start in (0, 2, 4)]
+        return torch.stack([loss_of_example(policy_logprobs_BT, rows) for rows in examples]).sum()
 
     return Case(
         name="policy_loss_default",
         function="the script's loop (part)",
         file=SCRIPT,
-        settings={"num_passes": 1, "examples_per_rank": 1},
+        settings={"num_passes": 1, "examples_per_rank": 3},
         inputs=["policy_logprobs_BT", "advantages_B", "loss_mask_BT"],
         outputs=loss_and_gradient(loss_of),
-        note="its model returns 0 for ignored tokens, so the logprobs are multiplied with the mask before the call",
+        note="its model returns 0 for ignored tokens, so the logprobs are multiplied with the mask before the call; "
+        "three examples of two completions",
     )
 
 

@@ -252,8 +252,10 @@ def _defaults_cases() -> list[Case]:
     file = "skyrl/train/config/config.py"
     parts = ("OffPolicyCorrectionConfig", "CISPOConfig", "SAPOConfig", "DPPOConfig", "DynamicSamplingConfig")
     values = {name: field_defaults(getattr(config, name)) for name in parts}
+    updates = ("train_batch_size", "policy_mini_batch_size", "update_epochs_per_batch")
     return [
         defaults_case("AlgorithmConfig", file, field_defaults(config.AlgorithmConfig), algorithm),
+        defaults_case("TrainerConfig", file, field_defaults(config.TrainerConfig), updates),
         *(defaults_case(name, file, values[name], tuple(values[name])) for name in parts),
     ]
 
