@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import httpx
 
 from rollouts_core.concurrency import ClosedOnExit
+from rollouts_core.embedded.architecture import read_end_token_ids
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.content import HeldTensors
 from rollouts_core.engines.http import EngineConnection
@@ -34,7 +35,8 @@ class EngineClient(ClosedOnExit):
         request_timeout_s: how long a request may take.
         restart_timeout_s: how long a server that vanished may take to answer again.
         silence_timeout_s: how long a server that took requests may give no sign of life before it counts as gone.
-        model_dir: the model that it must serve; token ids and shapes are checked by it.
+        model_dir: the model that it must serve; token ids and shapes are checked by it, and it says by which tokens of
+            its own the server ends completions.
         api_key: what every request carries as `Authorization: Bearer KEY`; empty sends none.
     """
 
@@ -55,6 +57,8 @@ class EngineClient(ClosedOnExit):
         self._keeper = WeightKeeper(
             self, restart_timeout_s=restart_timeout_s, silence_timeout_s=silence_timeout_s, model_dir=model_dir
         )
+        self.ends = frozenset(read_end_token_ids(model_dir) if model_dir else ())
+        """Tokens by which the server ends completions besides those of a request, as far as they are known."""
 
     @property
     def name(self) -> str:
