@@ -35,6 +35,7 @@ class EngineClient(ClosedOnExit):
         request_timeout_s: how long a request may take.
         restart_timeout_s: how long a server that vanished may take to answer again.
         silence_timeout_s: how long a server that took requests may give no sign of life before it counts as gone.
+        start_timeout_s: the same before a first request has ended, where that is longer: servers compile amid it.
         model_dir: the model that it must serve; token ids and shapes are checked by it, and it says by which tokens of
             its own the server ends completions.
         api_key: what every request carries as `Authorization: Bearer KEY`; empty sends none.
@@ -47,6 +48,7 @@ class EngineClient(ClosedOnExit):
         request_timeout_s: float = 600.0,
         restart_timeout_s: float = 120.0,
         silence_timeout_s: float = SILENCE_TIMEOUT_S,
+        start_timeout_s: float = 0.0,
         model_dir: Path | None = None,
         api_key: str = "",
         transport: httpx.AsyncBaseTransport | None = None,
@@ -55,7 +57,11 @@ class EngineClient(ClosedOnExit):
             url, request_timeout_s=request_timeout_s, transport=transport, api_key=api_key
         )
         self._keeper = WeightKeeper(
-            self, restart_timeout_s=restart_timeout_s, silence_timeout_s=silence_timeout_s, model_dir=model_dir
+            self,
+            restart_timeout_s=restart_timeout_s,
+            silence_timeout_s=silence_timeout_s,
+            start_timeout_s=start_timeout_s,
+            model_dir=model_dir,
         )
         self.ends = frozenset(read_end_token_ids(model_dir) if model_dir else ())
         """Tokens by which the server ends completions besides those of a request, as far as they are known."""
