@@ -229,6 +229,11 @@ def test_a_stop_string_without_a_tokenizer_is_refused(scheduler: Scheduler, stop
     assert "need a tokenizer.json in the model directory" in refused.json()["error"]["message"]
 
 
+def test_no_text_at_all_is_refused(texts: Scheduler) -> None:
+    refused = ask(texts, "POST", "/generate", {"text": []})
+    assert (refused.status_code, refused.json()) == (400, {"error": {"message": "text cannot be empty."}})
+
+
 def test_text_is_understood_and_answered_where_a_tokenizer_is_found(texts: Scheduler) -> None:
     body = {"text": "%", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
     answer = ask(texts, "POST", "/generate", body).json()
