@@ -222,6 +222,31 @@ def test_a_bias_on_a_token_that_the_model_lacks_is_refused(scheduler: Scheduler)
     assert "logit_bias must has keys in [0, 60], got 61" in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"logit_bias": {"3": 1e38}, "temperature": 0.1},
+        {"logit_bias": dict.fromkeys(map(str, range(61)), -1e39)},
+        {"repetition_penalty": 1e-40, "temperature": 0.0},
+    ],
+)
+def test_parameters_that_leave_no_numbers_to_choose_by_end_their_own_request_alone(
+    scheduler: Scheduler, params: dict[str, Any]
+) -> None:
+    async def converse(client: httpx.AsyncClient) -> None:
+        async def complete(**own: Any) -> httpx.Response:
+            body = {"input_ids": [3], "sampling_params": {"max_new_tokens": 9, "ignore_eos": True, **own}}
+            return await client.post("/generate", json=body)
+
+        refused, other = await asyncio.gather(complete(**params), complete())
+        assert refused.status_code == 400
+        assert "The log-probs of the next token are no finite numbers" in refused.json()["error"]["message"]
+        assert other.json()["meta_info"]["completion_tokens"] == 9
+
+    talk(scheduler, converse)
+    assert scheduler.is_healthy and scheduler.num_running == 0
+
+
 @pytest.mark.parametrize("stop", [{"stop": "x"}, {"stop_regex": "x"}])
 def test_a_stop_string_without_a_tokenizer_is_refused(scheduler: Scheduler, stop: dict[str, str]) -> None:
     refused = ask(scheduler, "POST", "/generate", {"input_ids": [3], "sampling_params": stop})
