@@ -405,12 +405,20 @@ async def _until_disconnected(request: Request) -> None:
 
 
 async def _stream(model: ServedModel, call: GenerateCall) -> AsyncIterator[bytes]:
-    """Server-sent events: per step and prompt everything so far, at the end `[DONE]`."""
+    """Server-sent events: per step and prompt everything so far, at the end `[DONE]`.
+
+    Steps that are over before the client has read an earlier event have none: what it does not read is not kept.
+    """
     loop = asyncio.get_running_loop()
-    events: asyncio.Queue[tuple[int, Partial | Future[Completion]]] = asyncio.Queue()
+    newest: dict[int, Partial | Future[Completion]] = {}
+    has_news = asyncio.Event()
+
+    def note(index: int, event: Partial | Future[Completion]) -> None:
+        newest[index] = event
+        has_news.set()
 
     def push(index: int, event: Partial | Future[Completion]) -> None:
-        loop.call_soon_threadsafe(events.put_nowait, (index, event))
+        loop.call_soon_threadsafe(note, index, event)
 
     futures: list[Future[Completion]] = []
     try:
@@ -419,9 +427,13 @@ async def _stream(model: ServedModel, call: GenerateCall) -> AsyncIterator[bytes
             future.add_done_callback(partial(push, index))
         num_open = len(futures)
         while num_open:
-            index, event = await events.get()
-            num_open -= isinstance(event, Future)
-            yield _event(_stream_answer(model, call, index, event))
+            await has_news.wait()
+            has_news.clear()
+            while newest:
+                index = next(iter(newest))  # the one that waits for the longest
+                event = newest.pop(index)
+                num_open -= isinstance(event, Future)
+                yield _event(_stream_answer(model, call, index, event))
     except EngineError as error:
         yield _event({"error": {"message": str(error), "code": _status_of(error)}})
     finally:

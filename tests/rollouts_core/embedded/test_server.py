@@ -133,6 +133,33 @@ def test_a_stream_sends_what_exists_then_the_answer_then_done(scheduler: Schedul
     assert answers[-1]["output_ids"] == whole["output_ids"]
 
 
+def test_a_stream_that_is_read_slowly_is_kept_no_events_for(scheduler: Scheduler) -> None:
+    """Each has everything so far: those of 16,000 tokens would be 7 GB."""
+    body = json.dumps({"input_ids": [3], "stream": True, "sampling_params": LONG}).encode()
+    request = {"type": "http.request", "body": body, "more_body": False}
+    sent: list[bytes] = []
+
+    async def read_slowly() -> None:
+        requests = iter([request])
+
+        async def receive() -> dict[str, Any]:
+            return next(requests, None) or await asyncio.Future()
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message.get("body", b""))
+            if len(sent) == 3:  # behind the header and the first event
+                await until_running(scheduler, 0)
+
+        scope = {"type": "http", "method": "POST", "path": "/generate", "headers": [], "query_string": b""}
+        await asyncio.wait_for(build_app(scheduler)(scope, receive, send), TIMEOUT_S)
+
+    asyncio.run(read_slowly())
+    whole, done = [part for part in b"".join(sent).split(b"\n\n") if part][-2:]
+    assert done == b"data: [DONE]"
+    assert json.loads(whole.removeprefix(b"data: "))["meta_info"]["completion_tokens"] == LONG["max_new_tokens"]
+    assert len(sent) < 20
+
+
 @pytest.fixture
 def texts(model: PreTrainedModel, tmp_path: Path) -> Iterator[Scheduler]:
     """A scheduler of a model with a tokenizer: token i is the character 33 + i, and text has spaces in between."""
