@@ -55,6 +55,8 @@ logger = logging.getLogger(__name__)
 ENGINE_VERSION = "embedded, API of SGLang 0.5.23"
 MAX_BODY_BYTES = 256 * 2**20
 HEALTH_TIMEOUT_S = 20.0
+INCOMPLETE = "\ufffd"
+"""What stands in a text for bytes that are no character, as at the end of one whose next token brings the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -454,7 +456,7 @@ def _stream_answer(
         event,
         weight_version=model.scheduler.weight_version,
         wants_logprobs=call.wants_logprobs,
-        text=model.text_of(event.output_ids, params),
+        text=model.text_of(event.output_ids, params).rstrip(INCOMPLETE),
         index=place,
     )
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from starlette.applications import Starlette
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel
 
 from rollouts_core.embedded.app import build_app
@@ -131,6 +131,20 @@ def test_a_stream_sends_what_exists_then_the_answer_then_done(scheduler: Schedul
     assert [answer["meta_info"]["finish_reason"] for answer in answers[:-1]] == [None] * (len(answers) - 1)
     assert all(answer["output_ids"] == whole["output_ids"][: len(answer["output_ids"])] for answer in answers)
     assert answers[-1]["output_ids"] == whole["output_ids"]
+
+
+def test_a_stream_shows_no_half_of_a_character(model: PreTrainedModel, tmp_path: Path) -> None:
+    """Whoever prints what is new in an event would have it for ever; tokens are bytes here."""
+    directory = save_model(model, tmp_path)
+    halves = (*range(0xA1, 0xAD), *range(0xAE, 0xC0), *range(0xC2, 0xE1))  # 30 second bytes, then 31 first ones
+    tokenizer = Tokenizer(models.WordLevel({chr(byte): i for i, byte in enumerate(halves)}, unk_token=chr(halves[0])))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    body = {"input_ids": [3], "stream": True, "sampling_params": {"max_new_tokens": 60, "ignore_eos": True}}
+    with Scheduler(Decoder(directory, num_slots=1), model_dir=directory) as scheduler:
+        events = ask(scheduler, "POST", "/generate", body).text.split("\n\n")[:-2]
+    *parts, whole = [json.loads(event.removeprefix("data: "))["text"] for event in events]
+    assert parts and all(whole.startswith(part) for part in parts)
 
 
 def test_a_stream_that_is_read_slowly_is_kept_no_events_for(scheduler: Scheduler) -> None:
