@@ -84,6 +84,7 @@ def connect_engines(job: RLJob, route: Route | None) -> list[InFlightEngine]:
             ),
             request_timeout_s=job.rollout.request_timeout_s,
             silence_timeout_s=job.rollout.silence_timeout_s,
+            start_timeout_s=job.rollout.engine.start_timeout_s,
             restart_timeout_s=job.rollout.engine.start_timeout_s if is_alone else POOLED_RESTART_TIMEOUT_S,
         )
         for address in job.engines

@@ -63,7 +63,8 @@ class EngineConfig(Record):
     """Python interpreter of an environment with sglang-router, as an absolute path on the machine that trains: RL
     starts a router there that chooses among the engines, and ends it. Not with vLLM, and not beside router_url."""
     start_timeout_s: Annotated[Finite, Field(gt=0)] = Field(300.0, json_schema_extra=PLACEMENT)
-    """How long the server may take until it has generated its first token, and to be back after it died."""
+    """How long the server may take until it has generated its first token, and to be back after it died. So long it may
+    be silent amid its first requests, too."""
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:

@@ -113,7 +113,8 @@ class RolloutConfig(Record):
     silence_timeout_s: Annotated[Finite, Field(gt=0)] = Field(120.0, json_schema_extra=PLACEMENT)
     """An engine that has requests and for this long gives no sign of life counts as gone: none of them ended, and it
     did not answer what it answers between two steps, however full its queue is, and also while it is paused.
-    Raise it where one step takes as long, for instance because the engine compiles amid a run."""
+    Until its first request has ended it has rollout.engine.start_timeout_s, where that is longer. Raise it where one
+    step takes as long, for instance because the engine compiles amid a run."""
 
     @model_validator(mode="after")
     def _check_functions(self) -> Self:

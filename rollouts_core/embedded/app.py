@@ -55,6 +55,8 @@ logger = logging.getLogger(__name__)
 ENGINE_VERSION = "embedded, API of SGLang 0.5.23"
 MAX_BODY_BYTES = 256 * 2**20
 HEALTH_TIMEOUT_S = 20.0
+INCOMPLETE = "\ufffd"
+"""What stands in a text for bytes that are no character, as at the end of one whose next token brings the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -405,12 +407,20 @@ async def _until_disconnected(request: Request) -> None:
 
 
 async def _stream(model: ServedModel, call: GenerateCall) -> AsyncIterator[bytes]:
-    """Server-sent events: per step and prompt everything so far, at the end `[DONE]`."""
+    """Server-sent events: per step and prompt everything so far, at the end `[DONE]`.
+
+    Steps that are over before the client has read an earlier event have none: what it does not read is not kept.
+    """
     loop = asyncio.get_running_loop()
-    events: asyncio.Queue[tuple[int, Partial | Future[Completion]]] = asyncio.Queue()
+    newest: dict[int, Partial | Future[Completion]] = {}
+    has_news = asyncio.Event()
+
+    def note(index: int, event: Partial | Future[Completion]) -> None:
+        newest[index] = event
+        has_news.set()
 
     def push(index: int, event: Partial | Future[Completion]) -> None:
-        loop.call_soon_threadsafe(events.put_nowait, (index, event))
+        loop.call_soon_threadsafe(note, index, event)
 
     futures: list[Future[Completion]] = []
     try:
@@ -419,9 +429,13 @@ async def _stream(model: ServedModel, call: GenerateCall) -> AsyncIterator[bytes
             future.add_done_callback(partial(push, index))
         num_open = len(futures)
         while num_open:
-            index, event = await events.get()
-            num_open -= isinstance(event, Future)
-            yield _event(_stream_answer(model, call, index, event))
+            await has_news.wait()
+            has_news.clear()
+            while newest:
+                index = next(iter(newest))  # the one that waits for the longest
+                event = newest.pop(index)
+                num_open -= isinstance(event, Future)
+                yield _event(_stream_answer(model, call, index, event))
     except EngineError as error:
         yield _event({"error": {"message": str(error), "code": _status_of(error)}})
     finally:
@@ -442,7 +456,7 @@ def _stream_answer(
         event,
         weight_version=model.scheduler.weight_version,
         wants_logprobs=call.wants_logprobs,
-        text=model.text_of(event.output_ids, params),
+        text=model.text_of(event.output_ids, params).rstrip(INCOMPLETE),
         index=place,
     )
 

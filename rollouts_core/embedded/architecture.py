@@ -106,8 +106,23 @@ def load_architecture(
         has_mlp_bias=is_llama and bool(config.get("mlp_bias", False)),
         has_qk_norm=is_qwen3,
         ties_embeddings=bool(config.get("tie_word_embeddings", False)),
-        eos_token_ids=_eos_token_ids(model_dir, config),
+        eos_token_ids=read_end_token_ids(model_dir),
     )
+
+
+def read_end_token_ids(model_dir: Path) -> tuple[int, ...]:
+    """The ends of turn of config.json and generation_config.json together, as SGLang takes them.
+
+    Raises:
+        CheckpointError: one of them cannot be read; there need be no generation_config.json.
+    """
+    generation_file = model_dir / "generation_config.json"
+    generation_config = _read_json(generation_file) if generation_file.exists() else {}
+    token_ids: set[int] = set()
+    for source in (_read_json(model_dir / "config.json"), generation_config):
+        value = source.get("eos_token_id")
+        token_ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    return tuple(sorted(token_ids))
 
 
 def check_same_computation(model_dir: Path, loaded: Architecture) -> None:
@@ -177,17 +192,6 @@ def _find_unsupported(name: str, config: Mapping[str, Any]) -> tuple[str, str] |
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:  # Any: JSON
     return config.get("rope_parameters") or config.get("rope_scaling") or {}
-
-
-def _eos_token_ids(model_dir: Path, config: Mapping[str, Any]) -> tuple[int, ...]:  # Any: JSON
-    """The ends of turn of config.json and generation_config.json together, as SGLang takes them."""
-    generation_file = model_dir / "generation_config.json"
-    generation_config = _read_json(generation_file) if generation_file.exists() else {}
-    token_ids: set[int] = set()
-    for source in (config, generation_config):
-        value = source.get("eos_token_id")
-        token_ids.update(value if isinstance(value, list) else [] if value is None else [value])
-    return tuple(sorted(token_ids))
 
 
 def _read_json(path: Path) -> dict[str, Any]:  # Any: JSON

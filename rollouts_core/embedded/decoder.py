@@ -247,6 +247,11 @@ class Decoder:
         """Copy the first `length` cached positions of one slot over another."""
         self._kv[:, target, :length] = self._kv[:, source, :length]
 
+    @torch.inference_mode()
+    def clear_slot(self, slot: int) -> None:
+        """Forget what a slot holds: also behind a row's own position nothing may lie that is no finite number."""
+        self._kv[:, slot] = 0.0
+
     def _run(self, work: Pass) -> Tensor:
         """Logits of a pass's rows, [B + P, V]."""
         self._reserve(work.num_slots, _round_up(work.num_cached, LENGTH_STEP))  # so much of it is read

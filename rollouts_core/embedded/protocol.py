@@ -386,6 +386,8 @@ def _prompts(body: Mapping[str, Json], encode: Callable[[str], list[int]] | None
         texts = text if isinstance(text, list) else [text]
         if not all(isinstance(entry, str) for entry in texts):
             raise ContractError(f"invalid type: {_show(text)}, expected a string or a list of strings")
+        if not texts:
+            raise RequestError("text cannot be empty.")
         return [tuple(encode(entry)) for entry in texts], isinstance(text, list)
     if not isinstance(input_ids, list):
         raise ContractError(f"invalid type: {_show(input_ids)}, expected a list of token ids, or a list of lists")
@@ -456,7 +458,7 @@ def _check_logprob_start(body: Mapping[str, Json], prompts: list[tuple[int, ...]
 def _check_sampling_type(name: str, value: Json) -> None:
     match name:
         case "stop_token_ids":
-            is_fine, expected = isinstance(value, list) and all(map(_is_integer, value)), "a list of i64"
+            is_fine, expected = isinstance(value, list) and all(map(_is_i64, value)), "a list of i64"
         case "stop" | "stop_regex":
             strings = value if isinstance(value, list) else [value]
             is_fine, expected = all(isinstance(each, str) for each in strings), "a string or a list of strings"
@@ -481,6 +483,10 @@ def _boolean(name: str, value: Json) -> bool:
 
 def _is_integer(value: Json) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_i64(value: Json) -> bool:
+    return _is_integer(value) and -(2**63) <= value < 2**63
 
 
 def _is_bias(token: str, value: Json) -> bool:

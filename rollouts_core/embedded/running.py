@@ -51,6 +51,13 @@ class FinishReason(NamedTuple):
     """The stop string or pattern, for "stop" without a stop token."""
 
 
+NO_NUMBERS = FinishReason(
+    "error",
+    message="The log-probs of the next token are no finite numbers: the weights may be those of a training that "
+    "diverged; else give a smaller logit_bias, or a repetition_penalty that is further from 0.",
+)
+
+
 class WeightSpan(NamedTuple):
     """Completion tokens [start, end) were sampled by the weights of this version."""
 
@@ -288,7 +295,7 @@ class RunningBatch:
         last_token = self._last_token[:count]
         is_stopped = (last_token[:, None] == self._stop_ids[:count]).any(1)
         is_full: NDArray[np.bool_] = self._num_output[:count] >= self._max_output[:count]
-        stops = self._find_stops(np.flatnonzero(self._sampling.has_stop_B[:count]).tolist())
+        stops = self._find_stops(np.flatnonzero(self._sampling.has_stop_B[:count]).tolist()) | self._find_no_numbers()
         rows = sorted({*np.flatnonzero(is_stopped | is_full).tolist(), *stops})
         reasons = [
             stops[row]
@@ -314,6 +321,14 @@ class RunningBatch:
             elif found.pattern:
                 stops[row] = FinishReason("stop", string=found.pattern)
         return stops
+
+    def _find_no_numbers(self) -> dict[int, FinishReason]:
+        """The rows whose last token was chosen from no finite numbers; their slots hold nothing any more."""
+        last_logprobs = self._output_logprobs[np.arange(self.num_rows), self._num_output[: self.num_rows] - 1]
+        rows = np.flatnonzero(~np.isfinite(last_logprobs)).tolist()
+        for row in rows:
+            self._decoder.clear_slot(row)
+        return dict.fromkeys(rows, NO_NUMBERS)
 
     def _stop_string(self, row: int) -> str:
         """The stop string that a row's text ends in, or nearly: its last token may go on behind it."""

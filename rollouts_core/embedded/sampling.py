@@ -193,7 +193,8 @@ def sample_tokens(logits_BV: Tensor, rows: SamplingRows, positions_B: NDArray[np
         positions_B: the position that each token will have, counted from the start of the prompt.
 
     Returns:
-        tokens_B (int64) and logprobs_B (float32, nats). Restrictions do not renormalise the logprobs.
+        tokens_B (int64) and logprobs_B (float32, nats). Restrictions do not renormalise the logprobs. Where logits are
+        no finite numbers, or none may be chosen, the token is any and its logprob is no finite number.
     """
     logprobs_BV = torch.log_softmax(logits_BV.float() / _as_column(rows.temperature_B), -1)
     probs_BV = logprobs_BV.exp()
@@ -201,7 +202,7 @@ def sample_tokens(logits_BV: Tensor, rows: SamplingRows, positions_B: NDArray[np
     cumulative_BV = allowed_BV.cumsum(-1, dtype=torch.float64)
     uniform_B = torch.from_numpy(uniform_numbers(rows.seed_B, positions_B))
     thresholds_B1 = uniform_B[:, None] * cumulative_BV[:, -1:]
-    tokens_B = torch.searchsorted(cumulative_BV, thresholds_B1, right=True)[:, 0]
+    tokens_B = torch.searchsorted(cumulative_BV, thresholds_B1, right=True)[:, 0].clamp_(max=logits_BV.shape[-1] - 1)
     if rows.is_greedy_B.any():
         tokens_B = torch.where(torch.from_numpy(rows.is_greedy_B), logprobs_BV.argmax(-1), tokens_B)
     return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]

@@ -155,7 +155,8 @@ class Scheduler:
     def submit(self, request: GenerationRequest, *, on_progress: ProgressListener | None = None) -> Future[Completion]:
         """Queue a request; the future resolves to its completion, also when it is aborted.
 
-        It fails with RequestError where the search for its stop patterns takes too long.
+        It fails with RequestError where the search for its stop patterns takes too long, or where log-probs are no
+        finite numbers.
 
         Args:
             request: what to complete.

@@ -69,6 +69,7 @@ class ChildEngine:
             ),
             request_timeout_s=rollout.request_timeout_s,
             silence_timeout_s=rollout.silence_timeout_s,
+            start_timeout_s=rollout.engine.start_timeout_s,
             restart_timeout_s=RESTART_TIMEOUT_S,
         )
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import httpx
 
 from rollouts_core.concurrency import ClosedOnExit
+from rollouts_core.embedded.architecture import read_end_token_ids
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.content import HeldTensors
 from rollouts_core.engines.http import EngineConnection
@@ -34,7 +35,9 @@ class EngineClient(ClosedOnExit):
         request_timeout_s: how long a request may take.
         restart_timeout_s: how long a server that vanished may take to answer again.
         silence_timeout_s: how long a server that took requests may give no sign of life before it counts as gone.
-        model_dir: the model that it must serve; token ids and shapes are checked by it.
+        start_timeout_s: the same before a first request has ended, where that is longer: servers compile amid it.
+        model_dir: the model that it must serve; token ids and shapes are checked by it, and it says by which tokens of
+            its own the server ends completions.
         api_key: what every request carries as `Authorization: Bearer KEY`; empty sends none.
     """
 
@@ -45,6 +48,7 @@ class EngineClient(ClosedOnExit):
         request_timeout_s: float = 600.0,
         restart_timeout_s: float = 120.0,
         silence_timeout_s: float = SILENCE_TIMEOUT_S,
+        start_timeout_s: float = 0.0,
         model_dir: Path | None = None,
         api_key: str = "",
         transport: httpx.AsyncBaseTransport | None = None,
@@ -53,8 +57,14 @@ class EngineClient(ClosedOnExit):
             url, request_timeout_s=request_timeout_s, transport=transport, api_key=api_key
         )
         self._keeper = WeightKeeper(
-            self, restart_timeout_s=restart_timeout_s, silence_timeout_s=silence_timeout_s, model_dir=model_dir
+            self,
+            restart_timeout_s=restart_timeout_s,
+            silence_timeout_s=silence_timeout_s,
+            start_timeout_s=start_timeout_s,
+            model_dir=model_dir,
         )
+        self.ends = frozenset(read_end_token_ids(model_dir) if model_dir else ())
+        """Tokens by which the server ends completions besides those of a request, as far as they are known."""
 
     @property
     def name(self) -> str:

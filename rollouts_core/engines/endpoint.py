@@ -59,6 +59,7 @@ def create_engine(
     request_timeout_s: float = 600.0,
     restart_timeout_s: float = 120.0,
     silence_timeout_s: float = SILENCE_TIMEOUT_S,
+    start_timeout_s: float = 0.0,
 ) -> SGLangEngine | VLLMEngine:
     """The client of an endpoint; whoever asks for it closes it.
 
@@ -70,6 +71,7 @@ def create_engine(
         request_timeout_s=request_timeout_s,
         restart_timeout_s=restart_timeout_s,
         silence_timeout_s=silence_timeout_s,
+        start_timeout_s=start_timeout_s,
         model_dir=Path(endpoint.model) if endpoint.model else None,
         api_key=read_key(endpoint.api_key_variable, "endpoint"),
     )

@@ -48,7 +48,7 @@ class WeightGroup:
     """A group with the `num_ranks` ranks of the server at `url`; close it.
 
     Raises:
-        EngineUnavailableError: no way leads to the server.
+        EngineUnavailableError: no way leads to the server, or nothing can listen there.
     """
 
     def __init__(self, url: str, backend: GroupBackend, *, num_ranks: int) -> None:
@@ -60,18 +60,8 @@ class WeightGroup:
         self.device = DEVICES[backend]
         self.address = find_address_towards(url)
         """Where the server finds the trainer."""
-        # The store listens at this address alone: whoever reaches it could take part.
-        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
-        with socket.create_server((self.address, 0), family=family) as listener:
-            self.port: int = listener.getsockname()[1]
-            self._store = TCPStore(
-                self.address,
-                self.port,
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-                timeout=timedelta(seconds=TIMEOUT_S),
-            )
+        with self._failures_named("can be offered no group"):
+            self._store, self.port = open_store(self.address)
         self._group: Any = None  # Any: ProcessGroupGloo or ProcessGroupNCCL, which only builds for CUDA have
         self._is_left = False
 
@@ -126,9 +116,28 @@ class WeightGroup:
     def _failures_named(self, what: str) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # all of torch's errors of networks and groups are
+        except (RuntimeError, OSError) as error:  # all of torch's errors of networks and groups are RuntimeErrors
             first_line = str(error).partition("\n")[0]
             raise EngineUnavailableError(f"{self.url} {what} by {self.backend}: {first_line}") from error
+
+
+def open_store(address: str) -> tuple[TCPStore, int]:
+    """A store, and the port at which it listens.
+
+    At this address alone: whoever reaches it could take part. OSError or RuntimeError where it cannot.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as listener:
+        port: int = listener.getsockname()[1]
+        store = TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            timeout=timedelta(seconds=TIMEOUT_S),
+        )
+    return store, port
 
 
 def is_nccl_usable() -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import aiohttp
@@ -152,8 +152,12 @@ def read_completion(
     logprobs: Sequence[float],
     finish_reason: str,
     version_spans: tuple[tuple[str, int, int], ...],
+    ends: Collection[int],
 ) -> Completion:
     """A server's answer as a completion.
+
+    Args:
+        ends: tokens that end a completion of this server besides those of the request: its model's own.
 
     Raises:
         EngineError: something in it that training could not use.
@@ -170,7 +174,7 @@ def read_completion(
         )
     if status is Status.ABORTED and tokens:
         # SGLang looks for an abort before it looks for an end: such a completion must not be continued behind that.
-        if tokens[-1] in request.stop_token_ids:
+        if tokens[-1] in request.stop_token_ids or tokens[-1] in ends:
             status = Status.COMPLETED
         elif len(tokens) >= request.sampling.max_new_tokens:
             status = Status.TRUNCATED

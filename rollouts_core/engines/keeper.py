@@ -139,11 +139,18 @@ class WeightKeeper:
     Args:
         restart_timeout_s: how long a server that vanished may take to answer again.
         silence_timeout_s: how long a server that took requests may give no sign of life.
+        start_timeout_s: the same before a first request has ended, where that is longer.
         model_dir: the model that it must serve, if known before any weights are loaded.
     """
 
     def __init__(
-        self, server: ServerCalls, *, restart_timeout_s: float, silence_timeout_s: float, model_dir: Path | None
+        self,
+        server: ServerCalls,
+        *,
+        restart_timeout_s: float,
+        silence_timeout_s: float,
+        start_timeout_s: float,
+        model_dir: Path | None,
     ) -> None:
         self.server = server
         self.restart_timeout_s = restart_timeout_s
@@ -165,7 +172,13 @@ class WeightKeeper:
         self._handed_over: str | None = None
         """The version that was served when memory was handed over; None while the server has its own."""
         self._recovering = asyncio.Lock()
-        self.watch = SilenceWatch(server.name, server.show_life, self._recovering.locked, timeout_s=silence_timeout_s)
+        self.watch = SilenceWatch(
+            server.name,
+            server.show_life,
+            self._recovering.locked,
+            timeout_s=silence_timeout_s,
+            start_timeout_s=start_timeout_s,
+        )
         self._recovery_failure: EngineError | None = None
         """Why the last recovery that failed did."""
         self._takes_parts = True

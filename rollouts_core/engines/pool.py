@@ -9,6 +9,7 @@ Not here: one server's restarts (keeper.py), loading into several engines withou
                                                              there, goes to another engine
 
     quarantined -> never asked for completions -> loads and proves the version of the others -> asked again
+                                               -> answers, where nothing was published -------> asked again
 
 A new version is given to the engines that are asked, and waits for no other: each quarantined one is brought to the
 version of the day by a task of its own.
@@ -143,17 +144,17 @@ class EnginePool(ClosedOnExit):
         Raises:
             WeightSyncError: no engine took them.
         """
-        self._published = Published(weights, version, canary)
+        published = self._published = Published(weights, version, canary)
         members = [member for member in self._members if not member.quarantined]
         if not members:  # then it is tried with all, and the reasons of all are told
             await self._stop_returning()
             members = self._members
-        results = await self._sync(members, self._published)
+        results = await self._sync(members, published)
         for member, result in zip(members, results, strict=True):
             if result.error:
                 self._quarantine(member, result.error)
             else:
-                self._take_back(member, version)
+                self._take_back(member, published)
         if all(member.quarantined for member in self._members):
             raise WeightSyncError(f"no engine took {version}: {self._describe_quarantine()}")
 
@@ -262,9 +263,10 @@ class EnginePool(ClosedOnExit):
         if member.returning is None or member.returning.done():
             member.returning = asyncio.create_task(self._bring_back(member))
 
-    def _take_back(self, member: Member, version: str) -> None:
+    def _take_back(self, member: Member, published: Published | None) -> None:
         if member.quarantined:
-            logger.info("engine %s serves %s and is asked again", member.engine.name, version)
+            served = published.version if published else "what it was started with"
+            logger.info("engine %s serves %s and is asked again", member.engine.name, served)
         member.quarantined = ""
 
     async def _bring_back(self, member: Member) -> None:
@@ -272,27 +274,37 @@ class EnginePool(ClosedOnExit):
         await self._end_running(member)
         tried: Published | None = None
         while member.quarantined:
-            if tried is self._published or self._published is None:
+            if tried is self._published:
                 await anyio.sleep(self.retry_s)
-            if (tried := self._published) is None:
-                continue
+            tried = self._published
             try:
                 await self._bring_to(member, tried)
             except Exception as error:  # as a task of its own it would end silently, and the engine stay where it is
-                logger.exception("engine %s could not be brought to %s", member.engine.name, tried.version)
+                wanted = tried.version if tried else "answer"
+                logger.exception("engine %s could not be brought to %s", member.engine.name, wanted)
                 member.quarantined = f"{type(error).__name__}: {first_line(error)}"
 
-    async def _bring_to(self, member: Member, published: Published) -> None:
+    async def _bring_to(self, member: Member, published: Published | None) -> None:
         """Load a version into a quarantined engine, and ask it again if it is still the version of the others then."""
         if member.is_paused:  # it was quarantined before it could be told to go on
             member.is_paused = False
             with suppress(EngineError):  # its client says so again
                 await member.engine.resume()
-        [result] = await self._sync([member], published)
-        if result.error:
-            member.quarantined = result.error
+        if problem := await self._find_problem(member, published):
+            member.quarantined = problem
         elif published is self._published:
-            self._take_back(member, published.version)
+            self._take_back(member, published)
+
+    async def _find_problem(self, member: Member, published: Published | None) -> str:
+        """Why an engine does not serve a version after it was given it, or does not answer where there is none."""
+        if published is None:  # as in an evaluation: it serves what it was started with
+            try:
+                await member.engine.wait_until_ready(self.retry_s)
+            except EngineError as error:
+                return str(error)
+            return ""
+        [result] = await self._sync([member], published)
+        return result.error
 
     @staticmethod
     async def _end_running(member: Member) -> None:

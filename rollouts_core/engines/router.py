@@ -15,7 +15,7 @@ current version again. What comes through the router therefore counts only by th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import dropwhile
 from typing import TYPE_CHECKING
@@ -67,10 +67,13 @@ class SGLangRouter(ClosedOnExit):
         """The router's URL."""
         return self._connection.url
 
-    async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    async def complete(self, requests: Sequence[GenerationRequest], *, ends: Collection[int]) -> list[Completion]:
         """Completions in the order of the requests, whichever versions they are of.
 
         One call for each: the router takes no list of sampling parameters.
+
+        Args:
+            ends: tokens by which its engines end completions besides those of a request.
 
         Raises:
             EngineUnavailableError: it is away, or no engine of it answers.
@@ -78,7 +81,10 @@ class SGLangRouter(ClosedOnExit):
         """
         calls = [partial(self._connection.sample, "/generate", render_request(each)) for each in requests]
         answers = await gather(calls)
-        return [parse_completion(answer, request, self.name) for answer, request in zip(answers, requests, strict=True)]
+        return [
+            parse_completion(answer, request, self.name, ends)
+            for answer, request in zip(answers, requests, strict=True)
+        ]
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         """Return when it answers; raises EngineUnavailableError at the deadline."""
@@ -206,7 +212,7 @@ class RoutedPool(ClosedOnExit):
 
     async def _complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """What the router answers; broken off where one of its engines falls silent: nobody knows which one it asks."""
-        ask = partial(self.router.complete, requests)
+        ask = partial(self.router.complete, requests, ends=self._engines[0].ends)
         for engine in self._engines:
             if engine.name not in self.pool.quarantined:
                 ask = partial(engine.watch.over, ask)

@@ -97,7 +97,10 @@ class SGLangEngine(EngineClient):
         answers = await self._connection.sample("/generate", _render_requests(requests))
         if not isinstance(answers, list) or len(answers) != len(requests):
             raise EngineAnswerError(f"{self.name} answered {len(requests)} prompts with {str(answers)[:200]}")
-        return [parse_completion(answer, request, self.name) for answer, request in zip(answers, requests, strict=True)]
+        return [
+            parse_completion(answer, request, self.name, self.ends)
+            for answer, request in zip(answers, requests, strict=True)
+        ]
 
     async def weight_version(self) -> str:
         """The version that the server reports."""
@@ -201,8 +204,13 @@ def render_request(request: GenerationRequest) -> dict[str, Any]:  # Any: JSON
     }
 
 
-def parse_completion(answer: Mapping[str, Any], request: GenerationRequest, name: str) -> Completion:  # Any: JSON
+def parse_completion(
+    answer: Mapping[str, Any], request: GenerationRequest, name: str, ends: Collection[int]
+) -> Completion:  # Any: JSON
     """The completion in an answer to one prompt.
+
+    Args:
+        ends: tokens that end a completion of the server besides those of the request.
 
     Raises:
         EngineError: something is missing in it, or cannot be used.
@@ -217,5 +225,11 @@ def parse_completion(answer: Mapping[str, Any], request: GenerationRequest, name
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise EngineAnswerError(f"{name} answered a completion without {error}: {str(answer)[:300]}") from error
     return read_completion(
-        name, request, tokens=tokens, logprobs=logprobs, finish_reason=finish_reason, version_spans=version_spans
+        name,
+        request,
+        tokens=tokens,
+        logprobs=logprobs,
+        finish_reason=finish_reason,
+        version_spans=version_spans,
+        ends=ends,
     )

@@ -4,7 +4,8 @@ Not here: what shows that a server generates (sglang.py, vllm.py), what becomes 
 
     requests under way -> now and then a question that is answered between two steps of what generates
                           | answered, however late: by a full server, a paused one, one without its memory
-                          | not in time, no request ended meanwhile, and no weights are being loaded
+                          | not in time, no request ended meanwhile, and no weights are being loaded; the time is
+                          | another one before the first request has ended, amid which servers compile
                           v
                           the requests are broken off, and the server counts as away until it answers the question
 
@@ -45,6 +46,7 @@ class SilenceWatch:
         question: returns when what generates has answered.
         is_excused: True while the server is told something that may keep it from answering, new weights for instance.
         timeout_s: how long it may be silent.
+        start_timeout_s: the same before a first request has ended, where that is longer: servers compile amid it.
     """
 
     def __init__(
@@ -54,11 +56,14 @@ class SilenceWatch:
         is_excused: Callable[[], bool],
         *,
         timeout_s: float = SILENCE_TIMEOUT_S,
+        start_timeout_s: float = 0.0,
     ) -> None:
         self.name = name
-        self.timeout_s = timeout_s
+        self.timeout_s = max(timeout_s, start_timeout_s)
+        """How long it may be silent now."""
         self.is_silent = False
         """It fell silent, and has not answered since then."""
+        self._later_timeout_s = timeout_s
         self._question = question
         self._is_excused = is_excused
         self._calls = RunningCalls()
@@ -77,7 +82,9 @@ class SilenceWatch:
             self._watching = asyncio.create_task(self._watch())
         try:
             with self._calls.one():
-                return await ask()
+                answer = await ask()
+                self.timeout_s = self._later_timeout_s
+                return answer
         finally:
             if not self._calls.num_requests:
                 self._watching.cancel()

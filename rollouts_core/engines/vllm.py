@@ -110,7 +110,7 @@ class VLLMEngine(EngineClient):
         )
         version = before if await self._version_in_turn() == before else f"{before}, replaced meanwhile"
         return [
-            _parse_completion(answer, request, self.name, version=version)
+            _parse_completion(answer, request, self.name, version=version, ends=self.ends)
             for answer, request in zip(answers, requests, strict=True)
         ]
 
@@ -273,7 +273,7 @@ def _render_request(request: GenerationRequest) -> dict[str, Any]:  # Any: JSON
 
 
 def _parse_completion(
-    answer: Mapping[str, Any], request: GenerationRequest, name: str, *, version: str
+    answer: Mapping[str, Any], request: GenerationRequest, name: str, *, version: str, ends: Collection[int]
 ) -> Completion:  # Any: JSON
     try:
         choice = answer["choices"][0]
@@ -289,4 +289,5 @@ def _parse_completion(
         logprobs=logprobs,
         finish_reason=finish_reason,
         version_spans=((version, 0, len(tokens)),),
+        ends=ends,
     )

@@ -134,6 +134,7 @@ def test_text_goes_through_the_tokenizer() -> None:
         ({"input_ids": [1], "sampling_params": {"temperature": "hot"}}, "str `hot` for `temperature`, expected f64"),
         ({"input_ids": [1], "sampling_params": {"max_new_tokens": 1.5}}, "expected i64"),
         ({"input_ids": [1], "sampling_params": {"stop_token_ids": 3}}, "expected a list of i64"),
+        ({"input_ids": [1], "sampling_params": {"stop_token_ids": [2**63]}}, "expected a list of i64"),
         ({"input_ids": [1], "sampling_params": {"stop": [3]}}, "for `stop`, expected a string or a list of strings"),
         ({"input_ids": [1], "sampling_params": {"stop_regex": 3}}, "for `stop_regex`, expected a string or a list"),
         ({"input_ids": [1], "sampling_params": {"logit_bias": {"x": 1}}}, "expected token ids with a number each"),

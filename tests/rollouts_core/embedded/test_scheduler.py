@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from rollouts_core.embedded.decoder import Decoder
@@ -69,6 +70,22 @@ def test_requests_from_many_threads_all_complete(scheduler: Scheduler) -> None:
     assert {index: len(completion.output_ids) for index, completion in results.items()} == {
         index: 5 + index for index in range(20)
     }
+
+
+def test_weights_of_a_training_that_diverged_end_requests_with_a_sentence_until_others_are_loaded(
+    scheduler: Scheduler, model: PreTrainedModel, model_dir: Path, tmp_path: Path
+) -> None:
+    """Their numbers are finite, and what is computed from them is not; of that nothing may stay in the cache."""
+    before = scheduler.submit(request_of("before", 40)).result(TIMEOUT_S)
+    diverged = {name: tensor * 1e18 for name, tensor in load_file(model_dir / "model.safetensors").items()}
+    save_file(diverged, tmp_path / "model.safetensors")
+    scheduler.update_weights(tmp_path, weight_version="2").result(TIMEOUT_S)
+    for name in "ab":
+        with pytest.raises(RequestError, match="no finite numbers: the weights may be those of a training"):
+            scheduler.submit(request_of(name, 40, prompt=random_prompt(20, seed=1))).result(TIMEOUT_S)
+    scheduler.update_weights(model_dir, weight_version="3").result(TIMEOUT_S)
+    after = scheduler.submit(request_of("after", 40)).result(TIMEOUT_S)
+    assert after.output_logprobs == before.output_logprobs
 
 
 def test_an_aborted_request_keeps_what_it_has_and_others_go_on(scheduler: Scheduler) -> None:

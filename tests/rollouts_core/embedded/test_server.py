@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from starlette.applications import Starlette
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel
 
 from rollouts_core.embedded.app import build_app
@@ -133,6 +133,47 @@ def test_a_stream_sends_what_exists_then_the_answer_then_done(scheduler: Schedul
     assert answers[-1]["output_ids"] == whole["output_ids"]
 
 
+def test_a_stream_shows_no_half_of_a_character(model: PreTrainedModel, tmp_path: Path) -> None:
+    """Whoever prints what is new in an event would have it for ever; tokens are bytes here."""
+    directory = save_model(model, tmp_path)
+    halves = (*range(0xA1, 0xAD), *range(0xAE, 0xC0), *range(0xC2, 0xE1))  # 30 second bytes, then 31 first ones
+    tokenizer = Tokenizer(models.WordLevel({chr(byte): i for i, byte in enumerate(halves)}, unk_token=chr(halves[0])))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    body = {"input_ids": [3], "stream": True, "sampling_params": {"max_new_tokens": 60, "ignore_eos": True}}
+    with Scheduler(Decoder(directory, num_slots=1), model_dir=directory) as scheduler:
+        events = ask(scheduler, "POST", "/generate", body).text.split("\n\n")[:-2]
+    *parts, whole = [json.loads(event.removeprefix("data: "))["text"] for event in events]
+    assert parts and all(whole.startswith(part) for part in parts)
+
+
+def test_a_stream_that_is_read_slowly_is_kept_no_events_for(scheduler: Scheduler) -> None:
+    """Each has everything so far: those of 16,000 tokens would be 7 GB."""
+    body = json.dumps({"input_ids": [3], "stream": True, "sampling_params": LONG}).encode()
+    request = {"type": "http.request", "body": body, "more_body": False}
+    sent: list[bytes] = []
+
+    async def read_slowly() -> None:
+        requests = iter([request])
+
+        async def receive() -> dict[str, Any]:
+            return next(requests, None) or await asyncio.Future()
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message.get("body", b""))
+            if len(sent) == 3:  # behind the header and the first event
+                await until_running(scheduler, 0)
+
+        scope = {"type": "http", "method": "POST", "path": "/generate", "headers": [], "query_string": b""}
+        await asyncio.wait_for(build_app(scheduler)(scope, receive, send), TIMEOUT_S)
+
+    asyncio.run(read_slowly())
+    whole, done = [part for part in b"".join(sent).split(b"\n\n") if part][-2:]
+    assert done == b"data: [DONE]"
+    assert json.loads(whole.removeprefix(b"data: "))["meta_info"]["completion_tokens"] == LONG["max_new_tokens"]
+    assert len(sent) < 20
+
+
 @pytest.fixture
 def texts(model: PreTrainedModel, tmp_path: Path) -> Iterator[Scheduler]:
     """A scheduler of a model with a tokenizer: token i is the character 33 + i, and text has spaces in between."""
@@ -224,11 +265,41 @@ def test_a_bias_on_a_token_that_the_model_lacks_is_refused(scheduler: Scheduler)
     assert "logit_bias must has keys in [0, 60], got 61" in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"logit_bias": {"3": 1e38}, "temperature": 0.1},
+        {"logit_bias": dict.fromkeys(map(str, range(61)), -1e39)},
+        {"repetition_penalty": 1e-40, "temperature": 0.0},
+    ],
+)
+def test_parameters_that_leave_no_numbers_to_choose_by_end_their_own_request_alone(
+    scheduler: Scheduler, params: dict[str, Any]
+) -> None:
+    async def converse(client: httpx.AsyncClient) -> None:
+        async def complete(**own: Any) -> httpx.Response:
+            body = {"input_ids": [3], "sampling_params": {"max_new_tokens": 9, "ignore_eos": True, **own}}
+            return await client.post("/generate", json=body)
+
+        refused, other = await asyncio.gather(complete(**params), complete())
+        assert refused.status_code == 400
+        assert "The log-probs of the next token are no finite numbers" in refused.json()["error"]["message"]
+        assert other.json()["meta_info"]["completion_tokens"] == 9
+
+    talk(scheduler, converse)
+    assert scheduler.is_healthy and scheduler.num_running == 0
+
+
 @pytest.mark.parametrize("stop", [{"stop": "x"}, {"stop_regex": "x"}])
 def test_a_stop_string_without_a_tokenizer_is_refused(scheduler: Scheduler, stop: dict[str, str]) -> None:
     refused = ask(scheduler, "POST", "/generate", {"input_ids": [3], "sampling_params": stop})
     assert refused.status_code == 400
     assert "need a tokenizer.json in the model directory" in refused.json()["error"]["message"]
+
+
+def test_no_text_at_all_is_refused(texts: Scheduler) -> None:
+    refused = ask(texts, "POST", "/generate", {"text": []})
+    assert (refused.status_code, refused.json()) == (400, {"error": {"message": "text cannot be empty."}})
 
 
 def test_text_is_understood_and_answered_where_a_tokenizer_is_found(texts: Scheduler) -> None:

@@ -90,6 +90,18 @@ def ask(engine: SGLangEngine | VLLMEngine) -> list[Completion]:
 
 
 @BOTH
+def test_a_completion_that_was_broken_off_at_an_end_of_the_models_own_is_whole(
+    engine_type: EngineType, tmp_path: Path
+) -> None:
+    """Its folder names more ends than the tokenizer does: going on behind one would train on what no server samples."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 16, "eos_token_id": 2}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
+    broken_off = httpx.Response(200, json=completion_json(engine_type, [3], [-1.0], "abort"))
+    [completion] = ask(client_of(engine_type, broken_off, model_dir=tmp_path))
+    assert completion.status is Status.COMPLETED
+
+
+@BOTH
 @pytest.mark.parametrize(
     ("tokens", "logprobs", "reason", "words"),
     [

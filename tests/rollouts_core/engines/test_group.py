@@ -176,6 +176,13 @@ def test_the_store_listens_on_the_way_to_the_server_alone() -> None:
     assert {place for place in places if place.endswith(f":{group.port:04X}")} == {f"0100007F:{group.port:04X}"}
 
 
+def test_a_server_towards_which_nothing_can_listen_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when this machine has lost the address meanwhile, or has no descriptors left."""
+    monkeypatch.setattr(group_module, "find_address_towards", lambda url: "192.0.2.1")
+    with pytest.raises(EngineUnavailableError, match=f"{URL} can be offered no group by gloo: .*assign"):
+        WeightGroup(URL, "gloo", num_ranks=1)
+
+
 def test_a_server_that_cannot_be_reached_is_named() -> None:
     with pytest.raises(EngineUnavailableError, match=r"http://nowhere\.invalid:1: no way leads there"):
         find_address_towards("http://nowhere.invalid:1")

@@ -49,6 +49,9 @@ class FakeEngine:
         self.canaries: list[Canary | None] = []
         self.may_answer = asyncio.Event()
         self.may_answer.set()
+        self.num_waits = 0
+        self.may_be_ready = asyncio.Event()
+        self.may_be_ready.set()
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         self.num_calls += 1
@@ -100,6 +103,8 @@ class FakeEngine:
         self.is_released = False
 
     async def wait_until_ready(self, timeout_s: float) -> None:
+        self.num_waits += 1
+        await self.may_be_ready.wait()
         if self.failure:
             raise self.failure
 
@@ -314,6 +319,44 @@ def test_an_engine_that_hangs_in_quarantine_keeps_no_other_there() -> None:
             return set(pool.quarantined)
 
     assert asyncio.run(return_one()) == {"a"}
+
+
+def test_where_nothing_was_published_an_engine_that_answers_again_is_asked_again() -> None:
+    """As in an evaluation, whose engines serve what they were started with."""
+
+    async def lose_and_return() -> tuple[dict[str, str], int]:
+        engines = [FakeEngine("a"), FakeEngine("b")]
+        async with EnginePool(engines, retry_s=0.01) as pool:
+            engines[0].failure = lost("a")
+            await pool.generate([REQUEST])
+            await wait_until(lambda: engines[0].num_waits > 1)  # in vain
+            quarantined = pool.quarantined
+            engines[0].failure = None
+            await wait_until(lambda: pool.quarantined == {})
+            num_calls = engines[0].num_calls
+            await pool.generate([REQUEST])
+        return quarantined, engines[0].num_calls - num_calls
+
+    assert asyncio.run(lose_and_return()) == ({"a": "a/generate: ReadError"}, 1)
+
+
+def test_an_engine_that_answers_while_the_first_version_is_published_is_given_it_before_it_is_asked() -> None:
+    async def answer_late() -> str:
+        engines = [FakeEngine("a"), FakeEngine("b")]
+        async with EnginePool(engines, retry_s=0.01) as pool:
+            engines[0].may_be_ready.clear()
+            pool.quarantine(engines[0], "it was away")
+            await wait_until(lambda: engines[0].num_waits)
+            await pool.load_weights(Path("v1"), "v1")
+            engines[0].permits = asyncio.Semaphore(0)
+            engines[0].may_be_ready.set()
+            await wait_until(lambda: engines[0].loading == "v1")
+            assert pool.quarantined.keys() == {"a"}
+            engines[0].permits.release()
+            await wait_until(lambda: pool.quarantined == {})
+        return engines[0].version
+
+    assert asyncio.run(answer_late()) == "v1"
 
 
 def test_an_engine_that_comes_back_is_given_the_trainers_canary() -> None:

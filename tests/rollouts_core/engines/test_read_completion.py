@@ -12,7 +12,7 @@ from rollouts_core.engines.http import read_completion
 from rollouts_core.engines.protocol import GenerationRequest
 from rollouts_core.types import Status
 
-END = 2
+END, OWN_END = 2, 3
 REQUEST = GenerationRequest(prompt_tokens=[5], sampling=SamplingConfig(max_new_tokens=4), stop_token_ids=(END,), seed=0)
 
 
@@ -24,12 +24,19 @@ REQUEST = GenerationRequest(prompt_tokens=[5], sampling=SamplingConfig(max_new_t
         ([7, END], Status.COMPLETED),
         ([7, 8, 9, 7], Status.TRUNCATED),
         ([7, 8, 9, END], Status.COMPLETED),
+        ([7, OWN_END], Status.COMPLETED),
     ],
 )
 def test_an_aborted_completion_that_had_come_to_its_end_is_not_continued(tokens: list[int], status: Status) -> None:
     logprobs = [-0.5] * len(tokens)
     spans = (("v-1", 0, len(tokens)),)
     completion = read_completion(
-        "engine", REQUEST, tokens=tokens, logprobs=logprobs, finish_reason="abort", version_spans=spans
+        "engine",
+        REQUEST,
+        tokens=tokens,
+        logprobs=logprobs,
+        finish_reason="abort",
+        version_spans=spans,
+        ends=frozenset({OWN_END}),
     )
     assert completion.status is status

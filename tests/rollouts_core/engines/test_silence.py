@@ -134,6 +134,22 @@ def test_a_call_that_begins_as_the_last_one_ends_is_watched_over_too() -> None:
     asyncio.run(call_twice())
 
 
+def test_a_server_may_be_silent_for_longer_amid_its_first_request_and_no_longer_then() -> None:
+    """It compiles."""
+
+    async def hang() -> None:
+        await asyncio.sleep(60)
+
+    async def call_twice() -> None:
+        times = {"timeout_s": SILENCE_TIMEOUT_S, "start_timeout_s": 60.0}
+        watch = SilenceWatch("engine", hang, lambda: False, **times)
+        await watch.over(lambda: asyncio.sleep(LONG_S))
+        with anyio.fail_after(10), pytest.raises(EngineUnavailableError, match=r"engine was silent for 0\.2 s"):
+            await watch.over(hang)
+
+    asyncio.run(call_twice())
+
+
 def test_an_event_loop_that_is_held_up_is_no_silence_of_a_server() -> None:
     """A reward function may compute for as long as it likes, while an answer waits to be read."""
 
