@@ -40,6 +40,7 @@ from tests.waiting import wait_until
 
 LEASE_S = 10.0
 """Renewing a lease starts a process, which takes a busy machine a while."""
+SAVING = "trap 'echo ends; sleep 2; echo saved >> saved; exit 0' TERM; echo up; while :; do sleep 0.05; done"
 WRITE_RESULT = """echo '{"loss": 0.5}' > result.part; mv result.part result.json"""
 
 
@@ -102,8 +103,7 @@ def test_a_start_while_the_job_runs_attaches(session: Session, run_dir: Path) ->
 def test_a_start_while_the_job_is_being_cancelled_waits_for_its_end_and_is_the_next_attempt(
     session: Session, run_dir: Path
 ) -> None:
-    saving = "trap 'sleep 2; echo saved >> saved; exit 0' TERM; echo up; while :; do sleep 0.05; done"
-    start_or_attach(session, shell_spec(run_dir, saving))
+    start_or_attach(session, shell_spec(run_dir, SAVING))
     wait_until(lambda: (run_dir / "log.txt").read_text() != "")
     with ThreadPoolExecutor(1) as pool:
         cancelled = pool.submit(cancel_job, session, str(run_dir), 20.0)
@@ -114,6 +114,25 @@ def test_a_start_while_the_job_is_being_cancelled_waits_for_its_end_and_is_the_n
         ended = cancelled.result()
     assert ended.exit is not None and (ended.state, ended.attempt) == (JobState.EXITED, 1) and ended.exit.cancelled
     assert job_status(session, str(run_dir)).state == JobState.RUNNING
+
+
+@pytest.mark.parametrize("limit", ["timeout_s", "lease_s"])
+def test_a_start_while_the_job_is_ended_by_a_limit_waits_for_its_end_and_is_the_next_attempt(
+    session: Session, run_dir: Path, limit: str
+) -> None:
+    start_or_attach(session, shell_spec(run_dir, SAVING, **{limit: 2.0}))
+    wait_until(lambda: (run_dir / "log.txt").read_text().endswith("ends\n"))
+    again = start_or_attach(session, shell_spec(run_dir, "sleep 60"))
+    assert (again.state, again.attempt, again.attached) == (JobState.RUNNING, 2, False)
+    assert (run_dir / "saved").read_text() == "saved\n", "the first attempt came to its end"
+
+
+def test_a_start_that_attaches_renews_the_lease(session: Session, run_dir: Path) -> None:
+    spec = shell_spec(run_dir, "sleep 60", lease_s=LEASE_S)
+    start_or_attach(session, spec)
+    os.utime(run_dir / ".job/lease", (0, 0))
+    assert start_or_attach(session, spec).attached
+    assert (run_dir / ".job/lease").stat().st_mtime > 0
 
 
 def test_a_start_after_a_failure_is_the_next_attempt(session: Session, run_dir: Path) -> None:
