@@ -248,6 +248,11 @@ class Ledger:
         with self._changing_leases(run_dir):
             yield self.drop_lease(run_dir, run_id)
 
+    def drop_leases_on(self, node: str) -> None:
+        """Give up everybody's leases and claims on the jobs of a node that is no more."""
+        with self.transaction() as database:
+            database.execute("DELETE FROM job_leases WHERE node = ?", (node,))
+
     @contextmanager
     def _changing_leases(self, run_dir: str) -> Iterator[None]:
         path = self._path.with_suffix(".changing") / run_dir.rpartition("/")[2]
