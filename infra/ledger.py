@@ -10,7 +10,8 @@ A job is done on one node at a time. So a run claims it (`claim`) before it brin
 and adds its lease when it starts the job or attaches to it.
 
 A run that was killed drops nothing. So a run holds a lock on ledger.runs/<run> as long as its process lives, which the
-kernel frees; the claims of a run that held one, and holds it no more, do not count.
+kernel frees; the claims of a run that held one, and holds it no more, do not count, because its node may never come
+back. But its jobs may go on there (`nodes_left`), beside those that another run has on another node.
 
 On a full disk it is read all the same: who ends machines that cost money has to know them.
 """
@@ -266,6 +267,13 @@ class Ledger:
         claims = self.read("SELECT run_dir, run_id, node FROM job_leases")
         wanted = [claim for claim in claims if claim[0].rpartition("/")[2] == directory_name and claim[1] != besides]
         return {node for _, run_id, node in wanted if not self.has_died(run_id)}
+
+    def nodes_left(self, directory_name: str) -> set[str]:
+        """The nodes on which runs that died have started the job whose run directory has this name: it may go on."""
+        with self.transaction():  # one at a time, as in `drop_lease`
+            started = [lease for lease in self.leases() if lease.is_started]
+            of_job = [lease for lease in started if lease.run_dir.rpartition("/")[2] == directory_name]
+            return {lease.node for lease in of_job if self.has_died(lease.run_id)}
 
     def leases_of(self, run_id: str) -> list[Lease]:
         """All leases and claims of a run, oldest first."""
