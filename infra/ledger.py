@@ -218,8 +218,12 @@ class Ledger:
 
         Waits for who ends the job in `dropped_lease`.
         """
-        with self._changing_leases(run_dir), self.transaction():
-            self._database.execute(
+        with self._changing_leases(run_dir):
+            self._hold_lease(run_dir, run_id, node)
+
+    def _hold_lease(self, run_dir: str, run_id: str, node: str) -> None:
+        with self.transaction() as database:
+            database.execute(
                 "INSERT INTO job_leases (run_dir, run_id, node, created_at, is_started) VALUES (?, ?, ?, ?, 1) "
                 "ON CONFLICT DO UPDATE SET node = excluded.node, is_started = 1",
                 (run_dir, run_id, node, time.time()),
@@ -245,9 +249,19 @@ class Ledger:
 
     @contextmanager
     def dropped_lease(self, run_dir: str, run_id: str) -> Iterator[int]:
-        """`drop_lease` for who ends the job where none is left: nobody adds one until the block is left."""
+        """`drop_lease` for who ends the job where none is left: nobody adds one until the block is left.
+
+        Where the block fails the job may go on, so the run keeps its lease: who asks for the job's end again has to
+        find it, and so has who looks what is at work.
+        """
         with self._changing_leases(run_dir):
-            yield self.drop_lease(run_dir, run_id)
+            held = [lease for lease in self.leases_of(run_id) if lease.run_dir == run_dir]
+            try:
+                yield self.drop_lease(run_dir, run_id)
+            except BaseException:
+                for lease in held:
+                    self._hold_lease(run_dir, run_id, lease.node)
+                raise
 
     def drop_leases_on(self, node: str) -> None:
         """Give up everybody's leases and claims on the jobs of a node that is no more."""
