@@ -19,8 +19,8 @@ Each verb but `follow` prints one JSON object, `{"error": sentence}` with exit c
     exit-<n>.json how attempt n ended
     finish-<n>    who asks the program of attempt n to end by itself, with what it has; programs need not heed it
     result.json   written by the program, last: the job is finished
-    .job/         lock, start.lock, lease, meta-<n>.json, cancel-<n>, ending-<n> (a limit of attempt n is reached),
-                  supervisor-<n>.txt (our own failures)
+    .job/         lock, start.lock, lease, meta-<n>.json, cancel-<n>, spare-<n> (becomes that where the disk takes no
+                  more files), ending-<n> (a limit of attempt n is reached), supervisor-<n>.txt (our own failures)
 
 The program's processes are found as descendants of the supervisor and, when that is gone, by the variable
 ROLLOUTS_JOB=<run directory> in their environment. Where there is no /proc (macOS), by the program's process group.
@@ -906,7 +906,8 @@ def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
     }
     try:
         exit_fd = preallocate_exit_record(spec.run_dir, attempt)
-        internal_path(spec.run_dir, "lease").touch()
+        for name in ("lease", f"spare-{attempt}"):
+            internal_path(spec.run_dir, name).touch()
         write_meta(spec.run_dir, meta)
         slots = GPUSlots(spec, find_gpu_slots(spec.gpus, os.environ.get("CUDA_VISIBLE_DEVICES")))
         waits_for = slots.take()
@@ -1172,10 +1173,7 @@ def cancel_job(run_dir: str, grace_s: float) -> JsonObject:
             end_orphans(run_dir, grace_s)
         if status["state"] != "RUNNING":
             return read_status(run_dir)
-        request = internal_path(run_dir, f"cancel-{status['attempt']}")
-        request.touch()  # the request itself; on a full disk it stays empty, and the spec's grace holds
-        with contextlib.suppress(OSError):
-            request.write_text(str(grace_s))
+        request_cancel(run_dir, status["attempt"], grace_s)
     deadline = time.monotonic() + grace_s + CANCEL_MARGIN_S
     while is_supervised(run_dir) and latest_attempt(run_dir) == status["attempt"]:
         if time.monotonic() >= deadline:
@@ -1187,6 +1185,17 @@ def cancel_job(run_dir: str, grace_s: float) -> JsonObject:
     # Somebody waited for the end, and starts the next attempt, which is none of ours.
     record = read_json(exit_path(run_dir, status["attempt"]))
     return {**status, "state": "EXITED", "pid": None, "waits_for": "", "exit": record}
+
+
+def request_cancel(run_dir: str, attempt: int, grace_s: float) -> None:
+    """Let the file appear that asks for the end of an attempt; where it stays empty the spec's grace holds."""
+    request = internal_path(run_dir, f"cancel-{attempt}")
+    try:
+        request.touch()
+    except OSError:  # the disk takes no more files
+        internal_path(run_dir, f"spare-{attempt}").rename(request)
+    with contextlib.suppress(OSError):  # it is full
+        request.write_text(str(grace_s))
 
 
 def ask_to_finish(run_dir: str, asked_by: str) -> JsonObject:

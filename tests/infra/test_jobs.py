@@ -36,6 +36,7 @@ from infra.session import LocalSession, Session
 from infra.supervisor import read_json
 from tests.infra.conftest import session_called
 from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end
+from tests.mounts import mounted_tmpfs
 from tests.waiting import wait_until
 
 LEASE_S = 10.0
@@ -507,6 +508,17 @@ def test_a_full_disk_loses_log_and_not_the_end_of_the_job(session: Session, tiny
     assert 0 < status.log_size < 4_000_000
     with pytest.raises(PermanentInfraError, match="No space left"):
         start_or_attach(session, shell_spec(run_dir, "yes | head -c 4000000; exit 9"))
+
+
+def test_a_job_can_be_cancelled_on_a_disk_that_takes_no_more_files(session: Session, tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "disk", "size=8m,nr_inodes=100") as disk:
+        run_dir = disk / "sft-0123"
+        start_or_attach(session, shell_spec(run_dir, "sleep 60"))
+        with pytest.raises(OSError, match="No space left"):
+            for number in range(100):
+                (disk / str(number)).touch()
+        status = cancel_job(session, str(run_dir), 5.0)
+    assert status.exit is not None and status.exit.cancelled
 
 
 def test_a_broken_result_does_not_count_as_finished(session: Session, run_dir: Path) -> None:
