@@ -276,7 +276,7 @@ def _check_file(path: Path, name: str) -> None:
     try:
         receiver.check_name(name)
     except receiver.CopyError as error:
-        raise PermanentInfraError(f"{path}: {error.message}") from error
+        raise PermanentInfraError(f"{str(path)!r}: {error.message}; rename it") from error
 
 
 def _check_nesting(root: Path, destination: str) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.errors import PermanentInfraError
 from infra.jobs import JobState, cancel_job, job_status, start_or_attach
 from infra.mirror import pull_run
 from infra.node import Node
@@ -23,7 +24,8 @@ from infra.object_store import ObjectStore
 from infra.publication import publish_run
 from infra.session import LocalSession
 from rollouts_core.checkpoint import list_checkpoints, load_manifest
-from rollouts_core.config import Config, ModelConfig
+from rollouts_core.config import Config, ModelConfig, RolloutConfig
+from rollouts_core.fingerprint import digest_plugins
 from rollouts_core.job import InputModel
 from tasks.inputs import bring_inputs
 from tasks.placement import Placement, place_code, place_stage
@@ -263,6 +265,23 @@ def test_a_program_in_the_users_own_package_can_be_run_on_the_node(
     assert subprocess.run([after / "my_graders/grade.sh"], capture_output=True, check=True).stdout == b"right\n"
     assert not os.access(before / "my_graders/grade.sh", os.X_OK)
     assert not os.access(after / "my_graders/__init__.py", os.X_OK)
+
+
+def test_a_name_that_is_no_utf_8_is_refused_in_a_sentence_that_can_be_printed(
+    session: CountingSession, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "own" / "my_latin"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("def score(*_): return 1.0\n")
+    try:
+        (package / os.fsdecode(b"donn\xe9es.txt")).touch()
+    except OSError:
+        pytest.skip("this disk takes no such name")
+    monkeypatch.syspath_prepend(str(package.parent))
+    assert digest_plugins("my_latin:score")
+    with pytest.raises(PermanentInfraError, match="not printable; rename it") as refused:
+        place_code(session, node, RolloutConfig(reward_fn="my_latin:score"))
+    assert str(refused.value).encode()
 
 
 def test_a_single_file_comes_with_what_it_imports_and_what_is_sent_is_said(
