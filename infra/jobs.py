@@ -31,7 +31,7 @@ from infra.errors import (
 )
 from infra.node_agent import ISOLATED
 from infra.session import Session, read_answer
-from infra.supervisor import CANCELLED_WAIT_S, FIRST_GPU, JobSpec
+from infra.supervisor import ENDING_WAIT_S, FIRST_GPU, JobSpec
 
 __all__ = [
     "FIRST_GPU",
@@ -138,13 +138,14 @@ class FollowOffsets:
 def start_or_attach(session: Session, spec: JobSpec) -> JobStatus:
     """Start the job, unless it is finished or running already; many callers at once start it exactly once.
 
-    Where it runs and is being cancelled, its end is waited for, and the next attempt started.
+    Where it runs and is being ended, because that was asked for or a limit of it is reached, its end is waited for, and
+    the next attempt started.
 
     Raises:
-        PermanentInfraError: the command cannot be run, or what is being cancelled does not end.
+        PermanentInfraError: the command cannot be run, or what is being ended does not end.
     """
     assert PurePosixPath(spec.run_dir).is_absolute(), f"run_dir is {spec.run_dir!r}, not an absolute path"
-    timeout_s = CALL_TIMEOUT_S + CANCELLED_WAIT_S
+    timeout_s = CALL_TIMEOUT_S + ENDING_WAIT_S
     status = parse_status(_call(session, "start", spec.run_dir, stdin=render_spec(spec), timeout_s=timeout_s))
     logger.info("%s %s, attempt %d", "found" if status.attached else "started", spec.run_dir, status.attempt)
     return status

@@ -10,7 +10,8 @@ A job is done on one node at a time. So a run claims it (`claim`) before it brin
 and adds its lease when it starts the job or attaches to it.
 
 A run that was killed drops nothing. So a run holds a lock on ledger.runs/<run> as long as its process lives, which the
-kernel frees; the claims of a run that held one, and holds it no more, do not count.
+kernel frees; the claims of a run that held one, and holds it no more, do not count, because its node may never come
+back. But its jobs may go on there (`nodes_left`), beside those that another run has on another node.
 
 On a full disk it is read all the same: who ends machines that cost money has to know them.
 """
@@ -217,8 +218,12 @@ class Ledger:
 
         Waits for who ends the job in `dropped_lease`.
         """
-        with self._changing_leases(run_dir), self.transaction():
-            self._database.execute(
+        with self._changing_leases(run_dir):
+            self._hold_lease(run_dir, run_id, node)
+
+    def _hold_lease(self, run_dir: str, run_id: str, node: str) -> None:
+        with self.transaction() as database:
+            database.execute(
                 "INSERT INTO job_leases (run_dir, run_id, node, created_at, is_started) VALUES (?, ?, ?, ?, 1) "
                 "ON CONFLICT DO UPDATE SET node = excluded.node, is_started = 1",
                 (run_dir, run_id, node, time.time()),
@@ -244,9 +249,24 @@ class Ledger:
 
     @contextmanager
     def dropped_lease(self, run_dir: str, run_id: str) -> Iterator[int]:
-        """`drop_lease` for who ends the job where none is left: nobody adds one until the block is left."""
+        """`drop_lease` for who ends the job where none is left: nobody adds one until the block is left.
+
+        Where the block fails the job may go on, so the run keeps its lease: who asks for the job's end again has to
+        find it, and so has who looks what is at work.
+        """
         with self._changing_leases(run_dir):
-            yield self.drop_lease(run_dir, run_id)
+            held = [lease for lease in self.leases_of(run_id) if lease.run_dir == run_dir]
+            try:
+                yield self.drop_lease(run_dir, run_id)
+            except BaseException:
+                for lease in held:
+                    self._hold_lease(run_dir, run_id, lease.node)
+                raise
+
+    def drop_leases_on(self, node: str) -> None:
+        """Give up everybody's leases and claims on the jobs of a node that is no more."""
+        with self.transaction() as database:
+            database.execute("DELETE FROM job_leases WHERE node = ?", (node,))
 
     @contextmanager
     def _changing_leases(self, run_dir: str) -> Iterator[None]:
@@ -261,6 +281,13 @@ class Ledger:
         claims = self.read("SELECT run_dir, run_id, node FROM job_leases")
         wanted = [claim for claim in claims if claim[0].rpartition("/")[2] == directory_name and claim[1] != besides]
         return {node for _, run_id, node in wanted if not self.has_died(run_id)}
+
+    def nodes_left(self, directory_name: str) -> set[str]:
+        """The nodes on which runs that died have started the job whose run directory has this name: it may go on."""
+        with self.transaction():  # one at a time, as in `drop_lease`
+            started = [lease for lease in self.leases() if lease.is_started]
+            of_job = [lease for lease in started if lease.run_dir.rpartition("/")[2] == directory_name]
+            return {lease.node for lease in of_job if self.has_died(lease.run_id)}
 
     def leases_of(self, run_id: str) -> list[Lease]:
         """All leases and claims of a run, oldest first."""

@@ -12,7 +12,8 @@ is sent to nodes by content. Each verb prints one JSON object; `{"error": senten
                                             whether the disk has room: {"taken": {name: [chunk number]}}. Goes on until
                                             stdin ends: so long INCOMING is locked
     accept INCOMING                         (files on stdin) write small files, many with one call: {"digests": ...}
-    commit DESTINATION INCOMING             (manifest on stdin) compare what has arrived, then swap it in; a digest of
+    commit DESTINATION INCOMING             (on stdin {"files": {name: [size, sha256]}, "executable": [name]}) compare
+                                            what has arrived, let the owner execute those, then swap it in; a digest of
                                             null was compared when the file was written, and is not taken again. The
                                             directory of a job that runs is not replaced
     discard INCOMING                        remove what has arrived
@@ -67,8 +68,8 @@ def main(argv: list[str]) -> int:
         elif verb == "accept":
             answer = {"digests": accept_files(Path(parameters[0]), sys.stdin.buffer)}
         elif verb == "commit":
-            manifest = json.loads(sys.stdin.buffer.read())
-            commit_directory(Path(parameters[0]), Path(parameters[1]), manifest)
+            request = json.loads(sys.stdin.buffer.read())
+            commit_directory(Path(parameters[0]), Path(parameters[1]), request["files"], request["executable"])
         elif verb == "discard":
             discard_directory(Path(parameters[0]))
         else:
@@ -308,7 +309,7 @@ def accept_files(incoming: Path, stream: BinaryIO) -> dict[str, str]:
     return digests
 
 
-def commit_directory(destination: Path, incoming: Path, manifest: dict[str, list[Any]]) -> None:
+def commit_directory(destination: Path, incoming: Path, manifest: dict[str, list[Any]], executable: list[str]) -> None:
     """Verify every file against the manifest, then put the new directory in the place of the old one."""
     for name in manifest:
         check_name(name)
@@ -317,6 +318,8 @@ def commit_directory(destination: Path, incoming: Path, manifest: dict[str, list
     wrong = sorted(name for name in manifest.keys() | arrived.keys() if arrived.get(name) != manifest.get(name))
     if wrong:
         raise CopyError(f"{len(wrong)} files arrived damaged, the first is {wrong[0]!r}: copy again", kind="damaged")
+    for name in executable:
+        (incoming / name).chmod((incoming / name).stat().st_mode | stat.S_IXUSR)
     for directory in {path.parent for path in _walk(incoming)} | {incoming}:
         flush_directory(directory)
     set_aside = incoming.with_name(incoming.name + "-replaced")

@@ -119,7 +119,9 @@ def release_machine(
         return releasing
     _end_and_verify(releasing, cloud, pace)
     try:
-        gone = change_rental(ledger, releasing, state=RentalState.GONE, ended_at=time.time())
+        with ledger.transaction():
+            gone = change_rental(ledger, releasing, state=RentalState.GONE, ended_at=time.time())
+            ledger.drop_leases_on(releasing.name)  # its jobs ended with it
     except InfraError as error:
         raise _not_noted(releasing, error) from error
     logger.info("gave back %s at %s", releasing.name, releasing.provider)

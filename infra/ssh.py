@@ -144,7 +144,7 @@ class SSHConnection:
         self.host_key = host_key
         self.key_file = key_file
         """The private key that let us in; empty where the agent has it."""
-        round_trip_s = _measure_round_trip(transport)
+        round_trip_s = _measure_round_trip(transport, address)
         self.is_far = round_trip_s >= _NEAR_S
         """Whether a connection's windows limit its speed."""
         self._closed = threading.Event()
@@ -196,16 +196,9 @@ class SSHConnection:
 
     def _watch_peer(self) -> None:
         """Ask for a sign of life now and then; TCP alone does not notice a server that hangs."""
-        while not self._closed.wait(HEARTBEAT_INTERVAL_S) and self._transport.is_active():
-            alarm = threading.Timer(HEARTBEAT_LIMIT_S, self._transport.close)
-            alarm.daemon = True
-            alarm.start()
-            try:
-                self._transport.global_request("keepalive@openssh.com", wait=True)
-            except _DROPPED:
-                return
-            finally:
-                alarm.cancel()
+        with contextlib.suppress(*_DROPPED):
+            while not self._closed.wait(HEARTBEAT_INTERVAL_S) and self._transport.is_active():
+                _ask_for_sign_of_life(self._transport)
 
 
 def connect(access: SSHAccess) -> SSHConnection:
@@ -235,12 +228,29 @@ def connect(access: SSHAccess) -> SSHConnection:
         raise
 
 
-def _measure_round_trip(transport: Any) -> float:  # Any: paramiko has no types
-    """Seconds to the server and back; not those of the TCP connection, which a proxy may end nearby."""
+def _ask_for_sign_of_life(transport: Any) -> None:  # Any: paramiko has no types
+    """Return when the peer has answered, or has not for too long: then the connection is closed."""
+    alarm = threading.Timer(HEARTBEAT_LIMIT_S, transport.close)
+    alarm.daemon = True
+    alarm.start()
+    try:
+        transport.global_request("keepalive@openssh.com", wait=True)
+    finally:
+        alarm.cancel()
+
+
+def _measure_round_trip(transport: Any, address: str) -> float:  # Any: paramiko has no types
+    """Seconds to the server and back; not those of the TCP connection, which a proxy may end nearby.
+
+    Raises:
+        NodeUnreachableError: it let us in and says nothing more, as where the home that it opens for us hangs.
+    """
     round_trip_s = float("inf")
     for attempt in range(6):  # those on a short way may have waited for a processor
         started = time.monotonic()
-        transport.global_request("keepalive@openssh.com", wait=True)
+        _ask_for_sign_of_life(transport)
+        if not transport.is_active():
+            raise NodeUnreachableError(address, "it lets us in and does not answer then")
         round_trip_s = min(round_trip_s, time.monotonic() - started)
         if round_trip_s < _NEAR_S or (attempt > 0 and round_trip_s > 4 * _NEAR_S):
             break

@@ -6,8 +6,9 @@ Every request is answered by a process on the node, the agent, whose text travel
 depends on the node's login shell but that it can start Python, and arguments are never interpreted. An agent answers
 one request at a time and waits for the next, so that a request costs one round trip; those that come at the same time
 take another agent, on a channel of its own. What matters quickly (commands, jobs, logs) and what is large (files) use
-connections of their own, opened when first needed and again when they have broken. Often only a request that is not
-answered shows that; it is made once more, of another agent, where it does no harm to carry it out twice.
+connections of their own, opened when first needed and again when they have broken; of the first kind a second one where
+the server allows a connection fewer channels than are needed at once. Often only a request that is not answered shows
+that one has broken; it is made once more, of another agent, where it does no harm to carry it out twice.
 """
 
 import contextlib
@@ -46,9 +47,9 @@ from infra.ssh import SSHConnection, connect
 from infra.tunnel import forwarded_port
 
 AnswerT = TypeVar("AnswerT")
-Purpose = Literal["control", "bulk", "pieces 0", "pieces 1", "pieces 2", "pieces 3", "pieces 4", "pieces 5"]
+Purpose = Literal["control", "beside", "bulk", "pieces 0", "pieces 1", "pieces 2", "pieces 3", "pieces 4", "pieces 5"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
-PIECES = PURPOSES[2:]
+PIECES = PURPOSES[3:]
 assert len(PIECES) == MAX_SENDERS
 """For large files to a distant node."""
 
@@ -337,7 +338,14 @@ class SSHSession:
                 return agent
             except InfraError as error:
                 logger.warning("files take our own connection to %s: %s", self._access.address, error)
-        agent = Agent(self._connection(purpose).open_command, self._python, self._access.address)
+        try:
+            agent = Agent(self._connection(purpose).open_command, self._python, self._access.address)
+        except NodeUnreachableError:
+            raise
+        except TransientInfraError:  # it allows no more channels: a followed log has the only one where that is all
+            if purpose != "control":
+                raise
+            agent = Agent(self._connection("beside").open_command, self._python, self._access.address)
         if client is not None:
             self._may_use_openssh = False  # the node is there, so it was the client that failed
         return agent

@@ -19,7 +19,8 @@ Each verb but `follow` prints one JSON object, `{"error": sentence}` with exit c
     exit-<n>.json how attempt n ended
     finish-<n>    who asks the program of attempt n to end by itself, with what it has; programs need not heed it
     result.json   written by the program, last: the job is finished
-    .job/         lock, start.lock, lease, meta-<n>.json, cancel-<n>, supervisor-<n>.txt (our own failures)
+    .job/         lock, start.lock, lease, meta-<n>.json, cancel-<n>, spare-<n> (becomes that where the disk takes no
+                  more files), ending-<n> (a limit of attempt n is reached), supervisor-<n>.txt (our own failures)
 
 The program's processes are found as descendants of the supervisor and, when that is gone, by the variable
 ROLLOUTS_JOB=<run directory> in their environment. Where there is no /proc (macOS), by the program's process group.
@@ -72,8 +73,8 @@ LEFTOVER_GRACE_S = 2.0
 UNKILLABLE_AFTER_S = 10.0
 """Leftovers that SIGKILL has not ended by then are counted and left to the kernel."""
 CANCEL_MARGIN_S = 15.0
-CANCELLED_WAIT_S = 60.0
-"""So long a start waits for the end of an attempt that is being cancelled."""
+ENDING_WAIT_S = 60.0
+"""So long a start waits for the end of an attempt that is being ended."""
 GPU_POLL_S = 0.5
 NVIDIA_SMI_TIMEOUT_S = 30.0
 CANNOT_START_CODE = 127
@@ -94,7 +95,8 @@ _INHERITED_NAMES = """
     SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE
     http_proxy https_proxy no_proxy all_proxy HTTP_PROXY HTTPS_PROXY NO_PROXY ALL_PROXY
 """
-_INHERITED_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "TORCH_", "TRITON_")
+# PIP_ and UV_: a machine may tell both of them by variables alone where packages are.
+_INHERITED_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "TORCH_", "TRITON_", "PIP_", "UV_")
 _FOLDER_LISTS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SSL_CERT_DIR")
 _PATHS = ("TMPDIR", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 
@@ -433,30 +435,30 @@ def _read_text(path: Path) -> str:
 def start_job(spec: JobSpec) -> JsonObject:
     """Start the next attempt, unless the job is finished or running; safe to call from many sides at once.
 
-    An attempt that is being cancelled is one that ends: it is waited for, not attached to.
+    An attempt that is being ended is waited for, not attached to. One that has a lease keeps it by this.
     """
     run_dir = spec.run_dir
     Path(run_dir).mkdir(parents=True, exist_ok=True)
     Path(run_dir, INTERNAL_DIR).mkdir(mode=0o700, exist_ok=True)
-    deadline = time.monotonic() + CANCELLED_WAIT_S
+    deadline = time.monotonic() + ENDING_WAIT_S
     while True:
         with locked(internal_path(run_dir, "start.lock")) as start_lock:
-            status = read_status(run_dir)
-            if not is_being_cancelled(status):
+            status = renew_lease(run_dir)  # before the look below, see StopRequests
+            if not is_being_ended(status):
                 return start_or_find(spec, status, start_lock)
         # Outside the lock, which a second request to cancel needs: else that would end what is started here.
         if time.monotonic() >= deadline:
             raise JobError(
-                f"attempt {status['attempt']} is being cancelled, and did not end within {CANCELLED_WAIT_S:g} s: "
+                f"attempt {status['attempt']} is being ended, and did not end within {ENDING_WAIT_S:g} s: "
                 "look at its processes"
             )
         time.sleep(POLL_S / 2)
 
 
-def is_being_cancelled(status: JsonObject) -> bool:
-    """Whether somebody has asked for the end of an attempt that still runs."""
-    request = internal_path(status["run_dir"], f"cancel-{status['attempt']}")
-    return status["state"] == "RUNNING" and request.exists()
+def is_being_ended(status: JsonObject) -> bool:
+    """Whether the end of an attempt that still runs has been asked for, or one of its limits is reached."""
+    names = [f"{reason}-{status['attempt']}" for reason in ("cancel", "ending")]
+    return status["state"] == "RUNNING" and any(internal_path(status["run_dir"], name).exists() for name in names)
 
 
 def start_or_find(spec: JobSpec, status: JsonObject, start_lock: int) -> JsonObject:
@@ -740,10 +742,15 @@ class StopRequests:
 
     Time is counted on the monotonic clock, which stands still while a machine sleeps: a laptop that wakes up finds
     its jobs with the time they had left.
+
+    That a limit is reached is noted in a file, so that no start attaches to a job that is about to end. A start renews
+    the lease, and then looks for the note; here the note is made, and then the lease is looked at once more. So a start
+    that does not find the note has kept the lease.
     """
 
     def __init__(self, spec: JobSpec, attempt: int) -> None:
         self._cancel_path = internal_path(spec.run_dir, f"cancel-{attempt}")
+        self._ending_path = internal_path(spec.run_dir, f"ending-{attempt}")
         self._deadline = time.monotonic() + spec.timeout_s if spec.timeout_s > 0 else math.inf
         self._lease_path = internal_path(spec.run_dir, "lease")
         self._lease_s = spec.lease_s if spec.lease_s > 0 else math.inf
@@ -760,16 +767,29 @@ class StopRequests:
 
     def find(self) -> str:
         """Why the job has to end now; empty when it has not."""
-        now = time.monotonic()
         if self._cancel_path.exists():
             return "cancelled"
-        if now >= self._deadline:
+        if time.monotonic() >= self._deadline:
+            self._note_ending()
             return "timeout"
+        if not self._has_lapsed():
+            return ""
+        self._note_ending()
+        if self._has_lapsed():
+            return "lease_expired"
+        self._ending_path.unlink(missing_ok=True)
+        return ""
+
+    def _has_lapsed(self) -> bool:
         with contextlib.suppress(FileNotFoundError):
             stamp = self._lease_path.stat().st_mtime
             if stamp != self._lease_stamp:
-                self._lease_stamp, self._renewed = stamp, now
-        return "lease_expired" if now >= self._renewed + self._lease_s else ""
+                self._lease_stamp, self._renewed = stamp, time.monotonic()
+        return time.monotonic() >= self._renewed + self._lease_s
+
+    def _note_ending(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk keeps no job alive
+            self._ending_path.touch()
 
     def wait(self, pause_s: float) -> str:
         """Wait for a while, or until the job has to end; returns why, or empty."""
@@ -886,7 +906,8 @@ def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
     }
     try:
         exit_fd = preallocate_exit_record(spec.run_dir, attempt)
-        internal_path(spec.run_dir, "lease").touch()
+        for name in ("lease", f"spare-{attempt}"):
+            internal_path(spec.run_dir, name).touch()
         write_meta(spec.run_dir, meta)
         slots = GPUSlots(spec, find_gpu_slots(spec.gpus, os.environ.get("CUDA_VISIBLE_DEVICES")))
         waits_for = slots.take()
@@ -1152,10 +1173,7 @@ def cancel_job(run_dir: str, grace_s: float) -> JsonObject:
             end_orphans(run_dir, grace_s)
         if status["state"] != "RUNNING":
             return read_status(run_dir)
-        request = internal_path(run_dir, f"cancel-{status['attempt']}")
-        request.touch()  # the request itself; on a full disk it stays empty, and the spec's grace holds
-        with contextlib.suppress(OSError):
-            request.write_text(str(grace_s))
+        request_cancel(run_dir, status["attempt"], grace_s)
     deadline = time.monotonic() + grace_s + CANCEL_MARGIN_S
     while is_supervised(run_dir) and latest_attempt(run_dir) == status["attempt"]:
         if time.monotonic() >= deadline:
@@ -1167,6 +1185,17 @@ def cancel_job(run_dir: str, grace_s: float) -> JsonObject:
     # Somebody waited for the end, and starts the next attempt, which is none of ours.
     record = read_json(exit_path(run_dir, status["attempt"]))
     return {**status, "state": "EXITED", "pid": None, "waits_for": "", "exit": record}
+
+
+def request_cancel(run_dir: str, attempt: int, grace_s: float) -> None:
+    """Let the file appear that asks for the end of an attempt; where it stays empty the spec's grace holds."""
+    request = internal_path(run_dir, f"cancel-{attempt}")
+    try:
+        request.touch()
+    except OSError:  # the disk takes no more files
+        internal_path(run_dir, f"spare-{attempt}").rename(request)
+    with contextlib.suppress(OSError):  # it is full
+        request.write_text(str(grace_s))
 
 
 def ask_to_finish(run_dir: str, asked_by: str) -> JsonObject:

@@ -57,7 +57,8 @@ class PublishReport:
 def publish_directory(session: Session, source: Path, destination: str) -> PublishReport:
     """Copy the files below `source` to `destination` on the node, verified and all at once.
 
-    Empty directories are not copied. Whatever else lies in `destination` is replaced.
+    Empty directories are not copied, and of modes only whether the owner may execute a file. Whatever else lies in
+    `destination` is replaced.
 
     Raises:
         DiskFullError: the node has no room; nothing is left of the copy.
@@ -90,7 +91,7 @@ def publish_filled(
     incoming = _incoming_of(destination, secrets.token_hex(8), 0)
     with _held_folder(session, destination, incoming, num_bytes, {}):
         try:
-            _commit(session, destination, incoming, fill(incoming))
+            _commit(session, destination, incoming, fill(incoming), executable=())
         except TransientInfraError:  # what the node fetched itself is not gone on with
             _discard(session, incoming)
             raise
@@ -182,7 +183,9 @@ def _make_attempt(
         _send_small_files(session, small, incoming)
         for name in missing.keys() - small.keys():
             _send_chunks(session, sources[name], missing[name], f"{incoming}/{name}")
-        _commit(session, destination, incoming, {name: [size, None] for name, size in sizes.items()})
+        manifest = {name: [size, None] for name, size in sizes.items()}
+        executable = [name for name, source in sources.items() if is_executable(source.path)]
+        _commit(session, destination, incoming, manifest, executable=executable)
     return False
 
 
@@ -273,7 +276,7 @@ def _check_file(path: Path, name: str) -> None:
     try:
         receiver.check_name(name)
     except receiver.CopyError as error:
-        raise PermanentInfraError(f"{path}: {error.message}") from error
+        raise PermanentInfraError(f"{str(path)!r}: {error.message}; rename it") from error
 
 
 def _check_nesting(root: Path, destination: str) -> None:
@@ -318,8 +321,24 @@ def _send_chunks(session: Session, source: SourceFile, numbers: Sequence[int], d
         raise TransientInfraError(f"{len(wrong)} chunks of {source.path} arrived damaged: copy again")
 
 
-def _commit(session: Session, destination: str, incoming: str, manifest: Mapping[str, Sequence[Any]]) -> None:
-    _call(session, ["commit", destination, incoming], stdin=json.dumps(manifest).encode())
+def is_executable(path: Path) -> bool:
+    """Whether the owner of a file may execute it, which is all that is copied of its mode."""
+    try:
+        return bool(path.stat().st_mode & stat.S_IXUSR)
+    except OSError as error:
+        raise TransientInfraError(f"{path} cannot be read any more: {error.strerror}") from error
+
+
+def _commit(
+    session: Session,
+    destination: str,
+    incoming: str,
+    manifest: Mapping[str, Sequence[Any]],
+    *,
+    executable: Sequence[str],
+) -> None:
+    request = {"files": manifest, "executable": executable}
+    _call(session, ["commit", destination, incoming], stdin=json.dumps(request).encode())
 
 
 def _discard(session: Session, incoming: str) -> None:

@@ -154,4 +154,4 @@ def _digest_code(code: OwnCode) -> str:
     if path := code.package or code.file:
         return digest_path(path)
     files = "".join(f"{name}\0{digest_path(path)}\n" for name, path in sorted(code.files.items()))
-    return hashlib.sha256(files.encode()).hexdigest()
+    return hashlib.sha256(files.encode(errors="surrogateescape")).hexdigest()

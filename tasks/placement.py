@@ -29,7 +29,7 @@ from infra.node import Node
 from infra.object_store import ObjectStore
 from infra.presigned import can_presign
 from infra.session import Session
-from infra.sync import publish_files
+from infra.sync import is_executable, publish_files
 from rollouts_core.checkpoint import find_checkpoint, list_checkpoints
 from rollouts_core.config import RLTrainingConfig, RolloutConfig, SFTTrainingConfig
 from rollouts_core.job import (
@@ -166,7 +166,7 @@ class NodeInputs:
             if exists_on_node(self._session, own):
                 return own
         identity = " ".join([digest, path.name, *without])
-        key = hashlib.sha256(identity.encode()).hexdigest()[:_DIGEST_CHARS]
+        key = hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()[:_DIGEST_CHARS]
         folder = f"{self._node.root}/inputs/{key}"
         if not exists_on_node(self._session, folder):
             below = files_below(path, path.name)
@@ -233,7 +233,9 @@ def place_code(
     files = {name: path for part in parts.values() for name, path in part.items()}
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):
-        digest.update(f"{name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+        mode = "\0x" if is_executable(path) else ""
+        digest.update(f"{name}{mode}\0".encode(errors="surrogateescape"))  # what is refused is said by the copy
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
     folder = f"{node.root}/code/{digest.hexdigest()[:_DIGEST_CHARS]}"
     if not exists_on_node(session, folder):
         say(f"sends code: {', '.join(describe_files(name, part) for name, part in parts.items())}")

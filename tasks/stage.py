@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,8 @@ def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgre
         claimed(stage, scope, node, ledger),
         start_in_turn(stage, scope, node, progress.say) as turn,
     ):
+        if left := ledger.nodes_left(Path(stage.run_dir).name) - {node.name}:
+            progress.say(describe_left_job(left))
         placement = place_stage(session, stage, node, say=progress.say)
         with trainers_beside(stage, session, scope, node, progress.say) as trainers:
             placed = placement.stage.model_copy(update={"job": {**placement.stage.job, **trainers}})
@@ -155,6 +157,14 @@ def claim_stage(stage: Stage, scope: RunScope, node: Node, ledger: Ledger) -> No
         raise PermanentInfraError(
             f"{stage.name} is being done on {' and '.join(elsewhere)} for another run: wait for it, or end that run"
         )
+
+
+def describe_left_job(nodes: Collection[str]) -> str:
+    """What somebody should know about the stage's jobs that killed runs left on other nodes."""
+    return (
+        f"may be under way on {' and '.join(sorted(nodes))}, too, begun there by a run that was killed: what comes "
+        "of that is not used here; to go on with it, or end it, interrupt this run and start it with that node"
+    )
 
 
 @contextmanager

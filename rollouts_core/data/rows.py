@@ -204,7 +204,8 @@ def digest_path(path: str | Path, *, revision: str = "") -> str:
         total.update(f"hub:{path}@{revision}".encode() if revision else f"hub:{path}".encode())
         return total.hexdigest()
     for file in sorted(p for p in root.rglob("*") if p.is_file() and "__pycache__" not in p.parts):
-        total.update(f"{file.relative_to(root).as_posix()}\0{_digest_file(file)}\n".encode())
+        line = f"{file.relative_to(root).as_posix()}\0{_digest_file(file)}\n"
+        total.update(line.encode(errors="surrogateescape"))  # names need not be UTF-8
     return total.hexdigest()
 
 

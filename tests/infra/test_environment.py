@@ -12,9 +12,11 @@ import signal
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -114,6 +116,28 @@ def test_an_environment_has_the_versions_and_is_made_once(session: Session, node
     made_at = Path(python).lstat().st_mtime_ns
     assert ensure_environment(session, node, SMALL, installer=installer) == python  # type: ignore[arg-type]
     assert Path(python).lstat().st_mtime_ns == made_at
+
+
+def write_wheel(folder: Path, name: str, version: str) -> None:
+    """A package that can be installed, of one empty module."""
+    folder.mkdir()
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", f"__version__ = {version!r}\n")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("installer", ["pip", "uv"])
+def test_what_variables_of_the_machine_say_about_packages_counts(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installer: Literal["pip", "uv"]
+) -> None:
+    write_wheel(tmp_path / "shelf", "toy_shelf", "1.0")
+    monkeypatch.setenv(f"{installer.upper()}_FIND_LINKS", str(tmp_path / "shelf"))
+    python = ensure_environment(LocalSession(sys.executable), node, ["toy-shelf==1.0"], installer=installer)
+    assert versions_seen(python, "toy_shelf").startswith("1.0")
 
 
 def old_interpreters() -> list[str]:

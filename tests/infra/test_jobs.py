@@ -36,10 +36,12 @@ from infra.session import LocalSession, Session
 from infra.supervisor import read_json
 from tests.infra.conftest import session_called
 from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end
+from tests.mounts import mounted_tmpfs
 from tests.waiting import wait_until
 
 LEASE_S = 10.0
 """Renewing a lease starts a process, which takes a busy machine a while."""
+SAVING = "trap 'echo ends; sleep 2; echo saved >> saved; exit 0' TERM; echo up; while :; do sleep 0.05; done"
 WRITE_RESULT = """echo '{"loss": 0.5}' > result.part; mv result.part result.json"""
 
 
@@ -102,8 +104,7 @@ def test_a_start_while_the_job_runs_attaches(session: Session, run_dir: Path) ->
 def test_a_start_while_the_job_is_being_cancelled_waits_for_its_end_and_is_the_next_attempt(
     session: Session, run_dir: Path
 ) -> None:
-    saving = "trap 'sleep 2; echo saved >> saved; exit 0' TERM; echo up; while :; do sleep 0.05; done"
-    start_or_attach(session, shell_spec(run_dir, saving))
+    start_or_attach(session, shell_spec(run_dir, SAVING))
     wait_until(lambda: (run_dir / "log.txt").read_text() != "")
     with ThreadPoolExecutor(1) as pool:
         cancelled = pool.submit(cancel_job, session, str(run_dir), 20.0)
@@ -114,6 +115,25 @@ def test_a_start_while_the_job_is_being_cancelled_waits_for_its_end_and_is_the_n
         ended = cancelled.result()
     assert ended.exit is not None and (ended.state, ended.attempt) == (JobState.EXITED, 1) and ended.exit.cancelled
     assert job_status(session, str(run_dir)).state == JobState.RUNNING
+
+
+@pytest.mark.parametrize("limit", ["timeout_s", "lease_s"])
+def test_a_start_while_the_job_is_ended_by_a_limit_waits_for_its_end_and_is_the_next_attempt(
+    session: Session, run_dir: Path, limit: str
+) -> None:
+    start_or_attach(session, shell_spec(run_dir, SAVING, **{limit: 2.0}))
+    wait_until(lambda: (run_dir / "log.txt").read_text().endswith("ends\n"))
+    again = start_or_attach(session, shell_spec(run_dir, "sleep 60"))
+    assert (again.state, again.attempt, again.attached) == (JobState.RUNNING, 2, False)
+    assert (run_dir / "saved").read_text() == "saved\n", "the first attempt came to its end"
+
+
+def test_a_start_that_attaches_renews_the_lease(session: Session, run_dir: Path) -> None:
+    spec = shell_spec(run_dir, "sleep 60", lease_s=LEASE_S)
+    start_or_attach(session, spec)
+    os.utime(run_dir / ".job/lease", (0, 0))
+    assert start_or_attach(session, spec).attached
+    assert (run_dir / ".job/lease").stat().st_mtime > 0
 
 
 def test_a_start_after_a_failure_is_the_next_attempt(session: Session, run_dir: Path) -> None:
@@ -488,6 +508,17 @@ def test_a_full_disk_loses_log_and_not_the_end_of_the_job(session: Session, tiny
     assert 0 < status.log_size < 4_000_000
     with pytest.raises(PermanentInfraError, match="No space left"):
         start_or_attach(session, shell_spec(run_dir, "yes | head -c 4000000; exit 9"))
+
+
+def test_a_job_can_be_cancelled_on_a_disk_that_takes_no_more_files(session: Session, tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "disk", "size=8m,nr_inodes=100") as disk:
+        run_dir = disk / "sft-0123"
+        start_or_attach(session, shell_spec(run_dir, "sleep 60"))
+        with pytest.raises(OSError, match="No space left"):
+            for number in range(100):
+                (disk / str(number)).touch()
+        status = cancel_job(session, str(run_dir), 5.0)
+    assert status.exit is not None and status.exit.cancelled
 
 
 def test_a_broken_result_does_not_count_as_finished(session: Session, run_dir: Path) -> None:

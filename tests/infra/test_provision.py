@@ -321,6 +321,16 @@ def test_giving_back_ends_when_the_provider_has_the_machine_no_more(world: World
     assert world.fake.listed() == []
 
 
+def test_nobody_wants_jobs_of_a_machine_any_more_that_was_given_back(world: World) -> None:
+    rental = world.rent()
+    with Ledger(world.path) as ledger:
+        ledger.add_lease("/root/rollouts/stages/sft-1", "of a killed run", rental.name)
+        ledger.add_lease("/root/rollouts/stages/sft-1", "of another one", "me@two:22")
+    world.release(rental)
+    with Ledger(world.path) as ledger:
+        assert [lease.node for lease in ledger.leases()] == ["me@two:22"]
+
+
 def test_a_machine_that_its_provider_has_no_more_is_given_back_without_an_error(world: World) -> None:
     rental = world.rent()
     world.fake.machines[rental.instance_id].ended_at = time.monotonic()  # from now on 404 answers whatever is asked

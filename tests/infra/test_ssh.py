@@ -6,15 +6,18 @@ Without it a run waits for ever for a machine that is gone, or hands its secrets
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import infra.ssh
 from infra.errors import HostKeyError, LoginError, NodeUnreachableError, PermanentInfraError, TransientInfraError
 from infra.host_keys import HostKeyEvidence
+from infra.login_keys import LoginKey
 from infra.node import SSHAccess
 from infra.ssh import connect
 from infra.ssh_session import SSHSession
@@ -145,6 +148,25 @@ def test_a_server_that_hangs_is_found_by_its_silence(
     finally:
         server.signal_sessions(signal.SIGCONT)
         connection.close()
+
+
+def test_a_server_that_hangs_when_it_has_let_us_in_is_found_by_its_silence(
+    server: SSHServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(infra.ssh, "HEARTBEAT_LIMIT_S", 1.0)
+    log_in = infra.ssh._log_in
+
+    def log_in_and_hang(transport: Any, access: SSHAccess, keys: Sequence[LoginKey]) -> str:  # Any: paramiko
+        file = log_in(transport, access, keys)
+        server.signal_sessions(signal.SIGSTOP)
+        return file
+
+    monkeypatch.setattr(infra.ssh, "_log_in", log_in_and_hang)
+    try:
+        with ThreadPoolExecutor(1) as pool, pytest.raises(NodeUnreachableError, match="lets us in and does not answer"):
+            pool.submit(connect, server.access).result(30)
+    finally:
+        server.signal_sessions(signal.SIGCONT)
 
 
 def test_a_quiet_connection_stays_open(ssh_server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> None:

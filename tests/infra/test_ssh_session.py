@@ -274,12 +274,24 @@ def test_a_server_that_allows_no_more_channels_is_asked_again_until_one_is_free(
         SSHSession(server.access, python=sys.executable, programs_dir=str(tmp_path)) as session,
         ThreadPoolExecutor(1) as pool,
     ):
-        with session.stream(["sh", "-c", "echo up; sleep 60"]) as lines:
-            assert next(lines) == b"up\n"
+        following = ["sh", "-c", "echo up; sleep 60"]
+        with session.stream(following) as lines, session.stream(following) as more_lines:
+            assert (next(lines), next(more_lines)) == (b"up\n", b"up\n")
             answer = pool.submit(session.run, ["echo", "there"], timeout_s=30)
             time.sleep(1.0)
             assert not answer.done()
         assert answer.result(30).stdout == b"there\n"
+
+
+def test_a_server_that_allows_one_channel_answers_beside_a_log_that_is_followed(tmp_path: Path) -> None:
+    with (
+        running_server(tmp_path / "sshd", more_config="MaxSessions 1") as server,
+        SSHSession(server.access, python=sys.executable, programs_dir=str(tmp_path)) as session,
+        session.stream(["sh", "-c", "echo up; sleep 60"]) as lines,
+    ):
+        assert next(lines) == b"up\n"
+        for _ in range(2):
+            assert session.run(["echo", "there"], timeout_s=30).stdout == b"there\n"
 
 
 def test_a_server_that_takes_no_more_logins_is_asked_again_until_it_does(tmp_path: Path) -> None:

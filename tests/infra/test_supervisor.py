@@ -5,9 +5,11 @@ our packages cannot run a job.
 """
 
 import ast
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import pytest
 from infra import node_probe, receiver, supervisor
 from infra.supervisor import (
     JobSpec,
+    StopRequests,
     build_environment,
     count_oom_kills,
     find_group,
@@ -93,3 +96,20 @@ def test_a_program_that_ends_while_a_cancel_request_is_read_is_not_waited_for_fo
     command = [sys.executable, "-c", ENDS_WHILE_REQUESTS_ARE_READ, str(tmp_path)]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (found.stdout, found.stderr) == (f"{int(signal.SIGTERM)} cancelled 0\n", "")
+
+
+def test_a_lease_that_a_start_renews_at_the_last_moment_keeps_the_job(tmp_path: Path) -> None:
+    (tmp_path / ".job").mkdir()
+    lease = tmp_path / ".job/lease"
+    lease.touch()
+
+    class RacedRequests(StopRequests):
+        def _note_ending(self) -> None:
+            super()._note_ending()
+            assert (tmp_path / ".job/ending-1").exists()
+            os.utime(lease, (1, 1))
+
+    requests = RacedRequests(JobSpec(run_dir=str(tmp_path), argv=("true",), job={}, lease_s=0.01), 1)
+    assert requests.find() == ""  # it sees the lease
+    time.sleep(0.05)
+    assert requests.find() == "" and not (tmp_path / ".job/ending-1").exists()

@@ -282,12 +282,13 @@ def test_a_large_file_takes_little_memory(tmp_path: Path, target: Path) -> None:
 def test_no_late_call_of_an_earlier_attempt_lets_a_copy_appear(source: Path, target: Path) -> None:
     """The connection broke before the answer to `commit`, which is carried out when the next attempt has begun."""
     part = break_off_amid_the_fourth_chunk(source, target)
-    sizes = {"config.json": [2, None], "model": [part.stat().st_size, None]}
+    manifest = {"config.json": [2, None], "model": [part.stat().st_size, None]}
+    request = json.dumps({"files": manifest, "executable": []}).encode()
 
     def commit_late() -> None:
         arguments = ["commit", str(target), str(part.parent)]
         LocalSession(sys.executable).run_program(
-            Path(receiver.__file__), arguments, stdin=json.dumps(sizes).encode(), timeout_s=30, check=False
+            Path(receiver.__file__), arguments, stdin=request, timeout_s=30, check=False
         )
         assert not target.exists()
 

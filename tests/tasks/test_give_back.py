@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import TransientInfraError
+from infra.errors import NodeUnreachableError, TransientInfraError
 from infra.jobs import JobState, job_status, start_or_attach
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import Node, SSHAccess
@@ -69,6 +69,22 @@ def test_jobs_end_on_each_machine_of_the_unit_and_one_that_is_lost_is_named(tmp_
         "gave back ssh node me@127.0.0.1:1",
         "gave back local node trainer",
     ]
+
+
+def test_a_job_that_could_not_be_ended_is_still_known_and_can_be_ended_later(tmp_path: Path) -> None:
+    make_key(tmp_path / "key")
+    nobody = SSHAccess(host="127.0.0.1", port=1, user="me", key_file=str(tmp_path / "key"))
+    here = Node(name="me@127.0.0.1:1", provider="local", root=str(tmp_path), python=sys.executable)
+    away = replace(here, provider="ssh", mirror=str(tmp_path / "store"), access=nobody)
+    scope = RunScope(run_id="run-a", run_name="small", store=str(tmp_path / "store"))
+    run_dir = str(tmp_path / "sft-1")
+    start_or_attach(LocalSession(sys.executable), shell_spec(Path(run_dir), "sleep 60"))
+    with Ledger(scope.ledger_path) as ledger:
+        ledger.add_lease(run_dir, scope.run_id, away.name)
+        with pytest.raises(NodeUnreachableError):
+            give_back(away, scope)
+        assert [(lease.run_dir, lease.node) for lease in ledger.leases()] == [(run_dir, away.name)]
+    assert give_back(here, scope)[0] == f"ended the job in {run_dir}"
 
 
 @pytest.mark.slow

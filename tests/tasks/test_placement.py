@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from infra.errors import PermanentInfraError
 from infra.jobs import JobState, cancel_job, job_status, start_or_attach
 from infra.mirror import pull_run
 from infra.node import Node
@@ -22,7 +24,8 @@ from infra.object_store import ObjectStore
 from infra.publication import publish_run
 from infra.session import LocalSession
 from rollouts_core.checkpoint import list_checkpoints, load_manifest
-from rollouts_core.config import Config, ModelConfig
+from rollouts_core.config import Config, ModelConfig, RolloutConfig
+from rollouts_core.fingerprint import digest_plugins
 from rollouts_core.job import InputModel
 from tasks.inputs import bring_inputs
 from tasks.placement import Placement, place_code, place_stage
@@ -251,6 +254,41 @@ def test_the_users_own_package_comes_along_and_an_edit_makes_new_code(
     assert (Path(first) / "my_rewards" / "__init__.py").read_text() == "def score(*_): return 1.0\n"
     (package / "__init__.py").write_text("def score(*_): return 2.0\n")
     assert place_stage(session, stage, node).code_dir != first
+
+
+def test_a_program_in_the_users_own_package_can_be_run_on_the_node(
+    session: CountingSession, scope: RunScope, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "own" / "my_graders"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("def score(*_): return 1.0\n")
+    (package / "grade.sh").write_text("#!/bin/sh\necho right\n")
+    monkeypatch.syspath_prepend(str(package.parent))
+    config = config_at(tmp_path / "inputs", rollout={"reward_fn": "my_graders:score"})
+    stage: Stage = plan_rl(base_model(config), config, scope, node)
+    before = Path(place_stage(session, stage, node).code_dir)
+    (package / "grade.sh").chmod(0o755)
+    after = Path(place_stage(session, stage, node).code_dir)
+    assert subprocess.run([after / "my_graders/grade.sh"], capture_output=True, check=True).stdout == b"right\n"
+    assert not os.access(before / "my_graders/grade.sh", os.X_OK)
+    assert not os.access(after / "my_graders/__init__.py", os.X_OK)
+
+
+def test_a_name_that_is_no_utf_8_is_refused_in_a_sentence_that_can_be_printed(
+    session: CountingSession, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "own" / "my_latin"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("def score(*_): return 1.0\n")
+    try:
+        (package / os.fsdecode(b"donn\xe9es.txt")).touch()
+    except OSError:
+        pytest.skip("this disk takes no such name")
+    monkeypatch.syspath_prepend(str(package.parent))
+    assert digest_plugins("my_latin:score")
+    with pytest.raises(PermanentInfraError, match="not printable; rename it") as refused:
+        place_code(session, node, RolloutConfig(reward_fn="my_latin:score"))
+    assert str(refused.value).encode()
 
 
 def test_a_single_file_comes_with_what_it_imports_and_what_is_sent_is_said(

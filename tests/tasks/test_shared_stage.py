@@ -99,6 +99,25 @@ def test_of_two_runs_with_a_machine_each_one_does_a_stage_and_the_other_hears_of
     assert len((tmp_path / "pids").read_text().split()) == 1
 
 
+@pytest.mark.parametrize(("node_name", "is_told"), [("two", True), ("one", False)])
+def test_a_run_is_told_where_a_killed_one_may_have_left_the_same_job(
+    stage: Stage, shell_jobs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node_name: str, is_told: bool
+) -> None:
+    scope, said = scope_of("run-a", tmp_path), io.StringIO()
+    with Ledger(scope.ledger_path) as ledger:
+        ledger.add_lease(node_called("one", tmp_path).path_on_node(stage.run_dir), "killed", "one")
+    (tmp_path / "store/ledger.runs").mkdir()
+    (tmp_path / "store/ledger.runs/killed").touch()  # nobody holds its lock
+    monkeypatch.setattr(stages, "place_stage", place_nothing)
+    shell_jobs.touch()
+    run(stage, "run-a", node_called(node_name, tmp_path), said, tmp_path)
+    assert ("may be under way on one, too, begun there by a run that was killed" in said.getvalue()) is is_told
+
+
+def place_nothing(session: Session, stage: Stage, node: Node, *, say: Callable[[str], None]) -> Placement:
+    return Placement(stage.model_copy(update={"run_dir": node.path_on_node(stage.run_dir)}), "")
+
+
 class FirstSession(LocalSession):
     """Its copy takes as long as another run needs to look what the job is at, or to wait."""
 
