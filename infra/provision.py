@@ -363,7 +363,9 @@ def _create_once(rental: Rental, offer: Offer, renting: Renting, *, host_key: Ho
     except UnclearAnswerError as error:
         found = find_machine(rental, cloud, renting.pace)
         if found is None:
-            change_rental(ledger, rental, note=f"{error}; it did not appear so far")
+            # The run goes on without it, so whoever sees it later ends it, also while the run lives.
+            change_rental(ledger, rental, expires_at=time.time(), note=f"{error}; it did not appear so far")
+            renting.say(f"{rental.name} has not appeared, and may be rented: `rollouts reap` ends it when it does")
             raise _NotHadError(f"{error}; it did not appear") from error
         return _adopt_or_release(rental, found.instance_id, renting, note=FOUND_NOTE)
     except InfraError as error:
