@@ -58,6 +58,8 @@ _MEMORY_GB = {
 _MEMORY_IN_NAME = re.compile(r"-(\d+)GB\b")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _UNSHOWABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
+_DOWN_FAILED = "Cluster(s) failed."
+"""What `sky down` prints at last, below the reasons, where it could not end a cluster."""
 
 logger = logging.getLogger(__name__)
 
@@ -173,8 +175,9 @@ class Sky:
 
     def terminate(self, instance_id: str) -> None:
         done = self._run_in_time(["down", "--yes", instance_id])
-        if done.returncode != 0 and self.get(instance_id) is not None:
-            raise ProviderUnavailableError(f"sky down ended with {done.returncode}: {_last_words(done)}")
+        problem = _problem_of_down(done)
+        if problem and self.get(instance_id) is not None:
+            raise ProviderUnavailableError(problem)
 
     def _usable_clouds(self) -> set[str]:
         """The clouds whose credentials SkyPilot has, by their names in small letters."""
@@ -302,7 +305,21 @@ def _json_in(output: str) -> str:
     return "\n".join(lines[first:])
 
 
+def _problem_of_down(done: subprocess.CompletedProcess[str]) -> str:
+    """Why `sky down` did not end the cluster; empty where it says nothing like that. It ends with 0 all the same."""
+    said, failed, _ = done.stdout.partition(_DOWN_FAILED)
+    if failed:
+        lines = said.rpartition("Reason: ")[2].strip().splitlines()
+        return f"sky down failed: {_shown(lines[0] if lines else 'no explanation')}"
+    return "" if done.returncode == 0 else f"sky down ended with {done.returncode}: {_last_words(done)}"
+
+
 def _last_words(done: subprocess.CompletedProcess[str]) -> str:
     """The last line that SkyPilot printed, without colours and control characters."""
     said = _COLOURS.sub("", f"{done.stdout}\n{done.stderr}").strip().splitlines()
-    return _UNSHOWABLE.sub(" ", said[-1] if said else "no explanation")[:MAX_SHOWN_CHARACTERS]
+    return _shown(said[-1] if said else "no explanation")
+
+
+def _shown(said: str) -> str:
+    """Words of SkyPilot's without colours and control characters, shortened."""
+    return _UNSHOWABLE.sub(" ", _COLOURS.sub("", said))[:MAX_SHOWN_CHARACTERS]

@@ -157,8 +157,10 @@ def down(state: State, options: argparse.Namespace) -> int:
             say(f"Cluster(s) not found: \x1b[1m{name}\x1b[0m.")
             continue
         if takes(state, "fail_downs"):
-            sys.stderr.write("the cloud did not answer\n")
-            return 1
+            say(f"\nTerminating cluster {name}...failed. \nReason: RuntimeError: the cloud did not answer.")
+            say("Terminating 1 cluster                     0% -:--:--")
+            say("Cluster(s) failed. See details above. If you want to ignore the errors, use `sky down --purge`.")
+            continue
         del state["clusters"][name]
     return 0
 

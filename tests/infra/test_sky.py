@@ -22,7 +22,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
-from infra.errors import HostKeyError, MissingKeyError, NoMachineError, ProviderUnavailableError
+from infra.errors import HostKeyError, MissingKeyError, NoMachineError, ProviderUnavailableError, StillRentedError
 from infra.ledger import Ledger
 from infra.node import InstanceNode
 from infra.offers import GPUQuery, InstanceStatus
@@ -202,6 +202,16 @@ def test_what_a_dead_run_left_is_reaped_and_a_list_that_fails_ends_nothing(
     installed.set("faults", talk=1, fail_downs=1)
     assert len(reap(ledger, {"sky": cloud}, pace=PACE).ended) == 1
     assert list(installed.state["clusters"]) == ["mine"]
+
+
+def test_a_machine_that_does_not_end_is_reported_with_the_reason_that_skypilot_gives(
+    installed: Installed, cloud: Sky, ledger: Ledger
+) -> None:
+    rental = rent(cloud, ledger)
+    installed.set("faults", fail_downs=1000)
+    with pytest.raises(StillRentedError, match=r"may still be rented: sky down failed: RuntimeError: the cloud did"):
+        release_machine(rental, ledger, cloud, pace=replace(PACE, gone_within_s=0.1))
+    assert list(installed.state["clusters"]) == [rental.name]
 
 
 @pytest.mark.parametrize(
