@@ -285,9 +285,9 @@ class ProviderAPI:
             except (httpx.HTTPError, OverflowError) as error:
                 self._pause(attempt, deadline, self._say_silent(what, error))
                 continue
+            self._check_refused(answer, what)
             if answer.status in (200, 201, 202, 204, 404):
                 return answer
-            self._check_refused(answer, what)
             if answer.status != 429 and answer.status < 500:
                 raise ProviderRefusedError(self._say(what, f"{answer.status}: {self._shown(answer.content)}"))
             self._pause_after(answer, attempt, deadline, what)

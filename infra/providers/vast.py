@@ -102,7 +102,7 @@ class Vast(Account):
         key_variable="VAST_API_KEY",
         min_interval_s=1.0,
         create_interval_s=4.5,
-        account_refusal=r"insufficient_credit|lacks credit",  # with 400
+        account_refusal=r"insufficient_credit|lacks credit|Invalid user key",  # with 400, and 404 to a search
         offer_refusal=r"Offer \d+ is not",  # "... your own. Hosts can only rent their own machines."
     )
 

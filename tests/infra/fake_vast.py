@@ -54,6 +54,11 @@ class FakeVast(FakeCloud):
     def refuse_capacity(self) -> Response:
         return self.error(410, "no_such_ask: it is no longer available")
 
+    def refuse_key(self, request: Request) -> Response:
+        if request.url.path == "/api/v0/bundles/":  # as its document says of a search
+            return self.error(404, "Invalid user key")
+        return super().refuse_key(request)
+
     async def search(self, request: Request) -> Response:
         query = json.loads(await request.body())
         self.searches.append(query)

@@ -231,6 +231,14 @@ def test_a_refusal_is_taken_at_once_and_names_the_key_and_what_was_asked(status:
     assert str(caught.value).startswith(expected) and len(seen) == 1
 
 
+def test_a_wrong_key_is_said_to_be_one_also_where_the_provider_says_it_with_404() -> None:
+    with FakeVast().served() as url, Vast("wrong", url, min_interval_s=0) as cloud:
+        with pytest.raises(ProviderRefusedError, match=r"with 404.*Invalid user key.*check the key in VAST_API_KEY"):
+            cloud.search(GPUQuery())
+        with pytest.raises(ProviderRefusedError, match="with 401, the key is not valid"):
+            cloud.list_named("rollouts-")
+
+
 class _Things(BaseModel):
     things: dict[str, _Thing]
 
