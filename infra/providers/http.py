@@ -67,7 +67,8 @@ class Endpoint:
     account_refusal: str = ""
     """Regular expression of what is said about the account with other codes than 401, 402 and 403."""
     offer_refusal: str = ""
-    """Regular expression of what is said about one offer with 403; empty where that is always about the account."""
+    """Regular expression of what is said about one offer with 403, when a machine is asked for; empty where that is
+    always about the account."""
 
     @property
     def url_variable(self) -> str:
@@ -255,7 +256,10 @@ class ProviderAPI:
             if answer.status != 429:
                 break
             self._pause_after(answer, attempt, deadline, what)
-        self._check_refused(answer, what)
+        self._check_refused(answer, what, is_offer=is_machine)
+        if answer.status == 403:
+            hint = f"it may not be for this account, or the key in {self._endpoint.key_variable} may not rent"
+            raise OfferGoneError(self._say(what, f"403: {self._shown(answer.content)} ({hint})"))
         if 400 <= answer.status < 500:
             raise OfferGoneError(self._say(what, f"{answer.status}: {self._shown(answer.content)}"))
         if answer.status not in (200, 201):
@@ -330,11 +334,12 @@ class ProviderAPI:
         logger.info("%s; asking again in %.1f s", problem, pause_s)
         time.sleep(pause_s)
 
-    def _check_refused(self, answer: _Answer, what: str) -> None:
+    def _check_refused(self, answer: _Answer, what: str, *, is_offer: bool = False) -> None:
         if not 400 <= answer.status < 500:
             return
         said, reason = self._shown(answer.content), _REFUSED.get(answer.status)
-        if self._endpoint.offer_refusal and answer.status == 403 and re.search(self._endpoint.offer_refusal, said):
+        about_offer = self._endpoint.offer_refusal if is_offer and answer.status == 403 else ""
+        if about_offer and re.search(about_offer, said):
             reason = None
         elif self._endpoint.account_refusal and re.search(self._endpoint.account_refusal, said):
             reason = reason or "the account may not do that"
