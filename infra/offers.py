@@ -21,7 +21,8 @@ NETWORKED_CLOUDS: tuple[CloudName, ...] = ("lambda", "sky")
 MAX_USD_PER_HOUR = 1e6
 """A price beyond it is a mistake."""
 CUDA_PATTERN = r"^(\d+\.\d+)?$"
-_LETTERS_AND_NUMBER = re.compile(r"([a-z]{2,})(\d)")
+_SIZE = re.compile(r"(?<=\d) (?=gb(?![a-z0-9]))")
+_LETTERS_AND_NUMBER = re.compile(r"(?<=[a-z]{2})(?=\d)|(?<=\d)(?!gb(?![a-z0-9]))(?=[a-z]{2})")
 _MODEL = re.compile(r"(?<![a-z0-9])[a-z]?\d+")
 
 
@@ -232,7 +233,10 @@ def describe_closest(query: GPUQuery, offers: Sequence[Offer], named: Callable[[
 
 
 def is_gpu_type(name: str, wanted: str) -> bool:
-    """True when every word of `wanted` is in `name`: RTX4090 is a "NVIDIA RTX 4090", and L4 is no "NVIDIA L40"."""
+    """True when every word of `wanted` is in `name`: RTX4090 is a "NVIDIA RTX 4090", and L4 is no "NVIDIA L40".
+
+    Names write words and numbers together or apart: RTX 6000 Ada is an "RTX6000Ada_48GB".
+    """
     return _words(wanted) <= _words(name)
 
 
@@ -250,5 +254,5 @@ def _words(name: str) -> set[str]:
 
 
 def _apart(name: str) -> str:
-    """In small letters, with a word and a number apart: rtx 4090, but h100."""
-    return _LETTERS_AND_NUMBER.sub(r"\1 \2", name.lower())
+    """In small letters, with words and numbers apart, and sizes together: rtx 6000 ada 48gb, but h100 and 4090d."""
+    return _LETTERS_AND_NUMBER.sub(" ", _SIZE.sub("", name.lower()))
