@@ -21,6 +21,8 @@ NETWORKED_CLOUDS: tuple[CloudName, ...] = ("lambda", "sky")
 MAX_USD_PER_HOUR = 1e6
 """A price beyond it is a mistake."""
 CUDA_PATTERN = r"^(\d+\.\d+)?$"
+_OF_OTHERS = {"amd", "radeon", "instinct", "mi", "rx", "gaudi", "tpu"}
+"""Words in names of GPUs that are not NVIDIA's: MI300X, RX 7900 XTX."""
 _SIZE = re.compile(r"(?<=\d) (?=gb(?![a-z0-9]))")
 _LETTERS_AND_NUMBER = re.compile(r"(?<=[a-z]{2})(?=\d)|(?<=\d)(?!gb(?![a-z0-9]))(?=[a-z]{2})")
 _MODEL = re.compile(r"(?<![a-z0-9])[a-z]?\d+")
@@ -32,7 +34,7 @@ class GPUQuery(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     gpu_types: tuple[str, ...] = ()
-    """Names of GPUs, for example H100 or RTX 4090; any of them will do. Leave it empty to take every type."""
+    """Names of GPUs, for example H100 or RTX 4090; any of them will do. Leave it empty to take all of NVIDIA's."""
     gpu_count: int = Field(default=1, ge=1, le=64, strict=True)
     """GPUs on the machine."""
     min_vram_gb: float = Field(default=0.0, ge=0, allow_inf_nan=False, strict=True)
@@ -68,7 +70,9 @@ class GPUQuery(BaseModel):
         """The fields that the offer does not answer to, by their names."""
         types, regions = self.gpu_types, self.regions
         answers = {
-            "gpu_types": not types or any(is_gpu_type(offer.gpu_type, wanted) for wanted in types),
+            "gpu_types": any(is_gpu_type(offer.gpu_type, wanted) for wanted in types)
+            if types
+            else is_of_nvidia(offer.gpu_type),
             "gpu_count": offer.gpu_count == self.gpu_count,
             "min_vram_gb": offer.vram_gb >= self.min_vram_gb,
             "max_usd_per_gpu_hour": offer.usd_per_gpu_hour <= self.max_usd_per_gpu_hour,
@@ -238,6 +242,11 @@ def is_gpu_type(name: str, wanted: str) -> bool:
     Names write words and numbers together or apart: RTX 6000 Ada is an "RTX6000Ada_48GB".
     """
     return _words(wanted) <= _words(name)
+
+
+def is_of_nvidia(name: str) -> bool:
+    """False where the name is one of another maker's, whose GPUs compute with other builds of torch and of engines."""
+    return not _words(name) & _OF_OTHERS
 
 
 def is_same_model(offered: str, found: str) -> bool:

@@ -97,6 +97,14 @@ def test_a_query_refuses_what_was_not_asked_for(offer: Offer) -> None:
     assert QUERY.admits(OFFER) and not QUERY.admits(offer)
 
 
+@pytest.mark.parametrize("name", ["MI300X", "AMD Instinct MI300X OAM", "Radeon VII", "RX 7900 XTX", "Gaudi 2"])
+def test_a_gpu_of_another_maker_is_taken_only_by_its_name(name: str) -> None:
+    offer = replace(OFFER, gpu_type=name, vram_gb=192)
+    query = QUERY.model_copy(update={"gpu_types": ()})
+    assert query.admits(OFFER) and query.misses(offer) == ["gpu_types"]
+    assert query.model_copy(update={"gpu_types": (name,)}).admits(offer)
+
+
 A100 = replace(OFFER, gpu_type="NVIDIA A100", region="US-TX-3", usd_per_hour=2.0)
 
 
