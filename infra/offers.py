@@ -77,7 +77,7 @@ class GPUQuery(BaseModel):
             "min_vram_gb": offer.vram_gb >= self.min_vram_gb,
             "max_usd_per_gpu_hour": offer.usd_per_gpu_hour <= self.max_usd_per_gpu_hour,
             "disk_gb": offer.disk_gb is None or offer.disk_gb >= self.disk_gb,
-            "regions": not regions or any(offer.region.lower().startswith(name.lower()) for name in regions),
+            "regions": not regions or any(is_within(offer.region, name) for name in regions),
             "security": offer.is_secure or self.security == "any",
             "spot": offer.is_spot == self.spot,
         }
@@ -242,6 +242,11 @@ def is_gpu_type(name: str, wanted: str) -> bool:
     Names write words and numbers together or apart: RTX 6000 Ada is an "RTX6000Ada_48GB".
     """
     return _words(wanted) <= _words(name)
+
+
+def is_within(region: str, wanted: str) -> bool:
+    """True when a region begins so, or its data center does, where a provider names both: RO/EU-RO-1."""
+    return any(place.lower().startswith(wanted.lower()) for place in (region, *region.split("/")))
 
 
 def is_of_nvidia(name: str) -> bool:

@@ -97,6 +97,12 @@ def test_a_query_refuses_what_was_not_asked_for(offer: Offer) -> None:
     assert QUERY.admits(OFFER) and not QUERY.admits(offer)
 
 
+@pytest.mark.parametrize(("wanted", "is_it"), [("ro", True), ("EU-RO", True), ("RO/EU", True), ("US", False)])
+def test_a_region_is_named_by_its_country_or_its_data_center(wanted: str, is_it: bool) -> None:
+    query = QUERY.model_copy(update={"regions": (wanted,)})
+    assert query.admits(replace(OFFER, region="RO/EU-RO-1")) is is_it
+
+
 @pytest.mark.parametrize("name", ["MI300X", "AMD Instinct MI300X OAM", "Radeon VII", "RX 7900 XTX", "Gaudi 2"])
 def test_a_gpu_of_another_maker_is_taken_only_by_its_name(name: str) -> None:
     offer = replace(OFFER, gpu_type=name, vram_gb=192)
