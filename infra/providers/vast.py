@@ -114,6 +114,7 @@ class Vast(Account):
             "rentable": {"eq": True},
             "rented": {"eq": False},
             "num_gpus": {"eq": query.gpu_count},
+            "direct_port_count": {"gte": 1},  # else no SSH without Vast.ai's own proxy
             "gpu_ram": {"gte": int(query.min_vram_gb * 1000)},
             "disk_space": {"gte": query.disk_gb},
             "allocated_storage": query.disk_gb,

@@ -17,7 +17,11 @@ PAGE = 2
 """Small, so that every list has several pages."""
 MOST_ASKS = 64
 """A search answers no more, whatever limit it names."""
-ASK = {"id": 7001, "gpu_name": "H100 SXM", "num_gpus": 1, "gpu_ram": 80000, "geolocation": "Romania, RO"}
+ASK = {
+    **{"id": 7001, "gpu_name": "H100 SXM", "num_gpus": 1, "gpu_ram": 80000, "geolocation": "Romania, RO"},
+    "direct_port_count": 20,
+}
+FILTERED = ("gpu_name", "gpu_ram", "num_gpus", "dph_total", "direct_port_count")
 
 _FILTERS: dict[str, Callable[[Any, Any], bool]] = {
     **{"eq": operator.eq, "gt": operator.gt, "gte": operator.ge},
@@ -62,7 +66,7 @@ class FakeVast(FakeCloud):
     async def search(self, request: Request) -> Response:
         query = json.loads(await request.body())
         self.searches.append(query)
-        wanted = {key: value for key, value in query.items() if key in ("gpu_name", "gpu_ram", "num_gpus", "dph_total")}
+        wanted = {key: value for key, value in query.items() if key in FILTERED}
         asks = [ask for ask in self.asks if all(_is_met(ask[key], value) for key, value in wanted.items())]
         asks.sort(key=lambda ask: [ask[column] for column, _ in query["order"]])
         return reply({"offers": asks[: min(query["limit"], MOST_ASKS)]})

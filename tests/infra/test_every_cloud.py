@@ -471,6 +471,12 @@ def _search_vast(asks: list[dict[str, object]], query: GPUQuery) -> tuple[list[O
         return [offer for offer in cloud.search(query) if query.admits(offer)], fake
 
 
+def test_a_machine_that_has_no_port_for_ssh_is_no_offer() -> None:
+    asks: list[dict[str, object]] = [{"direct_port_count": 0, "dph_total": 1.0}, {"dph_total": 2.2}]
+    offers, _ = _search_vast(asks, GPUQuery(gpu_types=("H100",)))
+    assert [offer.usd_per_hour for offer in offers] == [2.2]
+
+
 CHEAP: list[dict[str, object]] = [
     {"gpu_name": "RTX 4090", "gpu_ram": 24_000, "dph_total": 0.3 + 0.001 * number} for number in range(150)
 ]
