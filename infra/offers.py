@@ -127,6 +127,8 @@ class Offer:
     """Size of its disk where that is fixed; None where it is asked for."""
     host: str = ""
     """The provider's name for the one machine that is offered; empty where it offers a kind."""
+    ends_at: float | None = None
+    """When its provider takes the machine back, in seconds since 1970; None where it does not say."""
     is_unpriced: bool = False
     """Nobody says what it costs, as in a cluster that somebody has: its price is 0, and no limit in USD ends it."""
 

@@ -6,6 +6,8 @@ Without it a client could satisfy its document and still lose a machine: an id r
 from __future__ import annotations
 
 import json
+import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -35,7 +37,7 @@ from infra.providers.vast import Vast
 from infra.provision import UNFIT_FOR_S, rent_machines
 from infra.reaper import reap
 from infra.release import release_machine
-from infra.rentals import Rental, RentalState, all_rentals, change_rental
+from infra.rentals import Rental, RentalState, all_rentals, change_rental, in_utc
 from infra.renting import Renting, RentRequest
 from tests.infra.fake_cloud import HANG_S, KEY, FakeCloud
 from tests.infra.fake_prime import FakePrime
@@ -444,6 +446,22 @@ def test_an_offer_that_the_account_may_not_take_is_passed_over_and_the_next_take
         with pytest.raises(NoMachineError, match=r"Offer 7001 is not your own.*Offer 7002 is not your own"):
             world.rent(replace(WANTED, run_id="another"))
     assert len(fake.alive()) == 1
+
+
+def test_a_machine_that_its_owner_takes_back_soon_is_rented_only_where_there_is_no_other_and_ends_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "infra.renting")
+    fake = FakeVast()
+    brief = {**ASK, "id": 7002, "dph_total": 1.0, "duration": 5400.0}
+    fake.asks = [brief, {**ASK, "dph_total": 2.2}, {**ASK, "id": 7003, "dph_total": 0.9, "duration": 1800.0}]
+    with fake.served() as url, Vast(KEY, url, min_interval_s=0) as cloud, Ledger(tmp_path / LEDGER_FILE) as ledger:
+        world = World(fake, cloud, tmp_path, ledger)
+        assert world.rent().usd_per_hour == 2.2 and "taken back" not in caplog.text
+        fake.asks = [brief]
+        rental = world.rent(replace(WANTED, run_id="another"))
+        assert rental.expires_at == pytest.approx(time.time() + 5400, abs=60)
+        assert f"{rental.name} is taken back by its provider at {in_utc(rental.expires_at)}" in caplog.text
 
 
 def test_a_pool_of_runpod_that_the_account_may_not_use_is_passed_over_and_the_next_offer_taken(tmp_path: Path) -> None:
