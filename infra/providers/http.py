@@ -234,15 +234,16 @@ class ProviderAPI:
         """Ask once for something to be created.
 
         Args:
-            is_machine: providers want requests for these to be further apart than others.
+            is_machine: it costs money; providers want requests for these to be further apart than others.
 
         Raises:
             OfferGoneError: the API refused this one.
             ProviderRefusedError: it refuses everything.
-            ProviderUnavailableError: it had no time, and created nothing.
-            UnclearAnswerError: it may have created it.
+            ProviderUnavailableError: it had no time, and created nothing; or may have, and that does no harm.
+            UnclearAnswerError: it may have created a machine.
         """
         what = f"{method} {path}"
+        unclear = UnclearAnswerError if is_machine else ProviderUnavailableError
         deadline = time.monotonic() + self._endpoint.patience_s
         attempt = 0
         while True:
@@ -252,22 +253,23 @@ class ProviderAPI:
             except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:  # nothing was sent
                 raise ProviderUnavailableError(self._say_silent(what, error)) from error
             except (httpx.HTTPError, OverflowError) as error:
-                raise UnclearAnswerError(self._say_silent(what, error)) from error
+                raise unclear(self._say_silent(what, error)) from error
             if answer.status != 429:
                 break
             self._pause_after(answer, attempt, deadline, what)
         self._check_refused(answer, what, is_offer=is_machine)
+        said = f"{answer.status}: {self._shown(answer.content)}"
         if answer.status == 403:
             hint = f"it may not be for this account, or the key in {self._endpoint.key_variable} may not rent"
-            raise OfferGoneError(self._say(what, f"403: {self._shown(answer.content)} ({hint})"))
+            raise OfferGoneError(self._say(what, f"{said} ({hint})"))
         if 400 <= answer.status < 500:
-            raise OfferGoneError(self._say(what, f"{answer.status}: {self._shown(answer.content)}"))
+            raise OfferGoneError(self._say(what, said))
         if answer.status not in (200, 201):
-            raise UnclearAnswerError(self._say(what, f"{answer.status}: {self._shown(answer.content)}"))
+            raise unclear(self._say(what, said))
         try:
             return shape.model_validate_json(answer.content)
         except ValidationError as error:
-            raise UnclearAnswerError(self._say(what, f"an unreadable answer ({_first(error)})")) from error
+            raise unclear(self._say(what, f"an unreadable answer ({_first(error)})")) from error
 
     def __enter__(self) -> Self:
         return self

@@ -88,8 +88,11 @@ def test_a_creation_is_sent_once_and_its_answer_sorted(
 ) -> None:
     api, seen = make_api(answer)
     with pytest.raises(error) as caught:
-        api.create("/machines", {}, _Thing)
+        api.create("/machines", {}, _Thing, is_machine=True)
     assert type(caught.value) is error and len(seen) == 1
+    if error is UnclearAnswerError:
+        with pytest.raises(ProviderUnavailableError):
+            api.create("/keys", {}, _Thing)
 
 
 @pytest.mark.parametrize("answer", [says(500), says(200, "no JSON"), says(200, "{}"), fails(httpx.ReadTimeout)])

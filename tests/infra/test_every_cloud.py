@@ -30,6 +30,7 @@ from infra.node import Node, SSHAccess
 from infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import usable_port
 from infra.providers.clouds import ENDPOINTS
+from infra.providers.lambda_cloud import Lambda
 from infra.providers.prime import Prime
 from infra.providers.rented import access_now, find_machine
 from infra.providers.runpod import RunPod
@@ -40,6 +41,7 @@ from infra.release import release_machine
 from infra.rentals import Rental, RentalState, all_rentals, change_rental, in_utc
 from infra.renting import Renting, RentRequest
 from tests.infra.fake_cloud import HANG_S, KEY, FakeCloud
+from tests.infra.fake_lambda import FakeLambda
 from tests.infra.fake_prime import FakePrime
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.fake_vast import ASK, FakeVast
@@ -230,6 +232,38 @@ def test_a_machine_whose_creation_was_not_answered_well_is_the_only_one(
     rental = world.rent()
     assert [machine.id for machine in world.fake.alive()] == [rental.instance_id]
     assert world.fake.num_creates() == 1 and [row.name for row in all_rentals(world.ledger)] == [rental.name]
+
+
+def test_a_key_whose_registration_was_not_answered_is_no_machine_that_may_be_rented(world: World, way: Altered) -> None:
+    if not hasattr(world.fake, "keys"):
+        return  # no key is registered there
+
+    def cut(request: httpx.Request, content: bytes) -> bytes:
+        return b"{" if request.method == "POST" and "key" in request.url.path else content
+
+    way.change = cut
+    with pytest.raises(NoMachineError, match="unreadable answer"):
+        world.rent()
+    assert {row.state for row in all_rentals(world.ledger)} == {RentalState.REFUSED} and world.fake.num_creates() == 0
+    way.change = lambda request, content: content
+    assert world.rent(replace(WANTED, run_id="another")).state is RentalState.READY
+    assert len(world.fake.keys) == 1
+
+
+def test_two_runs_that_register_a_key_at_lambda_at_once_both_have_it(way: Altered) -> None:
+    fake = FakeLambda()
+    with fake.served() as url, Lambda(KEY, url, way, min_interval_s=0) as cloud:
+        offer = cloud.search(WANTED.query)[0]
+        cloud.create(offer, MachineSpec(name="rollouts-1", public_key=PUBLIC_KEY, disk_gb=100))
+        unseen = iter([True])
+
+        def as_before(request: httpx.Request, content: bytes) -> bytes:
+            is_list = request.method == "GET" and request.url.path.endswith("/ssh-keys")
+            return b'{"data": []}' if is_list and next(unseen, False) else content
+
+        way.change = as_before
+        cloud.create(offer, MachineSpec(name="rollouts-2", public_key=PUBLIC_KEY, disk_gb=100))
+    assert len(fake.machines) == 2 and len(fake.keys) == 1
 
 
 def test_a_machine_that_does_not_end_is_not_forgotten(world: World) -> None:
