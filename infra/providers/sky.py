@@ -6,8 +6,8 @@
     terminate    sky down NAME
 
 SkyPilot pins other versions of what this project needs, so it lies in an environment of its own, and ROLLOUTS_SKY names
-its program. Machines end by themselves when their time is over: SkyPilot leaves an automatic end on each. Clouds that
-have files of their own here are left out.
+its program. Machines end by themselves when their time is over: SkyPilot leaves an automatic end on each, in nearly all
+clouds. Clouds that have files of their own here are left out.
 
 Where ssh needs a proxy command, as for the pods of Kubernetes, the way is SkyPilot's own configuration of that machine:
 
@@ -44,6 +44,8 @@ SSH_FILES = Path("~/.sky/generated/ssh")
 MAX_SHOWN_CHARACTERS = 300
 _ELSEWHERE = {"ssh", "slurm", "runpod", "lambda", "vast", "primeintellect", "shadeform"}
 _KUBERNETES = "kubernetes"
+_NEVER_END_THEMSELVES = {"hyperbolic", "verda", "yotta"}
+"""Clouds in which SkyPilot refuses to launch a machine that is to end by itself (no AUTODOWN)."""
 _STATUS = {
     "INIT": InstanceStatus.STARTING,
     "UP": InstanceStatus.RUNNING,
@@ -144,7 +146,8 @@ class Sky:
             **({"image_id": spec.image} if spec.image else {}),
         }
         task = {"resources": resources, "setup": _let_in(spec.public_key)}
-        words = ["launch", "--yes", "--detach-run", "--cluster", spec.name, *_ends_itself(spec.ends_at)]
+        end = [] if cloud in _NEVER_END_THEMSELVES else _ends_itself(spec.ends_at)
+        words = ["launch", "--yes", "--detach-run", "--cluster", spec.name, *end]
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="rollouts-sky-", suffix=".yaml") as file:
             file.write(json.dumps(task))  # JSON is YAML
             file.flush()

@@ -30,6 +30,7 @@ CATALOG = [
     ("Kubernetes", None, "H100-80GB", 1, None, 0.0, 0.0, "gke_mine_europe-west4_gpus"),
     ("Kubernetes", None, "H100-80GB", 2, None, 0.0, 0.0, "gke_mine_europe-west4_gpus"),
     ("Kubernetes", None, "L4", 1, None, 0.5, 0.5, "gke_mine_europe-west4_gpus"),
+    ("Verda", "1H100.80S.30V", "H100", 1, 80.0, 2.2, None, "FIN-01"),
     ("RunPod", "1x_H100_SECURE", "H100", 1, 80.0, 2.0, None, "CA"),
 ]
 CAN = {"default": {"AWS": ["compute", "storage"], "GCP": ["compute"], "Azure": ["storage"], "RunPod": ["compute"]}}
@@ -95,6 +96,9 @@ def launch(state: State, options: argparse.Namespace) -> int:
     resources = task["resources"]
     if resources["infra"].startswith("kubernetes/") and (resources["use_spot"] or "instance_type" in resources):
         sys.stderr.write("ValueError: Kubernetes has no such thing\n")
+        return 1
+    if resources["infra"].startswith("verda/") and options.down:
+        sys.stderr.write("sky.exceptions.NotSupportedError: Auto-down is not supported on Verda.\n")
         return 1
     is_broken = takes(state, "fail_setup")
     state["clusters"][options.cluster] = {

@@ -204,6 +204,16 @@ def test_what_a_dead_run_left_is_reaped_and_a_list_that_fails_ends_nothing(
     assert list(installed.state["clusters"]) == ["mine"]
 
 
+def test_a_cloud_in_which_no_machine_ends_by_itself_is_rented_from_all_the_same(
+    installed: Installed, cloud: Sky, ledger: Ledger
+) -> None:
+    installed.set("can", default={"Verda": ["compute"]})
+    rental = rent(cloud, ledger)
+    assert (rental.region, rental.usd_per_hour) == ("FIN-01", 2.2)
+    cluster = installed.state["clusters"][rental.name]
+    assert (cluster["minutes"], cluster["ends"]) == (None, False)
+
+
 def test_a_machine_that_does_not_end_is_reported_with_the_reason_that_skypilot_gives(
     installed: Installed, cloud: Sky, ledger: Ledger
 ) -> None:
