@@ -257,7 +257,9 @@ def show(name: MachineName, store: Store = DEFAULT_STORE) -> None:
             instance = cloud.get(rental.instance_id)
         facts["provider says"] = "it is gone" if instance is None else instance.status.value
         if instance is not None and instance.has_address:
-            facts["login"] = f"ssh -p {instance.port} {instance.user}@{instance.host}"
+            is_behind = bool(instance.proxy_jump)  # so that its address alone would lead elsewhere
+            login = f"ssh -p {instance.port} {instance.user}@{instance.host}"
+            facts["login"] = f"rollouts nodes ssh {rental.name}" if is_behind else login
     typer.echo("\n".join(f"{key:14} {value}" for key, value in facts.items()))
 
 

@@ -299,6 +299,15 @@ def test_a_pod_is_rented_until_its_hours_are_over_and_given_back(
     assert installed.state["clusters"] == {} and cloud.get(rental.name) is None
 
 
+def test_the_way_to_a_pod_that_is_shown_is_not_that_to_this_machine(
+    kubernetes: str, installed: Installed, cloud: Sky, ledger: Ledger, tmp_path: Path
+) -> None:
+    installed.set("address", ProxyCommand="kubectl port-forward")
+    rental = rent(cloud, ledger)
+    shown = CliRunner().invoke(app, ["nodes", "show", rental.name, "--store", str(tmp_path)]).stdout
+    assert f"login          rollouts nodes ssh {rental.name}" in shown and "127.0.0.1" not in shown
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="there is no OpenSSH client here")
 def test_a_pod_is_reached_through_the_proxy_of_skypilot_and_its_own_key_is_checked(
