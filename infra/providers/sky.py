@@ -85,6 +85,13 @@ class _Cluster(BaseModel):
     name: str
     status: str
     init_kind: str | None = None
+    init_status_reason: str | None = None
+    cluster_ever_up: bool = False
+
+    @property
+    def runs_unwatched(self) -> bool:
+        """True when its cloud has it up, and only SkyPilot's program on it did not answer: the network may be cut."""
+        return self.cluster_ever_up and "ray cluster is unhealthy" in (self.init_status_reason or "")
 
 
 _KINDS = TypeAdapter(dict[str, list[_Kind]])
@@ -255,7 +262,7 @@ def _read_offer(kind: _Kind, *, is_spot: bool) -> Offer | None:
 def _read(cluster: _Cluster) -> Instance:
     status = _STATUS.get(cluster.status, InstanceStatus.UNKNOWN)
     if cluster.init_kind == "unhealthy":
-        status = InstanceStatus.FAILED
+        status = InstanceStatus.UNKNOWN if cluster.runs_unwatched else InstanceStatus.FAILED
     address = dict(_read_address(cluster.name)) if status is InstanceStatus.RUNNING else {}
     is_behind = "proxycommand" in address
     name = usable_host(cluster.name) if is_behind else ""

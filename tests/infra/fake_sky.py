@@ -33,6 +33,7 @@ CATALOG = [
     ("Verda", "1H100.80S.30V", "H100", 1, 80.0, 2.2, None, "FIN-01"),
     ("RunPod", "1x_H100_SECURE", "H100", 1, 80.0, 2.0, None, "CA"),
 ]
+UNHEALTHY = "Cluster is abnormal because ray cluster is unhealthy (SSH connection to the head node timed out)."
 CAN = {"default": {"AWS": ["compute", "storage"], "GCP": ["compute"], "Azure": ["storage"], "RunPod": ["compute"]}}
 FIELDS = (
     *("cloud", "instance_type", "accelerator_name", "accelerator_count"),
@@ -104,6 +105,8 @@ def launch(state: State, options: argparse.Namespace) -> int:
     state["clusters"][options.cluster] = {
         "status": "INIT" if is_broken else "UP",
         "init_kind": "unhealthy" if is_broken else None,
+        "init_status_reason": UNHEALTHY if is_broken else None,
+        "cluster_ever_up": not is_broken,
         "task": task,
         "minutes": options.idle_minutes_to_autostop,
         "waits_for": options.wait_for,
@@ -131,7 +134,9 @@ def status(state: State, options: argparse.Namespace, home: Path) -> int:
         if options.clusters and name not in options.clusters:
             continue
         shown = state["faults"].get("status") or cluster["status"]
-        found.append({"name": name, "status": shown, "init_kind": cluster["init_kind"], "nodes": 1, "cloud": "AWS"})
+        init = {key: cluster.get(key) for key in ("init_kind", "init_status_reason")}
+        is_known = bool(cluster.get("cluster_ever_up"))
+        found.append({"name": name, "status": shown, "nodes": 1, "cloud": "AWS", "cluster_ever_up": is_known, **init})
         address = cluster.get("address", state["addresses"][0]) | state["address"]
         lines = ["# Added by sky", f"Host {name}", *(f"  {key} {value}" for key, value in address.items()), ""]
         folder = home / ".sky/generated/ssh"

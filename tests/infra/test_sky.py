@@ -37,6 +37,7 @@ from infra.release import release_machine
 from infra.rentals import Rental, RentalState, all_rentals
 from infra.renting import Renting
 from infra.ssh_session import SSHSession
+from tests.infra.fake_sky import UNHEALTHY
 from tests.infra.ssh_server import SSHServer
 from tests.infra.test_provision import PACE, REQUEST, usable
 
@@ -237,6 +238,23 @@ def test_what_is_not_up_has_no_address(installed: Installed, cloud: Sky, said: s
     installed.set("clusters", mine={"status": said, "init_kind": None})
     instance = cloud.get("mine")
     assert instance is not None and (instance.status, instance.host, instance.has_address) == (status, "", False)
+
+
+@pytest.mark.parametrize(
+    ("reason", "was_up", "status"),
+    [
+        (UNHEALTHY, True, InstanceStatus.UNKNOWN),
+        (UNHEALTHY, False, InstanceStatus.FAILED),
+        ("Cluster is abnormal because pod-1 is not ready (OOMKilled).", True, InstanceStatus.FAILED),
+    ],
+)
+def test_a_machine_that_runs_and_does_not_answer_skypilot_is_not_lost(
+    installed: Installed, cloud: Sky, reason: str, was_up: bool, status: InstanceStatus
+) -> None:
+    init = {"status": "INIT", "init_kind": "unhealthy", "init_status_reason": reason}
+    installed.set("clusters", mine={**init, "cluster_ever_up": was_up})
+    instance = cloud.get("mine")
+    assert instance is not None and instance.status is status
 
 
 @pytest.mark.parametrize(
