@@ -324,13 +324,14 @@ class ProviderAPI:
         problem = self._say(what, f"{answer.status}: {self._shown(answer.content)}")
         self._pause(attempt, deadline, problem, wanted_s=_seconds(answer.retry_after))
 
-    def _pause(self, attempt: int, deadline: float, problem: str, *, wanted_s: float | None = None) -> None:
-        """Wait before asking again.
+    def _pause(self, attempt: int, deadline: float, problem: str, *, wanted_s: float = 0.0) -> None:
+        """Wait before asking again: longer each time, and as long as is wanted.
 
         Raises:
             ProviderUnavailableError: that would be later than the deadline.
         """
-        pause_s = wanted_s if wanted_s is not None else min(MAX_PAUSE_S, 2.0 ** (attempt - 1)) * random.uniform(0.5, 1)
+        own_s = min(MAX_PAUSE_S, 2.0 ** (attempt - 1)) * random.uniform(0.5, 1)
+        pause_s = max(own_s, wanted_s)  # 0 may be wanted, or a date that is over by our clock
         if time.monotonic() + pause_s > deadline:
             raise ProviderUnavailableError(problem)
         logger.info("%s; asking again in %.1f s", problem, pause_s)
@@ -402,8 +403,8 @@ def key_blob(public_key: str) -> str:
     return public_key.split()[1]
 
 
-def _seconds(retry_after: str) -> float | None:
-    """How long a Retry-After header asks to wait: a number of seconds, or a date."""
+def _seconds(retry_after: str) -> float:
+    """How long a Retry-After header asks to wait: a number of seconds, or a date; 0 where it says nothing."""
     try:
         return max(0.0, float(retry_after))
     except ValueError:
@@ -411,7 +412,7 @@ def _seconds(retry_after: str) -> float | None:
     try:
         return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time())
     except (TypeError, ValueError):
-        return None
+        return 0.0
 
 
 def _first(error: ValidationError) -> str:

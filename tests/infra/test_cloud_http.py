@@ -149,6 +149,16 @@ def test_a_provider_that_names_no_pause_is_asked_less_and_less_often_and_then_gi
     assert 60 / 2 < sum(clock.pauses) <= 60 and len(seen) == len(clock.pauses) + 1 < 10
 
 
+@pytest.mark.parametrize("verb", ["read", "create"])
+@pytest.mark.parametrize("wanted", ["0", "0.001", "Thu, 01 Jan 1970 00:00:01 GMT", "nan"])
+def test_a_provider_that_wants_no_pause_is_not_asked_without_one(clock: Clock, verb: str, wanted: str) -> None:
+    clock.now = 2000.0
+    api, seen = make_api(says(429, **{"Retry-After": wanted}), patience_s=60)
+    with pytest.raises(ProviderUnavailableError, match="429"):
+        api.read("/machines", _Thing) if verb == "read" else api.create("/machines", {}, _Thing)
+    assert 60 / 2 < sum(clock.pauses) <= 60 and len(seen) < 10
+
+
 def test_a_pause_may_be_named_as_a_date(clock: Clock) -> None:
     date = email.utils.formatdate(clock.now + 7, usegmt=True)
     answers = iter([httpx.Response(429, headers={"Retry-After": date})])
