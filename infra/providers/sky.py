@@ -32,7 +32,14 @@ from typing import ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from infra.errors import InfraError, MissingKeyError, OfferGoneError, ProviderUnavailableError, UnclearAnswerError
+from infra.errors import (
+    InfraError,
+    MissingKeyError,
+    OfferGoneError,
+    ProviderRefusedError,
+    ProviderUnavailableError,
+    UnclearAnswerError,
+)
 from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import usable_host, usable_port, usable_user
 from infra.providers.http import Endpoint
@@ -121,7 +128,9 @@ class Sky:
 
     def search(self, query: GPUQuery) -> list[Offer]:
         if not query.gpu_types:
-            return []
+            raise ProviderRefusedError(
+                "SkyPilot is asked for GPUs by their names: name some as node.query.gpu_types, or with --gpu"
+            )
         clouds = sorted(self._usable_clouds())
         offers: list[Offer] = []
         failures: list[ProviderUnavailableError] = []

@@ -22,7 +22,14 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
-from infra.errors import HostKeyError, MissingKeyError, NoMachineError, ProviderUnavailableError, StillRentedError
+from infra.errors import (
+    HostKeyError,
+    MissingKeyError,
+    NoMachineError,
+    ProviderRefusedError,
+    ProviderUnavailableError,
+    StillRentedError,
+)
 from infra.ledger import Ledger
 from infra.node import InstanceNode
 from infra.offers import GPUQuery, InstanceStatus
@@ -31,7 +38,7 @@ from infra.providers import sky
 from infra.providers.clouds import ENDPOINTS, open_account
 from infra.providers.rented import access_to, describe_offer
 from infra.providers.sky import Sky
-from infra.provision import rent_machines
+from infra.provision import rent_machines, search_offers
 from infra.reaper import reap
 from infra.release import release_machine
 from infra.rentals import Rental, RentalState, all_rentals
@@ -375,6 +382,15 @@ def test_what_does_not_work_is_one_sentence(
     monkeypatch.delenv("ROLLOUTS_SKY")
     with pytest.raises(MissingKeyError, match="there is no path of its program for SkyPilot: put it into the variable"):
         open_account("sky")
+
+
+def test_without_the_name_of_a_gpu_it_is_not_asked_and_that_is_said(installed: Installed, cloud: Sky) -> None:
+    assert installed.state["calls"] == []
+    shown = CliRunner().invoke(app, ["gpus"])
+    assert shown.exit_code == 1 and "SkyPilot is asked for GPUs by their names: name some" in shown.stderr
+    with pytest.raises(ProviderRefusedError, match=r"node\.query\.gpu_types"):
+        search_offers(GPUQuery(), {"sky": cloud})
+    assert installed.state["calls"] == []
 
 
 def test_its_offers_are_in_the_table_of_all(installed: Installed) -> None:
