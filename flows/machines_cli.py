@@ -10,6 +10,7 @@ Not here: the other commands (cli.py), renting itself (infra/provision.py).
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,13 +19,14 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
+from pydantic import ValidationError
 
 from flows.credentials_cli import CredentialsName, with_credentials
 from flows.terminal import DEFAULT_STORE
 from infra.cloud import Cloud
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.ledger import LEDGER_FILE, Ledger
-from infra.offers import CLOUD_NAMES, CloudName, GPUQuery, Offer, Offered, describe_closest
+from infra.offers import CLOUD_NAMES, CUDA_PATTERN, CloudName, GPUQuery, Offer, Offered, describe_closest
 from infra.providers.clouds import ENDPOINTS, account_of, clouds_with_keys, open_clouds, require_keys
 from infra.providers.instance import find_instance
 from infra.providers.rented import known_hosts_of
@@ -86,7 +88,7 @@ def gpus(
     store: Store = DEFAULT_STORE,
 ) -> None:
     """Search the offers of all providers whose keys are in the environment, cheapest first."""
-    query = GPUQuery(
+    query = build_query(
         gpu_types=tuple(gpu or ()),
         gpu_count=count,
         min_vram_gb=min_vram,
@@ -117,6 +119,21 @@ def gpus(
         raise TransientInfraError("no provider answered")
     if not offers:
         typer.echo(f"nothing on offer fits: {describe_closest(query, offered.others, OPTIONS.__getitem__)}")
+
+
+def build_query(**fields: Any) -> GPUQuery:  # Any: values of every type
+    """The query with these fields.
+
+    Raises:
+        InputError: names the option whose value will not do.
+    """
+    try:
+        return GPUQuery(**fields)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        field = str(problem["loc"][0])
+        reason = problem["msg"].removeprefix("Value error, ")
+        raise InputError(f"{OPTIONS[field]}: {reason}") from error
 
 
 def search_in_parallel(query: GPUQuery, clouds: dict[CloudName, Cloud]) -> tuple[Offered, list[str]]:
@@ -167,7 +184,7 @@ def check_providers(given: Sequence[str]) -> tuple[CloudName, ...]:
 
 def check_version(given: str) -> str:
     """A CUDA version as major.minor, or nothing."""
-    if given and not all(part.isdigit() for part in (given + ".").split(".")[:2]):
+    if not re.fullmatch(CUDA_PATTERN, given):
         raise InputError(f"--min-cuda {given} is no version: give it as 12.8")
     return given
 
@@ -240,7 +257,9 @@ def show(name: MachineName, store: Store = DEFAULT_STORE) -> None:
             instance = cloud.get(rental.instance_id)
         facts["provider says"] = "it is gone" if instance is None else instance.status.value
         if instance is not None and instance.has_address:
-            facts["login"] = f"ssh -p {instance.port} {instance.user}@{instance.host}"
+            is_behind = bool(instance.proxy_jump)  # so that its address alone would lead elsewhere
+            login = f"ssh -p {instance.port} {instance.user}@{instance.host}"
+            facts["login"] = f"rollouts nodes ssh {rental.name}" if is_behind else login
     typer.echo("\n".join(f"{key:14} {value}" for key, value in facts.items()))
 
 
@@ -265,6 +284,8 @@ def ssh(
             rental = find_rental(ledger, name)
         if rental is None:
             raise InputError(UNKNOWN_MACHINE.format(name=name))
+        if not rental.instance_id:
+            raise InputError(f"{name} is {rental.state}: its provider has not named a machine so far, or has made none")
         with with_credentials(rental.credentials, store), account_of(rental) as cloud:
             found = cloud.get(rental.instance_id)
         if found is None or not found.has_address:

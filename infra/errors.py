@@ -218,7 +218,7 @@ class UnfitMachineError(TransientInfraError):
 
 
 class BudgetUsedUpError(PermanentInfraError):
-    """What a run did on a rented machine was ended, because its hours or the run's money are nearly used up."""
+    """What a run did on a rented machine was ended, because its time or the run's money are nearly used up."""
 
     def __init__(self, machine: str) -> None:
         super().__init__(machine)
@@ -226,8 +226,9 @@ class BudgetUsedUpError(PermanentInfraError):
 
     def __str__(self) -> str:
         return (
-            f"the work on {self.machine} was ended, because its hours (node.max_hours) or the run's money "
-            "(node.max_usd) are nearly used up: start it with more of them, and it goes on from the last checkpoint"
+            f"the work on {self.machine} was ended, because its hours (node.max_hours), the run's money (node.max_usd) "
+            "or the time for which its provider lends it are nearly used up: started with more of them, it goes on "
+            "from the last checkpoint"
         )
 
 

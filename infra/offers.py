@@ -21,7 +21,10 @@ NETWORKED_CLOUDS: tuple[CloudName, ...] = ("lambda", "sky")
 MAX_USD_PER_HOUR = 1e6
 """A price beyond it is a mistake."""
 CUDA_PATTERN = r"^(\d+\.\d+)?$"
-_LETTERS_AND_NUMBER = re.compile(r"([a-z]{2,})(\d)")
+_OF_OTHERS = {"amd", "radeon", "instinct", "mi", "rx", "gaudi", "tpu"}
+"""Words in names of GPUs that are not NVIDIA's: MI300X, RX 7900 XTX."""
+_SIZE = re.compile(r"(?<=\d) (?=gb(?![a-z0-9]))")
+_LETTERS_AND_NUMBER = re.compile(r"(?<=[a-z]{2})(?=\d)|(?<=\d)(?!gb(?![a-z0-9]))(?=[a-z]{2})")
 _MODEL = re.compile(r"(?<![a-z0-9])[a-z]?\d+")
 
 
@@ -31,7 +34,7 @@ class GPUQuery(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     gpu_types: tuple[str, ...] = ()
-    """Names of GPUs, for example H100 or RTX 4090; any of them will do. Leave it empty to take every type."""
+    """Names of GPUs, for example H100 or RTX 4090; any of them will do. Leave it empty to take all of NVIDIA's."""
     gpu_count: int = Field(default=1, ge=1, le=64, strict=True)
     """GPUs on the machine."""
     min_vram_gb: float = Field(default=0.0, ge=0, allow_inf_nan=False, strict=True)
@@ -67,12 +70,14 @@ class GPUQuery(BaseModel):
         """The fields that the offer does not answer to, by their names."""
         types, regions = self.gpu_types, self.regions
         answers = {
-            "gpu_types": not types or any(is_gpu_type(offer.gpu_type, wanted) for wanted in types),
+            "gpu_types": any(is_gpu_type(offer.gpu_type, wanted) for wanted in types)
+            if types
+            else is_of_nvidia(offer.gpu_type),
             "gpu_count": offer.gpu_count == self.gpu_count,
             "min_vram_gb": offer.vram_gb >= self.min_vram_gb,
             "max_usd_per_gpu_hour": offer.usd_per_gpu_hour <= self.max_usd_per_gpu_hour,
             "disk_gb": offer.disk_gb is None or offer.disk_gb >= self.disk_gb,
-            "regions": not regions or any(offer.region.lower().startswith(name.lower()) for name in regions),
+            "regions": not regions or any(is_within(offer.region, name) for name in regions),
             "security": offer.is_secure or self.security == "any",
             "spot": offer.is_spot == self.spot,
         }
@@ -122,6 +127,8 @@ class Offer:
     """Size of its disk where that is fixed; None where it is asked for."""
     host: str = ""
     """The provider's name for the one machine that is offered; empty where it offers a kind."""
+    ends_at: float | None = None
+    """When its provider takes the machine back, in seconds since 1970; None where it does not say."""
     is_unpriced: bool = False
     """Nobody says what it costs, as in a cluster that somebody has: its price is 0, and no limit in USD ends it."""
 
@@ -232,8 +239,21 @@ def describe_closest(query: GPUQuery, offers: Sequence[Offer], named: Callable[[
 
 
 def is_gpu_type(name: str, wanted: str) -> bool:
-    """True when every word of `wanted` is in `name`: RTX4090 is a "NVIDIA RTX 4090", and L4 is no "NVIDIA L40"."""
+    """True when every word of `wanted` is in `name`: RTX4090 is a "NVIDIA RTX 4090", and L4 is no "NVIDIA L40".
+
+    Names write words and numbers together or apart: RTX 6000 Ada is an "RTX6000Ada_48GB".
+    """
     return _words(wanted) <= _words(name)
+
+
+def is_within(region: str, wanted: str) -> bool:
+    """True when a region begins so, or its data center does, where a provider names both: RO/EU-RO-1."""
+    return any(place.lower().startswith(wanted.lower()) for place in (region, *region.split("/")))
+
+
+def is_of_nvidia(name: str) -> bool:
+    """False where the name is one of another maker's, whose GPUs compute with other builds of torch and of engines."""
+    return not _words(name) & _OF_OTHERS
 
 
 def is_same_model(offered: str, found: str) -> bool:
@@ -250,5 +270,5 @@ def _words(name: str) -> set[str]:
 
 
 def _apart(name: str) -> str:
-    """In small letters, with a word and a number apart: rtx 4090, but h100."""
-    return _LETTERS_AND_NUMBER.sub(r"\1 \2", name.lower())
+    """In small letters, with words and numbers apart, and sizes together: rtx 6000 ada 48gb, but h100 and 4090d."""
+    return _LETTERS_AND_NUMBER.sub(" ", _SIZE.sub("", name.lower()))

@@ -57,7 +57,7 @@ from infra.rentals import (
     unfit_hosts,
     usd_spent,
 )
-from infra.renting import Renting, is_in_use
+from infra.renting import Renting, RentRequest, is_in_use
 from infra.unanswered import FOUND_NOTE, find_machine
 from infra.usable import PRICE_TOLERANCE, wait_until_usable
 
@@ -211,7 +211,8 @@ def _rent_new(unit: list[Rental], renting: Renting) -> None:
     offers = [offer for offer in offered.fitting if (offer.provider, offer.host) not in unfit]
     if num_unfit := len(offered.fitting) - len(offers):
         tried.append(f"{num_unfit} offered machines could not be used within the last day")
-    offers.sort(key=lambda offer: bool(unit) and not _is_beside(offer, unit[0]))  # otherwise in their order
+    # Otherwise in their order.
+    offers.sort(key=lambda offer: (bool(unit) and not _is_beside(offer, unit[0]), _is_short(offer, request)))
     for offer in offers[:MAX_OFFERS]:
         if unit and not _is_beside(offer, unit[0]):
             renting.say(f"gives {', '.join(rental.name for rental in unit)} back: no machine is to be had beside")
@@ -237,6 +238,12 @@ def _rent_new(unit: list[Rental], renting: Renting) -> None:
 def _is_beside(offer: Offer, rental: Rental) -> bool:
     """Whether the offer is for a machine of the same kind in the same place."""
     return (offer.provider, offer.region, offer.gpus) == (rental.provider, rental.region, rental.gpu)
+
+
+def _is_short(offer: Offer, request: RentRequest) -> bool:
+    """Whether the provider takes the machine back before the run's hours or its money are used up there."""
+    hours = min(request.max_hours, _hours(request.max_usd / request.num_machines, offer.usd_per_hour))
+    return offer.ends_at is not None and offer.ends_at < time.time() + 3600 * hours
 
 
 def _rent_at(offer: Offer, unit: Sequence[Rental], renting: Renting) -> list[Rental]:
@@ -319,8 +326,13 @@ def _intend(offer: Offer, renting: Renting, *, host_key: HostKeyPair | None, bes
         expected_key=fingerprint_of(host_key.public) if host_key else "",
         believed_by=HostKeyEvidence.INJECTED.value if host_key else HostKeyEvidence.FIRST_USE.value,
     )
-    limited = replace(rental, expires_at=_allowed_until(rental, renting, now, beside=beside))
+    allowed_until = _allowed_until(rental, renting, now, beside=beside)
+    limited = replace(rental, expires_at=min(allowed_until, offer.ends_at or math.inf))
     add_rental(ledger, limited)
+    if limited.expires_at < allowed_until:
+        renting.say(
+            f"{limited.name} is taken back by its provider at {in_utc(limited.expires_at)}, and used until then"
+        )
     return limited
 
 
@@ -363,7 +375,9 @@ def _create_once(rental: Rental, offer: Offer, renting: Renting, *, host_key: Ho
     except UnclearAnswerError as error:
         found = find_machine(rental, cloud, renting.pace)
         if found is None:
-            change_rental(ledger, rental, note=f"{error}; it did not appear so far")
+            # The run goes on without it, so whoever sees it later ends it, also while the run lives.
+            change_rental(ledger, rental, expires_at=time.time(), note=f"{error}; it did not appear so far")
+            renting.say(f"{rental.name} has not appeared, and may be rented: `rollouts reap` ends it when it does")
             raise _NotHadError(f"{error}; it did not appear") from error
         return _adopt_or_release(rental, found.instance_id, renting, note=FOUND_NOTE)
     except InfraError as error:

@@ -117,25 +117,32 @@ def describe_release(node: Node) -> str:
 
 
 def release_now(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> None:
-    """`give_back`, and say what was done."""
+    """`give_back`, with what was asked for besides and has appeared since, and say what was done."""
     with StageProgress("release", num_steps=0, console=stage_console()) as progress:
-        for sentence in give_back(node, scope, keep_minutes=keep_minutes):
+        done = give_back(node, scope, keep_minutes=keep_minutes)
+        if node.is_rented and keep_minutes == 0:
+            done += give_back_unknown(scope)
+        for sentence in done:
             progress.say(sentence)
 
 
 def release_unknown(scope: RunScope, *, since: float = 0.0) -> None:
-    """Give back what was rented for a run that was not told of its node any more, and say what was done and is left.
+    """`give_back_unknown`, and say what was done and is left."""
+    with StageProgress("release", num_steps=0, console=stage_console()) as progress:
+        for sentence in give_back_unknown(scope, since=since):
+            progress.say(sentence)
+
+
+def give_back_unknown(scope: RunScope, *, since: float = 0.0) -> list[str]:
+    """Give back what was rented for a run that was not told of it; returns what was done and is left, a sentence each.
 
     Args:
         since: what the run has had for longer stays.
     """
-    with StageProgress("release", num_steps=0, console=stage_console()) as progress:
-        try:
-            done = release_rentals(Path(scope.store), scope.run_id, since=since, pace=LOOKED_ALREADY)
-        except InfraError as error:
-            done = [f"what the run has rented, if anything, could not be given back ({error}): `rollouts reap` ends it"]
-        for sentence in done:
-            progress.say(sentence)
+    try:
+        return release_rentals(Path(scope.store), scope.run_id, since=since, pace=LOOKED_ALREADY)
+    except InfraError as error:
+        return [f"what the run has rented, if anything, could not be given back ({error}): `rollouts reap` ends it"]
 
 
 @task(name="release", cache_policy=NO_CACHE)

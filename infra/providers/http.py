@@ -67,7 +67,8 @@ class Endpoint:
     account_refusal: str = ""
     """Regular expression of what is said about the account with other codes than 401, 402 and 403."""
     offer_refusal: str = ""
-    """Regular expression of what is said about one offer with 403; empty where that is always about the account."""
+    """Regular expression of what is said about one offer with 403, when a machine is asked for; empty where that is
+    always about the account."""
 
     @property
     def url_variable(self) -> str:
@@ -233,15 +234,16 @@ class ProviderAPI:
         """Ask once for something to be created.
 
         Args:
-            is_machine: providers want requests for these to be further apart than others.
+            is_machine: it costs money; providers want requests for these to be further apart than others.
 
         Raises:
             OfferGoneError: the API refused this one.
             ProviderRefusedError: it refuses everything.
-            ProviderUnavailableError: it had no time, and created nothing.
-            UnclearAnswerError: it may have created it.
+            ProviderUnavailableError: it had no time, and created nothing; or may have, and that does no harm.
+            UnclearAnswerError: it may have created a machine.
         """
         what = f"{method} {path}"
+        unclear = UnclearAnswerError if is_machine else ProviderUnavailableError
         deadline = time.monotonic() + self._endpoint.patience_s
         attempt = 0
         while True:
@@ -251,19 +253,23 @@ class ProviderAPI:
             except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:  # nothing was sent
                 raise ProviderUnavailableError(self._say_silent(what, error)) from error
             except (httpx.HTTPError, OverflowError) as error:
-                raise UnclearAnswerError(self._say_silent(what, error)) from error
+                raise unclear(self._say_silent(what, error)) from error
             if answer.status != 429:
                 break
             self._pause_after(answer, attempt, deadline, what)
-        self._check_refused(answer, what)
+        self._check_refused(answer, what, is_offer=is_machine)
+        said = f"{answer.status}: {self._shown(answer.content)}"
+        if answer.status == 403:
+            hint = f"it may not be for this account, or the key in {self._endpoint.key_variable} may not rent"
+            raise OfferGoneError(self._say(what, f"{said} ({hint})"))
         if 400 <= answer.status < 500:
-            raise OfferGoneError(self._say(what, f"{answer.status}: {self._shown(answer.content)}"))
+            raise OfferGoneError(self._say(what, said))
         if answer.status not in (200, 201):
-            raise UnclearAnswerError(self._say(what, f"{answer.status}: {self._shown(answer.content)}"))
+            raise unclear(self._say(what, said))
         try:
             return shape.model_validate_json(answer.content)
         except ValidationError as error:
-            raise UnclearAnswerError(self._say(what, f"an unreadable answer ({_first(error)})")) from error
+            raise unclear(self._say(what, f"an unreadable answer ({_first(error)})")) from error
 
     def __enter__(self) -> Self:
         return self
@@ -285,9 +291,9 @@ class ProviderAPI:
             except (httpx.HTTPError, OverflowError) as error:
                 self._pause(attempt, deadline, self._say_silent(what, error))
                 continue
+            self._check_refused(answer, what)
             if answer.status in (200, 201, 202, 204, 404):
                 return answer
-            self._check_refused(answer, what)
             if answer.status != 429 and answer.status < 500:
                 raise ProviderRefusedError(self._say(what, f"{answer.status}: {self._shown(answer.content)}"))
             self._pause_after(answer, attempt, deadline, what)
@@ -318,23 +324,25 @@ class ProviderAPI:
         problem = self._say(what, f"{answer.status}: {self._shown(answer.content)}")
         self._pause(attempt, deadline, problem, wanted_s=_seconds(answer.retry_after))
 
-    def _pause(self, attempt: int, deadline: float, problem: str, *, wanted_s: float | None = None) -> None:
-        """Wait before asking again.
+    def _pause(self, attempt: int, deadline: float, problem: str, *, wanted_s: float = 0.0) -> None:
+        """Wait before asking again: longer each time, and as long as is wanted.
 
         Raises:
             ProviderUnavailableError: that would be later than the deadline.
         """
-        pause_s = wanted_s if wanted_s is not None else min(MAX_PAUSE_S, 2.0 ** (attempt - 1)) * random.uniform(0.5, 1)
+        own_s = min(MAX_PAUSE_S, 2.0 ** (attempt - 1)) * random.uniform(0.5, 1)
+        pause_s = max(own_s, wanted_s)  # 0 may be wanted, or a date that is over by our clock
         if time.monotonic() + pause_s > deadline:
             raise ProviderUnavailableError(problem)
         logger.info("%s; asking again in %.1f s", problem, pause_s)
         time.sleep(pause_s)
 
-    def _check_refused(self, answer: _Answer, what: str) -> None:
+    def _check_refused(self, answer: _Answer, what: str, *, is_offer: bool = False) -> None:
         if not 400 <= answer.status < 500:
             return
         said, reason = self._shown(answer.content), _REFUSED.get(answer.status)
-        if self._endpoint.offer_refusal and answer.status == 403 and re.search(self._endpoint.offer_refusal, said):
+        about_offer = self._endpoint.offer_refusal if is_offer and answer.status == 403 else ""
+        if about_offer and re.search(about_offer, said):
             reason = None
         elif self._endpoint.account_refusal and re.search(self._endpoint.account_refusal, said):
             reason = reason or "the account may not do that"
@@ -395,8 +403,8 @@ def key_blob(public_key: str) -> str:
     return public_key.split()[1]
 
 
-def _seconds(retry_after: str) -> float | None:
-    """How long a Retry-After header asks to wait: a number of seconds, or a date."""
+def _seconds(retry_after: str) -> float:
+    """How long a Retry-After header asks to wait: a number of seconds, or a date; 0 where it says nothing."""
     try:
         return max(0.0, float(retry_after))
     except ValueError:
@@ -404,7 +412,7 @@ def _seconds(retry_after: str) -> float | None:
     try:
         return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time())
     except (TypeError, ValueError):
-        return None
+        return 0.0
 
 
 def _first(error: ValidationError) -> str:

@@ -16,6 +16,7 @@ from typing import ClassVar
 
 from pydantic import BaseModel, Field
 
+from infra.errors import OfferGoneError
 from infra.offers import CloudName, GPUQuery, HostKeyPair, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import quoted, usable_host
 from infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob
@@ -147,13 +148,19 @@ class Lambda(Account):
     def _register_key(self, public_key: str) -> str:
         """The name under which the account knows the key; it is registered when it is new."""
         blob = key_blob(public_key)
-        for known in self._api.read("/api/v1/ssh-keys", _Keys).data:
+        for known in self._keys():
             if blob in known.public_key.split():
                 return known.name
         name = "rollouts-" + hashlib.sha256(base64.b64decode(blob)).hexdigest()[:12]
-        # A second registration of the same key changes nothing, so it does not matter whether an answer was lost.
-        self._api.create("/api/v1/ssh-keys", {"name": name, "public_key": public_key}, _OneKey)
+        try:
+            self._api.create("/api/v1/ssh-keys", {"name": name, "public_key": public_key}, _OneKey)
+        except OfferGoneError:
+            if name not in [known.name for known in self._keys()]:  # else another run registered it in this moment
+                raise
         return name
+
+    def _keys(self) -> list[_Key]:
+        return self._api.read("/api/v1/ssh-keys", _Keys).data
 
 
 def render_cloud_config(host_key: HostKeyPair) -> str:

@@ -83,7 +83,12 @@ class RunPod(Account):
     """An account at RunPod."""
 
     name: ClassVar[CloudName] = "runpod"
-    endpoint = Endpoint(title="RunPod", url="https://api.runpod.io", key_variable="RUNPOD_API_KEY")
+    endpoint = Endpoint(
+        title="RunPod",
+        url="https://api.runpod.io",
+        key_variable="RUNPOD_API_KEY",
+        offer_refusal=".",  # its document: "Your account cannot access the requested pool. Skip this candidate"
+    )
 
     def search(self, query: GPUQuery) -> list[Offer]:
         if query.spot:

@@ -6,8 +6,8 @@
     terminate    sky down NAME
 
 SkyPilot pins other versions of what this project needs, so it lies in an environment of its own, and ROLLOUTS_SKY names
-its program. Machines end by themselves when their time is over: SkyPilot leaves an automatic end on each. Clouds that
-have files of their own here are left out.
+its program. Machines end by themselves when their time is over: SkyPilot leaves an automatic end on each, in nearly all
+clouds. Clouds that have files of their own here are left out.
 
 Where ssh needs a proxy command, as for the pods of Kubernetes, the way is SkyPilot's own configuration of that machine:
 
@@ -32,7 +32,14 @@ from typing import ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from infra.errors import InfraError, MissingKeyError, OfferGoneError, ProviderUnavailableError, UnclearAnswerError
+from infra.errors import (
+    InfraError,
+    MissingKeyError,
+    OfferGoneError,
+    ProviderRefusedError,
+    ProviderUnavailableError,
+    UnclearAnswerError,
+)
 from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import usable_host, usable_port, usable_user
 from infra.providers.http import Endpoint
@@ -44,6 +51,8 @@ SSH_FILES = Path("~/.sky/generated/ssh")
 MAX_SHOWN_CHARACTERS = 300
 _ELSEWHERE = {"ssh", "slurm", "runpod", "lambda", "vast", "primeintellect", "shadeform"}
 _KUBERNETES = "kubernetes"
+_NEVER_END_THEMSELVES = {"hyperbolic", "verda", "yotta"}
+"""Clouds in which SkyPilot refuses to launch a machine that is to end by itself (no AUTODOWN)."""
 _STATUS = {
     "INIT": InstanceStatus.STARTING,
     "UP": InstanceStatus.RUNNING,
@@ -58,6 +67,8 @@ _MEMORY_GB = {
 _MEMORY_IN_NAME = re.compile(r"-(\d+)GB\b")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _UNSHOWABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
+_DOWN_FAILED = "Cluster(s) failed."
+"""What `sky down` prints at last, below the reasons, where it could not end a cluster."""
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +92,13 @@ class _Cluster(BaseModel):
     name: str
     status: str
     init_kind: str | None = None
+    init_status_reason: str | None = None
+    cluster_ever_up: bool = False
+
+    @property
+    def runs_unwatched(self) -> bool:
+        """True when its cloud has it up, and only SkyPilot's program on it did not answer: the network may be cut."""
+        return self.cluster_ever_up and "ray cluster is unhealthy" in (self.init_status_reason or "")
 
 
 _KINDS = TypeAdapter(dict[str, list[_Kind]])
@@ -110,7 +128,9 @@ class Sky:
 
     def search(self, query: GPUQuery) -> list[Offer]:
         if not query.gpu_types:
-            return []
+            raise ProviderRefusedError(
+                "SkyPilot is asked for GPUs by their names: name some as node.query.gpu_types, or with --gpu"
+            )
         clouds = sorted(self._usable_clouds())
         offers: list[Offer] = []
         failures: list[ProviderUnavailableError] = []
@@ -142,7 +162,8 @@ class Sky:
             **({"image_id": spec.image} if spec.image else {}),
         }
         task = {"resources": resources, "setup": _let_in(spec.public_key)}
-        words = ["launch", "--yes", "--detach-run", "--cluster", spec.name, *_ends_itself(spec.ends_at)]
+        end = [] if cloud in _NEVER_END_THEMSELVES else _ends_itself(spec.ends_at)
+        words = ["launch", "--yes", "--detach-run", "--cluster", spec.name, *end]
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="rollouts-sky-", suffix=".yaml") as file:
             file.write(json.dumps(task))  # JSON is YAML
             file.flush()
@@ -173,8 +194,9 @@ class Sky:
 
     def terminate(self, instance_id: str) -> None:
         done = self._run_in_time(["down", "--yes", instance_id])
-        if done.returncode != 0 and self.get(instance_id) is not None:
-            raise ProviderUnavailableError(f"sky down ended with {done.returncode}: {_last_words(done)}")
+        problem = _problem_of_down(done)
+        if problem and self.get(instance_id) is not None:
+            raise ProviderUnavailableError(problem)
 
     def _usable_clouds(self) -> set[str]:
         """The clouds whose credentials SkyPilot has, by their names in small letters."""
@@ -249,7 +271,7 @@ def _read_offer(kind: _Kind, *, is_spot: bool) -> Offer | None:
 def _read(cluster: _Cluster) -> Instance:
     status = _STATUS.get(cluster.status, InstanceStatus.UNKNOWN)
     if cluster.init_kind == "unhealthy":
-        status = InstanceStatus.FAILED
+        status = InstanceStatus.UNKNOWN if cluster.runs_unwatched else InstanceStatus.FAILED
     address = dict(_read_address(cluster.name)) if status is InstanceStatus.RUNNING else {}
     is_behind = "proxycommand" in address
     name = usable_host(cluster.name) if is_behind else ""
@@ -302,7 +324,21 @@ def _json_in(output: str) -> str:
     return "\n".join(lines[first:])
 
 
+def _problem_of_down(done: subprocess.CompletedProcess[str]) -> str:
+    """Why `sky down` did not end the cluster; empty where it says nothing like that. It ends with 0 all the same."""
+    said, failed, _ = done.stdout.partition(_DOWN_FAILED)
+    if failed:
+        lines = said.rpartition("Reason: ")[2].strip().splitlines()
+        return f"sky down failed: {_shown(lines[0] if lines else 'no explanation')}"
+    return "" if done.returncode == 0 else f"sky down ended with {done.returncode}: {_last_words(done)}"
+
+
 def _last_words(done: subprocess.CompletedProcess[str]) -> str:
     """The last line that SkyPilot printed, without colours and control characters."""
     said = _COLOURS.sub("", f"{done.stdout}\n{done.stderr}").strip().splitlines()
-    return _UNSHOWABLE.sub(" ", said[-1] if said else "no explanation")[:MAX_SHOWN_CHARACTERS]
+    return _shown(said[-1] if said else "no explanation")
+
+
+def _shown(said: str) -> str:
+    """Words of SkyPilot's without colours and control characters, shortened."""
+    return _UNSHOWABLE.sub(" ", _COLOURS.sub("", said))[:MAX_SHOWN_CHARACTERS]

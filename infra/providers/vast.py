@@ -24,6 +24,8 @@ _PAGE, _MAX_PAGES = 25, 200
 _OFFERS, _MAX_SEARCHES = 64, 8
 """A search answers no more offers than that, whatever it is asked for; so many are made for one question, because
 Vast.ai limits how many offers an account may be shown in a day."""
+_LEAST_S = 3600
+"""A machine that its owner takes back earlier is of no use."""
 _GPU_NAMES = (
     *("A10", "A10g", "A16", "A30", "A40", "A100 PCIE", "A100 SXM", "A100 SXM4", "A100X", "A800 PCIE", "B200", "B300"),
     *("B300 SXM", "GB10", "GH200 SXM", "H100 NVL", "H100 PCIE", "H100 SXM", "H200", "H200 NVL", "L4", "L40", "L40S"),
@@ -58,6 +60,8 @@ class _Ask(BaseModel):
     dph_total: float
     geolocation: str | None = None
     machine_id: int | None = None
+    end_date: float | None = None
+    """When its owner takes the machine back, in seconds since 1970."""
 
 
 class _Asks(BaseModel):
@@ -102,7 +106,7 @@ class Vast(Account):
         key_variable="VAST_API_KEY",
         min_interval_s=1.0,
         create_interval_s=4.5,
-        account_refusal=r"insufficient_credit|lacks credit",  # with 400
+        account_refusal=r"insufficient_credit|lacks credit|Invalid user key",  # with 400, and 404 to a search
         offer_refusal=r"Offer \d+ is not",  # "... your own. Hosts can only rent their own machines."
     )
 
@@ -114,6 +118,8 @@ class Vast(Account):
             "rentable": {"eq": True},
             "rented": {"eq": False},
             "num_gpus": {"eq": query.gpu_count},
+            "duration": {"gte": _LEAST_S},
+            "direct_port_count": {"gte": 1},  # else no SSH without Vast.ai's own proxy
             "gpu_ram": {"gte": int(query.min_vram_gb * 1000)},
             "disk_space": {"gte": query.disk_gb},
             "allocated_storage": query.disk_gb,
@@ -204,6 +210,7 @@ def _read_offer(ask: _Ask, *, is_secure: bool) -> Offer:
         region=(ask.geolocation or "").rpartition(",")[2].strip(),
         is_secure=is_secure,
         host="" if ask.machine_id is None else str(ask.machine_id),
+        ends_at=ask.end_date,
     )
 
 

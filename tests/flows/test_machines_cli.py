@@ -97,6 +97,10 @@ def test_a_provider_that_does_not_answer_is_named(runpod: FakeRunPod) -> None:
     [
         (("gpus", "--provider", "moon"), "there is no provider moon: choose of runpod, lambda, prime, shadeform, vast"),
         (("gpus", "--min-cuda", "twelve"), "give it as 12.8"),
+        (("gpus", "--min-cuda", "12.8.1"), "--min-cuda 12.8.1 is no version: give it as 12.8"),
+        (("gpus", "--count", "100"), "rollouts: --count: Input should be less than or equal to 64"),
+        (("gpus", "--gpu", "-"), "rollouts: --gpu: expected names with letters or digits, found '-'"),
+        (("gpus", "--max-price", "inf"), "rollouts: --max-price: Input should be a finite number"),
         (("nodes", "--store", "/nowhere"), "/nowhere has no ledger"),
         (("reap", "--store", "/nowhere"), "/nowhere has no ledger"),
     ],
@@ -120,6 +124,17 @@ def test_what_is_rented_is_listed_shown_and_released(runpod: FakeRunPod, tmp_pat
     assert [machine.name for machine in runpod.alive()] == ["rollouts-somebody-elses"]
     assert "nothing is rented" in call("nodes", "--store", str(store)).stdout
     assert rental.name in call("nodes", "--all", "--store", str(store)).stdout
+
+
+def test_nobody_is_logged_in_on_a_machine_that_was_asked_for_and_has_not_appeared(
+    runpod: FakeRunPod, tmp_path: Path
+) -> None:
+    runpod.faults.drop_before_create = 1
+    rent(tmp_path / "store")
+    with Ledger(tmp_path / "store" / LEDGER_FILE) as ledger:
+        [lost] = [rental for rental in open_rentals(ledger) if not rental.instance_id]
+    said = call("nodes", "ssh", lost.name, "--store", str(tmp_path / "store"))
+    assert said.exit_code == 2 and f"{lost.name} is intended: its provider has not named a machine" in said.stderr
 
 
 @pytest.mark.slow

@@ -150,6 +150,9 @@ class FakeCloud(ABC):
     @abstractmethod
     def refuse_capacity(self) -> Response: ...
 
+    def refuse_key(self, request: Request) -> Response:
+        return self.error(401, f"who is {request.headers.get('authorization', '')}?")
+
     def refuse_money(self) -> Response:
         return self.error(402, "insufficient credits")
 
@@ -163,7 +166,7 @@ class FakeCloud(ABC):
         request = Request(scope, receive)
         self.requests.append((request.method, request.url.path))
         if self.faults.refuses_key or not self.has_key(request):
-            await self.error(401, f"who is {request.headers.get('authorization', '')}?")(scope, receive, send)
+            await self.refuse_key(request)(scope, receive, send)
         elif self.takes("busy"):
             await self.refuse_haste()(scope, receive, send)
         elif self.takes("down"):

@@ -60,6 +60,8 @@ class FakeLambda(FakeCloud):
 
     async def add_key(self, request: Request) -> Response:
         key = {"id": f"key{len(self.keys)}", **json.loads(await request.body())}
+        if key["name"] in [known["name"] for known in self.keys]:
+            return self.error(400, "There is a key of this name.", "global/invalid-parameters")
         self.keys.append(key)
         return reply({"data": key})
 

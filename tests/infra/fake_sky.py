@@ -30,8 +30,10 @@ CATALOG = [
     ("Kubernetes", None, "H100-80GB", 1, None, 0.0, 0.0, "gke_mine_europe-west4_gpus"),
     ("Kubernetes", None, "H100-80GB", 2, None, 0.0, 0.0, "gke_mine_europe-west4_gpus"),
     ("Kubernetes", None, "L4", 1, None, 0.5, 0.5, "gke_mine_europe-west4_gpus"),
+    ("Verda", "1H100.80S.30V", "H100", 1, 80.0, 2.2, None, "FIN-01"),
     ("RunPod", "1x_H100_SECURE", "H100", 1, 80.0, 2.0, None, "CA"),
 ]
+UNHEALTHY = "Cluster is abnormal because ray cluster is unhealthy (SSH connection to the head node timed out)."
 CAN = {"default": {"AWS": ["compute", "storage"], "GCP": ["compute"], "Azure": ["storage"], "RunPod": ["compute"]}}
 FIELDS = (
     *("cloud", "instance_type", "accelerator_name", "accelerator_count"),
@@ -96,10 +98,15 @@ def launch(state: State, options: argparse.Namespace) -> int:
     if resources["infra"].startswith("kubernetes/") and (resources["use_spot"] or "instance_type" in resources):
         sys.stderr.write("ValueError: Kubernetes has no such thing\n")
         return 1
+    if resources["infra"].startswith("verda/") and options.down:
+        sys.stderr.write("sky.exceptions.NotSupportedError: Auto-down is not supported on Verda.\n")
+        return 1
     is_broken = takes(state, "fail_setup")
     state["clusters"][options.cluster] = {
         "status": "INIT" if is_broken else "UP",
         "init_kind": "unhealthy" if is_broken else None,
+        "init_status_reason": UNHEALTHY if is_broken else None,
+        "cluster_ever_up": not is_broken,
         "task": task,
         "minutes": options.idle_minutes_to_autostop,
         "waits_for": options.wait_for,
@@ -127,7 +134,9 @@ def status(state: State, options: argparse.Namespace, home: Path) -> int:
         if options.clusters and name not in options.clusters:
             continue
         shown = state["faults"].get("status") or cluster["status"]
-        found.append({"name": name, "status": shown, "init_kind": cluster["init_kind"], "nodes": 1, "cloud": "AWS"})
+        init = {key: cluster.get(key) for key in ("init_kind", "init_status_reason")}
+        is_known = bool(cluster.get("cluster_ever_up"))
+        found.append({"name": name, "status": shown, "nodes": 1, "cloud": "AWS", "cluster_ever_up": is_known, **init})
         address = cluster.get("address", state["addresses"][0]) | state["address"]
         lines = ["# Added by sky", f"Host {name}", *(f"  {key} {value}" for key, value in address.items()), ""]
         folder = home / ".sky/generated/ssh"
@@ -157,8 +166,10 @@ def down(state: State, options: argparse.Namespace) -> int:
             say(f"Cluster(s) not found: \x1b[1m{name}\x1b[0m.")
             continue
         if takes(state, "fail_downs"):
-            sys.stderr.write("the cloud did not answer\n")
-            return 1
+            say(f"\nTerminating cluster {name}...failed. \nReason: RuntimeError: the cloud did not answer.")
+            say("Terminating 1 cluster                     0% -:--:--")
+            say("Cluster(s) failed. See details above. If you want to ignore the errors, use `sky down --purge`.")
+            continue
         del state["clusters"][name]
     return 0
 

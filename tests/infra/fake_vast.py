@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,11 @@ PAGE = 2
 """Small, so that every list has several pages."""
 MOST_ASKS = 64
 """A search answers no more, whatever limit it names."""
-ASK = {"id": 7001, "gpu_name": "H100 SXM", "num_gpus": 1, "gpu_ram": 80000, "geolocation": "Romania, RO"}
+ASK = {
+    **{"id": 7001, "gpu_name": "H100 SXM", "num_gpus": 1, "gpu_ram": 80000, "geolocation": "Romania, RO"},
+    **{"direct_port_count": 20, "duration": 30 * 86400.0},
+}
+FILTERED = ("gpu_name", "gpu_ram", "num_gpus", "dph_total", "direct_port_count", "duration")
 
 _FILTERS: dict[str, Callable[[Any, Any], bool]] = {
     **{"eq": operator.eq, "gt": operator.gt, "gte": operator.ge},
@@ -54,13 +59,19 @@ class FakeVast(FakeCloud):
     def refuse_capacity(self) -> Response:
         return self.error(410, "no_such_ask: it is no longer available")
 
+    def refuse_key(self, request: Request) -> Response:
+        if request.url.path == "/api/v0/bundles/":  # as its document says of a search
+            return self.error(404, "Invalid user key")
+        return super().refuse_key(request)
+
     async def search(self, request: Request) -> Response:
         query = json.loads(await request.body())
         self.searches.append(query)
-        wanted = {key: value for key, value in query.items() if key in ("gpu_name", "gpu_ram", "num_gpus", "dph_total")}
+        wanted = {key: value for key, value in query.items() if key in FILTERED}
         asks = [ask for ask in self.asks if all(_is_met(ask[key], value) for key, value in wanted.items())]
         asks.sort(key=lambda ask: [ask[column] for column, _ in query["order"]])
-        return reply({"offers": asks[: min(query["limit"], MOST_ASKS)]})
+        shown = [{**ask, "end_date": time.time() + ask["duration"]} for ask in asks]
+        return reply({"offers": shown[: min(query["limit"], MOST_ASKS)]})
 
     def refuse_money(self) -> Response:
         refusal = {"success": False, "error": "insufficient_credit", "msg": "Your account lacks credit."}

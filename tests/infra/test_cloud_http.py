@@ -88,8 +88,11 @@ def test_a_creation_is_sent_once_and_its_answer_sorted(
 ) -> None:
     api, seen = make_api(answer)
     with pytest.raises(error) as caught:
-        api.create("/machines", {}, _Thing)
+        api.create("/machines", {}, _Thing, is_machine=True)
     assert type(caught.value) is error and len(seen) == 1
+    if error is UnclearAnswerError:
+        with pytest.raises(ProviderUnavailableError):
+            api.create("/keys", {}, _Thing)
 
 
 @pytest.mark.parametrize("answer", [says(500), says(200, "no JSON"), says(200, "{}"), fails(httpx.ReadTimeout)])
@@ -144,6 +147,16 @@ def test_a_provider_that_names_no_pause_is_asked_less_and_less_often_and_then_gi
         api.read("/machines", _Thing) if verb == "read" else api.create("/machines", {}, _Thing)
     assert all(2**n / 2 <= pause <= 2**n for n, pause in enumerate(clock.pauses[:5]))
     assert 60 / 2 < sum(clock.pauses) <= 60 and len(seen) == len(clock.pauses) + 1 < 10
+
+
+@pytest.mark.parametrize("verb", ["read", "create"])
+@pytest.mark.parametrize("wanted", ["0", "0.001", "Thu, 01 Jan 1970 00:00:01 GMT", "nan"])
+def test_a_provider_that_wants_no_pause_is_not_asked_without_one(clock: Clock, verb: str, wanted: str) -> None:
+    clock.now = 2000.0
+    api, seen = make_api(says(429, **{"Retry-After": wanted}), patience_s=60)
+    with pytest.raises(ProviderUnavailableError, match="429"):
+        api.read("/machines", _Thing) if verb == "read" else api.create("/machines", {}, _Thing)
+    assert 60 / 2 < sum(clock.pauses) <= 60 and len(seen) < 10
 
 
 def test_a_pause_may_be_named_as_a_date(clock: Clock) -> None:
@@ -229,6 +242,14 @@ def test_a_refusal_is_taken_at_once_and_names_the_key_and_what_was_asked(status:
         api.read("/machines", _Thing)
     expected = f"Cloud refused GET /machines with {status}, {meaning} (not with ***): check the key in CLOUD_API_KEY"
     assert str(caught.value).startswith(expected) and len(seen) == 1
+
+
+def test_a_wrong_key_is_said_to_be_one_also_where_the_provider_says_it_with_404() -> None:
+    with FakeVast().served() as url, Vast("wrong", url, min_interval_s=0) as cloud:
+        with pytest.raises(ProviderRefusedError, match=r"with 404.*Invalid user key.*check the key in VAST_API_KEY"):
+            cloud.search(GPUQuery())
+        with pytest.raises(ProviderRefusedError, match="with 401, the key is not valid"):
+            cloud.list_named("rollouts-")
 
 
 class _Things(BaseModel):

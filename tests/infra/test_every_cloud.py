@@ -6,6 +6,8 @@ Without it a client could satisfy its document and still lose a machine: an id r
 from __future__ import annotations
 
 import json
+import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -28,16 +30,20 @@ from infra.node import Node, SSHAccess
 from infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import usable_port
 from infra.providers.clouds import ENDPOINTS
+from infra.providers.lambda_cloud import Lambda
 from infra.providers.prime import Prime
 from infra.providers.rented import access_now, find_machine
+from infra.providers.runpod import RunPod
 from infra.providers.vast import Vast
 from infra.provision import UNFIT_FOR_S, rent_machines
 from infra.reaper import reap
 from infra.release import release_machine
-from infra.rentals import Rental, RentalState, all_rentals, change_rental
+from infra.rentals import Rental, RentalState, all_rentals, change_rental, in_utc
 from infra.renting import Renting, RentRequest
 from tests.infra.fake_cloud import HANG_S, KEY, FakeCloud
+from tests.infra.fake_lambda import FakeLambda
 from tests.infra.fake_prime import FakePrime
+from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.fake_vast import ASK, FakeVast
 from tests.infra.test_cloud_contracts import PROVIDERS, PUBLIC_KEY
 from tests.infra.test_provision import PACE, REQUEST, usable
@@ -209,6 +215,8 @@ def test_a_provider_that_is_busy_is_asked_again_and_has_one_machine(world: World
 def test_an_account_without_money_or_rights_is_said_at_once_and_no_other_offer_is_tried(
     world: World, fault: str
 ) -> None:
+    if (world.cloud.name, fault) == ("runpod", "no_rights"):
+        return  # below: it says that of single offers
     setattr(world.fake.faults, fault, 100)
     with pytest.raises(ProviderRefusedError, match=ENDPOINTS[world.cloud.name].key_variable) as caught:
         world.rent()
@@ -225,6 +233,38 @@ def test_a_machine_whose_creation_was_not_answered_well_is_the_only_one(
     rental = world.rent()
     assert [machine.id for machine in world.fake.alive()] == [rental.instance_id]
     assert world.fake.num_creates() == 1 and [row.name for row in all_rentals(world.ledger)] == [rental.name]
+
+
+def test_a_key_whose_registration_was_not_answered_is_no_machine_that_may_be_rented(world: World, way: Altered) -> None:
+    if not hasattr(world.fake, "keys"):
+        return  # no key is registered there
+
+    def cut(request: httpx.Request, content: bytes) -> bytes:
+        return b"{" if request.method == "POST" and "key" in request.url.path else content
+
+    way.change = cut
+    with pytest.raises(NoMachineError, match="unreadable answer"):
+        world.rent()
+    assert {row.state for row in all_rentals(world.ledger)} == {RentalState.REFUSED} and world.fake.num_creates() == 0
+    way.change = lambda request, content: content
+    assert world.rent(replace(WANTED, run_id="another")).state is RentalState.READY
+    assert len(world.fake.keys) == 1
+
+
+def test_two_runs_that_register_a_key_at_lambda_at_once_both_have_it(way: Altered) -> None:
+    fake = FakeLambda()
+    with fake.served() as url, Lambda(KEY, url, way, min_interval_s=0) as cloud:
+        offer = cloud.search(WANTED.query)[0]
+        cloud.create(offer, MachineSpec(name="rollouts-1", public_key=PUBLIC_KEY, disk_gb=100))
+        unseen = iter([True])
+
+        def as_before(request: httpx.Request, content: bytes) -> bytes:
+            is_list = request.method == "GET" and request.url.path.endswith("/ssh-keys")
+            return b'{"data": []}' if is_list and next(unseen, False) else content
+
+        way.change = as_before
+        cloud.create(offer, MachineSpec(name="rollouts-2", public_key=PUBLIC_KEY, disk_gb=100))
+    assert len(fake.machines) == 2 and len(fake.keys) == 1
 
 
 def test_a_machine_that_does_not_end_is_not_forgotten(world: World) -> None:
@@ -443,12 +483,51 @@ def test_an_offer_that_the_account_may_not_take_is_passed_over_and_the_next_take
     assert len(fake.alive()) == 1
 
 
+def test_a_machine_that_its_owner_takes_back_soon_is_rented_only_where_there_is_no_other_and_ends_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "infra.renting")
+    fake = FakeVast()
+    brief = {**ASK, "id": 7002, "dph_total": 1.0, "duration": 5400.0}
+    fake.asks = [brief, {**ASK, "dph_total": 2.2}, {**ASK, "id": 7003, "dph_total": 0.9, "duration": 1800.0}]
+    with fake.served() as url, Vast(KEY, url, min_interval_s=0) as cloud, Ledger(tmp_path / LEDGER_FILE) as ledger:
+        world = World(fake, cloud, tmp_path, ledger)
+        assert world.rent().usd_per_hour == 2.2 and "taken back" not in caplog.text
+        fake.asks = [brief]
+        rental = world.rent(replace(WANTED, run_id="another"))
+        assert rental.expires_at == pytest.approx(time.time() + 5400, abs=60)
+        assert f"{rental.name} is taken back by its provider at {in_utc(rental.expires_at)}" in caplog.text
+
+
+def test_a_pool_of_runpod_that_the_account_may_not_use_is_passed_over_and_the_next_offer_taken(tmp_path: Path) -> None:
+    fake = FakeRunPod()
+    fake.faults.no_rights = 1
+    request = replace(WANTED, query=GPUQuery(gpu_types=("H100",), regions=("EU", "US")))
+    with fake.served() as url, RunPod(KEY, url) as cloud, Ledger(tmp_path / LEDGER_FILE) as ledger:
+        world = World(fake, cloud, tmp_path, ledger)
+        assert world.rent(request).region == "US-TX-3" and fake.num_creates() == 2
+        fake.faults.no_rights = 100
+        with pytest.raises(
+            NoMachineError, match=r"403: .*not with this key.*or the key in RUNPOD_API_KEY may not rent"
+        ):
+            world.rent(replace(request, run_id="another"))
+        fake.faults.fail_lists = 1
+        with pytest.raises(ProviderRefusedError, match="with 403, the key may not do that"):
+            cloud.list_named("rollouts-")
+
+
 def _search_vast(asks: list[dict[str, object]], query: GPUQuery) -> tuple[list[Offer], FakeVast]:
     """What is admitted of these asks, which take the place of the usual ones."""
     fake = FakeVast()
     fake.asks = [{**ASK, "id": number, **ask} for number, ask in enumerate(asks)]
     with fake.served() as url, Vast(KEY, url, min_interval_s=0) as cloud:
         return [offer for offer in cloud.search(query) if query.admits(offer)], fake
+
+
+def test_a_machine_that_has_no_port_for_ssh_is_no_offer() -> None:
+    asks: list[dict[str, object]] = [{"direct_port_count": 0, "dph_total": 1.0}, {"dph_total": 2.2}]
+    offers, _ = _search_vast(asks, GPUQuery(gpu_types=("H100",)))
+    assert [offer.usd_per_hour for offer in offers] == [2.2]
 
 
 CHEAP: list[dict[str, object]] = [

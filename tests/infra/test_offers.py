@@ -33,6 +33,15 @@ QUERY = GPUQuery(gpu_types=("h100",), gpu_count=2, max_usd_per_gpu_hour=2.5, reg
         ("NVIDIA H100 80GB HBM3", "H100", True),
         ("H100 (80 GB PCIe)", "H100 PCIe", True),
         ("A100_80G", "A100", True),
+        ("RTX 6000Ada", "RTX 6000 Ada", True),
+        ("RTX6000Ada_48GB", "RTX 6000 Ada", True),
+        ("RTX3080Ti_12GB", "RTX 3080 Ti", True),
+        ("A100 (80 GB SXM4)", "A100 80GB", True),
+        ("A100-80GB", "A100 80 GB", True),
+        ("A100_40GB", "A100 80GB", False),
+        ("RTX 4090D", "RTX 4090", False),
+        ("NVIDIA RTX 6000 Ada", "RTX A6000", False),
+        ("RTX3080_10GB", "GB10", False),
         ("NVIDIA L40", "L4", False),
         ("NVIDIA L40S", "L40", False),
         ("NVIDIA GH200", "H200", False),
@@ -86,6 +95,20 @@ def test_another_model_than_was_offered_is_told_by_its_number(offered: str, foun
 )
 def test_a_query_refuses_what_was_not_asked_for(offer: Offer) -> None:
     assert QUERY.admits(OFFER) and not QUERY.admits(offer)
+
+
+@pytest.mark.parametrize(("wanted", "is_it"), [("ro", True), ("EU-RO", True), ("RO/EU", True), ("US", False)])
+def test_a_region_is_named_by_its_country_or_its_data_center(wanted: str, is_it: bool) -> None:
+    query = QUERY.model_copy(update={"regions": (wanted,)})
+    assert query.admits(replace(OFFER, region="RO/EU-RO-1")) is is_it
+
+
+@pytest.mark.parametrize("name", ["MI300X", "AMD Instinct MI300X OAM", "Radeon VII", "RX 7900 XTX", "Gaudi 2"])
+def test_a_gpu_of_another_maker_is_taken_only_by_its_name(name: str) -> None:
+    offer = replace(OFFER, gpu_type=name, vram_gb=192)
+    query = QUERY.model_copy(update={"gpu_types": ()})
+    assert query.admits(OFFER) and query.misses(offer) == ["gpu_types"]
+    assert query.model_copy(update={"gpu_types": (name,)}).admits(offer)
 
 
 A100 = replace(OFFER, gpu_type="NVIDIA A100", region="US-TX-3", usd_per_hour=2.0)

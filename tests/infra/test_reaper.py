@@ -6,6 +6,7 @@ Without it a killed run's machine costs money for ever, or somebody else's is en
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import signal
@@ -176,6 +177,20 @@ def test_a_machine_that_appears_late_is_ended(world: World) -> None:
     assert len(world.fake.alive()) == 1, "the lost one"
     world.fake.faults.list_lag_s = 0.0
     assert len(reap_now(world).ended) == 1 and world.fake.alive() == []
+
+
+def test_a_machine_that_appears_when_its_run_has_another_one_is_ended_while_the_run_lives(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "infra.renting")
+    world.fake.faults.drop_creates = 1
+    world.fake.faults.list_lag_s = 3.0
+    with Ledger(world.path) as ledger, ledger.living_run(REQUEST.run_id):
+        used = world.rent()
+        assert "has not appeared, and may be rented: `rollouts reap` ends it when it does" in caplog.text
+        world.fake.faults.list_lag_s = 0.0
+        report = reap_now(world, spare=True)
+        assert len(report.ended) == 1 and [machine.name for machine in world.fake.alive()] == [used.name]
 
 
 def test_a_refusal_that_was_none_is_found_out(world: World) -> None:

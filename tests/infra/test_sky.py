@@ -22,7 +22,14 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
-from infra.errors import HostKeyError, MissingKeyError, NoMachineError, ProviderUnavailableError
+from infra.errors import (
+    HostKeyError,
+    MissingKeyError,
+    NoMachineError,
+    ProviderRefusedError,
+    ProviderUnavailableError,
+    StillRentedError,
+)
 from infra.ledger import Ledger
 from infra.node import InstanceNode
 from infra.offers import GPUQuery, InstanceStatus
@@ -31,12 +38,13 @@ from infra.providers import sky
 from infra.providers.clouds import ENDPOINTS, open_account
 from infra.providers.rented import access_to, describe_offer
 from infra.providers.sky import Sky
-from infra.provision import rent_machines
+from infra.provision import rent_machines, search_offers
 from infra.reaper import reap
 from infra.release import release_machine
 from infra.rentals import Rental, RentalState, all_rentals
 from infra.renting import Renting
 from infra.ssh_session import SSHSession
+from tests.infra.fake_sky import UNHEALTHY
 from tests.infra.ssh_server import SSHServer
 from tests.infra.test_provision import PACE, REQUEST, usable
 
@@ -206,6 +214,26 @@ def test_what_a_dead_run_left_is_reaped_and_a_list_that_fails_ends_nothing(
     assert list(installed.state["clusters"]) == ["mine"]
 
 
+def test_a_cloud_in_which_no_machine_ends_by_itself_is_rented_from_all_the_same(
+    installed: Installed, cloud: Sky, ledger: Ledger
+) -> None:
+    installed.set("can", default={"Verda": ["compute"]})
+    rental = rent(cloud, ledger)
+    assert (rental.region, rental.usd_per_hour) == ("FIN-01", 2.2)
+    cluster = installed.state["clusters"][rental.name]
+    assert (cluster["minutes"], cluster["ends"]) == (None, False)
+
+
+def test_a_machine_that_does_not_end_is_reported_with_the_reason_that_skypilot_gives(
+    installed: Installed, cloud: Sky, ledger: Ledger
+) -> None:
+    rental = rent(cloud, ledger)
+    installed.set("faults", fail_downs=1000)
+    with pytest.raises(StillRentedError, match=r"may still be rented: sky down failed: RuntimeError: the cloud did"):
+        release_machine(rental, ledger, cloud, pace=replace(PACE, gone_within_s=0.1))
+    assert list(installed.state["clusters"]) == [rental.name]
+
+
 @pytest.mark.parametrize(
     ("said", "status"),
     [
@@ -219,6 +247,23 @@ def test_what_is_not_up_has_no_address(installed: Installed, cloud: Sky, said: s
     installed.set("clusters", mine={"status": said, "init_kind": None})
     instance = cloud.get("mine")
     assert instance is not None and (instance.status, instance.host, instance.has_address) == (status, "", False)
+
+
+@pytest.mark.parametrize(
+    ("reason", "was_up", "status"),
+    [
+        (UNHEALTHY, True, InstanceStatus.UNKNOWN),
+        (UNHEALTHY, False, InstanceStatus.FAILED),
+        ("Cluster is abnormal because pod-1 is not ready (OOMKilled).", True, InstanceStatus.FAILED),
+    ],
+)
+def test_a_machine_that_runs_and_does_not_answer_skypilot_is_not_lost(
+    installed: Installed, cloud: Sky, reason: str, was_up: bool, status: InstanceStatus
+) -> None:
+    init = {"status": "INIT", "init_kind": "unhealthy", "init_status_reason": reason}
+    installed.set("clusters", mine={**init, "cluster_ever_up": was_up})
+    instance = cloud.get("mine")
+    assert instance is not None and instance.status is status
 
 
 @pytest.mark.parametrize(
@@ -281,6 +326,15 @@ def test_a_pod_is_rented_until_its_hours_are_over_and_given_back(
     assert installed.state["clusters"] == {} and cloud.get(rental.name) is None
 
 
+def test_the_way_to_a_pod_that_is_shown_is_not_that_to_this_machine(
+    kubernetes: str, installed: Installed, cloud: Sky, ledger: Ledger, tmp_path: Path
+) -> None:
+    installed.set("address", ProxyCommand="kubectl port-forward")
+    rental = rent(cloud, ledger)
+    shown = CliRunner().invoke(app, ["nodes", "show", rental.name, "--store", str(tmp_path)]).stdout
+    assert f"login          rollouts nodes ssh {rental.name}" in shown and "127.0.0.1" not in shown
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="there is no OpenSSH client here")
 def test_a_pod_is_reached_through_the_proxy_of_skypilot_and_its_own_key_is_checked(
@@ -330,6 +384,15 @@ def test_what_does_not_work_is_one_sentence(
     monkeypatch.delenv("ROLLOUTS_SKY")
     with pytest.raises(MissingKeyError, match="there is no path of its program for SkyPilot: put it into the variable"):
         open_account("sky")
+
+
+def test_without_the_name_of_a_gpu_it_is_not_asked_and_that_is_said(installed: Installed, cloud: Sky) -> None:
+    assert installed.state["calls"] == []
+    shown = CliRunner().invoke(app, ["gpus"])
+    assert shown.exit_code == 1 and "SkyPilot is asked for GPUs by their names: name some" in shown.stderr
+    with pytest.raises(ProviderRefusedError, match=r"node\.query\.gpu_types"):
+        search_offers(GPUQuery(), {"sky": cloud})
+    assert installed.state["calls"] == []
 
 
 def test_its_offers_are_in_the_table_of_all(installed: Installed) -> None:

@@ -6,6 +6,8 @@ Without it the jobs of a run go on for want of one machine that does not answer,
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import Node, SSHAccess
 from infra.providers.runpod import RunPod
 from infra.session import LocalSession
-from tasks.provision import give_back
+from tasks.provision import give_back, release_now
 from tasks.records import RunScope
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
@@ -87,13 +89,11 @@ def test_a_job_that_could_not_be_ended_is_still_known_and_can_be_ended_later(tmp
     assert give_back(here, scope)[0] == f"ended the job in {run_dir}"
 
 
-@pytest.mark.slow
-def test_a_rented_machine_is_given_back_although_the_disk_of_the_store_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake = FakeRunPod()
-    nobody = SSHAccess(host="127.0.0.1", port=1, user="me", key_file=str(tmp_path / "key"))
-    with mounted_tmpfs(tmp_path / "store", "size=2m") as store, fake.served() as url, RunPod(KEY, url) as cloud:
+@contextmanager
+def rented(store: Path, monkeypatch: pytest.MonkeyPatch, fake: FakeRunPod) -> Iterator[tuple[Node, RunScope]]:
+    """A run with a machine of RunPod's that does not answer; the run wants a job there."""
+    nobody = SSHAccess(host="127.0.0.1", port=1, user="me", key_file=str(store / "no key"))
+    with fake.served() as url, RunPod(KEY, url) as cloud:
         monkeypatch.setenv("RUNPOD_API_KEY", KEY)
         monkeypatch.setenv("RUNPOD_API_URL", url)
         rental = World(fake, cloud, store / LEDGER_FILE).rent()
@@ -109,7 +109,33 @@ def test_a_rented_machine_is_given_back_although_the_disk_of_the_store_is_full(
         scope = RunScope(run_id=REQUEST.run_id, run_name="small", store=str(store))
         with Ledger(scope.ledger_path) as ledger:
             ledger.add_lease("/root/rollouts/stages/rl-1", scope.run_id, rental.name)
+        yield node, scope
+
+
+@pytest.mark.slow
+def test_a_rented_machine_is_given_back_although_the_disk_of_the_store_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeRunPod()
+    with (
+        mounted_tmpfs(tmp_path / "store", "size=2m") as store,
+        rented(store, monkeypatch, fake) as (node, scope),
+    ):
         fill(store)
-        with pytest.raises(TransientInfraError, match=f"{rental.name} at runpod is given back, but the ledger"):
+        with pytest.raises(TransientInfraError, match=f"{node.name} at runpod is given back, but the ledger"):
             give_back(node, scope, keep_minutes=30)
         assert fake.alive() == []
+
+
+def test_a_machine_that_appeared_while_its_run_had_another_one_is_given_back_with_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = FakeRunPod()
+    fake.faults.drop_creates = 1
+    fake.faults.list_lag_s = 3.0
+    with rented(tmp_path, monkeypatch, fake) as (node, scope):
+        late, used = fake.alive()
+        assert used.name == node.name
+        fake.faults.list_lag_s = 0.0
+        release_now(node, scope)
+        assert fake.alive() == [] and f"gave back {late.name} at runpod" in capsys.readouterr().err
