@@ -195,16 +195,16 @@ def check_demonstrations(
         share = dataset.repeat * counts.num_rows / counts.num_checked
         kept = counts.num_checked - counts.num_dropped
         num_epoch_rows += share * (counts.num_tokens / sft.max_length if sft.packing else kept)
-    if num_epoch_rows < sft.batch_size:
+    num_rows = math.ceil(num_epoch_rows)  # no row holds demonstrations of two epochs
+    if num_rows < sft.batch_size:
         findings.append(
             Caution(
-                f"training.sft.batch_size {sft.batch_size} is more than the about {math.ceil(num_epoch_rows)} rows of "
+                f"training.sft.batch_size {sft.batch_size} is more than the about {num_rows} rows of "
                 f"{sft.max_length} tokens of an epoch: a step sees demonstrations several times"
             )
         )
-    num_rows = math.ceil(num_epoch_rows)
     of_what = f"about {num_rows:,} {'packed rows' if sft.packing else 'rows'}"
-    per_epoch = num_epoch_rows / sft.batch_size
+    per_epoch = num_rows / sft.batch_size
     return [
         *findings,
         describe_epochs("training.sft", sft.num_steps, per_epoch, of_what=of_what, many=MANY_EPOCHS_OF_SFT),

@@ -114,6 +114,7 @@ def test_a_dataset_that_would_be_left_out_whole_is_an_error(tmp_path: Path, toke
         (4, {"packing": False}, "training.sft.num_steps 4 is about 2.0 epochs of about 4 rows"),
         (1, {"packing": False, "batch_size": 1}, "training.sft.num_steps 1 is about 0.25 epochs of about 4 rows"),
         (30, {}, "training.sft.num_steps 30 is about 30 epochs of about 2 packed rows"),
+        (10, {"max_length": 400}, "training.sft.num_steps 10 is about 20 epochs of about 1 packed rows"),
         (100_000, {}, "training.sft.num_steps 100,000 is about 100,000 epochs of about 2 packed rows: a model learns"),
     ],
 )
