@@ -28,7 +28,7 @@ from rollouts_core.config import (
     SFTTrainingConfig,
 )
 from rollouts_core.data.chat import TrainOn, warn_of_endless_turns, warn_of_unseen_tools
-from rollouts_core.data.conversations import Row, has_empty_turn
+from rollouts_core.data.conversations import Row, find_answer_elsewhere, has_empty_turn
 from rollouts_core.data.dataset import (
     CHUNK_ROWS,
     check_disjoint,
@@ -312,6 +312,8 @@ def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str) -> 
         for name, grader in needed.items():
             if not (prompt.answer if name == "answer" else name in prompt.metadata):
                 remedy = f": give it one, or {COMPARE_BY_LOSS}" if config.mode == "sft" else ""
+                elsewhere = find_answer_elsewhere(prompt.metadata) if name == "answer" else ""
+                remedy = elsewhere or remedy
                 raise DataError(f"{where} has no `{name}`, which {grader} compares completions with{remedy}")
         try:
             for check in checks:

@@ -288,6 +288,8 @@ def with_rollout(**rollout: Any) -> Config:
         ({"environment": "countdown"}, {"numbers": [1]}, "p0' has no `target`, which countdown compares"),
         ({"environment": "calculator"}, {}, "p0' has no `answer`, which calculator compares"),
         ({"rewards": (RewardConfig(name="last_number"),)}, {}, "p0' has no `answer`, which last_number compares"),
+        ({"environment": "math"}, {"solution": "7"}, r"completions with; did you mean solution\? call it answer$"),
+        ({"environment": "math"}, {"reward_model": {"ground_truth": "7"}}, "did you mean ground_truth of reward_model"),
         ({"environment": "code", "reward_fn": "rollouts_core.rewards:exact_match"}, {}, ""),
         ({"environment": "countdown"}, {"numbers": [1], "target": 1}, ""),
     ],
