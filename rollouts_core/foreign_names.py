@@ -65,7 +65,7 @@ FOREIGN_NAMES: Mapping[str, str] = {
     **_all("gradient_checkpointing recompute_granularity", f"{STAGE}.policy.activation_checkpointing"),
     **_all("attn_implementation flash_attn", f"{STAGE}.policy.attention"),
     **_all("torch_compile", f"{STAGE}.policy.compile"),
-    **_all("use_peft lora_r lora_rank", f"{STAGE}.policy.lora.rank"),
+    **_all("use_peft lora_r lora_rank lora.r", f"{STAGE}.policy.lora.rank"),
     **_all("lora_alpha", f"{STAGE}.policy.lora.alpha"),
     **_all("lora_dropout", f"{STAGE}.policy.lora.dropout"),
     **_all("lora_target_modules", f"{STAGE}.policy.lora.target_modules"),
@@ -96,6 +96,7 @@ FOREIGN_NAMES: Mapping[str, str] = {
     ),
     **_all("tensor_model_parallel_size vllm_tensor_parallel_size vllm_num_engines", ENGINE_GPUS),
     **_all("rollout_num_gpus rollout_num_gpus_per_engine", ENGINE_GPUS),
+    **_all("gpu_ranks", "deployment.trainer_gpu_ranks (the trainer's) and deployment.engine_gpu_ranks (the engines')"),
     **_all("colocate colocate_all_models", "deployment.colocated"),
     # checkpoints and logs
     **_all("save_steps save_freq save_interval", f"{STAGE}.checkpoint_every"),
@@ -105,6 +106,7 @@ FOREIGN_NAMES: Mapping[str, str] = {
     **_all("resume_from_checkpoint", f"{STAGE}.resume_from"),
     **_all("output_dir default_local_dir save_path", "run.store"),
     **_all("run_name experiment_name", "run.name"),
+    **_all("sft.report_to rl.report_to training.report_to", "run.report_to"),
     **_all("push_to_hub hub_model_id", "run.publish"),
 }
 """Where what a name means is here."""

@@ -17,17 +17,18 @@ from rollouts_core.embedded.architecture import Architecture, load_architecture
 from rollouts_core.errors import CheckpointError, ConfigError, DataError
 from rollouts_core.findings import Caution
 from rollouts_core.messages import first_line
-from rollouts_core.model.loading import check_packable, find_positions, find_settings
+from rollouts_core.model.loading import check_packable, find_positions, find_settings, refuse_pickled_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MODEL_FILES = {
     "configuration": ["config.json"],
-    "weights": ["*.safetensors"],
     "tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken"],
 }
-"""What a model's folder must hold, and the names under which it may."""
+"""What a model's folder must hold besides its weights, and the names under which it may."""
+LFS_POINTER = b"version https://git-lfs"
+"""How a file begins that a clone without Git LFS has in place of the weights."""
 
 
 def check_model_files(config: Config) -> None:
@@ -43,24 +44,54 @@ def check_model_files(config: Config) -> None:
             hub = "; a model of the hub must be downloaded first" if is_generating else ""
             raise ConfigError(f"model.path: {folder} is not a folder: give that of a Hugging Face checkpoint{hub}")
         return
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"model.path: {folder} holds adapters of PEFT without their model: add them to it by merge_and_unload(), "
+            "and give the folder that save_pretrained() makes of the sum and of the tokenizer"
+        )
     for what, patterns in MODEL_FILES.items():
         if not any(path for pattern in patterns for path in folder.glob(pattern)):
             raise CheckpointError(
                 f"model.path: {folder} has no {what} ({' or '.join(patterns)}): give a whole checkpoint"
             )
-    for path in sorted(folder.glob("*.safetensors")):
-        if not os.access(path, os.R_OK):
-            raise CheckpointError(f"model.path: {path} cannot be read (Permission denied)")
-        try:
-            safe_open(path, framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} was cut or is damaged ({first_line(error)}): copy it again") from error
+    _check_weights(folder, config)
     if is_generating:
         num_positions = count_positions(config)
         if config.mode != "sft":
             longest, kind = config.rollout.max_prompt_tokens, config.rollout.engine.kind
             prompts = f"prompts of {longest} tokens (rollout.max_prompt_tokens)"
             check_positions(prompts, longest, num_positions, config, engine=kind)
+
+
+def _check_weights(folder: Path, config: Config) -> None:
+    """Raise CheckpointError where the folder has no weights, or such as somebody who needs them does not read."""
+    paths = sorted(folder.glob("*.safetensors"))
+    for path in paths:
+        if not os.access(path, os.R_OK):
+            raise CheckpointError(f"model.path: {path} cannot be read (Permission denied)")
+        try:
+            safe_open(path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(_say_damaged(path, error)) from error
+    if paths:
+        return
+    if not config.model.allow_pickle:
+        refuse_pickled_weights(folder)
+    if not any(folder.glob("pytorch_model*.bin")):
+        raise CheckpointError(f"model.path: {folder} has no weights (*.safetensors): give a whole checkpoint")
+    if config.evaluation.metric == "accuracy" and config.evaluation_engine.kind == "embedded":
+        raise CheckpointError(
+            f"model.path: the weights at {folder} are pickled, which the embedded engine does not read: convert them "
+            "to safetensors"
+        )
+
+
+def _say_damaged(path: Path, error: OSError | SafetensorError) -> str:
+    with path.open("rb") as file:
+        is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+    if is_pointer:
+        return f"{path} is a pointer of Git LFS in place of the weights: fetch them with `git lfs pull` in its folder"
+    return f"{path} was cut or is damaged ({first_line(error)}): copy it again"
 
 
 def check_jax_model(config: Config) -> None:

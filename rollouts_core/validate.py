@@ -29,7 +29,7 @@ from rollouts_core.config import (
     name_of_function,
 )
 from rollouts_core.data.chat import TrainOn, warn_of_endless_turns, warn_of_unseen_tools
-from rollouts_core.data.conversations import Row, has_empty_turn
+from rollouts_core.data.conversations import Row, find_answer_elsewhere, has_empty_turn
 from rollouts_core.data.dataset import (
     CHUNK_ROWS,
     check_disjoint,
@@ -211,16 +211,16 @@ def check_demonstrations(
         share = dataset.repeat * counts.num_rows / counts.num_checked
         kept = counts.num_checked - counts.num_dropped
         num_epoch_rows += share * (counts.num_tokens / sft.max_length if sft.packing else kept)
-    if num_epoch_rows < sft.batch_size:
+    num_rows = math.ceil(num_epoch_rows)  # no row holds demonstrations of two epochs
+    if num_rows < sft.batch_size:
         findings.append(
             Caution(
-                f"training.sft.batch_size {sft.batch_size} is more than the about {math.ceil(num_epoch_rows)} rows of "
+                f"training.sft.batch_size {sft.batch_size} is more than the about {num_rows} rows of "
                 f"{sft.max_length} tokens of an epoch: a step sees demonstrations several times"
             )
         )
-    num_rows = math.ceil(num_epoch_rows)
     of_what = f"about {num_rows:,} {'packed rows' if sft.packing else 'rows'}"
-    per_epoch = num_epoch_rows / sft.batch_size
+    per_epoch = num_rows / sft.batch_size
     return [
         *findings,
         describe_epochs("training.sft", sft.num_steps, per_epoch, of_what=of_what, many=MANY_EPOCHS_OF_SFT),
@@ -328,6 +328,8 @@ def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str) -> 
         for name, grader in needed.items():
             if not (prompt.answer if name == "answer" else name in prompt.metadata):
                 remedy = f": give it one, or {COMPARE_BY_LOSS}" if config.mode == "sft" else ""
+                elsewhere = find_answer_elsewhere(prompt.metadata) if name == "answer" else ""
+                remedy = elsewhere or remedy
                 raise DataError(f"{where} has no `{name}`, which {grader} compares completions with{remedy}")
         try:
             for check in checks:

@@ -41,7 +41,8 @@ class DataConfig(Record):
     sft_eval: str = ""
     """Demonstrations whose loss is taken while SFT trains on others; empty takes none."""
     prompts: str = ""
-    """Prompts for RL: JSONL rows with `prompt` or `messages`, and `answer` where the reward needs one."""
+    """Prompts for RL: rows with `prompt` or `messages`, and `answer` where the reward needs one. One JSONL or Parquet
+    file, or dataset folder."""
     rollouts: str = ""
     """Rollouts for RL in place of prompts and engines: the folder `samples` of an earlier RL stage, whose steps are
     trained on in their order. Each is a batch, whatever `rollout.batch_size` says."""

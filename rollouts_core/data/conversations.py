@@ -26,6 +26,11 @@ COMPLETION_KEYS = ("completion", "response")
 KNOWN_KEYS = ["messages", "prompt", *COMPLETION_KEYS, "text", "tools"]
 PROMPT_ELSEWHERE = ("question", "instruction", "problem", "query", "input")
 """What datasets of others call a prompt; the likelier first."""
+ALPACA_PROMPT = {"instruction", "input"}
+"""What a row of Alpaca's form asks: both together."""
+PREFERENCE = {"chosen", "rejected"}
+ANSWER_ELSEWHERE = ("ground_truth", "solution", "label", "gold", "target", "final_answer", "expected_answer")
+"""What datasets of others call an answer."""
 SAID_BESIDE_CONTENT = ("tool_calls", "reasoning_content")
 """What else than text a turn may hold."""
 MAX_SHOWN_CHARS = 80
@@ -98,12 +103,27 @@ def describe_keys(row: Row) -> str:
         return (
             f"{found}; ShareGPT's `conversations` (`from`, `value`) must be converted to `messages` (`role`, `content`)"
         )
+    if PREFERENCE.issubset(keys):
+        return (
+            f"{found}; of a pair of preference SFT learns the chosen side: rename chosen to messages where it is the "
+            "whole conversation, else to completion"
+        )
+    if ALPACA_PROMPT.issubset(keys):
+        return f"{found}; Alpaca's `instruction` and `input` must be put together as `prompt`; `output` is `completion`"
     if not {"prompt", "messages", "text"}.intersection(keys):
         for name in PROMPT_ELSEWHERE:
             if name in keys:
                 return f"{found}; did you mean prompt? rename {name}"
     hints = (closest_name(key, KNOWN_KEYS) for key in keys if key not in KNOWN_KEYS)
     return (found or "no field at all") + next((hint for hint in hints if "did you mean" in hint), "")
+
+
+def find_answer_elsewhere(row: Row) -> str:
+    """Of a row without `answer`, which field seems to hold it, as the end of an error; "" where none does."""
+    named = next((name for name in ANSWER_ELSEWHERE if row.get(name) is not None), "")
+    if not named and isinstance(row.get("reward_model"), Mapping):
+        named = "ground_truth of reward_model"
+    return f"; did you mean {named}? call it answer" if named else ""
 
 
 def _messages_or_text(row: Row, key: str, *, role: str) -> list[Message]:

@@ -248,7 +248,10 @@ def _open_table(
     if path.suffix == ".parquet":
         _check_parquet(path)
     elif path.is_file():
-        raise DataError(f"{path} is neither JSONL nor Parquet by its name: it must end in .jsonl or .parquet")
+        raise DataError(
+            f"{path} is neither JSONL nor Parquet by its name: it must end in .jsonl or .parquet, or lie alone in a "
+            "folder, which is read as `datasets.load_dataset` reads it"
+        )
     elif path.is_absolute() and not path.exists():
         raise DataError(f"{path} does not exist: give a JSONL or Parquet file, or a folder of `save_to_disk`")
     # The library takes a file of the same name and time for the same file: what it copied lies under our digest.

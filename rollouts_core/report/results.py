@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from rollouts_core.comparison import Comparison, compare_paired
+from rollouts_core.comparison import CONFIDENCE, Comparison, compare_paired
 from rollouts_core.errors import DataError
 from rollouts_core.report.charts import (
     CHART_BOTTOM,
@@ -183,26 +183,40 @@ def describe_difference(
     comparison = compare_paired(baseline.scores, candidate.scores)
     low, high = sorted((display.factor * comparison.low, display.factor * comparison.high))
     interval = f"{_signed(low, display)} to {_signed(high, display)}"
-    outcome = "better" if comparison.low > 0 else "worse" if comparison.high < 0 else "unclear"
+    outcome, p_value = _judge(comparison, baseline, candidate)
     amount = display.factor * comparison.difference
     size = f"{abs(amount):.{display.decimals}f}"
     who, whom = labels[candidate.name], labels[baseline.name]
     direction = f"{size}{display.difference_unit} {'higher' if amount > 0 else 'lower'} than"
-    p_value = format_p_value(comparison)
     ending = {
         "better": f"better, with a 95 % interval of {interval} ({p_value}).",
         "worse": f"worse, with a 95 % interval of {interval}.",
-        "unclear": f"within chance, since the 95 % interval of {interval} includes zero ({p_value}).",
+        "unclear": f"within chance, since the 95 % interval of {interval} includes zero ({p_value})."
+        if comparison.low <= 0 <= comparison.high
+        else f"within chance ({p_value}): too few {display.rows} differ for the 95 % interval of {interval} to count.",
     }[outcome]
     return ShownDifference(
         title=f"{whom} → {who}",
         outcome=outcome,
         difference=f"{_signed(amount, display)}{display.difference_unit}",
         interval=interval,
-        p_value=p_value,
+        p_value=format_p_value(comparison),
         sentence=f"On the same {len(candidate.scores):,} {display.rows}, the {display.title} of {who} is "
         f"{direction if float(size) else 'equal to'} that of {whom}: {ending}",
     )
+
+
+def _judge(comparison: Comparison, baseline: Scored, candidate: Scored) -> tuple[str, str]:
+    """Whether the candidate is better, worse, or neither beyond chance ("unclear"), and the p-value for people.
+
+    Interval and test have to agree: of a few rows that differ, all the same way, resamples hardly ever leave out all.
+    """
+    tail = (1 - CONFIDENCE) / 2
+    if comparison.high < 0:
+        reverse = compare_paired(candidate.scores, baseline.scores)
+        return "worse" if reverse.p_value <= tail else "unclear", format_p_value(reverse)
+    is_better = comparison.low > 0 and comparison.p_value <= tail
+    return "better" if is_better else "unclear", format_p_value(comparison)
 
 
 def format_p_value(comparison: Comparison) -> str:

@@ -13,7 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from flows.cli import app
 from tests.flows.refusals import (
     ASSISTANT,
     GOOD_ROW,
@@ -163,6 +167,24 @@ def cut_weights(model: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-100])
 
 
+def pickle_weights(model: Path) -> None:
+    """Keep the weights as older checkpoints do."""
+    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+
+
+def clone_without_lfs(model: Path) -> None:
+    """Have of the weights what `git clone` leaves where Git LFS is not installed."""
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 134\n"
+    (model / "model.safetensors").write_text(pointer)
+
+
+def leave_adapters(model: Path) -> None:
+    """What PEFT saves of a model: its adapters and the tokenizer."""
+    (model / "config.json").rename(model / "adapter_config.json")
+    (model / "model.safetensors").rename(model / "adapter_model.safetensors")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -171,6 +193,9 @@ def cut_weights(model: Path) -> None:
         (delete("config.json"), "base_model has no configuration (config.json)"),
         (delete("model.safetensors"), "base_model has no weights (*.safetensors)"),
         (cut_weights, "model.safetensors was cut or is damaged"),
+        (clone_without_lfs, "model.safetensors is a pointer of Git LFS in place of the weights: fetch them"),
+        (pickle_weights, "are pickled (pytorch_model.bin)"),
+        (leave_adapters, "base_model holds adapters of PEFT without their model"),
         (delete("chat_template*"), "the tokenizer has no chat template: add one"),
         (write_template("{% for %}"), "the chat template refuses the turns user"),
         (write_template("{{ raise_exception('no user') }}"), ": no user"),
@@ -190,6 +215,17 @@ def cut_weights(model: Path) -> None:
 def test_a_model_that_does_not_fit_is_named(folder: Path, change: Change, words: str) -> None:
     change(folder / "base_model")
     assert_refused(folder / "small.toml", words)
+
+
+def test_pickled_weights_that_are_allowed_are_refused_only_where_the_embedded_engine_reads_them(folder: Path) -> None:
+    pickle_weights(folder / "base_model")
+    allowed = {"mode": "sft", "model__allow_pickle": True}
+    assert_refused(write_config(folder, **allowed), "are pickled, which the embedded engine does not read: convert")
+    for name in ("selection", "heldout"):
+        write_rows(folder / f"{name}.jsonl", [GOOD_ROW | {"prompt": name}])
+    config = write_config(folder, **allowed, evaluation__metric="loss")
+    outcome = CliRunner().invoke(app, ["validate", str(config)])
+    assert outcome.exit_code == 0, outcome.output
 
 
 def test_a_model_that_has_no_room_for_what_selection_samples_is_named_before_sft(folder: Path) -> None:

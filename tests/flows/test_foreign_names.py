@@ -83,6 +83,9 @@ def test_a_foreign_name_is_no_setting_of_ours_at_its_place(name: str) -> None:
         ("training__rl__epochs", "here it is training.rl.num_steps, since training counts"),
         ("learning_rate", "here it is training.sft.optim.lr, and the same in training.rl"),
         ("run__output_dir", "did you mean run.store?"),
+        ("training__sft__report_to", "did you mean run.report_to?"),
+        ("training__sft__policy__lora__r", "did you mean training.sft.policy.lora.rank?"),
+        ("deployment__gpu_ranks", "here it is deployment.trainer_gpu_ranks (the trainer's) and deployment.engine_gpu"),
     ],
 )
 def test_a_name_of_another_system_leads_to_the_setting_here(key: str, meant: str) -> None:

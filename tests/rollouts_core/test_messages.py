@@ -19,6 +19,7 @@ class Outer(BaseModel, extra="forbid"):
     """A record with an optional section."""
 
     size: int = 1
+    gpus: tuple[int, ...] = ()
     inner: Inner | None = None
 
 
@@ -35,9 +36,15 @@ def test_a_long_value_is_cut() -> None:
     assert len(sentence) < MAX_SHOWN_CHARS + 120
 
 
+@pytest.mark.parametrize("given", [0, "0,1", {"first": 0}])
+def test_what_must_be_a_list_is_called_so_and_not_by_its_name_in_python(given: object) -> None:
+    assert explain({"gpus": given}) == f"form: gpus: expected a list, [...], found {given!r}"
+
+
 def test_of_many_mistakes_the_first_are_shown_and_the_others_counted() -> None:
     said = explain({f"k{number}": 0 for number in range(MAX_SHOWN_MISTAKES + 2)}).splitlines()
-    assert said[:-1] == [f"form: unknown key k{number}; known are inner, size" for number in range(MAX_SHOWN_MISTAKES)]
+    known = "known are gpus, inner, size"
+    assert said[:-1] == [f"form: unknown key k{number}; {known}" for number in range(MAX_SHOWN_MISTAKES)]
     assert said[-1] == "form: further settings that do not fit: 2"
 
 

@@ -311,6 +311,20 @@ def test_equal_checkpoints_are_within_chance(tmp_path: Path) -> None:
     assert "is equal to that of SFT: within chance" in difference.sentence
 
 
+@pytest.mark.parametrize(("more_right", "outcome"), [(4, "unclear"), (7, "better")])
+def test_a_few_rows_that_differ_are_within_chance_although_their_interval_leaves_zero_out(
+    tmp_path: Path, more_right: int, outcome: str
+) -> None:
+    """Of four rows, all better, one in sixteen signs is the one that was seen; resamples rarely leave out all four."""
+    few_right = [1.0] * more_right + [0.0] * (140 - more_right)
+    better = compare(write_evaluation(tmp_path / "better", {"sft": [0.0] * 140, "rl": few_right}))
+    worse = compare(write_evaluation(tmp_path / "worse", {"sft": few_right, "rl": [0.0] * 140}))
+    assert better.interval.startswith("+") and worse.interval.startswith("−")
+    assert (better.outcome, worse.outcome) == (outcome, {"better": "worse"}.get(outcome, outcome))
+    for difference in (better, worse):
+        assert ("within chance (p = 0.0" in difference.sentence) == (outcome == "unclear")
+
+
 def test_rewards_beyond_one_are_not_shown_as_percent(tmp_path: Path) -> None:
     evaluated = load_evaluation(write_evaluation(tmp_path, {"base": [0.0, 2.5], "rl": [1.0, 2.5]}))
     assert choose_display(evaluated).title == "mean reward"

@@ -115,6 +115,7 @@ def test_a_dataset_that_would_be_left_out_whole_is_an_error(tmp_path: Path, toke
         (4, {"packing": False}, "training.sft.num_steps 4 is about 2.0 epochs of about 4 rows"),
         (1, {"packing": False, "batch_size": 1}, "training.sft.num_steps 1 is about 0.25 epochs of about 4 rows"),
         (30, {}, "training.sft.num_steps 30 is about 30 epochs of about 2 packed rows"),
+        (10, {"max_length": 400}, "training.sft.num_steps 10 is about 20 epochs of about 1 packed rows"),
         (100_000, {}, "training.sft.num_steps 100,000 is about 100,000 epochs of about 2 packed rows: a model learns"),
     ],
 )
@@ -310,6 +311,8 @@ def with_rollout(**rollout: Any) -> Config:
         ({"environment": "countdown"}, {"numbers": [1]}, "p0' has no `target`, which countdown compares"),
         ({"environment": "calculator"}, {}, "p0' has no `answer`, which calculator compares"),
         ({"rewards": (RewardConfig(name="last_number"),)}, {}, "p0' has no `answer`, which last_number compares"),
+        ({"environment": "math"}, {"solution": "7"}, r"completions with; did you mean solution\? call it answer$"),
+        ({"environment": "math"}, {"reward_model": {"ground_truth": "7"}}, "did you mean ground_truth of reward_model"),
         ({"environment": "code", "reward_fn": "rollouts_core.rewards:exact_match"}, {}, ""),
         ({"environment": "countdown"}, {"numbers": [1], "target": 1}, ""),
     ],

@@ -87,6 +87,9 @@ def test_no_tools_are_none(tools: object) -> None:
             r"expected `messages`, or `prompt` and `completion`.* found conversations, id; ShareGPT's `conversations` "
             r"\(`from`, `value`\) must be converted to `messages` \(`role`, `content`\)$",
         ),
+        ({"instruction": "x", "input": "y", "output": "z"}, "`instruction` and `input` must be put together as"),
+        ({"prompt": "x", "chosen": "y", "rejected": "z"}, "found chosen, prompt, rejected; of a pair of preference"),
+        ({"chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER]}, "rename chosen to messages where it is the whole"),
         ({"prompt": "x", "completion": None}, r"found prompt, completion \(null\)"),
         ({"messages": {"role": "user"}}, "`messages` must be a list"),
         ({"prompt": [], "completion": "x"}, "`prompt` must be a list with at least one"),

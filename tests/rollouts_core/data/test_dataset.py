@@ -209,7 +209,8 @@ def test_prompts_without_an_id_are_named_by_file_and_row(tmp_path: Path) -> None
     ("row", "reason"),
     [
         ({"question": "x"}, r"expected `prompt` or `messages`; found question; did you mean prompt\? rename question"),
-        ({"input": "", "instruction": "x"}, r"found input, instruction; did you mean prompt\? rename instruction"),
+        ({"input": "", "instruction": "x"}, r"found input, instruction; Alpaca's `instruction` and `input` must be"),
+        ({"instruction": "x"}, r"found instruction; did you mean prompt\? rename instruction"),
         ({"promt": "x", "query": None}, r"found promt; did you mean prompt\?$"),
         (
             {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]},
