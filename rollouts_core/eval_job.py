@@ -18,6 +18,7 @@ import torch
 from rollouts_core.comparison import estimate_mean, select_best
 from rollouts_core.config import DeploymentConfig, RolloutConfig
 from rollouts_core.data.dataset import load_prompts_from_jsonl, load_sft_dataset
+from rollouts_core.errors import DataError
 from rollouts_core.evaluate import (
     ask_engine,
     evaluation_rollouts,
@@ -64,14 +65,11 @@ async def score_checkpoints(job: EvalJob, directory: RunDirectory) -> None:
 async def score_checkpoint(checkpoint: InputModel, job: EvalJob, directory: RunDirectory) -> list[float]:
     """A score per row; what the checkpoint said lies in samples/."""
     if job.evaluation.metric == "loss":
-        demonstrations = load_sft_dataset(
-            job.data.path,
-            load_tokenizer(checkpoint.model),
-            max_length=job.training.max_length,
-            train_on=job.training.train_on,
-            on_overlong=job.training.on_overlong,
-            max_rows=job.evaluation.max_prompts,
-        )
+        demonstrations = load_demonstrations(checkpoint, job)
+        if checkpoint is not job.checkpoints[0]:
+            check_same_tokens(
+                job.checkpoints[0], load_demonstrations(job.checkpoints[0], job), checkpoint, demonstrations
+            )
         return score_demonstrations(checkpoint.model, demonstrations)
     prompts = load_prompts_from_jsonl(job.data.path, max_rows=job.evaluation.max_prompts)
     rollout = evaluation_rollouts(job.evaluation, job.rollout)
@@ -80,6 +78,34 @@ async def score_checkpoint(checkpoint: InputModel, job: EvalJob, directory: RunD
     graded = await grade_group(samples, resolve_reward_fn(rollout), timeout_s=rollout.reward_timeout_s)
     directory.write_samples(checkpoint.name, graded, temperature=rollout.sampling.temperature)
     return scores_by_prompt(graded)
+
+
+def load_demonstrations(checkpoint: InputModel, job: EvalJob) -> list[Sample]:
+    """The rows as a checkpoint reads them."""
+    return load_sft_dataset(
+        job.data.path,
+        load_tokenizer(checkpoint.model),
+        max_length=job.training.max_length,
+        train_on=job.training.train_on,
+        on_overlong=job.training.on_overlong,
+        max_rows=job.evaluation.max_prompts,
+    )
+
+
+def check_same_tokens(
+    first: InputModel, samples: Sequence[Sample], second: InputModel, others: Sequence[Sample]
+) -> None:
+    """Raise DataError when two checkpoints make other trained tokens of the rows: a loss is a mean over these."""
+    if [trained_tokens(sample) for sample in samples] != [trained_tokens(sample) for sample in others]:
+        raise DataError(
+            f"{first.name} and {second.name} make other tokens of the same demonstrations, by their tokenizers or chat "
+            'templates, so their losses cannot be compared: compare them with evaluation.metric = "accuracy"'
+        )
+
+
+def trained_tokens(sample: Sample) -> list[int]:
+    """The tokens that enter the loss."""
+    return [token for token, weight in zip(sample.tokens, sample.loss_mask, strict=True) if weight]
 
 
 async def sample_prompts(job: GenerateJob, directory: RunDirectory) -> None:

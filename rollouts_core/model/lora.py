@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 ADAPTER = "default"
 """What peft calls an adapter without a name."""
+LINEAR_BY_NAME_ALONE = ("Router", "GroupedLinear")
+"""How classes of transformers end that inherit from a linear layer and compute something else (Phi-MoE, DeepSeek 4)."""
 BASE_LAYER = ".base_layer."
 """Where peft puts the weight that an adapter belongs to."""
 
@@ -123,7 +125,12 @@ def _linear_layers(hf_model: PreTrainedModel) -> list[str]:
     """Names of the linear layers but the output head, of which only the weight is used (logprobs.py)."""
     head = hf_model.get_output_embeddings()
     modules = hf_model.named_modules()
-    return [name for name, module in modules if isinstance(module, nn.Linear | Conv1D) and module is not head]
+    return [name for name, module in modules if _is_linear(module) and module is not head]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module multiplies with its weight and no more; some that inherit from linear layers choose experts."""
+    return isinstance(module, nn.Linear | Conv1D) and not type(module).__name__.endswith(LINEAR_BY_NAME_ALONE)
 
 
 def _adapted_layers(hf_model: nn.Module) -> dict[str, BaseTunerLayer]:

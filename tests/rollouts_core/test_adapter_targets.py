@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from rollouts_core.activation_needs import adapter_bytes
@@ -96,6 +97,12 @@ def test_layers_that_are_called_like_experts_get_adapters_and_experts_get_none(
     again = save_model(tmp_path, kind, **SIZES, **settings)
     add_adapters(again, LoRAConfig(rank=2, target_modules=("mlp.up_proj",)))
     assert [name for name, part in again.named_modules() if hasattr(part, "lora_A")] == ["model.layers.0.mlp.up_proj"]
+
+
+def test_what_inherits_from_a_linear_layer_and_chooses_experts_gets_no_adapter(tmp_path: Path) -> None:
+    model = save_model(tmp_path, "phimoe", **SIZES, num_local_experts=4)
+    assert {name.rpartition(".")[2] for name in adapted_layers(model)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,25 @@ def test_evaluation_by_loss_scores_demonstrations_and_names_the_better_model(
     assert result["best"] == "base"
 
 
+def test_losses_over_other_tokens_are_not_compared(
+    base: InputModel, quickstart_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(base.model.path, other)
+    template = other / "chat_template.jinja"
+    template.write_text(template.read_text().replace("message['content']", "message['content'] + '1'"))
+    model = ModelConfig(path=str(other))
+    job = EvalJob(
+        checkpoints=(base, InputModel(name="other", model=model, digest=digest_model(model))),
+        data=rows(quickstart_dir, "sft"),
+        evaluation=EvaluationConfig(metric="loss", max_prompts=5),
+        deployment=ONE_THREAD,
+    )
+    (tmp_path / "job.json").write_text(job.model_dump_json())
+    assert main(["eval", str(tmp_path / "job.json")]) == 2
+    assert "base and other make other tokens of the same demonstrations" in capsys.readouterr().err
+
+
 def test_evaluation_by_accuracy_keeps_what_every_model_said(
     base: InputModel, quickstart_dir: Path, tmp_path: Path
 ) -> None:
