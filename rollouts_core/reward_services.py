@@ -35,7 +35,8 @@ from rollouts_core.types import Message, Sample
 MAX_CACHED = 100_000
 COLLECT_S = 0.005
 """How long a batch that is not full waits for more samples."""
-SCORE = re.compile(r"score\s*[:=]\s*\**\s*(\d+(?:\.\d+)?)", re.IGNORECASE)
+SCORE = re.compile(r"score[*_`\s]*[:=][*_`\[\s]*(\d+(?:\.\d+)?)", re.IGNORECASE)
+"""Models put marks of Markdown around the word, the number or both: **Score**: 7."""
 MAX_SCORE = 10.0
 
 NATIVE_PATH = "/generate"

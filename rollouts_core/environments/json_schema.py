@@ -13,7 +13,7 @@ from referencing import Registry
 
 from rollouts_core.types import Sample
 
-FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+FENCED = re.compile(r"```(?:json)?[^\S\n]*\n(.*?)```", re.DOTALL)
 
 
 class JSONSchemaEnvironment:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,8 +24,7 @@ from rollouts_core.time_limits import OutOfTimeError, call_within
 
 logger = logging.getLogger(__name__)
 
-OPENING = "<tool_call>"
-TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
 SEVERITY = (Outcome.OK, Outcome.TOOL_ERROR, Outcome.TIMEOUT, Outcome.PARSE_FAILURE)
 TOOL_TIMEOUT_S = 30.0
 
@@ -62,10 +60,11 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
     Raises:
         ToolError: one that cannot be read; the sentence is for the policy.
     """
-    bodies = TOOL_CALL.findall(text)
-    if text.count(OPENING) > len(bodies):
-        raise ToolError("a <tool_call> has no </tool_call>")
-    return [_parse_call(body) for body in bodies]
+    # Not by a pattern: in thousands of spaces, as a policy may write, it would look for the end for minutes.
+    parts = [part.partition(CLOSING) for part in text.split(OPENING)[1:]]
+    if not all(closing for _, closing, _ in parts):
+        raise ToolError(f"a {OPENING} has no {CLOSING}")
+    return [_parse_call(body.strip()) for body, _, _ in parts]
 
 
 def _parse_call(body: str) -> ToolCall:

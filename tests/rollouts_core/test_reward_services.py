@@ -186,9 +186,12 @@ def say(text: str) -> Answer:
     return 200, {"choices": [{"message": {"content": text}}]}
 
 
-def test_a_judge_reads_the_answer_and_its_last_score_counts(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("last", ["**Score: 7.5**", "**Score:** 7.5", "**Score**: 7.5", "__Score__: `7.5`/10"])
+def test_a_judge_reads_the_answer_and_its_last_score_counts(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
     monkeypatch.setenv("JUDGE_KEY", "s3cret")
-    service = serve(lambda body: say("Score: 2 would be harsh.\n**Score: 7.5**"))
+    service = serve(lambda body: say(f"Score: 2 would be harsh.\n{last}"))
     config = RewardConfig(kind="judge", url=f"{service.url}/v1/", model="big", api_key_variable="JUDGE_KEY")
     assert grade(make_samples("blue"), create_judge_reward(config)) == [0.75]
     [body] = service.bodies

@@ -8,6 +8,7 @@ import random
 import re
 import socket
 import sys
+from time import perf_counter
 
 import pytest
 
@@ -239,6 +240,12 @@ def test_a_transformation_by_hand(operation: str, text: str, result: str) -> Non
         ("Answer: **C**", 1.0),
         (r"A is wrong. \boxed{C}", 1.0),
         (r"\boxed{\text{C}}", 1.0),
+        (r"\boxed{\textbf{(C)}}", 1.0),
+        (r"\boxed{\mathrm{C}}", 1.0),
+        ("The answer is A at first sight.\n\n**Answer:** C", 1.0),
+        ("**Answer**: C", 1.0),
+        ("The answer is $C$.", 1.0),
+        ("The answer is: $C = 3$", 0.0),
         ("The answer is A. No, the answer is (C)", 1.0),
         ("Answer: C, as the answer is a cat", 1.0),
         ("The answer is C because of the cat", 1.0),
@@ -261,6 +268,13 @@ def test_the_last_marked_letter_decides(response: str, reward: float) -> None:
 def test_a_word_of_one_letter_is_no_choice(response: str) -> None:
     for letter in "AI":
         assert MultipleChoiceEnvironment().grade(Sample(response=response, metadata={"answer": letter})) == 0.0
+
+
+def test_a_policy_that_writes_thousands_of_marks_is_graded_at_once() -> None:
+    began = perf_counter()
+    for mark in ("\n", "*", " *", "$"):
+        assert MultipleChoiceEnvironment().grade(Sample(response="answer" + mark * 20_000)) == 0.0
+    assert perf_counter() - began < 5.0, "each mark was tried in several places of the pattern"
 
 
 PERSON = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}

@@ -35,6 +35,14 @@ def test_calls_are_read_in_order_wherever_they_stand() -> None:
     assert parse_tool_calls(text) == [ToolCall("add", {"a": 1}), ToolCall("sub", {"b": [2]})]
 
 
+@pytest.mark.parametrize("text", ["<tool_call>" + "\n" * 20_000, "<tool_call>" * 20_000])
+def test_a_policy_that_repeats_itself_is_answered_at_once(text: str) -> None:
+    """All other conversations wait meanwhile, and one that takes too long ends the run."""
+    began = time.perf_counter()
+    assert answer(text).outcome is Outcome.PARSE_FAILURE
+    assert time.perf_counter() - began < 5.0
+
+
 def test_each_call_gets_an_answer_in_order() -> None:
     reply = answer(call(expression="57+83") + call(expression="2*3"))
     assert (contents(reply), reply.outcome) == (["140", "6"], Outcome.OK)
