@@ -81,6 +81,8 @@ def sort_failure(error: Exception, url: str) -> InfraError:
         return missing_bucket(url)
     if names & _NO_CREDENTIALS:
         return StoreRefusedError(f"{url} needs credentials, and none are found ({reason}): set {variables}")
+    if code == "RequestTimeTooSkewed":
+        return StoreRefusedError(f"{url} is refused because the clock of this machine is wrong ({reason}): set it")
     if isinstance(error, PermissionError) or code in _REFUSED_CODES or status in (401, 403):
         return StoreRefusedError(f"{url} is refused ({code or reason}): check {variables}, and what they may do there")
     if isinstance(error, FileNotFoundError | NotADirectoryError) or status == 404:

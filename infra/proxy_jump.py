@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from infra.errors import LoginError, NodeUnreachableError, PermanentInfraError
+from infra.heard_socket import HeardSocket
 from infra.node import SSHAccess
 
 PROGRAM = "ssh"
@@ -43,11 +44,11 @@ _REFUSALS = ("Permission denied", "Host key verification failed", "Could not res
 """What the client says where trying again does not help."""
 
 
-class ProxySocket(socket.socket):
+class ProxySocket(HeardSocket):
     """A socket to the machine; the client on its other end is ended with it."""
 
     def __init__(self, process: subprocess.Popen[bytes], said: IO[bytes], ours: socket.socket) -> None:
-        super().__init__(fileno=ours.detach())
+        super().__init__(ours)
         self._process = process
         self._said = said
 

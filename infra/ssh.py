@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import paramiko
 
 from infra.errors import LoginError, NodeUnreachableError, PermanentInfraError, TransientInfraError
+from infra.heard_socket import HeardSocket
 from infra.host_keys import HostKey, HostKeyEvidence, HostKeyPolicy
 from infra.login_keys import LoginKey, load_keys
 from infra.node import SSHAccess
@@ -30,7 +31,8 @@ CHANNEL_TIMEOUT_S = 30.0
 EXIT_CODE_TIMEOUT_S = 10.0
 HEARTBEAT_INTERVAL_S = 15.0
 HEARTBEAT_LIMIT_S = 30.0
-"""A peer that does not answer a heartbeat for this long is dead; with the interval, found within 45 s."""
+"""A peer from which nothing at all has come for this long after a heartbeat is dead; with the interval, found within
+45 s. The answer itself may take longer: over a slow link it comes after what is on its way."""
 
 CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes256-ctr")
 """GCM first: half as fast again as paramiko's first choice."""
@@ -229,14 +231,22 @@ def connect(access: SSHAccess) -> SSHConnection:
 
 
 def _ask_for_sign_of_life(transport: Any) -> None:  # Any: paramiko has no types
-    """Return when the peer has answered, or has not for too long: then the connection is closed."""
-    alarm = threading.Timer(HEARTBEAT_LIMIT_S, transport.close)
-    alarm.daemon = True
-    alarm.start()
+    """Return when the peer has answered, or nothing has come from it for too long: then the connection is closed."""
+    is_answered = threading.Event()
+    threading.Thread(target=_close_if_silent, args=(transport, is_answered), daemon=True).start()
     try:
         transport.global_request("keepalive@openssh.com", wait=True)
     finally:
-        alarm.cancel()
+        is_answered.set()
+
+
+def _close_if_silent(transport: Any, is_answered: threading.Event) -> None:  # Any: paramiko has no types
+    asked_at, silent_s = time.monotonic(), 0.0
+    while silent_s < HEARTBEAT_LIMIT_S:
+        if is_answered.wait(HEARTBEAT_LIMIT_S - silent_s):
+            return
+        silent_s = time.monotonic() - max(asked_at, transport.sock.heard_at)
+    transport.close()
 
 
 def _measure_round_trip(transport: Any, address: str) -> float:  # Any: paramiko has no types
@@ -297,7 +307,7 @@ def _open_transport(access: SSHAccess, key_types: Sequence[str]) -> tuple[Any, H
         paramiko.IncompatiblePeer: the host has no key of these types.
     """
     proxy = open_proxy(access) if access.proxy_jump else None
-    transport = paramiko.Transport(proxy or _open_socket(access))
+    transport = paramiko.Transport(proxy or HeardSocket(_open_socket(access)))
     transport.set_log_channel(_paramiko_logger.name)
     transport.packetizer.REKEY_BYTES = _REKEY_BYTES
     transport.banner_timeout = transport.auth_timeout = CONNECT_TIMEOUT_S

@@ -11,8 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from botocore.exceptions import ClientError
 
 from infra.errors import ObjectMissingError, StoreRefusedError, StoreUnavailableError
+from infra.object_errors import sort_failure
 from infra.object_store import PART_BYTES, ObjectStore, check_url
 from infra.publication import PROBE, check_writable_store
 from tests.infra.s3_server import S3Server, environment_of, use
@@ -110,6 +112,14 @@ def test_a_server_that_does_not_answer_may_answer_later(bucket: str, monkeypatch
     use(monkeypatch, environment_of(1))
     with pytest.raises(StoreUnavailableError, match=r"does not answer .*AWS_ENDPOINT_URL"):
         check_writable_store(ObjectStore(f"s3://{bucket}/runs"))
+
+
+def test_a_wrong_clock_is_not_taken_for_wrong_credentials() -> None:
+    said = "The difference between the request time and the current time is too large."
+    error = {"Error": {"Code": "RequestTimeTooSkewed", "Message": said}, "ResponseMetadata": {"HTTPStatusCode": 403}}
+    refused = sort_failure(ClientError(error, "PutObject"), "s3://bucket/x")  # type: ignore[arg-type]
+    assert isinstance(refused, StoreRefusedError) and "the clock of this machine is wrong" in str(refused)
+    assert "AWS_ACCESS_KEY_ID" not in str(refused)
 
 
 def test_nothing_at_a_url_is_another_error_than_a_refusal(bucket: str) -> None:

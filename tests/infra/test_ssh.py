@@ -21,6 +21,7 @@ from infra.login_keys import LoginKey
 from infra.node import SSHAccess
 from infra.ssh import connect
 from infra.ssh_session import SSHSession
+from tests.infra.slow_port import slow_port
 from tests.infra.ssh_server import SSHServer, fingerprint_of, known_hosts_line, make_key, running_server, unpinned
 
 pytestmark = pytest.mark.slow
@@ -167,6 +168,24 @@ def test_a_server_that_hangs_when_it_has_let_us_in_is_found_by_its_silence(
             pool.submit(connect, server.access).result(30)
     finally:
         server.signal_sessions(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("command", ["head -c 3000000 | wc -c", "head -c 3000000 /dev/zero; echo 3000000"])
+def test_a_slow_line_on_which_much_is_under_way_is_not_taken_for_a_dead_one(
+    ssh_server: SSHServer, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr(infra.ssh, "HEARTBEAT_INTERVAL_S", 0.2)
+    monkeypatch.setattr(infra.ssh, "HEARTBEAT_LIMIT_S", 1.0)
+    with slow_port(ssh_server.access.port, bytes_per_s=1e6) as port:
+        connection = connect(replace(ssh_server.access, port=port))
+        channel = connection.open_command(command)
+        if "|" in command:
+            channel.send(bytes(3_000_000))
+        received = b""
+        while piece := channel.receive(1 << 20, timeout_s=30):
+            received += piece
+        assert received.endswith(b"3000000\n")
+        connection.close()
 
 
 def test_a_quiet_connection_stays_open(ssh_server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> None:
