@@ -115,11 +115,7 @@ class RunCheckpoints:
             allowed=self.config.allow_changed,
             checkpoint=checkpoint,
         )
-        if manifest.step > self.config.num_steps:
-            raise CheckpointError(
-                f"{checkpoint} is of step {manifest.step}, num_steps is {self.config.num_steps}: raise num_steps to "
-                "train on, or start a new run"
-            )
+        check_step(manifest.step, self.config.num_steps, checkpoint=checkpoint)
         state = await self.backend.load_checkpoint(checkpoint).result()
         self._window = list(state["window"])
         details = {"changed": self.changed} if self.changed else {}
@@ -240,6 +236,14 @@ def describe_settings(
         named |= {f"{section}.{name}": value for name, value in training_settings(record).items()}
     as_json: dict[str, Any] = json.loads(json.dumps(named))  # Any: JSON
     return as_json
+
+
+def check_step(step: int, num_steps: int, *, checkpoint: Path) -> None:
+    """Raise CheckpointError for a checkpoint of a later step than training is to have."""
+    if step > num_steps:
+        raise CheckpointError(
+            f"{checkpoint} is of step {step}, num_steps is {num_steps}: raise num_steps to train on, or start a new run"
+        )
 
 
 def check_same_settings(

@@ -64,7 +64,7 @@ from rollouts_core.no_effect import find_settings_without_effect
 from rollouts_core.offline_rollouts import OfflineRollouts, check_rollouts
 from rollouts_core.resolve import check_graded, resolve_environment
 from rollouts_core.rewards import REWARDS, check_reward_row
-from rollouts_core.saving import check_same_settings, describe_settings
+from rollouts_core.saving import check_same_settings, check_step, describe_settings
 from rollouts_core.types import Prompt, Status
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ def check_prompt_epochs(config: Config, num_prompts: int) -> list[str]:
 
 
 def check_resumed(config: Config) -> None:
-    """Raise CheckpointError for a `training.*.resume_from` that was trained with other settings of the training.
+    """Raise CheckpointError for a `training.*.resume_from` of other settings of the training, or beyond its steps.
 
     What it read, and how it sampled, only its job compares. A URL is looked at when it has been fetched.
     """
@@ -251,13 +251,14 @@ def check_resumed(config: Config) -> None:
         if not training.resume_from or "://" in training.resume_from:
             continue
         checkpoint = find_checkpoint(Path(training.resume_from))
-        settings = load_manifest(checkpoint).settings
+        manifest = load_manifest(checkpoint)
         fields = type(training).model_fields
         saved, current = (
             {name: value for name, value in named.items() if name.partition(".")[0] in fields}
-            for named in (settings, describe_settings(training, {}))
+            for named in (manifest.settings, describe_settings(training, {}))
         )
         check_same_settings(saved, current, allowed=training.allow_changed, checkpoint=checkpoint)
+        check_step(manifest.step, training.num_steps, checkpoint=checkpoint)
 
 
 def check_num_rows(num_rows: int, max_p_value: float, *, source: str, setting: str) -> None:

@@ -112,7 +112,8 @@ def _or_save(variable: str) -> str:
     if name := credentials_in_use():
         return f"and `rollouts credentials {name} {variable}` saves it in the credentials {name}, which lack it"
     return (
-        f"or save it in a block of Prefect's by `rollouts credentials NAME {variable}` and name that as run.credentials"
+        f"or save it in a block of Prefect's by `rollouts credentials NAME {variable}` and name that as "
+        "run.credentials, for `rollouts gpus` as --credentials"
     )
 
 

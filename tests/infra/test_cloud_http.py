@@ -295,7 +295,7 @@ def test_a_missing_key_names_its_variable(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("in_use", "command"),
     [
-        ("", r"or save it in a block of Prefect's by `rollouts credentials NAME RUNPOD_API_KEY` and name that as"),
+        ("", r"Prefect's by `rollouts credentials NAME RUNPOD_API_KEY` and name that as run\.c.* --credentials"),
         ("team", r"and `rollouts credentials team RUNPOD_API_KEY` saves it in the credentials team, which lack it"),
     ],
 )

@@ -516,6 +516,9 @@ def test_a_checkpoint_of_other_settings_is_refused_before_anything_is_provisione
     check_resumed(make_config("a.jsonl", **{**again, "resume_from": "s3://bucket/step_000010"}))
     with pytest.raises(CheckpointError, match=r"trained with other settings.*optim\.lr was 0\.001 and is 0\.01"):
         check_resumed(make_config("a.jsonl", **again, optim={"lr": 1e-2}))
+    check_resumed(make_config("a.jsonl", **{**again, "num_steps": 10}, optim={"lr": 1e-3}))
+    with pytest.raises(CheckpointError, match="is of step 10, num_steps is 9: raise num_steps"):
+        check_resumed(make_config("a.jsonl", **{**again, "num_steps": 9}, optim={"lr": 1e-3}))
     with pytest.raises(CheckpointError, match="nowhere"):
         check_resumed(make_config("a.jsonl", **{**again, "resume_from": str(tmp_path / "nowhere")}))
 
