@@ -102,6 +102,15 @@ def deployments_of(path: Path) -> list[Deployment]:
     return [once, again, evaluation]
 
 
+def check_names(deployments: Iterable[Deployment]) -> None:
+    """Raise ConfigError where two have one name, of which only the last would be offered."""
+    names = [each.name for each in deployments]
+    if doubled := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(
+            f"two configurations are named {doubled[0]}: a deployment is named after its file, so rename one"
+        )
+
+
 def retraining_name(name: str) -> str:
     """What the deployment is called that retrains the one of this name."""
     return f"{name}-retrain"

@@ -23,6 +23,7 @@ from flows.deployments import (
     RETRAIN_FLOW,
     Deployment,
     assigned_value,
+    check_names,
     deployments_of,
 )
 from rollouts_core.errors import ConfigError
@@ -71,9 +72,7 @@ def render_prefect_yaml(
         raise ConfigError(
             f"--store {store} is relative: name the folder of the workers' machine in full, as /data/runs"
         )
-    names = [each.name for each in deployments]
-    if doubled := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"two configurations are named {doubled[0]}: a deployment is named after its file")
+    check_names(deployments)
     work_pool: dict[str, Any] = {"name": pool}  # Any: names, and what the pool's type takes
     if queue:
         work_pool["work_queue_name"] = queue

@@ -14,7 +14,9 @@ STORE_VARIABLE = "ROLLOUTS_STORE"
 
 
 def with_store(settings: Any) -> Any:  # Any: what a form, a request or a program gives
-    """The settings, and in them the store of this process where they name none."""
-    if isinstance(settings, Mapping) and "store" not in settings and (store := os.environ.get(STORE_VARIABLE)):
-        return {**settings, "store": store}
-    return settings
+    """The settings with the store of this process, where they name none, or the field of a form was emptied."""
+    if not isinstance(settings, Mapping) or settings.get("store") not in (None, ""):
+        return settings
+    others = {name: value for name, value in settings.items() if name != "store"}
+    store = os.environ.get(STORE_VARIABLE)
+    return {**others, "store": store} if store else others

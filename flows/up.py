@@ -25,6 +25,7 @@ import typer
 
 from flows.deployments import (
     Deployment,
+    check_names,
     deployments_of,
     evaluation_name,
     load_deployments,
@@ -83,6 +84,7 @@ def up(
     What runs already is joined; a CONFIG is then offered in addition.
     """
     own = [deployment for path in configs or [] for deployment in deployments_of(path)]
+    check_names(own)
     check_writable(store)
     is_new = False
 

@@ -5,6 +5,7 @@ Without these tests a run of the UI could train something else than `rollouts ru
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from flows.deployments import (
 )
 from flows.form import RunOptions, load_pipeline
 from flows.tools import overridden_tool
+from flows.up import up
 from infra.node import NodeSettings
 from rollouts_core.config import Config
 from rollouts_core.errors import ConfigError
@@ -139,6 +141,17 @@ def test_a_tool_is_a_deployment_of_the_store_whose_settings_can_be_replaced(tmp_
 def test_a_configuration_with_the_name_of_a_tool_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="reap is the name of a deployment that there is already: rename the file"):
         deployments_of((folder / "small.toml").rename(folder / "reap.toml"))
+
+
+@pytest.mark.parametrize("name", ["small", "small-evaluate"])
+def test_two_configurations_of_one_name_are_refused_before_anything_is_started(folder: Path, name: str) -> None:
+    """Only the last would be offered, and nobody be told."""
+    other = folder / "other"
+    other.mkdir()
+    config = Path(shutil.copy(folder / "small.toml", other / f"{name}.toml"))
+    with pytest.raises(ConfigError, match=f"two configurations are named {name}: .* rename one"):
+        up([folder / "small.toml", config], store=folder / "store")
+    assert not (folder / "store").exists()
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:

@@ -16,10 +16,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from flows.evaluate import evaluate_model
 from flows.finish_flow import finish_run
-from flows.form import FormNode
+from flows.form import FormNode, RunOptions
 from flows.pipeline import sft_rl
 from flows.reap import reap_machines
 from flows.retrain import retrain_model
+from flows.store import STORE_VARIABLE
+from flows.tools import ReapConfig
 from infra.node import LocalNode, NodeSettings, RentedNode, SSHNode
 
 FORMS = (sft_rl, evaluate_model, retrain_model, reap_machines, finish_run)
@@ -134,3 +136,14 @@ def test_a_limit_of_money_is_no_text_and_no_truth(settings: dict[str, Any]) -> N
 def test_a_value_out_of_bounds_is_one_sentence_without_more() -> None:
     [said] = sentences(run={"restarts": 99, "store": "/s"})
     assert said.endswith("the form: restarts: input should be less than or equal to 10, found 99")
+
+
+@pytest.mark.parametrize("emptied", [{}, {"store": ""}, {"store": None}])
+@pytest.mark.parametrize("served", ["/data/store", ""])
+def test_without_a_store_a_run_is_in_that_of_its_process(
+    emptied: dict[str, str | None], served: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty path is the folder in which the process was started: nobody would look for the run there."""
+    monkeypatch.setenv(STORE_VARIABLE, served)
+    for record in (RunOptions, ReapConfig):
+        assert record.model_validate(emptied).store == (served or ".rollouts")
