@@ -46,6 +46,8 @@ UNDER_WAY = FlowRunFilter(
 
 
 GONE = "its process is gone; its jobs, if any, go on, and Retry attaches to them"
+GONE_FROM_TERMINAL = "its process is gone; its jobs, if any, go on, and the same command attaches to them"
+"""Prefect retries no run that has no deployment."""
 BY_SIGNAL = re.compile(r"exited with (non-zero )?status code:? -\d+")
 """What Prefect says of the process of a run that a signal ended."""
 AGAIN = "AwaitingRetry"
@@ -113,9 +115,14 @@ async def _mark(client: PrefectClient, run: FlowRun) -> None:
         said = await asyncio.to_thread(release_for, run)
         state = Cancelled(message=f"its process was gone; {said}")
     else:
-        state = Crashed(message=GONE)
+        state = mark_of_gone(run)
     await client.set_flow_run_state(run.id, state, force=True)
     logger.warning("run %s (%s) was marked %s: %s", run.name, run.id, state.name, state.message)
+
+
+def mark_of_gone(run: FlowRun) -> State:
+    """The state of a run whose process is gone; its message says how it goes on."""
+    return Crashed(message=GONE if run.deployment_id else GONE_FROM_TERMINAL)
 
 
 async def _start_again(client: PrefectClient, run: FlowRun) -> None:

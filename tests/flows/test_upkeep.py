@@ -12,10 +12,13 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
+from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectNotFound
 
+from flows.lost_runs import mark_of_gone, was_killed
 from flows.server import local_server, prefect_environment
 from flows.upkeep import look_after
 from tests.flows.conftest import Rollouts
@@ -49,6 +52,15 @@ def test_a_look_that_fails_is_logged_and_the_next_one_comes(tmp_path: Path, monk
     monkeypatch.setattr("flows.upkeep.EXPIRED_S", 0.01)
     asyncio.run(asyncio.wait_for(look_for_a_while(), 60))
     assert {type(error) for error in logged} == {ObjectNotFound, sqlite3.OperationalError}
+
+
+def test_a_run_that_is_gone_is_told_to_go_on_by_what_there_is_for_it() -> None:
+    """Prefect has no Retry for the runs of a terminal."""
+    served = FlowRun(flow_id=uuid4(), deployment_id=uuid4())
+    assert "and Retry attaches to them" in str(mark_of_gone(served).message)
+    of_terminal = FlowRun(flow_id=uuid4())
+    assert "and the same command attaches to them" in str(mark_of_gone(of_terminal).message)
+    assert was_killed(mark_of_gone(served))
 
 
 DELETED_MEANWHILE = """
