@@ -66,8 +66,8 @@ from rollouts_core.engines import InFlightEngine, PublishTarget, SGLangEngine
 from rollouts_core.evaluate import evaluation_rollouts, generate_samples, scores_by_prompt
 from rollouts_core.model.loading import pad_token_id
 from rollouts_core.quickstart import QuickstartSize, write_quickstart_files
-from rollouts_core.resolve import resolve_reward_fn
 from rollouts_core.rewards import grade_group, grade_sample
+from rollouts_core.rollout.resolve import resolve_reward_fn
 
 REFERENCE = "in turns"
 CONTENDERS: dict[str, dict[str, Any]] = {  # Any: settings of several types

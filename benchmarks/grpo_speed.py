@@ -43,14 +43,7 @@ from side_by_side import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollouts_core import (
-    AsyncRolloutManager,
-    DataBuffer,
-    Prompt,
-    Sample,
-    create_pytorch_backend,
-    run_rl_training,
-)
+from rollouts_core import AsyncRolloutManager, DataBuffer, Prompt, Sample, create_pytorch_backend, run_rl_training
 from rollouts_core.algorithms.loss import create_policy_loss
 from rollouts_core.config import (
     ModelConfig,
@@ -62,7 +55,7 @@ from rollouts_core.config import (
 )
 from rollouts_core.embedded.server import serve
 from rollouts_core.engines import PublishTarget, SGLangEngine
-from rollouts_core.generate import create_engine_generate_fn
+from rollouts_core.rollout.generate import create_engine_generate_fn
 
 PROMPTS_PER_STEP, GROUP_SIZE, MAX_NEW_TOKENS = 16, 8, 40
 SHORTEST_PROMPT, LONGEST_PROMPT, NUM_PROMPTS = 8, 24, 2_000

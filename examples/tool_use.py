@@ -57,8 +57,8 @@ from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.environments.calculator import calculate
 from rollouts_core.evaluate import generate_samples
 from rollouts_core.quickstart import QuickstartSize, build_character_tokenizer, build_untrained_model
-from rollouts_core.resolve import resolve_reward_fn
 from rollouts_core.rewards import grade_group
+from rollouts_core.rollout.resolve import resolve_reward_fn
 
 NUM_DEMONSTRATIONS, NUM_PROMPTS, NUM_HELDOUT = 12_000, 2_000, 200
 CALLED_SHARE = 0.4

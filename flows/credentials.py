@@ -5,7 +5,7 @@
 
 No value is ever a parameter, so none is shown, logged or kept with the run. What must be done for a run by another
 process, such as the end of its machine, is done in a process that has the same credentials. Not here: who reads the
-variables (infra/providers/clouds.py, infra/login_keys.py, infra/object_store.py, rollouts_core/keys.py).
+variables (infra/providers/clouds.py, infra/ssh/login_keys.py, infra/stores/object_store.py, rollouts_core/keys.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """End rented machines whose hours or money are used up, or that their failed runs no longer keep.
 
-Not here: what is ended and what is spared (infra/reaper.py). The process that serves deployments looks now and then, as
+Not here: what is ended and what is spared (reaper.py). The process that serves deployments looks now and then, as
 a timer with `rollouts reap --spare` would; the deployment `reap` looks when somebody, or its schedule, asks (reap.py).
 
 Machines that were rented with named credentials are looked at by a program of their own, which has these:
@@ -21,10 +21,10 @@ from pathlib import Path
 from infra.cloud import Cloud, Pace
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.ledger import LEDGER_FILE, Ledger
-from infra.offers import CLOUD_NAMES, CloudName
 from infra.providers.clouds import clouds_with_keys, credentials_in_use, open_account
-from infra.reaper import ReapReport, reap
-from infra.rentals import open_rentals
+from infra.renting.offers import CLOUD_NAMES, CloudName
+from infra.renting.reaper import ReapReport, reap
+from infra.renting.rentals import open_rentals
 from rollouts_core.errors import ConfigError
 
 PACE = Pace(gone_within_s=60.0)

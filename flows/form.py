@@ -35,8 +35,8 @@ from flows.evaluate_settings import EvaluateConfig
 from flows.retrain_settings import LINE_PATTERN, RetrainConfig, ScheduleConfig, check_retraining
 from flows.store import with_store
 from infra.node import NODE_TYPES, LocalNode, NodeSettings
-from infra.object_store import check_url
-from infra.offers import CLOUD_NAMES
+from infra.renting.offers import CLOUD_NAMES
+from infra.stores.object_store import check_url
 from rollouts_core.config import (
     Config,
     DataConfig,
@@ -47,9 +47,9 @@ from rollouts_core.config import (
     read_settings,
     resolve_paths,
 )
+from rollouts_core.config.messages import explain_validation_error, suggest_key
 from rollouts_core.errors import ConfigError
 from rollouts_core.functions import resolve_function
-from rollouts_core.messages import explain_validation_error, suggest_key
 from rollouts_core.user_code import describe_raised
 from tasks.trackers import TrackerName
 

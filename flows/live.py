@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from flows.password import basic_authorization, own_password
 from infra.ledger import LEDGER_FILE, Ledger, StageUse
-from infra.rentals import all_rentals, usd_spent
+from infra.renting.rentals import all_rentals, usd_spent
 from infra.session import LOOPBACK
 from rollouts_core.report.live import LiveRun, LiveStage, render_live, render_runs
 

@@ -4,7 +4,7 @@
     rollouts nodes      what the store has rented; `show`, `ssh` and `release` for one of them
     rollouts reap       end what no living run wants
 
-Not here: the other commands (cli.py), renting itself (infra/provision.py).
+Not here: the other commands (cli.py), renting itself (infra/renting/provision.py).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from flows.terminal import DEFAULT_STORE
 from infra.cloud import Cloud
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.ledger import LEDGER_FILE, Ledger
-from infra.offers import CLOUD_NAMES, CUDA_PATTERN, CloudName, GPUQuery, Offer, Offered, describe_closest
 from infra.providers.clouds import ENDPOINTS, account_of, clouds_with_keys, open_clouds, require_keys
 from infra.providers.instance import find_instance
 from infra.providers.rented import known_hosts_of
-from infra.reaper import ReapReport, reap, release_named
-from infra.rentals import NAME_PREFIX, Rental, all_rentals, describe_keeping, find_rental, open_rentals
+from infra.renting.offers import CLOUD_NAMES, CUDA_PATTERN, CloudName, GPUQuery, Offer, Offered, describe_closest
+from infra.renting.reaper import ReapReport, reap, release_named
+from infra.renting.rentals import NAME_PREFIX, Rental, all_rentals, describe_keeping, find_rental, open_rentals
 from rollouts_core.errors import ConfigError, InputError
 
 Explained = Callable[[Callable[..., None]], Callable[..., None]]
@@ -275,7 +275,7 @@ def ssh(
     store: Store = DEFAULT_STORE,
 ) -> None:
     """Log in on a machine by your own ssh, wherever it is now; it has to show the host key that a run noted."""
-    from infra.openssh import login_command  # paramiko loads here
+    from infra.ssh.openssh import login_command  # paramiko loads here
 
     if ":" in name:
         instance = find_instance(name)

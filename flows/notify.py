@@ -23,8 +23,8 @@ from flows.prefect_api import RefusedError, ask
 from flows.preflight import check_writable
 from flows.server import ServerAddress, local_server, prefect_environment
 from flows.terminal import DEFAULT_STORE, Store, console
+from rollouts_core.config.messages import first_line
 from rollouts_core.errors import ConfigError, InputError
-from rollouts_core.messages import first_line
 
 if TYPE_CHECKING:
     from prefect.blocks.abstract import NotificationBlock

@@ -1,6 +1,6 @@
 """What can be known to fail before anything is started: the store, the files, the port, the settings.
 
-Not here: the checks of models and data themselves (rollouts_core/validate.py), those of a node (tasks/bootstrap.py).
+Not here: the checks of models and data themselves (checks/validate.py), those of a node (tasks/bootstrap.py).
 This module does not import prefect: it runs before Prefect's environment is set.
 """
 
@@ -30,21 +30,21 @@ from infra.node import (
     settings_of_trainers,
     without_further_nodes,
 )
-from infra.object_store import ObjectStore
-from infra.offers import GPUQuery, Offer
 from infra.ports import check_port
 from infra.providers import open_session, provision_node
 from infra.providers.instance import find_instance
 from infra.providers.rented import describe_rentable, find_rentable
-from infra.publication import check_writable_store
+from infra.renting.offers import GPUQuery, Offer
 from infra.session import LOOPBACK, Session
+from infra.stores.object_store import ObjectStore
+from infra.stores.publication import check_writable_store
+from rollouts_core.checks.findings import Caution
+from rollouts_core.checks.model_size import ModelSize, find_model_size
+from rollouts_core.checks.needed_part import GIB, sum_bytes
+from rollouts_core.checks.resource_needs import checkpoint_disk_bytes, engine_warning, needed_disk, training_needs
 from rollouts_core.config import Config, DataConfig, EngineConfig
 from rollouts_core.errors import ConfigError
-from rollouts_core.findings import Caution
 from rollouts_core.keys import key_header, read_key
-from rollouts_core.model_size import ModelSize, find_model_size
-from rollouts_core.needed_part import GIB, sum_bytes
-from rollouts_core.resource_needs import checkpoint_disk_bytes, engine_warning, needed_disk, training_needs
 from tasks.inputs import bring_inputs
 from tasks.installed_engines import check_installed, check_router, leads_engines
 from tasks.model_names import find_named_model, with_heldout
@@ -124,7 +124,7 @@ def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
             check_installed_engines(config, alone, node, trains=False)
             check_installed_packages(config, alone, node, trains=False)
             check_own_disk(config, alone, node, trains=False)
-    from rollouts_core.validate import validate_evaluation  # torch and transformers load here
+    from rollouts_core.checks.validate import validate_evaluation  # torch and transformers load here
 
     return findings + validate_evaluation(config, models)
 
@@ -141,7 +141,7 @@ def reach_node(settings: NodeSettings, store: Path, findings: list[str]) -> Node
 
 def check_training(config: Config) -> list[str]:
     """What was found out about models and data."""
-    from rollouts_core.validate import validate_config  # torch and transformers load here
+    from rollouts_core.checks.validate import validate_config  # torch and transformers load here
 
     return validate_config(config)
 
@@ -156,7 +156,7 @@ def check_retrain(pipeline: Pipeline, config: Config) -> list[str]:
         ConfigError: no model could be promoted.
         DataError: what is watched for new data is not there.
     """
-    from rollouts_core.validate import check_promotion  # torch and transformers load here
+    from rollouts_core.checks.validate import check_promotion  # torch and transformers load here
 
     retrain = pipeline.retrain
     if retrain is None:

@@ -1,6 +1,6 @@
 """The `reap` flow: end rented machines that no run wants, and show what was ended, what stays, and why.
 
-Not here: what is ended and what is spared (infra/reaper.py), the look that needs nobody (expired_machines.py).
+Not here: what is ended and what is spared (infra/renting/reaper.py), the look that needs nobody (expired_machines.py).
 """
 
 # No postponed annotations here: the process of a served run gets the flow by value, without the names of this module.
@@ -17,7 +17,7 @@ from flows.expired_machines import look_at_machines
 from flows.server import held_server
 from flows.tools import REAP_FLOW, ReapConfig
 from infra.errors import TransientInfraError
-from infra.reaper import ReapReport
+from infra.renting.reaper import ReapReport
 
 
 @flow(name=REAP_FLOW, flow_run_name=REAP_FLOW, persist_result=False)

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from flows.cron import check_cron
-from infra.object_store import is_url
+from infra.stores.object_store import is_url
 from rollouts_core.config import Config, Record
 from rollouts_core.config.record import Finite
 from rollouts_core.errors import ConfigError

@@ -2,7 +2,7 @@
 
     rollouts pull s3://bucket/runs/my-run best      the checkpoint that the run published, verified
 
-Not here: the other commands (cli.py), how it is fetched (infra/download.py).
+Not here: the other commands (cli.py), how it is fetched (infra/stores/download.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Annotated
 import typer
 
 from flows.terminal import console
-from infra.download import download, find_wanted
-from infra.object_store import ObjectStore
+from infra.stores.download import download, find_wanted
+from infra.stores.object_store import ObjectStore
 from rollouts_core.errors import InputError
 
 

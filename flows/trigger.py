@@ -14,8 +14,8 @@ from flows.prefect_api import RefusedError, ask
 from flows.server import local_server, run_url
 from flows.tools import TOOLS, overridden_tool
 from flows.up import require_serving
+from rollouts_core.config.messages import closest_name
 from rollouts_core.errors import ConfigError
-from rollouts_core.messages import closest_name
 
 
 def trigger_run(store: Path, name: str, assignments: Iterable[str]) -> str:

@@ -102,7 +102,7 @@ def check_imports(root: str, code_dir: str, names: "list[str]") -> "dict[str, An
     if asked not in kept["folders"]:
         sys.path.insert(0, code_dir)
         for job in ("sft_job", "rl_job", "eval_job"):
-            importlib.import_module("rollouts_core." + job)
+            importlib.import_module("rollouts_core.jobs." + job)
         for variable in [name[:-1] for name in names if name.endswith("=")]:
             os.environ.setdefault(variable, "not known here")
         for module in [name for name in names if not name.endswith("=")]:

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 PUBLIC_NAMES = {
-    "agent": "AgentTurn Trajectory agent_integration",
+    "rollout.agent": "AgentTurn Trajectory agent_integration",
     "algorithms.presets": "ALGORITHMS",
     "algorithms.advantages": "batch_advantages compute_advantages gae_advantages group_advantages whiten",
     "backends.protocol": "ImmediateTrainFuture TrainFuture TrainingBackend",
@@ -25,7 +25,7 @@ PUBLIC_NAMES = {
     "data.dataset": "SFTDataset load_prompts_from_jsonl load_sft_dataset open_datasets",
     "engines": "Endpoint EnginePool InFlightEngine InferenceEngine PublishTarget RoutedPool SGLangEngine SGLangRouter "
     "VLLMEngine connect create_engine publish_weights sync_weights_to_engines",
-    "generate": "create_conversation_generate_fn create_engine_generate_fn",
+    "rollout.generate": "create_conversation_generate_fn create_engine_generate_fn",
     "environments": "ENVIRONMENTS CalculatorEnvironment Conversation Environment MultiTurnEnvironment Outcome Reply "
     "Tool ToolError",
     "filters": "check_any_success check_min_reward check_quality_and_diversity check_reasonable_length "
@@ -41,10 +41,10 @@ PUBLIC_NAMES = {
     "rewards": "REWARDS WeightedRewards compute_reward grade_group",
     "rl": "run_rl_training score_rollouts train_on_rollouts",
     "rl_batch": "RolloutScores prepare_grpo_batch prepare_updates",
-    "offline_rollouts": "OfflineRollouts",
-    "plain_rollouts": "generate_rollout_batches",
-    "rollout": "AsyncRolloutManager",
-    "rollout_batch": "apply_sample_transforms build_batch_metadata convert_to_batch",
+    "rollout.offline_rollouts": "OfflineRollouts",
+    "rollout.plain_rollouts": "generate_rollout_batches",
+    "rollout.manager": "AsyncRolloutManager",
+    "rollout.rollout_batch": "apply_sample_transforms build_batch_metadata convert_to_batch",
     "sft": "collate_batch prepare_sft_batch run_sft_training",
     "types": "Message Prompt RolloutBatch Sample Status compute_response_lengths extract_sample_fields",
 }

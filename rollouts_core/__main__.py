@@ -31,12 +31,12 @@ from rollouts_core.backends.launch import (
 from rollouts_core.backends.unit import MACHINE_LOST_CODE, Unit, follow, lead
 from rollouts_core.errors import InputError, MachineLostError
 from rollouts_core.hub_cache import use_fallback
-from rollouts_core.job import Job, RLJob, ServeJob, SFTJob, load_job
+from rollouts_core.jobs.job import Job, RLJob, ServeJob, SFTJob, load_job
+from rollouts_core.jobs.run_directory import RunDirectory, attempt_number
 from rollouts_core.keys import OWN_KEY_VARIABLE, read_key
 from rollouts_core.metrics import EventLog
 from rollouts_core.open_files import raise_file_limit
 from rollouts_core.parent_death import die_with_parent
-from rollouts_core.run_directory import RunDirectory, attempt_number
 from rollouts_core.user_code import is_raised_by_user_code
 from rollouts_core.utf8 import ensure_utf8
 
@@ -144,18 +144,18 @@ def main(argv: list[str] | None = None) -> int:
 def _load_runner(job: Job) -> Callable[[RunDirectory], None]:
     """What does the job: torch loads here, after everything that can fail without it, and nothing the job can spare."""
     if isinstance(job, SFTJob):
-        from rollouts_core.sft_job import run_sft_job
+        from rollouts_core.jobs.sft_job import run_sft_job
 
         return partial(run_sft_job, job)
     if isinstance(job, RLJob):
-        from rollouts_core.rl_job import run_rl_job
+        from rollouts_core.jobs.rl_job import run_rl_job
 
         return partial(run_rl_job, job)
     if isinstance(job, ServeJob):
-        from rollouts_core.serve_job import run_serve_job
+        from rollouts_core.jobs.serve_job import run_serve_job
 
         return partial(run_serve_job, job)
-    from rollouts_core.eval_job import run_eval_job
+    from rollouts_core.jobs.eval_job import run_eval_job
 
     return partial(run_eval_job, job)
 

@@ -30,7 +30,8 @@ from rollouts_core.engines.protocol import Completion, InferenceEngine, status_o
 from rollouts_core.engines.sglang import SGLangEngine
 from rollouts_core.environments.protocol import describe_tools, is_multi_turn
 from rollouts_core.errors import EngineError, RewardError
-from rollouts_core.generate import (
+from rollouts_core.model.loading import check_attention, default_device, load_hf_model, load_tokenizer, pad_token_id
+from rollouts_core.rollout.generate import (
     MAX_INTERRUPTIONS,
     Group,
     build_pending_group,
@@ -38,8 +39,7 @@ from rollouts_core.generate import (
     create_engine_generate_fn,
     sampling_seed,
 )
-from rollouts_core.model.loading import check_attention, default_device, load_hf_model, load_tokenizer, pad_token_id
-from rollouts_core.resolve import resolve_environment
+from rollouts_core.rollout.resolve import resolve_environment
 from rollouts_core.types import Prompt, Sample, Status, group_samples
 
 MAX_BATCH_TOKENS = 8192

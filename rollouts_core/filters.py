@@ -3,7 +3,7 @@
 Samples without a reward could not be scored: filters of rewards look at the others of their group. A trajectory counts
 once, however many samples it gave.
 
-Not here: asking for more when groups are dropped (rollout.py).
+Not here: asking for more when groups are dropped (rollout/manager.py).
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, TypeVar
 
+from rollouts_core.config.messages import closest_name, first_line
 from rollouts_core.errors import ConfigError
-from rollouts_core.messages import closest_name, first_line
 from rollouts_core.user_code import describe_raised
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])  # Any: user functions of many shapes

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from rollouts_core.config import RewardConfig
+from rollouts_core.config.messages import first_line
 from rollouts_core.errors import CheckpointError, ConfigError, RewardError
 from rollouts_core.http_service import HTTPService
-from rollouts_core.messages import first_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,9 +17,9 @@ from typing import Any
 
 from rollouts_core.concurrency import gather
 from rollouts_core.config import name_of_function
+from rollouts_core.config.messages import first_line
 from rollouts_core.environments import Environment
 from rollouts_core.errors import EnvironmentUnavailableError, RewardError, RolloutsError
-from rollouts_core.messages import first_line
 from rollouts_core.time_limits import OutOfTimeError, call_within
 from rollouts_core.types import Sample, Status, trajectory_places
 from rollouts_core.user_code import describe_raised

@@ -1,7 +1,7 @@
 """Reinforcement learning: the loop, and how graded samples become its batches.
 
-Not here: sampling, also ahead of the trainer (rollout.py), engines (engines/), the loss (algorithms/loss.py), the model
-(backends/pytorch.py).
+Not here: sampling, also ahead of the trainer (rollout/manager.py), engines (engines/), the loss
+(algorithms/loss.py), the model (backends/pytorch.py).
 
     engines --completions--> rollout_manager --groups--> advantages -> micro-batches -> forward_backward -> optim_step
        ^                                                                                                      |
@@ -34,9 +34,7 @@ from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.engines import InferenceEngine, PublishTarget, memory_handed_over, open_target, publish_weights
 from rollouts_core.environments.protocol import Outcome
 from rollouts_core.errors import DataError, RewardError
-from rollouts_core.group_order import Schedule
 from rollouts_core.metrics import EventLog, MetricsLogger, average_metrics, read_json_lines
-from rollouts_core.offline_rollouts import OfflineRollouts
 from rollouts_core.rl_batch import (
     RolloutScores,
     places_to_score,
@@ -44,7 +42,9 @@ from rollouts_core.rl_batch import (
     prepare_updates,
     trained_samples,
 )
-from rollouts_core.rollout import AsyncRolloutManager
+from rollouts_core.rollout.group_order import Schedule
+from rollouts_core.rollout.manager import AsyncRolloutManager
+from rollouts_core.rollout.offline_rollouts import OfflineRollouts
 from rollouts_core.saving import RunCheckpoints, describe_settings
 from rollouts_core.signal_watch import SignalWatch
 from rollouts_core.types import RolloutBatch, Sample, Status, trajectory_places

@@ -1,6 +1,6 @@
 """From the graded samples of a step to the micro-batches of its updates.
 
-Not here: sampling and grading (rollout.py), the loop (rl.py), estimators (algorithms/advantages.py), tensors
+Not here: sampling and grading (rollout/manager.py), the loop (rl.py), estimators (algorithms/advantages.py), tensors
 (batch.py).
 
     rewards -> shaped rewards -> advantages -> minibatches of whole groups -> rows -> micro-batches, with the totals

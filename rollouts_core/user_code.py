@@ -1,6 +1,6 @@
 """Say what code of the user's raised, and where in the user's own files.
 
-Not here: how such code is found (functions.py), who calls it (rewards.py, rollout.py, plain_rollouts.py,
+Not here: how such code is found (functions.py), who calls it (rewards.py, rollout/manager.py, plain_rollouts.py,
 conversation.py).
 """
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rollouts_core.config import name_of_function
+from rollouts_core.config.messages import first_line
 from rollouts_core.errors import RewardError
-from rollouts_core.messages import first_line
 from rollouts_core.time_limits import OutOfTimeError
 from rollouts_core.types import Sample
 

@@ -6,7 +6,7 @@
 The digest is that of the store's entity tags, or of what a manifest lists: what changed there is fetched anew, what did
 not is fetched once. Stages go by the content of what was brought, as with any other folder or file.
 
-Not here: how it is fetched (infra/download.py). This module does not import prefect: preflight uses it.
+Not here: how it is fetched (infra/stores/download.py). This module does not import prefect: preflight uses it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from infra.download import WantedFile, digest_of, download, find_wanted
 from infra.errors import StoreUnavailableError
 from infra.ledger import LEDGER_FILE, Ledger
-from infra.object_store import ObjectStore, is_url
+from infra.stores.download import WantedFile, digest_of, download, find_wanted
+from infra.stores.object_store import ObjectStore, is_url
 from rollouts_core.config import Config
 from rollouts_core.files import write_json
 from tasks.places import INPUTS

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.ledger import LEDGER_FILE, Ledger
-from infra.object_store import is_url
 from infra.registry import Alias, Model, current, models
+from infra.stores.object_store import is_url
 from rollouts_core.checkpoint import MANIFEST, find_checkpoint
 from rollouts_core.config import Config, DataConfig, ModelConfig
+from rollouts_core.config.messages import closest_name
 from rollouts_core.errors import ConfigError
-from rollouts_core.messages import closest_name
 from tasks.candidate import check_whole
 from tasks.inputs import bring_input
 

@@ -1,6 +1,6 @@
 """Bring to a node what a stage needs there, and say where it lies there; on this machine everything lies already.
 
-Not here: what a stage is (plan.py), running it (stage.py), bringing its results back (infra/mirror.py).
+Not here: what a stage is (plan.py), running it (stage.py), bringing its results back (infra/sync/mirror.py).
 
     this machine                                            the node
     <store>/stages/<stage>/          job's own files  ──>   <root>/stages/<stage>/       if another node got further
@@ -21,18 +21,18 @@ from pathlib import Path
 from typing import TypeVar
 
 import rollouts_core
-from infra.direct import fetch_on_node
 from infra.errors import InfraError, StoreUnavailableError
 from infra.jobs import JobState, cancel_job, job_status
-from infra.mirror import LOCK, is_behind
 from infra.node import Node
-from infra.object_store import ObjectStore
-from infra.presigned import can_presign
 from infra.session import Session
-from infra.sync import is_executable, publish_files
+from infra.stores.direct import fetch_on_node
+from infra.stores.object_store import ObjectStore
+from infra.stores.presigned import can_presign
+from infra.sync.mirror import LOCK, is_behind
+from infra.sync.push import is_executable, publish_files
 from rollouts_core.checkpoint import find_checkpoint, list_checkpoints
 from rollouts_core.config import RLTrainingConfig, RolloutConfig, SFTTrainingConfig
-from rollouts_core.job import (
+from rollouts_core.jobs.job import (
     JOB_TYPES,
     EvalJob,
     InputDataset,

@@ -21,7 +21,17 @@ from rollouts_core.config import (
 )
 from rollouts_core.data.rows import digest_path, resolve_revision
 from rollouts_core.fingerprint import digest_checkpoint, digest_model, digest_plugins, fingerprint_job
-from rollouts_core.job import EngineAddress, EvalJob, InputDataset, InputFile, InputModel, Job, RLJob, ServeJob, SFTJob
+from rollouts_core.jobs.job import (
+    EngineAddress,
+    EvalJob,
+    InputDataset,
+    InputFile,
+    InputModel,
+    Job,
+    RLJob,
+    ServeJob,
+    SFTJob,
+)
 from rollouts_core.keys import OWN_KEY_VARIABLE
 from tasks.early_end import is_left_behind
 from tasks.records import EngineRecord, RunScope, Stage, StageRecord

@@ -1,6 +1,6 @@
 """Which machine a run asks for: what its settings say, without GPUs that could not hold the training.
 
-Not here: renting (infra/provision.py), what training takes (rollouts_core/resource_needs.py).
+Not here: renting (infra/renting/provision.py), what training takes (rollouts_core/checks/resource_needs.py).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from infra.node import RentedNode
+from rollouts_core.checks.model_size import ModelSize, find_model_size
+from rollouts_core.checks.resource_needs import least_memory_bytes
 from rollouts_core.config import Config
-from rollouts_core.model_size import ModelSize, find_model_size
-from rollouts_core.resource_needs import least_memory_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from infra.ledger import Lease, Ledger
 from infra.node import Node, NodeSettings
 from infra.providers import provision_node, release_node
 from infra.providers.rented import keep_rented, release_rentals
-from infra.rentals import usd_spent
+from infra.renting.rentals import usd_spent
 from tasks.progress import StageProgress, stage_console
 from tasks.records import RunScope
 from tasks.salvage import salvage

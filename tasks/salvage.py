@@ -1,6 +1,6 @@
 """Bring home what unfinished stages have on another machine, before it is given back or forgotten.
 
-Not here: ending the jobs (stage.py), giving the machine back (provision.py), fetching itself (infra/mirror.py).
+Not here: ending the jobs (stage.py), giving the machine back (provision.py), fetching itself (infra/sync/mirror.py).
 
 A job that is ended writes a last checkpoint. The mirror looked before that, and a rented machine takes it along.
 """
@@ -14,12 +14,12 @@ from pathlib import Path
 from infra.errors import InfraError
 from infra.jobs import JobState, job_status
 from infra.ledger import Ledger
-from infra.mirror import is_behind, pull_run
 from infra.node import Node
 from infra.providers import open_session
 from infra.session import Session
+from infra.sync.mirror import is_behind, pull_run
 from rollouts_core.checkpoint import list_checkpoints
-from rollouts_core.run_directory import RunDirectory
+from rollouts_core.jobs.run_directory import RunDirectory
 from tasks.records import RunScope
 
 SALVAGE_S = 600.0

@@ -1,6 +1,6 @@
 """What the machines of a run cost: per stage, outside of stages, and together; from the ledger, by times.
 
-Not here: prices and times of machines (infra/rentals.py), the run's limit (budget.py).
+Not here: prices and times of machines (infra/renting/rentals.py), the run's limit (budget.py).
 
     ledger     |<------------- rented, at a price per hour ------------->|
     stages           |<--- sft --->|<-- select-sft -->|    |<-- rl -->|
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from infra.ledger import Ledger
-from infra.rentals import rentals_of
+from infra.renting.rentals import rentals_of
 from rollouts_core.files import write_json
 from tasks.records import RunScope, StageRecord, TaskRecord
 

@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from infra.checkpoint_uploads import checkpoints_published
 from infra.errors import PermanentInfraError, TransientInfraError
 from infra.jobs import (
     JobState,
@@ -27,13 +26,14 @@ from infra.jobs import (
     start_or_attach,
 )
 from infra.ledger import Lease, Ledger
-from infra.mirror import mirrored, pull_run
 from infra.node import Node
 from infra.providers import open_session
 from infra.session import Session
+from infra.stores.checkpoint_uploads import checkpoints_published
+from infra.sync.mirror import mirrored, pull_run
 from rollouts_core.backends.unit import MACHINE_LOST_CODE
 from rollouts_core.errors import InputError
-from rollouts_core.run_directory import RunDirectory
+from rollouts_core.jobs.run_directory import RunDirectory
 from tasks.artifacts import find_damage, is_finished, set_damage_aside
 from tasks.closest_stage import describe_difference
 from tasks.earlier_scores import take_earlier_scores

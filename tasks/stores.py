@@ -2,7 +2,7 @@
 
     machine ── files of the checkpoint, where it can ──> the store <── what it lacks, and the records ── here
 
-Not here: which inputs those are (inputs.py), how a publication is laid out (infra/publication.py).
+Not here: which inputs those are (inputs.py), how a publication is laid out (infra/stores/publication.py).
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from infra.direct import send_checkpoint_from_node
 from infra.errors import InfraError
 from infra.node import Node
-from infra.object_store import ObjectStore
-from infra.presigned import can_presign
 from infra.providers import open_session
-from infra.publication import check_writable_store, publish_run
+from infra.stores.direct import send_checkpoint_from_node
+from infra.stores.object_store import ObjectStore
+from infra.stores.presigned import can_presign
+from infra.stores.publication import check_writable_store, publish_run
 from rollouts_core.config import Config
-from rollouts_core.job import InputModel
+from rollouts_core.jobs.job import InputModel
 from tasks.inputs import bring_inputs
 from tasks.placement import exists_on_node
 from tasks.progress import StageProgress, stage_console

@@ -9,8 +9,8 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.session import LocalSession
-from infra.sync import publish_directory
-from rollouts_core.job import InputModel
+from infra.sync.push import publish_directory
+from rollouts_core.jobs.job import InputModel
 from tasks.progress import StageProgress, stage_console
 from tasks.records import RunScope
 

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
+from rollouts_core.config.messages import first_line
 from rollouts_core.errors import ConfigError
-from rollouts_core.messages import first_line
 
 TrackerName = Literal["tensorboard", "wandb"]
 WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")

@@ -21,9 +21,9 @@ import rollouts_core
 from rollouts_core.algorithms.presets import ALGORITHMS
 from rollouts_core.config import RolloutConfig, algorithm_preset
 from rollouts_core.environments.protocol import Conversation
-from rollouts_core.generate import build_pending_group, create_conversation_generate_fn
 from rollouts_core.quickstart import build_character_tokenizer
 from rollouts_core.rewards import grade_group
+from rollouts_core.rollout.generate import build_pending_group, create_conversation_generate_fn
 from rollouts_core.types import Message, Prompt, Sample
 from tests.rollouts_core.scripted import ScriptedEngine
 

@@ -26,8 +26,8 @@ CONFINED = {
     "torch": ("rollouts_core/",),
     "transformers": ("rollouts_core/",),
     "jax": ("rollouts_core/backends/jax_model.py", "rollouts_core/backends/jax.py"),
-    "paramiko": ("infra/ssh.py", "infra/login_keys.py"),
-    "fsspec": ("infra/object_store.py",),
+    "paramiko": ("infra/ssh/connection.py", "infra/ssh/login_keys.py"),
+    "fsspec": ("infra/stores/object_store.py",),
 }
 
 
@@ -57,7 +57,7 @@ def test_heavy_libraries_stay_in_their_rooms() -> None:
         "rollouts_core",
         "rollouts_core.config",
         "rollouts_core.types",
-        "rollouts_core.job",
+        "rollouts_core.jobs.job",
         "rollouts_core.fingerprint",
         "rollouts_core.report",
         "tasks.plan",
@@ -82,7 +82,7 @@ def test_the_orchestrator_stays_light(module: str) -> None:
     ],
 )
 def test_a_job_does_not_load_what_it_can_spare(job: str, spared: str) -> None:
-    code = f"import sys, rollouts_core.{job}; sys.exit(str(set({spared!r}.split()) & set(sys.modules) or ''))"
+    code = f"import sys, rollouts_core.jobs.{job}; sys.exit(str(set({spared!r}.split()) & set(sys.modules) or ''))"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert loaded.stderr.strip() == ""
 

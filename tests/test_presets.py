@@ -31,6 +31,7 @@ from flows.form import load_pipeline, parse_pipeline
 from rollouts_core.algorithms.loss import Metrics, create_cross_entropy_loss, create_policy_loss
 from rollouts_core.backends.pytorch import create_pytorch_backend
 from rollouts_core.checkpoint import step_directory
+from rollouts_core.checks.validate import validate_config
 from rollouts_core.config import Config, ModelConfig, read_settings
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.data.dataset import load_prompts_from_jsonl, load_sft_dataset
@@ -38,13 +39,12 @@ from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.engines import PublishTarget, SGLangEngine
-from rollouts_core.generate import create_engine_generate_fn
 from rollouts_core.model.loading import pad_token_id
 from rollouts_core.quickstart import QuickstartSize, write_quickstart_files
 from rollouts_core.rl import run_rl_training
-from rollouts_core.rollout import AsyncRolloutManager
+from rollouts_core.rollout.generate import create_engine_generate_fn
+from rollouts_core.rollout.manager import AsyncRolloutManager
 from rollouts_core.sft import run_sft_training
-from rollouts_core.validate import validate_config
 
 Settings = dict[str, Any]  # Any: settings of every type
 Rows = list[dict[str, Any]]  # Any: columns of every type

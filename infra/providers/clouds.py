@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 
 from infra.cloud import Cloud
 from infra.errors import MissingKeyError
-from infra.offers import CloudName
 from infra.providers.http import Endpoint
 from infra.providers.lambda_cloud import Lambda
 from infra.providers.prime import Prime
@@ -18,7 +17,8 @@ from infra.providers.runpod import RunPod
 from infra.providers.shadeform import Shadeform
 from infra.providers.sky import Sky
 from infra.providers.vast import Vast
-from infra.rentals import Rental
+from infra.renting.offers import CloudName
+from infra.renting.rentals import Rental
 
 CREDENTIALS_VARIABLE = "ROLLOUTS_CREDENTIALS"
 """Names the credentials from which the keys in the environment came."""

@@ -1,6 +1,6 @@
 """Lambda's cloud API: virtual machines with GPUs, of fixed kinds.
 
-Not here: HTTP (http.py), when a machine is launched and ended (infra/provision.py, infra/release.py).
+Not here: HTTP (http.py), when a machine is launched and ended (infra/renting/provision.py, infra/renting/release.py).
 
     public key ──registered under a name of its own──> launch(kind, region, name) ──> instance, user ubuntu, port 22
     host key   ──as user data, which Lambda never shows again──┘
@@ -17,9 +17,9 @@ from typing import ClassVar
 from pydantic import BaseModel, Field
 
 from infra.errors import OfferGoneError
-from infra.offers import CloudName, GPUQuery, HostKeyPair, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import quoted, usable_host
 from infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob
+from infra.renting.offers import CloudName, GPUQuery, HostKeyPair, Instance, InstanceStatus, MachineSpec, Offer
 
 USER = "ubuntu"
 STATUS = {

@@ -1,6 +1,6 @@
 """Prime Intellect's API: machines of many clouds behind one interface, some of them spot.
 
-Not here: HTTP (http.py), when a pod is created and ended (infra/provision.py, infra/release.py).
+Not here: HTTP (http.py), when a pod is created and ended (infra/renting/provision.py, infra/renting/release.py).
 
     availability ──> offer: cloud, GPU, socket, data center, image, disk ──> pod ──ACTIVE, installed──> address
 
@@ -15,9 +15,9 @@ from urllib.parse import quote, unquote
 from pydantic import BaseModel, Field
 
 from infra.errors import ProviderUnavailableError
-from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import quoted, usable_host, usable_port, usable_user
 from infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob
+from infra.renting.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 
 DEFAULT_IMAGE = "ubuntu_22_cuda_12"
 _KEY_NAME = "rollouts"

@@ -1,6 +1,6 @@
 """Machines that are rented for a run, reached over SSH, and given back: the provider `provision` of a node's settings.
 
-Not here: renting itself (infra/provision.py), the providers' APIs (runpod.py and its like), SSH (ssh_session.py).
+Not here: renting itself (renting/provision.py), the providers' APIs (runpod.py and its like), SSH (ssh_session.py).
 
     settings ── rent_machines ── first login: host key noted, set up ── Node ─┬─ release_machines
                                                                               └─ its run failed: kept for a while
@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infra.acceptance import require_gpus, require_peers, require_speed
 from infra.cloud import PATIENT, Cloud, Pace
 from infra.errors import (
     InfraError,
@@ -30,22 +29,23 @@ from infra.errors import (
     ProviderUnavailableError,
     TransientInfraError,
 )
-from infra.host_keys import HostKeyPolicy
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import InstanceNode, Node, RentedNode, SSHAccess
-from infra.offers import NETWORKED_CLOUDS, Instance, Offer, describe_closest
 from infra.providers.clouds import account_of, credentials_in_use, open_clouds, require_keys
 from infra.providers.ssh import CALL_TIMEOUT_S, expand_root, open_ssh_session
-from infra.provision import given_back_on_failure, rent_machines, search_offers
 from infra.reach import own_address
-from infra.reaper import reap
-from infra.release import release_all, release_machines
-from infra.rentals import Rental, RentalState, change_rental, find_rental, in_utc, rentals_of
-from infra.renting import Renting, RentRequest
+from infra.renting.acceptance import require_gpus, require_peers, require_speed
+from infra.renting.offers import NETWORKED_CLOUDS, Instance, Offer, describe_closest
+from infra.renting.provision import given_back_on_failure, rent_machines, search_offers
+from infra.renting.reaper import reap
+from infra.renting.release import release_all, release_machines
+from infra.renting.rentals import Rental, RentalState, change_rental, find_rental, in_utc, rentals_of
+from infra.renting.request import Renting, RentRequest
 from infra.session import Session
+from infra.ssh.host_keys import HostKeyPolicy
 
 if TYPE_CHECKING:
-    from infra.ssh_session import SSHSession
+    from infra.ssh.ssh_session import SSHSession
 
 SETUP_PYTHON = "/usr/bin/python3"
 """Where there is something to set up, `python` may not exist before; this one is on every image that we know."""
@@ -285,7 +285,7 @@ def build_request(settings: RentedNode, run_id: str) -> RentRequest:
     Raises:
         PermanentInfraError: the key to log in with cannot be used.
     """
-    from infra.login_keys import read_public_key, require_login_key  # paramiko loads here
+    from infra.ssh.login_keys import read_public_key, require_login_key  # paramiko loads here
 
     demands = {"min_free_gb", "usable_within_minutes", "min_link_mbit_s", "min_disk_mb_s"}
     limits = {"max_usd", "max_hours", "keep_on_failure_minutes"}
@@ -385,7 +385,7 @@ def set_up(session: Session, settings: RentedNode) -> None:
 
 def open_ssh(access: SSHAccess, *, python: str) -> "SSHSession":
     """A session before there is a node."""
-    from infra.ssh_session import SSHSession  # paramiko loads here
+    from infra.ssh.ssh_session import SSHSession  # paramiko loads here
 
     return SSHSession(access, python=python, programs_dir="")
 

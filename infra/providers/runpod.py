@@ -1,6 +1,6 @@
 """RunPod's API v2: pods, which are containers with GPUs.
 
-Not here: HTTP (http.py), when a pod is created and ended (infra/provision.py, infra/release.py).
+Not here: HTTP (http.py), when a pod is created and ended (infra/renting/provision.py, infra/renting/release.py).
 
 A pod is reached by SSH at a public port that RunPod maps to its port 22, and that changes when the pod is reset. Images
 start an SSH server when they find PUBLIC_KEY in their environment, as those of RunPod do. These write the fingerprints
@@ -14,9 +14,9 @@ from typing import ClassVar
 
 from pydantic import BaseModel
 
-from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import quoted, usable_host, usable_port, usable_user
 from infra.providers.http import Account, Endpoint, InstanceId, Json
+from infra.renting.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 
 DEFAULT_IMAGE = "runpod/pytorch:2.8.0-py3.11-cuda12.8.1-cudnn-devel-ubuntu22.04"
 LOG_WITHIN_S = 10.0

@@ -1,6 +1,6 @@
 """Shadeform's API: machines of many clouds behind one interface.
 
-Not here: HTTP (http.py), when a machine is created and ended (infra/provision.py, infra/release.py).
+Not here: HTTP (http.py), when a machine is created and ended (infra/renting/provision.py, infra/renting/release.py).
 
 Shadeform ends a machine by itself at a date that is given with its creation; the others that we know cannot.
 """
@@ -10,9 +10,9 @@ from typing import ClassVar
 
 from pydantic import BaseModel
 
-from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import quoted, usable_host, usable_port, usable_user
 from infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob
+from infra.renting.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 
 _KEY_NAME = "rollouts"
 STATUS = {

@@ -1,6 +1,6 @@
 """Vast.ai's API: containers on machines of data centers and of private people.
 
-Not here: HTTP (http.py), when a machine is created and ended (infra/provision.py, infra/release.py).
+Not here: HTTP (http.py), when a machine is created and ended (infra/renting/provision.py, infra/renting/release.py).
 
 An offer is one machine and can be taken once. The key that may log in is written by the container's first command: so
 no key has to be registered with the account. No host key is given that way: the SSH server runs before that command,
@@ -15,9 +15,9 @@ from typing import ClassVar
 from pydantic import BaseModel, Field
 
 from infra.errors import ProviderUnavailableError
-from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer, is_gpu_type
 from infra.providers.addresses import quoted, usable_host, usable_port
 from infra.providers.http import Account, Endpoint, Json
+from infra.renting.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer, is_gpu_type
 
 DEFAULT_IMAGE = "vastai/pytorch:@vastai-automatic-tag"
 _PAGE, _MAX_PAGES = 25, 200

@@ -61,12 +61,12 @@ from rollouts_core.backends.training_state import (
     write_training_checkpoint,
 )
 from rollouts_core.batch import TrainBatch
+from rollouts_core.checks.model_checks import load_jax_architecture
 from rollouts_core.config import PLAIN_POLICY, ModelConfig, OptimConfig, PolicyConfig
 from rollouts_core.embedded.architecture import tensor_shapes
 from rollouts_core.embedded.weights import check_tensors, read_tensors
 from rollouts_core.errors import CheckpointError
 from rollouts_core.model.loading import check_vocabulary, load_tokenizer
-from rollouts_core.model_checks import load_jax_architecture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from rollouts_core.backends.launch import is_launched
+from rollouts_core.config.messages import first_line
 from rollouts_core.errors import NonFiniteError, TrainingError
-from rollouts_core.messages import first_line
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """A training backend whose every call is made by one thread: it computes while the event loop goes on.
 
-Not here: the backends themselves (pytorch.py, fsdp.py, jax.py), who is asked for completions meanwhile (rollout.py).
+Not here: the backends themselves (pytorch.py, fsdp.py, jax.py), who is asked meanwhile (rollout/manager.py).
 
     loop            run(train_on_rollouts) ----+   get_weights --+   save_checkpoint --+
     its thread                                 +-> the whole step +-> copies            +-> ...

@@ -23,9 +23,9 @@ from torch import Tensor
 from rollouts_core.backends.protocol import TrainingState
 from rollouts_core.backends.random_state import is_random_state
 from rollouts_core.checkpoint import new_checkpoint, verify_checkpoint
+from rollouts_core.config.messages import first_line
 from rollouts_core.data.chat import stop_token_ids
 from rollouts_core.errors import CheckpointError
-from rollouts_core.messages import first_line
 from rollouts_core.model.lora import base_weights, is_adapter_weight
 
 if TYPE_CHECKING:

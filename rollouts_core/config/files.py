@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from rollouts_core.config.messages import explain_validation_error
 from rollouts_core.errors import ConfigError
-from rollouts_core.messages import explain_validation_error
 
 RecordT = TypeVar("RecordT", bound=BaseModel)
 

@@ -1,6 +1,6 @@
 """`rollout`: how RL gets its data.
 
-Not here: what is learned from it (rl.py), the sampling itself (rollouts_core/rollout.py).
+Not here: what is learned from it (rl.py), the sampling itself (rollouts_core/rollout/manager.py).
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from rollouts_core.config.messages import closest_name
 from rollouts_core.data.chat import Conversation, TrainOn, trained_turns
 from rollouts_core.errors import DataError
-from rollouts_core.messages import closest_name
 from rollouts_core.types import Message
 
 Row = Mapping[str, Any]  # Any: JSON values of a user's file

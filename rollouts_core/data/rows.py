@@ -22,9 +22,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from rollouts_core.config.messages import first_line
 from rollouts_core.data.conversations import Row
 from rollouts_core.errors import DataError
-from rollouts_core.messages import first_line
 
 HASH_BLOCK_BYTES = 1 << 20
 TABLE_READ_ROWS = 1024

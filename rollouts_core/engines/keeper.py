@@ -26,6 +26,7 @@ import anyio
 
 from rollouts_core.backoff import MAX_BACKOFF_S
 from rollouts_core.concurrency import in_short_thread
+from rollouts_core.config.messages import first_line
 from rollouts_core.embedded.weights import read_tensors
 from rollouts_core.engines.canary import Canary, prove, published_canary
 from rollouts_core.engines.content import (
@@ -51,7 +52,6 @@ from rollouts_core.errors import (
     TrainingError,
     WeightSyncError,
 )
-from rollouts_core.messages import first_line
 
 if TYPE_CHECKING:
     from rollouts_core.engines.protocol import Weights

@@ -29,6 +29,7 @@ from torch import Tensor
 from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.concurrency import gather, in_short_thread
 from rollouts_core.config import RolloutConfig, WeightTransfer
+from rollouts_core.config.messages import first_line
 from rollouts_core.engines.canary import Canary, backend_canary
 from rollouts_core.engines.content import version_of_copy
 from rollouts_core.engines.in_flight import InFlightEngine
@@ -37,7 +38,6 @@ from rollouts_core.engines.segments import SegmentedWeights, SegmentStore
 from rollouts_core.engines.sent import HostCopies, SentBy, SentWeights
 from rollouts_core.errors import CheckpointError, ConfigError, EngineError, TrainingError, WeightSyncError
 from rollouts_core.files import new_directory, remove_partial_directories, write_atomically
-from rollouts_core.messages import first_line
 
 if TYPE_CHECKING:
     from rollouts_core.engines.protocol import Weights

@@ -10,7 +10,7 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rollouts_core.messages import closest_name
+from rollouts_core.config.messages import closest_name
 from rollouts_core.types import Sample
 
 OPERATIONS: dict[str, Callable[[str], str]] = {

@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from rollouts_core.config import ModelConfig
+from rollouts_core.config.messages import first_line
 from rollouts_core.errors import CheckpointError, ConfigError, DataError
-from rollouts_core.messages import first_line
 from rollouts_core.model.logprobs import LogitTransform, transform_logits
 
 if TYPE_CHECKING:

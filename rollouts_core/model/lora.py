@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from rollouts_core.adapter_targets import check_target_modules, is_target
 from rollouts_core.config import LoRAConfig
+from rollouts_core.config.messages import first_line
 from rollouts_core.errors import ConfigError
-from rollouts_core.messages import first_line
+from rollouts_core.model.adapter_targets import check_target_modules, is_target
 
 if TYPE_CHECKING:
     from peft.tuners.tuners_utils import BaseTunerLayer

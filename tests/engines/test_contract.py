@@ -21,7 +21,7 @@ from infra.engines import has_generated, resume_generation
 from rollouts_core.config import SamplingConfig
 from rollouts_core.engines import Completion, GenerationRequest, SGLangEngine, VLLMEngine
 from rollouts_core.errors import EngineError, WeightSyncError
-from rollouts_core.generate import continue_request, sampling_seed
+from rollouts_core.rollout.generate import continue_request, sampling_seed
 from rollouts_core.types import Status
 from tests.engines.conftest import SavedModel, make, save
 from tests.engines.servers import CONTEXT_LENGTH, Server

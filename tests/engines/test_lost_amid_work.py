@@ -23,9 +23,9 @@ from rollouts_core.config import ModelConfig, RolloutConfig, SamplingConfig
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.engines import Completion, EnginePool
 from rollouts_core.engines.http import create_transport
-from rollouts_core.generate import create_engine_generate_fn
 from rollouts_core.model.loading import load_tokenizer
-from rollouts_core.rollout import AsyncRolloutManager
+from rollouts_core.rollout.generate import create_engine_generate_fn
+from rollouts_core.rollout.manager import AsyncRolloutManager
 from rollouts_core.types import Message, Prompt, RolloutBatch, Sample
 from tests.engines.conftest import SavedModel
 from tests.engines.servers import START_TIMEOUT_S, Server, serving

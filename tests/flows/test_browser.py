@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from flows.server import ServerAddress, running_server
-from infra.login_keys import read_public_key
+from infra.ssh.login_keys import read_public_key
 from tests.flows.conftest import Rollouts
 from tests.flows.test_faults import LONG, exits_of, program_of, run_dir
 from tests.flows.test_up import api, served, state_of, trigger, up, wait_for_checkpoint, wait_for_state  # noqa: F401

@@ -16,7 +16,7 @@ import pytest
 
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.providers.runpod import RunPod
-from infra.rentals import Rental, change_rental
+from infra.renting.rentals import Rental, change_rental
 from tests.flows.conftest import Rollouts
 from tests.flows.test_reap import reap
 from tests.flows.test_up import served, up  # noqa: F401

@@ -17,7 +17,7 @@ from flows.cli import app
 from flows.expired_machines import end_expired
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.providers.runpod import RunPod
-from infra.rentals import Rental, add_rental, change_rental
+from infra.renting.rentals import Rental, add_rental, change_rental
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.test_provision import REQUEST, World

@@ -18,9 +18,9 @@ from pydantic import BaseModel
 from flows.form import Pipeline, RunOptions, parse_pipeline
 from infra.node import NODE_TYPES
 from rollouts_core.config import Config
+from rollouts_core.config.foreign_names import FOREIGN_NAMES, STAGE, STAGES, find_foreign_name
+from rollouts_core.config.messages import nested_record
 from rollouts_core.errors import ConfigError
-from rollouts_core.foreign_names import FOREIGN_NAMES, STAGE, STAGES, find_foreign_name
-from rollouts_core.messages import nested_record
 from tests.small_pipeline import small_settings
 
 SECTION = re.compile(rf"\b(?:{'|'.join([*Config.model_fields, 'run', 'node'])})\.[a-zA-Z_.]*\w")

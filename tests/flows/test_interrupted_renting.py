@@ -18,7 +18,7 @@ from infra.jobs import JobState, job_status, start_or_attach
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import LocalNode, Node, RentedNode
 from infra.providers.runpod import RunPod
-from infra.rentals import Rental, RentalState, all_rentals, change_rental
+from infra.renting.rentals import Rental, RentalState, all_rentals, change_rental
 from infra.session import LocalSession
 from tasks.records import RunScope
 from tests.infra.fake_cloud import KEY

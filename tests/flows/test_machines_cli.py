@@ -21,9 +21,9 @@ from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import InstanceNode, RentedNode
 from infra.providers import provision_node
 from infra.providers.clouds import ENDPOINTS, open_clouds
-from infra.provision import rent_machines
-from infra.rentals import Rental, change_rental, open_rentals
-from infra.renting import Renting
+from infra.renting.provision import rent_machines
+from infra.renting.rentals import Rental, change_rental, open_rentals
+from infra.renting.request import Renting
 from tests.infra.delay_proxy import delayed_port
 from tests.infra.fake_cloud import KEY, FakeCloud
 from tests.infra.fake_lambda import FakeLambda

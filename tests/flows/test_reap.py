@@ -15,7 +15,7 @@ import pytest
 
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.providers.runpod import RunPod
-from infra.rentals import Rental, change_rental
+from infra.renting.rentals import Rental, change_rental
 from tests.flows.conftest import Rollouts
 from tests.flows.test_up import api, logs_of, served, trigger, up, wait_for_state  # noqa: F401
 from tests.infra.fake_cloud import KEY

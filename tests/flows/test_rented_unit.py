@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from infra.ledger import LEDGER_FILE, Ledger
-from infra.rentals import RentalState, all_rentals
+from infra.renting.rentals import RentalState, all_rentals
 from tests.flows.breaking import rented_settings
 from tests.flows.clusters import Cluster, two_machines
 from tests.flows.conftest import Rollouts, digest_of_the_run, digest_trained_here

@@ -39,7 +39,7 @@ from typing import Any
 import pytest
 
 from infra.ledger import Ledger
-from infra.rentals import all_rentals
+from infra.renting.rentals import all_rentals
 from rollouts_core.checkpoint import load_manifest
 from rollouts_core.metrics import read_json_lines
 from tests.flows import breaking

@@ -76,8 +76,8 @@ with local_server(store) as address:
 
     @task
     def add_one(number: int) -> int:
-        logging.getLogger("infra.ssh").info("said by our own logger")
-        logging.getLogger("infra.ssh").debug("too fine to keep")
+        logging.getLogger("infra.ssh.connection").info("said by our own logger")
+        logging.getLogger("infra.ssh.connection").debug("too fine to keep")
         return number + 1
 
     @flow(name="counting")

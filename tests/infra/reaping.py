@@ -9,7 +9,7 @@ from pathlib import Path
 
 from infra.ledger import Ledger
 from infra.providers.runpod import RunPod
-from infra.reaper import reap
+from infra.renting.reaper import reap
 from tests.infra.renting_run import PACE
 
 

@@ -18,17 +18,17 @@ from typing import Any
 
 from infra.cloud import Pace
 from infra.ledger import Ledger
-from infra.offers import GPUQuery, Instance
 from infra.providers.http import Account
 from infra.providers.lambda_cloud import Lambda
 from infra.providers.prime import Prime
 from infra.providers.runpod import RunPod
 from infra.providers.shadeform import Shadeform
 from infra.providers.vast import Vast
-from infra.provision import rent_machines
-from infra.release import release_machines
-from infra.rentals import Rental, RentalState
-from infra.renting import Renting, RentRequest
+from infra.renting.offers import GPUQuery, Instance
+from infra.renting.provision import rent_machines
+from infra.renting.release import release_machines
+from infra.renting.rentals import Rental, RentalState
+from infra.renting.request import Renting, RentRequest
 
 PACE = Pace(poll_s=0.02, looks_s=(0.0, 0.3, 0.6, 0.9), gone_within_s=60.0)
 USED_S = 0.2

@@ -2,7 +2,7 @@
 
 Without it an hour of checkpoints over a slow link, or an environment on a machine with a dead GPU, is paid for before
 anybody notices. The driver is a stand-in: that a GPU passes is seen on a machine with one, by
-`python infra/gpu_trial.py`; what GPUs do together over NCCL, two processes do over gloo.
+`python infra/renting/gpu_trial.py`; what GPUs do together over NCCL, two processes do over gloo.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from infra import acceptance
-from infra.acceptance import require_gpus, require_peers, require_speed
 from infra.errors import TransientInfraError, UnfitMachineError
+from infra.renting import acceptance
+from infra.renting.acceptance import require_gpus, require_peers, require_speed
 from infra.session import LocalSession, Session
 from infra.supervisor import JOB_VARIABLE, find_processes
 from tests.excuses import ExcusedSkip

@@ -23,10 +23,10 @@ from pydantic import TypeAdapter, ValidationError
 from flows.form import RunOptions
 from infra.errors import PermanentInfraError
 from infra.jobs import JobSpec, JobState, cancel_job, start_or_attach
-from infra.mirror import pull_run
 from infra.node import NodeSettings, SSHNode
 from infra.session import LocalSession, Session
-from infra.sync import publish_directory
+from infra.sync.mirror import pull_run
+from infra.sync.push import publish_directory
 from tasks.records import RunScope
 from tests.infra.shell_jobs import wait_for_end
 

@@ -193,7 +193,7 @@ class FakePackages:
     def __init__(self, folder: Path) -> None:
         self.log, self.packages, self.devices = folder / "log", folder / "packages", folder / "devices"
         self.free, tools, self.listed = folder / "free", folder / "tools", folder / "listed"
-        for path in (self.packages / "torch", tools, folder / "code" / "rollouts_core"):
+        for path in (self.packages / "torch", tools, folder / "code" / "rollouts_core" / "jobs"):
             path.mkdir(parents=True)
         self.log.write_text("")
         self.free.write_text("1000")
@@ -201,7 +201,7 @@ class FakePackages:
         self.code_dir = folder / "code"
         (self.packages / "torch" / "__init__.py").write_text(TORCH.format(log=str(self.log), devices=str(self.devices)))
         for job in ("sft_job", "rl_job", "eval_job"):
-            (self.code_dir / "rollouts_core" / f"{job}.py").write_text("import torch\n")
+            (self.code_dir / "rollouts_core" / "jobs" / f"{job}.py").write_text("import torch\n")
         (tools / "nvidia-smi").write_text(NVIDIA_SMI.format(listed=self.listed, free=self.free))
         python = tools / "python"
         variables = f"PATH={tools}:$PATH PYTHONPATH={self.packages} PYTHONDONTWRITEBYTECODE=1"
@@ -297,7 +297,7 @@ def test_code_is_imported_once_and_other_code_too(tmp_path: Path) -> None:
     for code_dir in (other, fake.code_dir):
         fake.check_imports(code_dir)
     assert fake.num_imports == 2
-    (other / "rollouts_core" / "rl_job.py").write_text("import no_such_module\n")
+    (other / "rollouts_core" / "jobs" / "rl_job.py").write_text("import no_such_module\n")
     shutil.copytree(other, tmp_path / "broken")
     for _ in range(2):
         with pytest.raises(PermanentInfraError, match=r"cannot import the training .*no_such_module"):

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from infra import direct
-from infra.direct import fetch_on_node, send_checkpoint_from_node
 from infra.errors import StoreUnavailableError, TransientInfraError
-from infra.object_store import PART_BYTES, ObjectStore
-from infra.presigned import can_presign, presigned_get
-from infra.publication import publish_run
 from infra.session import LocalSession
+from infra.stores import direct
+from infra.stores.direct import fetch_on_node, send_checkpoint_from_node
+from infra.stores.object_store import PART_BYTES, ObjectStore
+from infra.stores.presigned import can_presign, presigned_get
+from infra.stores.publication import publish_run
 from tests.infra.s3_server import CuttablePort, S3Server, environment_of, use, write_model
 
 LARGE_BYTES = 2 * PART_BYTES + 12345

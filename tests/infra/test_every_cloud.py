@@ -27,7 +27,6 @@ from infra.errors import (
 )
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import Node, SSHAccess
-from infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import usable_port
 from infra.providers.clouds import ENDPOINTS
 from infra.providers.lambda_cloud import Lambda
@@ -35,11 +34,12 @@ from infra.providers.prime import Prime
 from infra.providers.rented import access_now, find_machine
 from infra.providers.runpod import RunPod
 from infra.providers.vast import Vast
-from infra.provision import UNFIT_FOR_S, rent_machines
-from infra.reaper import reap
-from infra.release import release_machine
-from infra.rentals import Rental, RentalState, all_rentals, change_rental, in_utc
-from infra.renting import Renting, RentRequest
+from infra.renting.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
+from infra.renting.provision import UNFIT_FOR_S, rent_machines
+from infra.renting.reaper import reap
+from infra.renting.release import release_machine
+from infra.renting.rentals import Rental, RentalState, all_rentals, change_rental, in_utc
+from infra.renting.request import Renting, RentRequest
 from tests.infra.fake_cloud import HANG_S, KEY, FakeCloud
 from tests.infra.fake_lambda import FakeLambda
 from tests.infra.fake_prime import FakePrime
@@ -486,7 +486,7 @@ def test_an_offer_that_the_account_may_not_take_is_passed_over_and_the_next_take
 def test_a_machine_that_its_owner_takes_back_soon_is_rented_only_where_there_is_no_other_and_ends_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "infra.renting")
+    caplog.set_level(logging.INFO, "infra.renting.request")
     fake = FakeVast()
     brief = {**ASK, "id": 7002, "dph_total": 1.0, "duration": 5400.0}
     fake.asks = [brief, {**ASK, "dph_total": 2.2}, {**ASK, "id": 7003, "dph_total": 0.9, "duration": 1800.0}]

@@ -14,11 +14,11 @@ import pytest
 
 from infra.errors import LedgerUnwritableError, TransientInfraError, UnfitMachineError
 from infra.ledger import Ledger
-from infra.offers import Instance
 from infra.providers.runpod import RunPod
-from infra.reaper import reap, release_named
-from infra.release import release_machine, release_machines
-from infra.rentals import Rental, RentalState, add_rental
+from infra.renting.offers import Instance
+from infra.renting.reaper import reap, release_named
+from infra.renting.release import release_machine, release_machines
+from infra.renting.rentals import Rental, RentalState, add_rental
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.test_provision import PACE, REQUEST, World, usable

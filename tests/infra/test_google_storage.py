@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from infra.download import download, find_wanted
 from infra.errors import ObjectMissingError, StoreRefusedError, StoreUnavailableError
-from infra.object_store import PART_BYTES, ObjectStore
-from infra.publication import PUBLICATION, check_writable_store, publish_run
+from infra.stores.download import download, find_wanted
+from infra.stores.object_store import PART_BYTES, ObjectStore
+from infra.stores.publication import PUBLICATION, check_writable_store, publish_run
 from tests.infra.gcs_server import GCSServer, running_gcs_server, use
 from tests.infra.s3_server import write_model
 

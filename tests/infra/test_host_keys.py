@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from infra.errors import HostKeyError
-from infra.host_keys import HostKey, HostKeyEvidence, HostKeyPolicy, noted_fingerprint, parse_known_hosts
+from infra.ssh.host_keys import HostKey, HostKeyEvidence, HostKeyPolicy, noted_fingerprint, parse_known_hosts
 from tests.infra.ssh_server import fingerprint_of, make_key
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from infra.errors import LedgerUnwritableError, PermanentInfraError
 from infra.ledger import Ledger
-from infra.rentals import RentalState, all_rentals, change_rental
+from infra.renting.rentals import RentalState, all_rentals, change_rental
 from tests.mounts import fill
 
 LEASES_OF_THE_FIRST_FORMAT = (

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from infra.errors import LoginError, PermanentInfraError
-from infra.login_keys import load_keys, read_key_variable, read_public_key
 from infra.node import SSHAccess
-from infra.ssh import connect
+from infra.ssh.connection import connect
+from infra.ssh.login_keys import load_keys, read_key_variable, read_public_key
 from tests.infra.ssh_server import SSHServer, make_key
 
 VARIABLE = "ROLLOUTS_SSH_KEY"

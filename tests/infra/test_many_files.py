@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from infra.agent_call import AgentCall, JsonObject
-from infra.mirror import pull_run
-from infra.ssh_session import SSHSession
-from infra.sync import publish_directory
+from infra.ssh.agent_call import AgentCall, JsonObject
+from infra.ssh.ssh_session import SSHSession
+from infra.sync.mirror import pull_run
+from infra.sync.push import publish_directory
 from tests.infra.ssh_server import SSHServer
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from infra import node_transfer
+from infra.stores import node_transfer
 
 CONTENT = os.urandom(1 << 20)
 BROKEN_AT = 300_000

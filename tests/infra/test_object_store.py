@@ -14,9 +14,9 @@ import pytest
 from botocore.exceptions import ClientError
 
 from infra.errors import ObjectMissingError, StoreRefusedError, StoreUnavailableError
-from infra.object_errors import sort_failure
-from infra.object_store import PART_BYTES, ObjectStore, check_url
-from infra.publication import PROBE, check_writable_store
+from infra.stores.object_errors import sort_failure
+from infra.stores.object_store import PART_BYTES, ObjectStore, check_url
+from infra.stores.publication import PROBE, check_writable_store
 from tests.infra.s3_server import S3Server, environment_of, use
 
 

@@ -19,9 +19,9 @@ import pytest
 
 from infra.errors import NodeUnreachableError
 from infra.node import SSHAccess
-from infra.openssh import NUM_HEARTBEATS, OpenSSH
-from infra.ssh import HEARTBEAT_INTERVAL_S, connect
-from infra.ssh_session import SSHSession
+from infra.ssh.connection import HEARTBEAT_INTERVAL_S, connect
+from infra.ssh.openssh import NUM_HEARTBEATS, OpenSSH
+from infra.ssh.ssh_session import SSHSession
 from tests.infra.shell_jobs import is_alive, read_pid
 from tests.infra.splitting import chunks_of
 from tests.infra.ssh_server import SSHServer, running_server
@@ -41,7 +41,7 @@ for word in "$@"; do printf '%s\\n' "$word" >> {log}; done
 @pytest.fixture(autouse=True)
 def _near(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine, however busy it is."""
-    monkeypatch.setattr("infra.ssh._NEAR_S", 5.0)
+    monkeypatch.setattr("infra.ssh.connection._NEAR_S", 5.0)
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_a_client_that_fails_is_replaced_by_our_own_connection(
 def test_a_large_file_reaches_a_distant_node_whose_client_fails(
     far_session: SSHSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.ssh._NEAR_S", 0.005)
+    monkeypatch.setattr("infra.ssh.connection._NEAR_S", 0.005)
     wrap_client(tmp_path / "bin", monkeypatch, action="exit 255")
     content = os.urandom(1 << 20)
     far_session.write_chunks(str(tmp_path / "file"), chunks_of(content * 32))
@@ -162,7 +162,7 @@ def test_without_a_client_our_own_connection_does_it(
 def test_what_a_distant_node_sends_does_not_go_through_the_client(
     far_session: SSHSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.ssh._NEAR_S", 0.005)
+    monkeypatch.setattr("infra.ssh.connection._NEAR_S", 0.005)
     words = wrap_client(tmp_path / "bin", monkeypatch)
     far_session.write_chunks(str(tmp_path / "file"), chunks_of(b"content"))
     assert (tmp_path / "file").read_bytes() == b"content"
@@ -176,7 +176,7 @@ def test_a_server_that_hangs_is_found_by_its_silence(
     server: SSHServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert HEARTBEAT_INTERVAL_S * (NUM_HEARTBEATS + 1) < 60
-    monkeypatch.setattr("infra.openssh.HEARTBEAT_INTERVAL_S", 1.0)
+    monkeypatch.setattr("infra.ssh.openssh.HEARTBEAT_INTERVAL_S", 1.0)
     session = session_on(server.access, tmp_path)
     with session, pytest.raises(NodeUnreachableError), session.pipe(["sh", "-c", "echo up; sleep 60"]) as chunks:
         assert next(chunks) == b"up\n"

@@ -26,13 +26,13 @@ from infra.errors import (
     UnfitMachineError,
 )
 from infra.ledger import Ledger
-from infra.offers import GPUQuery, Instance
 from infra.providers.runpod import RunPod
-from infra.provision import MAX_OFFERS, rent_machines
-from infra.reaper import reap
-from infra.release import release_machine
-from infra.rentals import Rental, RentalState, all_rentals, change_rental, rentals_of, usd_spent
-from infra.renting import Check, Renting, RentRequest
+from infra.renting.offers import GPUQuery, Instance
+from infra.renting.provision import MAX_OFFERS, rent_machines
+from infra.renting.reaper import reap
+from infra.renting.release import release_machine
+from infra.renting.rentals import Rental, RentalState, all_rentals, change_rental, rentals_of, usd_spent
+from infra.renting.request import Check, Renting, RentRequest
 from tests.infra.fake_cloud import HANG_S, KEY
 from tests.infra.fake_runpod import FakeRunPod
 
@@ -206,7 +206,12 @@ def test_whatever_ends_the_waiting_gives_the_machine_back(world: World, error: B
     assert world.fake.alive() == [] and len(world.fake.machines) == 1
 
 
-STEPS = ("infra.provision.add_rental", "create", "infra.provision._adopt_or_release", "infra.release.change_rental")
+STEPS = (
+    "infra.renting.provision.add_rental",
+    "create",
+    "infra.renting.provision._adopt_or_release",
+    "infra.renting.release.change_rental",
+)
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -218,9 +223,9 @@ def test_ctrl_c_at_any_step_gives_back_what_was_made_so_far(
     interrupt_after(step, world, monkeypatch)
     said: list[str] = []
     with Ledger(world.path) as ledger, pytest.raises(KeyboardInterrupt):
-        check = refuses if step == "infra.release.change_rental" else usable
+        check = refuses if step == "infra.renting.release.change_rental" else usable
         rent_machines(Renting(REQUEST, ledger, {"runpod": world.cloud}, check=check, say=said.append, pace=PACE))
-    assert world.fake.alive() == [] and len(world.fake.machines) == (step != "infra.provision.add_rental")
+    assert world.fake.alive() == [] and len(world.fake.machines) == (step != "infra.renting.provision.add_rental")
     [row] = world.rows()
     assert row.state is (RentalState.GONE if world.fake.machines else RentalState.INTENDED)
     became = (
@@ -460,7 +465,7 @@ def test_a_kept_machine_that_another_run_took_since_the_ledger_was_read_is_left_
 ) -> None:
     kept = fail_and_keep(world)
     other = world.rent(replace(REQUEST, run_id="another-run"))
-    monkeypatch.setattr("infra.provision._inherited", lambda renting: [kept])
+    monkeypatch.setattr("infra.renting.provision._inherited", lambda renting: [kept])
     own = world.rent()
     assert own.instance_id != kept.instance_id and len(world.fake.alive()) == 2
     assert world.rows()[0] == other

@@ -17,9 +17,9 @@ import pytest
 
 from infra.errors import HostKeyError, LoginError, NodeUnreachableError, PermanentInfraError
 from infra.node import SSHAccess
-from infra.proxy_jump import proxy_command
-from infra.ssh import connect
-from infra.ssh_session import SSHSession
+from infra.ssh.connection import connect
+from infra.ssh.proxy_jump import proxy_command
+from infra.ssh.ssh_session import SSHSession
 from tests.infra.splitting import chunks_of
 from tests.infra.ssh_server import SSHServer, make_key, running_server
 from tests.waiting import wait_until
@@ -94,7 +94,7 @@ def processes_with(text: str) -> list[str]:
 def test_commands_and_files_go_through_and_nothing_stays(
     ssh_server: SSHServer, bastions: Bastions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: str, near_s: float
 ) -> None:
-    monkeypatch.setattr("infra.ssh._NEAR_S", near_s)
+    monkeypatch.setattr("infra.ssh.connection._NEAR_S", near_s)
     access = bastions.before(ssh_server.access, jump)
     content = os.urandom(2 << 20)
     with SSHSession(access, python=sys.executable, programs_dir=str(tmp_path / "programs")) as session:

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from infra import download as downloads
-from infra.download import download, find_wanted
 from infra.errors import (
     ObjectDamagedError,
     ObjectMissingError,
@@ -20,8 +18,10 @@ from infra.errors import (
     StoreUnavailableError,
     TransientInfraError,
 )
-from infra.object_store import PART_BYTES, ObjectStore
-from infra.publication import PUBLICATION, publish_run, read_publication
+from infra.stores import download as downloads
+from infra.stores.download import download, find_wanted
+from infra.stores.object_store import PART_BYTES, ObjectStore
+from infra.stores.publication import PUBLICATION, publish_run, read_publication
 from tests.infra.s3_server import CuttablePort, S3Server, write_model
 from tests.threads import join_threads
 

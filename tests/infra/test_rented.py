@@ -22,7 +22,7 @@ from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import Node, RentedNode
 from infra.providers import open_session, provision_node, release_node
 from infra.providers.rented import find_rentable, keep_rented
-from infra.rentals import RentalState, all_rentals, change_rental
+from infra.renting.rentals import RentalState, all_rentals, change_rental
 from rollouts_core.errors import ConfigError
 from tests.infra.fake_runpod import FakeRunPod, runpod_with
 from tests.infra.ssh_server import SSHServer, make_key, running_server

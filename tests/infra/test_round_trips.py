@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from infra.agent_call import AgentCall, JsonObject
 from infra.bootstrap import probe_node
 from infra.environment import ensure_environment
 from infra.jobs import JobState, cancel_job, job_status, start_or_attach
 from infra.node import Node, SSHAccess
-from infra.ssh_session import SSHSession
+from infra.ssh.agent_call import AgentCall, JsonObject
+from infra.ssh.ssh_session import SSHSession
 from tasks.placement import place_code
 from tests.infra.counting_port import CountingPort
 from tests.infra.shell_jobs import shell_spec
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def way(ssh_server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[CountingPort]:
     """To the server, with nobody else on it than those who ask for something."""
-    monkeypatch.setattr("infra.ssh.HEARTBEAT_INTERVAL_S", 1e4)
+    monkeypatch.setattr("infra.ssh.connection.HEARTBEAT_INTERVAL_S", 1e4)
     way = CountingPort(ssh_server.port)
     yield way
     way.close()

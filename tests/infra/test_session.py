@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from infra.chunks import CHUNK_BYTES, Chunk
 from infra.errors import (
     CommandFailedError,
     CommandTimeoutError,
@@ -23,6 +22,7 @@ from infra.errors import (
     TransientInfraError,
 )
 from infra.session import Session
+from infra.sync.chunks import CHUNK_BYTES, Chunk
 from tests.infra.shell_jobs import is_alive, read_pid
 from tests.infra.splitting import chunks_of
 from tests.waiting import wait_until

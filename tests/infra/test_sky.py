@@ -32,18 +32,18 @@ from infra.errors import (
 )
 from infra.ledger import Ledger
 from infra.node import InstanceNode
-from infra.offers import GPUQuery, InstanceStatus
-from infra.openssh import login_command
 from infra.providers import sky
 from infra.providers.clouds import ENDPOINTS, open_account
 from infra.providers.rented import access_to, describe_offer
 from infra.providers.sky import Sky
-from infra.provision import rent_machines, search_offers
-from infra.reaper import reap
-from infra.release import release_machine
-from infra.rentals import Rental, RentalState, all_rentals
-from infra.renting import Renting
-from infra.ssh_session import SSHSession
+from infra.renting.offers import GPUQuery, InstanceStatus
+from infra.renting.provision import rent_machines, search_offers
+from infra.renting.reaper import reap
+from infra.renting.release import release_machine
+from infra.renting.rentals import Rental, RentalState, all_rentals
+from infra.renting.request import Renting
+from infra.ssh.openssh import login_command
+from infra.ssh.ssh_session import SSHSession
 from tests.infra.fake_sky import UNHEALTHY
 from tests.infra.ssh_server import SSHServer
 from tests.infra.test_provision import PACE, REQUEST, usable

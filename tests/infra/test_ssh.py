@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-import infra.ssh
+import infra.ssh.connection
 from infra.errors import HostKeyError, LoginError, NodeUnreachableError, PermanentInfraError, TransientInfraError
-from infra.host_keys import HostKeyEvidence
-from infra.login_keys import LoginKey
 from infra.node import SSHAccess
-from infra.ssh import connect
-from infra.ssh_session import SSHSession
+from infra.ssh.connection import connect
+from infra.ssh.host_keys import HostKeyEvidence
+from infra.ssh.login_keys import LoginKey
+from infra.ssh.ssh_session import SSHSession
 from tests.infra.slow_port import slow_port
 from tests.infra.ssh_server import SSHServer, fingerprint_of, known_hosts_line, make_key, running_server, unpinned
 
@@ -117,7 +117,7 @@ def test_a_host_that_does_not_listen_or_has_no_name_is_said(ssh_server: SSHServe
 
 
 def test_a_server_that_says_nothing_is_given_up(ssh_server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(infra.ssh, "CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(infra.ssh.connection, "CONNECT_TIMEOUT_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         started = time.monotonic()
         with pytest.raises(NodeUnreachableError):
@@ -136,9 +136,9 @@ def test_a_node_without_the_interpreter_is_said(ssh_server: SSHServer, tmp_path:
 def test_a_server_that_hangs_is_found_by_its_silence(
     server: SSHServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert infra.ssh.HEARTBEAT_INTERVAL_S + infra.ssh.HEARTBEAT_LIMIT_S < 60
-    monkeypatch.setattr(infra.ssh, "HEARTBEAT_INTERVAL_S", 0.3)
-    monkeypatch.setattr(infra.ssh, "HEARTBEAT_LIMIT_S", 1.0)
+    assert infra.ssh.connection.HEARTBEAT_INTERVAL_S + infra.ssh.connection.HEARTBEAT_LIMIT_S < 60
+    monkeypatch.setattr(infra.ssh.connection, "HEARTBEAT_INTERVAL_S", 0.3)
+    monkeypatch.setattr(infra.ssh.connection, "HEARTBEAT_LIMIT_S", 1.0)
     connection = connect(server.access)
     channel = connection.open_command("sleep 60")
     server.signal_sessions(signal.SIGSTOP)
@@ -154,15 +154,15 @@ def test_a_server_that_hangs_is_found_by_its_silence(
 def test_a_server_that_hangs_when_it_has_let_us_in_is_found_by_its_silence(
     server: SSHServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(infra.ssh, "HEARTBEAT_LIMIT_S", 1.0)
-    log_in = infra.ssh._log_in
+    monkeypatch.setattr(infra.ssh.connection, "HEARTBEAT_LIMIT_S", 1.0)
+    log_in = infra.ssh.connection._log_in
 
     def log_in_and_hang(transport: Any, access: SSHAccess, keys: Sequence[LoginKey]) -> str:  # Any: paramiko
         file = log_in(transport, access, keys)
         server.signal_sessions(signal.SIGSTOP)
         return file
 
-    monkeypatch.setattr(infra.ssh, "_log_in", log_in_and_hang)
+    monkeypatch.setattr(infra.ssh.connection, "_log_in", log_in_and_hang)
     try:
         with ThreadPoolExecutor(1) as pool, pytest.raises(NodeUnreachableError, match="lets us in and does not answer"):
             pool.submit(connect, server.access).result(30)
@@ -174,8 +174,8 @@ def test_a_server_that_hangs_when_it_has_let_us_in_is_found_by_its_silence(
 def test_a_slow_line_on_which_much_is_under_way_is_not_taken_for_a_dead_one(
     ssh_server: SSHServer, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    monkeypatch.setattr(infra.ssh, "HEARTBEAT_INTERVAL_S", 0.2)
-    monkeypatch.setattr(infra.ssh, "HEARTBEAT_LIMIT_S", 1.0)
+    monkeypatch.setattr(infra.ssh.connection, "HEARTBEAT_INTERVAL_S", 0.2)
+    monkeypatch.setattr(infra.ssh.connection, "HEARTBEAT_LIMIT_S", 1.0)
     with slow_port(ssh_server.access.port, bytes_per_s=1e6) as port:
         connection = connect(replace(ssh_server.access, port=port))
         channel = connection.open_command(command)
@@ -189,7 +189,7 @@ def test_a_slow_line_on_which_much_is_under_way_is_not_taken_for_a_dead_one(
 
 
 def test_a_quiet_connection_stays_open(ssh_server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(infra.ssh, "HEARTBEAT_INTERVAL_S", 0.1)
+    monkeypatch.setattr(infra.ssh.connection, "HEARTBEAT_INTERVAL_S", 0.1)
     connection = connect(ssh_server.access)
     channel = connection.open_command("sleep 2; echo done")
     assert channel.receive(10, timeout_s=20) == b"done\n"

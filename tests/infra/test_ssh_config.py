@@ -13,7 +13,7 @@ import pytest
 from infra.errors import HostKeyError, PermanentInfraError
 from infra.node import SSHNode
 from infra.providers.ssh import reach_machine, read_access
-from infra.ssh_config import read_ssh_config
+from infra.ssh.ssh_config import read_ssh_config
 from tests.infra.ssh_server import SSHServer, fingerprint_of, make_key, running_server
 
 pytestmark = [

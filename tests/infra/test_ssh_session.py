@@ -22,9 +22,9 @@ import pytest
 
 from infra.errors import CommandTimeoutError, NodeUnreachableError, PermanentInfraError, RequestCutError
 from infra.jobs import JobState, cancel_job, follow_job, job_status, start_or_attach
-from infra.node_agent import END_OF_INPUT, FRAME_HEAD, REQUEST
 from infra.providers.ssh import expand_root
-from infra.ssh_session import SSHSession
+from infra.ssh.node_agent import END_OF_INPUT, FRAME_HEAD, REQUEST
+from infra.ssh.ssh_session import SSHSession
 from tests.infra.separate_node import separate_node
 from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end
 from tests.infra.splitting import chunks_of
@@ -328,8 +328,8 @@ def test_a_link_that_is_cut_amid_a_call_is_noticed_and_the_job_does_not_notice_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packets vanish, and nobody says so; the real limits are in test_ssh.py."""
-    monkeypatch.setattr("infra.ssh.HEARTBEAT_INTERVAL_S", 0.5)
-    monkeypatch.setattr("infra.ssh.HEARTBEAT_LIMIT_S", 2.0)
+    monkeypatch.setattr("infra.ssh.connection.HEARTBEAT_INTERVAL_S", 0.5)
+    monkeypatch.setattr("infra.ssh.connection.HEARTBEAT_LIMIT_S", 2.0)
     with (
         separate_node(tmp_path / "node", hidden=[]) as node,
         SSHSession(node.access, python=sys.executable, programs_dir=f"{node.folder}/programs") as session,
@@ -451,7 +451,7 @@ def test_a_node_that_does_not_answer_is_not_the_end_of_its_job(
 def test_new_keys_in_the_middle_of_a_transfer_lose_nothing(
     tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.openssh.is_installed", lambda: client == "openssh")
+    monkeypatch.setattr("infra.ssh.openssh.is_installed", lambda: client == "openssh")
     content = os.urandom(40 << 20)
     with (
         running_server(tmp_path / "sshd", more_config="RekeyLimit 8M\nLogLevel DEBUG") as server,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from infra import node_probe, receiver, supervisor
+from infra import node_probe, supervisor
 from infra.supervisor import (
     JobSpec,
     StopRequests,
@@ -22,6 +22,7 @@ from infra.supervisor import (
     count_oom_kills,
     find_group,
 )
+from infra.sync import receiver
 
 
 @pytest.mark.parametrize(

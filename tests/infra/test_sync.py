@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from infra.chunks import Chunk
 from infra.errors import DiskFullError, PermanentInfraError, TransientInfraError
 from infra.jobs import cancel_job, job_status, start_or_attach
-from infra.receiver import CopyError, check_name
 from infra.session import LocalSession, Session
-from infra.sync import publish_directory, publish_files
+from infra.sync.chunks import Chunk
+from infra.sync.push import publish_directory, publish_files
+from infra.sync.receiver import CopyError, check_name
 from tests.infra.shell_jobs import shell_spec
 from tests.waiting import wait_until
 
@@ -386,7 +386,7 @@ def test_what_a_killed_copy_left_is_used_and_removed(shards: Path, tmp_path: Pat
 import os, signal, sys
 from pathlib import Path
 from infra.session import LocalSession
-from infra.sync import publish_directory
+from infra.sync.push import publish_directory
 
 class KilledSession(LocalSession):
     num_sent = 0

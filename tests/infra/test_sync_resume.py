@@ -20,12 +20,12 @@ from typing import BinaryIO
 
 import pytest
 
-from infra import receiver
-from infra.chunks import CHUNK_BYTES, Chunk
 from infra.errors import DiskFullError, NodeUnreachableError, TransientInfraError
 from infra.session import LocalSession, Session
-from infra.ssh_session import SSHSession
-from infra.sync import MAX_VAIN_ATTEMPTS, publish_directory
+from infra.ssh.ssh_session import SSHSession
+from infra.sync import receiver
+from infra.sync.chunks import CHUNK_BYTES, Chunk
+from infra.sync.push import MAX_VAIN_ATTEMPTS, publish_directory
 from tests.infra.delay_proxy import delayed_port
 from tests.infra.separate_node import separate_node
 from tests.infra.ssh_server import SSHServer, running_server
@@ -54,7 +54,7 @@ def target(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.sync.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("infra.sync.push.FIRST_PAUSE_S", 0.0)
 
 
 class CountingSession(LocalSession):
@@ -215,9 +215,9 @@ def test_what_another_copy_holds_is_copied_and_not_taken_away(source: Path, targ
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from infra.chunks import Chunk
+from infra.sync.chunks import Chunk
 from infra.session import LocalSession
-from infra.sync import publish_directory
+from infra.sync.push import publish_directory
 
 class KilledSession(LocalSession):
     def write_chunks(self, path, chunks):
@@ -390,7 +390,7 @@ class CutSession(SSHSession):
 @pytest.fixture(params=["near", "far"])
 def distance(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What the machine is, however busy this one is."""
-    monkeypatch.setattr("infra.ssh._NEAR_S", 5.0 if request.param == "near" else 0.005)
+    monkeypatch.setattr("infra.ssh.connection._NEAR_S", 5.0 if request.param == "near" else 0.005)
     return str(request.param)
 
 
@@ -434,8 +434,8 @@ KILLED_FAR = """
 import sys
 from pathlib import Path
 from infra.node import SSHAccess
-from infra.ssh_session import SSHSession
-from infra.sync import publish_directory
+from infra.ssh.ssh_session import SSHSession
+from infra.sync.push import publish_directory
 
 access = SSHAccess(host="127.0.0.1", port=int(sys.argv[1]), user=sys.argv[2], key_file=sys.argv[3],
                    host_key=sys.argv[4], known_hosts=())
@@ -489,10 +489,10 @@ def test_packets_that_vanish_amid_a_file_cost_no_more_than_a_link_that_is_cut(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody says so, and the node goes on waiting for the copy of before."""
-    monkeypatch.setattr("infra.ssh._NEAR_S", 5.0)
-    monkeypatch.setattr("infra.ssh.HEARTBEAT_INTERVAL_S", 0.5)
-    monkeypatch.setattr("infra.ssh.HEARTBEAT_LIMIT_S", 2.0)
-    monkeypatch.setattr("infra.openssh.HEARTBEAT_INTERVAL_S", 1.0)
+    monkeypatch.setattr("infra.ssh.connection._NEAR_S", 5.0)
+    monkeypatch.setattr("infra.ssh.connection.HEARTBEAT_INTERVAL_S", 0.5)
+    monkeypatch.setattr("infra.ssh.connection.HEARTBEAT_LIMIT_S", 2.0)
+    monkeypatch.setattr("infra.ssh.openssh.HEARTBEAT_INTERVAL_S", 1.0)
     sent: list[int] = []
 
     class VanishingSession(SSHSession):

@@ -15,12 +15,12 @@ import pytest
 from infra.errors import NodeUnreachableError, NoMachineError, PermanentInfraError, StillRentedError
 from infra.ledger import Ledger
 from infra.node import RentedNode, settings_of_engines, settings_of_trainers, without_further_nodes
-from infra.offers import GPUQuery, Instance, MachineSpec, Offer
 from infra.providers.runpod import RunPod
-from infra.provision import rent_machines
-from infra.release import release_machines
-from infra.rentals import Rental, RentalState, add_rental, all_rentals, change_rental
-from infra.renting import Check, Renting
+from infra.renting.offers import GPUQuery, Instance, MachineSpec, Offer
+from infra.renting.provision import rent_machines
+from infra.renting.release import release_machines
+from infra.renting.rentals import Rental, RentalState, add_rental, all_rentals, change_rental
+from infra.renting.request import Check, Renting
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.test_provision import PACE, REQUEST, usable

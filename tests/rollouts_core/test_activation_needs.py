@@ -16,9 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from rollouts_core import activation_needs, rl_batch
-from rollouts_core.activation_needs import Rows, activation_parts, rl_rows, sft_rows
+from rollouts_core import rl_batch
 from rollouts_core.batch import build_batch
+from rollouts_core.checks import activation_needs
+from rollouts_core.checks.activation_needs import Rows, activation_parts, rl_rows, sft_rows
+from rollouts_core.checks.model_shape import read_shape
+from rollouts_core.checks.model_size import find_model_size
+from rollouts_core.checks.needed_part import sum_bytes
 from rollouts_core.config import (
     LoRAConfig,
     ModelConfig,
@@ -30,9 +34,6 @@ from rollouts_core.config import (
 from rollouts_core.model import logprobs
 from rollouts_core.model.lora import add_adapters
 from rollouts_core.model.policy import Policy, recompute_activations
-from rollouts_core.model_shape import read_shape
-from rollouts_core.model_size import find_model_size
-from rollouts_core.needed_part import sum_bytes
 from tests.rollouts_core.make import make_sample
 
 SIZES: dict[str, Any] = {  # Any: settings

@@ -30,11 +30,11 @@ from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.engines import InferenceEngine, InFlightEngine, PublishTarget, SGLangEngine, publish_weights
 from rollouts_core.engines.protocol import Completion, GenerationRequest
-from rollouts_core.generate import build_pending_group, create_engine_generate_fn
 from rollouts_core.rewards import grade_group
 from rollouts_core.rl import run_rl_training, train_on_rollouts
-from rollouts_core.rollout import AsyncRolloutManager
-from rollouts_core.rollout_batch import convert_to_batch
+from rollouts_core.rollout.generate import build_pending_group, create_engine_generate_fn
+from rollouts_core.rollout.manager import AsyncRolloutManager
+from rollouts_core.rollout.rollout_batch import convert_to_batch
 from rollouts_core.types import RolloutBatch, Sample, Status
 from tests.rollouts_core.served_engine import engine_url, served_engine
 

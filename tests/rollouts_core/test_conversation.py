@@ -20,8 +20,6 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rollouts_core import conversation
-from rollouts_core.agent import AgentTurn, Trajectory, agent_integration
 from rollouts_core.batch import build_batch
 from rollouts_core.config import ModelConfig, MultiTurnConfig, RolloutConfig, SamplingConfig
 from rollouts_core.data.chat import tokenize_prompt
@@ -29,12 +27,14 @@ from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.engines.protocol import Completion, GenerationRequest
 from rollouts_core.environments import CalculatorEnvironment, Conversation, Outcome, Reply
 from rollouts_core.errors import DataError, EnvironmentOutageError, EnvironmentUnavailableError, RewardError
-from rollouts_core.generate import build_pending_group, create_conversation_generate_fn
 from rollouts_core.model.loading import load_hf_model
 from rollouts_core.model.policy import compute_logprobs
 from rollouts_core.rl import describe_rollouts
-from rollouts_core.rollout import AsyncRolloutManager
-from rollouts_core.rollout_batch import convert_to_batch
+from rollouts_core.rollout import conversation
+from rollouts_core.rollout.agent import AgentTurn, Trajectory, agent_integration
+from rollouts_core.rollout.generate import build_pending_group, create_conversation_generate_fn
+from rollouts_core.rollout.manager import AsyncRolloutManager
+from rollouts_core.rollout.rollout_batch import convert_to_batch
 from rollouts_core.types import Message, Prompt, RolloutBatch, Sample, Status, VersionSpan
 from tests.rollouts_core.scripted import ScriptedEngine
 from tests.rollouts_core.served_engine import served_engine
@@ -349,7 +349,7 @@ def test_a_mistake_in_an_environment_ends_the_run_and_names_the_prompt(
 
 @pytest.fixture
 def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollouts_core.generate.FIRST_BACKOFF_S", 0.0)
+    monkeypatch.setattr("rollouts_core.rollout.generate.FIRST_BACKOFF_S", 0.0)
 
 
 @pytest.mark.usefixtures("no_backoff")

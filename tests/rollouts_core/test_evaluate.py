@@ -21,8 +21,8 @@ from rollouts_core.environments import Conversation, Reply
 from rollouts_core.errors import RewardError
 from rollouts_core.evaluate import ask_engine, generate_samples, scores_by_prompt
 from rollouts_core.model.loading import load_tokenizer
-from rollouts_core.resolve import resolve_reward_fn
 from rollouts_core.rewards import grade_group
+from rollouts_core.rollout.resolve import resolve_reward_fn
 from rollouts_core.types import Message, Prompt, Sample, Status
 from tests.rollouts_core.make import make_group
 from tests.rollouts_core.scripted import ScriptedEngine

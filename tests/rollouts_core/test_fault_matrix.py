@@ -42,7 +42,6 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from rollouts_core import generate
 from rollouts_core.config import MultiTurnConfig, RolloutConfig, SamplingConfig
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.engines import SGLangEngine, VLLMEngine, keeper
@@ -55,8 +54,9 @@ from rollouts_core.errors import (
     RewardError,
     WeightSyncError,
 )
-from rollouts_core.generate import create_engine_generate_fn
-from rollouts_core.rollout import AsyncRolloutManager
+from rollouts_core.rollout import generate
+from rollouts_core.rollout.generate import create_engine_generate_fn
+from rollouts_core.rollout.manager import AsyncRolloutManager
 from rollouts_core.types import Message, Prompt, RolloutBatch, Sample
 from tests.rollouts_core.misbehaving import Api, Connection, Fault, behave, misbehaving
 

@@ -36,7 +36,7 @@ from rollouts_core.config import (
 from rollouts_core.data.rows import digest_path
 from rollouts_core.errors import DataError, EnvironmentUnavailableError
 from rollouts_core.fingerprint import digest_checkpoint, digest_model
-from rollouts_core.job import (
+from rollouts_core.jobs.job import (
     JOB_TYPES,
     EngineAddress,
     EvalJob,
@@ -48,7 +48,7 @@ from rollouts_core.job import (
     RLJob,
     SFTJob,
 )
-from rollouts_core.job_inputs import checked_file
+from rollouts_core.jobs.job_inputs import checked_file
 from rollouts_core.metrics import read_json_lines, read_metrics
 from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.types import Sample, sample_from_json

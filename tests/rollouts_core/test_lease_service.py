@@ -20,10 +20,10 @@ import pytest
 from rollouts_core.config import EngineConfig, ModelConfig
 from rollouts_core.embedded.server import bind_port
 from rollouts_core.errors import ConfigError, InputError
-from rollouts_core.job import EngineAddress, InputModel, ServeJob
-from rollouts_core.job_engines import keep_leases, renew_lease
-from rollouts_core.run_directory import RunDirectory
-from rollouts_core.serve_job import offer_renewals
+from rollouts_core.jobs.job import EngineAddress, InputModel, ServeJob
+from rollouts_core.jobs.job_engines import keep_leases, renew_lease
+from rollouts_core.jobs.run_directory import RunDirectory
+from rollouts_core.jobs.serve_job import offer_renewals
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(120)
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(120)
 KEY, VARIABLE = "known-to-both-sides", "TESTS_LEASE_KEY"
 ENGINE = """
 import socket, sys, time
-from rollouts_core.lease_service import start_lease_service
+from rollouts_core.jobs.lease_service import start_lease_service
 with socket.socket(fileno=int(sys.argv[1])) as listener:
     start_lease_service(listener, sys.argv[2], sys.argv[3])
 time.sleep(60)
@@ -104,7 +104,7 @@ def test_a_job_keeps_the_leases_of_engines_here_and_elsewhere(lease_file: Path, 
 def test_a_lease_that_cannot_be_written_is_written_when_it_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollouts_core.job_engines.LEASE_RENEWAL_S", 0.05)
+    monkeypatch.setattr("rollouts_core.jobs.job_engines.LEASE_RENEWAL_S", 0.05)
     lease = tmp_path / "disk" / "lease"
     with keep_leases([EngineAddress(url="http://127.0.0.1:2", lease_file=str(lease))]):
         time.sleep(0.2)

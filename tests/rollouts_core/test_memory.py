@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from rollouts_core.config import ModelConfig, RolloutConfig, SamplingConfig
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.engines import SGLangEngine
-from rollouts_core.generate import create_engine_generate_fn
-from rollouts_core.rollout import AsyncRolloutManager
+from rollouts_core.rollout.generate import create_engine_generate_fn
+from rollouts_core.rollout.manager import AsyncRolloutManager
 from rollouts_core.types import Sample
 from tests.rollouts_core.make import make_prompts
 from tests.rollouts_core.served_engine import engine_url

@@ -6,7 +6,7 @@ Without it a long or nested value would flood the message, and a misspelt name w
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from rollouts_core.messages import MAX_SHOWN_CHARS, MAX_SHOWN_MISTAKES, closest_name, explain_validation_error
+from rollouts_core.config.messages import MAX_SHOWN_CHARS, MAX_SHOWN_MISTAKES, closest_name, explain_validation_error
 
 
 class Inner(BaseModel, extra="forbid"):

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from rollouts_core.checks.no_effect import find_settings_without_effect
 from rollouts_core.config import Config
 from rollouts_core.environments import Conversation, Reply
-from rollouts_core.no_effect import find_settings_without_effect
 from rollouts_core.types import Sample
 
 DATA = {"sft": "a", "prompts": "b", "selection": "c", "heldout": "d"}

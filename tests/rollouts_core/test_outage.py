@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from rollouts_core import outage
 from rollouts_core.errors import EnvironmentOutageError, EnvironmentUnavailableError
 from rollouts_core.rl import describe_rollouts
+from rollouts_core.rollout import outage
 from rollouts_core.types import Sample, Status
 from tests.rollouts_core.test_rollout import CONFIG, answer_with, generate
 

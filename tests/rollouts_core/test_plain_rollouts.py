@@ -13,8 +13,8 @@ import pytest
 
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.errors import ConfigError, EnvironmentUnavailableError, RewardError
-from rollouts_core.plain_rollouts import generate_rollout_batches
 from rollouts_core.rewards import RewardFn
+from rollouts_core.rollout.plain_rollouts import generate_rollout_batches
 from rollouts_core.types import RolloutBatch, Sample, Status
 from tests.rollouts_core.make import make_prompts
 from tests.rollouts_core.test_rollout import CONFIG, answer_with, block, reward_by_place

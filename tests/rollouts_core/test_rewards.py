@@ -16,8 +16,8 @@ import pytest
 from rollouts_core.config import RewardConfig, RolloutConfig
 from rollouts_core.environments import ArithmeticEnvironment
 from rollouts_core.errors import RewardError
-from rollouts_core.resolve import resolve_reward_fn
 from rollouts_core.rewards import REWARDS, WeightedRewards, compute_reward, grade_group, grade_sample
+from rollouts_core.rollout.resolve import resolve_reward_fn
 from rollouts_core.types import Sample, Status
 
 SAMPLE = Sample(response="x", metadata={"prompt_id": "p7", "answer": "2"})

@@ -39,12 +39,12 @@ from rollouts_core.engines import Completion, GenerationRequest, PublishTarget, 
 from rollouts_core.engines.client import EngineClient
 from rollouts_core.environments import Conversation, Reply
 from rollouts_core.errors import CheckpointError, ConfigError, DataError, NonFiniteError, RewardError
-from rollouts_core.generate import create_engine_generate_fn
 from rollouts_core.model.loading import load_hf_model
 from rollouts_core.rl import describe_rollouts, run_rl_training, score_rollouts, train_on_rollouts
 from rollouts_core.rl_batch import prepare_grpo_batch
-from rollouts_core.rollout import AsyncRolloutManager
-from rollouts_core.rollout_batch import convert_to_batch
+from rollouts_core.rollout.generate import create_engine_generate_fn
+from rollouts_core.rollout.manager import AsyncRolloutManager
+from rollouts_core.rollout.rollout_batch import convert_to_batch
 from rollouts_core.types import RolloutBatch, Sample
 from tests.rollouts_core.histories import without_times
 from tests.rollouts_core.make import make_prompts, make_random_samples

@@ -27,7 +27,7 @@ from rollouts_core.rl_batch import (
     share_groups,
     split_groups,
 )
-from rollouts_core.rollout_batch import convert_to_batch
+from rollouts_core.rollout.rollout_batch import convert_to_batch
 from rollouts_core.types import RolloutBatch, Sample, Status
 from tests.rollouts_core.make import make_groups, make_random_samples, make_sample
 

@@ -18,8 +18,8 @@ from rollouts_core.config import MultiTurnConfig, RolloutConfig, SamplingConfig
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.engines.protocol import Completion, GenerationRequest
 from rollouts_core.environments import Conversation, Reply
-from rollouts_core.generate import build_pending_group, create_conversation_generate_fn
-from rollouts_core.rollout import AsyncRolloutManager
+from rollouts_core.rollout.generate import build_pending_group, create_conversation_generate_fn
+from rollouts_core.rollout.manager import AsyncRolloutManager
 from rollouts_core.types import Message, RolloutBatch, Sample, Status
 from tests.rollouts_core.make import make_prompts
 from tests.rollouts_core.scripted import ScriptedEngine

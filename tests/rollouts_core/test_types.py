@@ -13,7 +13,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from rollouts_core.rollout_batch import convert_to_batch
+from rollouts_core.rollout.rollout_batch import convert_to_batch
 from rollouts_core.types import Message, RolloutBatch, Sample, Status, VersionSpan, group_samples, sample_from_json
 from tests.rollouts_core.make import make_groups
 

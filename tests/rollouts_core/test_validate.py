@@ -23,20 +23,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rollouts_core import validate
 from rollouts_core.checkpoint import new_checkpoint
-from rollouts_core.comparison import compare_paired
-from rollouts_core.config import Config, ModelConfig, RewardConfig, RLTrainingConfig, RolloutConfig
-from rollouts_core.data.dataset import load_prompts_from_jsonl
-from rollouts_core.environments import ENVIRONMENTS
-from rollouts_core.errors import CheckpointError, ConfigError, DataError
-from rollouts_core.findings import Caution
-from rollouts_core.function_checks import check_functions
-from rollouts_core.generate import check_prompt_lengths
-from rollouts_core.model_checks import check_packing, check_positions, count_positions
-from rollouts_core.saving import describe_settings
-from rollouts_core.types import Sample
-from rollouts_core.validate import (
+from rollouts_core.checks import validate
+from rollouts_core.checks.findings import Caution
+from rollouts_core.checks.function_checks import check_functions
+from rollouts_core.checks.model_checks import check_packing, check_positions, count_positions
+from rollouts_core.checks.validate import (
     check_answers,
     check_demonstrations,
     check_num_rows,
@@ -47,6 +39,14 @@ from rollouts_core.validate import (
     warn_of_own_generation,
     warn_of_uncorrected_age,
 )
+from rollouts_core.comparison import compare_paired
+from rollouts_core.config import Config, ModelConfig, RewardConfig, RLTrainingConfig, RolloutConfig
+from rollouts_core.data.dataset import load_prompts_from_jsonl
+from rollouts_core.environments import ENVIRONMENTS
+from rollouts_core.errors import CheckpointError, ConfigError, DataError
+from rollouts_core.rollout.generate import check_prompt_lengths
+from rollouts_core.saving import describe_settings
+from rollouts_core.types import Sample
 from tests.rollouts_core.make import make_prompts
 
 SUM = {"prompt": "1+1=?", "completion": "2"}

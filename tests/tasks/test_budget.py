@@ -12,7 +12,7 @@ import pytest
 
 from infra.ledger import Ledger
 from infra.node import Node
-from infra.rentals import Rental, RentalState, add_rental
+from infra.renting.rentals import Rental, RentalState, add_rental
 from tasks.budget import MARGIN_S, end_of_work
 from tasks.records import RunScope
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from infra.errors import ObjectMissingError
-from infra.object_store import ObjectStore
-from infra.publication import publish_run
+from infra.stores.object_store import ObjectStore
+from infra.stores.publication import publish_run
 from rollouts_core.checkpoint import new_checkpoint
 from rollouts_core.config import Config, DatasetConfig, parse_config, resolve_paths
 from rollouts_core.data.rows import digest_path

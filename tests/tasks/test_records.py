@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from infra.ledger import Ledger
-from infra.rentals import machine_name
+from infra.renting.rentals import machine_name
 from infra.run_ids import short_id
 from tasks.records import RunScope
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from infra.ledger import Ledger
-from infra.rentals import Rental, RentalState, add_rental, change_rental, find_rental
+from infra.renting.rentals import Rental, RentalState, add_rental, change_rental, find_rental
 from tasks.records import RunScope
 from tasks.spending import note_spending, spending_of, with_spending
 

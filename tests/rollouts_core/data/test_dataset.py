@@ -13,7 +13,6 @@ import pytest
 from tokenizers import processors
 from transformers import PreTrainedTokenizerBase
 
-from rollouts_core.agent import AgentTurn, Trajectory, agent_integration
 from rollouts_core.config import DatasetConfig, ModelConfig
 from rollouts_core.data.dataset import (
     CHUNK_ROWS,
@@ -28,6 +27,7 @@ from rollouts_core.data.dataset import (
 from rollouts_core.engines.protocol import Completion
 from rollouts_core.errors import DataError
 from rollouts_core.model.loading import load_tokenizer
+from rollouts_core.rollout.agent import AgentTurn, Trajectory, agent_integration
 from rollouts_core.types import Prompt, Sample, Status
 from tests.rollouts_core.make import make_prompts
 

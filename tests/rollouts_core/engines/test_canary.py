@@ -30,9 +30,9 @@ from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.engines import InFlightEngine, PublishTarget, SGLangEngine
 from rollouts_core.engines.canary import Canary, backend_canary, checkpoint_canary
 from rollouts_core.engines.protocol import SegmentAccess
-from rollouts_core.generate import create_engine_generate_fn
 from rollouts_core.rl import run_rl_training
-from rollouts_core.rollout import AsyncRolloutManager
+from rollouts_core.rollout.generate import create_engine_generate_fn
+from rollouts_core.rollout.manager import AsyncRolloutManager
 from rollouts_core.types import Sample, Status
 from tests.rollouts_core.served_engine import served_engine
 

@@ -48,9 +48,9 @@ from rollouts_core.engines import (
     memory_handed_over,
 )
 from rollouts_core.errors import EngineError
-from rollouts_core.generate import complete_request, create_engine_generate_fn
 from rollouts_core.rl import run_rl_training
-from rollouts_core.rollout import AsyncRolloutManager
+from rollouts_core.rollout.generate import complete_request, create_engine_generate_fn
+from rollouts_core.rollout.manager import AsyncRolloutManager
 from rollouts_core.types import Sample
 
 PHASES = {

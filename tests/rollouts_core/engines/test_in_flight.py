@@ -34,8 +34,8 @@ from rollouts_core.engines import (
 from rollouts_core.engines.canary import PROMPT_TOKENS
 from rollouts_core.engines.protocol import Completion, GenerationRequest
 from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
-from rollouts_core.generate import complete_request, continue_request, join_completions
 from rollouts_core.model.loading import load_hf_model
+from rollouts_core.rollout.generate import complete_request, continue_request, join_completions
 from rollouts_core.types import Status
 from tests.rollouts_core.embedded.tiny_models import expected_logprobs, make_model, save_model
 from tests.rollouts_core.served_engine import served_engine
@@ -144,7 +144,7 @@ def test_a_completion_with_more_tokens_than_a_lower_limit_allows_ends_as_it_is(v
 def test_an_engine_that_breaks_off_everything_is_given_up(
     versions: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollouts_core.generate.MAX_INTERRUPTIONS", 3)
+    monkeypatch.setattr("rollouts_core.rollout.generate.MAX_INTERRUPTIONS", 3)
 
     async def run() -> None:
         with served_engine(versions["v-1"]) as (engine, scheduler):

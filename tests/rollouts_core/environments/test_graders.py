@@ -32,8 +32,8 @@ from rollouts_core.environments.arithmetic import (
 from rollouts_core.environments.math import final_answer
 from rollouts_core.environments.text_transformation import OPERATIONS, draw_row
 from rollouts_core.errors import ConfigError, RewardError
-from rollouts_core.resolve import resolve_environment
 from rollouts_core.rewards import grade_sample
+from rollouts_core.rollout.resolve import resolve_environment
 from rollouts_core.types import Sample, Status
 
 

@@ -22,8 +22,8 @@ from verifiers.v1.trace import AgentInfo, Error, Reward, TraceTask
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.environments.verifiers_tasks import VerifiersEnvironment, load_rows, main, samples_of_trace
 from rollouts_core.errors import ConfigError, DataError, EnvironmentUnavailableError, RewardError
-from rollouts_core.generate import build_pending_group
 from rollouts_core.rewards import grade_sample
+from rollouts_core.rollout.generate import build_pending_group
 from rollouts_core.types import Sample
 
 TASKSET = """

@@ -1,0 +1,434 @@
+"""Rent machines, so that none is forgotten whatever breaks in between.
+
+Not here: what providers say (providers/), the rows of the ledger (rentals.py), giving machines back (release.py),
+looking for those that may have been made (unanswered.py), those of dead runs (reaper.py).
+
+    intent written ── one request to create ── id written ── waited until usable ── ready
+         |                   | nobody knows: looked for by its name, and adopted
+         |                   | refused, or never usable: ended, verified, next offer
+    killed anywhere: the same run goes on from the row; else a run with the same settings, or the reaper, takes it
+    its run failed, and keeps it: the same, and until then the reaper leaves it
+    it goes wrong here, or Ctrl-C: `given_back_on_failure` gives back what the run has, whatever step that was
+
+Several are one unit, of one kind, in one region of one provider: where one of them cannot be had, or is lost and
+nothing beside the others replaces it, all are given back.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from infra.cloud import Cloud
+from infra.errors import (
+    InfraError,
+    NoMachineError,
+    OfferGoneError,
+    PermanentInfraError,
+    ProviderUnavailableError,
+    TransientInfraError,
+    UnclearAnswerError,
+)
+from infra.interrupts import uninterrupted
+from infra.renting.offers import (
+    CloudName,
+    GPUQuery,
+    HostKeyPair,
+    MachineSpec,
+    Offer,
+    Offered,
+    describe_closest,
+)
+from infra.renting.release import release_all, release_machines
+from infra.renting.rentals import (
+    Rental,
+    RentalState,
+    add_rental,
+    all_rentals,
+    change_rental,
+    find_rental,
+    in_utc,
+    machine_name,
+    rentals_of,
+    too_late_s,
+    unfit_hosts,
+    usd_spent,
+)
+from infra.renting.request import Renting, RentRequest, is_in_use
+from infra.renting.unanswered import FOUND_NOTE, find_machine
+from infra.renting.usable import PRICE_TOLERANCE, wait_until_usable
+from infra.ssh.host_keys import HostKeyEvidence, fingerprint_of, make_host_key
+
+MAX_OFFERS = 6
+UNFIT_FOR_S = 24 * 3600.0
+"""A machine that could not be used is not rented again for so long."""
+
+logger = logging.getLogger(__name__)
+
+
+def rent_machines(renting: Renting) -> list[Rental]:
+    """Machines that can be used: the run's own, those that an ended run with the same settings left, and new ones.
+
+    Returns:
+        As many as are wanted, oldest first.
+
+    Raises:
+        NoMachineError: no offer led to them, nothing is rented; says what was tried.
+        StillRentedError: a machine that could not be used could not be ended either.
+        PermanentInfraError: the money is used up, a key is refused, or the machines lack what the settings promise.
+    """
+    num_machines = renting.request.num_machines
+    unit: list[Rental] = []
+    with renting.ledger.renting(renting.request.run_id), given_back_on_failure(renting):
+        for rental in _inherited(renting):
+            if len(unit) < num_machines and _is_where(rental, unit):
+                usable = _settle(rental, renting, beside=unit)
+                if usable is not None:
+                    renting.say(f"goes on with {usable.name}, {usable.gpu} at {usable.provider}")
+                    unit.append(usable)
+            elif rental.instance_id:  # one whose creation was not answered, and another one took its place
+                renting.say(f"gives {rental.name} back: there are others in its place")
+                renting.release(rental)
+        if len(unit) < num_machines:
+            _rent_new(unit, renting)
+        return unit
+
+
+@contextmanager
+def given_back_on_failure(renting: Renting) -> Iterator[None]:
+    """Give back what the run has where the block does not end well: the one place that decides what goes.
+
+    After an error: what is in use. Interrupted by Ctrl-C: everything, with what was just being asked for. Terminated:
+    all but what can be used, which is left to the next start.
+    """
+    try:
+        yield
+    except BaseException as error:
+        with uninterrupted():
+            ledger, clouds, pace = renting.ledger, renting.clouds, renting.pace
+            rows = [row for row in renting.own_rows() if row.provider in clouds and _goes_after(error, row)]
+            note = f"given back: {str(error) or type(error).__name__}"
+            if isinstance(error, Exception):
+                release_machines(rows, ledger, clouds, note=note, pace=pace)
+            elif rows:
+                names = ", ".join(row.name for row in rows)
+                renting.say(f"interrupted: gives back what was made of {names}, which may take some minutes")
+                for sentence in release_all(rows, ledger, clouds, note=note, pace=pace):
+                    renting.say(sentence)
+        raise
+
+
+def _goes_after(error: BaseException, rental: Rental) -> bool:
+    """Whether a machine of the run is given back when its renting ends so."""
+    if isinstance(error, Exception):
+        return is_in_use(rental)  # what was not answered has been looked for, and what does not end was tried
+    return isinstance(error, KeyboardInterrupt) or rental.state is not RentalState.READY
+
+
+# ── what was there before ──
+
+
+def _inherited(renting: Renting) -> list[Rental]:
+    """The run's own machines that are not over, and those that dead or failed runs with the same settings left.
+
+    None in other accounts: there nothing can be said about them. Of dead runs, those of one.
+    """
+    if own := renting.own_rows():
+        return sorted(own, key=lambda rental: rental.state is not RentalState.READY)  # these come before what appears
+    request, ledger = renting.request, renting.ledger
+    mine: list[Rental] = []
+    for rental in all_rentals(ledger):
+        is_same = (rental.purpose, rental.credentials) == (request.purpose, request.credentials)
+        is_beside = not mine or mine[0].note == _left_by(rental)
+        if rental.state is RentalState.READY and is_same and is_beside and ledger.has_died(rental.run_id):
+            taken = _take_over(rental, renting, beside=mine)
+            mine += [taken] if taken is not None else []
+        if len(mine) == request.num_machines:
+            break
+    return mine
+
+
+def _take_over(rental: Rental, renting: Renting, *, beside: Sequence[Rental]) -> Rental | None:
+    """The machine of a dead run as one of this run, within its hours and its money.
+
+    None where that would be too short to begin with, or somebody else was faster. What is not taken is the reaper's.
+    """
+    request, now = renting.request, time.time()
+    expires_at = min(rental.expires_at, _allowed_until(rental, renting, now, beside=beside))
+    fresh_s = 3600 * min(request.max_hours, _hours(request.max_usd / request.num_machines, rental.usd_per_hour))
+    is_too_late = min(rental.ends_at, rental.taken_until) <= now
+    if is_too_late or expires_at - now < too_late_s(fresh_s):
+        return None
+    changes = {"run_id": request.run_id, "kept_until": None, "expires_at": expires_at}
+    return change_rental(renting.ledger, rental, **changes, note=_left_by(rental))
+
+
+def _left_by(rental: Rental) -> str:
+    return f"left by run {rental.run_id}"
+
+
+def _is_where(rental: Rental, unit: Sequence[Rental]) -> bool:
+    """Whether a machine is of the kind, and in the place, of the others."""
+    return len({(each.provider, each.region, each.gpu) for each in (rental, *unit)}) == 1
+
+
+def _settle(rental: Rental, renting: Renting, *, beside: Sequence[Rental]) -> Rental | None:
+    """Bring a machine of an earlier process to an end or to use, beside others; None when it is of no use."""
+    if rental.kept_until is not None:
+        current = change_rental(renting.ledger, rental, kept_until=None) or find_rental(renting.ledger, rental.name)
+        if current is None or current.run_id != renting.request.run_id or current.state.is_over:
+            return None  # another run took it over, or it was ended, since the ledger was read
+        rental = current
+    if rental.state is RentalState.INTENDED:
+        found = find_machine(rental, renting.cloud_of(rental), renting.pace)
+        if found is None:
+            return None  # it may still appear: the row stays, and the reaper looks for it
+        rental = _adopt_or_release(rental, found.instance_id, renting, note=FOUND_NOTE)
+    if rental.state is RentalState.RELEASING or rental.expires_at <= time.time():
+        renting.release(rental)
+        return None
+    try:
+        return _use_or_release(rental, renting, beside=beside)
+    except _NotHadError:
+        return None
+
+
+# ── new machines ──
+
+
+class _NotHadError(Exception):
+    """An offer did not lead to a machine, and another one may."""
+
+
+def _rent_new(unit: list[Rental], renting: Renting) -> None:
+    """Complete the unit, beside the machines that it has or with all of them elsewhere."""
+    request = renting.request
+    tried: list[str] = []
+    offered = search_offers(request.query, renting.clouds)
+    unfit = unfit_hosts(renting.ledger, time.time() - UNFIT_FOR_S)
+    offers = [offer for offer in offered.fitting if (offer.provider, offer.host) not in unfit]
+    if num_unfit := len(offered.fitting) - len(offers):
+        tried.append(f"{num_unfit} offered machines could not be used within the last day")
+    # Otherwise in their order.
+    offers.sort(key=lambda offer: (bool(unit) and not _is_beside(offer, unit[0]), _is_short(offer, request)))
+    for offer in offers[:MAX_OFFERS]:
+        if unit and not _is_beside(offer, unit[0]):
+            renting.say(f"gives {', '.join(rental.name for rental in unit)} back: no machine is to be had beside")
+            release_machines(unit, renting.ledger, renting.clouds, pace=renting.pace)
+            unit.clear()
+        try:
+            unit += _rent_at(offer, unit, renting)
+        except _NotHadError as error:
+            tried.append(str(error))
+        else:
+            return
+    if not offered.fitting:
+        tried.append(describe_closest(request.query, offered.others, "node.query.{}".format))
+    wanted = " or ".join(request.query.gpu_types) or "GPU"
+    machines = "no machine" if request.num_machines == 1 else f"no {request.num_machines} machines of one region"
+    raise NoMachineError(
+        f"{machines} with {request.query.gpu_count}x {wanted} for {request.query.max_usd_per_gpu_hour:g} USD per GPU "
+        f"and hour or less could be had ({'; '.join(tried)}): try again later, or widen "
+        "node.query"
+    )
+
+
+def _is_beside(offer: Offer, rental: Rental) -> bool:
+    """Whether the offer is for a machine of the same kind in the same place."""
+    return (offer.provider, offer.region, offer.gpus) == (rental.provider, rental.region, rental.gpu)
+
+
+def _is_short(offer: Offer, request: RentRequest) -> bool:
+    """Whether the provider takes the machine back before the run's hours or its money are used up there."""
+    hours = min(request.max_hours, _hours(request.max_usd / request.num_machines, offer.usd_per_hour))
+    return offer.ends_at is not None and offer.ends_at < time.time() + 3600 * hours
+
+
+def _rent_at(offer: Offer, unit: Sequence[Rental], renting: Renting) -> list[Rental]:
+    """What the unit lacks, by one offer; all are asked for before any is waited for.
+
+    Raises:
+        _NotHadError: one of them could not be had, so the others are given back.
+    """
+    request, cloud = renting.request, renting.clouds[offer.provider]
+    fresh: list[Rental] = []
+    try:
+        while len(unit) + len(fresh) < request.num_machines:
+            host_key = make_host_key() if request.expects_host_key and cloud.gives_host_key else None
+            rental = _intend(offer, renting, host_key=host_key, beside=[*unit, *fresh])
+            renting.say(f"asked {offer.provider} for {rental.gpu} at {offer.usd_per_hour:.2f} USD/h as {rental.name}")
+            fresh.append(_create_once(rental, offer, renting, host_key=host_key))
+        for number, created in enumerate(fresh):
+            others = [*unit, *fresh[:number], *fresh[number + 1 :]]
+            fresh[number] = _use_or_release(created, renting, beside=others)
+        return fresh
+    except _NotHadError:
+        names = {rental.name for rental in fresh}
+        others = [row for row in renting.own_rows() if row.name in names and is_in_use(row)]
+        release_machines(others, renting.ledger, renting.clouds, pace=renting.pace)
+        raise
+
+
+def search_offers(query: GPUQuery, clouds: Mapping[CloudName, Cloud]) -> Offered:
+    """What all providers that answer have.
+
+    Raises:
+        ProviderUnavailableError, ProviderRefusedError: none of them answers.
+    """
+    order = [name for name in query.providers if name in clouds]
+    offers: list[Offer] = []
+    failures: list[InfraError] = []
+    for name in order:
+        try:
+            offers += clouds[name].search(query)
+        except InfraError as error:
+            logger.warning("went on without %s: %s", name, error)
+            failures.append(error)
+    if failures and len(failures) == len(order):
+        raise failures[0]
+    fitting = [offer for offer in offers if query.admits(offer)]
+    return Offered(
+        fitting=sorted(fitting, key=lambda offer: (offer.usd_per_hour, order.index(offer.provider))),
+        others=[offer for offer in offers if not query.admits(offer)],
+    )
+
+
+def _intend(offer: Offer, renting: Renting, *, host_key: HostKeyPair | None, beside: Sequence[Rental]) -> Rental:
+    """Write down that the machine will be asked for.
+
+    Args:
+        host_key: what it will be given.
+        beside: the machines of the unit so far; what they cost until they expire is left to them.
+
+    Raises:
+        PermanentInfraError: the run's money is used up.
+    """
+    request, ledger, now = renting.request, renting.ledger, time.time()
+    if usd_spent(ledger, request.run_id, now) >= request.max_usd:
+        raise PermanentInfraError(
+            f"the run has spent the {request.max_usd:g} USD that it may spend on machines: raise node.max_usd"
+        )
+    rental = Rental(
+        name=machine_name(ledger, request.run_id),
+        run_id=request.run_id,
+        provider=offer.provider,
+        purpose=request.purpose,
+        credentials=request.credentials,
+        gpu=offer.gpus,
+        region=offer.region,
+        usd_per_hour=offer.usd_per_hour,
+        intended_at=now,
+        expires_at=now,
+        vram_gb=offer.vram_gb,
+        host=offer.host,
+        expected_key=fingerprint_of(host_key.public) if host_key else "",
+        believed_by=HostKeyEvidence.INJECTED.value if host_key else HostKeyEvidence.FIRST_USE.value,
+    )
+    allowed_until = _allowed_until(rental, renting, now, beside=beside)
+    limited = replace(rental, expires_at=min(allowed_until, offer.ends_at or math.inf))
+    add_rental(ledger, limited)
+    if limited.expires_at < allowed_until:
+        renting.say(
+            f"{limited.name} is taken back by its provider at {in_utc(limited.expires_at)}, and used until then"
+        )
+    return limited
+
+
+def _allowed_until(rental: Rental, renting: Renting, now: float, *, beside: Sequence[Rental]) -> float:
+    """When a machine's hours, counted from now, or its share of the run's money are used up, at its price.
+
+    What it cost so far is the run's, whoever had it. What those beside it cost until they expire is left to them.
+    """
+    request = renting.request
+    others = [each for each in rentals_of(renting.ledger, request.run_id) if each.name != rental.name]
+    spent_usd = sum(each.usd(now) for each in (rental, *others))
+    promised_usd = sum((each.expires_at - now) / 3600 * each.usd_per_hour for each in beside)
+    share_usd = max(0.0, request.max_usd - spent_usd - promised_usd) / (request.num_machines - len(beside))
+    return now + 3600 * min(request.max_hours, _hours(share_usd, rental.usd_per_hour))
+
+
+def _hours(usd: float, usd_per_hour: float) -> float:
+    """How long the money lasts."""
+    return usd / usd_per_hour if usd_per_hour > 0 else math.inf
+
+
+def _create_once(rental: Rental, offer: Offer, renting: Renting, *, host_key: HostKeyPair | None) -> Rental:
+    """The machine that one request created.
+
+    Raises:
+        _NotHadError: there is none.
+    """
+    request, ledger, cloud = renting.request, renting.ledger, renting.clouds[offer.provider]
+    spec = MachineSpec(
+        name=rental.name,
+        public_key=request.public_key,
+        disk_gb=request.query.disk_gb,
+        image=request.image,
+        min_cuda=request.query.min_cuda,
+        ends_at=rental.expires_at,
+        host_key=host_key,
+    )
+    try:
+        instance_id = cloud.create(offer, spec)
+    except UnclearAnswerError as error:
+        found = find_machine(rental, cloud, renting.pace)
+        if found is None:
+            # The run goes on without it, so whoever sees it later ends it, also while the run lives.
+            change_rental(ledger, rental, expires_at=time.time(), note=f"{error}; it did not appear so far")
+            renting.say(f"{rental.name} has not appeared, and may be rented: `rollouts reap` ends it when it does")
+            raise _NotHadError(f"{error}; it did not appear") from error
+        return _adopt_or_release(rental, found.instance_id, renting, note=FOUND_NOTE)
+    except InfraError as error:
+        change_rental(ledger, rental, state=RentalState.REFUSED, ended_at=time.time(), note=str(error))
+        if isinstance(error, OfferGoneError | ProviderUnavailableError):
+            raise _NotHadError(str(error)) from error
+        raise
+    return _adopt_or_release(rental, instance_id, renting)
+
+
+def _adopt_or_release(rental: Rental, instance_id: str, renting: Renting, *, note: str = "") -> Rental:
+    """Write down which machine the row is about; one about which that cannot be written is given back at once."""
+    try:
+        adopted = change_rental(
+            renting.ledger,
+            rental,
+            state=RentalState.RENTED,
+            instance_id=instance_id,
+            rented_at=rental.rented_at or rental.intended_at,
+            note=note,
+        )
+    except InfraError:
+        renting.release(replace(rental, instance_id=instance_id))
+        raise
+    if adopted is None:
+        raise TransientInfraError(f"somebody else changed {rental.name} at the same moment: try again")
+    return adopted
+
+
+# ── from rented to usable ──
+
+
+def _use_or_release(rental: Rental, renting: Renting, *, beside: Sequence[Rental]) -> Rental:
+    """The machine when it can be used, within the run's money at the price that it really has.
+
+    Raises:
+        _NotHadError: it cannot be used, and is given back.
+        PermanentInfraError: no machine could be used.
+    """
+    problem, host_key, price = wait_until_usable(rental, renting)
+    if problem:
+        renting.say(f"gives {rental.name} back: {problem}")
+        renting.release(rental, note=problem, is_unfit=rental.state is RentalState.RENTED)
+        raise _NotHadError(problem)
+    priced = replace(rental, usd_per_hour=price)
+    expires_at = min(rental.expires_at, _allowed_until(priced, renting, time.time(), beside=beside))
+    if price > rental.usd_per_hour * PRICE_TOLERANCE:
+        offered = f"{price:.2f} USD/h, and was offered for {rental.usd_per_hour:.2f}"
+        renting.say(f"{rental.name} costs {offered}: it is ended by {in_utc(expires_at)}")
+    changes = {"host_key": host_key, "usd_per_hour": price, "expires_at": expires_at}
+    ready = change_rental(renting.ledger, rental, state=RentalState.READY, **changes)
+    if ready is None:
+        raise _NotHadError(f"somebody else ended {rental.name} at the same moment")
+    return ready

@@ -1,0 +1,201 @@
+"""Give machines back: one is given back when its provider has it no more, not when its end was asked for.
+
+Not here: renting (provision.py), looking for those that may have been made (unanswered.py), machines that nobody wants
+any more (reaper.py).
+
+    end asked for ── looked for, by its id and in the list ── not there, twice in a row ── row closed
+                       | still there, or the provider cannot be asked, for too long: the row stays open, and it is said
+
+The provider is asked whatever the ledger can write: on a full disk, too, a machine costs money. Then the row stays as
+it is until somebody looks who can write.
+"""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+from infra.cloud import PATIENT, Cloud, Pace
+from infra.errors import InfraError, PermanentInfraError, StillRentedError, TransientInfraError
+from infra.ledger import Ledger
+from infra.renting.offers import CloudName, InstanceStatus
+from infra.renting.rentals import Rental, RentalState, change_rental, find_rental
+from infra.renting.unanswered import find_machine
+
+_SIGHTINGS = 2
+"""A machine is gone when it was not there this many times in a row."""
+
+logger = logging.getLogger(__name__)
+
+
+def release_machines(
+    rentals: Sequence[Rental],
+    ledger: Ledger,
+    clouds: Mapping[CloudName, Cloud],
+    *,
+    note: str = "",
+    pace: Pace = PATIENT,
+) -> list[Rental]:
+    """`release_machine` for each of them: all are asked to end before any end is waited for.
+
+    Raises:
+        StillRentedError: of the first one that may still be rented, when all others have been seen to.
+        TransientInfraError: all are gone, and that could not be written down.
+    """
+    gone, problems = _release_each(rentals, ledger, clouds, note=note, pace=pace)
+    if problems:
+        raise next((each for each in problems if isinstance(each, StillRentedError)), problems[0])
+    return gone
+
+
+def release_all(
+    rentals: Sequence[Rental],
+    ledger: Ledger,
+    clouds: Mapping[CloudName, Cloud],
+    *,
+    note: str = "",
+    pace: Pace = PATIENT,
+) -> list[str]:
+    """Give back machines, with those of which nobody knows whether they were made, as far as they appear.
+
+    Returns:
+        What was done and what is left, a sentence each.
+    """
+    known, left = [], []
+    for rental in rentals:
+        try:
+            is_lost = rental.state is RentalState.INTENDED
+            found = find_machine(rental, clouds[rental.provider], pace) if is_lost else rental
+            reason = "it has not appeared so far"
+        except InfraError as error:
+            found, reason = None, str(error)
+        if found is None:
+            left.append(
+                f"{rental.name} was asked for at {rental.provider} and may be rented ({reason}): `rollouts reap` finds "
+                "and ends it"
+            )
+        else:
+            known.append(found)
+    gone, problems = _release_each(known, ledger, clouds, note=note, pace=pace)
+    return [*(f"gave back {rental.name} at {rental.provider}" for rental in gone), *map(str, problems), *left]
+
+
+def _release_each(
+    rentals: Sequence[Rental], ledger: Ledger, clouds: Mapping[CloudName, Cloud], *, note: str, pace: Pace
+) -> tuple[list[Rental], list[InfraError]]:
+    """The rows of those that are gone, and what is wrong with the others."""
+    for rental in rentals if len(rentals) > 1 else ():
+        try:
+            clouds[rental.provider].terminate(rental.instance_id)
+        except InfraError as error:  # what is asked again says it
+            logger.info("%s is asked to end again: %s", rental.name, error)
+    gone, problems = list[Rental](), list[InfraError]()
+    for rental in rentals:
+        try:
+            gone.append(release_machine(rental, ledger, clouds[rental.provider], note=note, pace=pace))
+        except InfraError as error:
+            problems.append(error)
+    return gone, problems
+
+
+def release_machine(
+    rental: Rental, ledger: Ledger, cloud: Cloud, *, note: str = "", is_unfit: bool = False, pace: Pace = PATIENT
+) -> Rental:
+    """End the machine and return its row when its provider has it no more; harmless when that is so already.
+
+    Args:
+        is_unfit: it could not be used, so its like is not rented again for a while.
+
+    Raises:
+        StillRentedError: its provider still has it, or cannot be asked; the row stays open, so that it is tried again.
+        TransientInfraError: it is gone, and that could not be written down.
+    """
+    try:
+        releasing = _note_releasing(rental, ledger, note=note, is_unfit=is_unfit)
+    except InfraError as error:
+        end_unnoted(rental, cloud, error, pace=pace)
+    if releasing.state.is_over:
+        return releasing
+    _end_and_verify(releasing, cloud, pace)
+    try:
+        with ledger.transaction():
+            gone = change_rental(ledger, releasing, state=RentalState.GONE, ended_at=time.time())
+            ledger.drop_leases_on(releasing.name)  # its jobs ended with it
+    except InfraError as error:
+        raise _not_noted(releasing, error) from error
+    logger.info("gave back %s at %s", releasing.name, releasing.provider)
+    return gone or replace(releasing, state=RentalState.GONE)
+
+
+def end_unnoted(rental: Rental, cloud: Cloud, problem: InfraError, *, pace: Pace = PATIENT) -> NoReturn:
+    """End a machine, and say that it could not be written down.
+
+    Args:
+        problem: what the ledger said.
+
+    Raises:
+        StillRentedError: its provider still has it, or cannot be asked.
+        TransientInfraError: it is gone.
+    """
+    _end_and_verify(rental, cloud, pace)
+    raise _not_noted(rental, problem) from problem
+
+
+def _not_noted(rental: Rental, problem: InfraError) -> TransientInfraError:
+    return TransientInfraError(
+        f"{rental.name} at {rental.provider} is given back, but the ledger still has it as rented ({problem}): when it "
+        "can be written again, `rollouts reap` brings it up to date"
+    )
+
+
+def _note_releasing(rental: Rental, ledger: Ledger, *, note: str, is_unfit: bool) -> Rental:
+    """The row of a machine whose end is about to be asked for, or that is over."""
+    current = find_rental(ledger, rental.name)
+    assert current is not None, f"{rental.name} is not in the ledger"
+    if current.state.is_over:
+        return current
+    instance_id = current.instance_id or rental.instance_id
+    assert instance_id, f"nobody knows which machine {current.name} is"
+    releasing = change_rental(
+        ledger,
+        current,
+        state=RentalState.RELEASING,
+        instance_id=instance_id,
+        rented_at=current.rented_at or current.intended_at,
+        note=note or current.note,
+        is_unfit=is_unfit or current.is_unfit,
+    )
+    return releasing or _note_releasing(rental, ledger, note=note, is_unfit=is_unfit)  # somebody else was faster
+
+
+def _end_and_verify(rental: Rental, cloud: Cloud, pace: Pace) -> None:
+    assert rental.instance_id, f"nobody knows which machine {rental.name} is"
+    deadline = time.monotonic() + pace.gone_within_s
+    num_absent = 0
+    problem = "its provider still has it"
+    while num_absent < _SIGHTINGS:
+        try:
+            if num_absent == 0:
+                cloud.terminate(rental.instance_id)
+            num_absent = num_absent + 1 if _is_absent(rental, cloud) else 0
+        except InfraError as error:
+            num_absent, problem = 0, str(error)
+            if isinstance(error, PermanentInfraError):
+                deadline = 0.0
+        if num_absent == _SIGHTINGS:
+            return
+        if time.monotonic() > deadline:
+            raise StillRentedError(
+                f"{rental.name} ({rental.instance_id} at {rental.provider}, {rental.usd_per_hour:.2f} USD/h) may still "
+                f"be rented: {problem}. End it by `rollouts reap`, or on the provider's own pages"
+            )
+        time.sleep(pace.poll_s)
+
+
+def _is_absent(rental: Rental, cloud: Cloud) -> bool:
+    instance = cloud.get(rental.instance_id)
+    if instance is not None and instance.status is not InstanceStatus.GONE:
+        return False
+    listed = cloud.list_named(rental.name)
+    return all(each.status is InstanceStatus.GONE for each in listed if each.id == rental.instance_id)

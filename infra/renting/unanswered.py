@@ -1,0 +1,30 @@
+"""Machines that were asked for, and of which nobody knows whether they were made: they are looked for by their names.
+
+Not here: asking (provision.py), giving back (release.py), when one that does not appear is given up (reaper.py).
+"""
+
+import time
+from dataclasses import replace
+
+from infra.cloud import Cloud, Pace
+from infra.renting.offers import InstanceStatus
+from infra.renting.rentals import Rental
+
+FOUND_NOTE = "found by its name"
+
+
+def find_machine(rental: Rental, cloud: Cloud, pace: Pace) -> Rental | None:
+    """The row of a machine whose creation was not answered, with its id, which nobody has written down yet.
+
+    Returns:
+        None when it does not appear.
+
+    Raises:
+        ProviderUnavailableError: the provider cannot be asked.
+    """
+    for pause_s in pace.looks_s:
+        time.sleep(pause_s)
+        for instance in cloud.list_named(rental.name):
+            if instance.name == rental.name and instance.status is not InstanceStatus.GONE:
+                return replace(rental, instance_id=instance.id)
+    return None

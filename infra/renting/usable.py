@@ -1,0 +1,59 @@
+"""Wait until a rented machine can be used: it has an address, costs what it may, and lets us log in.
+
+Not here: renting it (provision.py), logging in (providers/rented.py).
+"""
+
+import time
+
+from infra.cloud import Cloud
+from infra.errors import LoginError, TransientInfraError, UnfitMachineError
+from infra.ledger import Ledger
+from infra.renting.rentals import Rental, RentalState, change_rental
+from infra.renting.request import Renting
+from infra.ssh.host_keys import HostKeyEvidence
+
+UNSEEN_S = 60.0
+"""A machine that was created this recently may not be shown yet by its provider."""
+PRICE_TOLERANCE = 1.001
+"""Providers round."""
+
+
+def wait_until_usable(rental: Rental, renting: Renting) -> tuple[str, str, float]:
+    """Why the machine will not do, or nothing; its host key; its price per hour."""
+    request, cloud, pace = renting.request, renting.cloud_of(rental), renting.pace
+    max_usd_per_hour = request.query.max_usd_per_gpu_hour * request.query.gpu_count * PRICE_TOLERANCE
+    started = time.monotonic()
+    reason, price = "its provider gave it no address", rental.usd_per_hour
+    while True:
+        try:
+            instance = cloud.get(rental.instance_id)
+            is_unseen = rental.state is not RentalState.READY and time.monotonic() - started < UNSEEN_S
+            if instance is None and not is_unseen:
+                return f"{rental.name} is gone: its provider took it away", "", price
+            if instance is not None and not instance.status.may_become_usable:
+                return f"{rental.name} is {instance.status}", "", price
+            if instance is not None:
+                price = max(price, instance.usd_per_hour or 0.0)
+            if price > max_usd_per_hour:
+                return f"{rental.name} costs {price:.2f} USD/h, more than was offered and allowed", "", price
+            if instance is not None and instance.has_address:
+                if request.expects_host_key:
+                    rental = _with_expected_key(rental, renting.ledger, cloud)
+                return "", renting.check(rental, instance), price
+        except UnfitMachineError as error:
+            return str(error), "", price
+        except (TransientInfraError, LoginError) as error:  # keys arrive late on fresh machines
+            reason = str(error)
+        if time.monotonic() - started + pace.poll_s > request.usable_within_s:
+            return f"{rental.name} could not be used within {request.usable_within_s:g} s ({reason})", "", price
+        time.sleep(pace.poll_s)
+
+
+def _with_expected_key(rental: Rental, ledger: Ledger, cloud: Cloud) -> Rental:
+    """The row with what its provider tells about its host key, where nothing is known about that yet."""
+    if rental.host_key or rental.expected_key:
+        return rental
+    told = cloud.host_key(rental.instance_id)
+    if not told:
+        return rental
+    return change_rental(ledger, rental, expected_key=told, believed_by=HostKeyEvidence.PROVIDER.value) or rental

@@ -1,0 +1,250 @@
+"""Talk with an agent on a node: send requests and their input, take their output and their answers, one at a time.
+
+The client's side of node_agent.py, where the frames are described. Not here: which requests there are
+(ssh_session.py), the channel itself (connection.py).
+"""
+
+import contextlib
+import functools
+import json
+import secrets
+import shlex
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from infra.errors import NodeUnreachableError, PermanentInfraError, RequestCutError
+from infra.ssh import node_agent
+from infra.ssh.connection import Channel
+from infra.ssh.node_agent import DATA, DONE, END_OF_INPUT, FRAME_HEAD, ISOLATED, OFFSET_BYTES, REQUEST
+
+MAX_GREETING_BYTES = 64 << 10
+"""Shells may print so much ahead of the agent's first word."""
+CLOSE_TIMEOUT_S = 10.0
+MAX_FRAME_BYTES = 256 << 10
+"""Input is sent in frames of at most this size."""
+_LOADER = "import io, sys; exec(io.BufferedReader(io.FileIO(0, closefd=False), 1).read(int(sys.argv[1])))"
+"""Reads the agent's text and not a byte more."""
+_RECEIVE_BYTES = 1 << 20
+
+# Any: requests and answers are JSON objects.
+JsonObject = dict[str, Any]
+
+
+class Agent:
+    """A process on the node that answers one request after the other; ends with its channel."""
+
+    def __init__(self, open_command: Callable[[str], Channel], python: str, address: str) -> None:
+        """Start it; whether that works shows at its first answer.
+
+        Args:
+            open_command: opens the channel to a command line that the node's shell runs.
+        """
+        self.address = address
+        self._python = python
+        self._nonce = secrets.token_hex(16).encode()
+        self._received = b""
+        self._has_greeted = False
+        text = _agent_text()
+        loader = [python, ISOLATED, "-c", _LOADER, str(len(text)), self._nonce.decode()]
+        self._channel = open_command(f"exec {shlex.join(loader)}")
+        self.programs: set[str] = set()
+        """Those that it has loaded."""
+        self._unsent = text  # goes with the first request: who waits for a packet of its own waits twice
+
+    @property
+    def is_alive(self) -> bool:
+        """False once its end was noticed."""
+        return not self._channel.has_ended
+
+    def begin(self) -> None:
+        """Wait until it runs.
+
+        Raises:
+            NodeUnreachableError, PermanentInfraError: as `receive`.
+        """
+        self.send()
+        self._skip_greeting(None)
+
+    def send(self, *parts: bytes | memoryview) -> bool:
+        """False when nobody takes it any more: then the agent's answer, or the lack of one, says why."""
+        unsent, self._unsent = self._unsent, b""
+        try:
+            self._channel.send(*([unsent] if unsent else []), *parts)
+        except NodeUnreachableError:
+            return False
+        return True
+
+    def receive_frame_head(self, deadline: float | None) -> tuple[bytes, int]:
+        """Kind and length of what comes next, which `receive` has to take."""
+        self._skip_greeting(deadline)
+        head = b"".join(self.receive(FRAME_HEAD.size, deadline))
+        kind, length = FRAME_HEAD.unpack(head)
+        return kind, length
+
+    def receive(self, num_bytes: int, deadline: float | None) -> Iterator[bytes]:
+        """The next bytes, in pieces as they come.
+
+        Raises:
+            RequestCutError: the connection broke; what was asked for may have happened.
+            NodeUnreachableError: nothing came in time; the same.
+            PermanentInfraError: the node cannot run Python.
+        """
+        while num_bytes:
+            if not self._received:
+                self._received = self._receive(min(num_bytes, _RECEIVE_BYTES), deadline)
+            piece, self._received = self._received[:num_bytes], self._received[num_bytes:]
+            num_bytes -= len(piece)
+            yield piece
+
+    def end(self) -> None:
+        """Let it go, at once."""
+        self._channel.close()
+
+    def end_in_peace(self) -> None:
+        """Let it end what it does, and wait for that where it can still be heard."""
+        self._channel.end_input()
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        with contextlib.suppress(TimeoutError):
+            while self._channel.receive(_RECEIVE_BYTES, timeout_s=max(0.0, deadline - time.monotonic())):
+                pass
+        self._channel.close()
+
+    def _skip_greeting(self, deadline: float | None) -> None:
+        """Drop what shells print when they start, up to the agent's first word."""
+        while not self._has_greeted:
+            before, nonce, after = self._received.partition(self._nonce)
+            if nonce:
+                self._received = after
+                self._has_greeted = True
+            elif len(before) > MAX_GREETING_BYTES:
+                raise PermanentInfraError(
+                    f"the shell at {self.address} prints without end, beginning with {before[:80]!r}: silence it"
+                )
+            else:
+                self._received += self._receive(_RECEIVE_BYTES, deadline)
+
+    def _receive(self, max_bytes: int, deadline: float | None) -> bytes:
+        timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            chunk = self._channel.receive(max_bytes, timeout_s=timeout_s)
+        except TimeoutError as error:
+            raise NodeUnreachableError(self.address, "it did not answer in time") from error
+        if not chunk:
+            self._raise_early_end()
+        return chunk
+
+    def _raise_early_end(self) -> None:
+        """Say why a channel ended before the answer: Python could not be run there, or the connection broke."""
+        exit_code = self._channel.exit_code()
+        if exit_code is None:
+            raise RequestCutError(self.address, "the connection broke")
+        said = self._channel.receive_stderr() or self._received
+        reason = said.decode(errors="replace").strip().rpartition("\n")[2][:500]
+        if exit_code in (126, 127):
+            raise PermanentInfraError(
+                f"{self.address} cannot run {self._python} ({reason}): install Python there, or set node.python"
+            )
+        # Another code than those of shells: something on the node ended the agent.
+        raise RequestCutError(self.address, f"its end of the request died with code {exit_code}: {reason}")
+
+
+class AgentCall:
+    """A request under way; leaving its `with` block ends it, and the command that it runs."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        request: JsonObject,
+        *,
+        timeout_s: float | None = None,
+        give_back: Callable[[Agent], None] = Agent.end,
+    ) -> None:
+        """Send an agent the request.
+
+        Args:
+            timeout_s: all of the answer has to be here by then; None waits as long as the peer lives.
+            give_back: takes the agent when it can answer another request.
+        """
+        self._agent = agent
+        self._give_back = give_back
+        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._answer: JsonObject | None = None
+        self._can_go_on = False
+        agent.send(*_frame(REQUEST, json.dumps(request).encode()))
+
+    @property
+    def answer(self) -> JsonObject:
+        """What the agent says at the end; known once `frames` is exhausted."""
+        assert self._answer is not None, "the answer comes after the last frame"
+        return self._answer
+
+    def send_input(self, chunks: Iterable[bytes], *, in_background: bool = False) -> None:
+        """Send the request's input, and that it ends there.
+
+        Args:
+            in_background: needed where the other side may wait for its output to be taken before it takes more.
+        """
+        if in_background:
+            threading.Thread(target=self.send_input, args=(chunks,), daemon=True).start()
+            return
+        for chunk in chunks:
+            view = memoryview(chunk)
+            for start in range(0, len(view), MAX_FRAME_BYTES):
+                piece = view[start : start + MAX_FRAME_BYTES]
+                if not self._agent.send(*_frame(DATA, piece)):
+                    return
+        self._agent.send(*_frame(END_OF_INPUT, b""))
+
+    def send_pieces(self, pieces: Iterable[tuple[int, bytes]]) -> None:
+        """Send pieces of a file, each behind its offset there, as the request's input, and that it ends there."""
+        for offset, piece in pieces:
+            head = FRAME_HEAD.pack(DATA, OFFSET_BYTES + len(piece)) + offset.to_bytes(OFFSET_BYTES, "big")
+            if not self._agent.send(head, piece):
+                return
+        self._agent.send(*_frame(END_OF_INPUT, b""))
+
+    def frames(self) -> Iterator[tuple[bytes, bytes]]:
+        """Kind and content of what the agent sends, in pieces as they come, up to its answer.
+
+        Raises:
+            RequestCutError: the connection broke; what was asked for may have happened.
+            NodeUnreachableError: nothing came in time; the same.
+            PermanentInfraError: the node cannot run Python.
+        """
+        while True:
+            kind, length = self._agent.receive_frame_head(self._deadline)
+            content = self._agent.receive(length, self._deadline)
+            if kind == DONE:
+                answer = json.loads(b"".join(content))
+                self._can_go_on = bool(answer.pop("can_go_on", False))
+                self._answer = answer
+                return
+            for piece in content:
+                yield kind, piece
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give the agent back, or end it with what it does."""
+        if self._answer is None:
+            self._agent.end_in_peace()
+        elif self._can_go_on:
+            self._give_back(self._agent)
+        else:
+            self._agent.end()
+
+
+@functools.cache
+def _agent_text() -> bytes:
+    return Path(node_agent.__file__).read_bytes()
+
+
+def _frame(kind: bytes, content: bytes | memoryview) -> tuple[bytes, bytes | memoryview]:
+    return FRAME_HEAD.pack(kind, len(content)), content

@@ -1,0 +1,193 @@
+"""Decide whether the key that a host shows is the right one. No connection is used before that is known.
+
+Not here: connections (connection.py). In order of strength, and the first that has an answer decides:
+
+    pinned            the key's fingerprint is known: the settings name it, or an earlier login noted it
+      injected        ... it is one that we made, and gave to the machine with its creation
+      provider        ... the provider of the machine told it, over a connection of its own
+    known_hosts       a file in OpenSSH's format, the user's own or ours, has a key for this host
+    first_use         nobody knows the host, and the settings allow to believe it once: it is written into our file
+"""
+
+import base64
+import binascii
+import fnmatch
+import hashlib
+import hmac
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from infra.errors import HostKeyError, PermanentInfraError
+from infra.node import SSH_PORT
+from infra.renting.offers import HostKeyPair
+
+
+class HostKeyEvidence(StrEnum):
+    """Why a host key was believed."""
+
+    PINNED = "pinned"
+    INJECTED = "injected"
+    PROVIDER = "provider"
+    KNOWN_HOSTS = "known_hosts"
+    FIRST_USE = "first_use"
+
+
+@dataclass(frozen=True, slots=True)
+class HostKey:
+    """The public key of a host."""
+
+    type: str
+    """For example ssh-ed25519."""
+    blob: bytes
+    """The key as the protocol sends it."""
+
+    @property
+    def fingerprint(self) -> str:
+        """As `ssh-keygen -l` prints it: SHA256:..."""
+        return "SHA256:" + base64.b64encode(hashlib.sha256(self.blob).digest()).decode().rstrip("=")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostKeyPolicy:
+    """What is known about the keys of one host, and what may be believed."""
+
+    host: str
+    port: int
+    pinned: str
+    """The fingerprint that the key must have; empty when nobody said."""
+    known_hosts: tuple[Path, ...]
+    """Files in OpenSSH's format; those that do not exist know nothing."""
+    first_use_file: Path | None
+    """Where a key is written that is believed because it is the first, or pinned; None refuses unknown hosts."""
+
+    @property
+    def address(self) -> str:
+        """The host as known_hosts names it."""
+        return self.host if self.port == SSH_PORT else f"[{self.host}]:{self.port}"
+
+    def known_keys(self) -> list[HostKey]:
+        """The keys that the files have for this host.
+
+        Raises:
+            PermanentInfraError: a file cannot be read.
+        """
+        return [key for marker, key in self._entries() if marker == ""]
+
+    def check(self, shown: HostKey) -> HostKeyEvidence:
+        """Say why the key is believed; it is remembered, unless a file of the user's has it.
+
+        Raises:
+            HostKeyError: it is not; one sentence that says what to do.
+        """
+        if any(key == shown for marker, key in self._entries() if marker == "@revoked"):
+            raise HostKeyError(self.address, shown.fingerprint, "that key is marked as @revoked in known_hosts")
+        if self.pinned:
+            if hmac.compare_digest(self.pinned.encode(), shown.fingerprint.encode()):
+                if self.first_use_file is not None and shown not in self.known_keys():
+                    self._remember(shown, self.first_use_file)  # for those who read that file, as the user's own client
+                return HostKeyEvidence.PINNED
+            raise HostKeyError(
+                self.address,
+                shown.fingerprint,
+                f"expected is {self.pinned}, which the settings name, an earlier login noted, the machine was created "
+                "with or its provider told: somebody else may be answering; give another node.host_key, or rent with "
+                'node.host_keys = "first_use", only if you know why the key is new',
+            )
+        if known := self.known_keys():
+            if any(hmac.compare_digest(key.blob, shown.blob) for key in known):
+                return HostKeyEvidence.KNOWN_HOSTS
+            names = " and ".join(str(path) for path in self.known_hosts if path.exists())
+            raise HostKeyError(
+                self.address,
+                shown.fingerprint,
+                f"{names} has another one: somebody else may be answering; if the host was set up anew, remove its "
+                f"line by `ssh-keygen -R '{self.address}'`",
+            )
+        if self.first_use_file is None:
+            raise HostKeyError(
+                self.address,
+                shown.fingerprint,
+                "nobody has confirmed it: compare it with `ssh-keygen -lf` on the host, then give it as node.host_key",
+            )
+        self._remember(shown, self.first_use_file)
+        return HostKeyEvidence.FIRST_USE
+
+    def _entries(self) -> Iterator[tuple[str, HostKey]]:
+        for path in self.known_hosts:
+            try:
+                text = path.read_text(errors="replace")
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise PermanentInfraError(f"{path} cannot be read: {error.strerror}") from error
+            yield from parse_known_hosts(text, self.address)
+
+    def _remember(self, key: HostKey, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        line = f"{self.address} {key.type} {base64.b64encode(key.blob).decode()}\n"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            os.write(descriptor, line.encode())  # one write: lines of two processes do not mix
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def make_host_key() -> HostKeyPair:
+    """A new key, to be given to a machine with its creation."""
+    from cryptography.hazmat.primitives import serialization as formats  # only who rents needs it
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    key = Ed25519PrivateKey.generate()
+    private = key.private_bytes(formats.Encoding.PEM, formats.PrivateFormat.OpenSSH, formats.NoEncryption())
+    public = key.public_key().public_bytes(formats.Encoding.OpenSSH, formats.PublicFormat.OpenSSH)
+    return HostKeyPair(private=private.decode(), public=public.decode())
+
+
+def fingerprint_of(public: str) -> str:
+    """The fingerprint of a key that is written as in authorized_keys."""
+    key_type, blob = public.split()[:2]
+    return HostKey(key_type, base64.b64decode(blob)).fingerprint
+
+
+def noted_fingerprint(path: Path) -> str:
+    """The fingerprint of the key that a first login noted in a file of the machine's own; empty where none was."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return fingerprint_of(lines[-1].partition(" ")[2]) if lines else ""
+
+
+def parse_known_hosts(text: str, address: str) -> Iterator[tuple[str, HostKey]]:
+    """Marker ("" or "@revoked") and key of every line of a known_hosts file that speaks of this host."""
+    for line in text.splitlines():
+        fields = line.split()
+        marker = fields.pop(0) if fields and fields[0].startswith("@") else ""
+        if len(fields) < 3 or fields[0].startswith("#") or marker not in ("", "@revoked"):
+            continue
+        names, key_type, encoded = fields[:3]
+        if not _names_match(names.split(","), address):
+            continue
+        try:
+            yield marker, HostKey(key_type, base64.b64decode(encoded, validate=True))
+        except binascii.Error:
+            continue
+
+
+def _names_match(names: Sequence[str], address: str) -> bool:
+    """True when the name list of a line means the host: plain, hashed, with * and ?, or excluded by !."""
+    if any(name.startswith("!") and _name_matches(name[1:], address) for name in names):
+        return False
+    return any(_name_matches(name, address) for name in names)
+
+
+def _name_matches(name: str, address: str) -> bool:
+    if name.startswith("|1|"):
+        try:
+            salt, digest = (base64.b64decode(part) for part in name.split("|")[2:4])
+        except (ValueError, binascii.Error):
+            return False
+        return hmac.compare_digest(hmac.digest(salt, address.encode(), "sha1"), digest)
+    # Brackets belong to the address here; fnmatch would read them as a set of characters.
+    return fnmatch.fnmatchcase(address.lower(), name.lower().replace("[", "[[]"))

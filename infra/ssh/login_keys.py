@@ -1,0 +1,160 @@
+"""Find the keys of ours that a machine is logged in to with: in a file, in an environment variable, with the agent.
+
+Not here: the login (connection.py), keys of machines (host_keys.py).
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import paramiko
+
+from infra.errors import LoginError, PermanentInfraError
+from infra.node import SSHAccess
+
+_DEFAULT_KEY_FILES = ("id_ed25519", "id_ecdsa", "id_rsa")
+_KEY_TYPES = (paramiko.Ed25519Key, paramiko.ECDSAKey, paramiko.RSAKey)
+_PEM = re.compile(r"-----BEGIN (?P<label>[A-Z ]*PRIVATE KEY)-----(?P<body>.*?)-----END (?P=label)-----", re.DOTALL)
+_PEM_WIDTH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LoginKey:
+    """A key of ours."""
+
+    key: Any  # paramiko has no types
+    file: str = ""
+    """Where it lies in the clear; empty where the agent or a variable has it."""
+
+
+def load_keys(access: SSHAccess) -> Iterator[LoginKey]:
+    """The keys to log in with: the one of the settings, or those of the agent and of ~/.ssh.
+
+    Raises:
+        LoginError: the key of the settings cannot be used, or there is none at all.
+    """
+    if access.key_variable:
+        try:
+            yield LoginKey(read_key_variable(access.key_variable))
+        except PermanentInfraError as error:
+            raise LoginError(access.address, str(error)) from error
+        return
+    agent_keys = list(paramiko.Agent().get_keys())
+    if access.key_file:
+        yield _load_key(Path(access.key_file).expanduser(), access.address, agent_keys)
+        return
+    yield from (LoginKey(key) for key in agent_keys)
+    num_files = 0
+    for name in _DEFAULT_KEY_FILES:
+        path = Path.home() / ".ssh" / name
+        if path.is_file():
+            num_files += 1
+            yield _load_key(path, access.address, agent_keys)
+    if not agent_keys and not num_files:
+        raise LoginError(access.address, "there is no key in the agent or in ~/.ssh: name one as node.key_file")
+
+
+def read_key_variable(variable: str) -> Any:  # Any: paramiko has no types
+    """The private key that an environment variable holds.
+
+    Raises:
+        PermanentInfraError: it holds none that can be used; nothing of what it holds is repeated.
+    """
+    text = os.environ.get(variable, "")
+    if not text:
+        raise PermanentInfraError(
+            f"node.key_variable {variable} is not set: export the private key in it where the run is started, or save "
+            "it in the credentials that run.credentials names"
+        )
+    pem = _restore_lines(text)
+    for key_type in _KEY_TYPES:
+        try:
+            return key_type.from_private_key(io.StringIO(pem))
+        except paramiko.PasswordRequiredException as error:
+            raise PermanentInfraError(
+                f"the key in {variable} is encrypted: use one without passphrase, or the SSH agent"
+            ) from error
+        except (paramiko.SSHException, ValueError, TypeError):
+            continue  # another type of key, perhaps
+    raise PermanentInfraError(
+        f"{variable} holds no private key that can be used: expected what `ssh-keygen -t ed25519` writes, from "
+        "-----BEGIN to END-----"
+    )
+
+
+def require_login_key(*, key_file: str, key_variable: str) -> None:
+    """Return if the private key of the settings can be used, for a machine that there is not yet.
+
+    Raises:
+        PermanentInfraError: it cannot be used.
+    """
+    if key_variable:
+        read_key_variable(key_variable)
+    else:
+        _load_key(Path(key_file).expanduser(), "a machine that is not rented yet", list(paramiko.Agent().get_keys()))
+
+
+def read_public_key(*, key_file: str, key_variable: str) -> str:
+    """The public half of the key of the settings, as a line of authorized_keys.
+
+    Raises:
+        PermanentInfraError: there is none.
+    """
+    if key_variable:
+        key = read_key_variable(key_variable)
+        return f"{key.get_name()} {key.get_base64()}"
+    path = Path(f"{key_file}.pub").expanduser()
+    try:
+        words = path.read_text().split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PermanentInfraError(
+            f"the public key {path} cannot be read ({error}): make a key by `ssh-keygen -t ed25519`, or name "
+            "another as node.key_file"
+        ) from error
+    if len(words) < 2 or not words[0].startswith(("ssh-", "ecdsa-", "sk-")):
+        raise PermanentInfraError(f"{path} is no public key of OpenSSH: name another key as node.key_file")
+    return " ".join(words[:2])
+
+
+def _restore_lines(text: str) -> str:
+    """The key with its lines, which fields of one line and some services' secrets take away."""
+    match = _PEM.search(text.replace("\\n", "\n"))
+    if match is None or "Proc-Type" in match["body"]:  # headers of old encrypted keys: lines are part of them
+        return text
+    body = "".join(match["body"].split())
+    lines = [body[start : start + _PEM_WIDTH] for start in range(0, len(body), _PEM_WIDTH)]
+    return "\n".join([f"-----BEGIN {match['label']}-----", *lines, f"-----END {match['label']}-----", ""])
+
+
+def _load_key(path: Path, address: str, agent_keys: list[Any]) -> LoginKey:  # Any: paramiko has no types
+    """The private key in a file; the agent's copy of it when the file is encrypted."""
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if mode & 0o077:
+            raise LoginError(address, f"others may read the key {path} (mode {mode:04o}): chmod 600 it")
+        return LoginKey(paramiko.PKey.from_path(path), str(path))
+    except (TypeError, paramiko.PasswordRequiredException) as error:  # encrypted
+        for key in agent_keys:
+            if _is_public_part(key, path):
+                return LoginKey(key)
+        raise LoginError(address, f"the key {path} is encrypted: give it to the agent by `ssh-add {path}`") from error
+    except OSError as error:
+        raise LoginError(address, f"the key {path} cannot be read: {error.strerror}") from error
+    except (ValueError, paramiko.SSHException) as error:
+        reason = str(error).strip() or type(error).__name__
+        raise LoginError(address, f"{path} is no private key that can be used: {reason}") from error
+
+
+def _is_public_part(key: Any, path: Path) -> bool:  # Any: paramiko has no types
+    public = Path(f"{path}.pub")
+    try:
+        return key.get_base64() in public.read_text(encoding="utf-8").split()
+    except OSError:
+        return False

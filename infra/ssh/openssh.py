@@ -1,0 +1,242 @@
+"""Run commands on a node by the OpenSSH client that is installed here: for bytes in bulk.
+
+It is two to three times as fast as paramiko, whose encryption waits for Python's lock. Over a long way its window of
+2 MiB limits what it receives, and paramiko's do not. Not here: which one is used (ssh_session.py).
+
+The host's key has to be the one that our own connection was shown and believed (host_keys.py), and we log in with the
+key file that it was let in with. Nothing else counts: no configuration file, no agent, no known_hosts of the user.
+"""
+
+import base64
+import contextlib
+import os
+import re
+import select
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from infra.errors import NodeUnreachableError, PermanentInfraError
+from infra.node import SSHAccess
+from infra.renting.offers import Instance
+from infra.ssh.connection import (
+    CIPHERS,
+    CONNECT_TIMEOUT_S,
+    EXIT_CODE_TIMEOUT_S,
+    HEARTBEAT_INTERVAL_S,
+    SIGNATURES,
+    SSHConnection,
+)
+from infra.ssh.node_agent import widen_pipe
+from infra.ssh.proxy_jump import proxy_option
+
+PROGRAM = "ssh"
+NOBODY_ANSWERS = 255
+"""Its exit code when the connection failed or broke."""
+NUM_HEARTBEATS = 2
+"""A peer that leaves so many unanswered is dead."""
+_PLAIN_PATH = re.compile(r"[A-Za-z0-9/._+-]+")
+_ALIAS = "the-node"
+"""Under this name its key is known, so that addresses need no quoting and no lookup."""
+_NEVER = (
+    "AddKeysToAgent CanonicalizeHostname CheckHostIP Compression ControlMaster ForwardAgent ForwardX11 "
+    "GSSAPIAuthentication HostbasedAuthentication KbdInteractiveAuthentication PasswordAuthentication "
+    "PermitLocalCommand RequestTTY Tunnel UpdateHostKeys VerifyHostKeyDNS"
+)
+
+
+class OpenSSH:
+    """Starts commands on one node, each over a connection of its own; its files are gone when it is closed."""
+
+    def __init__(self, access: SSHAccess, believed: SSHConnection) -> None:
+        self._access = access
+        self._channels: list[OpenSSHChannel] = []
+        self._lock = threading.Lock()
+        self._folder = tempfile.TemporaryDirectory(prefix="rollouts-ssh-")
+        key = believed.host_key
+        folder = Path(self._folder.name)
+        (folder / "known_hosts").write_text(f"{_ALIAS} {key.type} {base64.b64encode(key.blob).decode()}\n")
+        # By a name of ours, because OpenSSH reads more than characters in the names that it is given.
+        for suffix in ("", "-cert.pub"):
+            (folder / f"key{suffix}").symlink_to(Path(believed.key_file + suffix).absolute())
+        options = {
+            "BatchMode": "yes",
+            "Ciphers": ",".join(CIPHERS),
+            "ClearAllForwardings": "yes",
+            "ConnectTimeout": str(int(CONNECT_TIMEOUT_S)),
+            "ControlPath": "none",
+            "EscapeChar": "none",
+            "GlobalKnownHostsFile": os.devnull,
+            "HostKeyAlgorithms": ",".join(SIGNATURES.get(key.type, (key.type,))),
+            "HostKeyAlias": _ALIAS,
+            "IdentitiesOnly": "yes",
+            "IdentityAgent": "none",
+            "IdentityFile": str(folder / "key"),
+            "LogLevel": "ERROR",
+            "Port": str(access.port),
+            "PreferredAuthentications": "publickey",
+            "ServerAliveCountMax": str(NUM_HEARTBEATS),
+            "ServerAliveInterval": str(int(HEARTBEAT_INTERVAL_S)),
+            "StrictHostKeyChecking": "yes",
+            "User": access.user,
+            "UserKnownHostsFile": str(folder / "known_hosts"),
+            **dict.fromkeys(_NEVER.split(), "no"),
+        }
+        if access.proxy_jump:
+            options["ProxyCommand"] = proxy_option(access)
+        self._command = [PROGRAM, "-F", "none"]
+        self._command += [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+
+    def open_command(self, command: str) -> "OpenSSHChannel":
+        """Start a command line in the node's shell; whether that works shows at its first output."""
+        channel = OpenSSHChannel([*self._command, "--", self._access.host, command], self._access.address)
+        with self._lock:
+            self._channels = [other for other in self._channels if not other.has_ended] + [channel]
+        return channel
+
+    def close(self) -> None:
+        """End the commands that are under way, and remove the files."""
+        with self._lock:
+            for channel in self._channels:
+                channel.kill()
+        self._folder.cleanup()
+
+
+def login_command(
+    instance: Instance, known_hosts: Path, *, key_file: str = "", command: Sequence[str] = ()
+) -> list[str]:
+    """What a person's own client is started with on a machine whose key an earlier login noted; it accepts no other.
+
+    Everything else is as the person's configuration and agent have it.
+
+    Args:
+        known_hosts: the file of the machine's own in which its key was noted.
+        command: run there in place of a shell.
+
+    Raises:
+        PermanentInfraError: nobody has logged in there yet.
+    """
+    if not (lines := known_hosts.read_text(encoding="utf-8").splitlines() if known_hosts.exists() else []):
+        raise PermanentInfraError(
+            f"no run has logged in on {instance.name} yet, so nobody knows its host key ({known_hosts} has none)"
+        )
+    quoted = str(known_hosts.absolute()).replace("%", "%%")
+    options = {
+        "HostKeyAlias": lines[-1].split()[0],  # it may have another address by now
+        "UserKnownHostsFile": f'"{quoted}"',
+        "GlobalKnownHostsFile": os.devnull,
+        "StrictHostKeyChecking": "yes",
+        "CheckHostIP": "no",
+        "UpdateHostKeys": "no",
+    }
+    if instance.proxy_jump:
+        options["ProxyCommand"] = proxy_option(
+            SSHAccess(
+                host=instance.host,
+                port=instance.port,
+                user=instance.user,
+                proxy_jump=instance.proxy_jump,
+                ssh_config=instance.ssh_config,
+            )
+        )
+    words = [PROGRAM, "-p", str(instance.port)]
+    words += [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+    words += ["-i", str(Path(key_file).expanduser())] if key_file else []
+    return [*words, "--", f"{instance.user}@{instance.host}", *([shlex.join(command)] if command else [])]
+
+
+def is_installed() -> bool:
+    """Whether there is such a program here, and a folder for temporary files with a name that it takes as it is."""
+    return shutil.which(PROGRAM) is not None and bool(_PLAIN_PATH.fullmatch(tempfile.gettempdir()))
+
+
+class OpenSSHChannel:
+    """Bytes to and from one command of a node, through the client's pipes."""
+
+    def __init__(self, command: list[str], address: str) -> None:
+        self._address = address
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the channel
+        try:
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=self._stderr, bufsize=0, start_new_session=True
+            )
+        except OSError as error:
+            self._stderr.close()
+            raise PermanentInfraError(f"{command[0]} cannot be run on this machine: {error.strerror}") from error
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
+        for stream in (self._input, self._output):
+            widen_pipe(stream.fileno())
+
+    @property
+    def has_ended(self) -> bool:
+        """True when the client has ended."""
+        return self._process.poll() is not None
+
+    def send(self, *parts: bytes | memoryview) -> None:
+        """Send everything, waiting until the other side has room.
+
+        Raises:
+            NodeUnreachableError: nobody takes it any more.
+        """
+        rest = [memoryview(part) for part in parts if part]
+        try:
+            while rest:
+                num_sent = os.writev(self._input.fileno(), rest)
+                while rest and num_sent >= len(rest[0]):
+                    num_sent -= len(rest.pop(0))
+                if rest:
+                    rest[0] = rest[0][num_sent:]
+        except (OSError, ValueError) as error:  # ValueError: closed already
+            raise NodeUnreachableError(self._address, "the connection broke") from error
+
+    def receive(self, max_bytes: int, *, timeout_s: float | None = None) -> bytes:
+        """What has arrived; empty when the command has ended, or the connection broke.
+
+        Raises:
+            TimeoutError: nothing came in time.
+        """
+        try:
+            if timeout_s is not None and not select.select([self._output], [], [], timeout_s)[0]:
+                raise TimeoutError
+            return self._output.read(max_bytes) or b""
+        except TimeoutError:
+            raise
+        except (OSError, ValueError):  # closed already
+            return b""
+
+    def receive_stderr(self) -> bytes:
+        """What it has said there, up to 64 KiB."""
+        return os.pread(self._stderr.fileno(), 64 << 10, 0)
+
+    def exit_code(self) -> int | None:
+        """How the command ended; None when that is unknown, because the connection failed or broke."""
+        try:
+            exit_code = self._process.wait(EXIT_CODE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return None
+        return None if exit_code in (NOBODY_ANSWERS, *range(-64, 0)) else exit_code
+
+    def end_input(self) -> None:
+        """Say that nothing more will be sent."""
+        with contextlib.suppress(OSError):
+            self._input.close()
+
+    def close(self) -> None:
+        """End the client, and with it the command."""
+        self.end_input()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.05)  # where it has nothing more to do it says goodbye
+        self.kill()
+        self._process.wait()
+        self._output.close()
+        self._stderr.close()
+
+    def kill(self) -> None:
+        """End the client; who reads from it is told so."""
+        self._process.kill()

@@ -1,0 +1,65 @@
+"""Give a port of a node an address on this machine, as long as it is needed.
+
+Not here: the channels that lead there (connection.py).
+
+    client here ──> 127.0.0.1:<free port> ──> one channel per connection ──> the node's 127.0.0.1:<port>
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+from infra.errors import InfraError, NodeUnreachableError
+from infra.session import LOOPBACK
+from infra.ssh.connection import SSHChannel
+
+_PIECE_BYTES = 64 << 10
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def forwarded_port(open_channel: Callable[[], SSHChannel]) -> Iterator[int]:
+    """The local port; a connection that cannot be passed on is closed, as by a server that is not there."""
+    with socket.create_server((LOOPBACK, 0)) as server:
+        threading.Thread(target=_accept, args=(server, open_channel), daemon=True).start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            with contextlib.suppress(OSError):
+                server.shutdown(socket.SHUT_RDWR)  # close() alone does not wake up the thread that accepts
+
+
+def _accept(server: socket.socket, open_channel: Callable[[], SSHChannel]) -> None:
+    while True:
+        try:
+            client, _ = server.accept()
+        except OSError:  # the block was left
+            return
+        threading.Thread(target=_pass_on, args=(client, open_channel), daemon=True).start()
+
+
+def _pass_on(client: socket.socket, open_channel: Callable[[], SSHChannel]) -> None:
+    with client:
+        try:
+            channel = open_channel()
+        except InfraError as error:
+            logger.debug("a connection was not passed on: %s", error)
+            return
+        threading.Thread(target=_send, args=(client, channel), daemon=True).start()
+        try:
+            with contextlib.suppress(OSError):
+                while piece := channel.receive(_PIECE_BYTES):
+                    client.sendall(piece)
+                client.shutdown(socket.SHUT_RDWR)
+        finally:
+            channel.close()
+
+
+def _send(client: socket.socket, channel: SSHChannel) -> None:
+    with contextlib.suppress(OSError, NodeUnreachableError):
+        while piece := client.recv(_PIECE_BYTES):
+            channel.send(piece)
+    channel.end_input()

@@ -1,0 +1,241 @@
+"""Fetch a folder or file from an object store: verified, all at once, going on where an earlier try broke off.
+
+    what is published, or a folder, or one object ──> files with sizes and digests        (find_wanted)
+    pieces, some at a time, in order              ──> .<name>.incoming-<digest>/          a file there is whole
+                                                      .<name>.incoming-<digest>/.parts/   files that grow
+    every file compared                           ──> <name>                              renamed
+
+A file is compared by the sha256 that a manifest lists; where there is none, by the store's MD5, if it keeps one of the
+whole file, and always by its size and by the object being still the same when all is here.
+
+Not here: single objects (object_store.py), manifests (publication.py).
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from infra.errors import (
+    DiskFullError,
+    ObjectDamagedError,
+    ObjectMissingError,
+    PermanentInfraError,
+    StoreUnavailableError,
+)
+from infra.stores.object_store import ObjectStore
+from infra.stores.publication import MANIFEST, read_manifest_digests, read_publication
+from infra.supervisor import locked
+from infra.sync import receiver
+
+PIECE_BYTES = 8 << 20
+NUM_STREAMS = 8
+"""So many pieces are asked for at a time."""
+_INCOMING = ".incoming-"
+_PARTS = ".parts"
+_HASH_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedFile:
+    """A file to be fetched."""
+
+    name: str
+    """Where it comes to lie, below the folder."""
+    key: str
+    """Its name in the store."""
+    size: int
+    sha256: str = ""
+    """Its digest by a manifest; empty where none lists it."""
+    identity: str = ""
+    """What the store calls its content; empty where a manifest lists it. It need not be a digest, and is not compared
+    with what was fetched, only with what the store says afterwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    file: WantedFile
+    start: int
+    end: int
+
+
+def find_wanted(store: ObjectStore) -> list[WantedFile]:
+    """The files that a URL means: of a publication those of its checkpoint; else all below it, or the object itself.
+
+    Raises:
+        ObjectMissingError: there is nothing.
+        PermanentInfraError: a name that is refused.
+    """
+    if (publication := read_publication(store)) is not None:
+        start = len(publication.checkpoint) + 1
+        return [
+            WantedFile(name=key[start:], key=key, size=size, sha256=sha256)
+            for key, (size, sha256) in publication.files.items()
+            if key.startswith(f"{publication.checkpoint}/")
+        ]
+    objects = store.list()
+    if not objects:
+        raise ObjectMissingError(f"there is nothing at {store.url}: correct the URL")
+    listed = read_manifest_digests(store) if MANIFEST in objects else {}
+    if missing := sorted(listed.keys() - objects.keys()):
+        raise ObjectDamagedError(f"{store.url}/{missing[0]} is listed in {MANIFEST} and missing: publish it again")
+    wanted = []
+    for key, there in objects.items():
+        name = key or store.name
+        _check_name(name, store)
+        if key in listed:
+            size, sha256 = listed[key]
+            wanted.append(WantedFile(name=name, key=key, size=size, sha256=sha256))
+        elif not listed or key == MANIFEST:  # what a manifest does not list is no part of its folder
+            wanted.append(WantedFile(name=name, key=key, size=there.size, identity=there.identity))
+    return wanted
+
+
+def digest_of(wanted: Sequence[WantedFile]) -> str:
+    """One digest for what is to be fetched: another one when anything of it changes."""
+    parts = [[each.name, each.size, each.sha256 or each.identity] for each in wanted]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def download(store: ObjectStore, wanted: Sequence[WantedFile], target: Path) -> None:
+    """Let the files appear at `target`: the file itself where the URL names an object, else a folder of them.
+
+    Nothing is done when it exists. Of several processes that fetch the same, one works.
+
+    Raises:
+        StoreUnavailableError: the connection broke, or an object changed meanwhile; the next call goes on from there.
+        ObjectDamagedError: an object is not what its manifest lists.
+        DiskFullError: there is no room here.
+    """
+    incoming = target.with_name(f".{target.name[:60]}{_INCOMING}{digest_of(wanted)[:16]}")
+    lock = incoming.with_name(f"{incoming.name}.lock")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with locked(lock):
+        if not target.exists():
+            try:
+                _fill(store, wanted, incoming)
+            except OSError as error:
+                raise PermanentInfraError(f"{target} cannot be written: {error.strerror}") from error
+            is_one_object = [each.key for each in wanted] == [""]
+            (incoming / wanted[0].name if is_one_object else incoming).rename(target)
+            receiver.flush_directory(target.parent)
+        shutil.rmtree(incoming, ignore_errors=True)
+        lock.unlink(missing_ok=True)
+
+
+def is_being_fetched(folder: Path) -> bool:
+    """True while a process fetches something into the folder."""
+    for lock in folder.glob(f".*{_INCOMING}*.lock"):
+        with suppress(FileNotFoundError):
+            descriptor = os.open(lock, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: looking disturbs no other look
+            except BlockingIOError:
+                return True
+            finally:
+                os.close(descriptor)
+    return False
+
+
+def _fill(store: ObjectStore, wanted: Sequence[WantedFile], incoming: Path) -> None:
+    """Bring every file that is not there yet into the directory."""
+    (incoming / _PARTS).mkdir(parents=True, exist_ok=True)
+    missing = [each for each in wanted if not (incoming / each.name).is_file()]
+    needed = sum(each.size for each in missing) - sum(path.stat().st_size for path in (incoming / _PARTS).iterdir())
+    if shutil.disk_usage(incoming).free < needed:
+        raise DiskFullError(str(incoming.parent), needed)
+    damaged = _fetch(store, missing, incoming)
+    damaged = _fetch(store, damaged, incoming)  # what an earlier try left may have been the damage
+    if damaged:
+        url = f"{store.url}/{damaged[0].key}".rstrip("/")
+        raise ObjectDamagedError(f"{url} is not the file that was published there: publish it again")
+    for each in wanted:
+        if each.identity and _identity_of(store, each) != each.identity:
+            raise StoreUnavailableError(f"{store.url}/{each.key} changed while it was fetched: try again")
+    shutil.rmtree(incoming / _PARTS)
+    for directory in {(incoming / each.name).parent for each in wanted}:
+        receiver.flush_directory(directory)
+
+
+def _fetch(store: ObjectStore, files: Sequence[WantedFile], incoming: Path) -> list[WantedFile]:
+    """Fetch files, some pieces at a time; returns those that are not what they should be."""
+    damaged = []
+    pieces = [piece for file in files for piece in _pieces_of(file, _part_of(file, incoming))]
+    with _in_order(store, pieces) as contents:
+        for piece, content in zip(pieces, contents, strict=True):
+            part = _part_of(piece.file, incoming)
+            with part.open("ab") as output:
+                output.write(content)
+            if piece.end == piece.file.size and not _move_if_right(piece.file, part, incoming / piece.file.name):
+                damaged.append(piece.file)
+    return damaged
+
+
+def _pieces_of(file: WantedFile, part: Path) -> list[_Piece]:
+    """What is missing of a file; of one that is all there, or empty, an empty piece at its end."""
+    there = part.stat().st_size if part.exists() else 0
+    if there > file.size:
+        part.unlink()
+        there = 0
+    starts = range(there, file.size, PIECE_BYTES)
+    return [_Piece(file, start, min(start + PIECE_BYTES, file.size)) for start in starts] or [
+        _Piece(file, file.size, file.size)
+    ]
+
+
+@contextmanager
+def _in_order(store: ObjectStore, pieces: Sequence[_Piece]) -> Iterator[Iterator[bytes]]:
+    """The contents of pieces, in their order, while those after them are on their way."""
+    pool = ThreadPoolExecutor(NUM_STREAMS, thread_name_prefix="download")
+
+    def contents() -> Iterator[bytes]:
+        under_way: deque[Future[bytes]] = deque()
+        for piece in pieces:
+            under_way.append(pool.submit(store.read, piece.file.key, piece.start, piece.end))
+            if len(under_way) == NUM_STREAMS:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
+
+    try:
+        yield contents()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _part_of(file: WantedFile, incoming: Path) -> Path:
+    return incoming / _PARTS / hashlib.sha256(file.name.encode()).hexdigest()
+
+
+def _move_if_right(file: WantedFile, part: Path, path: Path) -> bool:
+    """Put a whole file in its place; false, and nothing left of it, when it is not what it should be."""
+    sha256 = hashlib.sha256()
+    with part.open("rb") as content:
+        while file.sha256 and (chunk := content.read(_HASH_BYTES)):
+            sha256.update(chunk)
+        os.fsync(content.fileno())
+    if file.sha256 and sha256.hexdigest() != file.sha256:
+        part.unlink()
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part.rename(path)
+    return True
+
+
+def _identity_of(store: ObjectStore, file: WantedFile) -> str:
+    there = store.find(file.key)
+    return there.identity if there else ""
+
+
+def _check_name(name: str, store: ObjectStore) -> None:
+    try:
+        receiver.check_name(name)
+    except receiver.CopyError as error:
+        raise PermanentInfraError(f"{store.url}: {error.message}") from error

@@ -1,0 +1,97 @@
+"""URLs by which somebody without credentials fetches one object of S3, or sends one, within an hour.
+
+Such a URL is a secret as long as it lives. Not here: who is given them (direct.py), objects themselves
+(object_store.py).
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from infra.errors import InfraError
+from infra.stores.object_store import ObjectStore, part_bytes
+
+LIFETIME_S = 3600
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PresignedPiece:
+    """A piece of a file, and where it goes."""
+
+    offset: int
+    length: int
+    url: str
+
+
+def can_presign(store: ObjectStore) -> bool:
+    """True for S3 and what speaks its API; others have nothing of the kind, or another one."""
+    return store.protocol == "s3"
+
+
+def presigned_get(store: ObjectStore, name: str) -> str:
+    """A URL by which an object is fetched."""
+    return store.sign("get_object", name, LIFETIME_S)
+
+
+class PresignedUpload:
+    """An object that somebody else sends: it exists when `complete` has returned.
+
+    Leaving the block without that aborts it, because S3 bills parts of which nothing became.
+    """
+
+    def __init__(self, store: ObjectStore, name: str, size: int) -> None:
+        """A large object is begun; its parts are those in which ObjectStore.upload would send it."""
+        self._store = store
+        self._name = name
+        self._size = size
+        self._part_size = part_bytes(size)
+        self._upload_id = ""
+        if size >= 2 * self._part_size:
+            self._upload_id = str(store.call_s3("create_multipart_upload", name)["UploadId"])
+
+    @property
+    def pieces(self) -> list[PresignedPiece]:
+        """What has to be sent, each piece to its URL."""
+        if not self._upload_id:
+            url = self._store.sign("put_object", self._name, LIFETIME_S)
+            return [PresignedPiece(offset=0, length=self._size, url=url)]
+        return [
+            PresignedPiece(
+                offset=index * self._part_size,
+                length=min(self._part_size, self._size - index * self._part_size),
+                url=self._store.sign(
+                    "upload_part", self._name, LIFETIME_S, UploadId=self._upload_id, PartNumber=index + 1
+                ),
+            )
+            for index in range(math.ceil(self._size / self._part_size))
+        ]
+
+    def complete(self, etags: Sequence[str]) -> None:
+        """Make one object of the pieces, which have these entity tags."""
+        if self._upload_id:
+            parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, 1)]
+            self._store.call_s3(
+                "complete_multipart_upload",
+                self._name,
+                UploadId=self._upload_id,
+                MultipartUpload={"Parts": parts},
+            )
+        self._upload_id = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._upload_id:
+            return
+        try:
+            self._store.call_s3("abort_multipart_upload", self._name, UploadId=self._upload_id)
+        except InfraError as problem:
+            logger.warning("parts of %s/%s were left behind: %s", self._store.url, self._name, problem)

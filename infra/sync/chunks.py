@@ -1,0 +1,93 @@
+"""Files in chunks, which are compared and sent one by one.
+
+Not here: how chunks travel (session.py), where they go (push.py), what the other side has of them (receiver.py).
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from infra.errors import TransientInfraError
+
+CHUNK_BYTES = 8 << 20
+"""Each chunk of a file has this size, but for the last one; so much is sent again where a bit differs."""
+_READ_BYTES = 256 << 10
+"""So little that it is still in the processor's cache when it has been hashed."""
+
+
+class Chunk(NamedTuple):
+    """A chunk on its way."""
+
+    number: int
+    pieces: Iterable[bytes]
+    """Its content, in order."""
+
+
+class SourceFile:
+    """A file that is copied: it may be read several times, by several threads, and has to stay the same one."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path = path
+        self.size = size
+        self._identity: tuple[int, int, int] | None = None
+        """As it was when it was first read."""
+        self._digests: dict[int, str] = {}
+
+    @property
+    def num_chunks(self) -> int:
+        """None of an empty file."""
+        return -(-self.size // CHUNK_BYTES)
+
+    def length_of(self, number: int) -> int:
+        """Bytes of a chunk."""
+        return min(CHUNK_BYTES, self.size - number * CHUNK_BYTES)
+
+    def digest(self, number: int) -> str:
+        """The sha256 of a chunk, which is read if it was not read before.
+
+        Raises:
+            TransientInfraError: the file changed.
+        """
+        if number not in self._digests:
+            for _ in self.read(number):
+                pass
+        return self._digests[number]
+
+    def digests(self) -> tuple[str, ...]:
+        """`digest` of every chunk."""
+        return tuple(self.digest(number) for number in range(self.num_chunks))
+
+    def read(self, number: int) -> Iterator[bytes]:
+        """The content of a chunk.
+
+        Raises:
+            TransientInfraError: the file changed since it was listed, or first read.
+        """
+        digest = hashlib.sha256()
+        num_missing_bytes = self.length_of(number)
+        try:
+            # O_NOFOLLOW: a link that took the file's place since it was listed is not followed.
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW)
+            with os.fdopen(descriptor, "rb", buffering=0) as file:
+                self._check_unchanged(os.fstat(descriptor))
+                file.seek(number * CHUNK_BYTES)
+                while num_missing_bytes and (piece := file.read(min(_READ_BYTES, num_missing_bytes))):
+                    num_missing_bytes -= len(piece)
+                    digest.update(piece)
+                    yield piece
+                self._check_unchanged(os.fstat(descriptor))
+        except OSError as error:
+            raise TransientInfraError(f"{self.path} cannot be read any more: {error.strerror}") from error
+        if num_missing_bytes or self._digests.setdefault(number, digest.hexdigest()) != digest.hexdigest():
+            raise self._changed()
+
+    def _check_unchanged(self, status: os.stat_result) -> None:
+        identity = (status.st_size, status.st_mtime_ns, status.st_ino)
+        self._identity = self._identity or identity
+        if identity != self._identity or status.st_size != self.size:
+            raise self._changed()
+
+    def _changed(self) -> TransientInfraError:
+        return TransientInfraError(f"{self.path} changed while it was copied: copy it once it is complete")

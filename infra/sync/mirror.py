@@ -1,0 +1,310 @@
+"""Keep a directory of ours equal to a run directory on a node, while the job there runs and after it.
+
+Not here: the node's side (sender.py), copies in the other direction (push.py).
+
+    logs, metrics, events, …  what is new is appended; a reader here sees them grow
+    everything else           into .incoming/, only the chunks that differ from what the last try, or an older version,
+                              has left; each chunk's digest compared, renamed
+    order                     a checkpoint's manifest after its other files, result.json after everything
+    checkpoints               only those with a manifest; those that the job has deleted are deleted here too, but none
+                              of a later step than its newest: those are of another node, and the only copy
+
+So whatever a reader finds here is whole, at any moment. A file counts as unchanged when size and time agree.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+from infra.errors import DiskFullError, InfraError, PermanentInfraError, TransientInfraError
+from infra.repeating import repeating
+from infra.session import Session
+from infra.supervisor import locked, parse_object
+from infra.sync import receiver, sender
+from infra.sync.chunks import CHUNK_BYTES
+
+LIST_TIMEOUT_S = 60.0
+PULL_INTERVAL_S = 10.0
+APPENDED = ("log.txt", "metrics.jsonl", "events.jsonl", "gpu_use.jsonl")
+MANIFEST, RESULT = "manifest.json", "result.json"
+STEP = re.compile(r"checkpoints/step_(\d+)")
+INCOMING = ".incoming"
+LOCK = ".mirror.lock"
+MAX_HEAD_BYTES = 64 << 10
+
+logger = logging.getLogger(__name__)
+
+
+def pull_run(session: Session, source: str, target: Path) -> int:
+    """Fetch what is new in the run directory `source` on the node; returns how many files that was.
+
+    Of several processes that mirror into the same directory, one works at a time. Nothing there is touched when the
+    node has no such directory.
+
+    Raises:
+        TransientInfraError: the connection broke, or a file arrived damaged; the next call goes on from there.
+        DiskFullError: there is no room here for what is new; none of it was fetched.
+        PermanentInfraError: a file name that is refused, or a file here that cannot be written.
+    """
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with locked(target / LOCK):
+            there = _list(session, source)
+            if there is None:
+                return 0
+            _remove_deleted_checkpoints(there, target)
+            wanted = [name for name in _in_order(there) if _is_new(target / name, *there[name])]
+            _check_room(target, {name: there[name][0] for name in wanted})
+            damaged = _fetch(session, source, target, wanted)
+            damaged = _fetch(session, source, target, damaged)  # what was there before may have been of another file
+            if not damaged:
+                shutil.rmtree(target / INCOMING, ignore_errors=True)
+    except OSError as error:
+        raise PermanentInfraError(f"{target} cannot be written: {error.strerror}") from error
+    if damaged:
+        raise TransientInfraError(f"{len(damaged)} files of {source} arrived damaged, the first is {damaged[0]!r}")
+    return len(wanted)
+
+
+@contextmanager
+def mirrored(session: Session, source: str, target: Path, *, interval_s: float = PULL_INTERVAL_S) -> Iterator[None]:
+    """Mirror again and again, beside whatever the block does; failures are logged, and tried again.
+
+    Leaving the block waits for the transfer under way; an exception, an interrupt above all, does not.
+    """
+
+    def pull() -> None:
+        try:
+            pull_run(session, source, target)
+        except InfraError as error:
+            logger.warning("%s was not mirrored: %s", source, error)
+
+    with repeating(pull, interval_s=interval_s, thread_name=f"mirror of {source}"):
+        yield
+
+
+def is_behind(session: Session, source: str, target: Path) -> bool:
+    """Whether the last whole checkpoint of a run directory on the node is of an earlier step than ours, or none."""
+    ours = [path.relative_to(target).as_posix() for path in target.glob(f"checkpoints/*/{MANIFEST}")]
+    return _newest_step(_list(session, source) or ()) < _newest_step(ours)
+
+
+def _list(session: Session, source: str) -> dict[str, list[int]] | None:
+    """Size and time of change of the node's files; of checkpoints only the whole ones."""
+    listed = session.run_program(Path(sender.__file__), ["list", source], timeout_s=LIST_TIMEOUT_S, may_repeat=True)
+    files: dict[str, list[int]] | None = json.loads(listed.stdout.splitlines()[-1])
+    if files is None:
+        return None
+    for name in files:
+        try:
+            receiver.check_name(name)
+        except receiver.CopyError as error:
+            raise PermanentInfraError(f"{source} on the node: {error.message}") from error
+        if any(part.startswith(".") for part in name.split("/")):  # sender.py names none: names of that kind are ours
+            raise PermanentInfraError(f"{source} on the node: the file name {name!r} is refused: it begins with a dot")
+    whole = {str(PurePosixPath(name).parent) for name in files if PurePosixPath(name).name == MANIFEST}
+    return {name: found for name, found in files.items() if _checkpoint_of(name) in (None, *whole)}
+
+
+def _checkpoint_of(name: str) -> str | None:
+    """The checkpoint that a file belongs to, as checkpoints/<name>."""
+    parts = PurePosixPath(name).parts
+    return "/".join(parts[:2]) if parts[0] == "checkpoints" and len(parts) > 2 else None
+
+
+def _newest_step(files: Iterable[str]) -> int:
+    """The step of the last whole checkpoint among the files of a run directory; -1 where there is none."""
+    manifests = (PurePosixPath(name) for name in files if PurePosixPath(name).name == MANIFEST)
+    return max((_step_of(str(path.parent)) for path in manifests), default=-1)
+
+
+def _step_of(checkpoint: str) -> int:
+    """The step of a checkpoint, given as checkpoints/<name>; -1 for a name that tells none."""
+    named = STEP.fullmatch(checkpoint)
+    return int(named[1]) if named else -1
+
+
+def _in_order(names: Mapping[str, object]) -> list[str]:
+    """So that what says that something is whole comes after it."""
+    return sorted(names, key=lambda name: (name == RESULT, PurePosixPath(name).name == MANIFEST, name))
+
+
+def _is_new(path: Path, size: int, modified_ns: int) -> bool:
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return True
+    return (status.st_size, status.st_mtime_ns) != (size, modified_ns)
+
+
+def _check_room(target: Path, sizes: Mapping[str, int]) -> None:
+    """Return if the disk here has room for what is missing of the files."""
+    needed = sum(max(0, size - _size_of(_part_of(target, name))) for name, size in sizes.items())
+    if shutil.disk_usage(target).free < needed:
+        raise DiskFullError(str(target), needed)
+
+
+def _remove_deleted_checkpoints(there: Mapping[str, object], target: Path) -> None:
+    kept = {checkpoint for name in there if (checkpoint := _checkpoint_of(name))}
+    if not kept:  # a job that has not written any yet: ours are the only ones
+        return
+    newest = _newest_step(there)
+    for path in (target / "checkpoints").glob("[!.]*"):
+        checkpoint = f"checkpoints/{path.name}"
+        # No job deletes its newest: what comes after it another node has written, and may have no more.
+        if checkpoint not in kept and _step_of(checkpoint) <= newest:
+            # The manifest first: what is left of a checkpoint never looks whole.
+            (path / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _fetch(session: Session, source: str, target: Path, names: Sequence[str]) -> list[str]:
+    """Fetch the files with one call; returns those that arrived damaged."""
+    if not names:
+        return []
+    parts = {name: _Part(_part_of(target, name), begins_as=target / name) for name in names}
+    asked = [[name, part.size, part.digests] for name, part in parts.items()]
+    request = json.dumps({"chunk_bytes": CHUNK_BYTES, "files": asked}).encode() + b"\n"
+    damaged: list[str] = []
+    changed: set[Path] = set()
+    with session.pipe_program(Path(sender.__file__), ["send", source], stdin=request) as chunks:
+        stream = _ByteStream(chunks)
+        for name, part in parts.items():
+            head = parse_object(stream.read_line(MAX_HEAD_BYTES))
+            if head is None or not _is_head_of(name, head):
+                raise TransientInfraError(f"{head} came from the node instead of {name}")
+            if name == RESULT or PurePosixPath(name).name == MANIFEST:
+                _flush(changed)
+            may_appear = not any(_is_vouched_for(each, by=name) for each in damaged)
+            if head["size"] is not None and not _receive(stream, head, part, target / name, may_appear=may_appear):
+                damaged.append(name)
+            changed.add((target / name).parent)
+    _flush(changed)
+    return damaged
+
+
+def _is_vouched_for(name: str, *, by: str) -> bool:
+    """Whether a file says by being there that the other one is whole."""
+    place = PurePosixPath(by)
+    return by == RESULT or (place.name == MANIFEST and PurePosixPath(name).is_relative_to(place.parent))
+
+
+def _flush(directories: set[Path]) -> None:
+    """Make what was renamed in these directories survive a power cut; once for many files, as it waits for the disk."""
+    for directory in directories:
+        if directory.is_dir():  # not where its only file is gone, or damaged
+            receiver.flush_directory(directory)
+    directories.clear()
+
+
+def _is_head_of(name: str, head: Mapping[str, Any]) -> bool:  # Any: JSON
+    size, modified_ns = head.get("size", ""), head.get("modified_ns")
+    return head.get("name") == name and (size is None or (type(size), type(modified_ns)) == (int, int))
+
+
+def _part_of(target: Path, name: str) -> Path:
+    """Where a file grows: in its place, or beside it until it is whole."""
+    if name in APPENDED:
+        return target / name
+    return target / INCOMING / hashlib.sha256(name.encode()).hexdigest()
+
+
+def _size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+class _Part:
+    """What is here of a file that is to be fetched."""
+
+    def __init__(self, path: Path, *, begins_as: Path) -> None:
+        """Begin it, where it is not begun and large, as the version of it that is here."""
+        self.path = path
+        self.is_in_place = path == begins_as
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() and begins_as.is_file() and _size_of(begins_as) > CHUNK_BYTES:
+            shutil.copyfile(begins_as, path)
+        self.size = _size_of(path)
+        self.digests = receiver.hash_chunks(path, CHUNK_BYTES) if self.size else []
+        """Of its chunks; the last one may be incomplete."""
+
+
+def _receive(
+    stream: "_ByteStream", head: Mapping[str, Any], part: _Part, path: Path, *, may_appear: bool
+) -> bool:  # Any: JSON
+    """Take one file; false when it is not what the node says that it is, or may not appear: its chunks are kept."""
+    wrong = []
+    part.path.touch()
+    with part.path.open("r+b") as file:
+        for start in range(0, head["size"], CHUNK_BYTES):
+            if not _receive_chunk(stream, file, start, min(CHUNK_BYTES, head["size"] - start), part):
+                wrong.append(start)
+        # Nothing wrong may be left where readers see it.
+        file.truncate(wrong[0] if wrong and part.is_in_place else head["size"])
+        file.flush()
+        os.fsync(file.fileno())
+    tail = parse_object(stream.read_line(MAX_HEAD_BYTES)) or {}
+    # What is appended meanwhile is left for the next time.
+    if wrong or (tail.get("is_changed", True) and not part.is_in_place) or not may_appear:
+        return False
+    os.utime(part.path, ns=(head["modified_ns"], head["modified_ns"]))
+    if not part.is_in_place:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.path.rename(path)
+    return True
+
+
+def _receive_chunk(stream: "_ByteStream", file: BinaryIO, start: int, num_bytes: int, part: _Part) -> bool:
+    """Take what is missing of a chunk; false when it is not what the node says that it is."""
+    num_same = max(0, min(CHUNK_BYTES, part.size - start))
+    if num_same and not (parse_object(stream.read_line(MAX_HEAD_BYTES)) or {}).get("is_same"):
+        num_same = 0
+    # Of a file in its place what followed a chunk that differs is cut off below, whatever it was.
+    is_here = file.seek(0, os.SEEK_END) >= start + num_same
+    if num_same >= num_bytes:
+        return is_here and num_same == num_bytes
+    file.seek(start)
+    digest = hashlib.sha256(file.read(num_same))
+    if not num_same and part.size > start and part.is_in_place:
+        file.truncate()
+    for piece in stream.read(num_bytes - num_same):
+        file.write(piece)
+        digest.update(piece)
+    tail = parse_object(stream.read_line(MAX_HEAD_BYTES)) or {}
+    return digest.hexdigest() == tail.get("sha256")
+
+
+class _ByteStream:
+    """Lines and counted bytes from pieces of any size."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
+        self._pending = b""
+
+    def read_line(self, max_bytes: int) -> bytes:
+        while b"\n" not in self._pending:
+            if len(self._pending) > max_bytes:
+                raise TransientInfraError("the node sends something else than lines")
+            self._pending += self._next()
+        line, _, self._pending = self._pending.partition(b"\n")
+        return line
+
+    def read(self, num_bytes: int) -> Iterator[bytes]:
+        """The next bytes; none for a negative number."""
+        while num_bytes > 0:
+            piece = self._pending or self._next()
+            self._pending = piece[num_bytes:]
+            yield piece[:num_bytes]
+            num_bytes -= min(num_bytes, len(piece))
+
+    def _next(self) -> bytes:
+        try:
+            return next(self._chunks)
+        except StopIteration as error:
+            raise TransientInfraError("the node sent less than it said") from error

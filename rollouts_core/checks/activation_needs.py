@@ -1,0 +1,174 @@
+"""What a forward and backward pass takes on a GPU besides weights, gradients and the optimizer: an estimate.
+
+Not here: weights and optimizer (resource_needs.py). torch is not imported.
+
+What autograd keeps of a layer of the Llama family, in elements per token, by the tensors that its operations save. The
+method is that of arXiv:2205.05198 sec. 4, whose own numbers are for GELU, dropout and attention without a kernel. The
+sums are held against what torch allocates (tests/rollouts_core/test_activation_needs.py).
+
+    two norms         x, normalised x, and the result, which linear layers save     6 H
+    attention         q before its norm, after it, and rotated; the output          4 Q
+                      k likewise; v                                                 4 K
+    feed-forward      gate, silu(gate), up, their product                           4 I
+
+In float32 each takes 4 bytes. With bfloat16, x and normalised x stay float32, and each linear layer saves a copy of its
+input: 26 H bytes, 4 x 4 and 5 x 2. The rest is bfloat16, but for the first of q and k: 10 Q + 10 K + 8 I.
+
+Where rows are packed, the kernel takes a mask of T x T, and keys and values are repeated for the query heads that share
+them; under autocast each layer keeps a copy of the mask. `eager` keeps the T x T weights of each head.
+
+With activation checkpointing only the input of each layer is kept, and one layer's activations while it is computed
+again.
+
+Logits are computed in pieces (model/logprobs.py): the vocabulary costs three pieces, and the gradient of the head, once
+in float32 and once in the number format of the products. Under autocast that format costs a copy of trained matrices.
+Between several processes, the embedding and the head are gathered with their gradients, and two layers.
+
+T tokens of a row, H hidden size, Q and K width of all query and key heads, I feed-forward width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from rollouts_core.checks.model_shape import ModelShape, read_shape
+from rollouts_core.checks.model_size import ModelSize
+from rollouts_core.checks.needed_part import Part
+from rollouts_core.config import PolicyConfig, RLTrainingConfig, RolloutConfig, SFTTrainingConfig
+from rollouts_core.model.adapter_targets import is_target_in_files, linear_layers
+
+LOGITS_PIECE_BYTES = 64 << 20
+"""Float32 logits that are held at a time (model/logprobs.py)."""
+NUM_PIECES = 3
+"""Logits, their log-probs or gradient, and the gradient in the number format of the products."""
+MAX_SHARERS = 4
+"""Samples of a prompt that share it in a row (rl_batch.py)."""
+
+
+class Rows(NamedTuple):
+    """A micro-batch as large as the settings let it become."""
+
+    num_tokens: int
+    """Padded ones."""
+    row_length: int
+    """Tokens of its longest row."""
+    has_mask: bool
+    """Whether samples share rows, which the attention kernel needs a mask for."""
+    what: str
+    """For people."""
+
+
+def sft_rows(sft: SFTTrainingConfig) -> Rows:
+    """The micro-batch of SFT."""
+    num_rows = min(sft.micro_batch_size, sft.batch_size)
+    has_mask = sft.packing and not sft.policy.attention.startswith("flash")
+    return Rows(num_rows * sft.max_length, sft.max_length, has_mask, f"{num_rows} rows of {sft.max_length} tokens")
+
+
+def rl_rows(rl: RLTrainingConfig, rollout: RolloutConfig) -> Rows:
+    """The micro-batch of RL: as many tokens as it may have, or one row, where that is longer."""
+    longest = rollout.max_prompt_tokens + rollout.sampling.max_new_tokens
+    if rl.shares_prompts:
+        num_sharers = min(MAX_SHARERS, rollout.n_samples_per_prompt)
+        shared = rollout.max_prompt_tokens + num_sharers * rollout.sampling.max_new_tokens
+        row_length = max(longest, min(shared, rl.max_micro_batch_tokens))
+    else:
+        row_length = longest
+    num_tokens = max(rl.max_micro_batch_tokens, row_length)
+    has_mask = rl.packing and not rl.policy.attention.startswith("flash")
+    return Rows(num_tokens, row_length, has_mask, f"{num_tokens} tokens in rows of up to {row_length}")
+
+
+def activation_parts(size: ModelSize, policy: PolicyConfig, rows: Rows, *, num_processes: int) -> list[Part]:
+    """What a pass over a micro-batch takes on each device; none where config.json does not say the model's shape."""
+    shape = read_shape(size.settings)
+    if shape is None:
+        return []
+    has_mixed_formats = policy.precision == "bfloat16" and not policy.lora.rank
+    parts = {
+        f"activations of {rows.what}": activation_bytes(shape, policy, rows),
+        "logits and the gradient of the head": head_bytes(shape, policy, rows.num_tokens),
+    }
+    if policy.lora.rank:
+        parts["adapters"] = adapter_bytes(size, policy)
+    if num_processes > 1:
+        parts["gathered layers"] = gathered_bytes(size, shape, policy)
+    elif has_mixed_formats:
+        parts["weights as bfloat16"] = 2 * _num_multiplied_weights(size, shape)
+    return [Part(name, num_bytes, is_certain=False) for name, num_bytes in parts.items()]
+
+
+def activation_bytes(shape: ModelShape, policy: PolicyConfig, rows: Rows) -> int:
+    """What is kept of the layers, and around them: of the embedding, the last norm and the scored positions."""
+    has_bfloat16_residual = policy.precision == "bfloat16" and policy.lora.rank > 0
+    residual = (2 if has_bfloat16_residual else 4) * shape.hidden_size
+    layer = layer_bytes_per_token(shape, policy, rows)
+    layers = shape.num_layers * (residual if policy.activation_checkpointing else layer)
+    again = layer if policy.activation_checkpointing else 0
+    around = 5 * 4 * shape.hidden_size + (4 * rows.row_length if rows.has_mask else 0)
+    return rows.num_tokens * (layers + again + around)
+
+
+def layer_bytes_per_token(shape: ModelShape, policy: PolicyConfig, rows: Rows) -> int:
+    """What autograd keeps of one layer for each token of the micro-batch."""
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    queries, keys = shape.query_size, shape.kv_size
+    is_bfloat16 = policy.precision == "bfloat16"
+    is_eager = policy.attention == "eager"
+    width = 2 if is_bfloat16 else 4
+    kept = (
+        26 * hidden + 10 * (queries + keys) + 8 * inner
+        if is_bfloat16
+        else 4 * (6 * hidden + 4 * (queries + keys + inner))
+    )
+    if (rows.has_mask or is_eager) and keys < queries:
+        kept += 2 * width * queries
+    if rows.has_mask and is_bfloat16 and not policy.lora.rank:
+        kept += 2 * rows.row_length
+    if is_eager:
+        kept += shape.num_heads * rows.row_length * (6 if is_bfloat16 else 4)
+    return kept
+
+
+def head_bytes(shape: ModelShape, policy: PolicyConfig, num_tokens: int) -> int:
+    """What log-probs and the gradient of the head take at a time."""
+    pieces = NUM_PIECES * min(LOGITS_PIECE_BYTES, 4 * num_tokens * shape.vocab_size)
+    if policy.lora.rank:
+        return pieces
+    width = 2 if policy.precision == "bfloat16" else 4
+    return pieces + (4 + width) * shape.vocab_size * shape.hidden_size
+
+
+def adapter_bytes(size: ModelSize, policy: PolicyConfig) -> int:
+    """What adapters take with gradients and AdamW's moments, in float32: rank x (inputs + outputs) weights each."""
+    named = policy.lora.target_modules
+    layers = [
+        shape
+        for layer, shape in linear_layers(size.tensors).items()
+        if not named or any(is_target_in_files(layer, name) for name in named)
+    ]
+    return 4 * 4 * policy.lora.rank * sum(map(sum, layers))
+
+
+def gathered_bytes(size: ModelSize, shape: ModelShape, policy: PolicyConfig) -> int:
+    """What each of several processes holds of the others' shares at a time: of the vocabulary, and of two layers."""
+    vocabulary = _num_vocabulary_weights(size, shape)
+    layer = (size.num_parameters - vocabulary) // shape.num_layers
+    width = 2 if policy.precision == "bfloat16" else 4
+    gradients = 0 if policy.lora.rank else 4 * (vocabulary + layer)
+    outside = 2 if policy.precision == "bfloat16" and policy.lora.rank else 4
+    return outside * vocabulary + 2 * width * layer + gradients
+
+
+def _num_multiplied_weights(size: ModelSize, shape: ModelShape) -> int:
+    """Those in matrices that hidden states are multiplied with: all but the embedding, unless it is the head too."""
+    matrices = sum(math.prod(each) for each in size.tensors.values() if len(each) >= 2)
+    embeddings = sum(math.prod(each) for each in size.tensors.values() if each and each[0] == shape.vocab_size)
+    return matrices - embeddings + shape.vocab_size * shape.hidden_size
+
+
+def _num_vocabulary_weights(size: ModelSize, shape: ModelShape) -> int:
+    is_tied = size.settings.get("tie_word_embeddings") is True
+    tables = [math.prod(each) for each in size.tensors.values() if each and each[0] == shape.vocab_size]
+    return max(tables, default=0) if is_tied else sum(tables)

@@ -1,0 +1,34 @@
+"""Say how often a training sees its data: what a number of steps means, which nobody can tell from the number alone.
+
+Not here: how rows and prompts are counted (validate.py), the order in which an epoch visits them (data/).
+"""
+
+from __future__ import annotations
+
+from rollouts_core.checks.findings import Caution
+
+MANY_EPOCHS_OF_SFT = 30
+MANY_EPOCHS_OF_RL = 100
+"""RL sees other completions of a prompt each time, so it bears more."""
+
+
+def render_epochs(num_epochs: float) -> str:
+    """A number of epochs for people, like "0.02", "2.7" and "2,667"."""
+    digits = f"{num_epochs:.2g}" if num_epochs < 1 else f"{num_epochs:.1f}" if num_epochs < 10 else f"{num_epochs:,.0f}"
+    return f"{digits} epoch{'s' * (digits != '1.0')}"
+
+
+def describe_epochs(stage: str, num_steps: int, per_epoch: float, *, of_what: str, many: int) -> str:
+    """How many epochs a stage's steps are; a warning where they are so many that it must be a mistake.
+
+    Args:
+        per_epoch: steps of an epoch.
+        of_what: what an epoch visits, for people.
+        many: from how many epochs on it is a warning.
+    """
+    num_epochs = num_steps / per_epoch
+    said = f"{stage}.num_steps {num_steps:,} is about {render_epochs(num_epochs)} of {of_what}"
+    if num_epochs <= many:
+        return said
+    enough = max(1, int(many * per_epoch))
+    return Caution(f"{said}: a model learns them by heart long before; {many} epochs are num_steps = {enough}")

@@ -1,0 +1,187 @@
+"""Try the functions that grade and filter on made-up completions, before anything is sampled.
+
+Not here: finding them by name (resolve.py), the other checks before a training (validate.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rollouts_core.checks.findings import Caution
+from rollouts_core.config import Config, RolloutConfig, name_of_function
+from rollouts_core.data.chat import encode_texts, tokenize_prompt
+from rollouts_core.engines.protocol import Completion
+from rollouts_core.environments import ENVIRONMENTS
+from rollouts_core.environments.protocol import Outcome, describe_tools, is_multi_turn
+from rollouts_core.errors import ConfigError, EnvironmentUnavailableError, RewardError
+from rollouts_core.filters import FilterDecision, FilterFn
+from rollouts_core.rewards import RewardFn, grade_sample
+from rollouts_core.rollout.generate import build_pending_group, complete_sample
+from rollouts_core.rollout.resolve import (
+    resolve_buffer_filter_fn,
+    resolve_environment,
+    resolve_filter_fn,
+    resolve_generate_fn,
+    resolve_reward_fn,
+)
+from rollouts_core.time_limits import interrupt_after
+from rollouts_core.types import Message, Prompt, Sample, Status
+from rollouts_core.user_code import describe_raised
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TRIED_TEXT = "It is 2."
+"""What rewards are tried with where the prompt has no answer."""
+ANSWER_FORMS = ("{}", "\\boxed{{{}}}", "#### {}", ":{}", "<answer>{}</answer>", "The answer is {}")
+"""How a row's answer is written: graders look for it in different places, and some take it only where it is marked."""
+MAX_TRIED_PROMPTS = 8
+MAX_SHOWN_CHARS = 80
+
+
+def one_of_each_shape(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """The first prompt with each set of fields, `MAX_TRIED_PROMPTS` at most: a function may read what some lack."""
+    shapes: dict[tuple[bool, frozenset[str]], Prompt] = {}
+    for prompt in prompts:
+        shapes.setdefault((prompt.answer != "", frozenset(prompt.metadata)), prompt)
+    return list(shapes.values())[:MAX_TRIED_PROMPTS]
+
+
+def check_functions(config: Config, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Find the user's functions, grade completions of each prompt, an empty one and its answer, and filter a group.
+
+    Returns:
+        Who grades, and what they gave, a sentence for each prompt.
+
+    Raises:
+        ConfigError: a name that stands for nothing.
+        RewardError: a function raised, or returned something unusable.
+    """
+    filter_fn = resolve_filter_fn(config.rollout)
+    resolve_buffer_filter_fn(config.rollout)
+    if config.rollout.generate_fn != "":
+        resolve_generate_fn(config.rollout)
+    graded = asyncio.run(_grade_each(prompts, config, tokenizer))
+    if filter_fn is not None:
+        group = [graded[0][0]] * config.rollout.n_samples_per_prompt
+        _check_filter(filter_fn, group, timeout_s=config.rollout.reward_timeout_s)
+    graders = ", ".join(config.rollout.reward_names)
+    said = [
+        f"graded by {graders}: reward {empty.reward} for an empty completion of prompt {prompt.id!r}, "
+        f"{answer.reward} for {answer.response[:MAX_SHOWN_CHARS]!r}"
+        for prompt, (empty, answer) in zip(prompts, graded, strict=True)
+    ]
+    return said + warn_of_equal_rewards(config.rollout, prompts, graded)
+
+
+def warn_of_equal_rewards(
+    rollout: RolloutConfig, prompts: Sequence[Prompt], graded: Sequence[tuple[Sample, Sample]]
+) -> list[Caution]:
+    """A warning where no completion that was tried got another reward than an empty one, and one should have.
+
+    That all are 0 says nothing of a grader that does not look at the answer, as it was shown nothing that is right.
+    """
+    if not graded or any(empty.reward != answer.reward for empty, answer in graded):
+        return []
+    has_shown_answers = looks_at_answers(rollout) and any(prompt.answer for prompt in prompts)
+    if not has_shown_answers and not any(empty.reward for empty, _ in graded):
+        return []
+    given = ", ".join(dict.fromkeys(str(empty.reward) for empty, _ in graded))
+    return [
+        Caution(
+            f"{', '.join(rollout.reward_names)} gave every completion that was tried the reward of an empty one "
+            f"({given}), answers of the rows in {len(ANSWER_FORMS)} forms too: a reward that is equal for right and "
+            "wrong teaches nothing; look at the function, and at the form of `answer` in the rows"
+        )
+    ]
+
+
+def looks_at_answers(rollout: RolloutConfig) -> bool:
+    """Whether a completion that is the row's answer should be right, as far as is known.
+
+    Not where a conversation decides, nor where an environment that ships is given something else to compare with.
+    """
+    environment = resolve_environment(rollout)
+    if rollout.environment not in rollout.reward_names:
+        return True
+    if rollout.environment in ENVIRONMENTS:
+        return "answer" in getattr(environment, "row_fields", ())
+    return not is_multi_turn(environment)
+
+
+def texts_to_try(prompt: Prompt) -> list[str]:
+    """Completions that may be right: the row's answer in several forms, or something where it has none."""
+    return [form.format(prompt.answer) for form in ANSWER_FORMS] if prompt.answer else [TRIED_TEXT]
+
+
+def build_completion(prompt: Prompt, text: str, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> Sample:
+    """What rewards are given when a policy says this text and stops."""
+    [pending] = build_pending_group(prompt, group_index=0, size=1)
+    environment = resolve_environment(rollout)
+    tokens = [*encode_texts(tokenizer, [text])[0], int(tokenizer.eos_token_id)]
+    completion = Completion(
+        tokens=tokens,
+        logprobs=[0.0] * len(tokens),
+        status=Status.COMPLETED,
+        finish_reason="stop",
+        version_spans=(),
+    )
+    prompt_tokens = tokenize_prompt(tokenizer, prompt.messages, describe_tools(environment))
+    sample = replace(complete_sample(pending, prompt_tokens, completion, tokenizer), response=text)
+    if not is_multi_turn(environment):
+        return sample
+    said: Message = {"role": "assistant", "content": text}
+    held = {"conversation": [*prompt.messages, said], "outcomes": [Outcome.OK.value]}
+    return replace(sample, metadata={**sample.metadata, **held})
+
+
+async def _grade_each(
+    prompts: Sequence[Prompt], config: Config, tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[Sample, Sample]]:
+    """Of each prompt an empty completion and one that may be right, graded: the first that is graded otherwise.
+
+    All in the one event loop that the services of rewards belong to.
+    """
+    reward_fn = resolve_reward_fn(config.rollout)
+    pairs = []
+    for prompt in prompts:
+        empty = await _grade(build_completion(prompt, "", tokenizer, config.rollout), reward_fn, config)
+        tried: list[Sample] = []
+        for text in texts_to_try(prompt):
+            tried.append(await _grade(build_completion(prompt, text, tokenizer, config.rollout), reward_fn, config))
+            if tried[-1].reward != empty.reward:
+                break
+        pairs.append((empty, tried[-1] if tried[-1].reward != empty.reward else tried[0]))
+    return pairs
+
+
+async def _grade(completion: Sample, reward_fn: RewardFn, config: Config) -> Sample:
+    """The completion with its reward; whatever goes wrong is told with what it was given."""
+    said = completion.response
+    what = f"the completion {said[:MAX_SHOWN_CHARS]!r}" if said else "an empty completion"
+    try:
+        sample = await grade_sample(completion, reward_fn, timeout_s=config.rollout.reward_timeout_s)
+    except EnvironmentUnavailableError as error:
+        raise ConfigError(f"{what} cannot be graded: {error}") from error
+    except RewardError as error:
+        raise RewardError(f"{error}; it was given {what}") from error
+    if sample.reward is None and config.training.rl.advantage.unscored == "error":
+        raise RewardError(
+            f"reward function {name_of_function(reward_fn)} on {what} returned None: expected a finite "
+            'number, or training.rl.advantage.unscored = "exclude" where some completions cannot be scored'
+        )
+    return sample
+
+
+def _check_filter(filter_fn: FilterFn, group: list[Sample], *, timeout_s: float) -> None:
+    where = f"filter function {name_of_function(filter_fn)} on a group of {len(group)} empty completions"
+    try:
+        with interrupt_after(timeout_s):
+            outcome = filter_fn(group)
+    except Exception as error:
+        raise RewardError(f"{where} {describe_raised(error)}") from error
+    if not isinstance(outcome, bool | FilterDecision):
+        raise RewardError(f"{where} returned {outcome!r}: expected True or False")

@@ -1,0 +1,218 @@
+"""Whether a local model's folder is whole, fits its tokenizer, and can see prompts with their completions.
+
+Not here: loading it (model/loading.py), the other checks before a training (validate.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError, safe_open
+
+from rollouts_core.checks.findings import Caution
+from rollouts_core.config import ENGINE_MARGINS, Config, EngineKind, ModelConfig
+from rollouts_core.config.messages import first_line
+from rollouts_core.embedded.architecture import Architecture, load_architecture
+from rollouts_core.errors import CheckpointError, ConfigError, DataError
+from rollouts_core.model.loading import check_packable, find_positions, find_settings, refuse_pickled_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MODEL_FILES = {
+    "configuration": ["config.json"],
+    "tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken"],
+}
+"""What a model's folder must hold besides its weights, and the names under which it may."""
+LFS_POINTER = b"version https://git-lfs"
+"""How a file begins that a clone without Git LFS has in place of the weights."""
+
+
+def check_model_files(config: Config) -> None:
+    """Raise when a local model lacks a file, or when its completions are to be scored and cannot be computed.
+
+    Raises:
+        CheckpointError, ConfigError: one sentence about the model's folder.
+    """
+    folder = Path(config.model.path)
+    is_generating = config.evaluation.metric == "accuracy"
+    if not folder.is_dir():
+        if is_generating or config.model.path.startswith(("/", ".", "~")):
+            hub = "; a model of the hub must be downloaded first" if is_generating else ""
+            raise ConfigError(f"model.path: {folder} is not a folder: give that of a Hugging Face checkpoint{hub}")
+        return
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"model.path: {folder} holds adapters of PEFT without their model: add them to it by merge_and_unload(), "
+            "and give the folder that save_pretrained() makes of the sum and of the tokenizer"
+        )
+    for what, patterns in MODEL_FILES.items():
+        if not any(path for pattern in patterns for path in folder.glob(pattern)):
+            raise CheckpointError(
+                f"model.path: {folder} has no {what} ({' or '.join(patterns)}): give a whole checkpoint"
+            )
+    _check_weights(folder, config)
+    if is_generating:
+        num_positions = count_positions(config)
+        if config.mode != "sft":
+            longest, kind = config.rollout.max_prompt_tokens, config.rollout.engine.kind
+            prompts = f"prompts of {longest} tokens (rollout.max_prompt_tokens)"
+            check_positions(prompts, longest, num_positions, config, engine=kind)
+
+
+def _check_weights(folder: Path, config: Config) -> None:
+    """Raise CheckpointError where the folder has no weights, or such as somebody who needs them does not read."""
+    paths = sorted(folder.glob("*.safetensors"))
+    for path in paths:
+        if not os.access(path, os.R_OK):
+            raise CheckpointError(f"model.path: {path} cannot be read (Permission denied)")
+        try:
+            safe_open(path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(_say_damaged(path, error)) from error
+    if paths:
+        return
+    if not config.model.allow_pickle:
+        refuse_pickled_weights(folder)
+    if not any(folder.glob("pytorch_model*.bin")):
+        raise CheckpointError(f"model.path: {folder} has no weights (*.safetensors): give a whole checkpoint")
+    if config.evaluation.metric == "accuracy" and config.evaluation_engine.kind == "embedded":
+        raise CheckpointError(
+            f"model.path: the weights at {folder} are pickled, which the embedded engine does not read: convert them "
+            "to safetensors"
+        )
+
+
+def _say_damaged(path: Path, error: OSError | SafetensorError) -> str:
+    with path.open("rb") as file:
+        is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+    if is_pointer:
+        return f"{path} is a pointer of Git LFS in place of the weights: fetch them with `git lfs pull` in its folder"
+    return f"{path} was cut or is damaged ({first_line(error)}): copy it again"
+
+
+def check_jax_model(config: Config) -> None:
+    """Raise when a stage is to train with JAX, and the model is none that it computes.
+
+    Raises:
+        CheckpointError, ConfigError: one sentence about the model.
+    """
+    policies = {"sft": config.training.sft.policy, "rl": config.training.rl.policy}
+    if any(kind in config.mode and policy.backend == "jax" for kind, policy in policies.items()):
+        load_jax_architecture(config.model)
+
+
+def check_packing(config: Config) -> None:
+    """Raise ConfigError when a stage is to pack rows of a model in which samples of one row would see each other."""
+    stages = {"sft": config.training.sft.packing, "rl": config.training.rl.packing}
+    given = [f"training.{kind}.packing" for kind, packs in stages.items() if kind in config.mode and packs]
+    if given and (settings := find_settings(config.model)) is not None:
+        check_packable(settings, setting=" and ".join(given))
+
+
+def load_jax_architecture(model: ModelConfig) -> Architecture:
+    """The architecture of a model that JAX is to train.
+
+    Raises:
+        CheckpointError: no readable config.json, or a model of another family.
+        ConfigError: a model of a hub, or one with dropout, which JAX does not do.
+    """
+    folder = Path(model.path)
+    if not folder.is_dir():
+        raise ConfigError(f'backend "jax" reads models from folders, {model.path} is none: download the model first')
+    remedy = 'set policy.backend = "pytorch" for this model'
+    architecture = load_architecture(folder, runner='backend "jax"', remedy=remedy)
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if dropout := settings.get("attention_dropout"):
+        raise ConfigError(f'{folder}: backend "jax" does not support attention_dropout {dropout}: {remedy}')
+    return architecture
+
+
+def count_positions(config: Config) -> int | None:
+    """How many positions the model has, as far as its configuration tells.
+
+    Raises:
+        CheckpointError: the embedded engine is to score its completions, and cannot compute them.
+    """
+    folder = Path(config.model.path)
+    if config.evaluation_engine.kind == "embedded":
+        others = 'rollout.engine.kind "sglang" and "vllm" complete prompts with other models'
+        loss = ', and evaluation.metric = "loss" compares any' if config.mode == "sft" else ""
+        is_chosen = config.rollout.engine.kind != "embedded"
+        return load_architecture(
+            folder,
+            runner="evaluation by the embedded engine",
+            remedy='leave evaluation.engine = "embedded" out' if is_chosen else others + loss,
+        ).max_context_length
+    return read_model_number(folder, "max_position_embeddings") or read_model_number(folder, "n_positions")
+
+
+def check_positions(
+    prompts: str, num_prompt_tokens: int, num_positions: int | None, config: Config, *, engine: EngineKind
+) -> None:
+    """Raise ConfigError when prompts of so many tokens with their completions are longer than the model can see.
+
+    Args:
+        num_positions: what it can see, None where nobody knows.
+        engine: what completes them.
+    """
+    max_new_tokens = config.rollout.sampling.max_new_tokens
+    needed = num_prompt_tokens + max_new_tokens + ENGINE_MARGINS[engine]
+    if num_positions is not None and needed > num_positions:
+        raise ConfigError(
+            f"{prompts} with completions of {max_new_tokens} (rollout.sampling.max_new_tokens) need {needed} "
+            f"positions, the model at {config.model.path} has {num_positions}: lower one of them"
+        )
+
+
+def check_longest(source: str, num_tokens: int, model: ModelConfig) -> list[Caution]:
+    """A warning where demonstrations of so many tokens are longer than what the model was made for.
+
+    Raises:
+        ConfigError: it cannot compute them.
+    """
+    positions, num_needed = find_positions(model), num_tokens - 1  # nothing is predicted from the last token
+    if positions is None or num_needed <= positions.num:
+        return []
+    longest = (
+        f"{source}: a demonstration of {num_tokens} tokens needs {num_needed} positions, the model at {model.path}"
+    )
+    remedy = f"set training.sft.max_length to {positions.num + 1} or less"
+    if positions.are_all:
+        raise ConfigError(f"{longest} has {positions.num}: {remedy}")
+    return [Caution(f"{longest} was made for {positions.num}: what lies beyond teaches it little; {remedy}")]
+
+
+def check_model_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise DataError when a local model embeds fewer tokens than its tokenizer has."""
+    vocab_size = num_embedded_tokens(model)
+    if vocab_size is not None and vocab_size < len(tokenizer):
+        raise DataError(
+            f"the tokenizer at {model.path} has {len(tokenizer)} tokens but the model embeds {vocab_size}: "
+            "they do not belong together"
+        )
+
+
+def num_embedded_tokens(model: ModelConfig) -> int | None:
+    """The size of a local model's vocabulary, None where it does not say; that of a hub model it says when loaded."""
+    return read_model_number(Path(model.path), "vocab_size")
+
+
+def read_model_number(folder: Path, name: str) -> int | None:
+    """A number of a model's config.json, of its language model where it has others; None where it is not there.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        number = {**settings, **settings.get("text_config", {})}.get(name)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} is no configuration of a model ({first_line(error)}): copy it again") from error
+    return number if isinstance(number, int) else None

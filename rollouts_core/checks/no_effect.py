@@ -1,0 +1,119 @@
+"""Say which settings of a run do nothing, because another setting takes their place or is missing.
+
+Not here: settings that cannot go together (config/), what is wrong with models and data (validate.py).
+"""
+
+from __future__ import annotations
+
+from rollouts_core.checks.findings import Caution
+from rollouts_core.config import (
+    Config,
+    LoRAConfig,
+    OptimConfig,
+    PolicyConfig,
+    RLTrainingConfig,
+    RolloutConfig,
+    SFTTrainingConfig,
+    TrainingConfig,
+)
+from rollouts_core.environments.protocol import describe_tools, is_multi_turn
+from rollouts_core.rollout.resolve import resolve_environment
+
+
+def find_settings_without_effect(config: Config) -> list[Caution]:
+    """A warning for each setting that somebody gave and that changes nothing in the stages of this run."""
+    sft, rl = config.training.sft, config.training.rl
+    found = _of_other_modes(config)
+    if config.mode != "rl":
+        found += _of_stage("training.sft", sft.optim, sft.policy, num_updates=sft.num_steps)
+        found += _of_intervals("training.sft", sft)
+        if sft.eval_every != SFTTrainingConfig().eval_every and not config.data.sft_eval:
+            found.append(f"training.sft.eval_every {sft.eval_every} does nothing without data.sft_eval")
+    if config.mode != "sft":
+        found += _of_stage("training.rl", rl.optim, rl.policy, num_updates=rl.num_optim_steps)
+        found += _of_intervals("training.rl", rl)
+        found += _of_loss(rl)
+    if config.evaluation.metric == "accuracy":
+        found += _of_rollout(config.rollout)
+    return [Caution(sentence) for sentence in found]
+
+
+def _of_other_modes(config: Config) -> list[str]:
+    """The tables and data of stages that the mode leaves out."""
+    data, training, usual = config.data, config.training, TrainingConfig()
+    given: dict[str, bool] = {}
+    if config.mode == "rl":
+        given = {
+            "training.sft": training.sft != usual.sft,
+            "data.sft": bool(data.sft),
+            "data.sft_eval": bool(data.sft_eval),
+        }
+    if config.mode == "sft":
+        given = {
+            "training.rl": training.rl != usual.rl,
+            "data.prompts": bool(data.prompts),
+            "data.rollouts": bool(data.rollouts),
+        }
+    stage = {"rl": "SFT", "sft": "RL"}.get(config.mode, "")
+    found = [
+        f'{name} does nothing: mode "{config.mode}" has no {stage}' for name, is_given in given.items() if is_given
+    ]
+    if config.evaluation.metric == "loss" and config.rollout != RolloutConfig():
+        found.append('rollout does nothing: without RL, and with evaluation.metric "loss", nothing is sampled')
+    return found
+
+
+def _of_stage(stage: str, optim: OptimConfig, policy: PolicyConfig, *, num_updates: int) -> list[str]:
+    found: list[str] = []
+    if optim.lr == 0:
+        found.append(f"{stage}.optim.lr is 0: nothing is learned")
+    if optim.num_warmup_steps >= num_updates:
+        found.append(
+            f"{stage}.optim.num_warmup_steps {optim.num_warmup_steps} are as many as all updates ({num_updates}), or "
+            "more: the learning rate does nothing but rise"
+        )
+    unused = [name for name in LoRAConfig.model_fields if getattr(policy.lora, name) != getattr(LoRAConfig(), name)]
+    if policy.lora.rank == 0 and unused:
+        found.append(f"{stage}.policy.lora.{unused[0]} does nothing without lora.rank: all weights are trained")
+    return found
+
+
+def _of_intervals(stage: str, training: SFTTrainingConfig | RLTrainingConfig) -> list[str]:
+    given, usual = training.checkpoint_every, type(training)().checkpoint_every
+    if given <= training.num_steps or given == usual:
+        return []
+    return [
+        f"{stage}.checkpoint_every {given} is more than its num_steps {training.num_steps}: there is no checkpoint but "
+        "the last one to choose, and a training that is interrupted begins anew"
+    ]
+
+
+def _of_loss(rl: RLTrainingConfig) -> list[str]:
+    """With one update per step nothing has moved yet from the trainer's own log-probs before it."""
+    if rl.loss.ratio_base == "rollout" or rl.num_minibatches * rl.num_epochs > 1:
+        return []
+    given = {"drift_mask": rl.loss.drift_mask, "ratio_penalty": rl.loss.ratio_penalty}
+    return [
+        f'training.rl.loss.{name} does nothing with ratio_base "old" and one update per step: take "rollout", or more '
+        "num_minibatches"
+        for name, value in given.items()
+        if value
+    ]
+
+
+def _of_rollout(rollout: RolloutConfig) -> list[str]:
+    grades = rollout.environment in ("", *rollout.reward_names)
+    has_turns = rollout.multi_turn != RolloutConfig().multi_turn
+    if grades and not has_turns:
+        return []
+    if not rollout.environment:
+        return ["rollout.multi_turn does nothing without a rollout.environment that answers"]
+    environment = resolve_environment(rollout)
+    answers = is_multi_turn(environment)
+    found: list[str] = []
+    if not grades and not answers and not describe_tools(environment):
+        instead = "rewards" if rollout.rewards else "reward_fn"
+        found.append(f'rollout.environment "{rollout.environment}" does nothing: rollout.{instead} grades in its place')
+    if not answers and has_turns:
+        found.append(f'rollout.multi_turn does nothing: the environment "{rollout.environment}" never answers')
+    return found

@@ -1,0 +1,266 @@
+"""What a run takes of memory and disk, from its settings and the headers of the model's files.
+
+Not here: what a machine has (infra/bootstrap.py), how large a model is (model_size.py, model_shape.py), what a pass of
+training takes besides weights and optimizer (activation_needs.py). No weights are read and torch is not imported: this
+is asked before anything is rented or started.
+
+    certain     weights, gradients, AdamW's moments, the reference; the weights of an engine    -> less is refused
+    about       activations, logits, adapters, number formats of the products, gathered layers  -> less is warned of
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollouts_core.checks.activation_needs import Rows, activation_parts, rl_rows, sft_rows
+from rollouts_core.checks.model_shape import read_shape
+from rollouts_core.checks.model_size import ModelSize
+from rollouts_core.checks.needed_part import GIB, Part, describe_parts, sum_bytes
+from rollouts_core.config import Config, PolicyConfig, RLTrainingConfig, SFTTrainingConfig
+
+FLOAT32_BYTES = 4
+BFLOAT16_BYTES = 2
+MOMENTS = 2
+"""AdamW's moving averages of each trained weight."""
+KEPT_PUBLICATIONS = 2
+"""Versions of the weights that stay as files for engines that read files."""
+ENGINE_SHARE = 0.9
+"""About the share of a GPU's memory that SGLang and vLLM take where nothing is said."""
+SMALLER_ENGINE_ARGUMENTS = ("--dtype", "quantization", "torchao", "offload")
+"""Parts of the names of arguments with which an engine may hold less than its weights."""
+ENGINE_SHARE_ARGUMENTS = ("--mem-fraction-static", "--gpu-memory-utilization")
+
+
+def stored_weight_bytes(policy: PolicyConfig) -> int:
+    """Bytes of one weight as the trainer holds and saves it: the frozen weights of adapters have the number format of
+    the matrix products, trained ones are float32."""
+    return BFLOAT16_BYTES if policy.lora.rank and policy.precision == "bfloat16" else FLOAT32_BYTES
+
+
+def state_parts(num_parameters: int, policy: PolicyConfig, *, with_reference: bool, num_processes: int) -> list[Part]:
+    """What weights, gradients and the optimizer's state take in each of some processes, which share them.
+
+    With adapters this leaves out the adapters, and the frozen weights are the reference as well.
+    """
+    share = num_parameters * FLOAT32_BYTES // num_processes
+    if policy.lora.rank:
+        return [Part("frozen weights", num_parameters * stored_weight_bytes(policy) // num_processes)]
+    parts = [Part("weights", share), Part("gradients", share), Part("AdamW's moments", MOMENTS * share)]
+    return [*parts, Part("the reference model", share)] if with_reference else parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageNeeds:
+    """What a training stage takes on each of its devices."""
+
+    kind: str
+    """sft or rl."""
+    parts: Sequence[Part]
+    remedies: Sequence[str]
+    """What lowers it, as settings."""
+
+    @property
+    def certain_parts(self) -> list[Part]:
+        """What it takes for certain."""
+        return [part for part in self.parts if part.is_certain]
+
+    @property
+    def least_bytes(self) -> int:
+        """What that comes to."""
+        return sum_bytes(self.certain_parts)
+
+    @property
+    def expected_bytes(self) -> int:
+        """What it takes about."""
+        return sum_bytes(self.parts)
+
+    def __str__(self) -> str:
+        shown = describe_parts(self.parts)
+        total = f"training.{self.kind} takes about {self.expected_bytes / GIB:.1f} GiB on each GPU"
+        return f"{total} ({shown})" if shown else total
+
+    def warning(self, gpu: str, gpu_bytes: float) -> str:
+        """A sentence where a GPU may have too little memory for it; else empty.
+
+        Args:
+            gpu: which one, for people.
+        """
+        if self.expected_bytes <= gpu_bytes:
+            return ""
+        return (
+            f"{self}, {gpu} has {gpu_bytes / GIB:.1f} GiB and may run out of memory: {', '.join(self.remedies)}, "
+            "train on more GPUs, or take larger ones"
+        )
+
+
+def training_needs(config: Config, size: ModelSize, *, num_machines: int = 1) -> list[StageNeeds]:
+    """What each training stage takes; none where the size of the model is not known.
+
+    Args:
+        num_machines: those that train together.
+    """
+    if not size.tensors:
+        return []
+    sft, rl = config.training.sft, config.training.rl
+    num_processes = config.deployment.num_trainer_processes * num_machines
+    stages: dict[str, tuple[SFTTrainingConfig | RLTrainingConfig, Rows, bool]] = {
+        "sft": (sft, sft_rows(sft), False),
+        "rl": (rl, rl_rows(rl, config.rollout), rl.with_reference),
+    }
+    return [
+        StageNeeds(
+            kind=kind,
+            parts=[
+                *state_parts(
+                    size.num_parameters, stage.policy, with_reference=with_reference, num_processes=num_processes
+                ),
+                *activation_parts(size, stage.policy, rows, num_processes=num_processes),
+            ],
+            remedies=_remedies(kind, stage),
+        )
+        for kind, (stage, rows, with_reference) in stages.items()
+        if kind in config.mode
+    ]
+
+
+def _remedies(kind: str, stage: SFTTrainingConfig | RLTrainingConfig) -> list[str]:
+    section = f"training.{kind}"
+    if isinstance(stage, SFTTrainingConfig):
+        remedies = [f"lower {section}.max_length"]
+        if min(stage.micro_batch_size, stage.batch_size) > 1:
+            remedies.insert(0, f"lower {section}.micro_batch_size (the same step)")
+    else:
+        remedies = [
+            f"lower {section}.max_micro_batch_tokens (the same step)",
+            "lower rollout.sampling.max_new_tokens",
+        ]
+    if not stage.policy.activation_checkpointing:
+        remedies.append(f"set {section}.policy.activation_checkpointing")
+    if not stage.policy.lora.rank and stage.policy.backend == "pytorch":
+        remedies.append(f"train adapters ({section}.policy.lora)")
+    return remedies
+
+
+def least_memory_bytes(config: Config, size: ModelSize, *, num_machines: int = 1) -> int:
+    """What trainer and engines take at least on each of their GPUs; 0 where the model's size is not known."""
+    stages = [] if config.deployment.shares_cpu else training_needs(config, size, num_machines=num_machines)
+    return max([*(stage.least_bytes for stage in stages), engine_weight_bytes(config, size)])
+
+
+# ── engines ──
+
+
+def engine_weight_bytes(config: Config, size: ModelSize) -> int:
+    """What the weights of an engine take on each of its GPUs; 0 for one that has none, or may hold fewer bytes."""
+    engine, placement = config.rollout.engine, config.deployment
+    num_gpus = len(placement.engine_gpu_ranks) // placement.num_engines
+    if config.mode == "sft" or config.data.rollouts or engine.kind == "embedded" or not num_gpus:
+        return 0
+    if "quantization_config" in size.settings or any(
+        name in argument for argument in engine.extra_args for name in SMALLER_ENGINE_ARGUMENTS
+    ):
+        return 0
+    return size.num_parameters * _engine_dtype_bytes(config, size) // num_gpus
+
+
+def _engine_dtype_bytes(config: Config, size: ModelSize) -> int:
+    """Bytes of one weight in the number format that an engine is started with (engines/launch.py)."""
+    dtype: str = config.rollout.engine.dtype
+    if dtype == "auto" and config.mode == "sft+rl":  # a checkpoint of SFT is served as it was saved
+        return stored_weight_bytes(config.training.sft.policy)
+    if dtype == "auto":
+        dtype = str(size.settings.get("dtype") or size.settings.get("torch_dtype"))
+    return FLOAT32_BYTES if dtype.endswith("float32") else BFLOAT16_BYTES
+
+
+def engine_share(config: Config) -> float:
+    """The share of a GPU's memory that an engine takes."""
+    arguments = [part for each in config.rollout.engine.extra_args for part in each.split("=", 1)]
+    for name, value in itertools.pairwise(arguments):
+        if name in ENGINE_SHARE_ARGUMENTS:
+            try:
+                return float(value)
+            except ValueError:  # the engine says so
+                break
+    return ENGINE_SHARE
+
+
+def engine_warning(config: Config, size: ModelSize, gpu_bytes: float, *, num_machines: int = 1) -> str:
+    """A sentence where engines may have too little room on GPUs of so much memory; else empty.
+
+    An engine keeps its share of the GPU for its weights and its cache, which has to hold the longest request: two
+    vectors of `kv_size` per layer and token, here as bfloat16. Where the trainer shares the GPU, weights and moments of
+    the trainer stay beside it; gradients and activations are there only while the engine has given its memory away.
+    """
+    weights = engine_weight_bytes(config, size)
+    shape = read_shape(size.settings)
+    if not weights or shape is None:
+        return ""
+    placement, share = config.deployment, engine_share(config)
+    num_gpus = len(placement.engine_gpu_ranks) // placement.num_engines
+    context = config.rollout.engine_context(config.rollout.max_prompt_tokens)
+    cache = context * 2 * shape.num_layers * shape.kv_size * BFLOAT16_BYTES // num_gpus
+    if weights + cache > share * gpu_bytes:
+        return (
+            f"an engine takes {weights / GIB:.1f} GiB for weights and {cache / GIB:.1f} for the cache of one request "
+            f"of {context} tokens on each GPU, of the {share * gpu_bytes / GIB:.1f} GiB that are its share: give it "
+            "more GPUs (deployment.engine_gpu_ranks), larger ones, or a larger share (rollout.engine.extra_args)"
+        )
+    resident = _resident_bytes(config, size, num_machines=num_machines) if placement.colocated else 0
+    if resident > (1 - share) * gpu_bytes:
+        names = {"sglang": ENGINE_SHARE_ARGUMENTS[0], "vllm": ENGINE_SHARE_ARGUMENTS[1]}
+        return (
+            f"weights and moments of the trainer ({resident / GIB:.1f} GiB) stay on the GPU beside an engine that "
+            f"takes {share:.0%} of its {gpu_bytes / GIB:.1f} GiB: lower {names[config.rollout.engine.kind]} in "
+            "rollout.engine.extra_args"
+        )
+    return ""
+
+
+def _resident_bytes(config: Config, size: ModelSize, *, num_machines: int) -> int:
+    """What of the trainer of RL stays on its GPU while engines sample."""
+    stages = training_needs(config, size, num_machines=num_machines)
+    parts = [part for stage in stages if stage.kind == "rl" for part in stage.parts if part.is_certain]
+    return sum_bytes(part for part in parts if part.name != "gradients")
+
+
+# ── disk ──
+
+
+def checkpoint_disk_bytes(config: Config, size: ModelSize) -> int:
+    """What the checkpoints that a run keeps come to."""
+    total = 0
+    for kind, stage in (("sft", config.training.sft), ("rl", config.training.rl)):
+        if kind in config.mode:
+            num_saved = -(-stage.num_steps // stage.checkpoint_every)
+            num_kept = min(stage.keep_checkpoints + stage.keep_best, num_saved)
+            moments = 0 if stage.policy.lora.rank else MOMENTS * FLOAT32_BYTES
+            total += num_kept * size.num_parameters * (stored_weight_bytes(stage.policy) + moments)
+    return total
+
+
+def publication_disk_bytes(config: Config, size: ModelSize) -> int:
+    """What weights come to that are published as files: the embedded engine reads memory, others may be sent them."""
+    engine, rl = config.rollout.engine, config.training.rl
+    has_files = engine.kind != "embedded" and engine.weight_transfer == "auto" and not config.data.rollouts
+    if config.mode == "sft" or not has_files:
+        return 0
+    num_versions = min(KEPT_PUBLICATIONS, rl.num_steps // rl.sync_every)
+    return num_versions * size.num_parameters * stored_weight_bytes(rl.policy)
+
+
+def needed_disk(config: Config, size: ModelSize, *, sends_weights: bool = False) -> list[Part]:
+    """What a run takes of the disk of a machine that has nothing of it yet.
+
+    Args:
+        sends_weights: whether engines are on other machines, to which weights go over the network.
+    """
+    published = 0 if sends_weights else publication_disk_bytes(config, size)
+    parts = [
+        Part("checkpoints", checkpoint_disk_bytes(config, size)),
+        Part("the model's files", size.num_file_bytes),
+        Part("weights for engines", published),
+    ]
+    return [part for part in parts if part.num_bytes]

@@ -1,0 +1,135 @@
+"""Turn a pydantic validation error into sentences that say which key, what was found and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from rollouts_core.config.foreign_names import find_foreign_name
+
+MAX_SHOWN_CHARS = 80
+MAX_SHOWN_MISTAKES = 5
+
+
+def explain_validation_error(error: ValidationError, model: type[BaseModel], *, source: str) -> str:
+    """What is wrong with each key, a sentence on a line of its own; after MAX_SHOWN_MISTAKES the others are counted.
+
+    Args:
+        model: the record that was being filled, for the names a misspelt key may have meant.
+        source: the file or form, named at the start of each line.
+    """
+    problems = sorted(_of_the_meant_type(error.errors()), key=lambda problem: problem["type"] != "extra_forbidden")
+    by_key: dict[tuple[str, ...], ErrorDetails] = {}
+    for problem in problems:
+        by_key.setdefault(tuple(_path_of(problem, model)), problem)
+    mistakes = [_sentence(problem, list(path), model) for path, problem in by_key.items()]
+    shown = mistakes[:MAX_SHOWN_MISTAKES]
+    if num_more := len(mistakes) - len(shown):
+        shown.append(f"further settings that do not fit: {num_more}")
+    return "\n".join(f"{source}: {each}" for each in shown)
+
+
+def closest_name(name: str, known: list[str]) -> str:
+    """`; did you mean X?` for the known name nearest to `name`, else the list of known names."""
+    swapped = [each for each in known if sorted(each) == sorted(name)]
+    close = swapped or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(known))}"
+
+
+def suggest_key(path: Sequence[str], known: list[str]) -> str:
+    """What may be meant by an unknown key: what another system calls so, else the nearest name or the list of them."""
+    foreign = find_foreign_name(path)
+    if foreign is None:
+        return closest_name(path[-1], known)
+    return f"; here it is {foreign}" if " " in foreign else f"; did you mean {foreign}?"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of somebody else's code says, in one line; its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _sentence(problem: ErrorDetails, path: list[str], model: type[BaseModel]) -> str:
+    """What is wrong with one key, and what to do."""
+    key = ".".join(path)
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {key}{_suggestion(path, model)}"
+    if problem["type"] == "missing":
+        return f"{key} is missing"
+    if problem["type"] == "value_error":
+        return f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
+    if problem["type"] in ("model_type", "dict_type"):
+        return f"{key}: expected a table of settings, found {_show(problem['input'])}"
+    if problem["type"] in ("tuple_type", "list_type"):
+        return f"{key}: expected a list, [...], found {_show(problem['input'])}"
+    return f"{key}: {_lower_first(problem['msg'])}, found {_show(problem['input'])}"
+
+
+def _of_the_meant_type(problems: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Without what a field that may be text or a list says about text where a list was given."""
+    lists = [each for each in problems if each["type"] == "string_type" and isinstance(each["input"], list | tuple)]
+    return [each for each in problems if each not in lists] or problems
+
+
+def _path_of(problem: Mapping[str, Any], model: type[BaseModel]) -> list[str]:  # Any: pydantic's details
+    """The key that a problem is about, without the names that pydantic gives to the alternatives of a union."""
+    path: list[str] = []
+    section: type[BaseModel] | None = model
+    for part in problem["loc"]:
+        if isinstance(part, int):
+            path.append(str(part))
+        elif "[" not in part:  # else a list's type, as an alternative of a union: the list's own path goes on behind it
+            if section is None or (part == "str" and part not in section.model_fields):
+                break
+            path.append(part)
+            section = nested_record(section, part)
+    return path
+
+
+def _suggestion(path: list[str], model: type[BaseModel]) -> str:
+    section: type[BaseModel] | None = model
+    for part in path[:-1]:
+        if not part.isdecimal():
+            section = nested_record(section, part) if section else None
+    if section is None:
+        return ""
+    hint = suggest_key(path, list(section.model_fields))
+    deeper = _find_one_level_down(path[-1], section) if hint.startswith("; known are") else None
+    return f"; did you mean {'.'.join([*path[:-1], *deeper])}?" if deeper else hint
+
+
+def _find_one_level_down(name: str, section: type[BaseModel]) -> tuple[str, str] | None:
+    """The setting of a section's sections that has a name, its initials (`lr` of `learning_rate`) or one like it."""
+    below = [(key, each) for key in section.model_fields for each in _fields_of(nested_record(section, key))]
+    initials = "".join(word[0] for word in name.split("_") if word)
+    wanted = (name, initials) if "_" in name else (name,)
+    close = difflib.get_close_matches(name, [each for _, each in below], n=1, cutoff=0.8)
+    return next(((key, each) for meant in (*wanted, *close) for key, each in below if each == meant), None)
+
+
+def _fields_of(section: type[BaseModel] | None) -> list[str]:
+    return list(section.model_fields) if section else []
+
+
+def nested_record(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """The record that a field holds, or a list of which it may hold."""
+    return _record_in(model.model_fields[name].annotation) if name in model.model_fields else None
+
+
+def _record_in(annotation: object) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((record for part in get_args(annotation) if (record := _record_in(part))), None)
+
+
+def _show(value: Any) -> str:  # Any: whatever the user wrote
+    shown = repr(value)
+    return shown if len(shown) <= MAX_SHOWN_CHARS else shown[:MAX_SHOWN_CHARS] + "..."
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]

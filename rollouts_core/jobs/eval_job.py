@@ -1,0 +1,160 @@
+"""Do a job of kind eval or generate: sample from checkpoints, grade, and leave the stage's record.
+
+Not here: what the jobs are (job.py), sampling and scores (evaluate.py). Nothing here loads the training: of the
+transformers library that is the larger part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+
+import torch
+
+from rollouts_core.comparison import estimate_mean, select_best
+from rollouts_core.config import DeploymentConfig, RolloutConfig
+from rollouts_core.data.dataset import load_prompts_from_jsonl, load_sft_dataset
+from rollouts_core.errors import DataError
+from rollouts_core.evaluate import (
+    ask_engine,
+    evaluation_rollouts,
+    generate_samples,
+    longest_prompt,
+    score_demonstrations,
+    scores_by_prompt,
+)
+from rollouts_core.jobs.job import EvalJob, GenerateJob, InputModel
+from rollouts_core.jobs.job_inputs import check_model, checked_file
+from rollouts_core.jobs.run_directory import RunDirectory, attempt_number
+from rollouts_core.metrics import EventLog, JSONLLogger, read_json_lines
+from rollouts_core.model.loading import load_tokenizer, silence_progress_bars
+from rollouts_core.rewards import grade_group
+from rollouts_core.rollout.resolve import resolve_reward_fn
+from rollouts_core.types import Prompt, Sample, sample_from_json
+
+logger = logging.getLogger(__name__)
+
+
+def run_eval_job(job: EvalJob | GenerateJob, directory: RunDirectory) -> None:
+    """Do the job; its record exists when this returns."""
+    silence_progress_bars()
+    torch.set_num_threads(job.deployment.trainer_threads or os.cpu_count() or 1)
+    with EventLog(directory.events, attempt=attempt_number()) as events:
+        events.write("started", kind=job.kind, pid=os.getpid())
+    asyncio.run(score_checkpoints(job, directory) if isinstance(job, EvalJob) else sample_prompts(job, directory))
+
+
+async def score_checkpoints(job: EvalJob, directory: RunDirectory) -> None:
+    """Score every checkpoint on the same rows; the record has all scores and names the best."""
+    scored = []
+    with checked_file(job.data), JSONLLogger(directory.metrics, attempt=attempt_number()) as metrics_logger:
+        for number, checkpoint in enumerate(job.checkpoints, start=1):
+            check_model(checkpoint)
+            scores = await score_checkpoint(checkpoint, job, directory)
+            estimate = estimate_mean(scores)
+            metrics_logger.log({"score": estimate.mean}, number)
+            scored.append({"name": checkpoint.name, "step": checkpoint.step, "scores": scores, **asdict(estimate)})
+    best = job.checkpoints[select_best([float(entry["mean"]) for entry in scored])]
+    directory.write_result({"metric": job.evaluation.metric, "checkpoints": scored, "best": best.name})
+
+
+async def score_checkpoint(checkpoint: InputModel, job: EvalJob, directory: RunDirectory) -> list[float]:
+    """A score per row; what the checkpoint said lies in samples/."""
+    if job.evaluation.metric == "loss":
+        demonstrations = load_demonstrations(checkpoint, job)
+        if checkpoint is not job.checkpoints[0]:
+            check_same_tokens(
+                job.checkpoints[0], load_demonstrations(job.checkpoints[0], job), checkpoint, demonstrations
+            )
+        return score_demonstrations(checkpoint.model, demonstrations)
+    prompts = load_prompts_from_jsonl(job.data.path, max_rows=job.evaluation.max_prompts)
+    rollout = evaluation_rollouts(job.evaluation, job.rollout)
+    complete = partial(complete_prompts, checkpoint, prompts, rollout, job.deployment, directory)
+    samples = await complete_once(checkpoint.name, complete, directory, rollout, num_prompts=len(prompts))
+    graded = await grade_group(samples, resolve_reward_fn(rollout), timeout_s=rollout.reward_timeout_s)
+    directory.write_samples(checkpoint.name, graded, temperature=rollout.sampling.temperature)
+    return scores_by_prompt(graded)
+
+
+def load_demonstrations(checkpoint: InputModel, job: EvalJob) -> list[Sample]:
+    """The rows as a checkpoint reads them."""
+    return load_sft_dataset(
+        job.data.path,
+        load_tokenizer(checkpoint.model),
+        max_length=job.training.max_length,
+        train_on=job.training.train_on,
+        on_overlong=job.training.on_overlong,
+        max_rows=job.evaluation.max_prompts,
+    )
+
+
+def check_same_tokens(
+    first: InputModel, samples: Sequence[Sample], second: InputModel, others: Sequence[Sample]
+) -> None:
+    """Raise DataError when two checkpoints make other trained tokens of the rows: a loss is a mean over these."""
+    if [trained_tokens(sample) for sample in samples] != [trained_tokens(sample) for sample in others]:
+        raise DataError(
+            f"{first.name} and {second.name} make other tokens of the same demonstrations, by their tokenizers or chat "
+            'templates, so their losses cannot be compared: compare them with evaluation.metric = "accuracy"'
+        )
+
+
+def trained_tokens(sample: Sample) -> list[int]:
+    """The tokens that enter the loss."""
+    return [token for token, weight in zip(sample.tokens, sample.loss_mask, strict=True) if weight]
+
+
+async def sample_prompts(job: GenerateJob, directory: RunDirectory) -> None:
+    """Sample and grade completions of prompts into samples/completions.jsonl."""
+    check_model(job.model)
+    with checked_file(job.prompts):
+        prompts = load_prompts_from_jsonl(job.prompts.path, max_rows=job.max_prompts)
+    complete = partial(complete_prompts, job.model, prompts, job.rollout, job.deployment, directory)
+    samples = await complete_once("completions", complete, directory, job.rollout, num_prompts=len(prompts))
+    graded = await grade_group(samples, resolve_reward_fn(job.rollout), timeout_s=job.rollout.reward_timeout_s)
+    directory.write_samples("completions", graded, temperature=job.rollout.sampling.temperature)
+    directory.write_result({"num_samples": len(graded), **asdict(estimate_mean(scores_by_prompt(graded)))})
+
+
+async def complete_once(
+    name: str,
+    complete: Callable[[], Awaitable[list[Sample]]],
+    directory: RunDirectory,
+    rollout: RolloutConfig,
+    *,
+    num_prompts: int,
+) -> list[Sample]:
+    """The completions in samples/<name>.jsonl, if an earlier attempt at this job left all there, or else of `complete`.
+
+    They are written before they are graded, so that neither an outage of a reward nor a later checkpoint costs them.
+    Rewards are not taken from there: what gave them may have been mended since.
+    """
+    kept = [sample_from_json(line) for line in read_json_lines(directory.samples / f"{name}.jsonl")]
+    if len(kept) == num_prompts * rollout.n_samples_per_prompt:
+        logger.info("took the completions in samples/%s.jsonl, of an earlier attempt", name)
+        return [replace(sample, reward=None) for sample in kept]
+    samples = await complete()
+    directory.write_samples(name, samples, temperature=rollout.sampling.temperature)
+    return samples
+
+
+async def complete_prompts(
+    checkpoint: InputModel,
+    prompts: Sequence[Prompt],
+    rollout: RolloutConfig,
+    deployment: DeploymentConfig,
+    directory: RunDirectory,
+) -> list[Sample]:
+    """Ungraded completions: by the embedded decoder here, or by engines that serve the checkpoint meanwhile."""
+    model, num_running = checkpoint.model, deployment.max_running_requests
+    if rollout.engine.kind == "embedded":
+        return await generate_samples(model, prompts, rollout, num_slots=num_running)
+    from rollouts_core.engines.child import started_engines
+
+    max_tokens = rollout.engine_context(longest_prompt(model, prompts, rollout))
+    async with started_engines(checkpoint, rollout, deployment, directory, max_tokens=max_tokens) as engines:
+        return await ask_engine(engines, model, prompts, rollout, num_running=num_running * engines.num_engines)

@@ -1,0 +1,161 @@
+"""The engines that an RL job samples from: its clients of them, their leases, and where it publishes weights.
+
+Not here: the clients themselves (engines/), starting the servers (tasks/engine.py, serve_job.py).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from rollouts_core.engines import (
+    Endpoint,
+    EnginePool,
+    InFlightEngine,
+    PublishTarget,
+    RoutedPool,
+    SGLangEngine,
+    SGLangRouter,
+    VLLMEngine,
+    create_engine,
+)
+from rollouts_core.engines.in_flight import InterruptibleEngine
+from rollouts_core.engines.router_process import started_router
+from rollouts_core.jobs.job import EngineAddress, RLJob
+from rollouts_core.jobs.run_directory import RunDirectory
+from rollouts_core.keys import key_header, read_key
+
+LEASE_RENEWAL_S = 5.0
+RENEWAL_TIMEOUT_S = 5.0
+POOLED_RESTART_TIMEOUT_S = 5.0
+"""With other engines at hand, the completions of one that vanished are asked of them, while it restarts."""
+
+
+@asynccontextmanager
+async def open_engines(job: RLJob, directory: RunDirectory) -> AsyncIterator[list[InFlightEngine]]:
+    """The client of the job's engine, or the pool of its engines, ready to be asked, also while weights change.
+
+    Args:
+        directory: that of the job; gets `router.txt`, what a router printed that the job started.
+    """
+    engine = job.rollout.engine
+    async with AsyncExitStack() as stack:
+        route: Route | None = None
+        if engine.router_python:
+            log = directory.root / "router.txt"
+            started = started_router(engine.router_python, log, timeout_s=engine.start_timeout_s)
+            process = await stack.enter_async_context(started)
+            route = Route(url=process.url, revive=process.revive)
+        elif engine.router_url:
+            route = Route(url=engine.router_url)
+        engines = connect_engines(job, route)
+        for each in engines:
+            stack.push_async_callback(each.aclose)
+        for each in engines:
+            await each.wait_until_ready(engine.start_timeout_s)
+        yield engines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """A router that is between the trainer and its engines."""
+
+    url: str
+    """Where it listens."""
+    revive: Callable[[], None] = lambda: None
+    """Starts it again where it has ended."""
+
+
+def connect_engines(job: RLJob, route: Route | None) -> list[InFlightEngine]:
+    """Clients of the job's engines, as one, over a router where there is one."""
+    is_alone = len(job.engines) == 1 and route is None
+    clients = [
+        create_engine(
+            Endpoint(
+                provider=address.provider,
+                url=address.url,
+                model=job.model.model.path,
+                api_key_variable=job.rollout.engine.api_key_variable,
+            ),
+            request_timeout_s=job.rollout.request_timeout_s,
+            silence_timeout_s=job.rollout.silence_timeout_s,
+            start_timeout_s=job.rollout.engine.start_timeout_s,
+            restart_timeout_s=job.rollout.engine.start_timeout_s if is_alone else POOLED_RESTART_TIMEOUT_S,
+        )
+        for address in job.engines
+    ]
+    together: Sequence[InterruptibleEngine] = clients
+    if clients and not is_alone:
+        pool = EnginePool(clients)
+        together = [pool if route is None else connect_router(job, route, clients, pool)]
+    return [
+        InFlightEngine(engine, job.rollout.in_flight, finish_timeout_s=job.rollout.request_timeout_s)
+        for engine in together
+    ]
+
+
+def connect_router(
+    job: RLJob, route: Route, clients: Sequence[SGLangEngine | VLLMEngine], pool: EnginePool
+) -> RoutedPool:
+    """The job's engines behind a router."""
+    router = SGLangRouter(
+        route.url,
+        request_timeout_s=job.rollout.request_timeout_s,
+        api_key=read_key(job.rollout.engine.api_key_variable, "rollout.engine"),
+    )
+    engines = [client for client in clients if isinstance(client, SGLangEngine)]
+    return RoutedPool(router, pool, engines, revive=route.revive)
+
+
+@contextmanager
+def keep_leases(addresses: Sequence[EngineAddress], api_key: str = "") -> Iterator[None]:
+    """Renew the engines' leases as long as the block runs: in threads, because a train step may block for minutes.
+
+    Args:
+        api_key: what engines on other nodes want requests to carry.
+    """
+    is_over = threading.Event()
+
+    def renew(address: EngineAddress) -> None:
+        while True:
+            renew_lease(address, api_key)
+            if is_over.wait(LEASE_RENEWAL_S):
+                return
+
+    renewals = [
+        threading.Thread(target=renew, args=(address,), name=f"lease of {address.url}", daemon=True)
+        for address in addresses
+    ]
+    for renewal in renewals:
+        renewal.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        for renewal in renewals:
+            renewal.join()
+
+
+def renew_lease(address: EngineAddress, api_key: str) -> None:
+    """Say once that the engine is wanted; where that cannot be said, it is tried again soon anyway."""
+    with suppress(httpx.TransportError, OSError):
+        if not address.lease_url:
+            Path(address.lease_file).touch()
+            return
+        httpx.post(address.lease_url, headers=key_header(api_key), timeout=RENEWAL_TIMEOUT_S, trust_env=False)
+
+
+def publish_target(job: RLJob, directory: RunDirectory) -> PublishTarget:
+    """Where the weights of this job are published: versions carry the start of its fingerprint."""
+    return PublishTarget(
+        weights_dir=directory.weights,
+        model_config=Path(job.model.model.path) / "config.json",
+        prefix=directory.root.name.rpartition("-")[2][:8],
+        temperature=job.rollout.sampling.temperature,
+        transfer=job.rollout.engine.weight_transfer,
+    )

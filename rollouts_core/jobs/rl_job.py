@@ -1,0 +1,185 @@
+"""Do a job of kind rl: improve a model by what engines sample from it, and leave the stage's record.
+
+Not here: what the job is (job.py), the loop (rl.py), its processes and signals (training_job.py), the engines' clients
+(job_engines.py).
+
+    job.json -> check every input -> load -> train -> result.json
+                                         |
+                                         +--> metrics.jsonl, events.jsonl, samples/, checkpoints/ on the way
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from rollouts_core.algorithms.loss import create_policy_loss
+from rollouts_core.backends.create import create_backend
+from rollouts_core.backends.protocol import TrainingBackend
+from rollouts_core.backends.ranks import Ranks
+from rollouts_core.data.data_buffer import DataBuffer
+from rollouts_core.data.dataset import load_prompts_from_jsonl
+from rollouts_core.engines import InferenceEngine
+from rollouts_core.environments.protocol import describe_tools
+from rollouts_core.jobs.job import RLJob
+from rollouts_core.jobs.job_engines import keep_leases, open_engines, publish_target
+from rollouts_core.jobs.job_inputs import check_model, check_resume, checked_file
+from rollouts_core.jobs.run_directory import RunDirectory
+from rollouts_core.jobs.training_job import describe_training, run_training_job
+from rollouts_core.keys import read_key
+from rollouts_core.metrics import EventLog, JSONLLogger, read_metrics
+from rollouts_core.model.loading import load_tokenizer, pad_token_id
+from rollouts_core.rl import run_rl_training
+from rollouts_core.rollout.generate import check_prompt_lengths, create_engine_generate_fn
+from rollouts_core.rollout.manager import AsyncRolloutManager
+from rollouts_core.rollout.offline_rollouts import OfflineRollouts
+from rollouts_core.rollout.resolve import resolve_environment, resolve_generate_fn
+from rollouts_core.signal_watch import REMEDIES, why_skipped
+from rollouts_core.types import RolloutBatch
+
+logger = logging.getLogger(__name__)
+
+MANY_SKIPPED = 0.5
+"""From this share of steps without an update on a training says so."""
+
+
+def run_rl_job(job: RLJob, directory: RunDirectory) -> None:
+    """Improve a model; the record, which lists the checkpoints, exists when this returns."""
+    run_training_job(job, directory, create=partial(create_rl_backend, job), train=partial(train, job, directory))
+
+
+def create_rl_backend(job: RLJob, ranks: Ranks | None) -> TrainingBackend:
+    """The backend that the job trains with: that of one process, or this rank's part of that of several."""
+    training = job.training
+    return create_backend(
+        job.model.model,
+        training.optim,
+        create_policy_loss(training.loss),
+        num_steps=training.num_optim_steps,
+        policy=training.policy,
+        seed=job.replicated_rollout.seed,
+        temperature=job.rollout.sampling.temperature,
+        with_entropies=True,
+        with_values=training.with_values,
+        with_reference=training.with_reference,
+        ranks=ranks,
+    )
+
+
+async def train(job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None) -> None:
+    """Check, load and train; the record says how much there was to train on."""
+    with keep_leases(job.engines, read_key(job.rollout.engine.api_key_variable, "rollout.engine")):
+        check_model(job.model)
+        train_on = train_on_recorded if job.rollouts else train_on_prompts
+        counts = await train_on(job, directory, events, ranks)
+    directory.write_result({**describe_training(job, directory), **counts, **warn_of_skipped_steps(directory, events)})
+
+
+async def train_on_recorded(
+    job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None
+) -> dict[str, int]:
+    """Train on the rollouts of an earlier run; returns how many steps of it there are."""
+    assert job.rollouts is not None, "the job has prompts"
+    with checked_file(job.rollouts):
+        source = OfflineRollouts(Path(job.rollouts.path), job.rollout)
+        check_resume(job, directory)
+        await run_rl_loop(job, directory, events, create_rl_backend(job, ranks), source, [])
+    return {"num_steps": len(source.files)}
+
+
+async def train_on_prompts(
+    job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None
+) -> dict[str, int]:
+    """Train on what engines sample for prompts; returns how many prompts there are."""
+    assert job.prompts is not None, "the job has recorded rollouts"
+    with checked_file(job.prompts):
+        prompts = load_prompts_from_jsonl(job.prompts.path)
+    check_resume(job, directory)
+    backend = create_rl_backend(job, ranks)
+    tokenizer = load_tokenizer(job.model.model)
+    max_tokens = job.rollout.max_prompt_tokens
+    tools = describe_tools(resolve_environment(job.rollout))
+    check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=job.prompts.path, tools=tools)
+    data_buffer = DataBuffer(prompts, seed=job.replicated_rollout.seed)
+    await train_against_engines(job, directory, events, backend, data_buffer)
+    return {"num_prompts": len(prompts)}
+
+
+async def train_against_engines(
+    job: RLJob, directory: RunDirectory, events: EventLog, backend: TrainingBackend, data_buffer: DataBuffer
+) -> None:
+    """Open everything that sampling needs, and train on what is sampled."""
+    tokenizer, rollout = load_tokenizer(job.model.model), job.replicated_rollout
+    async with open_engines(job, directory) as engines:
+        generate_fn = (
+            resolve_generate_fn(rollout)
+            if rollout.generate_fn
+            else create_engine_generate_fn(engines, tokenizer, rollout)
+        )
+        async with AsyncRolloutManager(data_buffer, rollout, generate_fn=generate_fn) as manager:
+            await run_rl_loop(job, directory, events, backend, manager, engines)
+
+
+async def run_rl_loop(
+    job: RLJob,
+    directory: RunDirectory,
+    events: EventLog,
+    backend: TrainingBackend,
+    source: AsyncRolloutManager | OfflineRollouts,
+    engines: Sequence[InferenceEngine],
+) -> None:
+    """Run the loop in the job's directory."""
+    data = job.prompts or job.rollouts
+    assert data is not None, "a job has one of them"
+    with JSONLLogger(directory.metrics, attempt=events.attempt) as metrics_logger:
+        await run_rl_training(
+            backend,
+            source.data_buffer if isinstance(source, AsyncRolloutManager) else None,
+            source,
+            engines,
+            job.training,
+            metrics_logger,
+            target=publish_target(job, directory),
+            pad_id=pad_token_id(load_tokenizer(job.model.model)),
+            checkpoint_dir=directory.checkpoints,
+            inputs={"model": job.model.digest, "data": data.digest, "plugins": job.plugin_digest},
+            events=events,
+            on_batch=partial(write_rollouts, directory, temperature=job.rollout.sampling.temperature),
+            is_colocated=job.deployment.colocated,
+            is_end_asked=directory.end_request.exists,
+        )
+
+
+def warn_of_skipped_steps(directory: RunDirectory, events: EventLog) -> dict[str, str]:
+    """The record's `warning` where many steps, or all, made no update; it is in the log and the events, too."""
+    lines = read_metrics(directory.metrics)
+    warning = describe_skipped_steps(lines)
+    if not warning:
+        return {}
+    logger.warning("%s", warning)
+    events.write("few_updates", message=warning)
+    return {"warning": warning}
+
+
+def describe_skipped_steps(lines: Sequence[Mapping[str, float]]) -> str:
+    """How many steps made no update, why, and what to do; empty where they are fewer than `MANY_SKIPPED`.
+
+    Args:
+        lines: the metrics of the steps, where each is logged.
+    """
+    skipped = [line for line in lines if line["skipped"]]
+    if not skipped or len(skipped) < MANY_SKIPPED * len(lines):
+        return ""
+    reasons = Counter(map(why_skipped, skipped))
+    [(most, _)] = reasons.most_common(1)
+    counted = ", ".join(f"{reason}: {count}" for reason, count in reasons.most_common())
+    many = "no step" if len(skipped) == len(lines) else f"only {len(lines) - len(skipped)}"
+    return f"{many} of {len(lines)} made an update ({counted}): {REMEDIES[most]}"
+
+
+def write_rollouts(directory: RunDirectory, step: int, batch: RolloutBatch, *, temperature: float) -> None:
+    """Write the samples of an RL step, and at which temperature they were sampled, to samples/."""
+    directory.write_samples(f"step_{step:06d}", batch.samples, temperature=temperature)

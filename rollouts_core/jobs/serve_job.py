@@ -1,0 +1,64 @@
+"""Do a job of kind serve: be the inference server that it describes until told to stop.
+
+Not here: the server itself (embedded/server.py), command lines of SGLang and vLLM (engines/launch.py), other jobs
+(sft_job.py, rl_job.py, eval_job.py). A server that is to answer within seconds cannot load transformers.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rollouts_core.embedded.server import API_KEY_VARIABLE, bind_port, is_loopback, serve
+from rollouts_core.errors import InputError
+from rollouts_core.jobs.job import ServeJob
+from rollouts_core.jobs.lease_service import start_lease_service
+from rollouts_core.jobs.run_directory import RunDirectory, attempt_number
+from rollouts_core.keys import read_key
+from rollouts_core.metrics import EventLog
+from rollouts_core.parent_death import die_with_parent
+
+
+def run_serve_job(job: ServeJob, directory: RunDirectory) -> None:
+    """Serve until told to stop; SGLang and vLLM take this process over."""
+    if job.parent_pid:
+        die_with_parent(job.parent_pid)
+    with EventLog(directory.events, attempt=attempt_number()) as events:
+        events.write("started", kind=job.kind, pid=os.getpid())
+        if job.lease_port:
+            offer_renewals(job, directory)
+        if job.engine.kind != "embedded":
+            from rollouts_core.engines.launch import exec_engine  # its clients take a second to load
+
+            exec_engine(job, directory.root, api_key=engine_key(job))
+        serve(
+            Path(job.model.model.path),
+            host=job.host,
+            port=job.port,
+            num_threads=job.deployment.engine_threads,
+            max_running_requests=job.deployment.max_running_requests,
+            context_length=job.context_length,
+            api_key=engine_key(job),
+        )
+
+
+def offer_renewals(job: ServeJob, directory: RunDirectory) -> None:
+    """Let a trainer on another node renew the lease.
+
+    Raises:
+        InputError: there is no key that would protect it, or the port is in use.
+    """
+    if not engine_key(job):
+        raise InputError(
+            f"lease_port {job.lease_port} is reached from other machines, where it needs an API key: name its variable "
+            "as engine.api_key_variable"
+        )
+    with bind_port(job.host, job.lease_port) as listener:
+        start_lease_service(listener, str(directory.lease_file), job.engine.api_key_variable or API_KEY_VARIABLE)
+
+
+def engine_key(job: ServeJob) -> str:
+    """The key that the server must ask for: that of the settings, or, beyond this machine, the common one."""
+    if job.engine.api_key_variable or is_loopback(job.host):
+        return read_key(job.engine.api_key_variable, "engine")
+    return os.environ.get(API_KEY_VARIABLE, "")

@@ -1,0 +1,94 @@
+"""Do a job of kind sft: fine-tune a model on demonstrations, and leave the stage's record.
+
+Not here: what the job is (job.py), the loop (sft.py), its processes and signals (training_job.py).
+
+    job.json -> check every input -> load -> train -> result.json
+                                         |
+                                         +--> metrics.jsonl, events.jsonl, checkpoints/ on the way
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rollouts_core.algorithms.loss import create_cross_entropy_loss
+from rollouts_core.backends.create import create_backend
+from rollouts_core.backends.protocol import TrainingBackend
+from rollouts_core.backends.ranks import Ranks
+from rollouts_core.data.dataset import SFTDataset, load_sft_dataset, sample_rules
+from rollouts_core.fingerprint import digest_datasets
+from rollouts_core.jobs.job import SFTJob
+from rollouts_core.jobs.job_inputs import check_model, check_resume, checked_file, open_checked_datasets
+from rollouts_core.jobs.run_directory import RunDirectory
+from rollouts_core.jobs.training_job import describe_training, run_training_job
+from rollouts_core.metrics import EventLog, JSONLLogger
+from rollouts_core.model.loading import load_tokenizer, pad_token_id
+from rollouts_core.sft import run_sft_training
+from rollouts_core.types import Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def run_sft_job(job: SFTJob, directory: RunDirectory) -> None:
+    """Fine-tune on demonstrations; the record, which lists the checkpoints, exists when this returns."""
+    run_training_job(
+        job, directory, create=partial(create_sft_backend, job), train=partial(train_on_demonstrations, job, directory)
+    )
+
+
+def create_sft_backend(job: SFTJob, ranks: Ranks | None) -> TrainingBackend:
+    """The backend that the job trains with: that of one process, or this rank's part of that of several."""
+    return create_backend(
+        job.model.model,
+        job.training.optim,
+        create_cross_entropy_loss(),
+        num_steps=job.training.num_steps,
+        policy=job.training.policy,
+        seed=job.training.seed,
+        ranks=ranks,
+    )
+
+
+async def train_on_demonstrations(job: SFTJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None) -> None:
+    """Check, load and train; the record lists the checkpoints."""
+    check_model(job.model)
+    tables = open_checked_datasets(job.data)
+    check_resume(job, directory)
+    backend = create_sft_backend(job, ranks)
+    tokenizer = load_tokenizer(job.model.model)
+    rules = sample_rules(job.training)
+    samples = SFTDataset(job.data, tables, tokenizer, rules, streaming=job.streaming)
+    eval_samples = load_eval_samples(job, tokenizer)
+    events.write("data_loaded", num_samples=len(samples), num_dropped=samples.num_dropped)
+    with JSONLLogger(directory.metrics, attempt=events.attempt) as metrics_logger:
+        await run_sft_training(
+            backend,
+            samples,
+            job.training,
+            metrics_logger,
+            pad_id=pad_token_id(tokenizer),
+            checkpoint_dir=directory.checkpoints,
+            inputs={"model": job.model.digest, "data": digest_datasets(job.data)},
+            events=events,
+            eval_samples=eval_samples,
+            is_end_asked=directory.end_request.exists,
+        )
+    num_samples = len(samples) if job.streaming else len(samples) - samples.num_dropped
+    directory.write_result({**describe_training(job, directory), "num_samples": num_samples})
+
+
+def load_eval_samples(job: SFTJob, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """The demonstrations that are not trained on, if the job has any."""
+    if job.eval_data is None:
+        return []
+    training = job.training
+    with checked_file(job.eval_data):
+        return load_sft_dataset(
+            job.eval_data.path,
+            tokenizer,
+            max_length=training.max_length,
+            train_on=training.train_on,
+            on_overlong=training.on_overlong,
+        )

@@ -1,0 +1,118 @@
+"""What SFT and RL have in common as jobs: their processes, threads and signals, and the record they leave.
+
+Not here: the jobs (sft_job.py, rl_job.py), the loops (sft.py, rl.py), how processes talk (backends/ranks.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
+from types import FrameType
+from typing import Any
+
+import torch
+
+from rollouts_core.backends.launch import is_follower, is_launched
+from rollouts_core.backends.protocol import TrainingBackend
+from rollouts_core.backends.ranks import Ranks, join_ranks
+from rollouts_core.checkpoint import list_checkpoints, load_manifest
+from rollouts_core.gpu_use import gpus_in_use, sampled_gpu_use
+from rollouts_core.jobs.job import RLJob, SFTJob
+from rollouts_core.jobs.run_directory import RunDirectory, attempt_number
+from rollouts_core.metrics import EventLog
+from rollouts_core.model.loading import silence_progress_bars
+
+
+def run_training_job(
+    job: SFTJob | RLJob,
+    directory: RunDirectory,
+    *,
+    create: Callable[[Ranks | None], TrainingBackend],
+    train: Callable[[EventLog, Ranks | None], Coroutine[Any, Any, None]],
+) -> None:
+    """Train, alone or as one of the processes that torchrun started; the first of them does all but computing.
+
+    Args:
+        create: the backend of one process, or this rank's part of that of several.
+        train: what the first process does; SIGTERM cancels it.
+    """
+    silence_progress_bars()
+    torch.set_num_threads(_num_threads(job))
+    if is_follower():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader ends, and with it the others
+    device = "cpu" if job.deployment.shares_cpu else ""
+    with join_ranks(device=device) if is_launched() else nullcontext() as ranks:
+        if ranks is not None and not ranks.is_leader:
+            _follow(create(ranks))
+            return
+        attempt = attempt_number()
+        sampled = sampled_gpu_use(directory.gpu_use, gpus_in_use(job), attempt=attempt)
+        with EventLog(directory.events, attempt=attempt) as events, sampled:
+            events.write("started", kind=job.kind, pid=os.getpid())
+            asyncio.run(until_sigterm(train(events, ranks)))
+
+
+def _follow(backend: TrainingBackend) -> None:
+    """Compute what the first process says until it is done."""
+    from rollouts_core.backends.fsdp import FSDPTrainingBackend
+
+    assert isinstance(backend, FSDPTrainingBackend)
+    backend.follow()
+
+
+def _num_threads(job: SFTJob | RLJob) -> int:
+    """Threads that one process of the job computes with."""
+    num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's word for those of this machine
+    return job.deployment.trainer_threads or max(1, (os.cpu_count() or 1) // num_processes)
+
+
+async def until_sigterm(work: Coroutine[Any, Any, None]) -> None:
+    """Do the work; SIGTERM cancels it where it waits next, so that a checkpoint being written is finished first.
+
+    An exception out of the signal's handler could strike anywhere, for instance while a thread is being started.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    arrived: list[int] = []
+
+    def cancel(number: int, frame: FrameType | None) -> None:
+        if not arrived:  # another one would break off what the first one lets finish
+            loop.call_soon_threadsafe(task.cancel)
+        arrived.append(number)
+
+    previous = signal.signal(signal.SIGTERM, cancel)
+    try:
+        await work
+    except asyncio.CancelledError:
+        if arrived:
+            sys.exit(128 + arrived[0])
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def describe_training(job: SFTJob | RLJob, directory: RunDirectory) -> dict[str, Any]:  # Any: JSON
+    """The checkpoints of a training, and where and for which run it ended early, if it did."""
+    checkpoints = describe_checkpoints(directory)
+    step, num_steps = checkpoints[-1]["step"], job.training.num_steps
+    if step == num_steps:
+        return {"checkpoints": checkpoints}
+    early = {"step": step, "num_steps": num_steps, "asked_by": directory.end_request.read_text(encoding="utf-8")}
+    return {"checkpoints": checkpoints, "finished_early": early}
+
+
+def describe_checkpoints(directory: RunDirectory) -> list[dict[str, Any]]:  # Any: JSON
+    """Name, step, digest and score of every checkpoint of a run directory."""
+    return [
+        {
+            "name": path.name,
+            "step": (manifest := load_manifest(path)).step,
+            "digest": manifest.digest,
+            "score": manifest.score,
+        }
+        for path in list_checkpoints(directory.checkpoints)
+    ]

@@ -1,0 +1,1 @@
+"""From prompts to batches of graded groups: asking engines, conversations, carrying over."""

@@ -1,0 +1,149 @@
+"""Hold one conversation of the policy with an environment, growing by token ids.
+
+Not here: what environments are (environments/protocol.py), samples of it (agent.py), groups and batches (manager.py).
+
+    prompt --tokenize_prompt--> tokens --generate--> completion --+--> environment.respond --> messages
+                                  ^                               |                               |
+                                  +--- tokens of the completion --+                               |
+                                  +--- tokenize_reply <-------------------------------------------+
+
+Every budget that is used up ends it as TRUNCATED, with the budget's name as the reason. The one of time is the
+environment's alone: that an engine is busy, restarted or given new weights is nothing that the policy did.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import anyio
+import httpx
+
+from rollouts_core.config import RolloutConfig, SamplingConfig
+from rollouts_core.config.messages import first_line
+from rollouts_core.data.chat import tokenize_prompt, tokenize_reply
+from rollouts_core.engines.protocol import Completion
+from rollouts_core.environments.protocol import Conversation, MultiTurnEnvironment, Outcome, Reply, describe_tools
+from rollouts_core.errors import EnvironmentUnavailableError, RewardError, RolloutsError
+from rollouts_core.rollout.agent import AgentTurn, Trajectory
+from rollouts_core.time_limits import BlockedError, OutOfTimeError, call_within
+from rollouts_core.types import Sample, Status
+from rollouts_core.user_code import describe_raised
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+SampleTurn = Callable[[list[int], SamplingConfig, int], Awaitable[Completion]]
+"""(prompt tokens, how to sample, number of the turn) -> what the policy says."""
+
+MACHINERY_ERRORS = (EnvironmentUnavailableError, OSError, httpx.TransportError)
+"""What an environment raises where something else than the policy and the environment's code failed."""
+CLOSE_TIMEOUT_S = 30.0
+
+
+async def hold_conversation(
+    pending: Sample,
+    environment: MultiTurnEnvironment,
+    sample_turn: SampleTurn,
+    tokenizer: PreTrainedTokenizerBase,
+    config: RolloutConfig,
+) -> Trajectory:
+    """The trajectory of one conversation, from the prompt until it is over or a budget is used up.
+
+    Raises:
+        EnvironmentUnavailableError: the environment's machinery failed, or did not answer in time; names the prompt.
+        RewardError: the environment has a mistake, or computes for longer than it may; names the prompt.
+        EngineError: what sampling raised.
+    """
+    limits = config.multi_turn
+    conversation = Conversation(sample=pending, messages=list(pending.messages))
+    tokens = tokenize_prompt(tokenizer, conversation.messages, describe_tools(environment))
+    max_tokens = len(tokens) + config.sampling.max_new_tokens
+    turns: list[AgentTurn] = []
+
+    def end(status: Status, reason: str) -> Trajectory:
+        return Trajectory(
+            turns=tuple(turns),
+            messages=tuple(conversation.messages),
+            status=status,
+            finish_reason=reason,
+            metadata=dict(conversation.metadata),
+        )
+
+    left_s = limits.timeout_s
+    try:
+        while True:
+            num_left = max_tokens - len(tokens)
+            num_new = min(limits.max_tokens_per_turn or num_left, num_left)
+            sampling = config.sampling.model_copy(update={"max_new_tokens": num_new})
+            completion = await sample_turn(tokens, sampling, len(turns))
+            turns.append(AgentTurn(prompt_tokens=tokens, completion=completion))
+            text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
+            conversation.messages.append({"role": "assistant", "content": text})
+            conversation.num_turns += 1
+            if completion.status is not Status.COMPLETED:
+                return end(completion.status, completion.finish_reason)
+            asked = anyio.current_time()
+            with anyio.move_on_after(left_s) as time:
+                reply = await _ask(environment, conversation, limits.reply_timeout_s)
+            if time.cancelled_caught:
+                return end(Status.TRUNCATED, "timeout_s")
+            left_s -= anyio.current_time() - asked
+            turns[-1] = replace(turns[-1], outcome=reply.outcome)
+            if not reply.messages:
+                return end(Status.COMPLETED, completion.finish_reason)
+            if len(turns) == limits.max_turns:
+                return end(Status.TRUNCATED, "max_turns")
+            if left_s <= 0:
+                return end(Status.TRUNCATED, "timeout_s")
+            said = [*tokens, *completion.tokens]
+            tokens = [*said, *tokenize_reply(tokenizer, reply.messages, completion.tokens)]
+            if len(tokens) >= max_tokens:
+                return end(Status.TRUNCATED, "max_new_tokens")
+            conversation.messages.extend(reply.messages)
+    finally:
+        await _close(environment, conversation)
+
+
+async def _ask(environment: MultiTurnEnvironment, conversation: Conversation, timeout_s: float) -> Reply:
+    where = f"environment {type(environment).__name__} on prompt {_name(conversation.sample)}"
+    try:
+        reply = await call_within(timeout_s, environment.respond, conversation)
+    except BlockedError as error:
+        raise RewardError(f"{where} held up all other conversations without waiting: {error}") from error
+    except OutOfTimeError as error:
+        raise EnvironmentUnavailableError(f"{where} did not answer within {timeout_s:g} s") from error
+    except MACHINERY_ERRORS as error:
+        raise EnvironmentUnavailableError(f"{where} failed: {first_line(error)}") from error
+    except RolloutsError:
+        raise
+    except Exception as error:
+        raise RewardError(f"{where} {describe_raised(error)}") from error
+    if not isinstance(reply, Reply):
+        raise RewardError(f"{where} answered {reply!r}: expected a Reply")
+    if reply.outcome is Outcome.INFRASTRUCTURE_ERROR:
+        raise EnvironmentUnavailableError(f"{where} failed: {[message['content'] for message in reply.messages]}")
+    return reply
+
+
+async def _close(environment: MultiTurnEnvironment, conversation: Conversation) -> None:
+    """Let the environment free what it holds; where that fails the conversation stays what it was."""
+    close = getattr(environment, "close", None)
+    if close is None:
+        return
+    where = f"environment {type(environment).__name__} on prompt {_name(conversation.sample)}"
+    try:
+        with anyio.CancelScope(shield=True):
+            await call_within(CLOSE_TIMEOUT_S, close, conversation)
+    except OutOfTimeError as error:
+        logger.warning("%s was not closed, and may hold on to what it opened: %s", where, error)
+    except MACHINERY_ERRORS as error:
+        logger.warning("%s could not be closed: %s", where, first_line(error))
+
+
+def _name(sample: Sample) -> str:
+    return repr(sample.metadata.get("prompt_id", "?"))

@@ -1,0 +1,340 @@
+"""The functions that finish a group of pending samples: by one request to an engine, or by conversations.
+
+Not here: which groups are asked for and what becomes of them (manager.py), what an engine is (engines/), how one
+conversation goes (conversation.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from rollouts_core.concurrency import gather
+from rollouts_core.config import RolloutConfig, SamplingConfig
+from rollouts_core.data.chat import stop_token_ids, tokenize_prompt, tokenize_prompts
+from rollouts_core.engines.in_flight import InFlightEngine, InterruptibleEngine
+from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
+from rollouts_core.environments.protocol import MultiTurnEnvironment, describe_tools, is_multi_turn
+from rollouts_core.errors import DataError, EngineError, EnvironmentUnavailableError
+from rollouts_core.rollout.agent import Trajectory, agent_integration, place_version_spans
+from rollouts_core.rollout.conversation import hold_conversation
+from rollouts_core.rollout.resolve import resolve_environment
+from rollouts_core.rollout.turn_log import TurnLog
+from rollouts_core.seeds import derive_seed
+from rollouts_core.types import Prompt, Sample, Status
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
+
+Group = list[Sample]
+"""The samples of one prompt."""
+UNFINISHED = (Status.PENDING, Status.ABORTED)
+"""How samples stand that have no completion yet, or a part of one."""
+AT_LIMIT = "length"
+"""The finish reason of a completion that has all the tokens that it may have, as engines call it."""
+MAX_INTERRUPTIONS = 1000
+"""How often a completion is continued that was broken off."""
+
+
+def create_engine_generate_fn(
+    engines: Sequence[InferenceEngine], tokenizer: PreTrainedTokenizerBase, config: RolloutConfig
+) -> CompletionGenerator | ConversationGenerator:
+    """A `generate_fn` that asks `engines`: one request per group, or per turn where the environment answers.
+
+    Samples that have tokens already are continued from them.
+    """
+    environment = resolve_environment(config)
+    if is_multi_turn(environment):
+        return create_conversation_generate_fn(engines, tokenizer, config, environment)
+    return CompletionGenerator(engines, tokenizer, config, tools=describe_tools(environment))
+
+
+class CompletionGenerator:
+    """A `generate_fn` that asks an engine once for each group.
+
+    Args:
+        tools: what prompts say of the tools that there are.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[InferenceEngine],
+        tokenizer: PreTrainedTokenizerBase,
+        config: RolloutConfig,
+        *,
+        tools: Sequence[dict[str, Any]] = (),  # Any: JSON schemas
+    ) -> None:
+        self.engines = _interruptible(engines, config)
+        self.tokenizer = tokenizer
+        self.config = config
+        self.tools = tools
+        self._ends = stop_token_ids(tokenizer)
+
+    async def __call__(self, group: Sequence[Sample]) -> list[Sample]:
+        prompt_tokens = tokenize_prompt(self.tokenizer, group[0].messages, self.tools)
+        limit = len(prompt_tokens) + self.config.sampling.max_new_tokens
+        # The limit may be a lower one than that under which they were begun: a run can go on with other settings.
+        finished = {
+            sample.index: replace(sample, status=Status.TRUNCATED, finish_reason=AT_LIMIT)
+            for sample in group
+            if sample.status in UNFINISHED and len(sample.tokens) >= limit
+        }
+        unfinished = [sample for sample in group if sample.status in UNFINISHED and sample.index not in finished]
+        requests = [
+            continue_request(
+                GenerationRequest(
+                    prompt_tokens=prompt_tokens,
+                    sampling=self.config.sampling,
+                    stop_token_ids=self._ends,
+                    seed=sampling_seed(self.config.seed, sample.group_index, sample.index),
+                ),
+                sample.tokens[len(prompt_tokens) :],
+            )
+            for sample in unfinished
+        ]
+        engine = self.engines[group[0].group_index % len(self.engines)]
+        completions = await engine.generate(requests) if requests else []
+        finished |= {
+            sample.index: complete_sample(sample, prompt_tokens, completion, self.tokenizer)
+            for sample, completion in zip(unfinished, completions, strict=True)
+        }
+        return [finished.get(sample.index, sample) for sample in group]
+
+    async def break_off(self) -> None:
+        """End the requests under way: their samples have the tokens that they came to. Others wait until `go_on`."""
+        await _break_off(self.engines)
+
+    def go_on(self) -> None:
+        """Ask the engines again."""
+        _go_on(self.engines)
+
+
+def create_conversation_generate_fn(
+    engines: Sequence[InferenceEngine],
+    tokenizer: PreTrainedTokenizerBase,
+    config: RolloutConfig,
+    environment: MultiTurnEnvironment,
+) -> ConversationGenerator:
+    """A `generate_fn` that holds a conversation for each sample of a group, all at the same time."""
+    return ConversationGenerator(engines, tokenizer, config, environment)
+
+
+class ConversationGenerator:
+    """A `generate_fn` whose state is what the policy has said in the conversations under way."""
+
+    def __init__(
+        self,
+        engines: Sequence[InferenceEngine],
+        tokenizer: PreTrainedTokenizerBase,
+        config: RolloutConfig,
+        environment: MultiTurnEnvironment,
+    ) -> None:
+        self.engines = _interruptible(engines, config)
+        self.tokenizer = tokenizer
+        self.config = config
+        self.environment = environment
+        self._ends = stop_token_ids(tokenizer)
+        self._log = TurnLog()
+        self._is_broken_off = False
+
+    async def __call__(self, group: Sequence[Sample]) -> list[Sample]:
+        try:
+            samples = list(itertools.chain(*await gather([partial(self._converse, pending) for pending in group])))
+        except BaseException:
+            self._log.end(group, is_kept=self._is_broken_off)
+            raise
+        self._log.end(group)  # all are whole: nobody asks for them again, also where others were broken off meanwhile
+        return samples
+
+    async def break_off(self) -> None:
+        """End the requests under way; conversations that are given up before `go_on` are continued, when they are asked
+        for again, from what the policy had said."""
+        self._is_broken_off = True
+        await _break_off(self.engines)
+
+    def go_on(self) -> None:
+        """Ask the engines again."""
+        self._is_broken_off = False
+        _go_on(self.engines)
+
+    def state_dict(self) -> dict[str, Any]:  # Any: JSON
+        """What has been said so far, as JSON values."""
+        return self._log.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: JSON
+        """Say it again, as far as the environment answers the same, when these conversations are asked for."""
+        self._log.load_state_dict(state)
+
+    async def _converse(self, pending: Sample) -> list[Sample]:
+        trajectory = await _hold_with_retries(partial(self._hold, pending), self.config)
+        return agent_integration(trajectory, pending, form=self.config.multi_turn.form)
+
+    async def _hold(self, pending: Sample) -> Trajectory:
+        log = self._log.begin(pending)
+        # The engine of a group has the beginning of its conversations in its cache.
+        engine = self.engines[pending.group_index % len(self.engines)]
+
+        async def sample_turn(tokens: list[int], sampling: SamplingConfig, turn: int) -> Completion:
+            request = GenerationRequest(
+                prompt_tokens=tokens,
+                sampling=sampling,
+                stop_token_ids=self._ends,
+                seed=sampling_seed(self.config.seed, pending.group_index, pending.index, turn),
+                affinity=pending.group_index,
+            )
+            return await complete_request(
+                engine, request, begun=log.recall(turn, tokens), note=partial(log.note, turn, tokens)
+            )
+
+        return await hold_conversation(pending, self.environment, sample_turn, self.tokenizer, self.config)
+
+
+def _interruptible(engines: Sequence[InferenceEngine], config: RolloutConfig) -> Sequence[InferenceEngine]:
+    """The engines, each so that its requests can be ended with their tokens where the settings keep those."""
+    if not config.max_partial_staleness:
+        return engines
+    return [InFlightEngine(each) if isinstance(each, InterruptibleEngine) else each for each in engines]
+
+
+async def _break_off(engines: Sequence[InferenceEngine]) -> None:
+    await gather([engine.break_off for engine in engines if isinstance(engine, InFlightEngine)])
+
+
+def _go_on(engines: Sequence[InferenceEngine]) -> None:
+    for engine in engines:
+        if isinstance(engine, InFlightEngine):
+            engine.go_on()
+
+
+async def _hold_with_retries(hold: Callable[[], Awaitable[Trajectory]], config: RolloutConfig) -> Trajectory:
+    """The trajectory, from the beginning again as often as the machinery of the environment may fail."""
+    for attempt in itertools.count(1):
+        try:
+            return await hold()
+        except EnvironmentUnavailableError as error:
+            if attempt > config.max_environment_retries:
+                raise
+            logger.warning("began a conversation again (attempt %d failed: %s)", attempt, error)
+            await anyio.sleep(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (attempt - 1)))
+    raise AssertionError("the loop only ends by returning or raising")
+
+
+async def complete_request(
+    engine: InferenceEngine,
+    request: GenerationRequest,
+    *,
+    begun: Completion | None = None,
+    note: Callable[[Completion], None] = lambda completion: None,
+) -> Completion:
+    """The whole completion of a request, continued from its tokens each time that it is broken off.
+
+    Args:
+        begun: what there is of it already; returned as it is where it is whole.
+        note: told of what there is of it, each time that there is more.
+
+    Raises:
+        EngineError: it was broken off again and again.
+    """
+    completion = begun
+    for _ in range(MAX_INTERRUPTIONS):
+        if completion is None:
+            [completion] = await engine.generate([request])
+        elif completion.status is Status.ABORTED and len(completion.tokens) >= request.sampling.max_new_tokens:
+            completion = replace(completion, status=Status.TRUNCATED, finish_reason=AT_LIMIT)
+        elif completion.status is Status.ABORTED:
+            [rest] = await engine.generate([continue_request(request, completion.tokens)])
+            completion = join_completions(completion, rest)
+        note(completion)
+        if completion.status is not Status.ABORTED:
+            return completion
+    raise EngineError(f"{engine.name} broke a completion off {MAX_INTERRUPTIONS} times: look at its log")
+
+
+def continue_request(request: GenerationRequest, tokens: Sequence[int]) -> GenerationRequest:
+    """The request for the rest of a completion of which these tokens exist."""
+    if not tokens:
+        return request
+    num_left = request.sampling.max_new_tokens - len(tokens)
+    sampling = request.sampling.model_copy(update={"max_new_tokens": num_left})
+    return replace(
+        request,
+        prompt_tokens=[*request.prompt_tokens, *tokens],
+        sampling=sampling,
+        num_continued=request.num_continued + len(tokens),
+    )
+
+
+def join_completions(first: Completion, rest: Completion) -> Completion:
+    """A completion that was broken off, with what continued it."""
+    start = len(first.tokens)
+    return replace(
+        rest,
+        tokens=[*first.tokens, *rest.tokens],
+        logprobs=[*first.logprobs, *rest.logprobs],
+        version_spans=(
+            *first.version_spans,
+            *((version, start + begin, start + end) for version, begin, end in rest.version_spans),
+        ),
+    )
+
+
+def complete_sample(
+    pending: Sample, prompt_tokens: list[int], completion: Completion, tokenizer: PreTrainedTokenizerBase
+) -> Sample:
+    """The sample with what an engine sampled for it, after the tokens it has; its text leaves special tokens out."""
+    before = pending.tokens or prompt_tokens
+    start = len(before)
+    tokens = [*before, *completion.tokens]
+    return replace(
+        pending,
+        response=tokenizer.decode(tokens[len(prompt_tokens) :], skip_special_tokens=True),
+        tokens=tokens,
+        loss_mask=[*(pending.loss_mask or [0.0] * start), *[1.0] * len(completion.tokens)],
+        rollout_log_probs=[*(pending.rollout_log_probs or [0.0] * start), *completion.logprobs],
+        status=completion.status,
+        finish_reason=completion.finish_reason,
+        policy_versions=(*pending.policy_versions, *place_version_spans(completion, start)),
+    )
+
+
+def build_pending_group(prompt: Prompt, *, group_index: int, size: int) -> Group:
+    """The samples of one prompt, not generated yet."""
+    metadata = {**prompt.metadata, "prompt_id": prompt.id, "answer": prompt.answer}
+    return [Sample(prompt=prompt.messages, group_index=group_index, index=i, metadata=metadata) for i in range(size)]
+
+
+def check_prompt_lengths(
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_tokens: int,
+    source: str,
+    tools: Sequence[dict[str, Any]] = (),  # Any: JSON schemas
+) -> int:
+    """Raise DataError for the first prompt of more than `max_tokens` tokens; returns the tokens of the longest.
+
+    The description of `tools` is included.
+    """
+    lengths = [len(tokens) for tokens in tokenize_prompts(tokenizer, [prompt.messages for prompt in prompts], tools)]
+    for prompt, num_tokens in zip(prompts, lengths, strict=True):
+        if num_tokens > max_tokens:
+            raise DataError(
+                f"{source}, row {prompt.row}: the prompt {prompt.id!r} has {num_tokens} tokens, the limit is "
+                f"{max_tokens}: shorten it or raise rollout.max_prompt_tokens"
+            )
+    return max(lengths, default=0)
+
+
+def sampling_seed(seed: int, group_index: int, index: int, turn: int = 0) -> int:
+    """A seed for one turn of one sample that depends on nothing but these, below 2**31."""
+    return derive_seed(seed, group_index, index, turn) if turn else derive_seed(seed, group_index, index)

@@ -1,0 +1,522 @@
+"""Sample, grade and filter completions until a batch of groups is full, and ahead of the trainer where it may.
+
+Not here: how a group is generated (generate.py), what settings name (resolve.py), the order of a logged schedule
+(group_order.py), when to wait for the end of an outage (outage.py), the order of prompts (data/data_buffer.py), batches
+from a plain function (plain_rollouts.py), advantages and tensors (rl_batch.py).
+
+    DataBuffer -> pending groups -> generate_fn -> reward_fn -> filter_fn --keep--> ready -> batch, ordered by group
+                       ^                                           |
+                       +------------ ask for more <------drop------+
+
+Groups are never chosen by reward, which would bias the gradient. How many are alive, under way or ready, is all the
+back-pressure there is:
+
+    max_staleness 0    One batch while the trainer waits for it, none while it trains. A batch is made of the groups
+                       that finish first; the others are given up and begin the next one, anew or, with
+                       max_partial_staleness, from the tokens that they have. Where that, or a filter,
+                       lets timing decide which groups a batch gets, the order is in its metadata; a manager that is
+                       told that order makes the same batch again, however the groups finish this time.
+    max_staleness S    S batches while the trainer trains, one more while it waits. A batch is made of the oldest
+                       groups that are alive, so timing decides nothing unless a filter drops some, and each group is
+                       at most S publications old when it is trained on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+import anyio.lowlevel
+from anyio.abc import TaskGroup
+
+from rollouts_core.config import RolloutConfig, name_of_function
+from rollouts_core.data.data_buffer import DataBuffer
+from rollouts_core.errors import DataError, EngineError, EnvironmentUnavailableError, RewardError, RolloutsError
+from rollouts_core.filters import FilterDecision
+from rollouts_core.rewards import RewardFn, WeightedRewards, grade_group
+from rollouts_core.rollout.generate import MAX_INTERRUPTIONS, UNFINISHED, Group, build_pending_group
+from rollouts_core.rollout.group_order import FinishedGroup, LoggedOrder, Schedule
+from rollouts_core.rollout.outage import OutageWatch
+from rollouts_core.rollout.resolve import (
+    GenerateFn,
+    Interruptible,
+    Resumable,
+    resolve_buffer_filter_fn,
+    resolve_filter_fn,
+    resolve_generate_fn,
+    resolve_reward_fn,
+)
+from rollouts_core.rollout.rollout_batch import convert_to_batch
+from rollouts_core.rollout.staleness import PublishedVersions
+from rollouts_core.time_limits import call_within, interrupt_after
+from rollouts_core.types import RolloutBatch, Sample, Status, VersionSpan, group_samples, sample_from_json
+from rollouts_core.user_code import check_generated, describe_raised, failed_function_error
+
+logger = logging.getLogger(__name__)
+
+BREAK_OFF_TIMEOUT_S = 30.0
+"""An engine that has not ended its requests by then loses the tokens that it came to."""
+UNAVAILABLE = "environment_unavailable"
+"""The reason under which groups are counted for which something was not available."""
+STALE = "stale"
+"""The reason under which groups are counted that were generated again because they had become too old."""
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What happened since the last batch was taken."""
+
+    num_asked: int = 0
+    """Groups that were started."""
+    drops: Counter[str] = field(default_factory=Counter)
+    """Groups that were not kept, by reason."""
+    completed: list[int] = field(default_factory=list)
+    """Groups that were looked at, in order."""
+    unavailable: list[int] = field(default_factory=list)
+    """Those of them that an outage dropped."""
+    paused_s: float = 0.0
+    """Nothing was asked for, because of an outage."""
+
+
+class AsyncRolloutManager:
+    """Generates batches from a `DataBuffer` with groups in parallel; owns the groups that are alive.
+
+    Used with `async with`, at whose end the groups under way are given up; they are in `partial_samples` then.
+    `generate_fn` defaults to the function that `config` names.
+
+    Raises:
+        ConfigError: a function name in the configuration that does not exist.
+    """
+
+    def __init__(
+        self,
+        data_buffer: DataBuffer,
+        config: RolloutConfig,
+        *,
+        generate_fn: GenerateFn | None = None,
+        reward_fn: RewardFn | None = None,
+    ) -> None:
+        self.data_buffer = data_buffer
+        self.config = config
+        self.generate_fn = generate_fn or resolve_generate_fn(config)
+        function: object = self.generate_fn
+        self._resumable = function if isinstance(function, Resumable) else None
+        is_kept = config.max_partial_staleness > 0
+        self._interruptible = function if is_kept and isinstance(function, Interruptible) else None
+        self.reward_fn = reward_fn or resolve_reward_fn(config)
+        self.filter_fn = resolve_filter_fn(config)
+        self.buffer_filter_fn = resolve_buffer_filter_fn(config)
+        self.partial_samples: list[Sample] = []
+        """Groups that were asked for and given up, with the tokens that they have: they are asked for first."""
+        self.published = PublishedVersions(config.max_token_age + 2)
+        """The versions of the weights, as far as `weights_published` told of them."""
+        self._under_way: dict[int, Group] = {}
+        """Groups that were asked for and not looked at yet."""
+        self._begun: set[int] = set()
+        """Those of them that a task finishes, or has finished."""
+        self._ready: dict[int, Group] = {}
+        self._calls = anyio.Lock(fast_acquire=True)
+        self._running = AsyncExitStack()
+        self._tasks: TaskGroup | None = None
+        self._changed = anyio.Event()
+        self._num_wanted = 0
+        self._tally = _Tally()
+        self._failure: RolloutsError | None = None
+        self._outage = OutageWatch(config)
+        self._is_paused = False
+        self._schedules: deque[Schedule] = deque()
+        self._order = LoggedOrder()
+        self._timing_decides = not config.max_staleness and (
+            self.filter_fn is not None or _round_size(config) > config.batch_size
+        )
+        self._grade = self.reward_fn
+        self._idle_s = 0.0
+        self._idle_since: float | None = None
+
+    async def __aenter__(self) -> Self:
+        if self.config.max_staleness:
+            await self._start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._stop()
+        finally:
+            self._give_up_under_way()
+
+    async def generate_batch(self, reward_fn: RewardFn | None = None) -> RolloutBatch:
+        """The next `config.batch_size` groups that the filter keeps, ordered by group.
+
+        Calling it says that the batch before has been trained on and, where that was due, its weights published. A call
+        that is cancelled, or raises, takes nothing away: the next one goes on with its groups and with what was decided
+        about them, so it gives the same batch. Calls at the same time are answered one after the other.
+
+        Raises:
+            RewardError, EngineError: what a group's generation or grading raised; the others are stopped.
+            DataError: the filter dropped so much that `max_refills` was reached.
+        """
+        async with self._calls:
+            self._grade = reward_fn or self.reward_fn
+            if self.config.max_staleness:
+                assert self._tasks, (
+                    "with max_staleness groups are generated between the calls: use `async with manager`"
+                )
+                return self._take_batch(await self._wait_for_batch())
+            await self._start()
+            try:
+                indices = await self._wait_for_batch()
+                if self._interruptible:
+                    with anyio.move_on_after(BREAK_OFF_TIMEOUT_S):
+                        await self._interruptible.break_off()
+            finally:
+                await self._stop()
+                if self._interruptible:
+                    self._interruptible.go_on()
+            self._give_up_under_way()
+            return self._take_batch(indices)
+
+    async def generate_batches(self, reward_fn: RewardFn | None = None) -> AsyncIterator[RolloutBatch]:
+        """Batches without end."""
+        while True:
+            yield await self.generate_batch(reward_fn)
+
+    def weights_published(self, version: int) -> None:
+        """Take note that the engines serve other weights from now on."""
+        self.published.add(version)
+
+    def take_idle_s(self) -> float:
+        """For how long no group was under way since the last call: generation waited for the trainer, seconds."""
+        now = perf_counter()
+        idle_s = self._idle_s + (now - self._idle_since if self._idle_since is not None else 0.0)
+        self._idle_s = 0.0
+        self._idle_since = now if self._idle_since is not None else None
+        return idle_s
+
+    def state_dict(self) -> dict[str, Any]:  # Any: JSON
+        """The groups that are alive, as JSON values: those to ask for again, with their tokens, and those ready."""
+        # Generated ahead, they are taken in the order of their numbers: who finished first is no part of the run.
+        order = sorted if self.config.max_staleness else list
+        under_way = [sample for index in order(self._under_way) for sample in self._under_way[index]]
+        return {
+            "partial_samples": [sample.to_json() for sample in (*self.partial_samples, *under_way)],
+            "ready_samples": [sample.to_json() for index in order(self._ready) for sample in self._ready[index]],
+            "published": list(self.published.versions),
+            **({"generation": self._resumable.state_dict()} if self._resumable else {}),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, is_regraded: bool = False) -> None:  # Any: JSON
+        """Go on with the groups of `state_dict`.
+
+        Args:
+            is_regraded: those ready were graded and filtered by other settings, so both are done again.
+        """
+        self.partial_samples = [sample_from_json(record) for record in state["partial_samples"]]
+        ready = [sample_from_json(record) for record in state.get("ready_samples", ())]
+        if is_regraded:
+            self.partial_samples, ready = [*ready, *self.partial_samples], []
+        self._ready = {group[0].group_index: group for group in group_samples(ready)}
+        self.published = PublishedVersions(self.published.num_kept, state.get("published", ()))
+        if self._resumable and "generation" in state:
+            self._resumable.load_state_dict(state["generation"])
+
+    def replay(self, schedules: Sequence[Schedule]) -> None:
+        """Make the next batches like those whose metadata said `completed` and `unavailable` so, in order."""
+        self._schedules = deque(schedules)
+        self._order = self._next_order()
+
+    async def _start(self) -> None:
+        self._tasks = await self._running.enter_async_context(anyio.create_task_group())
+
+    async def _stop(self) -> None:
+        """End the tasks; the groups that they have not finished stay under way, to be begun again."""
+        if self._tasks is None:
+            return
+        self._num_wanted = 0  # what finishes while it is being stopped is not looked at
+        self._is_paused = False
+        self._tasks.cancel_scope.cancel()
+        try:
+            await self._running.aclose()
+        finally:  # it raises in a task that was cancelled, too, when the last group has ended
+            self._tasks = None
+            self._order.forget(self._begun)
+            self._begun.clear()
+            self._idle_since = perf_counter()
+
+    def _give_up_under_way(self) -> None:
+        """Leave the groups under way to the next batch, which begins with them."""
+        for index, group in self._under_way.items():
+            # Without a staleness to spare, the next weights generate it anew.
+            self.partial_samples.extend(group if self.config.max_token_age else self._pending_group(index))
+        self._under_way = {}
+
+    def _next_order(self) -> LoggedOrder:
+        return LoggedOrder(self._schedules.popleft() if self._schedules else None)
+
+    async def _wait_for_batch(self) -> list[int]:
+        """The groups of the next batch, which are ready then."""
+        ahead = self.config.batch_size * self.config.max_staleness
+        self._num_wanted = ahead + self.config.batch_size
+        self._ask_for_groups()
+        self._look_at_finished()  # what finished while a failure was not told yet
+        await anyio.lowlevel.checkpoint()  # the groups begin before the trainer does, also where a batch is ready
+        while (indices := self._next_batch()) is None or self._ask_again_for_stale(indices):
+            if self._failure is not None:
+                failure, self._failure = self._failure, None
+                self._tally.num_asked = len(self._under_way)
+                raise failure
+            if indices is None:
+                self._changed = anyio.Event()
+                await self._changed.wait()
+        self._num_wanted = ahead
+        return indices
+
+    def _next_batch(self) -> list[int] | None:
+        """The groups of the next batch, None while they are not all ready."""
+        alive = sorted({*self._ready, *self._under_way}) if self.config.max_staleness else list(self._ready)
+        chosen = alive[: self.config.batch_size]
+        is_full = len(chosen) == self.config.batch_size and all(index in self._ready for index in chosen)
+        return chosen if is_full and self._failure is None else None
+
+    def _ask_again_for_stale(self, indices: Sequence[int]) -> bool:
+        """Start those of some ready groups again that are too old to be trained on; False where there are none.
+
+        In their place come groups that have finished since the batch was full.
+        """
+        stale = [i for i in indices if self.published.oldest(self._ready[i]) > self.config.max_token_age]
+        for index in stale:
+            del self._ready[index]
+            self._tally.drops[STALE] += 1
+            self.partial_samples.extend(self._pending_group(index))
+        if stale:
+            self._ask_for_groups()
+            self._look_at_finished()
+        return bool(stale)
+
+    def _take_batch(self, indices: Sequence[int]) -> RolloutBatch:
+        groups = [self._ready.pop(index) for index in sorted(indices)]
+        samples = [sample for group in groups for sample in group]
+        tally, self._tally = self._tally, _Tally()
+        schedule = {"completed": tally.completed, "unavailable": tally.unavailable}
+        is_scheduled = self._timing_decides or (tally.unavailable and not self.config.max_staleness)
+        metadata: dict[str, Any] = {  # Any: JSON
+            "epoch_id": self.data_buffer.epoch_id,
+            "num_dropped_groups": tally.drops.total(),
+            "drops": dict(tally.drops),
+            **(schedule if is_scheduled else {}),
+            **({"paused_s": tally.paused_s} if tally.paused_s else {}),
+            **({"reward_metrics": self._grade.take_metrics()} if isinstance(self._grade, WeightedRewards) else {}),
+            **({"staleness": self.published.describe(samples)} if self.published.versions else {}),
+        }
+        if self._order.was_left:
+            self._schedules.clear()
+        self._order = self._next_order()
+        return convert_to_batch(samples, metadata=metadata)
+
+    def _ask_for_groups(self) -> None:
+        """Ask for groups until as many are alive as are wanted, and begin those under way that no task has begun."""
+        limit = self.config.max_refills * _round_size(self.config) + self._num_wanted
+        while (num_missing := self._num_wanted - len(self._ready) - len(self._under_way)) > 0:
+            if self._is_paused or self._failure:
+                return
+            num_groups = num_missing if self.config.max_staleness else _round_size(self.config)
+            if self._tally.num_asked >= limit:
+                self._failure = _too_few_groups(len(self._ready), self._tally.drops, self.config)
+                return
+            try:
+                groups = self._next_groups(num_groups)
+            except RewardError as error:
+                self._failure = error
+                return
+            self._tally.num_asked += num_groups
+            self._under_way |= {group[0].group_index: group for group in groups}
+        self._begin_groups()
+
+    def _begin_groups(self) -> None:
+        """Begin groups under way that have no task: new ones, and what a pause or the end of a call broke off."""
+        assert self._tasks, "groups are begun while the manager is open"
+        if self._is_paused or self._failure:
+            return
+        for index in [index for index in self._under_way if index not in self._begun]:
+            if self._idle_since is not None:
+                self._idle_s += perf_counter() - self._idle_since
+                self._idle_since = None
+            self._under_way[index] = self._renewed_if_stale(self._under_way[index])
+            self._begun.add(index)
+            self._tasks.start_soon(self._finish_group, self._under_way[index], self._grade)
+
+    def _next_groups(self, num_groups: int) -> list[Group]:
+        """The groups to ask for: those given up first, then new prompts."""
+        given_up = self._take_given_up(num_groups)
+        first_index = self.data_buffer.num_drawn
+        num_drawn = len(self.data_buffer.get_prompts(max(0, num_groups - len(given_up))))
+        return [*given_up, *(self._pending_group(first_index + i) for i in range(num_drawn))]
+
+    def _take_given_up(self, num_wanted: int) -> list[Group]:
+        """Groups that were given up, by the buffer filter's choice; the others stay."""
+        given_up = [self._renewed_if_stale(group) for group in group_samples(self.partial_samples)]
+        chosen = given_up if self.buffer_filter_fn is None else self._choose(given_up, num_wanted)
+        taken = {group[0].group_index for group in chosen}
+        self.partial_samples = [sample for group in given_up for sample in group if sample.group_index not in taken]
+        return chosen
+
+    def _choose(self, given_up: list[Group], num_wanted: int) -> list[Group]:
+        assert self.buffer_filter_fn is not None, "without one all are taken"
+        try:
+            with interrupt_after(self.config.reward_timeout_s):
+                chosen = self.buffer_filter_fn(given_up, num_wanted)
+                indices = dict.fromkeys(group[0].group_index for group in chosen)
+            by_index = {group[0].group_index: group for group in given_up}
+            return [by_index[index] for index in indices]
+        except Exception as error:
+            raise RewardError(
+                f"buffer filter {name_of_function(self.buffer_filter_fn)} on {len(given_up)} groups "
+                f"{describe_raised(error)}: expected some of the groups that it was given"
+            ) from error
+
+    def _renewed_if_stale(self, group: Group) -> Group:
+        """A group that was given up; without its tokens where they have become too old to be trained on."""
+        if self.published.oldest(group) <= self.config.max_token_age:
+            return group
+        self._tally.drops[STALE] += 1
+        return self._pending_group(group[0].group_index)
+
+    def _pending_group(self, index: int) -> Group:
+        size = self.config.n_samples_per_prompt
+        return build_pending_group(self.data_buffer.prompt_of(index), group_index=index, size=size)
+
+    async def _finish_group(self, group: Group, grade: RewardFn) -> None:
+        # Errors travel as values: raised in a task they would reach the caller wrapped in an ExceptionGroup.
+        try:
+            generated = await self._generate(group)
+            graded = await grade_group(generated, grade, timeout_s=self.config.reward_timeout_s)
+            finished = FinishedGroup(group=graded, decision=self._decide(graded))
+        except EnvironmentUnavailableError as error:
+            logger.warning("dropped group %d: %s", group[0].group_index, error)
+            dropped = FilterDecision(False, UNAVAILABLE)
+            finished = FinishedGroup(group=group, decision=dropped, unavailable=str(error))
+        except RolloutsError as error:
+            finished = FinishedGroup(group=group, decision=FilterDecision(False), error=error)
+        self._order.add(finished)
+        self._look_at_finished()
+
+    async def _generate(self, group: Group) -> Group:
+        """The group with all its completions; asked for again from the tokens it has where it was broken off."""
+        index = group[0].group_index
+        if index in self._order.unavailable:
+            raise EnvironmentUnavailableError("it was dropped so in the schedule that is followed")
+        if all(sample.status not in UNFINISHED for sample in group):
+            return group  # it was given up while it was graded
+        version = self.published.versions[-1] if self.published.versions else None
+        generated = group
+        for _ in range(MAX_INTERRUPTIONS):
+            generated = [_claim_version(sample, version) for sample in await self._call_generate_fn(generated)]
+            self._under_way[index] = generated
+            if all(sample.status is not Status.ABORTED for sample in generated):
+                return generated
+        raise EngineError(f"group {index} was broken off {MAX_INTERRUPTIONS} times: look at the engine's log")
+
+    async def _call_generate_fn(self, group: Group) -> Group:
+        try:
+            # That which asks the engines is no user's: each of its requests has a limit.
+            timeout_s = self.config.generate_timeout_s if self.config.generate_fn else None
+            generated: object = await call_within(timeout_s, self.generate_fn, group)
+            return check_generated(generated, self.generate_fn, group)
+        except EngineError as error:
+            raise type(error)(f"prompt {group[0].metadata.get('prompt_id', '?')!r}: {error}") from error
+        except RolloutsError:
+            raise
+        except Exception as error:
+            raise failed_function_error("generation", self.generate_fn, group, error) from error
+
+    def _look_at_finished(self) -> None:
+        """Keep or drop what has finished, in its order, as long as no batch is full that awaits to be taken."""
+        while self._failure is None and self._num_wanted and (self.config.max_staleness or self._next_batch() is None):
+            finished = self._order.next_finished(self._under_way)
+            if finished is None:
+                break
+            self._begun.discard(finished.index)
+            if self._waits_for_end_of_outage(finished):
+                continue
+            self._failure = finished.error or self._outage.note_group(finished.unavailable)
+            if self._failure:
+                self._order.forget([finished.index])  # the next call begins it again
+                break
+            self._order.go_on_behind(finished.index)
+            self._settle(finished)
+            self._ask_for_groups()
+        if not self._begun:
+            self._idle_since = perf_counter()
+        self._changed.set()
+
+    def _settle(self, finished: FinishedGroup) -> None:
+        """Keep a group or drop it."""
+        del self._under_way[finished.index]
+        self._tally.completed.append(finished.index)
+        if finished.unavailable:
+            self._tally.unavailable.append(finished.index)
+        if finished.decision.keep:
+            self._ready[finished.index] = finished.group
+        else:
+            self._tally.drops[finished.decision.reason] += 1
+
+    def _waits_for_end_of_outage(self, finished: FinishedGroup) -> bool:
+        """Whether a group for which something was not available begins again after a pause, and is not dropped."""
+        assert self._tasks, "groups finish while the manager is open"
+        if not finished.unavailable:
+            return False
+        if not self._is_paused:
+            pause_s = self._outage.begin_pause(finished.unavailable)
+            if not pause_s:
+                return False
+            self._is_paused = True
+            self._tasks.start_soon(self._end_pause, pause_s)
+        self._order.forget([finished.index])
+        self._under_way[finished.index] = self._pending_group(finished.index)
+        return True
+
+    async def _end_pause(self, pause_s: float) -> None:
+        await anyio.sleep(pause_s)
+        self._is_paused = False
+        self._outage.end_pause(pause_s)
+        self._tally.paused_s += pause_s
+        self._ask_for_groups()
+        self._changed.set()
+
+    def _decide(self, group: Group) -> FilterDecision:
+        if self.filter_fn is None:
+            return FilterDecision(True)
+        try:
+            with interrupt_after(self.config.reward_timeout_s):
+                outcome = self.filter_fn(group)
+        except Exception as error:
+            raise failed_function_error("filter", self.filter_fn, group, error) from error
+        return outcome if isinstance(outcome, FilterDecision) else FilterDecision(bool(outcome), "filtered")
+
+
+def _round_size(config: RolloutConfig) -> int:
+    """Groups that are asked for at a time where nothing is generated ahead."""
+    return max(config.batch_size, int(config.batch_size * config.over_sampling_factor))
+
+
+def _claim_version(sample: Sample, version: int | None) -> Sample:
+    """The sample as one of `version`, the oldest it can be of, where its generation did not say which it is of."""
+    if version is None or sample.policy_versions or not any(sample.loss_mask):
+        return sample  # of a request that was broken off before its first token there is nothing but the prompt
+    first = next(place for place, weight in enumerate(sample.loss_mask) if weight)
+    return replace(sample, policy_versions=(VersionSpan(version, first, len(sample.tokens)),))
+
+
+def _too_few_groups(num_kept: int, drops: Counter[str], config: RolloutConfig) -> DataError:
+    return DataError(
+        f"only {num_kept} of {config.batch_size} groups passed the filter after {config.max_refills} refills "
+        f"(dropped: {dict(drops)}): the task is too easy, too hard, or the filter too strict"
+    )

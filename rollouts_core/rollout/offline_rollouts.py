@@ -1,0 +1,126 @@
+"""Rollouts that an earlier run recorded as the batches of RL: nothing is sampled, so no engine is needed.
+
+Not here: recording them (rl_job.py), sampling new ones (manager.py), training on either (rl.py).
+
+    samples/step_000001.jsonl, step_000002.jsonl, ...  ->  one batch each, in order, then again from the first
+
+A sample keeps its tokens, masks, log-probs and reward bit for bit, so the first step from the same weights gives the
+weights that the recorded step gave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollouts_core.config import RolloutConfig
+from rollouts_core.config.messages import first_line
+from rollouts_core.errors import DataError
+from rollouts_core.metrics import read_json_lines
+from rollouts_core.rewards import RewardFn
+from rollouts_core.rollout.group_order import Schedule
+from rollouts_core.rollout.rollout_batch import convert_to_batch
+from rollouts_core.types import RolloutBatch, Sample, group_samples, sample_from_json
+
+STEP_FILES = "step_*.jsonl"
+
+
+class OfflineRollouts:
+    """The batches in a folder of recorded steps, in place of an `AsyncRolloutManager`.
+
+    Raises:
+        DataError: the folder has no recorded step.
+    """
+
+    def __init__(self, folder: Path, config: RolloutConfig) -> None:
+        self.config = config
+        self.files = sorted(folder.glob(STEP_FILES))
+        if not self.files:
+            raise DataError(f"{folder} has no {STEP_FILES}: give the folder `samples` of an RL stage")
+        self._num_taken = 0
+
+    async def generate_batch(self, reward_fn: RewardFn | None = None) -> RolloutBatch:
+        """The next recorded step, with the rewards that it was given then.
+
+        Raises:
+            DataError: a file that holds no rollouts, or those of another temperature.
+        """
+        assert reward_fn is None, "recorded rollouts have their rewards"
+        epoch, place = divmod(self._num_taken, len(self.files))
+        self._num_taken += 1
+        samples = read_rollouts(self.files[place], temperature=self.config.sampling.temperature)
+        return convert_to_batch(samples, metadata={"epoch_id": epoch})
+
+    def weights_published(self, version: int) -> None:
+        """Nothing: what was recorded does not become older."""
+
+    def take_idle_s(self) -> float:
+        """0: nothing is generated, so nothing waits."""
+        return 0.0
+
+    def state_dict(self) -> dict[str, Any]:  # Any: JSON
+        """The place in the folder."""
+        return {"num_taken": self._num_taken}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, is_regraded: bool = False) -> None:  # Any: JSON
+        """Go on from the place of `state_dict`; recorded rollouts keep their rewards."""
+        self._num_taken = state["num_taken"]
+
+    def replay(self, schedules: Sequence[Schedule]) -> None:
+        """Nothing: what was recorded comes in one order only."""
+
+
+def read_rollouts(path: Path, *, temperature: float) -> list[Sample]:
+    """The samples of a recorded step.
+
+    Args:
+        temperature: the one by which training divides logits.
+
+    Raises:
+        DataError: something else than samples, or none; or samples of another temperature, where they say it.
+    """
+    try:
+        records = read_json_lines(path)
+        samples = [sample_from_json(record) for record in records]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} holds no rollouts ({first_line(error)}): give what an RL stage recorded") from error
+    if not any(any(sample.loss_mask) for sample in samples):
+        raise DataError(f"{path} holds no sampled token: give what an RL stage recorded")
+    for recorded in {record.get("temperature", temperature) for record in records}:
+        if recorded != temperature:
+            raise DataError(
+                f"{path} was sampled at the temperature {recorded}, rollout.sampling.temperature is {temperature}: the "
+                "log-probs in it and those of training would be of two distributions; set it to that of the recording"
+            )
+    return samples
+
+
+def check_rollouts(folder: Path, *, vocab_size: int, config: RolloutConfig, max_tokens: int | None = None) -> str:
+    """What a folder of recorded steps holds, as a sentence.
+
+    Args:
+        max_tokens: of a sample that the model can compute; None where it computes longer ones, too.
+
+    Raises:
+        DataError: a file that holds no rollouts, or those of another temperature; or a token or a position that the
+            model does not have.
+    """
+    num_groups = num_samples = 0
+    files = OfflineRollouts(folder, config).files
+    for path in files:
+        samples = read_rollouts(path, temperature=config.sampling.temperature)
+        largest = max(max(sample.tokens, default=0) for sample in samples)
+        if largest >= vocab_size:
+            raise DataError(
+                f"{path} has the token {largest}, the model embeds {vocab_size}: it was recorded with another tokenizer"
+            )
+        longest = max(len(sample.tokens) for sample in samples)
+        if max_tokens is not None and longest > max_tokens:
+            raise DataError(
+                f"{path} has a sample of {longest} tokens, the model has positions for {max_tokens}: it was recorded "
+                "with another model"
+            )
+        num_groups += len(group_samples(samples))
+        num_samples += len(samples)
+    return f"{folder}: {len(files)} recorded steps, {num_groups} groups, {num_samples} samples"

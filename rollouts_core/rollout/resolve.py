@@ -1,0 +1,156 @@
+"""The functions, rewards and environment that the rollout settings name.
+
+Not here: how a name becomes a function (functions.py), what the shipped functions do (rewards.py, filters.py,
+environments/).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+from rollouts_core.config import FilterConfig, RewardConfig, RolloutConfig, name_of_function
+from rollouts_core.config.messages import first_line
+from rollouts_core.environments import ENVIRONMENTS
+from rollouts_core.environments.protocol import Environment
+from rollouts_core.errors import ConfigError
+from rollouts_core.filters import FILTERS, BufferFilterFn, FilterFn, compose_filters
+from rollouts_core.functions import resolve_function
+from rollouts_core.reward_services import REWARD_SERVICES
+from rollouts_core.rewards import REWARDS, RewardFn, WeightedRewards
+from rollouts_core.types import Sample
+
+NO_GRADER = (
+    "nothing says how good a completion is: set rollout.environment to one that ships "
+    f'({", ".join(sorted(ENVIRONMENTS))}) or to your own "package.module:Class", or set rollout.reward_fn or '
+    "rollout.rewards"
+)
+
+GenerateFn = Callable[..., Sequence[Sample] | Awaitable[Sequence[Sample]]]
+"""Takes the pending samples of a group (and the caller's keywords) and returns them finished, in order.
+
+A trajectory may come back as several samples, one per turn (`Sample.turn`). A group of which some samples come back as
+`Status.ABORTED` is handed in again, to be continued from the tokens that they have. One that is `Resumable`, too, is
+saved with each checkpoint; one that is `Interruptible` can end what is under way with the tokens that it has."""
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """A generate function with a state of its own: what it knows of the groups under way."""
+
+    def state_dict(self) -> dict[str, Any]:  # Any: JSON
+        """The state as JSON values. Called at a checkpoint, amid groups."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # Any: JSON
+        """Go on with what `state_dict` gave, before the first group is asked for."""
+        ...
+
+
+@runtime_checkable
+class Interruptible(Protocol):
+    """A generate function whose work can be broken off without losing it."""
+
+    async def break_off(self) -> None:
+        """Stop generating. Calls under way return their samples as `Status.ABORTED`, or wait to be cancelled, with what
+        there is of theirs kept for the call that asks for the same samples again. Other calls wait."""
+        ...
+
+    def go_on(self) -> None:
+        """Generate again after `break_off`."""
+        ...
+
+
+def resolve_generate_fn(config: RolloutConfig) -> GenerateFn:
+    """The function that `rollout.generate_fn` names."""
+    if config.generate_fn == "":
+        raise ConfigError("rollout.generate_fn is empty: give a function, or make one with create_engine_generate_fn")
+    return resolve_function(config.generate_fn, {}, setting="rollout.generate_fn")
+
+
+class NoEnvironment:
+    """Stands where `rollout.environment` is empty: it answers nothing, offers no tools and grades nothing."""
+
+    def grade(self, sample: Sample) -> float:
+        """Raise ConfigError."""
+        raise ConfigError(NO_GRADER)
+
+
+def resolve_environment(config: RolloutConfig) -> Environment:
+    """The environment that `rollout.environment` names, made anew; `NoEnvironment` where it is empty.
+
+    Raises:
+        ConfigError: no such name, or something else than an environment.
+    """
+    if config.environment == "":
+        return NoEnvironment()
+    make = resolve_function(config.environment, ENVIRONMENTS, setting="rollout.environment")
+    problem = "it has no method grade"
+    try:
+        environment = make()
+        if hasattr(environment, "grade"):
+            return environment
+    except TypeError as error:
+        problem = first_line(error)
+    raise ConfigError(
+        f"rollout.environment: {config.environment} is no environment ({problem}): "
+        "expected a class that is made without arguments and has the method grade(sample)"
+    )
+
+
+def check_graded(config: RolloutConfig) -> None:
+    """Raise ConfigError where nothing is named that grades completions: no grader is usual enough to be taken."""
+    if "" in config.reward_names:
+        raise ConfigError(NO_GRADER)
+
+
+def resolve_reward_fn(config: RolloutConfig) -> RewardFn:
+    """The function that `rollout.reward_fn` names, the sum of `rollout.rewards`, or the environment's grade.
+
+    Raises:
+        ConfigError: none of them is named, or by a name that stands for nothing.
+    """
+    check_graded(config)
+    if config.rewards:
+        pairs = zip(config.reward_names, config.rewards, strict=True)
+        return WeightedRewards([(name, reward.weight, _resolve_reward(reward, config)) for name, reward in pairs])
+    if config.reward_fn != "":
+        return resolve_function(config.reward_fn, REWARDS, setting="rollout.reward_fn")
+    return resolve_environment(config).grade
+
+
+def _resolve_reward(reward: RewardConfig, config: RolloutConfig) -> RewardFn:
+    if reward.kind != "function":
+        return REWARD_SERVICES[reward.kind](reward)
+    if reward.name == "":
+        return resolve_environment(config).grade
+    return resolve_function(reward.name, REWARDS, setting="rollout.rewards")
+
+
+def resolve_filter_fn(config: RolloutConfig) -> FilterFn | None:
+    """The function that `rollout.filter_fn` names, or all of `rollout.filters` as one, if any."""
+    if config.filters:
+        return compose_filters(*map(_resolve_filter, config.filters))
+    if config.filter_fn == "":
+        return None
+    return resolve_function(config.filter_fn, FILTERS, setting="rollout.filter_fn")
+
+
+def _resolve_filter(config: FilterConfig) -> FilterFn:
+    function = resolve_function(config.name, FILTERS, setting="rollout.filters")
+    taken = [name for name, each in inspect.signature(function).parameters.items() if each.kind is each.KEYWORD_ONLY]
+    if unknown := sorted(config.settings.keys() - set(taken)):
+        raise ConfigError(
+            f"rollout.filters: {name_of_function(config.name)} takes no setting {unknown[0]!r}; "
+            f"it takes {', '.join(taken) or 'none'}"
+        )
+    return partial(function, **config.settings)
+
+
+def resolve_buffer_filter_fn(config: RolloutConfig) -> BufferFilterFn | None:
+    """The function that `rollout.buffer_filter_fn` names, if any."""
+    if config.buffer_filter_fn == "":
+        return None
+    return resolve_function(config.buffer_filter_fn, {}, setting="rollout.buffer_filter_fn")

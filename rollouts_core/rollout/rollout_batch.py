@@ -1,0 +1,42 @@
+"""From graded samples to the columns and counters of a `RolloutBatch`.
+
+Not here: where samples come from (manager.py), advantages and tensors (rl_batch.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rollouts_core.types import RolloutBatch, Sample, Status, compute_response_lengths, extract_sample_fields
+
+
+def apply_sample_transforms(
+    samples: Sequence[Sample], transforms: Sequence[Callable[[Sample], Sample]]
+) -> list[Sample]:
+    """Each sample after all transforms, in order."""
+    transformed = list(samples)
+    for transform in transforms:
+        transformed = [transform(sample) for sample in transformed]
+    return transformed
+
+
+def convert_to_batch(samples: Sequence[Sample], *, metadata: Mapping[str, Any] | None = None) -> RolloutBatch:
+    """Graded samples as a batch. `metadata` (of any JSON values) joins the batch's own counters."""
+    columns = extract_sample_fields(samples)
+    return RolloutBatch(
+        tokens=columns["tokens"],
+        loss_masks=columns["loss_mask"],
+        rewards=[math.nan if reward is None else reward for reward in columns["reward"]],
+        response_lengths=compute_response_lengths(samples),
+        metadata={**build_batch_metadata(samples), **(metadata or {})},
+        samples=tuple(samples),
+    )
+
+
+def build_batch_metadata(samples: Sequence[Sample]) -> dict[str, int]:
+    """Counts of samples by how they ended."""
+    counts = Counter(sample.status for sample in samples)
+    return {f"num_{status.value}": counts[status] for status in Status if counts[status]}
