@@ -26,7 +26,8 @@ from rollouts_core.embedded.offline import generate_tokens
 from rollouts_core.embedded.running import Completion as EmbeddedCompletion
 from rollouts_core.embedded.sampling import SamplingParams
 from rollouts_core.embedded.scheduler import Scheduler
-from rollouts_core.engines.protocol import Completion, InferenceEngine, status_of_finish
+from rollouts_core.engines.completion import Completion, status_of_finish
+from rollouts_core.engines.protocol import InferenceEngine
 from rollouts_core.engines.sglang import SGLangEngine
 from rollouts_core.environments.protocol import describe_tools, is_multi_turn
 from rollouts_core.errors import EngineError, RewardError

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rollouts_core.checks.findings import Caution
 from rollouts_core.config import Config, RolloutConfig, name_of_function
 from rollouts_core.data.chat import encode_texts, tokenize_prompt
-from rollouts_core.engines.protocol import Completion
+from rollouts_core.engines.completion import Completion
 from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.environments.protocol import Outcome, describe_tools, is_multi_turn
 from rollouts_core.errors import ConfigError, EnvironmentUnavailableError, RewardError

@@ -6,10 +6,11 @@ Not here: the embedded server itself (embedded/), which completions are asked fo
 from __future__ import annotations
 
 from rollouts_core.engines.colocated import memory_handed_over
+from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.endpoint import Endpoint, connect, create_engine
 from rollouts_core.engines.in_flight import InFlightEngine
 from rollouts_core.engines.pool import EnginePool
-from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
+from rollouts_core.engines.protocol import InferenceEngine
 from rollouts_core.engines.router import RoutedPool, SGLangRouter
 from rollouts_core.engines.sglang import SGLangEngine
 from rollouts_core.engines.vllm import VLLMEngine

@@ -15,10 +15,11 @@ import httpx
 from rollouts_core.concurrency import ClosedOnExit
 from rollouts_core.embedded.architecture import read_end_token_ids
 from rollouts_core.engines.canary import Canary
+from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.content import HeldTensors
 from rollouts_core.engines.http import EngineConnection
 from rollouts_core.engines.keeper import WeightKeeper
-from rollouts_core.engines.protocol import Completion, GenerationRequest, SegmentAccess
+from rollouts_core.engines.protocol import SegmentAccess
 from rollouts_core.engines.segments import SegmentedWeights
 from rollouts_core.engines.sent import SentWeights
 from rollouts_core.engines.silence import SILENCE_TIMEOUT_S, SilenceWatch

@@ -15,7 +15,8 @@ from pathlib import Path
 from pydantic import Field
 
 from rollouts_core.config import EngineKind, Record, SamplingConfig
-from rollouts_core.engines.protocol import GenerationRequest, InferenceEngine
+from rollouts_core.engines.completion import GenerationRequest
+from rollouts_core.engines.protocol import InferenceEngine
 from rollouts_core.engines.sglang import SGLangEngine
 from rollouts_core.engines.silence import SILENCE_TIMEOUT_S
 from rollouts_core.engines.vllm import VLLMEngine

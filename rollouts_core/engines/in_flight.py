@@ -24,7 +24,8 @@ import anyio
 
 from rollouts_core.config import InFlight
 from rollouts_core.engines.canary import Canary
-from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
+from rollouts_core.engines.completion import Completion, GenerationRequest
+from rollouts_core.engines.protocol import InferenceEngine
 from rollouts_core.engines.running_calls import RunningCalls
 from rollouts_core.errors import EngineUnavailableError
 

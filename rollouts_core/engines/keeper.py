@@ -29,6 +29,7 @@ from rollouts_core.concurrency import in_short_thread
 from rollouts_core.config.messages import first_line
 from rollouts_core.embedded.weights import read_tensors
 from rollouts_core.engines.canary import Canary, prove, published_canary
+from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.content import (
     EMPTY_DIGEST,
     HeldTensors,
@@ -39,7 +40,6 @@ from rollouts_core.engines.content import (
     sample_content,
     vocabulary_size,
 )
-from rollouts_core.engines.protocol import Completion, GenerationRequest
 from rollouts_core.engines.segments import SegmentedWeights
 from rollouts_core.engines.sent import SentWeights, find_kept
 from rollouts_core.engines.silence import SilenceWatch

@@ -30,8 +30,9 @@ import anyio
 from rollouts_core.concurrency import ClosedOnExit, gather
 from rollouts_core.config.messages import first_line
 from rollouts_core.engines.canary import Canary
+from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.in_flight import ABORT_TIMEOUT_S, InterruptibleEngine
-from rollouts_core.engines.protocol import Completion, GenerationRequest, SegmentAccess
+from rollouts_core.engines.protocol import SegmentAccess
 from rollouts_core.engines.running_calls import RunningCalls
 from rollouts_core.engines.weight_sync import SYNC_TIMEOUT_S, WeightSyncResult, common_access, sync_weights_to_engines
 from rollouts_core.errors import EngineAnswerError, EngineError, EngineUnavailableError, WeightSyncError

@@ -1,16 +1,13 @@
-"""What training needs of an inference engine, whichever server is behind it. Token ids in, token ids out."""
+"""What training needs of an inference engine, whichever server is behind it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from rollouts_core.config import SamplingConfig
-from rollouts_core.errors import EngineAnswerError
-from rollouts_core.types import Status
+from rollouts_core.engines.completion import Completion, GenerationRequest
 
 if TYPE_CHECKING:
     from rollouts_core.engines.canary import Canary
@@ -18,23 +15,6 @@ if TYPE_CHECKING:
     from rollouts_core.engines.sent import SentWeights
 
     Weights = Path | SegmentedWeights | SentWeights
-
-STATUS_OF_FINISH = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
-"""What the finish reasons of all engines mean."""
-
-
-def status_of_finish(name: str, reason: str, message: str = "") -> Status:
-    """How a completion of the engine `name` ended that it ended for this reason.
-
-    Raises:
-        EngineAnswerError: for another reason than those of every engine, so there is nothing to grade.
-    """
-    if reason not in STATUS_OF_FINISH:
-        raise EngineAnswerError(
-            f"{name} ended a completion with the reason {reason!r}, expected one of {', '.join(STATUS_OF_FINISH)}: "
-            f"{message or 'look at its log'}"
-        )
-    return STATUS_OF_FINISH[reason]
 
 
 class SegmentAccess(IntEnum):
@@ -46,41 +26,6 @@ class SegmentAccess(IntEnum):
     """Those that are files."""
     MEMORY = 2
     """Also those in memory: it runs on this machine."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
-    """One completion to sample."""
-
-    prompt_tokens: list[int]
-    """What the policy reads."""
-    sampling: SamplingConfig
-    """How it samples."""
-    stop_token_ids: tuple[int, ...]
-    """Tokens that end the completion and are part of it."""
-    seed: int
-    """Randomness of this completion, where the engine has seeds."""
-    num_continued: int = 0
-    """How many tokens at the end of `prompt_tokens` are of the same completion, which was broken off after them."""
-    affinity: int | None = None
-    """Requests of one number, the turns of a group's conversations, share the beginnings of their prompts: of several
-    engines the same one is asked, as far as it has not much more to do than the others."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """What an engine sampled for one request."""
-
-    tokens: list[int]
-    """The sampled tokens, the stop token included."""
-    logprobs: list[float]
-    """log p of each of them under the distribution it was sampled from, nats."""
-    status: Status
-    """How it ended."""
-    finish_reason: str
-    """The engine's own word for it."""
-    version_spans: tuple[tuple[str, int, int], ...]
-    """(weight version, start, end) over `tokens`."""
 
 
 class InferenceEngine(Protocol):

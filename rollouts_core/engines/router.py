@@ -25,10 +25,11 @@ import httpx
 
 from rollouts_core.concurrency import ClosedOnExit, gather
 from rollouts_core.engines.canary import Canary
+from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.http import EngineConnection
 from rollouts_core.engines.keeper import MAX_SPANNED_VERSIONS, POLL_INTERVAL_S, PROBE_TIMEOUT_S
 from rollouts_core.engines.pool import EnginePool
-from rollouts_core.engines.protocol import Completion, GenerationRequest, SegmentAccess
+from rollouts_core.engines.protocol import SegmentAccess
 from rollouts_core.engines.sglang import SGLangEngine, parse_completion, render_request
 from rollouts_core.errors import EngineAnswerError, EngineError, EngineUnavailableError
 

@@ -15,9 +15,10 @@ import torch
 
 from rollouts_core.embedded.segments import memory_scope
 from rollouts_core.engines.client import EngineClient
+from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.content import HeldTensors, check_same_model
 from rollouts_core.engines.http import CONNECT_TIMEOUT_S, UPDATE_TIMEOUT, read_completion, read_logprob
-from rollouts_core.engines.protocol import Completion, GenerationRequest, SegmentAccess
+from rollouts_core.engines.protocol import SegmentAccess
 from rollouts_core.engines.segments import SegmentedWeights
 from rollouts_core.engines.sending import WeightSender
 from rollouts_core.engines.sent import SentWeights

@@ -24,6 +24,7 @@ import torch
 from rollouts_core.concurrency import gather, in_short_thread
 from rollouts_core.engines import in_vllm
 from rollouts_core.engines.client import EngineClient
+from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.content import (
     EMBEDDING,
     HEAD,
@@ -34,7 +35,6 @@ from rollouts_core.engines.content import (
     write_untied,
 )
 from rollouts_core.engines.http import CONNECT_TIMEOUT_S, UPDATE_TIMEOUT, read_completion, read_logprob
-from rollouts_core.engines.protocol import Completion, GenerationRequest
 from rollouts_core.engines.sending_to_vllm import RECEIVER, VLLMWeightSender
 from rollouts_core.engines.sent import SentWeights
 from rollouts_core.errors import EngineAnswerError, EngineError, EngineUnavailableError, WeightSyncError

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from rollouts_core.engines.protocol import Completion
+from rollouts_core.engines.completion import Completion
 from rollouts_core.environments.protocol import Outcome
 from rollouts_core.errors import DataError
 from rollouts_core.types import Message, Sample, Status, VersionSpan

@@ -18,8 +18,9 @@ import anyio
 from rollouts_core.concurrency import gather
 from rollouts_core.config import RolloutConfig, SamplingConfig
 from rollouts_core.data.chat import stop_token_ids, tokenize_prompt, tokenize_prompts
+from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.in_flight import InFlightEngine, InterruptibleEngine
-from rollouts_core.engines.protocol import Completion, GenerationRequest, InferenceEngine
+from rollouts_core.engines.protocol import InferenceEngine
 from rollouts_core.environments.protocol import MultiTurnEnvironment, describe_tools, is_multi_turn
 from rollouts_core.errors import DataError, EngineError, EnvironmentUnavailableError
 from rollouts_core.rollout.agent import Trajectory, agent_integration, place_version_spans

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollouts_core.engines.protocol import Completion
+from rollouts_core.engines.completion import Completion
 from rollouts_core.rollout.agent import AgentTurn
 from rollouts_core.types import Sample, Status
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from rollouts_core.engines.protocol import Completion, GenerationRequest, SegmentAccess
+from rollouts_core.engines.completion import Completion, GenerationRequest
+from rollouts_core.engines.protocol import SegmentAccess
 from rollouts_core.types import Status
 
 

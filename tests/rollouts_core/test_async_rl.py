@@ -29,7 +29,7 @@ from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.engines import InferenceEngine, InFlightEngine, PublishTarget, SGLangEngine, publish_weights
-from rollouts_core.engines.protocol import Completion, GenerationRequest
+from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.rewards import grade_group
 from rollouts_core.rl import run_rl_training, train_on_rollouts
 from rollouts_core.rollout.generate import build_pending_group, create_engine_generate_fn

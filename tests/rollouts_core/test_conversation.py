@@ -24,7 +24,7 @@ from rollouts_core.batch import build_batch
 from rollouts_core.config import ModelConfig, MultiTurnConfig, RolloutConfig, SamplingConfig
 from rollouts_core.data.chat import tokenize_prompt
 from rollouts_core.data.data_buffer import DataBuffer
-from rollouts_core.engines.protocol import Completion, GenerationRequest
+from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.environments import CalculatorEnvironment, Conversation, Outcome, Reply
 from rollouts_core.errors import DataError, EnvironmentOutageError, EnvironmentUnavailableError, RewardError
 from rollouts_core.model.loading import load_hf_model

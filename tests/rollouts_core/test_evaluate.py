@@ -16,7 +16,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rollouts_core.config import ModelConfig, MultiTurnConfig, RolloutConfig, SamplingConfig
-from rollouts_core.engines.protocol import Completion, GenerationRequest
+from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.environments import Conversation, Reply
 from rollouts_core.errors import RewardError
 from rollouts_core.evaluate import ask_engine, generate_samples, scores_by_prompt

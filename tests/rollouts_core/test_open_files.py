@@ -25,7 +25,7 @@ ASK = f"""
 import asyncio, resource, sys
 from rollouts_core.config import SamplingConfig
 from rollouts_core.engines import {{engine}}
-from rollouts_core.engines.protocol import GenerationRequest
+from rollouts_core.engines.completion import GenerationRequest
 
 request = GenerationRequest(prompt_tokens=[4], sampling=SamplingConfig(max_new_tokens=1), stop_token_ids=(), seed=0)
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rollouts_core.config import MultiTurnConfig, RolloutConfig, SamplingConfig
 from rollouts_core.data.data_buffer import DataBuffer
-from rollouts_core.engines.protocol import Completion, GenerationRequest
+from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.environments import Conversation, Reply
 from rollouts_core.rollout.generate import build_pending_group, create_conversation_generate_fn
 from rollouts_core.rollout.manager import AsyncRolloutManager

@@ -24,7 +24,7 @@ from rollouts_core.data.dataset import (
     load_sft_dataset,
     open_datasets,
 )
-from rollouts_core.engines.protocol import Completion
+from rollouts_core.engines.completion import Completion
 from rollouts_core.errors import DataError
 from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.rollout.agent import AgentTurn, Trajectory, agent_integration

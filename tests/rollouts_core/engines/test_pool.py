@@ -15,8 +15,9 @@ import pytest
 from rollouts_core.config import SamplingConfig
 from rollouts_core.engines import EnginePool, InFlightEngine, SGLangEngine, sync_weights_to_engines
 from rollouts_core.engines.canary import Canary
+from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.pool import MAX_LEAD
-from rollouts_core.engines.protocol import Completion, GenerationRequest, SegmentAccess
+from rollouts_core.engines.protocol import SegmentAccess
 from rollouts_core.errors import (
     CheckpointError,
     EngineAnswerError,

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from rollouts_core.config import SamplingConfig
+from rollouts_core.engines.completion import GenerationRequest
 from rollouts_core.engines.http import read_completion
-from rollouts_core.engines.protocol import GenerationRequest
 from rollouts_core.types import Status
 
 END, OWN_END = 2, 3

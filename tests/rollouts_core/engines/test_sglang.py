@@ -26,7 +26,7 @@ from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.engines import SGLangEngine, sync_weights_to_engines
 from rollouts_core.engines.canary import Canary, canary_requests, checkpoint_canary
-from rollouts_core.engines.protocol import GenerationRequest
+from rollouts_core.engines.completion import GenerationRequest
 from rollouts_core.errors import (
     CheckpointError,
     EngineAnswerError,
