@@ -144,7 +144,7 @@ def test_where_all_is_too_dear_the_cheapest_is_named_with_what_to_raise(world: W
 
 
 def test_a_busy_provider_is_waited_for(world: World) -> None:
-    world.fake.faults.busy = 5
+    world.fake.faults.busy = 2
     assert world.rent().state is RentalState.READY
     assert len(world.fake.alive()) == 1
 

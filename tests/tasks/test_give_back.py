@@ -127,6 +127,7 @@ def test_a_rented_machine_is_given_back_although_the_disk_of_the_store_is_full(
         assert fake.alive() == []
 
 
+@pytest.mark.slow
 def test_a_machine_that_appeared_while_its_run_had_another_one_is_given_back_with_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
