@@ -51,7 +51,7 @@ from infra.ports import find_free_port
 from infra.session import LocalSession
 from rollouts_core.backends.allocator import KEPT_MEMORY
 from rollouts_core.config import DeploymentConfig, EngineConfig, ModelConfig
-from rollouts_core.jobs.job import InputModel, ServeJob
+from rollouts_core.job import InputModel, ServeJob
 
 CONCURRENCIES = (1, 16, 64)
 REQUESTS_PER_CLIENT = {1: 3, 16: 3, 64: 2}

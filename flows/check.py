@@ -24,9 +24,9 @@ from flows.retrain_settings import RetrainConfig
 from flows.trusted_code import check_trusted
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.node import NodeSettings
-from rollouts_core.checks.findings import count_cautions, split_findings
 from rollouts_core.config import Config
 from rollouts_core.errors import InputError
+from rollouts_core.findings import count_cautions, split_findings
 from tasks.progress import StageProgress, stage_console
 from tasks.retries import TRIED_AGAIN
 

@@ -23,7 +23,7 @@ from flows.form import FormConfig, FormEvaluate, FormNode, FormRun
 from flows.pipeline import known_to_live, link_live_page, machine_of_the_run, open_scope, run_on
 from infra.node import Node, settings_of_engines, without_further_nodes
 from rollouts_core.config import Config
-from rollouts_core.jobs.job import InputModel
+from rollouts_core.job import InputModel
 from tasks.evaluate import evaluate_models
 from tasks.evaluation_report import as_inputs, find_inputs, write_evaluation
 from tasks.finished import RunStage

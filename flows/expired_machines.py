@@ -21,8 +21,8 @@ from pathlib import Path
 from infra.cloud import Cloud, Pace
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.ledger import LEDGER_FILE, Ledger
+from infra.offers import CLOUD_NAMES, CloudName
 from infra.providers.clouds import clouds_with_keys, credentials_in_use, open_account
-from infra.renting.offers import CLOUD_NAMES, CloudName
 from infra.renting.reaper import ReapReport, reap
 from infra.renting.rentals import open_rentals
 from rollouts_core.errors import ConfigError

@@ -35,7 +35,7 @@ from flows.evaluate_settings import EvaluateConfig
 from flows.retrain_settings import LINE_PATTERN, RetrainConfig, ScheduleConfig, check_retraining
 from flows.store import with_store
 from infra.node import NODE_TYPES, LocalNode, NodeSettings
-from infra.renting.offers import CLOUD_NAMES
+from infra.offers import CLOUD_NAMES
 from infra.stores.object_store import check_url
 from rollouts_core.config import (
     Config,

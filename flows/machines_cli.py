@@ -26,10 +26,10 @@ from flows.terminal import DEFAULT_STORE
 from infra.cloud import Cloud
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.ledger import LEDGER_FILE, Ledger
+from infra.offers import CLOUD_NAMES, CUDA_PATTERN, CloudName, GPUQuery, Offer, Offered, describe_closest
 from infra.providers.clouds import ENDPOINTS, account_of, clouds_with_keys, open_clouds, require_keys
 from infra.providers.instance import find_instance
 from infra.providers.rented import known_hosts_of
-from infra.renting.offers import CLOUD_NAMES, CUDA_PATTERN, CloudName, GPUQuery, Offer, Offered, describe_closest
 from infra.renting.reaper import ReapReport, reap, release_named
 from infra.renting.rentals import NAME_PREFIX, Rental, all_rentals, describe_keeping, find_rental, open_rentals
 from rollouts_core.errors import ConfigError, InputError

@@ -49,7 +49,7 @@ from infra.node import Node, NodeSettings, RentedNode
 from infra.providers.rented import ended_when_expired
 from rollouts_core.config import Config
 from rollouts_core.errors import RolloutsError
-from rollouts_core.jobs.job import InputModel
+from rollouts_core.job import InputModel
 from tasks.artifacts import is_finished
 from tasks.bootstrap import bootstrap
 from tasks.budget import stopped_in_time

@@ -30,21 +30,21 @@ from infra.node import (
     settings_of_trainers,
     without_further_nodes,
 )
+from infra.offers import GPUQuery, Offer
 from infra.ports import check_port
 from infra.providers import open_session, provision_node
 from infra.providers.instance import find_instance
 from infra.providers.rented import describe_rentable, find_rentable
-from infra.renting.offers import GPUQuery, Offer
 from infra.session import LOOPBACK, Session
 from infra.stores.object_store import ObjectStore
 from infra.stores.publication import check_writable_store
-from rollouts_core.checks.findings import Caution
-from rollouts_core.checks.model_size import ModelSize, find_model_size
 from rollouts_core.checks.needed_part import GIB, sum_bytes
 from rollouts_core.checks.resource_needs import checkpoint_disk_bytes, engine_warning, needed_disk, training_needs
 from rollouts_core.config import Config, DataConfig, EngineConfig
 from rollouts_core.errors import ConfigError
+from rollouts_core.findings import Caution
 from rollouts_core.keys import key_header, read_key
+from rollouts_core.model.model_size import ModelSize, find_model_size
 from tasks.inputs import bring_inputs
 from tasks.installed_engines import check_installed, check_router, leads_engines
 from tasks.model_names import find_named_model, with_heldout

@@ -24,8 +24,8 @@ from infra.node import LocalNode
 from infra.providers import open_session, provision_node
 from infra.renting.rentals import describe_keeping, open_rentals
 from infra.run_ids import short_id
-from rollouts_core.jobs.run_directory import RunDirectory
 from rollouts_core.metrics import read_json_lines
+from rollouts_core.run_directory import RunDirectory
 from tasks.early_end import read_early_end
 from tasks.model_aliases import models_of_runs
 

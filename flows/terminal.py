@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from flows.store import STORE_VARIABLE
-from rollouts_core.checks.findings import count_cautions, split_findings
+from rollouts_core.findings import count_cautions, split_findings
 
 DEFAULT_STORE = Path(".rollouts")
 Store = Annotated[

@@ -7,7 +7,7 @@ by which machines are rented and given back without losing one (provision.py, re
 from dataclasses import dataclass
 from typing import Protocol, Self
 
-from infra.renting.offers import CloudName, GPUQuery, Instance, MachineSpec, Offer
+from infra.offers import CloudName, GPUQuery, Instance, MachineSpec, Offer
 
 
 class Cloud(Protocol):

@@ -23,8 +23,8 @@ from infra import environment_builder
 from infra.errors import JobFailedError, PermanentInfraError
 from infra.jobs import JobSpec, follow_job, read_result, require_finished, start_or_attach
 from infra.node import Node
+from infra.node_agent import ISOLATED
 from infra.session import Session
-from infra.ssh.node_agent import ISOLATED
 
 Installer = Literal["pip", "uv"]
 

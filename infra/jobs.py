@@ -29,8 +29,8 @@ from infra.errors import (
     PermanentInfraError,
     TransientInfraError,
 )
+from infra.node_agent import ISOLATED
 from infra.session import Session, read_answer
-from infra.ssh.node_agent import ISOLATED
 from infra.supervisor import ENDING_WAIT_S, FIRST_GPU, JobSpec
 
 __all__ = [

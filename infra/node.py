@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from infra.renting.offers import CLOUD_NAMES, NETWORKED_CLOUDS, GPUQuery
+from infra.offers import CLOUD_NAMES, NETWORKED_CLOUDS, GPUQuery
 
 HOST = re.compile(
     r"""(?P<user>[A-Za-z0-9_][\w.-]*) @

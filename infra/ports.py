@@ -4,8 +4,8 @@ A port that is free now may be taken a moment later: who binds it must still be 
 """
 
 from infra.errors import PermanentInfraError
+from infra.node_agent import ISOLATED
 from infra.session import LOOPBACK, Session
-from infra.ssh.node_agent import ISOLATED
 
 _FIND_FREE = """
 import socket, sys

@@ -9,8 +9,8 @@ Not here: what they say to each other later.
 
 from infra.errors import CommandFailedError, CommandTimeoutError, PermanentInfraError
 from infra.node import Node
+from infra.node_agent import ISOLATED
 from infra.session import Session
-from infra.ssh.node_agent import ISOLATED
 
 PATIENCE_S = 10.0
 """For one connection to come about."""

@@ -23,6 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from infra import node_agent
+from infra.chunks import CHUNK_BYTES, Chunk
 from infra.errors import (
     CommandFailedError,
     CommandTimeoutError,
@@ -33,10 +35,8 @@ from infra.errors import (
     PermanentInfraError,
     TransientInfraError,
 )
-from infra.ssh import node_agent
-from infra.ssh.node_agent import ISOLATED
+from infra.node_agent import ISOLATED
 from infra.supervisor import parse_object
-from infra.sync.chunks import CHUNK_BYTES, Chunk
 
 MAX_READ_BYTES = 64 << 20
 """The largest file that `read_file` returns; what is larger is read by offset or copied."""

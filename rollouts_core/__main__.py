@@ -31,12 +31,12 @@ from rollouts_core.backends.launch import (
 from rollouts_core.backends.unit import MACHINE_LOST_CODE, Unit, follow, lead
 from rollouts_core.errors import InputError, MachineLostError
 from rollouts_core.hub_cache import use_fallback
-from rollouts_core.jobs.job import Job, RLJob, ServeJob, SFTJob, load_job
-from rollouts_core.jobs.run_directory import RunDirectory, attempt_number
+from rollouts_core.job import Job, RLJob, ServeJob, SFTJob, load_job
 from rollouts_core.keys import OWN_KEY_VARIABLE, read_key
 from rollouts_core.metrics import EventLog
 from rollouts_core.open_files import raise_file_limit
 from rollouts_core.parent_death import die_with_parent
+from rollouts_core.run_directory import RunDirectory, attempt_number
 from rollouts_core.user_code import is_raised_by_user_code
 from rollouts_core.utf8 import ensure_utf8
 

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from rollouts_core.jobs.job import RLJob, SFTJob
+from rollouts_core.job import RLJob, SFTJob
 from rollouts_core.metrics import open_for_lines
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from pathlib import Path
 from infra.supervisor import locked
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from rollouts_core.errors import CheckpointError
-from rollouts_core.jobs.run_directory import RunDirectory
+from rollouts_core.run_directory import RunDirectory
 from tasks.records import Stage
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,6 @@ from infra.node import FurtherNode, LocalNode, Node, NodeSettings, settings_of_e
 from infra.providers import open_session
 from infra.reach import check_both_ways
 from infra.session import Session
-from rollouts_core.checks.model_size import ModelSize, find_model_size
 from rollouts_core.checks.needed_part import describe_parts
 from rollouts_core.checks.resource_needs import (
     checkpoint_disk_bytes,
@@ -30,6 +29,7 @@ from rollouts_core.checks.resource_needs import (
 )
 from rollouts_core.config import Config
 from rollouts_core.keys import key_variables
+from rollouts_core.model.model_size import ModelSize, find_model_size
 from tasks.installed_engines import check_installed, check_router, leads_engines
 from tasks.optional_packages import check_packages
 from tasks.placement import place_code

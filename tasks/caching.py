@@ -14,7 +14,7 @@ from prefect.context import TaskRunContext
 
 from infra.ledger import Ledger
 from infra.node import Node
-from rollouts_core.jobs.run_directory import RunDirectory
+from rollouts_core.run_directory import RunDirectory
 from tasks.artifacts import is_finished
 from tasks.progress import StageProgress, stage_console
 from tasks.records import RunScope, Stage, StageRecord

@@ -15,7 +15,7 @@ from rollouts_core.checkpoint import load_manifest
 from rollouts_core.comparison import compare_paired, judge_improvement
 from rollouts_core.config import Config, ModelConfig
 from rollouts_core.errors import CheckpointError
-from rollouts_core.jobs.job import InputModel
+from rollouts_core.job import InputModel
 from tasks.artifacts import find_checkpoint_damage
 from tasks.model_aliases import note_in_reports
 from tasks.records import RunScope, StageRecord

@@ -15,8 +15,8 @@ from typing import Any
 
 from rollouts_core.errors import ConfigError
 from rollouts_core.fingerprint import FINGERPRINT_CHARS, flat_settings
-from rollouts_core.jobs.job import JOB_TYPES, Job, load_job
-from rollouts_core.jobs.run_directory import RunDirectory
+from rollouts_core.job import JOB_TYPES, Job, load_job
+from rollouts_core.run_directory import RunDirectory
 from tasks.records import Stage
 
 MAX_COMPARED = 50

@@ -18,7 +18,7 @@ from infra.ports import check_port, find_free_port
 from infra.providers import open_session
 from infra.session import Session
 from rollouts_core.engine_log import explain_engine_log
-from rollouts_core.jobs.job import ServeJob
+from rollouts_core.job import ServeJob
 from rollouts_core.keys import read_key
 from tasks.leases import LEASE_S, LeasedJob, leases_renewed
 from tasks.node_job import GRACE_S, gpus_of, gpus_of_engines, job_spec, running_job

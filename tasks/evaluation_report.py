@@ -17,7 +17,7 @@ from rollouts_core.comparison import compare_paired
 from rollouts_core.config import Config
 from rollouts_core.files import write_json
 from rollouts_core.fingerprint import digest_model
-from rollouts_core.jobs.job import InputModel
+from rollouts_core.job import InputModel
 from rollouts_core.report import describe_results, render_results_markdown
 from tasks.model_names import NamedModel, find_named_model, with_heldout
 from tasks.places import note_named

@@ -16,7 +16,7 @@ from prefect import Task
 from infra.ledger import Ledger
 from infra.node import Node, NodeSettings, RentedNode, no_machine
 from infra.renting.rentals import open_rentals
-from rollouts_core.jobs.run_directory import RunDirectory
+from rollouts_core.run_directory import RunDirectory
 from tasks.artifacts import is_finished
 from tasks.earlier_scores import take_earlier_scores
 from tasks.progress import StageProgress, stage_console

@@ -32,7 +32,7 @@ from infra.sync.mirror import LOCK, is_behind
 from infra.sync.push import is_executable, publish_files
 from rollouts_core.checkpoint import find_checkpoint, list_checkpoints
 from rollouts_core.config import RLTrainingConfig, RolloutConfig, SFTTrainingConfig
-from rollouts_core.jobs.job import (
+from rollouts_core.job import (
     JOB_TYPES,
     EvalJob,
     InputDataset,

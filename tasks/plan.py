@@ -21,7 +21,7 @@ from rollouts_core.config import (
 )
 from rollouts_core.data.rows import digest_path, resolve_revision
 from rollouts_core.fingerprint import digest_checkpoint, digest_model, digest_plugins, fingerprint_job
-from rollouts_core.jobs.job import (
+from rollouts_core.job import (
     EngineAddress,
     EvalJob,
     InputDataset,

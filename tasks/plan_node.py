@@ -11,9 +11,9 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from infra.node import RentedNode
-from rollouts_core.checks.model_size import ModelSize, find_model_size
 from rollouts_core.checks.resource_needs import least_memory_bytes
 from rollouts_core.config import Config
+from rollouts_core.model.model_size import ModelSize, find_model_size
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from infra.providers import open_session
 from infra.session import Session
 from infra.sync.mirror import is_behind, pull_run
 from rollouts_core.checkpoint import list_checkpoints
-from rollouts_core.jobs.run_directory import RunDirectory
+from rollouts_core.run_directory import RunDirectory
 from tasks.records import RunScope
 
 SALVAGE_S = 600.0

@@ -33,7 +33,7 @@ from infra.stores.checkpoint_uploads import checkpoints_published
 from infra.sync.mirror import mirrored, pull_run
 from rollouts_core.backends.unit import MACHINE_LOST_CODE
 from rollouts_core.errors import InputError
-from rollouts_core.jobs.run_directory import RunDirectory
+from rollouts_core.run_directory import RunDirectory
 from tasks.artifacts import find_damage, is_finished, set_damage_aside
 from tasks.closest_stage import describe_difference
 from tasks.earlier_scores import take_earlier_scores

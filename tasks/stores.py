@@ -20,7 +20,7 @@ from infra.stores.object_store import ObjectStore
 from infra.stores.presigned import can_presign
 from infra.stores.publication import check_writable_store, publish_run
 from rollouts_core.config import Config
-from rollouts_core.jobs.job import InputModel
+from rollouts_core.job import InputModel
 from tasks.inputs import bring_inputs
 from tasks.placement import exists_on_node
 from tasks.progress import StageProgress, stage_console

@@ -10,7 +10,7 @@ from prefect.cache_policies import NO_CACHE
 
 from infra.session import LocalSession
 from infra.sync.push import publish_directory
-from rollouts_core.jobs.job import InputModel
+from rollouts_core.job import InputModel
 from tasks.progress import StageProgress, stage_console
 from tasks.records import RunScope
 

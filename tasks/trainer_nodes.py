@@ -25,7 +25,7 @@ from infra.node import Node
 from infra.ports import find_free_port
 from infra.providers import open_session
 from infra.session import Session
-from rollouts_core.jobs.job import FurtherTrainer
+from rollouts_core.job import FurtherTrainer
 from tasks.leases import LEASE_S, LeasedJob, leases_renewed
 from tasks.node_job import GRACE_S, gpus_of, job_spec, running_job
 from tasks.placement import place_stage

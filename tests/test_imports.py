@@ -57,7 +57,7 @@ def test_heavy_libraries_stay_in_their_rooms() -> None:
         "rollouts_core",
         "rollouts_core.config",
         "rollouts_core.types",
-        "rollouts_core.jobs.job",
+        "rollouts_core.job",
         "rollouts_core.fingerprint",
         "rollouts_core.report",
         "tasks.plan",

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 from infra.cloud import Cloud
 from infra.errors import MissingKeyError
+from infra.offers import CloudName
 from infra.providers.http import Endpoint
 from infra.providers.lambda_cloud import Lambda
 from infra.providers.prime import Prime
@@ -17,7 +18,6 @@ from infra.providers.runpod import RunPod
 from infra.providers.shadeform import Shadeform
 from infra.providers.sky import Sky
 from infra.providers.vast import Vast
-from infra.renting.offers import CloudName
 from infra.renting.rentals import Rental
 
 CREDENTIALS_VARIABLE = "ROLLOUTS_CREDENTIALS"

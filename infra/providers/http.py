@@ -26,7 +26,7 @@ import httpx
 from pydantic import BaseModel, Field, ValidationError
 
 from infra.errors import OfferGoneError, ProviderRefusedError, ProviderUnavailableError, UnclearAnswerError
-from infra.renting.offers import CloudName
+from infra.offers import CloudName
 
 TIMEOUT_S = 30.0
 CREATE_TIMEOUT_S = 90.0

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from infra.errors import MachineGoneError, PermanentInfraError, TransientInfraError
 from infra.node import InstanceNode, Node
+from infra.offers import Instance, InstanceStatus
 from infra.providers.clouds import open_account
 from infra.providers.rented import access_now, access_to, known_hosts_of, open_ssh
 from infra.providers.ssh import expand_root, open_ssh_session
-from infra.renting.offers import Instance, InstanceStatus
 from infra.session import Session
 from infra.ssh.host_keys import noted_fingerprint
 

@@ -17,9 +17,9 @@ from typing import ClassVar
 from pydantic import BaseModel, Field
 
 from infra.errors import OfferGoneError
+from infra.offers import CloudName, GPUQuery, HostKeyPair, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import quoted, usable_host
 from infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob
-from infra.renting.offers import CloudName, GPUQuery, HostKeyPair, Instance, InstanceStatus, MachineSpec, Offer
 
 USER = "ubuntu"
 STATUS = {

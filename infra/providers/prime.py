@@ -15,9 +15,9 @@ from urllib.parse import quote, unquote
 from pydantic import BaseModel, Field
 
 from infra.errors import ProviderUnavailableError
+from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import quoted, usable_host, usable_port, usable_user
 from infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob
-from infra.renting.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 
 DEFAULT_IMAGE = "ubuntu_22_cuda_12"
 _KEY_NAME = "rollouts"

@@ -31,11 +31,11 @@ from infra.errors import (
 )
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import InstanceNode, Node, RentedNode, SSHAccess
+from infra.offers import NETWORKED_CLOUDS, Instance, Offer, describe_closest
 from infra.providers.clouds import account_of, credentials_in_use, open_clouds, require_keys
 from infra.providers.ssh import CALL_TIMEOUT_S, expand_root, open_ssh_session
 from infra.reach import own_address
 from infra.renting.acceptance import require_gpus, require_peers, require_speed
-from infra.renting.offers import NETWORKED_CLOUDS, Instance, Offer, describe_closest
 from infra.renting.provision import given_back_on_failure, rent_machines, search_offers
 from infra.renting.reaper import reap
 from infra.renting.release import release_all, release_machines

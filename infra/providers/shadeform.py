@@ -10,9 +10,9 @@ from typing import ClassVar
 
 from pydantic import BaseModel
 
+from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import quoted, usable_host, usable_port, usable_user
 from infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob
-from infra.renting.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 
 _KEY_NAME = "rollouts"
 STATUS = {

@@ -40,9 +40,9 @@ from infra.errors import (
     ProviderUnavailableError,
     UnclearAnswerError,
 )
+from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import usable_host, usable_port, usable_user
 from infra.providers.http import Endpoint
-from infra.renting.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.session import LOOPBACK
 
 ANSWER_TIMEOUT_S = 300.0

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from infra.errors import PermanentInfraError
 from infra.node import HOST, Node, SSHAccess, SSHMachine, SSHNode
+from infra.node_agent import ISOLATED
 from infra.session import Session
-from infra.ssh.node_agent import ISOLATED
 from infra.ssh.ssh_config import read_ssh_config
 
 FIRST_USE_FILE = "known_hosts"

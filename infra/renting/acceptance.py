@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.errors import CommandFailedError, CommandTimeoutError, TransientInfraError, UnfitMachineError
+from infra.node_agent import ISOLATED
+from infra.offers import is_same_model
 from infra.renting import gpu_trial, peer_trial
-from infra.renting.offers import is_same_model
 from infra.session import Session, read_answer
-from infra.ssh.node_agent import ISOLATED
 
 LINK_BYTES = 4 << 20
 DISK_BYTES = 64 << 20

@@ -32,7 +32,7 @@ from infra.errors import (
     UnclearAnswerError,
 )
 from infra.interrupts import uninterrupted
-from infra.renting.offers import (
+from infra.offers import (
     CloudName,
     GPUQuery,
     HostKeyPair,

@@ -25,7 +25,7 @@ from typing import Any
 from infra.cloud import PATIENT, Cloud, Pace
 from infra.errors import InfraError, LedgerUnwritableError, PermanentInfraError, ProviderUnavailableError
 from infra.ledger import Ledger
-from infra.renting.offers import CloudName, Instance, InstanceStatus
+from infra.offers import CloudName, Instance, InstanceStatus
 from infra.renting.release import end_unnoted, release_machine
 from infra.renting.rentals import (
     NAME,

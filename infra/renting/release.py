@@ -19,7 +19,7 @@ from typing import NoReturn
 from infra.cloud import PATIENT, Cloud, Pace
 from infra.errors import InfraError, PermanentInfraError, StillRentedError, TransientInfraError
 from infra.ledger import Ledger
-from infra.renting.offers import CloudName, InstanceStatus
+from infra.offers import CloudName, InstanceStatus
 from infra.renting.rentals import Rental, RentalState, change_rental, find_rental
 from infra.renting.unanswered import find_machine
 

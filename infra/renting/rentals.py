@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Any
 
 from infra.ledger import Ledger
-from infra.renting.offers import CloudName
+from infra.offers import CloudName
 from infra.run_ids import short_id
 
 NAME_PREFIX = "rollouts-"

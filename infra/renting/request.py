@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from infra.cloud import PATIENT, Cloud, Pace
 from infra.ledger import Ledger
-from infra.renting.offers import CloudName, GPUQuery, Instance
+from infra.offers import CloudName, GPUQuery, Instance
 from infra.renting.release import release_machine
 from infra.renting.rentals import Rental, RentalState, rentals_of
 

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 from infra.cloud import Cloud, Pace
-from infra.renting.offers import InstanceStatus
+from infra.offers import InstanceStatus
 from infra.renting.rentals import Rental
 
 FOUND_NOTE = "found by its name"

@@ -16,10 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from infra import node_agent
 from infra.errors import NodeUnreachableError, PermanentInfraError, RequestCutError
-from infra.ssh import node_agent
+from infra.node_agent import DATA, DONE, END_OF_INPUT, FRAME_HEAD, ISOLATED, OFFSET_BYTES, REQUEST
 from infra.ssh.connection import Channel
-from infra.ssh.node_agent import DATA, DONE, END_OF_INPUT, FRAME_HEAD, ISOLATED, OFFSET_BYTES, REQUEST
 
 MAX_GREETING_BYTES = 64 << 10
 """Shells may print so much ahead of the agent's first word."""

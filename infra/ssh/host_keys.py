@@ -22,7 +22,7 @@ from pathlib import Path
 
 from infra.errors import HostKeyError, PermanentInfraError
 from infra.node import SSH_PORT
-from infra.renting.offers import HostKeyPair
+from infra.offers import HostKeyPair
 
 
 class HostKeyEvidence(StrEnum):

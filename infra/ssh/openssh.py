@@ -22,7 +22,8 @@ from pathlib import Path
 
 from infra.errors import NodeUnreachableError, PermanentInfraError
 from infra.node import SSHAccess
-from infra.renting.offers import Instance
+from infra.node_agent import widen_pipe
+from infra.offers import Instance
 from infra.ssh.connection import (
     CIPHERS,
     CONNECT_TIMEOUT_S,
@@ -31,7 +32,6 @@ from infra.ssh.connection import (
     SIGNATURES,
     SSHConnection,
 )
-from infra.ssh.node_agent import widen_pipe
 from infra.ssh.proxy_jump import proxy_option
 
 PROGRAM = "ssh"

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TypeVar, get_args
 
+from infra.chunks import Chunk
 from infra.errors import (
     CommandFailedError,
     CommandTimeoutError,
@@ -35,16 +36,15 @@ from infra.errors import (
     TransientInfraError,
 )
 from infra.node import SSHAccess
+from infra.node_agent import ISOLATED, STDERR, STDOUT
 from infra.session import LOOPBACK, MAX_READ_BYTES, refusal_to_write, split_lines
 from infra.ssh import openssh
 from infra.ssh.agent_call import Agent, AgentCall, JsonObject
 from infra.ssh.connection import SSHConnection, connect
 from infra.ssh.host_keys import HostKeyEvidence
-from infra.ssh.node_agent import ISOLATED, STDERR, STDOUT
 from infra.ssh.openssh import OpenSSH
+from infra.ssh.parallel_write import MAX_SENDERS, ParallelWrite
 from infra.ssh.tunnel import forwarded_port
-from infra.sync.chunks import Chunk
-from infra.sync.parallel_write import MAX_SENDERS, ParallelWrite
 
 AnswerT = TypeVar("AnswerT")
 Purpose = Literal["control", "beside", "bulk", "pieces 0", "pieces 1", "pieces 2", "pieces 3", "pieces 4", "pieces 5"]

@@ -23,12 +23,12 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
+from infra.chunks import CHUNK_BYTES
 from infra.errors import DiskFullError, InfraError, PermanentInfraError, TransientInfraError
 from infra.repeating import repeating
 from infra.session import Session
 from infra.supervisor import locked, parse_object
 from infra.sync import receiver, sender
-from infra.sync.chunks import CHUNK_BYTES
 
 LIST_TIMEOUT_S = 60.0
 PULL_INTERVAL_S = 10.0

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from infra.chunks import CHUNK_BYTES, Chunk, SourceFile
 from infra.errors import DiskFullError, InfraError, NodeUnreachableError, PermanentInfraError, TransientInfraError
+from infra.node_agent import ISOLATED
 from infra.session import Session, read_answer
-from infra.ssh.node_agent import ISOLATED
 from infra.supervisor import parse_object
 from infra.sync import receiver
-from infra.sync.chunks import CHUNK_BYTES, Chunk, SourceFile
 
 CALL_TIMEOUT_S = 3600.0
 """The node hashes the whole directory within one call: about 1 GB/s."""

@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rollouts_core.algorithms.loss import LossFn, Metrics, TokenScores
+from rollouts_core.backends.jax_architecture import load_jax_architecture
 from rollouts_core.backends.jax_model import (
     ALL_LAYERS,
     EMBEDDING,
@@ -61,7 +62,6 @@ from rollouts_core.backends.training_state import (
     write_training_checkpoint,
 )
 from rollouts_core.batch import TrainBatch
-from rollouts_core.checks.model_checks import load_jax_architecture
 from rollouts_core.config import PLAIN_POLICY, ModelConfig, OptimConfig, PolicyConfig
 from rollouts_core.embedded.architecture import tensor_shapes
 from rollouts_core.embedded.weights import check_tensors, read_tensors

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rollouts_core.backends.unit import Meeting, Unit, network_variables
-from rollouts_core.jobs.job import Job, RLJob, SFTJob
+from rollouts_core.job import Job, RLJob, SFTJob
 
 SHUTDOWN_S = 8
 """With several machines: between SIGTERM and SIGKILL, since a process may wait for one that is gone."""

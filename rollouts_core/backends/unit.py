@@ -33,7 +33,7 @@ from typing import Any, Protocol, Self
 
 from rollouts_core.backends.proof import ProofError, prove_as_asked, prove_as_asking
 from rollouts_core.errors import MachineLostError
-from rollouts_core.jobs.job import FurtherTrainer
+from rollouts_core.job import FurtherTrainer
 
 JOIN_S = 300.0
 """For the launchers of further machines to listen: they load torch before, maybe from a cold disk."""

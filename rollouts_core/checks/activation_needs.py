@@ -32,11 +32,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from rollouts_core.checks.model_shape import ModelShape, read_shape
-from rollouts_core.checks.model_size import ModelSize
 from rollouts_core.checks.needed_part import Part
 from rollouts_core.config import PolicyConfig, RLTrainingConfig, RolloutConfig, SFTTrainingConfig
 from rollouts_core.model.adapter_targets import is_target_in_files, linear_layers
+from rollouts_core.model.model_shape import ModelShape, read_shape
+from rollouts_core.model.model_size import ModelSize
 
 LOGITS_PIECE_BYTES = 64 << 20
 """Float32 logits that are held at a time (model/logprobs.py)."""

@@ -5,7 +5,7 @@ Not here: how rows and prompts are counted (validate.py), the order in which an 
 
 from __future__ import annotations
 
-from rollouts_core.checks.findings import Caution
+from rollouts_core.findings import Caution
 
 MANY_EPOCHS_OF_SFT = 30
 MANY_EPOCHS_OF_RL = 100

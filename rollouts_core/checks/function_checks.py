@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rollouts_core.checks.findings import Caution
 from rollouts_core.config import Config, RolloutConfig, name_of_function
 from rollouts_core.data.chat import encode_texts, tokenize_prompt
 from rollouts_core.engines.completion import Completion
@@ -18,6 +17,7 @@ from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.environments.protocol import Outcome, describe_tools, is_multi_turn
 from rollouts_core.errors import ConfigError, EnvironmentUnavailableError, RewardError
 from rollouts_core.filters import FilterDecision, FilterFn
+from rollouts_core.findings import Caution
 from rollouts_core.rewards import RewardFn, grade_sample
 from rollouts_core.rollout.generate import build_pending_group, complete_sample
 from rollouts_core.rollout.resolve import (

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 
-from rollouts_core.checks.findings import Caution
-from rollouts_core.checks.model_size import find_model_size
 from rollouts_core.config import Config, OptimConfig, PolicyConfig
+from rollouts_core.findings import Caution
+from rollouts_core.model.model_size import find_model_size
 
 MAX_LR_OF_A_BILLION = 5e-4
 """Where SFT of all weights of a model of 1e9 weights is warned of; others by the root of their size."""

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
-from rollouts_core.checks.findings import Caution
+from rollouts_core.backends.jax_architecture import load_jax_architecture
 from rollouts_core.config import ENGINE_MARGINS, Config, EngineKind, ModelConfig
 from rollouts_core.config.messages import first_line
-from rollouts_core.embedded.architecture import Architecture, load_architecture
+from rollouts_core.embedded.architecture import load_architecture
 from rollouts_core.errors import CheckpointError, ConfigError, DataError
+from rollouts_core.findings import Caution
 from rollouts_core.model.loading import check_packable, find_positions, find_settings, refuse_pickled_weights
 
 if TYPE_CHECKING:
@@ -111,24 +112,6 @@ def check_packing(config: Config) -> None:
     given = [f"training.{kind}.packing" for kind, packs in stages.items() if kind in config.mode and packs]
     if given and (settings := find_settings(config.model)) is not None:
         check_packable(settings, setting=" and ".join(given))
-
-
-def load_jax_architecture(model: ModelConfig) -> Architecture:
-    """The architecture of a model that JAX is to train.
-
-    Raises:
-        CheckpointError: no readable config.json, or a model of another family.
-        ConfigError: a model of a hub, or one with dropout, which JAX does not do.
-    """
-    folder = Path(model.path)
-    if not folder.is_dir():
-        raise ConfigError(f'backend "jax" reads models from folders, {model.path} is none: download the model first')
-    remedy = 'set policy.backend = "pytorch" for this model'
-    architecture = load_architecture(folder, runner='backend "jax"', remedy=remedy)
-    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if dropout := settings.get("attention_dropout"):
-        raise ConfigError(f'{folder}: backend "jax" does not support attention_dropout {dropout}: {remedy}')
-    return architecture
 
 
 def count_positions(config: Config) -> int | None:

@@ -5,7 +5,6 @@ Not here: settings that cannot go together (config/), what is wrong with models 
 
 from __future__ import annotations
 
-from rollouts_core.checks.findings import Caution
 from rollouts_core.config import (
     Config,
     LoRAConfig,
@@ -17,6 +16,7 @@ from rollouts_core.config import (
     TrainingConfig,
 )
 from rollouts_core.environments.protocol import describe_tools, is_multi_turn
+from rollouts_core.findings import Caution
 from rollouts_core.rollout.resolve import resolve_environment
 
 

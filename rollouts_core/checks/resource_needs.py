@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollouts_core.checks.activation_needs import Rows, activation_parts, rl_rows, sft_rows
-from rollouts_core.checks.model_shape import read_shape
-from rollouts_core.checks.model_size import ModelSize
 from rollouts_core.checks.needed_part import GIB, Part, describe_parts, sum_bytes
 from rollouts_core.config import Config, PolicyConfig, RLTrainingConfig, SFTTrainingConfig
+from rollouts_core.model.model_shape import read_shape
+from rollouts_core.model.model_size import ModelSize
 
 FLOAT32_BYTES = 4
 BFLOAT16_BYTES = 2

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from rollouts_core.checkpoint import find_checkpoint, load_manifest
 from rollouts_core.checks.epochs import MANY_EPOCHS_OF_RL, MANY_EPOCHS_OF_SFT, describe_epochs
-from rollouts_core.checks.findings import Caution
 from rollouts_core.checks.function_checks import check_functions, one_of_each_shape
 from rollouts_core.checks.learning_rates import check_learning_rates
 from rollouts_core.checks.model_checks import (
@@ -58,6 +57,7 @@ from rollouts_core.data.rows import load_rows, open_rows, resolve_revision
 from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.environments.protocol import describe_tools
 from rollouts_core.errors import ConfigError, DataError, DemonstrationError
+from rollouts_core.findings import Caution
 from rollouts_core.model.adapter_targets import check_adapters
 from rollouts_core.model.loading import find_positions, load_tokenizer
 from rollouts_core.rewards import REWARDS, check_reward_row

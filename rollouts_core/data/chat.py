@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jinja2 import TemplateError
 
-from rollouts_core.checks.findings import Caution
 from rollouts_core.config.messages import first_line
 from rollouts_core.errors import DataError
+from rollouts_core.findings import Caution
 from rollouts_core.types import Message
 
 if TYPE_CHECKING:

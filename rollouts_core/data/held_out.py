@@ -17,12 +17,12 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
-from rollouts_core.checks.findings import Caution
 from rollouts_core.data.chat import Conversation
 from rollouts_core.data.conversations import Row, read_demonstration
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.data.rows import load_rows
 from rollouts_core.errors import DataError
+from rollouts_core.findings import Caution
 from rollouts_core.types import Message, Prompt
 
 Metric = Literal["accuracy", "loss"]

@@ -30,9 +30,9 @@ from rollouts_core.engines.sglang import SGLangEngine
 from rollouts_core.engines.vllm import VLLMEngine
 from rollouts_core.errors import ConfigError, EngineError, EngineUnavailableError
 from rollouts_core.files import write_json
-from rollouts_core.jobs.job import InputModel, ServeJob
-from rollouts_core.jobs.run_directory import RunDirectory
+from rollouts_core.job import InputModel, ServeJob
 from rollouts_core.metrics import read_json_lines
+from rollouts_core.run_directory import RunDirectory
 
 LOOPBACK = "127.0.0.1"
 LOOK_S = 2.0

@@ -26,7 +26,7 @@ from rollouts_core.engines.content import is_tied, read_config, write_untied
 from rollouts_core.engines.sending_to_vllm import RECEIVER
 from rollouts_core.engines.vllm import LOGPROBS_MODE
 from rollouts_core.errors import ConfigError
-from rollouts_core.jobs.job import ServeJob
+from rollouts_core.job import ServeJob
 
 FOREIGN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Those of our own environment, which would lead the engine's interpreter to packages of other versions."""

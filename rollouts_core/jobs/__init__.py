@@ -1,1 +1,1 @@
-"""The stages as processes: what job.json says, one module per kind of job, and what they leave."""
+"""Doing what a job.json says: one module per kind of job, and what they have in common."""

@@ -27,13 +27,13 @@ from rollouts_core.evaluate import (
     score_demonstrations,
     scores_by_prompt,
 )
-from rollouts_core.jobs.job import EvalJob, GenerateJob, InputModel
+from rollouts_core.job import EvalJob, GenerateJob, InputModel
 from rollouts_core.jobs.job_inputs import check_model, checked_file
-from rollouts_core.jobs.run_directory import RunDirectory, attempt_number
 from rollouts_core.metrics import EventLog, JSONLLogger, read_json_lines
 from rollouts_core.model.loading import load_tokenizer, silence_progress_bars
 from rollouts_core.rewards import grade_group
 from rollouts_core.rollout.resolve import resolve_reward_fn
+from rollouts_core.run_directory import RunDirectory, attempt_number
 from rollouts_core.types import Prompt, Sample, sample_from_json
 
 logger = logging.getLogger(__name__)

@@ -26,9 +26,9 @@ from rollouts_core.engines import (
 )
 from rollouts_core.engines.in_flight import InterruptibleEngine
 from rollouts_core.engines.router_process import started_router
-from rollouts_core.jobs.job import EngineAddress, RLJob
-from rollouts_core.jobs.run_directory import RunDirectory
+from rollouts_core.job import EngineAddress, RLJob
 from rollouts_core.keys import key_header, read_key
+from rollouts_core.run_directory import RunDirectory
 
 LEASE_RENEWAL_S = 5.0
 RENEWAL_TIMEOUT_S = 5.0

@@ -16,8 +16,8 @@ from rollouts_core.data.dataset import open_datasets
 from rollouts_core.data.rows import RowTable, digest_path
 from rollouts_core.errors import CheckpointError, DataError
 from rollouts_core.fingerprint import digest_checkpoint, digest_model
-from rollouts_core.jobs.job import InputDataset, InputFile, InputModel, RLJob, SFTJob
-from rollouts_core.jobs.run_directory import RunDirectory
+from rollouts_core.job import InputDataset, InputFile, InputModel, RLJob, SFTJob
+from rollouts_core.run_directory import RunDirectory
 
 
 @contextmanager

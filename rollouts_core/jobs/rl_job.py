@@ -24,10 +24,9 @@ from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.engines import InferenceEngine
 from rollouts_core.environments.protocol import describe_tools
-from rollouts_core.jobs.job import RLJob
+from rollouts_core.job import RLJob
 from rollouts_core.jobs.job_engines import keep_leases, open_engines, publish_target
 from rollouts_core.jobs.job_inputs import check_model, check_resume, checked_file
-from rollouts_core.jobs.run_directory import RunDirectory
 from rollouts_core.jobs.training_job import describe_training, run_training_job
 from rollouts_core.keys import read_key
 from rollouts_core.metrics import EventLog, JSONLLogger, read_metrics
@@ -37,6 +36,7 @@ from rollouts_core.rollout.generate import check_prompt_lengths, create_engine_g
 from rollouts_core.rollout.manager import AsyncRolloutManager
 from rollouts_core.rollout.offline_rollouts import OfflineRollouts
 from rollouts_core.rollout.resolve import resolve_environment, resolve_generate_fn
+from rollouts_core.run_directory import RunDirectory
 from rollouts_core.signal_watch import REMEDIES, why_skipped
 from rollouts_core.types import RolloutBatch
 

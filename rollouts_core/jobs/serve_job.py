@@ -11,12 +11,12 @@ from pathlib import Path
 
 from rollouts_core.embedded.server import API_KEY_VARIABLE, bind_port, is_loopback, serve
 from rollouts_core.errors import InputError
-from rollouts_core.jobs.job import ServeJob
+from rollouts_core.job import ServeJob
 from rollouts_core.jobs.lease_service import start_lease_service
-from rollouts_core.jobs.run_directory import RunDirectory, attempt_number
 from rollouts_core.keys import read_key
 from rollouts_core.metrics import EventLog
 from rollouts_core.parent_death import die_with_parent
+from rollouts_core.run_directory import RunDirectory, attempt_number
 
 
 def run_serve_job(job: ServeJob, directory: RunDirectory) -> None:

@@ -18,12 +18,12 @@ from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.backends.ranks import Ranks
 from rollouts_core.data.dataset import SFTDataset, load_sft_dataset, sample_rules
 from rollouts_core.fingerprint import digest_datasets
-from rollouts_core.jobs.job import SFTJob
+from rollouts_core.job import SFTJob
 from rollouts_core.jobs.job_inputs import check_model, check_resume, checked_file, open_checked_datasets
-from rollouts_core.jobs.run_directory import RunDirectory
 from rollouts_core.jobs.training_job import describe_training, run_training_job
 from rollouts_core.metrics import EventLog, JSONLLogger
 from rollouts_core.model.loading import load_tokenizer, pad_token_id
+from rollouts_core.run_directory import RunDirectory
 from rollouts_core.sft import run_sft_training
 from rollouts_core.types import Sample
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from rollouts_core.checks.model_size import find_model_size
 from rollouts_core.config import Config
 from rollouts_core.errors import ConfigError
+from rollouts_core.model.model_size import find_model_size
 
 WITHOUT_ADAPTER = re.compile(r"embed|\bw[pt]e\b|\blm_head\b|\.experts\.\d")
 """In names of matrices: embeddings, the output head, and experts, which transformers makes one tensor of."""

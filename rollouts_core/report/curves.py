@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rollouts_core.jobs.run_directory import RunDirectory
 from rollouts_core.metrics import read_json_lines, read_metrics
 from rollouts_core.report.charts import (
     CHART_BOTTOM,
@@ -28,6 +27,7 @@ from rollouts_core.report.inputs import LABELS, ReportInput
 from rollouts_core.report.results import (
     selected_step,
 )
+from rollouts_core.run_directory import RunDirectory
 
 MAX_CURVE_POINTS = 80
 NUM_COLORS = 4

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollouts_core.jobs.run_directory import RunDirectory
 from rollouts_core.metrics import read_json_lines, read_metrics
 from rollouts_core.report.charts import Chart, format_number, format_seconds
 from rollouts_core.report.curves import CURVES, draw_curve, draw_gpu_use, draw_seconds
 from rollouts_core.report.page import page_templates
 from rollouts_core.report.transcripts import ShownText, completion_text, shorten_text
+from rollouts_core.run_directory import RunDirectory
 from rollouts_core.types import Sample, sample_from_json
 
 REFRESH_S = 3.0

@@ -19,14 +19,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from rollouts_core.comparison import NUM_RESAMPLES
-from rollouts_core.jobs.job import EvalJob
-from rollouts_core.jobs.run_directory import RunDirectory
+from rollouts_core.job import EvalJob
 from rollouts_core.report.charts import format_seconds
 from rollouts_core.report.curves import load_curves
 from rollouts_core.report.inputs import ReportInput
 from rollouts_core.report.results import Results, load_results, load_selections
 from rollouts_core.report.trainings import describe_trainings, load_job_of
 from rollouts_core.report.transcripts import iterate_samples, load_transcripts
+from rollouts_core.run_directory import RunDirectory
 
 MODES = {
     "sft": "supervised fine-tuning",

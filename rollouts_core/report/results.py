@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from rollouts_core.comparison import CONFIDENCE, Comparison, compare_paired
 from rollouts_core.errors import DataError
-from rollouts_core.jobs.run_directory import RunDirectory
 from rollouts_core.report.charts import (
     CHART_BOTTOM,
     CHART_LEFT,
@@ -26,6 +25,7 @@ from rollouts_core.report.charts import (
     padded_axis,
 )
 from rollouts_core.report.inputs import LABELS, ReportInput
+from rollouts_core.run_directory import RunDirectory
 
 MAX_OPEN_ROWS = 8
 """Longer tables of checkpoints are shown collapsed."""

@@ -9,12 +9,12 @@ from pathlib import Path
 from rollouts_core.checks.epochs import render_epochs
 from rollouts_core.config import ModelConfig, OptimConfig
 from rollouts_core.errors import ConfigError
-from rollouts_core.jobs.job import EvalJob, InputDataset, InputFile, InputModel, Job, RLJob, SFTJob, load_job
-from rollouts_core.jobs.run_directory import RunDirectory
+from rollouts_core.job import EvalJob, InputDataset, InputFile, InputModel, Job, RLJob, SFTJob, load_job
 from rollouts_core.report.charts import (
     format_number,
 )
 from rollouts_core.report.inputs import ReportInput
+from rollouts_core.run_directory import RunDirectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

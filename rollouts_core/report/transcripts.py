@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from rollouts_core.jobs.run_directory import RunDirectory
 from rollouts_core.report.inputs import LABELS
+from rollouts_core.run_directory import RunDirectory
 from rollouts_core.types import Sample, Status, sample_from_json
 
 MAX_TRANSCRIPTS = 8

@@ -20,7 +20,7 @@ from infra.session import LocalSession
 from rollouts_core.config import DeploymentConfig, EngineConfig, EngineKind, ModelConfig, WeightTransfer
 from rollouts_core.engines import SGLangEngine, VLLMEngine, sweep
 from rollouts_core.engines.launch import LaunchCommand
-from rollouts_core.jobs.job import InputModel, ServeJob
+from rollouts_core.job import InputModel, ServeJob
 from rollouts_core.keys import read_key
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from rollouts_core.__main__ import main
 from rollouts_core.config import EngineConfig, EngineKind, EvaluationConfig, ModelConfig, RolloutConfig, SamplingConfig
 from rollouts_core.data.rows import digest_path
 from rollouts_core.fingerprint import digest_model
-from rollouts_core.jobs.job import EvalJob, InputFile, InputModel
+from rollouts_core.job import EvalJob, InputFile, InputModel
 from rollouts_core.metrics import read_json_lines
 from rollouts_core.quickstart import build_character_tokenizer, write_quickstart_files
 from tests.engines.conftest import SavedModel, make, save

@@ -29,7 +29,7 @@ from infra.session import LocalSession
 from rollouts_core.config import DeploymentConfig, EngineConfig, EngineKind, ModelConfig, RewardConfig
 from rollouts_core.engines.launch import render_launch
 from rollouts_core.errors import RewardError
-from rollouts_core.jobs.job import InputModel, ServeJob
+from rollouts_core.job import InputModel, ServeJob
 from rollouts_core.quickstart import build_character_tokenizer
 from rollouts_core.reward_services import create_reward_model_reward
 from rollouts_core.rewards import grade_group

@@ -24,7 +24,7 @@ from flows.cli import app
 from rollouts_core.config import ModelConfig, SFTTrainingConfig
 from rollouts_core.data.rows import digest_path
 from rollouts_core.fingerprint import digest_model
-from rollouts_core.jobs.job import InputDataset, InputModel, SFTJob
+from rollouts_core.job import InputDataset, InputModel, SFTJob
 from tests.flows.conftest import RUN_TIMEOUT_S, Rollouts, clean_environment, processes_of
 from tests.flows.refusals import (
     GOOD_ROW,

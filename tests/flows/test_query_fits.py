@@ -14,10 +14,10 @@ import pytest
 
 from flows.preflight import check_query, describe_memory
 from infra.node import LocalNode, RentedNode
-from infra.renting.offers import GPUQuery, Offer
-from rollouts_core.checks.model_size import find_model_size
+from infra.offers import GPUQuery, Offer
 from rollouts_core.config import Config
 from rollouts_core.errors import ConfigError
+from rollouts_core.model.model_size import find_model_size
 from tasks.plan_node import with_enough_memory
 
 

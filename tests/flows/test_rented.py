@@ -22,8 +22,8 @@ import pytest
 
 from flows.server import local_server, prefect_environment
 from infra.ledger import Ledger
+from infra.offers import GPUQuery, MachineSpec
 from infra.providers.clouds import open_account
-from infra.renting.offers import GPUQuery, MachineSpec
 from infra.renting.rentals import RentalState, all_rentals, change_rental
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from tests.flows.breaking import rent, rented_node

@@ -18,13 +18,13 @@ from typing import Any
 
 from infra.cloud import Pace
 from infra.ledger import Ledger
+from infra.offers import GPUQuery, Instance
 from infra.providers.http import Account
 from infra.providers.lambda_cloud import Lambda
 from infra.providers.prime import Prime
 from infra.providers.runpod import RunPod
 from infra.providers.shadeform import Shadeform
 from infra.providers.vast import Vast
-from infra.renting.offers import GPUQuery, Instance
 from infra.renting.provision import rent_machines
 from infra.renting.release import release_machines
 from infra.renting.rentals import Rental, RentalState

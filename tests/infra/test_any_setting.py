@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from infra import environment_builder
 from infra.errors import InfraError, PermanentInfraError
 from infra.node import NodeSettings, RentedNode
+from infra.offers import MachineSpec, Offer
 from infra.providers.http import Account
 from infra.providers.lambda_cloud import Lambda
 from infra.providers.prime import Prime
@@ -35,14 +36,13 @@ from infra.providers.rented import set_up
 from infra.providers.runpod import RunPod
 from infra.providers.shadeform import Shadeform
 from infra.providers.vast import Vast
-from infra.renting.offers import MachineSpec, Offer
 from infra.session import LocalSession
 from infra.ssh.ssh_config import read_ssh_config
 from infra.stores.object_store import ObjectStore
 from rollouts_core.config.engine import EngineConfig
 from rollouts_core.config.model import ModelConfig
 from rollouts_core.engines.launch import render_launch
-from rollouts_core.jobs.job import InputModel, ServeJob
+from rollouts_core.job import InputModel, ServeJob
 from tests.infra.test_any_string import HOSTILE, PLAIN, SHOW_ARGUMENTS, accepted, folder_of_its_own
 
 PUBLIC_KEY = "ssh-ed25519 AAAA me@here"

@@ -20,9 +20,9 @@ from starlette.types import Receive, Scope, Send
 
 from infra.cloud import Cloud
 from infra.errors import InfraError
+from infra.offers import CloudName, GPUQuery, Instance, MachineSpec, Offer, describe_closest
 from infra.providers.clouds import ENDPOINTS
 from infra.providers.rented import describe_offer
-from infra.renting.offers import CloudName, GPUQuery, Instance, MachineSpec, Offer, describe_closest
 from tests.infra.answers import Answer, make_answers, schemas_of
 from tests.infra.contract import ContractTransport, parse_document, read_document, specs_dir
 from tests.infra.fake_cloud import FakeCloud

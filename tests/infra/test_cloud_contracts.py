@@ -17,13 +17,13 @@ from openapi_core.validation.response.exceptions import InvalidData
 
 from infra.cloud import Cloud
 from infra.errors import OfferGoneError, ProviderRefusedError
+from infra.offers import GPUQuery, HostKeyPair, InstanceStatus, MachineSpec
 from infra.providers import lambda_cloud, prime, runpod, shadeform, vast
 from infra.providers.lambda_cloud import Lambda
 from infra.providers.prime import Prime
 from infra.providers.runpod import RunPod
 from infra.providers.shadeform import Shadeform
 from infra.providers.vast import Vast
-from infra.renting.offers import GPUQuery, HostKeyPair, InstanceStatus, MachineSpec
 from tests.infra.contract import ContractTransport, parse_document, read_document, specs_dir
 from tests.infra.fake_cloud import KEY, FakeCloud
 from tests.infra.fake_lambda import PRIVATE_ADDRESS, FakeLambda

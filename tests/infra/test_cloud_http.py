@@ -20,11 +20,11 @@ from infra.errors import (
     ProviderUnavailableError,
     UnclearAnswerError,
 )
+from infra.offers import GPUQuery, MachineSpec
 from infra.providers.clouds import CREDENTIALS_VARIABLE, ENDPOINTS, open_account, require_keys
 from infra.providers.http import MAX_ANSWER_BYTES, Endpoint, ProviderAPI, _Turns
 from infra.providers.lambda_cloud import Lambda
 from infra.providers.vast import Vast
-from infra.renting.offers import GPUQuery, MachineSpec
 from tests.infra.fake_cloud import KEY as FAKE_KEY
 from tests.infra.fake_cloud import FakeCloud
 from tests.infra.fake_lambda import FakeLambda

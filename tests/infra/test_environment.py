@@ -155,7 +155,7 @@ def test_uv_finds_an_interpreter_that_is_new_enough(node: Node, python: str) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["ssh/node_agent", "node_probe", "supervisor", "sync/receiver", "sync/sender", "environment_builder"]
+    "name", ["node_agent", "node_probe", "supervisor", "sync/receiver", "sync/sender", "environment_builder"]
 )
 def test_programs_for_nodes_can_be_read_by_an_older_python(name: str) -> None:
     tree = ast.parse((ROOT / "infra" / f"{name}.py").read_text(), feature_version=(3, 10))

@@ -27,6 +27,7 @@ from infra.errors import (
 )
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import Node, SSHAccess
+from infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import usable_port
 from infra.providers.clouds import ENDPOINTS
 from infra.providers.lambda_cloud import Lambda
@@ -34,7 +35,6 @@ from infra.providers.prime import Prime
 from infra.providers.rented import access_now, find_machine
 from infra.providers.runpod import RunPod
 from infra.providers.vast import Vast
-from infra.renting.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.renting.provision import UNFIT_FOR_S, rent_machines
 from infra.renting.reaper import reap
 from infra.renting.release import release_machine

@@ -14,8 +14,8 @@ import pytest
 
 from infra.errors import LedgerUnwritableError, TransientInfraError, UnfitMachineError
 from infra.ledger import Ledger
+from infra.offers import Instance
 from infra.providers.runpod import RunPod
-from infra.renting.offers import Instance
 from infra.renting.reaper import reap, release_named
 from infra.renting.release import release_machine, release_machines
 from infra.renting.rentals import Rental, RentalState, add_rental

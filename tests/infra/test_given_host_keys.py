@@ -23,11 +23,11 @@ from starlette.responses import Response
 from infra.errors import HostKeyError, NoMachineError
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import Node, RentedNode
+from infra.offers import GPUQuery, Instance, MachineSpec
 from infra.providers import open_session, provision_node
 from infra.providers.lambda_cloud import Lambda
 from infra.providers.rented import find_machine, known_hosts_of
 from infra.providers.runpod import RunPod
-from infra.renting.offers import GPUQuery, Instance, MachineSpec
 from infra.renting.rentals import RentalState, all_rentals
 from infra.ssh.host_keys import fingerprint_of, make_host_key
 from infra.ssh.openssh import login_command

@@ -28,9 +28,9 @@ from infra.errors import (
 )
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import InstanceNode, Node
+from infra.offers import GPUQuery, MachineSpec
 from infra.providers import instance, open_session, provision_node, release_node
 from infra.providers.clouds import open_account
-from infra.renting.offers import GPUQuery, MachineSpec
 from infra.renting.rentals import all_rentals
 from rollouts_core.errors import ConfigError
 from tests.infra.fake_cloud import KEY

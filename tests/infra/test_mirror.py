@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
+from infra.chunks import CHUNK_BYTES
 from infra.errors import CompletedCommand, DiskFullError, PermanentInfraError, TransientInfraError
 from infra.session import LocalSession, Session
 from infra.ssh.ssh_session import SSHSession
-from infra.sync.chunks import CHUNK_BYTES
 from infra.sync.mirror import mirrored, pull_run
 from infra.sync.receiver import hash_file
 from tests.infra.ssh_server import SSHServer, running_server

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flows.machines_cli import OPTIONS
-from infra.renting.offers import GPUQuery, Offer, describe_closest, is_gpu_type, is_same_model
+from infra.offers import GPUQuery, Offer, describe_closest, is_gpu_type, is_same_model
 
 OFFER = Offer(
     provider="runpod",

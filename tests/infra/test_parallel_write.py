@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from infra.chunks import CHUNK_BYTES, Chunk
 from infra.errors import DiskFullError, NodeUnreachableError
+from infra.ssh.parallel_write import MAX_SENDERS, ParallelWrite
 from infra.ssh.ssh_session import SSHSession
-from infra.sync.chunks import CHUNK_BYTES, Chunk
-from infra.sync.parallel_write import MAX_SENDERS, ParallelWrite
 from tests.infra.delay_proxy import delayed_port
 from tests.infra.splitting import chunks_of
 from tests.infra.ssh_server import SSHServer, running_server

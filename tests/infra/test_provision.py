@@ -26,8 +26,8 @@ from infra.errors import (
     UnfitMachineError,
 )
 from infra.ledger import Ledger
+from infra.offers import GPUQuery, Instance
 from infra.providers.runpod import RunPod
-from infra.renting.offers import GPUQuery, Instance
 from infra.renting.provision import MAX_OFFERS, rent_machines
 from infra.renting.reaper import reap
 from infra.renting.release import release_machine

@@ -23,8 +23,8 @@ import pytest
 
 from infra.errors import StillRentedError
 from infra.ledger import Ledger
+from infra.offers import Instance
 from infra.providers.runpod import RunPod
-from infra.renting.offers import Instance
 from infra.renting.reaper import UNSEEN_AFTER_S, ReapReport, reap
 from infra.renting.release import release_machine
 from infra.renting.rentals import Rental, RentalState, add_rental, all_rentals, change_rental, find_rental

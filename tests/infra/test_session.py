@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.chunks import CHUNK_BYTES, Chunk
 from infra.errors import (
     CommandFailedError,
     CommandTimeoutError,
@@ -22,7 +23,6 @@ from infra.errors import (
     TransientInfraError,
 )
 from infra.session import Session
-from infra.sync.chunks import CHUNK_BYTES, Chunk
 from tests.infra.shell_jobs import is_alive, read_pid
 from tests.infra.splitting import chunks_of
 from tests.waiting import wait_until

@@ -32,11 +32,11 @@ from infra.errors import (
 )
 from infra.ledger import Ledger
 from infra.node import InstanceNode
+from infra.offers import GPUQuery, InstanceStatus
 from infra.providers import sky
 from infra.providers.clouds import ENDPOINTS, open_account
 from infra.providers.rented import access_to, describe_offer
 from infra.providers.sky import Sky
-from infra.renting.offers import GPUQuery, InstanceStatus
 from infra.renting.provision import rent_machines, search_offers
 from infra.renting.reaper import reap
 from infra.renting.release import release_machine

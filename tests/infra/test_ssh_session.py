@@ -22,8 +22,8 @@ import pytest
 
 from infra.errors import CommandTimeoutError, NodeUnreachableError, PermanentInfraError, RequestCutError
 from infra.jobs import JobState, cancel_job, follow_job, job_status, start_or_attach
+from infra.node_agent import END_OF_INPUT, FRAME_HEAD, REQUEST
 from infra.providers.ssh import expand_root
-from infra.ssh.node_agent import END_OF_INPUT, FRAME_HEAD, REQUEST
 from infra.ssh.ssh_session import SSHSession
 from tests.infra.separate_node import separate_node
 from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from infra.chunks import Chunk
 from infra.errors import DiskFullError, PermanentInfraError, TransientInfraError
 from infra.jobs import cancel_job, job_status, start_or_attach
 from infra.session import LocalSession, Session
-from infra.sync.chunks import Chunk
 from infra.sync.push import publish_directory, publish_files
 from infra.sync.receiver import CopyError, check_name
 from tests.infra.shell_jobs import shell_spec

@@ -20,11 +20,11 @@ from typing import BinaryIO
 
 import pytest
 
+from infra.chunks import CHUNK_BYTES, Chunk
 from infra.errors import DiskFullError, NodeUnreachableError, TransientInfraError
 from infra.session import LocalSession, Session
 from infra.ssh.ssh_session import SSHSession
 from infra.sync import receiver
-from infra.sync.chunks import CHUNK_BYTES, Chunk
 from infra.sync.push import MAX_VAIN_ATTEMPTS, publish_directory
 from tests.infra.delay_proxy import delayed_port
 from tests.infra.separate_node import separate_node
@@ -215,7 +215,7 @@ def test_what_another_copy_holds_is_copied_and_not_taken_away(source: Path, targ
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from infra.sync.chunks import Chunk
+from infra.chunks import Chunk
 from infra.session import LocalSession
 from infra.sync.push import publish_directory
 

@@ -15,8 +15,8 @@ import pytest
 from infra.errors import NodeUnreachableError, NoMachineError, PermanentInfraError, StillRentedError
 from infra.ledger import Ledger
 from infra.node import RentedNode, settings_of_engines, settings_of_trainers, without_further_nodes
+from infra.offers import GPUQuery, Instance, MachineSpec, Offer
 from infra.providers.runpod import RunPod
-from infra.renting.offers import GPUQuery, Instance, MachineSpec, Offer
 from infra.renting.provision import rent_machines
 from infra.renting.release import release_machines
 from infra.renting.rentals import Rental, RentalState, add_rental, all_rentals, change_rental

@@ -20,8 +20,6 @@ from rollouts_core import rl_batch
 from rollouts_core.batch import build_batch
 from rollouts_core.checks import activation_needs
 from rollouts_core.checks.activation_needs import Rows, activation_parts, rl_rows, sft_rows
-from rollouts_core.checks.model_shape import read_shape
-from rollouts_core.checks.model_size import find_model_size
 from rollouts_core.checks.needed_part import sum_bytes
 from rollouts_core.config import (
     LoRAConfig,
@@ -33,6 +31,8 @@ from rollouts_core.config import (
 )
 from rollouts_core.model import logprobs
 from rollouts_core.model.lora import add_adapters
+from rollouts_core.model.model_shape import read_shape
+from rollouts_core.model.model_size import find_model_size
 from rollouts_core.model.policy import Policy, recompute_activations
 from tests.rollouts_core.make import make_sample
 

@@ -14,11 +14,11 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from rollouts_core.checks.activation_needs import adapter_bytes
-from rollouts_core.checks.model_size import find_model_size
 from rollouts_core.config import Config, LoRAConfig, ModelConfig, PolicyConfig
 from rollouts_core.errors import ConfigError
 from rollouts_core.model.adapter_targets import check_adapters, linear_layers
 from rollouts_core.model.lora import add_adapters, base_weights, merged_weights
+from rollouts_core.model.model_size import find_model_size
 
 SIZES: dict[str, Any] = {  # Any: settings
     "vocab_size": 40,

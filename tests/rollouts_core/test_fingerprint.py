@@ -24,7 +24,7 @@ from rollouts_core.config import (
 )
 from rollouts_core.errors import ConfigError
 from rollouts_core.fingerprint import affecting_settings, digest_model, digest_plugins, fingerprint_job
-from rollouts_core.jobs.job import EngineAddress, EvalJob, InputDataset, InputFile, InputModel, RLJob, SFTJob
+from rollouts_core.job import EngineAddress, EvalJob, InputDataset, InputFile, InputModel, RLJob, SFTJob
 from rollouts_core.rewards import exact_match
 
 BASE = InputModel(name="base", model=ModelConfig(path="base"), digest="m")

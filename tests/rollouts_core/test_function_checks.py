@@ -10,11 +10,11 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rollouts_core.checks import validate
-from rollouts_core.checks.findings import Caution
 from rollouts_core.checks.function_checks import check_functions, one_of_each_shape
 from rollouts_core.config import RewardConfig, RolloutConfig
 from rollouts_core.environments import Conversation, Reply
 from rollouts_core.errors import ConfigError, RewardError
+from rollouts_core.findings import Caution
 from rollouts_core.rollout.resolve import resolve_reward_fn
 from rollouts_core.types import Sample
 from tests.rollouts_core.make import make_prompts

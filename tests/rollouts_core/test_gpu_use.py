@@ -13,7 +13,7 @@ import pytest
 
 from rollouts_core.config import DeploymentConfig, ModelConfig, RLTrainingConfig, RolloutConfig, SFTTrainingConfig
 from rollouts_core.gpu_use import gpus_in_use, parse_gpu_use, sampled_gpu_use
-from rollouts_core.jobs.job import EngineAddress, InputDataset, InputFile, InputModel, RLJob, SFTJob
+from rollouts_core.job import EngineAddress, InputDataset, InputFile, InputModel, RLJob, SFTJob
 from rollouts_core.metrics import read_json_lines
 from rollouts_core.report.charts import CHART_BOTTOM
 from rollouts_core.report.curves import MAX_PAUSE_S, draw_gpu_use

@@ -16,7 +16,7 @@ from rollouts_core.config import (
     SFTTrainingConfig,
 )
 from rollouts_core.errors import ConfigError
-from rollouts_core.jobs.job import (
+from rollouts_core.job import (
     EngineAddress,
     EvalJob,
     GenerateJob,

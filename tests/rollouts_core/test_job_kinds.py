@@ -36,7 +36,7 @@ from rollouts_core.config import (
 from rollouts_core.data.rows import digest_path
 from rollouts_core.errors import DataError, EnvironmentUnavailableError
 from rollouts_core.fingerprint import digest_checkpoint, digest_model
-from rollouts_core.jobs.job import (
+from rollouts_core.job import (
     JOB_TYPES,
     EngineAddress,
     EvalJob,

@@ -34,7 +34,7 @@ from rollouts_core.config import (
 )
 from rollouts_core.data.rows import digest_path
 from rollouts_core.fingerprint import digest_model
-from rollouts_core.jobs.job import EngineAddress, InputDataset, InputFile, InputModel, RLJob, ServeJob, SFTJob
+from rollouts_core.job import EngineAddress, InputDataset, InputFile, InputModel, RLJob, ServeJob, SFTJob
 from rollouts_core.metrics import read_json_lines, read_metrics
 from tests.rollouts_core.histories import without_times
 from tests.rollouts_core.kill_rewards import grade_even_digits, grade_even_digits_late

@@ -20,10 +20,10 @@ import pytest
 from rollouts_core.config import EngineConfig, ModelConfig
 from rollouts_core.embedded.server import bind_port
 from rollouts_core.errors import ConfigError, InputError
-from rollouts_core.jobs.job import EngineAddress, InputModel, ServeJob
+from rollouts_core.job import EngineAddress, InputModel, ServeJob
 from rollouts_core.jobs.job_engines import keep_leases, renew_lease
-from rollouts_core.jobs.run_directory import RunDirectory
 from rollouts_core.jobs.serve_job import offer_renewals
+from rollouts_core.run_directory import RunDirectory
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(120)

@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from rollouts_core.checks.model_size import ModelSize, find_model_size
 from rollouts_core.config import ModelConfig
+from rollouts_core.model.model_size import ModelSize, find_model_size
 from tests.rollouts_core.data.hub import Hub, serve_hub
 
 REPO = "org/model"

@@ -37,15 +37,15 @@ from rollouts_core.data.rows import digest_path
 from rollouts_core.engines import PublishTarget
 from rollouts_core.errors import DataError
 from rollouts_core.fingerprint import digest_checkpoint, digest_model
-from rollouts_core.jobs.job import InputFile, InputModel, RLJob
+from rollouts_core.job import InputFile, InputModel, RLJob
 from rollouts_core.jobs.rl_job import write_rollouts
-from rollouts_core.jobs.run_directory import RunDirectory
 from rollouts_core.metrics import read_json_lines, read_metrics
 from rollouts_core.rl import run_rl_training
 from rollouts_core.rollout.generate import create_engine_generate_fn
 from rollouts_core.rollout.manager import AsyncRolloutManager
 from rollouts_core.rollout.offline_rollouts import OfflineRollouts, check_rollouts, read_rollouts
 from rollouts_core.rollout.rollout_batch import convert_to_batch
+from rollouts_core.run_directory import RunDirectory
 from rollouts_core.types import Sample
 from tests.rollouts_core.make import make_groups
 from tests.rollouts_core.served_engine import served_engine

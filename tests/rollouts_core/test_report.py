@@ -27,8 +27,7 @@ from rollouts_core.config import (
     SFTTrainingConfig,
 )
 from rollouts_core.errors import DataError
-from rollouts_core.jobs.job import EvalJob, InputDataset, InputFile, InputModel, RLJob, SFTJob
-from rollouts_core.jobs.run_directory import RunDirectory
+from rollouts_core.job import EvalJob, InputDataset, InputFile, InputModel, RLJob, SFTJob
 from rollouts_core.metrics import JSONLLogger
 from rollouts_core.report import (
     ReportInput,
@@ -42,6 +41,7 @@ from rollouts_core.report.curves import load_curves, metric_points, thin_points
 from rollouts_core.report.page import usage_code
 from rollouts_core.report.results import ShownDifference, choose_display, describe_difference, load_evaluation
 from rollouts_core.report.transcripts import completion_text, load_transcripts, pick_different, shorten_text
+from rollouts_core.run_directory import RunDirectory
 from rollouts_core.types import Message, Sample, Status
 
 REPOSITORY = Path(__file__).parents[2]

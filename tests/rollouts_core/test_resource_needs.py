@@ -18,7 +18,6 @@ import torch
 from rollouts_core.algorithms.loss import create_cross_entropy_loss
 from rollouts_core.backends.pytorch import create_pytorch_backend
 from rollouts_core.batch import build_batch
-from rollouts_core.checks.model_size import ModelSize, find_model_size
 from rollouts_core.checks.needed_part import GIB, sum_bytes
 from rollouts_core.checks.resource_needs import (
     KEPT_PUBLICATIONS,
@@ -35,7 +34,8 @@ from rollouts_core.checks.resource_needs import (
 from rollouts_core.config import Config, EngineConfig, LoRAConfig, ModelConfig, OptimConfig, PolicyConfig
 from rollouts_core.engines.launch import weights_dtype
 from rollouts_core.engines.weight_sync import KEPT_VERSIONS
-from rollouts_core.jobs.job import InputModel, ServeJob
+from rollouts_core.job import InputModel, ServeJob
+from rollouts_core.model.model_size import ModelSize, find_model_size
 from tests.rollouts_core.make import make_random_samples
 
 BILLION = 10**9

@@ -25,7 +25,6 @@ from transformers import (
 
 from rollouts_core.checkpoint import new_checkpoint
 from rollouts_core.checks import validate
-from rollouts_core.checks.findings import Caution
 from rollouts_core.checks.function_checks import check_functions
 from rollouts_core.checks.model_checks import check_packing, check_positions, count_positions
 from rollouts_core.checks.validate import (
@@ -44,6 +43,7 @@ from rollouts_core.config import Config, ModelConfig, RewardConfig, RLTrainingCo
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.errors import CheckpointError, ConfigError, DataError
+from rollouts_core.findings import Caution
 from rollouts_core.rollout.generate import check_prompt_lengths
 from rollouts_core.saving import describe_settings
 from rollouts_core.types import Sample

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rollouts_core.checkpoint import load_manifest, new_checkpoint
-from rollouts_core.jobs.run_directory import RunDirectory
+from rollouts_core.run_directory import RunDirectory
 from tasks.artifacts import find_damage, is_finished, set_damage_aside
 from tasks.records import Stage
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infra.bootstrap import NodeNeeds
-from rollouts_core.checks.model_size import ModelSize
+from rollouts_core.model.model_size import ModelSize
 from tasks.bootstrap import modules_called, wants_gpu, warn_of_memory
 from tests.infra.test_bootstrap import GOOD
 from tests.tasks.test_plan import config_at

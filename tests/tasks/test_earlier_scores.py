@@ -18,8 +18,8 @@ from infra.providers import provision_node
 from rollouts_core.comparison import estimate_mean
 from rollouts_core.config import Config
 from rollouts_core.files import write_json
-from rollouts_core.jobs.job import InputModel
-from rollouts_core.jobs.run_directory import RunDirectory
+from rollouts_core.job import InputModel
+from rollouts_core.run_directory import RunDirectory
 from tasks.earlier_scores import take_earlier_scores
 from tasks.plan import base_model, plan_evaluation
 from tasks.records import RunScope, Stage

@@ -14,7 +14,7 @@ import pytest
 from infra.node import LocalNode
 from infra.providers import provision_node
 from rollouts_core.checkpoint import list_checkpoints, new_checkpoint
-from rollouts_core.jobs.run_directory import RunDirectory
+from rollouts_core.run_directory import RunDirectory
 from tasks.early_end import (
     EndedForAnotherRunError,
     begin_with_earlier,

@@ -18,7 +18,7 @@ from infra.node import LocalNode, Node, NodeSettings, RentedNode, SSHNode
 from infra.providers import open_session
 from infra.renting.rentals import Rental, RentalState, add_rental
 from rollouts_core.checkpoint import load_manifest, new_checkpoint
-from rollouts_core.jobs.run_directory import RunDirectory
+from rollouts_core.run_directory import RunDirectory
 from tasks.finished import RunStage, placeholder_if_finished
 from tasks.records import RunScope, Stage, StageRecord
 from tasks.select import select_checkpoint

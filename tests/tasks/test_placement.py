@@ -26,7 +26,7 @@ from infra.sync.mirror import pull_run
 from rollouts_core.checkpoint import list_checkpoints, load_manifest
 from rollouts_core.config import Config, ModelConfig, RolloutConfig
 from rollouts_core.fingerprint import digest_plugins
-from rollouts_core.jobs.job import InputModel
+from rollouts_core.job import InputModel
 from tasks.inputs import bring_inputs
 from tasks.placement import Placement, place_code, place_stage
 from tasks.plan import base_model, plan_engine, plan_rl, plan_selection, plan_sft

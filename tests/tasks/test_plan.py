@@ -18,7 +18,7 @@ from rollouts_core.checkpoint import load_manifest, new_checkpoint
 from rollouts_core.config import ENGINE_MARGINS, MIN_ENGINE_CONTEXT, Config, DataConfig, ModelConfig
 from rollouts_core.engines.canary import canary_requests
 from rollouts_core.errors import CheckpointError
-from rollouts_core.jobs.job import InputModel
+from rollouts_core.job import InputModel
 from rollouts_core.keys import OWN_KEY_VARIABLE
 from tasks.node_job import job_environment
 from tasks.plan import (

@@ -14,7 +14,7 @@ from infra.node import Node, SSHAccess
 from infra.stores.object_store import ObjectStore
 from infra.stores.publication import read_publication
 from rollouts_core.config import Config, ModelConfig
-from rollouts_core.jobs.job import InputModel
+from rollouts_core.job import InputModel
 from tasks.records import RunScope
 from tasks.stores import RECORDS, publish_results, reach_stores, send_from_machine
 from tests.infra.s3_server import S3Server

@@ -23,8 +23,8 @@ import pytest
 from flows.deployments import evaluation_options
 from flows.form import RunOptions
 from rollouts_core.errors import ConfigError
-from rollouts_core.jobs.run_directory import RunDirectory
 from rollouts_core.metrics import JSONLLogger
+from rollouts_core.run_directory import RunDirectory
 from tasks import tracking
 from tasks.records import RunScope, Stage
 from tasks.trackers import TrackerName, check_trackers

@@ -20,7 +20,7 @@ from infra.node import Node
 from infra.session import LocalSession
 from infra.supervisor import GPU_LOCKS_VARIABLE
 from rollouts_core.config import DeploymentConfig, ModelConfig, SFTTrainingConfig
-from rollouts_core.jobs.job import InputDataset, InputModel, SFTJob
+from rollouts_core.job import InputDataset, InputModel, SFTJob
 from tasks.records import RunScope, Stage
 from tasks.trainer_nodes import ALONE, start_in_turn, trainers_beside
 from tests.infra.shell_jobs import shell_spec

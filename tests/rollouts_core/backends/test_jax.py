@@ -42,7 +42,7 @@ from rollouts_core.config import (
 from rollouts_core.data.rows import digest_path
 from rollouts_core.errors import CheckpointError, ConfigError, TrainingError
 from rollouts_core.fingerprint import digest_model
-from rollouts_core.jobs.job import InputDataset, InputModel, SFTJob
+from rollouts_core.job import InputDataset, InputModel, SFTJob
 from rollouts_core.metrics import read_json_lines
 from rollouts_core.model import logprobs
 from rollouts_core.model.loading import load_hf_model

@@ -35,10 +35,10 @@ from rollouts_core.config import (
 )
 from rollouts_core.data.rows import digest_path
 from rollouts_core.fingerprint import digest_model
-from rollouts_core.jobs.job import EngineAddress, EvalJob, InputDataset, InputFile, InputModel, RLJob, ServeJob, SFTJob
-from rollouts_core.jobs.run_directory import RunDirectory
+from rollouts_core.job import EngineAddress, EvalJob, InputDataset, InputFile, InputModel, RLJob, ServeJob, SFTJob
 from rollouts_core.jobs.training_job import run_training_job
 from rollouts_core.metrics import EventLog, read_json_lines, read_metrics
+from rollouts_core.run_directory import RunDirectory
 from tests.rollouts_core.kill_rewards import grade_even_digits
 from tests.waiting import wait_until
 

@@ -29,7 +29,7 @@ from rollouts_core.backends.unit import LeaderUnit, Link, Meeting, find_interfac
 from rollouts_core.config import ModelConfig, SFTTrainingConfig
 from rollouts_core.errors import MachineLostError
 from rollouts_core.fingerprint import digest_model, fingerprint_job
-from rollouts_core.jobs.job import FurtherTrainer, InputModel, SFTJob
+from rollouts_core.job import FurtherTrainer, InputModel, SFTJob
 from rollouts_core.keys import OWN_KEY_VARIABLE
 from rollouts_core.metrics import read_json_lines
 from tests.rollouts_core.backends.test_launch import (

@@ -24,7 +24,7 @@ from rollouts_core.config import DeploymentConfig, ModelConfig, SFTTrainingConfi
 from rollouts_core.data.dataset import load_sft_dataset
 from rollouts_core.data.rows import digest_path
 from rollouts_core.fingerprint import digest_model
-from rollouts_core.jobs.job import InputDataset, InputModel, SFTJob
+from rollouts_core.job import InputDataset, InputModel, SFTJob
 from tests.rollouts_core.data.hub import Hub, serve_hub
 
 REPOSITORY = Path(__file__).parents[3]

@@ -31,7 +31,7 @@ from rollouts_core.config import (
 from rollouts_core.data.rows import digest_path
 from rollouts_core.errors import EngineError, EngineUnavailableError
 from rollouts_core.fingerprint import digest_model
-from rollouts_core.jobs.job import EvalJob, InputFile, InputModel
+from rollouts_core.job import EvalJob, InputFile, InputModel
 from rollouts_core.metrics import read_json_lines
 from rollouts_core.quickstart import build_untrained_model
 from tests.rollouts_core.make import TINY_SIZE

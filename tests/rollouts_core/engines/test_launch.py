@@ -24,7 +24,7 @@ from rollouts_core.config import Config, DeploymentConfig, EngineConfig, EngineK
 from rollouts_core.config.engine import TRANSFERS
 from rollouts_core.engines.launch import MAX_SOCKET_PATH, check_host, exec_engine, render_key, render_launch
 from rollouts_core.errors import ConfigError
-from rollouts_core.jobs.job import InputModel, ServeJob
+from rollouts_core.job import InputModel, ServeJob
 from tests.waiting import wait_until
 
 

@@ -1,6 +1,6 @@
 """What a job is asked to do: the content of job.json, one record per kind of job.
 
-Not here: doing it (sft_job.py, rl_job.py, eval_job.py, serve_job.py). Nothing here imports torch: the orchestrator
+Not here: doing it (jobs/). Nothing here imports torch: the orchestrator
 builds these records.
 
 Inputs are named by path and digest; the digest is part of the job's identity, the path is not.

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from infra.chunks import CHUNK_BYTES, Chunk
 from infra.ssh.agent_call import AgentCall, JsonObject
-from infra.sync.chunks import CHUNK_BYTES, Chunk
 
 MAX_SENDERS = 6
 
