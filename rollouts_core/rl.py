@@ -146,8 +146,9 @@ async def resume(
     """Go on from the newest checkpoint, where there is one; returns the next step, and what was just counted.
 
     With other data, where that is allowed, the weights go on and the data begin, at the first prompt or recorded step:
-    a place in the former data, groups of them that were under way, and what they lacked mean nothing here. With other
-    settings the groups that were ready are graded again: what grades them may be among those.
+    a place in the former data and groups of them that were under way mean nothing here. With other settings the groups
+    that were ready are graded again: what grades them may be among those. Rewards of another task do not compare with
+    those to come: the steps without signal are counted from 0.
 
     Raises:
         NoSignalError: it is where the training ended for want of signal, and the limit is still the same.
@@ -156,7 +157,8 @@ async def resume(
     assert isinstance(config, RLTrainingConfig), "the checkpoints of RL have its settings"
     state = await checkpoints.resume() or {"step": 0}
     are_same_data = "data" not in checkpoints.changed
-    signal = SignalWatch(config.max_steps_without_signal, state.get("signal") if are_same_data else None)
+    signal_state = state.get("signal") if is_same_task(checkpoints.changed) else None
+    signal = SignalWatch(config.max_steps_without_signal, signal_state)
     signal.check()
     if state["step"] and are_same_data:
         rollout_manager.load_state_dict(state["rollout"], is_regraded=bool(checkpoints.changed))
@@ -165,6 +167,11 @@ async def resume(
     if checkpoints.events and checkpoints.directory:
         rollout_manager.replay(read_schedules(checkpoints.events.path, after_step=state["step"]))
     return state["step"] + 1, SkipCounter(config.max_skipped_updates, state.get("num_skipped", 0)), signal
+
+
+def is_same_task(changed: Sequence[str]) -> bool:
+    """True where none of the settings and inputs that changed is about what is asked, sampled and graded."""
+    return not any(name in ("data", "plugins") or name.startswith("rollout.") for name in changed)
 
 
 async def publish_version(

@@ -71,6 +71,8 @@ class Prompt:
     """The reference that a reward compares with."""
     metadata: Mapping[str, Any] = field(default_factory=dict)  # whatever else the row had
     """Every other field of the row."""
+    has_json_answer: bool = field(default=False, compare=False)
+    """Whether the row had a JSON list or object as its answer, of which `answer` is the text."""
     row: int = field(default=0, compare=False)
     """Its number in the file that it was read from, from 1; for messages."""
 

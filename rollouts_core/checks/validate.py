@@ -315,14 +315,18 @@ def grades_between_0_and_1(rollout: RolloutConfig) -> bool:
 def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str) -> None:
     """Raise DataError for a prompt whose graders cannot compare completions with what it has, as far as is known."""
     needed: dict[str, str] = {}
+    of_text: list[str] = []
     checks: list[Callable[[Mapping[str, Any]], None]] = []  # Any: JSON
     for grader in config.rollout.reward_names:
         if grader == config.rollout.environment:
             environment = resolve_environment(config.rollout)
-            needed |= dict.fromkeys(getattr(environment, "row_fields", ()), grader)
+            row_fields = getattr(environment, "row_fields", ())
+            needed |= dict.fromkeys(row_fields, grader)
+            of_text += [grader] if grader in ENVIRONMENTS and "answer" in row_fields else []
             checks += [environment.check_row] if hasattr(environment, "check_row") else []
         elif grader in REWARDS:
             needed["answer"] = grader
+            of_text.append(grader)
             checks.append(partial(check_reward_row, grader))
     for prompt in prompts:
         where = f"{source}, row {prompt.row}: prompt {prompt.id!r}"
@@ -333,10 +337,21 @@ def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str) -> 
                 remedy = elsewhere or remedy
                 raise DataError(f"{where} has no `{name}`, which {grader} compares completions with{remedy}")
         try:
+            if prompt.has_json_answer and of_text:
+                raise ValueError(_describe_json_answer(prompt.answer, of_text[0]))
             for check in checks:
                 check({**prompt.metadata, "answer": prompt.answer})
         except ValueError as error:
             raise DataError(f"{where} cannot be graded: {first_line(error)}") from error
+
+
+def _describe_json_answer(answer: str, grader: str) -> str:
+    """Why a grader that takes an answer for one text could never reward it, and what to do, for the end of an error."""
+    kind = "list" if answer.startswith("[") else "object"
+    return (
+        f"its `answer` is a JSON {kind}, and {grader} compares completions with one text: give it that text "
+        '("37", not ["37"]), or name a grader of your own that reads JSON'
+    )
 
 
 def check_other_rows(first: str, second: str) -> None:

@@ -371,6 +371,7 @@ def _build_prompt(row: Row, number: int, *, default_id: str) -> Prompt:
         id=default_id if row.get("id") is None else str(row["id"]),
         messages=tuple(messages),
         answer=_read_answer(row.get("answer")),
+        has_json_answer=isinstance(row.get("answer"), dict | list),
         metadata={k: v for k, v in row.items() if k not in ("id", "messages", "prompt", "answer")},
         row=number,
     )

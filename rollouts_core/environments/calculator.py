@@ -12,19 +12,16 @@ Not here: the parser (expressions.py), the files of an example (examples/tool_us
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from rollouts_core.environments.expressions import ExpressionError, evaluate, render_number
+from rollouts_core.environments.expressions import ExpressionError, evaluate, find_marked, render_number
 from rollouts_core.environments.math import final_answer, normalise_answer
 from rollouts_core.environments.protocol import Conversation, Outcome, Reply, Tool, ToolError
 from rollouts_core.environments.tools import OPENING, answer_tool_calls
 from rollouts_core.errors import RewardError
 from rollouts_core.types import Sample, Status
-
-CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
 
 
 def calculate(expression: str) -> str:
@@ -63,7 +60,7 @@ class CalculatorEnvironment:
         text = conversation.text
         if OPENING in text:
             return await answer_tool_calls(text, self.tools)
-        expressions = CALL.findall(text)
+        expressions = find_marked(text, "calc")
         if not expressions and "<calc>" in text:
             return _answer("error: <calc> has no </calc>", Outcome.PARSE_FAILURE)
         if not expressions:

@@ -22,7 +22,8 @@ from rollouts_core.environments.sandbox import SandboxLimits, run_in_sandbox
 from rollouts_core.errors import RewardError
 from rollouts_core.types import Sample
 
-FENCE = re.compile(r"\s*(?P<marks>`{3,}|~{3,})\s*(?P<language>[^\s`]*)[^`]*")
+# Nothing is given back (`+`): a policy may write thousands of marks, letters or spaces in one line.
+FENCE = re.compile(r"\s*+(?P<marks>`{3,}+|~{3,}+)\s*+(?P<language>[^\s`]*+)[^`]*+")
 """A line that opens a block, or closes one."""
 PYTHON = {"python", "python3", "py"}
 """What blocks call it, in small letters."""

@@ -5,15 +5,12 @@ A row has `numbers` and `target`. The answer is the expression between the last 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from rollouts_core.environments.expressions import ExpressionError, evaluate, numbers_in
+from rollouts_core.environments.expressions import ExpressionError, evaluate, find_marked, numbers_in
 from rollouts_core.types import Sample
-
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class CountdownEnvironment:
@@ -30,7 +27,7 @@ class CountdownEnvironment:
 
     def grade(self, sample: Sample) -> float:
         """1 for an expression that uses every number once and gives the target, else 0."""
-        answers = ANSWER.findall(sample.response)
+        answers = find_marked(sample.response, "answer")
         if not answers:
             return 0.0
         expression = answers[-1].partition("=")[0]  # many write the result behind it

@@ -40,6 +40,7 @@ from rollouts_core.engines.client import EngineClient
 from rollouts_core.environments import Conversation, Reply
 from rollouts_core.errors import CheckpointError, ConfigError, DataError, NonFiniteError, RewardError
 from rollouts_core.model.loading import load_hf_model
+from rollouts_core.rewards import RewardFn
 from rollouts_core.rl import describe_rollouts, run_rl_training, score_rollouts, train_on_rollouts
 from rollouts_core.rl_batch import prepare_grpo_batch
 from rollouts_core.rollout.generate import create_engine_generate_fn
@@ -438,6 +439,45 @@ async def generate_alike(group: Sequence[Sample]) -> list[Sample]:
     """Completions of which every other one is rewarded."""
     arrays = {"tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "rollout_log_probs": [0.0, -1.0, -1.0]}
     return [replace(sample, response="12"[sample.index % 2], **arrays) for sample in group]
+
+
+def nothing(sample: Sample) -> float:
+    """No completion is ever right."""
+    return 0.0
+
+
+def ten_points(sample: Sample) -> float:
+    """Every other completion is right."""
+    return 10.0 * (sample.response == "1")
+
+
+def one_point(sample: Sample) -> float:
+    """Every other completion is right up to the second step, and all from then on."""
+    return float(sample.response == "1" or sample.group_index >= 2 * ROLLOUT.batch_size)
+
+
+@pytest.mark.parametrize(("former", "latter", "num_former"), [(ten_points, one_point, 1), (nothing, ten_points, 2)])
+def test_a_run_that_goes_on_with_another_reward_counts_its_steps_without_signal_anew(
+    base_model: ModelConfig, tmp_path: Path, former: RewardFn, latter: RewardFn, num_former: int
+) -> None:
+    """A smaller scale would never be solved, and a reward that replaces a useless one would end at once."""
+
+    def run(num_steps: int, reward_fn: RewardFn) -> list[Metrics]:
+        settings = {"num_steps": num_steps, "max_steps_without_signal": 2, "allow_changed": ["rollout.reward_fn"]}
+        config = with_settings(settings)
+        data_buffer = DataBuffer(make_prompts(7))
+        rollout = ROLLOUT.model_copy(update={"reward_fn": reward_fn})
+        manager = AsyncRolloutManager(data_buffer, rollout, generate_fn=generate_alike)
+        target = PublishTarget(
+            weights_dir=tmp_path / "weights", model_config=Path(base_model.path) / "config.json", prefix="test"
+        )
+        backend, checkpoints = make_backend(base_model, config), tmp_path / "checkpoints"
+        return asyncio.run(
+            run_rl_training(backend, data_buffer, manager, [], config, target=target, checkpoint_dir=checkpoints)
+        )
+
+    run(num_former, former)
+    assert len(run(num_former + 4, latter)) == 4
 
 
 @pytest.mark.parametrize("allowed", [True, False])

@@ -44,6 +44,7 @@ from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.errors import CheckpointError, ConfigError, DataError
 from rollouts_core.findings import Caution
+from rollouts_core.rewards import REWARDS
 from rollouts_core.rollout.generate import check_prompt_lengths
 from rollouts_core.saving import describe_settings
 from rollouts_core.types import Sample
@@ -374,6 +375,37 @@ def test_an_answer_without_a_number_is_named_where_numbers_are_compared(tmp_path
     prompts = load_prompts_from_jsonl(write_rows(tmp_path / "p.jsonl", [{"prompt": "x", "answer": "none"}]))
     with pytest.raises(DataError, match=r"row 1: .* last_number compares numbers, and the answer 'none' has none"):
         check_answers(prompts, with_rollout(reward_fn="last_number"), source="p.jsonl")
+
+
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        *({"environment": name} for name in ("arithmetic", "calculator", "math", "math_verify", "multiple_choice")),
+        *({"reward_fn": name} for name in REWARDS),
+        {"rewards": (RewardConfig(name="my_rewards:right"), RewardConfig(name="exact_match"))},
+    ],
+)
+@pytest.mark.parametrize(("answer", "kind"), [(["37"], "list"), ({"value": 37}, "object"), ([], "list")])
+def test_an_answer_that_is_json_is_refused_where_texts_are_compared(
+    tmp_path: Path, rollout: dict[str, Any], answer: object, kind: str
+) -> None:
+    """It would be the text `["37"]`, which no completion that is right equals."""
+    path = write_rows(tmp_path / "p.jsonl", [{"prompt": "x", "answer": "37"}, {"prompt": "y", "answer": answer}])
+    grader = rollout.get("environment") or rollout.get("reward_fn") or "exact_match"
+    sentence = f"p.jsonl, row 2: prompt 'p-2' cannot be graded: its `answer` is a JSON {kind}, and {grader} compares"
+    with pytest.raises(DataError, match=sentence):
+        check_answers(load_prompts_from_jsonl(path)[1:], with_rollout(**rollout), source=path)
+
+
+def test_an_answer_that_looks_like_json_is_a_text_to_compare_with(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "p.jsonl", [{"prompt": "x", "answer": "[1, 2]"}])
+    check_answers(load_prompts_from_jsonl(path), with_rollout(environment="math"), source=path)
+
+
+@pytest.mark.parametrize("rollout", [{"reward_fn": "my_rewards:right"}, {"environment": "code"}])
+def test_an_answer_that_is_json_is_left_to_who_reads_it_or_ignores_it(tmp_path: Path, rollout: dict[str, Any]) -> None:
+    path = write_rows(tmp_path / "p.jsonl", [{"prompt": "x", "answer": ["37"], **GOOD_ROWS["code"]}])
+    check_answers(load_prompts_from_jsonl(path), with_rollout(**rollout), source=path)
 
 
 def test_an_answer_that_is_json_is_graded_as_json(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Without it a policy could be paid for a number that the calculator said, or for 
 from __future__ import annotations
 
 import asyncio
+from time import perf_counter
 
 import pytest
 
@@ -33,6 +34,15 @@ def test_calls_are_answered(said: str, answered: list[str], outcome: Outcome) ->
     conversation = Conversation(sample=Sample(), messages=[Message(role="assistant", content=said)], num_turns=1)
     reply = asyncio.run(CALCULATOR.respond(conversation))
     assert ([message["content"] for message in reply.messages], reply.outcome) == (answered, outcome)
+
+
+def test_a_policy_that_begins_thousands_of_calls_is_answered_at_once() -> None:
+    """All other conversations wait meanwhile, and one that takes too long ends the run."""
+    said = [Message(role="assistant", content="<calc>" * 20_000)]
+    began = perf_counter()
+    reply = asyncio.run(CALCULATOR.respond(Conversation(sample=Sample(), messages=said, num_turns=1)))
+    assert reply.outcome is Outcome.PARSE_FAILURE
+    assert perf_counter() - began < 5.0
 
 
 @pytest.mark.parametrize(

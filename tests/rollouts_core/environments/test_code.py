@@ -6,6 +6,7 @@ Without it a program that ends before its tests would be paid for.
 from __future__ import annotations
 
 import asyncio
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -86,3 +87,11 @@ def test_no_test_is_run_after_the_first_that_failed(monkeypatch: pytest.MonkeyPa
 )
 def test_the_program_is_the_last_block_in_python(response: str, program: str) -> None:
     assert extract_program(response) == program
+
+
+@pytest.mark.parametrize("line", ["~" * 3_000 + "`", "```" + "a" * 60_000 + "`", "```" + " " * 60_000 + "`"])
+def test_a_line_of_thousands_of_marks_is_read_at_once(line: str) -> None:
+    """All other conversations wait meanwhile, and one that takes too long ends the run."""
+    began = perf_counter()
+    assert extract_program(line) == line
+    assert perf_counter() - began < 5.0

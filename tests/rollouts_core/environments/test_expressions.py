@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import pytest
 
-from rollouts_core.environments.expressions import ExpressionError, evaluate, numbers_in, render_number
+from rollouts_core.environments.expressions import ExpressionError, evaluate, find_marked, numbers_in, render_number
 
 
 @pytest.mark.parametrize(
@@ -87,3 +87,17 @@ def test_a_value_is_written_for_the_policy(value: Fraction, text: str) -> None:
 def test_a_value_that_cannot_be_written_is_refused_with_a_sentence(text: str) -> None:
     with pytest.raises(ExpressionError, match="the value is too large"):
         render_number(evaluate(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("<a>1</a> or <a>2\n</a>", ["1", "2\n"]),
+        ("</a><a>1</a></a><a>", ["1"]),
+        ("<a>1 <a>2</a> 3</a>", ["1 <a>2"]),
+        ("<a>1", []),
+        ("1</a>", []),
+    ],
+)
+def test_what_is_marked_reaches_from_an_opening_to_the_next_end(text: str, found: list[str]) -> None:
+    assert find_marked(text, "a") == found

@@ -277,6 +277,13 @@ def test_a_policy_that_writes_thousands_of_marks_is_graded_at_once() -> None:
     assert perf_counter() - began < 5.0, "each mark was tried in several places of the pattern"
 
 
+def test_a_policy_that_begins_thousands_of_answers_is_graded_at_once() -> None:
+    began = perf_counter()
+    sample = Sample(response="<answer>" * 20_000, metadata={"numbers": [1, 2], "target": 3})
+    assert CountdownEnvironment().grade(sample) == 0.0
+    assert perf_counter() - began < 5.0, "behind each it was looked for the end"
+
+
 PERSON = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 
 
