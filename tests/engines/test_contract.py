@@ -141,8 +141,9 @@ def fit_of_draws(drawn: list[int], expected: torch.Tensor) -> float:
     return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2), statistic / 2))
 
 
-def test_a_stop_token_ends_a_completion_and_is_part_of_it(server: Server) -> None:
+def test_a_stop_token_ends_a_completion_and_is_part_of_it(server: Server, start: SavedModel) -> None:
     async def generate_twice(engine: Engine) -> tuple[Completion, Completion]:
+        await engine.load_weights(start.directory, "start-0")
         [free] = await engine.generate([ask(temperature=0.0)])
         [stopped] = await engine.generate([ask(temperature=0.0, stop=(free.tokens[3],))])
         return free, stopped
