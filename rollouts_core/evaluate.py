@@ -9,6 +9,7 @@ the mean loss of a demonstration (metric loss).
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,8 +30,15 @@ from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.engines.protocol import Completion, InferenceEngine, status_of_finish
 from rollouts_core.engines.sglang import SGLangEngine
 from rollouts_core.environments.protocol import describe_tools, is_multi_turn
-from rollouts_core.errors import EngineError, RewardError
-from rollouts_core.model.loading import check_attention, default_device, load_hf_model, load_tokenizer, pad_token_id
+from rollouts_core.errors import DivergedError, EngineError, RewardError
+from rollouts_core.model.loading import (
+    check_attention,
+    default_device,
+    describe_diverged,
+    load_hf_model,
+    load_tokenizer,
+    pad_token_id,
+)
 from rollouts_core.rollout.generate import (
     MAX_INTERRUPTIONS,
     Group,
@@ -132,7 +140,11 @@ def scores_by_prompt(samples: Sequence[Sample]) -> list[float]:
 
 @torch.inference_mode()
 def score_demonstrations(model: ModelConfig, samples: Sequence[Sample]) -> list[float]:
-    """Per demonstration, minus the mean loss of its trained tokens; on the first GPU where there is one."""
+    """Per demonstration, minus the mean loss of its trained tokens; on the first GPU where there is one.
+
+    Raises:
+        DivergedError: a loss is no finite number.
+    """
     from rollouts_core.model.policy import compute_logprobs  # models in training: two seconds that rewards can spare
 
     hf_model = load_hf_model(model, device=default_device()).eval()
@@ -144,6 +156,8 @@ def score_demonstrations(model: ModelConfig, samples: Sequence[Sample]) -> list[
         sums_B = (compute_logprobs(hf_model, batch) * batch.loss_mask_BT).sum(dim=1)
         for place, score in zip(places, (sums_B / batch.loss_mask_BT.sum(dim=1)).tolist(), strict=True):
             scores[place] = score
+    if not all(map(math.isfinite, scores)):
+        raise DivergedError(describe_diverged(model.path))
     return scores
 
 
