@@ -61,6 +61,9 @@ async def generate_samples(
 
     The randomness of a sample depends on its prompt's place, its own place and `config.seed`, so checkpoints that
     are compared meet the same.
+
+    Raises:
+        DivergedError: the log-probs of a token are no finite numbers.
     """
     tokenizer = load_tokenizer(model)
     environment = resolve_environment(config)
@@ -78,11 +81,14 @@ async def generate_samples(
             return await ask_engine(engine, model, prompts, config, num_running=num_slots)
     pending = list(itertools.chain(*pending_groups(prompts, config)))
     ends = stop_token_ids(tokenizer)
-    completions = generate_tokens(
-        decoder,
-        [prompt_tokens[sample.group_index] for sample in pending],
-        [_sampling_params(sample, config, ends) for sample in pending],
-    )
+    try:
+        completions = generate_tokens(
+            decoder,
+            [prompt_tokens[sample.group_index] for sample in pending],
+            [_sampling_params(sample, config, ends) for sample in pending],
+        )
+    except EngineError as error:  # with these parameters only weights give log-probs that are no numbers
+        raise DivergedError(describe_diverged(model.path)) from error
     return [
         complete_sample(sample, prompt_tokens[sample.group_index], _as_engine_completion(completion), tokenizer)
         for sample, completion in zip(pending, completions, strict=True)
