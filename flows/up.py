@@ -136,6 +136,8 @@ def down(store: Store = DEFAULT_STORE) -> None:
 def status(store: Store = DEFAULT_STORE) -> None:
     """Show the server, the process that serves the deployments, the runs, jobs without a run, and rented machines."""
     address, serving = running_server(store), find_serving(store)
+    if not store.is_dir():
+        typer.echo(f"store        {store} does not exist: nothing was run in it, or --store names another folder")
     typer.echo(f"server       {address.ui_url if address else 'none: rollouts up starts one'}")
     if serving:
         since = datetime.fromtimestamp(serving.since).astimezone().strftime("%Y-%m-%d %H:%M:%S")

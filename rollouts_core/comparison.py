@@ -7,6 +7,7 @@ prompt's completions, or minus the mean loss of a demonstration.
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -129,8 +130,12 @@ def judge_improvement(
 
 
 def select_best(mean_scores: Sequence[float]) -> int:
-    """The place of the highest mean score; of equal ones the first, which has trained least."""
-    return max(range(len(mean_scores)), key=lambda i: (mean_scores[i], -i))
+    """The place of the highest mean score; of equal ones the first, which has trained least.
+
+    One that is no finite number is lower than every other.
+    """
+    ranked = [score if math.isfinite(score) else -math.inf for score in mean_scores]
+    return ranked.index(max(ranked))
 
 
 def _sign_flip_p_value(differences: np.ndarray, seed: int) -> float:

@@ -6,6 +6,7 @@
     │   ├── DataError            a row, a file or a tokenizer that does not fit
     │   │   └── DemonstrationError   a demonstration where a prompt belongs
     │   ├── CheckpointError      a checkpoint that is missing, damaged or of another model
+    │   │   └── DivergedError    one whose weights compute no numbers
     │   ├── RewardError          a user's function that raised or returned something unusable
     │   └── NoSignalError        rewards that taught nothing for so long that the training ended
     ├── EngineError              an inference server refused or answered nonsense
@@ -43,6 +44,10 @@ class DemonstrationError(DataError):
 
 class CheckpointError(InputError):
     """A checkpoint that is missing, damaged or belongs to another model."""
+
+
+class DivergedError(CheckpointError):
+    """A checkpoint whose weights compute no numbers."""
 
 
 class RewardError(InputError):

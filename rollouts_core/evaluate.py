@@ -9,6 +9,7 @@ the mean loss of a demonstration (metric loss).
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,8 +31,15 @@ from rollouts_core.engines.completion import Completion, status_of_finish
 from rollouts_core.engines.protocol import InferenceEngine
 from rollouts_core.engines.sglang import SGLangEngine
 from rollouts_core.environments.protocol import describe_tools, is_multi_turn
-from rollouts_core.errors import EngineError, RewardError
-from rollouts_core.model.loading import check_attention, default_device, load_hf_model, load_tokenizer, pad_token_id
+from rollouts_core.errors import DivergedError, EngineError, RewardError
+from rollouts_core.model.loading import (
+    check_attention,
+    default_device,
+    describe_diverged,
+    load_hf_model,
+    load_tokenizer,
+    pad_token_id,
+)
 from rollouts_core.rollout.generate import (
     MAX_INTERRUPTIONS,
     Group,
@@ -54,6 +62,9 @@ async def generate_samples(
 
     The randomness of a sample depends on its prompt's place, its own place and `config.seed`, so checkpoints that
     are compared meet the same.
+
+    Raises:
+        DivergedError: the log-probs of a token are no finite numbers.
     """
     tokenizer = load_tokenizer(model)
     environment = resolve_environment(config)
@@ -71,11 +82,14 @@ async def generate_samples(
             return await ask_engine(engine, model, prompts, config, num_running=num_slots)
     pending = list(itertools.chain(*pending_groups(prompts, config)))
     ends = stop_token_ids(tokenizer)
-    completions = generate_tokens(
-        decoder,
-        [prompt_tokens[sample.group_index] for sample in pending],
-        [_sampling_params(sample, config, ends) for sample in pending],
-    )
+    try:
+        completions = generate_tokens(
+            decoder,
+            [prompt_tokens[sample.group_index] for sample in pending],
+            [_sampling_params(sample, config, ends) for sample in pending],
+        )
+    except EngineError as error:  # with these parameters only weights give log-probs that are no numbers
+        raise DivergedError(describe_diverged(model.path)) from error
     return [
         complete_sample(sample, prompt_tokens[sample.group_index], _as_engine_completion(completion), tokenizer)
         for sample, completion in zip(pending, completions, strict=True)
@@ -133,7 +147,11 @@ def scores_by_prompt(samples: Sequence[Sample]) -> list[float]:
 
 @torch.inference_mode()
 def score_demonstrations(model: ModelConfig, samples: Sequence[Sample]) -> list[float]:
-    """Per demonstration, minus the mean loss of its trained tokens; on the first GPU where there is one."""
+    """Per demonstration, minus the mean loss of its trained tokens; on the first GPU where there is one.
+
+    Raises:
+        DivergedError: a loss is no finite number.
+    """
     from rollouts_core.model.policy import compute_logprobs  # models in training: two seconds that rewards can spare
 
     hf_model = load_hf_model(model, device=default_device()).eval()
@@ -145,6 +163,8 @@ def score_demonstrations(model: ModelConfig, samples: Sequence[Sample]) -> list[
         sums_B = (compute_logprobs(hf_model, batch) * batch.loss_mask_BT).sum(dim=1)
         for place, score in zip(places, (sums_B / batch.loss_mask_BT.sum(dim=1)).tolist(), strict=True):
             scores[place] = score
+    if not all(map(math.isfinite, scores)):
+        raise DivergedError(describe_diverged(model.path))
     return scores
 
 

@@ -165,6 +165,9 @@ class EvalJob(Record):
     """Who grades, and the token limits; for the metric accuracy."""
     training: SFTTrainingConfig = SFTTrainingConfig()
     """What enters the loss; for the metric loss."""
+    is_selection: bool = Field(False, json_schema_extra=PLACEMENT)
+    """Whether one of them is to be chosen, so that one whose weights compute no numbers is left out; where they are
+    compared, it ends the job. Changes no score."""
     plugin_digest: str = ""
     """Digest of the user's own packages that the settings name."""
     deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)

@@ -256,17 +256,25 @@ def check_same_settings(
     """The names of the settings that differ, all of them in `allowed` by themselves or by their section.
 
     Raises:
-        CheckpointError: others differ; it names them with both values.
+        CheckpointError: others differ; it names them with both values, and what in `allowed` is the name of none.
     """
     changed = [name for name in sorted(saved.keys() | current.keys()) if saved.get(name) != current.get(name)]
-    refused = [n for n in changed if not any(n == name or n.startswith(f"{name}.") for name in allowed)]
+    refused = [setting for setting in changed if not any(_names(name, setting) for name in allowed)]
     if refused:
         differences = "; ".join(f"{name} was {_show(saved, name)} and is {_show(current, name)}" for name in refused)
+        unused = [name for name in allowed if not any(_names(name, setting) for setting in changed)]
         raise CheckpointError(
             f"{checkpoint} was trained with other settings, so going on would train something that neither settings "
             f"describe: {differences}. Restore them, start a new run, or name them in allow_changed"
+            + f": {', '.join(unused)} there names none of them"
+            * bool(unused)
         )
     return changed
+
+
+def _names(allowed: str, setting: str) -> bool:
+    """Whether a name of `allow_changed` means a setting: by itself, or as its section."""
+    return setting == allowed or setting.startswith(f"{allowed}.")
 
 
 def score_steps(window: Sequence[Metrics], scored_by: ScoredBy) -> float | None:

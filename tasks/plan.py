@@ -54,7 +54,7 @@ def plan_sft(config: Config, scope: RunScope, node: Node) -> Stage:
 def plan_selection(training: StageRecord, config: Config, scope: RunScope, node: Node) -> Stage:
     """Score every checkpoint that a training stage left, on the selection rows."""
     checkpoints = checkpoints_of(training, config)
-    job = evaluation_job(checkpoints, config.data.selection, config, node)
+    job = evaluation_job(checkpoints, config.data.selection, config, node).model_copy(update={"is_selection": True})
     return build_stage(f"select-{training.stage}", job, scope, node, num_steps=len(checkpoints))
 
 

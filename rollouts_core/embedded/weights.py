@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rollouts_core.errors import CheckpointError
+from rollouts_core.errors import CheckpointError, DivergedError
 
 MAX_NAMES_SHOWN = 3
 MAX_DIGEST_THREADS = 4
@@ -55,7 +55,7 @@ def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
         if not found.is_floating_point():
             raise CheckpointError(f"{source}: {name} holds {found.dtype}, expected floating-point numbers")
         if not is_finite(found):
-            raise CheckpointError(f"{source}: {name} holds values that are not finite numbers")
+            raise DivergedError(f"{source}: {name} holds values that are not finite numbers")
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -18,7 +18,7 @@ import torch
 from rollouts_core.comparison import estimate_mean, select_best
 from rollouts_core.config import DeploymentConfig, RolloutConfig
 from rollouts_core.data.dataset import load_prompts_from_jsonl, load_sft_dataset
-from rollouts_core.errors import DataError
+from rollouts_core.errors import DataError, DivergedError
 from rollouts_core.evaluate import (
     ask_engine,
     evaluation_rollouts,
@@ -49,17 +49,31 @@ def run_eval_job(job: EvalJob | GenerateJob, directory: RunDirectory) -> None:
 
 
 async def score_checkpoints(job: EvalJob, directory: RunDirectory) -> None:
-    """Score every checkpoint on the same rows; the record has all scores and names the best."""
-    scored = []
+    """Score every checkpoint on the same rows; the record has all scores and names the best.
+
+    Raises:
+        DivergedError: a checkpoint's weights compute no numbers, and it is to be compared; or those of all do.
+    """
+    scored, left_out = [], list[str]()
     with checked_file(job.data), JSONLLogger(directory.metrics, attempt=attempt_number()) as metrics_logger:
         for number, checkpoint in enumerate(job.checkpoints, start=1):
             check_model(checkpoint)
-            scores = await score_checkpoint(checkpoint, job, directory)
+            try:
+                scores = await score_checkpoint(checkpoint, job, directory)
+            except DivergedError as error:
+                if not job.is_selection:
+                    raise
+                left_out.append(f"{checkpoint.name} has no score and cannot be chosen: {error}")
+                logger.warning("%s", left_out[-1])
+                continue
             estimate = estimate_mean(scores)
             metrics_logger.log({"score": estimate.mean}, number)
             scored.append({"name": checkpoint.name, "step": checkpoint.step, "scores": scores, **asdict(estimate)})
-    best = job.checkpoints[select_best([float(entry["mean"]) for entry in scored])]
-    directory.write_result({"metric": job.evaluation.metric, "checkpoints": scored, "best": best.name})
+    if not scored:
+        raise DivergedError(f"none of {len(left_out)} checkpoints has a score; {left_out[0]}")
+    best = scored[select_best([float(entry["mean"]) for entry in scored])]["name"]
+    warning = {"warning": "; ".join(left_out)} if left_out else {}
+    directory.write_result({"metric": job.evaluation.metric, "checkpoints": scored, "best": best, **warning})
 
 
 async def score_checkpoint(checkpoint: InputModel, job: EvalJob, directory: RunDirectory) -> list[float]:

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from rollouts_core.config import ModelConfig
 from rollouts_core.config.messages import first_line
-from rollouts_core.errors import CheckpointError, ConfigError, DataError
+from rollouts_core.errors import CheckpointError, ConfigError, DataError, DivergedError
 from rollouts_core.model.logprobs import LogitTransform, transform_logits
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def check_logits(hf_model: PreTrainedModel) -> None:
     shows on two tokens, whose products are once taken as they are and once made so large that any cap bends them.
 
     Raises:
-        CheckpointError: the products are no numbers.
+        DivergedError: the products are no numbers.
     """
     head = hf_model.get_output_embeddings()
     if head is None:
@@ -135,10 +135,7 @@ def check_logits(hf_model: PreTrainedModel) -> None:
     token_ids = torch.arange(2, device=hf_model.device)[None]
     products = head(hf_model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state).float()
     if products.isnan().any():
-        raise CheckpointError(
-            f"the weights at {hf_model.name_or_path} compute no numbers (NaN): they are damaged, or the training that "
-            "made them diverged; take another checkpoint"
-        )
+        raise DivergedError(describe_diverged(hf_model.name_or_path))
     largest = max(float(products.abs().max()), torch.finfo(torch.float32).tiny)
     for factor in (1.0, LARGE_LOGIT / largest):
         with _head_multiplied(head, factor):
@@ -147,6 +144,14 @@ def check_logits(hf_model: PreTrainedModel) -> None:
         tolerance = 1e-3 if hf_model.dtype == torch.float32 else 2e-2
         if not torch.allclose(expected, logits, rtol=tolerance, atol=0.1 * tolerance * float(logits.abs().max())):
             raise _unknown_logits(hf_model, "it has something between hidden states and logits")
+
+
+def describe_diverged(path: str) -> str:
+    """What is wrong with the weights of a folder that compute no numbers, and what to do."""
+    return (
+        f"the weights at {path} compute no numbers (NaN): they are damaged, or the training that made them diverged; "
+        "take another checkpoint"
+    )
 
 
 @contextmanager

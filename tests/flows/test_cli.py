@@ -334,3 +334,8 @@ def test_what_somebody_may_not_read_or_write_is_named(tmp_path: Path, monkeypatc
 def test_asking_about_a_store_that_is_none_makes_none(tmp_path: Path) -> None:
     outcome = CliRunner().invoke(app, ["status", "--store", str(tmp_path / "typo")])
     assert outcome.exit_code == 0 and not (tmp_path / "typo").exists()
+    assert f"{tmp_path}/typo does not exist: nothing was run in it, or --store names" in outcome.output
+
+
+def test_of_a_store_that_exists_nothing_is_said_but_what_is_in_it(tmp_path: Path) -> None:
+    assert "does not exist" not in CliRunner().invoke(app, ["status", "--store", str(tmp_path)]).output

@@ -3,6 +3,7 @@
 Without it a lucky checkpoint would be reported as an improvement, or a real one be missed.
 """
 
+import math
 import random
 
 import numpy as np
@@ -96,7 +97,16 @@ def test_scores_of_different_rows_are_not_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scores", "best"), [([0.1, 0.5, 0.3], 1), ([0.5, 0.5, 0.2], 0), ([0.1, 0.7, 0.7], 1), ([0.0], 0), ([-2, -1], 1)]
+    ("scores", "best"),
+    [
+        ([0.1, 0.5, 0.3], 1),
+        ([0.5, 0.5, 0.2], 0),
+        ([0.1, 0.7, 0.7], 1),
+        ([0.0], 0),
+        ([-2, -1], 1),
+        ([math.nan, -1.0], 1),
+        ([-2.0, math.nan, -1.0, math.inf], 2),
+    ],
 )
 def test_the_best_is_the_highest_and_among_equals_the_first(scores: list[float], best: int) -> None:
     assert select_best(scores) == best

@@ -12,11 +12,11 @@ import re
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from rollouts_core.__main__ import main
 from rollouts_core.checkpoint import load_manifest
@@ -150,6 +150,58 @@ def test_losses_over_other_tokens_are_not_compared(
     (tmp_path / "job.json").write_text(job.model_dump_json())
     assert main(["eval", str(tmp_path / "job.json")]) == 2
     assert "base and other make other tokens of the same demonstrations" in capsys.readouterr().err
+
+
+def diverge(base: InputModel, folder: Path, tensor: str, value: float) -> InputModel:
+    """The model with a tensor of which all but the first two rows, or numbers, are this number."""
+    shutil.copytree(base.model.path, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights[tensor][2:] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model = ModelConfig(path=str(folder))
+    return InputModel(name=folder.name, model=model, digest=digest_model(model), step=10)
+
+
+@pytest.mark.parametrize(
+    ("metric", "data", "tensor", "value"),
+    [
+        ("loss", "sft", "model.norm.weight", 3e38),
+        ("loss", "sft", "model.norm.weight", math.nan),
+        ("loss", "sft", "model.embed_tokens.weight", math.nan),  # two tokens, tried at its start, compute numbers
+        ("accuracy", "heldout", "model.norm.weight", math.nan),
+        ("accuracy", "heldout", "model.norm.weight", 3e38),
+    ],
+)
+def test_a_checkpoint_that_diverged_is_not_chosen_and_ends_a_comparison(
+    base: InputModel,
+    quickstart_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    metric: Literal["loss", "accuracy"],
+    data: str,
+    tensor: str,
+    value: float,
+) -> None:
+    diverged = diverge(base, tmp_path / "step_000010", tensor, value)
+    job = EvalJob(
+        checkpoints=(diverged, base),
+        data=rows(quickstart_dir, data),
+        evaluation=EvaluationConfig(metric=metric, max_prompts=5),
+        rollout=ROLLOUT,
+        deployment=ONE_THREAD,
+        is_selection=True,
+    )
+    result = do(job, tmp_path / "select")
+    assert ([entry["name"] for entry in result["checkpoints"]], result["best"]) == (["base"], "base")
+    assert result["warning"].startswith("step_000010 has no score and cannot be chosen: ")
+    for name, other, words in (
+        ("none", {"checkpoints": (diverged,)}, "none of 1 checkpoints has a score; step_000010 has no score and"),
+        ("evaluate", {"is_selection": False}, f"{tmp_path}/step_000010"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "job.json").write_text(job.model_copy(update=other).model_dump_json())
+        assert main(["eval", str(tmp_path / name / "job.json")]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_evaluation_by_accuracy_keeps_what_every_model_said(

@@ -229,6 +229,21 @@ def test_differences_that_were_allowed_are_told(allowed: list[str]) -> None:
     assert check_same_settings(saved, current, allowed=allowed, checkpoint=Path("c")) == ["optim.lr"]
 
 
+@pytest.mark.parametrize(
+    ("allowed", "said"),
+    [
+        (["optim.lrr"], "name them in allow_changed: optim.lrr there names none of them"),
+        (["seed", "optm", "lr"], "name them in allow_changed: optm, lr there names none of them"),
+        (["seed"], "or name them in allow_changed"),
+    ],
+)
+def test_a_misspelt_name_of_what_is_allowed_is_told(allowed: list[str], said: str) -> None:
+    saved, current = {"optim.lr": 0.01, "seed": 1}, {"optim.lr": 0.1, "seed": 2}
+    with pytest.raises(CheckpointError) as caught:
+        check_same_settings(saved, current, allowed=allowed, checkpoint=Path("c"))
+    assert str(caught.value).endswith(said)
+
+
 def test_a_part_of_a_name_allows_nothing() -> None:
     with pytest.raises(CheckpointError, match=r"optim\.lr was 0.01 and is 0.1"):
         check_same_settings({"optim.lr": 0.01}, {"optim.lr": 0.1}, allowed=["opt", "lr"], checkpoint=Path("c"))

@@ -18,7 +18,8 @@ from rollouts_core.checkpoint import load_manifest, new_checkpoint
 from rollouts_core.config import ENGINE_MARGINS, MIN_ENGINE_CONTEXT, Config, DataConfig, ModelConfig
 from rollouts_core.engines.canary import canary_requests
 from rollouts_core.errors import CheckpointError
-from rollouts_core.job import InputModel
+from rollouts_core.fingerprint import fingerprint_job
+from rollouts_core.job import EvalJob, InputModel
 from rollouts_core.keys import OWN_KEY_VARIABLE
 from tasks.node_job import job_environment
 from tasks.plan import (
@@ -286,6 +287,18 @@ def test_a_selection_is_another_when_a_checkpoint_or_its_rows_are(
     assert identity("a") == before != identity("b")
     (tmp_path / "inputs/selection.jsonl").write_text("changed\n")
     assert identity("a") != before
+
+
+def test_a_selection_chooses_and_an_evaluation_compares_under_the_identity_of_what_they_score(
+    config: Config, scope: RunScope, node: Node
+) -> None:
+    """One leaves a checkpoint without a score out, the other ends; what is scored decides which stage it is."""
+    training = finished("sft", {"checkpoints": [{"name": "step_000020", "step": 20, "digest": "a"}]})
+    selection = plan_selection(training, config, scope, node)
+    evaluation = plan_evaluation({"base": base_model(config)}, config, scope, node)
+    assert (selection.job["is_selection"], evaluation.job["is_selection"]) == (True, False)
+    job = EvalJob.model_validate(selection.job)
+    assert fingerprint_job("x", job) == fingerprint_job("x", job.model_copy(update={"is_selection": False}))
 
 
 def test_settings_of_training_and_of_rl_alone_leave_selection_and_evaluation_the_same(
