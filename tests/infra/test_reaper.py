@@ -357,7 +357,8 @@ def test_a_run_that_is_killed_between_two_steps_leaves_nothing_that_is_not_found
             assert len(fake.machines) == (1 if goes_on or step == "intended" else 2)
         else:
             report = reap(ledger, {"runpod": cloud}, pace=renting_run.PACE)
-            assert (len(report.ended), report.failures) == (int(step not in ("intended", "gone")), [])
+            # Killed amid noting that it is gone, a run has not noted it.
+            assert (len(report.ended), report.failures) == (int(step != "intended"), [])
         rows = all_rentals(ledger)
     assert fake.alive() == [] and fake.most_at_once <= 1
     created = {machine.name for machine in fake.machines.values()}
