@@ -81,7 +81,8 @@ async def start_asking(
     under_way = asyncio.ensure_future(engine.generate(requests))
     with anyio.fail_after(60):
         while not await asyncio.to_thread(num_running, server):
-            assert not under_way.done()
+            if under_way.done():  # before anybody looked: a completion may end early
+                under_way = asyncio.ensure_future(engine.generate(requests))
     return under_way
 
 
@@ -135,7 +136,7 @@ def test_neither_a_full_queue_nor_a_pause_is_taken_for_silence(server: Server, s
     """The pause is longer than the time of a silence, and so is what waits in the queue before it."""
     path, arguments = PAUSES[server.job.engine.kind]
     long = SamplingConfig(temperature=1.0, max_new_tokens=CONTEXT_LENGTH - 40)
-    requests = [replace(request, sampling=long, seed=seed) for seed in range(8) for request in REQUESTS]
+    requests = [replace(request, sampling=long, seed=seed) for seed in range(24) for request in REQUESTS]
 
     async def fill_and_pause() -> list[Completion]:
         async with client_of(server) as engine:
