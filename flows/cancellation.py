@@ -5,8 +5,9 @@ Not here: runs that fail or are interrupted (pipeline.py). A run is cancelled in
     state Cancelling ──> the serving process ──SIGTERM──> the flow: asks for its state, gives back what it holds
                                    └── when the flow has ended, or was killed after 30 s: gives back what it still holds
 
-A SIGTERM of another origin is no cancellation, and leaves everything for the next start. A run of `rollouts run` has no
-serving process: its own looks now and then, and treats Cancel as Ctrl-C.
+A SIGTERM of another origin is no cancellation, and leaves everything for the next start. A run's own process looks now
+and then, too: that of `rollouts run`, which nobody serves, treats Cancel as Ctrl-C; a served one ends itself where the
+serving process has not done so in time. Prefect's stop looking for good when the server refuses them for some seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,7 +46,11 @@ from tasks.records import RunScope
 from tasks.stage import drop_leases
 
 LOOK_S = 5.0
+SERVED_END_S = 60.0
+"""How long a served run that is to be cancelled waits for its serving process, which polls, and kills it after 30 s."""
 NODE_SETTINGS: TypeAdapter[NodeSettings] = TypeAdapter(FormNode)
+_ended_by_themselves: set[str] = set()
+"""Ids of the runs of this process that it ended because somebody asked Prefect to cancel them."""
 NOT_ENDED = "its jobs could not be ended ({error}): end them on the node, or start the run again and cancel it"
 
 
@@ -69,22 +74,30 @@ def is_cancelled(run_id: str) -> bool:
 
 
 @contextmanager
-def interrupted_when_cancelled(run_id: str) -> Iterator[None]:
-    """While the block runs, interrupt this process when somebody asks Prefect to cancel the run."""
-    is_asked = threading.Event()
+def ended_when_cancelled(run_id: str, *, is_served: bool) -> Iterator[None]:
+    """While the block runs, end this process when somebody asked Prefect to cancel the run and nobody else ended it."""
+    patience_s = SERVED_END_S if is_served else 0.0
+    asked_at: float | None = None
 
     def look() -> None:
-        if not is_asked.is_set() and is_cancelled(run_id):
-            is_asked.set()  # a second interrupt would disturb what the first one ends
-            os.kill(os.getpid(), signal.SIGINT)
+        nonlocal asked_at
+        if run_id in _ended_by_themselves:
+            return  # a second signal would disturb what the first one ends
+        if not is_cancelled(run_id):
+            asked_at = None
+            return
+        asked_at = time.monotonic() if asked_at is None else asked_at
+        if time.monotonic() - asked_at >= patience_s:
+            _ended_by_themselves.add(run_id)
+            os.kill(os.getpid(), signal.SIGTERM if is_served else signal.SIGINT)
 
     with repeating(look, interval_s=LOOK_S, thread_name="cancellation"):
         yield
 
 
 def cancelled_if_asked(flow: Flow, flow_run: FlowRun, state: State) -> None:  # type: ignore[type-arg]
-    """Prefect's hook: a run that was interrupted because it was to be cancelled is not one that crashed."""
-    if flow_run.deployment_id is not None:
+    """Prefect's hook: a run that was ended because it was to be cancelled is not one that crashed."""
+    if flow_run.deployment_id is not None and str(flow_run.id) not in _ended_by_themselves:
         return  # the serving process says so
     with get_client(sync_client=True) as client:
         before = [each for each in client.read_flow_run_states(flow_run.id) if not each.is_crashed()]

@@ -17,7 +17,7 @@ ended by SIGTERM: everything is left as it is, and the next start attaches to it
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -31,7 +31,7 @@ from pydantic import BaseModel
 
 from flows.cancellation import (
     cancelled_if_asked,
-    interrupted_when_cancelled,
+    ended_when_cancelled,
     is_cancelled,
     release_after_cancellation,
 )
@@ -223,9 +223,9 @@ def known_to_live(scope: RunScope) -> Iterator[None]:
     """Let everybody know that the run lives, and keep its server, as long as the block runs.
 
     From its beginning on: a run that is tried again has died before, and its inputs may take long to fetch. Cancel ends
-    it, where no serving process sees to that.
+    it, also where no serving process sees to that.
     """
-    ended = interrupted_when_cancelled(scope.run_id) if deployment.id is None else nullcontext()
+    ended = ended_when_cancelled(scope.run_id, is_served=deployment.id is not None)
     with held_server(), Ledger(scope.ledger_path) as ledger, ledger.living_run(scope.run_id), ended:
         yield
 

@@ -35,13 +35,15 @@ OTHER_USERS = ("postgres", "nobody")
 START_TIMEOUT_S = 180.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SharedServer:
-    """A server that answers."""
+    """A server that answers, as long as nobody kills it."""
 
     address: ServerAddress
     folder: Path
     """The Prefect home of everybody who asks it."""
+    database_url: str
+    _process: subprocess.Popen[bytes] | None = None
 
     @property
     def environment(self) -> dict[str, str]:
@@ -71,6 +73,30 @@ class SharedServer:
     def ask(self, method: str, path: str, question: Any = None) -> Any:  # Any: JSON
         """What the server's API answers."""
         return ask(self.address, method, path, question)
+
+    def start(self) -> None:
+        """Have it answer, at the same address and with the same database as ever."""
+        port = self.address.api_url.rpartition(":")[2].removesuffix("/api")
+        with (self.folder / "server.log").open("ab") as log:
+            process = self._process = subprocess.Popen(
+                [*dies_with_us(), sys.executable, "-m", "prefect", "server", "start", "--no-ui", "--port", port],
+                env=self.environment
+                | {"PREFECT_API_DATABASE_CONNECTION_URL": self.database_url, "PREFECT_SERVER_API_AUTH_STRING": AUTH},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        wait_until(
+            lambda: answers(self) or process.poll() is not None, what="the server", timeout_s=START_TIMEOUT_S
+        )
+        assert process.poll() is None, (self.folder / "server.log").read_text()
+
+    def kill(self) -> None:
+        """From now on connections are refused."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
     @contextmanager
     def worker(self, pool: str) -> Iterator[Path]:
@@ -104,26 +130,12 @@ def shared_server(folder: Path) -> Iterator[SharedServer]:
         address = ServerAddress(
             api_url=f"http://127.0.0.1:{port}/api", ui_url=f"http://127.0.0.1:{port}", is_local=False, password=AUTH
         )
-        server = SharedServer(address, folder)
-        with (folder / "server.log").open("wb") as log:
-            process = subprocess.Popen(
-                [*dies_with_us(), sys.executable, "-m", "prefect", "server", "start", "--no-ui", "--port", str(port)],
-                env=server.environment
-                | {"PREFECT_API_DATABASE_CONNECTION_URL": database_url, "PREFECT_SERVER_API_AUTH_STRING": AUTH},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        server = SharedServer(address, folder, database_url)
         try:
-            wait_until(
-                lambda: answers(server) or process.poll() is not None, what="the server", timeout_s=START_TIMEOUT_S
-            )
-            assert process.poll() is None, (folder / "server.log").read_text()
+            server.start()
             yield server
         finally:
-            process.kill()
-            process.wait()
+            server.kill()
 
 
 @contextmanager

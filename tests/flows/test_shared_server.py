@@ -32,6 +32,8 @@ from tests.small_pipeline import write_small_pipeline
 from tests.waiting import wait_until
 
 POOL = "gpus"
+NO_MORE_CANCEL = b"flow run cancellation will fail"
+"""What Prefect's worker says when it stops looking for cancelled runs."""
 ENDS = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
@@ -81,6 +83,30 @@ def test_a_worker_runs_what_was_deployed_cancel_ends_its_job_and_a_retry_attache
         assert end_of(server, run_id, said) == "CANCELLED"
         wait_until(lambda: len(exits_of(anew)) == 1, what="the end of the job")
         assert f"ended the job in {anew}" in logs_of(server, run_id)
+    wait_until(lambda: not processes_of(store), what=f"the end of {processes_of(store)}", timeout_s=30.0)
+
+
+@pytest.mark.slow
+def test_cancel_ends_a_run_whose_worker_stopped_looking_while_the_server_was_away(
+    server: SharedServer, tmp_path: Path
+) -> None:
+    """A worker of Prefect 3.8 whose server refuses connections for some seconds never cancels its run again."""
+    config = write_small_pipeline(tmp_path / "small", mode="sft", **{**LONG, "training__sft__num_steps": 100_000})
+    store = tmp_path / "store"
+    config = config.rename(config.with_name("outage.toml"))
+    code, text = Rollouts(store, tmp_path / "prefect.yaml").run("prefect-yaml", str(config), "--pool", POOL)
+    assert code == 0, text
+    server.prefect("deploy", "--all", cwd=tmp_path)
+    with server.worker(POOL) as said:
+        run_id = start(server, "outage")
+        [sft] = wait_for_sft(store)
+        said_before = said.stat().st_size
+        server.kill()
+        wait_until(lambda: NO_MORE_CANCEL in said.read_bytes()[said_before:], what="the worker's resignation")
+        server.start()
+        server.prefect("flow-run", "cancel", run_id)
+        assert end_of(server, run_id, said) == "CANCELLED"
+        wait_until(lambda: len(exits_of(sft)) == 1, what="the end of the job")
     wait_until(lambda: not processes_of(store), what=f"the end of {processes_of(store)}", timeout_s=30.0)
 
 
