@@ -1,6 +1,6 @@
 """Give new weights to an engine that is being asked for completions: what becomes of the requests under way.
 
-Not here: how one engine loads and proves its weights (keeper.py), who continues what was broken off (generate.py).
+Not here: how an engine loads and proves weights (delivery.py), who continues what was broken off (generate.py).
 
                      requests under way            new requests    tokens of a completion are of
     finish           end, and then                 wait            one version

@@ -1,7 +1,7 @@
-"""Keep one server at the weights it must serve: calls that are made again, restarts, loads that are proved.
+"""Keep one server at the weights it must serve: calls that are made again, restarts, pauses, memory handed over.
 
-Not here: one call (http.py), the clients (client.py), the endpoints of a server (sglang.py, vllm.py), how its tensors
-are compared (content.py), how a server that hangs is noticed (silence.py), several servers (pool.py).
+Not here: one call (http.py), the clients (client.py), one delivery of weights and its proof (delivery.py), how a server
+that hangs is noticed (silence.py), several servers (pool.py).
 
 A client knows which weights its server must serve. A server that died and came back serves its start weights again;
 the client notices by the version, loads the right ones and asks again, so no completion of old weights is ever
@@ -13,50 +13,25 @@ returned:
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from itertools import dropwhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import anyio
 
 from rollouts_core.backoff import MAX_BACKOFF_S
-from rollouts_core.concurrency import in_short_thread
-from rollouts_core.config.messages import first_line
-from rollouts_core.embedded.weights import read_tensors
-from rollouts_core.engines.canary import Canary, prove, published_canary
+from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.completion import Completion, GenerationRequest
-from rollouts_core.engines.content import (
-    EMPTY_DIGEST,
-    HeldTensors,
-    check_digests,
-    find_left_behind,
-    find_unproven,
-    read_config,
-    sample_content,
-    vocabulary_size,
-)
-from rollouts_core.engines.segments import SegmentedWeights
-from rollouts_core.engines.sent import SentWeights, find_kept
+from rollouts_core.engines.content import vocabulary_size
+from rollouts_core.engines.delivery import ServedWeights, ServerCalls, WeightDelivery
 from rollouts_core.engines.silence import SilenceWatch
-from rollouts_core.errors import (
-    CheckpointError,
-    EngineAnswerError,
-    EngineBusyError,
-    EngineError,
-    EngineUnavailableError,
-    TrainingError,
-    WeightSyncError,
-)
+from rollouts_core.errors import EngineAnswerError, EngineBusyError, EngineError, EngineUnavailableError
 
 if TYPE_CHECKING:
     from rollouts_core.engines.protocol import Weights
-
-logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
 RETRY_PAUSE_S = 1.0
@@ -67,70 +42,6 @@ POLL_INTERVAL_S = 0.1
 PROBE_TIMEOUT_S = 10.0
 MAX_SPANNED_VERSIONS = 64
 """Tokens of so many versions may be in one completion; one that takes longer is asked for again."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServedWeights:
-    """The weights that a server must serve."""
-
-    weights: Weights
-    version: str
-    canary: Canary | None
-    """What proves them where tensors cannot be compared; None takes a forward pass of the directory's model."""
-
-    @property
-    def model_dir(self) -> Path:
-        """Directory with the model's config.json."""
-        return self.weights if isinstance(self.weights, Path) else self.weights.model_dir
-
-
-class ServerCalls(Protocol):
-    """What the loops need of one server's client: each call is made once, and fails with a typed error."""
-
-    @property
-    def name(self) -> str:
-        """What messages call it."""
-        ...
-
-    async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Ask for completions."""
-        ...
-
-    async def weight_version(self) -> str:
-        """The version that the server reports."""
-        ...
-
-    async def check_model(self, path: Path) -> None:
-        """Raise WeightSyncError where the server's model has other shapes than that of a directory."""
-        ...
-
-    async def take_weights(self, path: Path, version: str) -> HeldTensors:
-        """Load the weights of a directory and check the version; raises WeightSyncError."""
-        ...
-
-    async def take_sent(self, weights: SentWeights, version: str, kept: Collection[str]) -> HeldTensors:
-        """Load weights that are sent, but for those that it has, and check the version; raises WeightSyncError."""
-        ...
-
-    async def hand_over(self) -> None:
-        """Free weights and cache."""
-        ...
-
-    async def take_back(self) -> None:
-        """Allocate weights and cache after `hand_over`."""
-        ...
-
-    async def end_pause(self) -> None:
-        """Generate again; nothing where it is not paused."""
-        ...
-
-    async def show_life(self) -> None:
-        """Return when what generates answered between two of its steps; a paused server's does, too."""
-        ...
-
-    async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]:
-        """Load segments, check the version, return the digests of all tensors; raises WeightSyncError."""
-        ...
 
 
 class WeightKeeper:
@@ -153,16 +64,13 @@ class WeightKeeper:
         model_dir: Path | None,
     ) -> None:
         self.server = server
+        self._delivery = WeightDelivery(server)
         self.restart_timeout_s = restart_timeout_s
         self._served: ServedWeights | None = None
         self._model_dir = model_dir
         self._vocab_size = vocabulary_size(model_dir) if model_dir else None
         self._is_proven = True
         """False from the beginning of a load until the server proved it, also where it failed or was given up."""
-        self._proven: tuple[str, Mapping[str, str]] | None = None
-        """A version that a canary proved, and the checksums that the server gave for it."""
-        self._proven_content: tuple[Mapping[str, tuple[str, ...]], Mapping[str, str]] = ({}, {})
-        """What that version's tensors were made of (`sample_content`), and the same checksums."""
         self._proven_versions: deque[str] = deque(maxlen=MAX_SPANNED_VERSIONS)
         """What was served last, the current version at the end."""
         self.is_paused = False
@@ -181,8 +89,6 @@ class WeightKeeper:
         )
         self._recovery_failure: EngineError | None = None
         """Why the last recovery that failed did."""
-        self._takes_parts = True
-        """False after it was sent what changed, and refused that or did not prove the whole: it is sent everything."""
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Completions of the requests in their order, from the weights that were loaded last when they were asked for,
@@ -351,7 +257,7 @@ class WeightKeeper:
             try:
                 if self._is_left_paused:
                     await self.resume()
-                await self._load_once(weights, None if attempt else before)
+                await self._delivery.deliver(weights, None if attempt else before, can_sample=not self.is_paused)
             except EngineUnavailableError as error:
                 problem = str(error)
                 continue
@@ -364,95 +270,6 @@ class WeightKeeper:
         raise EngineUnavailableError(
             f"{self.server.name} vanished in each of {MAX_ATTEMPTS} loads of {weights.version}: {problem}"
         )
-
-    async def _load_once(self, served: ServedWeights, before: ServedWeights | None) -> None:
-        """Load and prove.
-
-        Args:
-            before: what the server was proved to serve until now; None where nobody knows.
-        """
-        try:
-            if isinstance(served.weights, SegmentedWeights):
-                digests = await self.server.take_segments(served.weights, served.version)
-                check_digests(self.server.name, served.version, digests, await served.weights.digests())
-            elif isinstance(served.weights, SentWeights):
-                await self._load_sent(served.weights, served, await self._find_kept(served.weights, before))
-            else:
-                held = await self.server.take_weights(served.weights, served.version)
-                await self._prove(served.weights, served, held)
-        except (EngineUnavailableError, WeightSyncError):
-            raise
-        except EngineError as error:
-            raise WeightSyncError(f"{self.server.name} refused {served.version}: {error}") from error
-        except (OSError, CheckpointError) as error:
-            raise WeightSyncError(f"{self.server.name} cannot be given {served.version}: {error}") from error
-        except TrainingError:  # a canary's answer is the trainer's, and so is what becomes of it
-            raise
-        except Exception as error:  # torch's, for want of memory or of a port, and safetensors' have no common root
-            problem = f"{type(error).__name__}: {first_line(error)}"
-            raise WeightSyncError(f"{self.server.name} cannot be given {served.version}: {problem}") from error
-
-    async def _find_kept(self, weights: SentWeights, before: ServedWeights | None) -> Collection[str]:
-        """The tensors that the server has already: it was proved, and was not started anew since then."""
-        if before is None or not isinstance(before.weights, SentWeights) or not self._takes_parts:
-            return ()
-        kept = find_kept(weights, before.weights)
-        return kept if kept and await self.server.weight_version() == before.version else ()
-
-    async def _load_sent(self, weights: SentWeights, served: ServedWeights, kept: Collection[str]) -> None:
-        """Send and prove; where a part was sent, and that was refused or cannot be proved, send everything."""
-        try:
-            await self._prove(weights, served, await self.server.take_sent(weights, served.version, kept))
-        except EngineUnavailableError:
-            raise
-        except EngineError as error:
-            if not kept:
-                raise
-            logger.warning(
-                "%s was sent what changed alone, and failed: %s; it is sent everything from now on",
-                self.server.name,
-                error,
-            )
-            self._takes_parts = False
-            await self._prove(weights, served, await self.server.take_sent(weights, served.version, ()))
-
-    async def _prove(self, weights: Path | SentWeights, served: ServedWeights, held: HeldTensors) -> None:
-        """Compare what the server says it holds with what was published; where that says too little, ask a canary."""
-
-        def examine() -> tuple[list[str], dict[str, tuple[str, ...]]]:
-            tensors = weights.tensors if isinstance(weights, SentWeights) else read_tensors(weights)
-            unproven = find_unproven(self.server.name, tensors, served.version, held)
-            is_quantized = "quantization_config" in read_config(served.model_dir)  # small steps may not show in it
-            return unproven, sample_content(tensors, held) if unproven and not is_quantized else {}
-
-        unproven, sampled = await in_short_thread(examine)
-        proof = (served.version, held.digests)
-        # Checksums that are missing, or those of nothing, are the same for any weights.
-        is_identified = bool(held.digests) and EMPTY_DIGEST not in held.digests.values()
-        if not unproven or (is_identified and self._proven == proof):
-            return
-        content = (sampled, held.digests)
-        # After a small step of training a canary finds the weights before it as right as those after it.
-        if left := find_left_behind(self._proven_content, content):
-            raise WeightSyncError(
-                f"{self.server.name} says it serves {served.version}, but its checksums of {len(left)} tensors "
-                f"that changed are those of the version before, {left[0]} first: its update left them as they were, "
-                "restart it"
-            )
-        if self.is_paused:
-            raise WeightSyncError(
-                f"{self.server.name} has no comparable checksum of {unproven[0]}, so it must sample to prove "
-                f'{served.version}, and it is paused: set rollout.in_flight = "finish" or "abort"'
-            )
-        gap = await prove(self.server.name, self.server.complete, served.canary or published_canary(weights))
-        logger.info(
-            "%s: %d tensors without a comparable checksum, %s first; its log-probs are %.2g nats off",
-            self.server.name,
-            len(unproven),
-            unproven[0],
-            gap,
-        )
-        self._proven, self._proven_content = proof, content
 
     def _versions_since(self, served: ServedWeights | None) -> list[str]:
         """The proven versions from the served one on; all where nothing had been loaded."""

@@ -1,6 +1,6 @@
 """Send weights to one SGLang server, which reads no file: through a process group, or as handles of memory.
 
-Not here: the group (group_sender.py), the handles (handles.py), what proves that the server took them (keeper.py).
+Not here: the group (group_sender.py), the handles (handles.py), what proves that the server took them (delivery.py).
 
     version "7, loading" -> begin -> bucket, bucket, ..., flush of the cache -> end -> version "7"
 

@@ -1,7 +1,7 @@
 """Send weights to one vLLM server through a process group, without a file.
 
 Not here: the group (group_sender.py), the end of vLLM's workers (in_vllm/rollouts_receiver.py), pausing the server and
-what proves that it took them (vllm.py, keeper.py).
+what proves that it took them (vllm.py, delivery.py).
 
 vLLM loads what comes layer by layer, and repacks it. All tensors are sent each time, since a layer is loaded whole.
 """

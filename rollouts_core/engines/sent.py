@@ -1,7 +1,7 @@
 """One version of the weights, kept to be sent to engines that read no files of the trainer.
 
 Not here: the ways that they go (group.py, handles.py), what a server is told meanwhile (sending.py), proving that it
-took them (keeper.py).
+took them (delivery.py).
 
     backend.get_weights -> a copy in host memory -> bucket, bucket, ... -> each engine, and again whenever it came back
                              |                        ^

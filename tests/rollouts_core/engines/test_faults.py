@@ -27,6 +27,7 @@ from rollouts_core.engines import (
     SGLangEngine,
     VLLMEngine,
     create_engine,
+    delivery,
     http,
     keeper,
 )
@@ -317,7 +318,7 @@ def test_the_event_loop_goes_on_while_weights_are_compared_and_a_canary_is_compu
         threads.add(threading.current_thread().name)
         return []
 
-    monkeypatch.setattr(keeper, "find_unproven", compare)
+    monkeypatch.setattr(delivery, "find_unproven", compare)
     with served_engine(model_dir) as (engine, _):
         asyncio.run(engine.load_weights(model_dir, "v1"))
 

@@ -1,0 +1,215 @@
+"""Deliver weights to one server, and have it prove that it serves them: digests, checksums, or a canary.
+
+Not here: when weights are delivered, and again (keeper.py), the endpoints of a server (sglang.py, vllm.py), how its
+tensors are compared (content.py), what a canary is (canary.py).
+
+    segments in shared memory   digests of all tensors                      -> compared
+    a directory, or tensors     checksums, where they can be compared       -> compared
+    that are sent               where not: those of what changed differ     -> and a canary's log-probs are right
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from rollouts_core.concurrency import in_short_thread
+from rollouts_core.config.messages import first_line
+from rollouts_core.embedded.weights import read_tensors
+from rollouts_core.engines.canary import Canary, prove, published_canary
+from rollouts_core.engines.completion import Completion, GenerationRequest
+from rollouts_core.engines.content import (
+    EMPTY_DIGEST,
+    HeldTensors,
+    check_digests,
+    find_left_behind,
+    find_unproven,
+    read_config,
+    sample_content,
+)
+from rollouts_core.engines.segments import SegmentedWeights
+from rollouts_core.engines.sent import SentWeights, find_kept
+from rollouts_core.errors import CheckpointError, EngineError, EngineUnavailableError, TrainingError, WeightSyncError
+
+if TYPE_CHECKING:
+    from rollouts_core.engines.protocol import Weights
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedWeights:
+    """The weights that a server must serve."""
+
+    weights: Weights
+    version: str
+    canary: Canary | None
+    """What proves them where tensors cannot be compared; None takes a forward pass of the directory's model."""
+
+    @property
+    def model_dir(self) -> Path:
+        """Directory with the model's config.json."""
+        return self.weights if isinstance(self.weights, Path) else self.weights.model_dir
+
+
+class ServerCalls(Protocol):
+    """What the loops need of one server's client: each call is made once, and fails with a typed error."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        ...
+
+    async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Ask for completions."""
+        ...
+
+    async def weight_version(self) -> str:
+        """The version that the server reports."""
+        ...
+
+    async def check_model(self, path: Path) -> None:
+        """Raise WeightSyncError where the server's model has other shapes than that of a directory."""
+        ...
+
+    async def take_weights(self, path: Path, version: str) -> HeldTensors:
+        """Load the weights of a directory and check the version; raises WeightSyncError."""
+        ...
+
+    async def take_sent(self, weights: SentWeights, version: str, kept: Collection[str]) -> HeldTensors:
+        """Load weights that are sent, but for those that it has, and check the version; raises WeightSyncError."""
+        ...
+
+    async def hand_over(self) -> None:
+        """Free weights and cache."""
+        ...
+
+    async def take_back(self) -> None:
+        """Allocate weights and cache after `hand_over`."""
+        ...
+
+    async def end_pause(self) -> None:
+        """Generate again; nothing where it is not paused."""
+        ...
+
+    async def show_life(self) -> None:
+        """Return when what generates answered between two of its steps; a paused server's does, too."""
+        ...
+
+    async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]:
+        """Load segments, check the version, return the digests of all tensors; raises WeightSyncError."""
+        ...
+
+
+class WeightDelivery:
+    """Delivers weights to one server, each time with the proof that it serves them; knows what it proved last."""
+
+    def __init__(self, server: ServerCalls) -> None:
+        self.server = server
+        self._takes_parts = True
+        """False after it was sent what changed, and refused that or did not prove the whole: it is sent everything."""
+        self._proven: tuple[str, Mapping[str, str]] | None = None
+        """A version that a canary proved, and the checksums that the server gave for it."""
+        self._proven_content: tuple[Mapping[str, tuple[str, ...]], Mapping[str, str]] = ({}, {})
+        """What that version's tensors were made of (`sample_content`), and the same checksums."""
+
+    async def deliver(self, served: ServedWeights, before: ServedWeights | None, *, can_sample: bool) -> None:
+        """Have the server load weights, once, and prove that it serves them.
+
+        Args:
+            before: what the server was proved to serve until now; None where nobody knows.
+            can_sample: whether it answers completions; a paused one cannot be asked for a canary's.
+
+        Raises:
+            EngineUnavailableError: it vanished.
+            WeightSyncError: it refused, or serves another version or other tensors.
+        """
+        try:
+            if isinstance(served.weights, SegmentedWeights):
+                digests = await self.server.take_segments(served.weights, served.version)
+                check_digests(self.server.name, served.version, digests, await served.weights.digests())
+            elif isinstance(served.weights, SentWeights):
+                await self._send(served.weights, served, await self._find_kept(served.weights, before), can_sample)
+            else:
+                held = await self.server.take_weights(served.weights, served.version)
+                await self._prove(served.weights, served, held, can_sample)
+        except (EngineUnavailableError, WeightSyncError):
+            raise
+        except EngineError as error:
+            raise WeightSyncError(f"{self.server.name} refused {served.version}: {error}") from error
+        except (OSError, CheckpointError) as error:
+            raise WeightSyncError(f"{self.server.name} cannot be given {served.version}: {error}") from error
+        except TrainingError:  # a canary's answer is the trainer's, and so is what becomes of it
+            raise
+        except Exception as error:  # torch's, for want of memory or of a port, and safetensors' have no common root
+            problem = f"{type(error).__name__}: {first_line(error)}"
+            raise WeightSyncError(f"{self.server.name} cannot be given {served.version}: {problem}") from error
+
+    async def _find_kept(self, weights: SentWeights, before: ServedWeights | None) -> Collection[str]:
+        """The tensors that the server has already: it was proved, and was not started anew since then."""
+        if before is None or not isinstance(before.weights, SentWeights) or not self._takes_parts:
+            return ()
+        kept = find_kept(weights, before.weights)
+        return kept if kept and await self.server.weight_version() == before.version else ()
+
+    async def _send(self, weights: SentWeights, served: ServedWeights, kept: Collection[str], can_sample: bool) -> None:
+        """Send and prove; where a part was sent, and that was refused or cannot be proved, send everything."""
+        try:
+            held = await self.server.take_sent(weights, served.version, kept)
+            await self._prove(weights, served, held, can_sample)
+        except EngineUnavailableError:
+            raise
+        except EngineError as error:
+            if not kept:
+                raise
+            logger.warning(
+                "%s was sent what changed alone, and failed: %s; it is sent everything from now on",
+                self.server.name,
+                error,
+            )
+            self._takes_parts = False
+            held = await self.server.take_sent(weights, served.version, ())
+            await self._prove(weights, served, held, can_sample)
+
+    async def _prove(
+        self, weights: Path | SentWeights, served: ServedWeights, held: HeldTensors, can_sample: bool
+    ) -> None:
+        """Compare what the server says it holds with what was published; where that says too little, ask a canary."""
+
+        def examine() -> tuple[list[str], dict[str, tuple[str, ...]]]:
+            tensors = weights.tensors if isinstance(weights, SentWeights) else read_tensors(weights)
+            unproven = find_unproven(self.server.name, tensors, served.version, held)
+            is_quantized = "quantization_config" in read_config(served.model_dir)  # small steps may not show in it
+            return unproven, sample_content(tensors, held) if unproven and not is_quantized else {}
+
+        unproven, sampled = await in_short_thread(examine)
+        proof = (served.version, held.digests)
+        # Checksums that are missing, or those of nothing, are the same for any weights.
+        is_identified = bool(held.digests) and EMPTY_DIGEST not in held.digests.values()
+        if not unproven or (is_identified and self._proven == proof):
+            return
+        content = (sampled, held.digests)
+        # After a small step of training a canary finds the weights before it as right as those after it.
+        if left := find_left_behind(self._proven_content, content):
+            raise WeightSyncError(
+                f"{self.server.name} says it serves {served.version}, but its checksums of {len(left)} tensors "
+                f"that changed are those of the version before, {left[0]} first: its update left them as they were, "
+                "restart it"
+            )
+        if not can_sample:
+            raise WeightSyncError(
+                f"{self.server.name} has no comparable checksum of {unproven[0]}, so it must sample to prove "
+                f'{served.version}, and it is paused: set rollout.in_flight = "finish" or "abort"'
+            )
+        gap = await prove(self.server.name, self.server.complete, served.canary or published_canary(weights))
+        logger.info(
+            "%s: %d tensors without a comparable checksum, %s first; its log-probs are %.2g nats off",
+            self.server.name,
+            len(unproven),
+            unproven[0],
+            gap,
+        )
+        self._proven, self._proven_content = proof, content
