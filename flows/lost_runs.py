@@ -4,6 +4,7 @@ Not here: runs that fail, or end otherwise by themselves. Prefect has no eye for
 the one that served it: a run that stays Running can neither be retried nor cancelled.
 
     Running    and no process  ->  Crashed
+    Pending    since before the process that serves it began  ->  Crashed: nobody starts it any more
     Cancelling and no process  ->  its jobs end, Cancelled
     Crashed    by a signal     ->  AwaitingRetry, `run.restarts` times; it attaches to its jobs
     Crashed    by the server   ->  the same (silent_runs.py)
@@ -43,8 +44,12 @@ logger = logging.getLogger(__name__)
 UNDER_WAY = FlowRunFilter(
     state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING, StateType.CANCELLING]))
 )
-
-
+BEFORE_RUNNING = FlowRunFilter(
+    state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING])),
+    deployment_id=FlowRunFilterDeploymentId(is_null_=False),
+)
+CLOCKS_S = 10.0
+"""How much the server's clock may be behind."""
 GONE = "its process is gone; its jobs, if any, go on, and Retry attaches to them"
 GONE_FROM_TERMINAL = "its process is gone; its jobs, if any, go on, and the same command attaches to them"
 """Prefect retries no run that has no deployment."""
@@ -81,6 +86,9 @@ class LostRuns:
                 suspects = {(run.id, run.state_id): run for run in runs if run.state_id and self._is_lost(run)}
                 for known in suspects.keys() & self._suspects:
                     await _tried(_mark, client, suspects[known])
+                for run in await client.read_flow_runs(flow_run_filter=BEFORE_RUNNING, limit=200):
+                    if self._is_left_pending(run):
+                        await _tried(_begin_anew, client, run)
                 for run in await client.read_flow_runs(flow_run_filter=crashed_since(self._began - AWAY), limit=200):
                     if self._is_new(run) and self._is_lost(run):  # of this store, and its process is gone by now
                         await _tried(_start_again, client, run)
@@ -88,6 +96,11 @@ class LostRuns:
             logger.warning("lost runs could not be looked for: %s", error)
             return
         self._suspects = set(suspects)
+
+    def _is_left_pending(self, run: FlowRun) -> bool:
+        """Whether the process that was about to start it is gone; who starts the runs of a work pool is not known."""
+        latest = self._began - timedelta(seconds=CLOCKS_S)
+        return run.work_pool_name is None and run.state is not None and run.state.timestamp < latest
 
     def _is_new(self, run: FlowRun) -> bool:
         """Whether it crashed while this process looked, or while no machine of it was there to look."""
@@ -123,6 +136,12 @@ async def _mark(client: PrefectClient, run: FlowRun) -> None:
 def mark_of_gone(run: FlowRun) -> State:
     """The state of a run whose process is gone; its message says how it goes on."""
     return Crashed(message=GONE if run.deployment_id else GONE_FROM_TERMINAL)
+
+
+async def _begin_anew(client: PrefectClient, run: FlowRun) -> None:
+    """Have a run start that was to be started by a process that is gone."""
+    await _mark(client, run)
+    await _start_again(client, await client.read_flow_run(run.id))
 
 
 async def _start_again(client: PrefectClient, run: FlowRun) -> None:

@@ -111,3 +111,45 @@ def test_runs_that_are_deleted_while_their_jobs_end_hinder_no_other(rollouts: Ro
         ended = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines()[-1] == "2 deleted, the other one Crashed"
+
+
+LEFT_PENDING = """
+import asyncio, sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State, StateType
+from flows import lost_runs
+
+@flow
+def nothing(): ...
+
+async def main(store):
+    async with get_client() as client:
+        deployment_id = await client.create_deployment(await client.create_flow(nothing), "one")
+        run = await client.create_flow_run_from_deployment(deployment_id, state=State(type=StateType.PENDING))
+        lost = lost_runs.LostRuns(store)
+        await lost.look()
+        print((await client.read_flow_run(run.id)).state.name)  # it may be about to begin
+        lost._began = datetime.now(UTC) + timedelta(minutes=1)
+        for _ in range(2):
+            await lost.look()
+        run = await client.read_flow_run(run.id)
+        print(run.state.name, run.state.message)
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_nobody_is_left_to_start_is_started(rollouts: Rollouts) -> None:
+    """Its serving process died a moment before its own process began, and no other one takes up what is Pending."""
+    with local_server(rollouts.store) as address:
+        environment = {**os.environ, **prefect_environment(rollouts.store, address)}
+        command = [sys.executable, "-c", LEFT_PENDING, str(rollouts.store)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == [
+        "Pending",
+        "AwaitingRetry started again, because its process was killed (1 of 2); it attaches to its jobs",
+    ], done.stderr
