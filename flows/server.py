@@ -64,6 +64,10 @@ KEEPER_PROGRAM = "import sys; sys.path.append(sys.argv.pop(1)); from flows.keepe
 OWN_LOGGERS = ("flows", "tasks", "infra", "rollouts_core")
 """Their INFO lines, said inside a flow or a task, are stored with the run like those of Prefect's loggers."""
 
+NAMED_SERVER_RETRIES = "7"
+"""Of each request, 4 minutes in all: who serves a store gives up after three that failed, and flows after one. Prefect
+has five, a minute, in which a server of several people is not brought up to date."""
+
 OWN_API_URL = "ROLLOUTS_OWN_API_URL"
 """Set beside PREFECT_API_URL by `prefect_environment`, so that this process and its children can tell whether
 the user named a server or this module did."""
@@ -177,6 +181,8 @@ def prefect_environment(store: Path, address: ServerAddress) -> dict[str, str]:
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
         "DO_NOT_TRACK": "1",
     }
+    if not address.is_local:
+        preferences["PREFECT_CLIENT_MAX_RETRIES"] = NAMED_SERVER_RETRIES
     environment = {key: os.environ.get(key) or value for key, value in preferences.items()}
     environment |= {"PREFECT_API_URL": address.api_url, "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
     if address.is_local:

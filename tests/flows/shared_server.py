@@ -87,9 +87,7 @@ class SharedServer:
                 stderr=log,
                 start_new_session=True,
             )
-        wait_until(
-            lambda: answers(self) or process.poll() is not None, what="the server", timeout_s=START_TIMEOUT_S
-        )
+        wait_until(lambda: answers(self) or process.poll() is not None, what="the server", timeout_s=START_TIMEOUT_S)
         assert process.poll() is None, (self.folder / "server.log").read_text()
 
     def kill(self) -> None:

@@ -6,13 +6,16 @@ leaves training behind, or that Retry trains again.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -149,6 +152,32 @@ def test_a_run_whose_worker_died_with_it_is_found_and_started_again(
     for pid in pids_of(store):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.timeout(900)
+def test_a_serving_process_waits_for_a_server_that_is_away_for_minutes(server: SharedServer, tmp_path: Path) -> None:
+    config = write_small_pipeline(tmp_path / "small", mode="sft")
+    store = tmp_path / "store"
+    rollouts_up = partial(rollouts_command, server, store, "up", str(config.rename(config.with_name("waiting.toml"))))
+    assert rollouts_up() == 0
+    try:
+        serving = json.loads((store / "prefect/serving.json").read_text())["pid"]
+        server.kill()
+        time.sleep(280)  # Prefect's own patience is three to four minutes
+        server.start()
+        run_id = start(server, "waiting")
+        assert end_of(server, run_id, store / "prefect/serving.log") == "COMPLETED"
+        assert json.loads((store / "prefect/serving.json").read_text())["pid"] == serving
+    finally:
+        assert rollouts_command(server, store, "down") == 0
+
+
+def rollouts_command(server: SharedServer, store: Path, *arguments: str) -> int:
+    """The exit code of a command of somebody who named the server."""
+    command = [sys.executable, "-m", "flows.cli", *arguments, "--store", str(store)]
+    return subprocess.run(command, env=server.environment, stdin=subprocess.DEVNULL, timeout=180).returncode
 
 
 @contextmanager
