@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rollouts_core.algorithms.credit import RolloutScores, trained_samples
 from rollouts_core.algorithms.loss import Metrics
 from rollouts_core.algorithms.mismatch import MISMATCH_METRICS
 from rollouts_core.backends.protocol import TrainingBackend
@@ -35,13 +36,7 @@ from rollouts_core.engines import InferenceEngine, PublishTarget, memory_handed_
 from rollouts_core.environments.protocol import Outcome
 from rollouts_core.errors import DataError, RewardError
 from rollouts_core.metrics import EventLog, MetricsLogger, average_metrics, read_json_lines
-from rollouts_core.rl_batch import (
-    RolloutScores,
-    places_to_score,
-    plan_rows,
-    prepare_updates,
-    trained_samples,
-)
+from rollouts_core.rl_batch import places_to_score, plan_rows, prepare_updates
 from rollouts_core.rollout.group_order import Schedule
 from rollouts_core.rollout.manager import AsyncRolloutManager
 from rollouts_core.rollout.offline_rollouts import OfflineRollouts

@@ -1,6 +1,6 @@
 """From the graded samples of a step to the micro-batches of its updates.
 
-Not here: sampling and grading (rollout/manager.py), the loop (rl.py), estimators (algorithms/advantages.py), tensors
+Not here: sampling and grading (rollout/manager.py), the loop (rl.py), advantages (algorithms/credit.py), tensors
 (batch.py).
 
     rewards -> shaped rewards -> advantages -> minibatches of whole groups -> rows -> micro-batches, with the totals
@@ -15,14 +15,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rollouts_core.algorithms.advantages import batch_advantages, gae_advantages, whiten
-from rollouts_core.algorithms.loss import estimate_kl
+from rollouts_core.algorithms.credit import Credit, RolloutScores, assign_credit, trained_samples
 from rollouts_core.batch import (
     TrainBatch,
     build_batch,
@@ -31,9 +30,9 @@ from rollouts_core.batch import (
     spread_over_rows,
     with_step_totals,
 )
-from rollouts_core.config import AdvantageConfig, RewardShapingConfig, RLTrainingConfig
+from rollouts_core.config import RLTrainingConfig
 from rollouts_core.data.packing import pack_lengths
-from rollouts_core.types import RolloutBatch, Sample, Status, trajectory_places
+from rollouts_core.types import RolloutBatch, Sample
 
 MAX_SHARERS = 4
 """Completions that share one prompt in a row. More share it further, but each row then attends over more positions that
@@ -41,28 +40,6 @@ a mask hides."""
 
 Rows = list[list[int]]
 """A micro-batch before it has tensors: per row, the places of its samples in the batch of rollouts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutScores:
-    """What was scored before the first update: per place of a sample, one number for each of its positions."""
-
-    old_logprobs: Mapping[int, Tensor] = field(default_factory=dict)
-    """log p(target) by the trainer, nats."""
-    ref_logprobs: Mapping[int, Tensor] = field(default_factory=dict)
-    """log p(target) by the model that training started from, nats."""
-    values: Mapping[int, Tensor] = field(default_factory=dict)
-    """The value head's predictions."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Credit:
-    """How strongly each sample of a batch is reinforced."""
-
-    advantages: list[Tensor | float]
-    """Per sample: a tensor with a number for each of its positions, or one number for all of them."""
-    returns: Mapping[int, Tensor] = field(default_factory=dict)
-    """What the value head should predict; empty without one."""
 
 
 def prepare_grpo_batch(
@@ -107,127 +84,6 @@ def prepare_updates(
         _build_update(places, samples, credit, known, config, pad_id=pad_id, num_ranks=num_ranks)
         for places in split_groups(samples, num_updates)
     ]
-
-
-def trained_samples(samples: Sequence[Sample], shaping: RewardShapingConfig) -> list[Sample]:
-    """The samples as they enter the loss: nothing is trained in those that the settings mask."""
-    if not shaping.mask_truncated:
-        return list(samples)
-    return [
-        replace(sample, loss_mask=[0.0] * len(sample.tokens)) if sample.status is Status.TRUNCATED else sample
-        for sample in samples
-    ]
-
-
-def shape_reward(reward: float, *, num_response_tokens: int, shaping: RewardShapingConfig) -> float:
-    """The reward with the penalty for a response that comes near the length limit.
-
-    Source: soft overlong punishment, arXiv:2503.14476 eq. 13; without the cap as in verl.
-    """
-    if not shaping.overlong_buffer_tokens:
-        return reward
-    start = shaping.max_response_tokens - shaping.overlong_buffer_tokens
-    excess = max(0.0, (num_response_tokens - start) / shaping.overlong_buffer_tokens)
-    return reward - shaping.overlong_penalty * (min(1.0, excess) if shaping.overlong_capped else excess)
-
-
-def assign_credit(
-    samples: Sequence[Sample], rewards: Sequence[float], config: RLTrainingConfig, scores: RolloutScores
-) -> Credit:
-    """Advantages of every sample, and returns where there are values.
-
-    Args:
-        samples: as they were sampled: how long a response is does not depend on what is trained of it.
-    """
-    shaping = config.reward_shaping
-    trajectories = trajectory_places(samples)
-    shaped = [0.0] * len(samples)
-    for trajectory in trajectories:
-        num_tokens = sum(sum(map(bool, samples[place].loss_mask)) for place in trajectory)
-        for place in trajectory:
-            shaped[place] = shape_reward(rewards[place], num_response_tokens=num_tokens, shaping=shaping)
-    kl_penalties = {
-        place: shaping.kl_coef * estimate_kl(old - scores.ref_logprobs[place], shaping.kl_estimator)
-        for place, old in scores.old_logprobs.items()
-        if shaping.kl_coef
-    }
-    is_left_out = [math.isnan(reward) and config.advantage.unscored == "exclude" for reward in rewards]
-    masks: list[Tensor] = []
-    if config.with_values or shaping.kl_coef or config.advantage.whiten:  # else they would take most of the time here
-        masks = [
-            torch.tensor(sample.loss_mask[1:]) * (not left_out)
-            for sample, left_out in zip(trained_samples(samples, shaping), is_left_out, strict=True)
-        ]
-    if config.with_values:
-        return _credit_tokens(masks, shaped, kl_penalties, scores.values, config.advantage)
-    if shaping.kl_credit == "completion":
-        for trajectory in trajectories:
-            penalty = sum(
-                float((kl_penalties[place] * (masks[place] != 0)).sum())
-                for place in trajectory
-                if place in kl_penalties
-            )
-            for place in trajectory:
-                shaped[place] -= penalty
-    advantages: list[Tensor | float] = [0.0] * len(samples)
-    groups: dict[int, list[list[int]]] = {}
-    for trajectory in trajectories:
-        groups.setdefault(samples[trajectory[0]].group_index, []).append(trajectory)
-    estimates = batch_advantages(
-        [[shaped[trajectory[0]] for trajectory in group] for group in groups.values()], config.advantage
-    )
-    for group, values in zip(groups.values(), estimates, strict=True):
-        for trajectory, value in zip(group, values, strict=True):
-            for place in trajectory:
-                advantages[place] = value
-    if shaping.kl_credit == "token":
-        for place, penalty_T in kl_penalties.items():
-            on_T = penalty_T * (masks[place] != 0)
-            advantages[place] = advantages[place] - on_T.flip(0).cumsum(0).flip(0)
-    return Credit(advantages=whiten_tokens(advantages, masks, config.advantage))
-
-
-def whiten_tokens(
-    advantages: Sequence[Tensor | float], masks: Sequence[Tensor], config: AdvantageConfig
-) -> list[Tensor | float]:
-    """The advantages, shifted and scaled over all trained tokens where the settings ask for it; 0 where none is."""
-    if not config.whiten:
-        return list(advantages)
-    numbers = [advantage for advantage in advantages if not isinstance(advantage, Tensor)]
-    whitened: Sequence[Tensor | float]
-    if len(numbers) == len(advantages):
-        whitened = whiten(numbers, [float(mask_T.sum()) for mask_T in masks], config.std)
-    else:
-        by_token = [torch.as_tensor(a).expand(len(mask_T)) for a, mask_T in zip(advantages, masks, strict=True)]
-        joined = torch.tensor(whiten(torch.cat(by_token).tolist(), torch.cat(list(masks)).tolist(), config.std))
-        whitened = list(torch.split(joined, [len(mask_T) for mask_T in masks]))
-    return [advantage * bool(mask_T.any()) for advantage, mask_T in zip(whitened, masks, strict=True)]
-
-
-def _credit_tokens(
-    masks: Sequence[Tensor],
-    rewards: Sequence[float],
-    kl_penalties: Mapping[int, Tensor],
-    values: Mapping[int, Tensor],
-    config: AdvantageConfig,
-) -> Credit:
-    """Credit token by token: the reward comes at a sample's last trained token; observations are stepped over."""
-    advantages, returns = [torch.zeros(len(mask_T)) for mask_T in masks], {}
-    for place, values_T in values.items():
-        is_trained_T = masks[place] != 0
-        returns[place] = values_T
-        if not is_trained_T.any():
-            continue
-        if not math.isfinite(rewards[place]):
-            raise ValueError(f"a sample has the reward {rewards[place]}: rewards must be finite numbers")
-        rewards_T = -kl_penalties.get(place, torch.zeros(len(values_T)))[is_trained_T]
-        rewards_T[-1] += rewards[place]
-        of_tokens = gae_advantages(
-            rewards_T.tolist(), values_T[is_trained_T].tolist(), gamma=config.gamma, gae_lambda=config.gae_lambda
-        )
-        advantages[place][is_trained_T] = torch.tensor(of_tokens[0])
-        returns[place] = values_T.masked_scatter(is_trained_T, torch.tensor(of_tokens[1]))
-    return Credit(advantages=whiten_tokens(advantages, masks, config), returns=returns)
 
 
 def group_places(samples: Sequence[Sample]) -> dict[int, list[int]]:

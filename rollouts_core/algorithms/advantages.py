@@ -1,6 +1,6 @@
 """From rewards to the advantages that multiply a completion's log-ratios.
 
-Not here: rewards (rewards.py), the loss (loss.py), which tokens an advantage belongs to (rl_batch.py). No tensors:
+Not here: rewards (rewards.py), the loss (loss.py), which tokens an advantage belongs to (credit.py). No tensors:
 groups are small, and the tokens of a completion are visited one after the other.
 
     rewards by group             -> batch_advantages -> one number per completion \\

@@ -1,7 +1,7 @@
 """The algorithms of well-known systems by name, as settings of `training.rl`.
 
 Not here: what a setting means and how a named algorithm is filled in (config/rl.py), the formulas (advantages.py,
-loss.py, mismatch.py, rl_batch.py). docs/algorithms.md has them side by side.
+loss.py, mismatch.py, credit.py). docs/algorithms.md has them side by side.
 
 Settings that equal their default are written out where the system's value is meant, so that a default of ours may
 change without changing theirs. tests/rollouts_core/algorithms/test_presets.py compares every one with numbers that the

@@ -13,17 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from rollouts_core.algorithms.credit import RolloutScores, assign_credit, shape_reward
 from rollouts_core.algorithms.loss import TokenScores, policy_loss
 from rollouts_core.batch import TrainBatch, build_batch, group_sharers
 from rollouts_core.config import AdvantageConfig, LossConfig, PolicyConfig, RewardShapingConfig, RLTrainingConfig
 from rollouts_core.rl_batch import (
-    RolloutScores,
-    assign_credit,
     places_to_score,
     plan_rows,
     prepare_grpo_batch,
     prepare_updates,
-    shape_reward,
     share_groups,
     split_groups,
 )

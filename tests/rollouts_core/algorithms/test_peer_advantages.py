@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from rollouts_core.algorithms.advantages import batch_advantages, gae_advantages, whiten
+from rollouts_core.algorithms.credit import RolloutScores, assign_credit, shape_reward
 from rollouts_core.config import (
     AdvantageConfig,
     RewardShapingConfig,
     RLTrainingConfig,
 )
-from rollouts_core.rl_batch import RolloutScores, assign_credit, shape_reward
 from rollouts_core.types import Sample
 from tests.rollouts_core.algorithms.recorded import ALL_CASES, INPUTS, close, select, tensor, tensor_of
 
