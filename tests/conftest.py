@@ -20,7 +20,7 @@ import pytest
 from tests.excuses import ExcusedSkip
 
 if TYPE_CHECKING:
-    from tests.infra.s3_server import CuttablePort, S3Server
+    from tests.infra.stores.s3_server import CuttablePort, S3Server
 
 # Before any test imports a library that reads them: no test asks a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -66,7 +66,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
     """A real S3 server."""
-    from tests.infra.s3_server import running_s3_server  # heavy, and only for those who ask
+    from tests.infra.stores.s3_server import running_s3_server  # heavy, and only for those who ask
 
     with running_s3_server() as server:
         yield server
@@ -75,7 +75,7 @@ def s3_server() -> Iterator[S3Server]:
 @pytest.fixture
 def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     """A bucket of the test's own, with the variables set that lead to it."""
-    from tests.infra.s3_server import use
+    from tests.infra.stores.s3_server import use
 
     name = f"bucket-{secrets.token_hex(8)}"
     s3_server.make_bucket(name)
@@ -86,7 +86,7 @@ def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def cuttable(bucket: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[CuttablePort]:
     """A way to the bucket on which everybody is seen who takes it, and that breaks when a test says so."""
-    from tests.infra.s3_server import CuttablePort, environment_of, use
+    from tests.infra.stores.s3_server import CuttablePort, environment_of, use
 
     way = CuttablePort(s3_server.port)
     use(monkeypatch, environment_of(way.port))

@@ -4,7 +4,7 @@ Not here: weights and optimizer (resource_needs.py). torch is not imported.
 
 What autograd keeps of a layer of the Llama family, in elements per token, by the tensors that its operations save. The
 method is that of arXiv:2205.05198 sec. 4, whose own numbers are for GELU, dropout and attention without a kernel. The
-sums are held against what torch allocates (tests/rollouts_core/test_activation_needs.py).
+sums are held against what torch allocates (tests/rollouts_core/checks/test_activation_needs.py).
 
     two norms         x, normalised x, and the result, which linear layers save     6 H
     attention         q before its norm, after it, and rotated; the output          4 Q

@@ -22,7 +22,7 @@ from tests.flows.test_reap import reap
 from tests.flows.test_up import served, up  # noqa: F401
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
-from tests.infra.test_provision import REQUEST, World
+from tests.infra.renting.test_provision import REQUEST, World
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow

@@ -20,7 +20,7 @@ from rollouts_core.quickstart import write_quickstart_files
 from tests.flows.conftest import Rollouts
 from tests.flows.refusals import write_config
 from tests.flows.test_up import api, served, trigger, up, wait_for_state  # noqa: F401
-from tests.infra.s3_server import S3Server
+from tests.infra.stores.s3_server import S3Server
 from tests.rollouts_core.make import TINY_SIZE
 
 

@@ -20,7 +20,7 @@ from infra.providers.runpod import RunPod
 from infra.renting.rentals import Rental, add_rental, change_rental
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
-from tests.infra.test_provision import REQUEST, World
+from tests.infra.renting.test_provision import REQUEST, World
 from tests.mounts import fill, mounted_tmpfs
 
 

@@ -20,7 +20,7 @@ from tests.flows.conftest import Rollouts
 from tests.flows.test_up import api, logs_of, served, trigger, up, wait_for_state  # noqa: F401
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
-from tests.infra.test_provision import REQUEST, World
+from tests.infra.renting.test_provision import REQUEST, World
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from flows.form import load_pipeline
 from rollouts_core.checkpoint import verify_checkpoint
 from tests.flows.conftest import Rollouts
 from tests.flows.refusals import assert_refused, refusal, write_config
-from tests.infra.s3_server import S3Server, environment_of, use
+from tests.infra.stores.s3_server import S3Server, environment_of, use
 from tests.small_pipeline import write_small_pipeline
 
 

@@ -23,9 +23,9 @@ from tasks.provision import give_back, release_now
 from tasks.records import RunScope
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
+from tests.infra.renting.test_provision import REQUEST, World
 from tests.infra.shell_jobs import shell_spec, wait_for_end
 from tests.infra.ssh_server import make_key
-from tests.infra.test_provision import REQUEST, World
 from tests.mounts import fill, mounted_tmpfs
 
 pytestmark = pytest.mark.timeout(120)

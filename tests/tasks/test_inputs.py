@@ -17,7 +17,7 @@ from rollouts_core.config import Config, DatasetConfig, parse_config, resolve_pa
 from rollouts_core.data.rows import digest_path
 from rollouts_core.fingerprint import digest_checkpoint, digest_model
 from tasks.inputs import bring_inputs, find_origin, keys_at_origin, named_urls
-from tests.infra.s3_server import S3Server
+from tests.infra.stores.s3_server import S3Server
 
 ROWS = b'{"prompt": "1+1=?", "completion": ":2"}\n'
 

@@ -31,8 +31,8 @@ from tasks.inputs import bring_inputs
 from tasks.placement import Placement, place_code, place_stage
 from tasks.plan import base_model, plan_engine, plan_rl, plan_selection, plan_sft
 from tasks.records import RunScope, Stage
-from tests.infra.s3_server import S3Server
 from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end
+from tests.infra.stores.s3_server import S3Server
 from tests.tasks.test_plan import checkpoint, config_at, finished
 from tests.waiting import wait_until
 

@@ -17,7 +17,7 @@ from rollouts_core.config import Config, ModelConfig
 from rollouts_core.job import InputModel
 from tasks.records import RunScope
 from tasks.stores import RECORDS, publish_results, reach_stores, send_from_machine
-from tests.infra.s3_server import S3Server
+from tests.infra.stores.s3_server import S3Server
 
 CONFIG = Config.model_validate(
     {

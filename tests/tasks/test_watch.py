@@ -11,7 +11,7 @@ from infra.errors import ObjectMissingError
 from rollouts_core.config import Config
 from rollouts_core.errors import DataError
 from tasks.watch import can_change, digest_sources, watched_sources
-from tests.infra.s3_server import S3Server
+from tests.infra.stores.s3_server import S3Server
 from tests.tasks.test_inputs import put
 
 COMMIT = "0123456789" * 4

@@ -32,10 +32,10 @@ from rollouts_core.errors import CheckpointError, DataError, NonFiniteError
 from rollouts_core.metrics import sum_metrics
 from rollouts_core.quickstart import build_character_tokenizer, build_untrained_model
 from rollouts_core.sft import run_sft_training
+from tests.rollouts_core.backends.two_processes import TwoProcesses, two_processes
 from tests.rollouts_core.histories import without_times
 from tests.rollouts_core.make import TINY_SIZE, make_random_samples, write_model_with_own_code
 from tests.rollouts_core.model.test_logit_transforms import make_model
-from tests.rollouts_core.two_processes import TwoProcesses, two_processes
 
 OPTIM = OptimConfig(lr=0.01, num_warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5)
 """The norms of the tiny model's first gradients are above 1: clipping is active."""

@@ -1,0 +1,206 @@
+"""Pins how a node is logged in on: verified before anything is sent, refused with one sentence, found dead in time.
+
+Without it a run waits for ever for a machine that is gone, or hands its secrets to one that is not the right one.
+"""
+
+import signal
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import infra.ssh.connection
+from infra.errors import HostKeyError, LoginError, NodeUnreachableError, PermanentInfraError, TransientInfraError
+from infra.node import SSHAccess
+from infra.ssh.connection import connect
+from infra.ssh.host_keys import HostKeyEvidence
+from infra.ssh.login_keys import LoginKey
+from infra.ssh.ssh_session import SSHSession
+from tests.infra.ssh.slow_port import slow_port
+from tests.infra.ssh_server import SSHServer, fingerprint_of, known_hosts_line, make_key, running_server, unpinned
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[SSHServer]:
+    """One that a test may disturb."""
+    with running_server(tmp_path / "own-sshd") as server:
+        yield server
+
+
+def evidence_of(access: SSHAccess) -> HostKeyEvidence:
+    connection = connect(access)
+    connection.close()
+    return connection.host_key_evidence
+
+
+def number_of_logins(server: SSHServer) -> int:
+    return (server.folder / "log").read_text().count("Accepted publickey")
+
+
+def test_the_reason_why_a_key_was_believed_is_known(ssh_server: SSHServer, tmp_path: Path) -> None:
+    assert evidence_of(ssh_server.access) is HostKeyEvidence.PINNED
+    known_hosts = tmp_path / "known_hosts"
+    known_hosts.write_text(known_hosts_line(ssh_server))
+    assert evidence_of(unpinned(ssh_server.access, known_hosts)) is HostKeyEvidence.KNOWN_HOSTS
+    ours = tmp_path / "ours"
+    trusting = unpinned(ssh_server.access, ours, first_use_file=ours)
+    assert evidence_of(trusting) is HostKeyEvidence.FIRST_USE
+    assert evidence_of(trusting) is HostKeyEvidence.KNOWN_HOSTS
+
+
+def test_a_wrong_or_unknown_host_key_ends_it_before_a_login(server: SSHServer, tmp_path: Path) -> None:
+    with pytest.raises(HostKeyError, match="expected is SHA256:other"):
+        connect(replace(server.access, host_key="SHA256:other"))
+    with pytest.raises(HostKeyError, match="nobody has confirmed it"):
+        connect(unpinned(server.access))
+    make_key(tmp_path / "other")
+    known_hosts = tmp_path / "known_hosts"
+    known_hosts.write_text(known_hosts_line(server, key_file=tmp_path / "other"))
+    with pytest.raises(HostKeyError, match="has another one"):
+        connect(unpinned(server.access, known_hosts))
+    assert number_of_logins(server) == 0
+
+
+def test_a_pinned_key_is_found_among_the_hosts_other_keys(tmp_path: Path) -> None:
+    make_key(tmp_path / "rsa", key_type="rsa")
+    with running_server(tmp_path / "sshd", more_config=f"HostKey {tmp_path}/rsa") as server:
+        access = replace(server.access, host_key=fingerprint_of(tmp_path / "rsa"))
+        assert evidence_of(access) is HostKeyEvidence.PINNED
+        assert evidence_of(server.access) is HostKeyEvidence.PINNED
+
+
+def test_a_key_that_is_not_authorized_is_refused_with_its_fingerprint(ssh_server: SSHServer, tmp_path: Path) -> None:
+    make_key(tmp_path / "stranger")
+    with pytest.raises(LoginError, match=r"is not let in with SHA256:.*authorized_keys"):
+        connect(replace(ssh_server.access, key_file=str(tmp_path / "stranger")))
+
+
+def test_keys_that_cannot_be_used_are_said_before_anything_is_sent(
+    ssh_server: SSHServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    make_key(tmp_path / "encrypted", passphrase="secret")
+    make_key(tmp_path / "open")
+    (tmp_path / "open").chmod(0o644)
+    (tmp_path / "text").write_text("hello\n")
+    (tmp_path / "text").chmod(0o600)
+    nowhere = replace(ssh_server.access, port=1)  # nobody listens there: it is not even tried
+    for name, sentence in (
+        ("encrypted", "is encrypted: give it to the agent by `ssh-add"),
+        ("open", r"others may read the key .* \(mode 0644\): chmod 600 it"),
+        ("text", "is no private key that can be used"),
+        ("missing", "cannot be read: No such file"),
+    ):
+        with pytest.raises(LoginError, match=sentence):
+            connect(replace(nowhere, key_file=str(tmp_path / name)))
+
+
+def test_no_key_at_all_is_said(ssh_server: SSHServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(LoginError, match=r"no key in the agent or in ~/\.ssh: name one as node\.key_file"):
+        connect(replace(ssh_server.access, key_file=""))
+
+
+def test_a_host_that_does_not_listen_or_has_no_name_is_said(ssh_server: SSHServer) -> None:
+    with pytest.raises(NodeUnreachableError, match=r"127\.0\.0\.1:1 does not answer \(Connection refused\)"):
+        connect(replace(ssh_server.access, port=1))
+    with pytest.raises(PermanentInfraError, match=r"there is no host called no-such-host\.invalid"):
+        connect(replace(ssh_server.access, host="no-such-host.invalid"))
+
+
+def test_a_server_that_says_nothing_is_given_up(ssh_server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(infra.ssh.connection, "CONNECT_TIMEOUT_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        started = time.monotonic()
+        with pytest.raises(NodeUnreachableError):
+            connect(replace(ssh_server.access, port=silent.getsockname()[1]))
+        assert time.monotonic() - started < 10
+
+
+def test_a_node_without_the_interpreter_is_said(ssh_server: SSHServer, tmp_path: Path) -> None:
+    with (
+        SSHSession(ssh_server.access, python="/nowhere/python3", programs_dir=str(tmp_path)) as session,
+        pytest.raises(PermanentInfraError, match=r"cannot run /nowhere/python3 .*: install Python there, or set"),
+    ):
+        session.run(["true"], timeout_s=10)
+
+
+def test_a_server_that_hangs_is_found_by_its_silence(
+    server: SSHServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert infra.ssh.connection.HEARTBEAT_INTERVAL_S + infra.ssh.connection.HEARTBEAT_LIMIT_S < 60
+    monkeypatch.setattr(infra.ssh.connection, "HEARTBEAT_INTERVAL_S", 0.3)
+    monkeypatch.setattr(infra.ssh.connection, "HEARTBEAT_LIMIT_S", 1.0)
+    connection = connect(server.access)
+    channel = connection.open_command("sleep 60")
+    server.signal_sessions(signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        assert channel.receive(10, timeout_s=30) == b""
+        assert time.monotonic() - started < 20 and not connection.is_alive
+    finally:
+        server.signal_sessions(signal.SIGCONT)
+        connection.close()
+
+
+def test_a_server_that_hangs_when_it_has_let_us_in_is_found_by_its_silence(
+    server: SSHServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(infra.ssh.connection, "HEARTBEAT_LIMIT_S", 1.0)
+    log_in = infra.ssh.connection._log_in
+
+    def log_in_and_hang(transport: Any, access: SSHAccess, keys: Sequence[LoginKey]) -> str:  # Any: paramiko
+        file = log_in(transport, access, keys)
+        server.signal_sessions(signal.SIGSTOP)
+        return file
+
+    monkeypatch.setattr(infra.ssh.connection, "_log_in", log_in_and_hang)
+    try:
+        with ThreadPoolExecutor(1) as pool, pytest.raises(NodeUnreachableError, match="lets us in and does not answer"):
+            pool.submit(connect, server.access).result(30)
+    finally:
+        server.signal_sessions(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("command", ["head -c 3000000 | wc -c", "head -c 3000000 /dev/zero; echo 3000000"])
+def test_a_slow_line_on_which_much_is_under_way_is_not_taken_for_a_dead_one(
+    ssh_server: SSHServer, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr(infra.ssh.connection, "HEARTBEAT_INTERVAL_S", 0.2)
+    monkeypatch.setattr(infra.ssh.connection, "HEARTBEAT_LIMIT_S", 1.0)
+    with slow_port(ssh_server.access.port, bytes_per_s=1e6) as port:
+        connection = connect(replace(ssh_server.access, port=port))
+        channel = connection.open_command(command)
+        if "|" in command:
+            channel.send(bytes(3_000_000))
+        received = b""
+        while piece := channel.receive(1 << 20, timeout_s=30):
+            received += piece
+        assert received.endswith(b"3000000\n")
+        connection.close()
+
+
+def test_a_quiet_connection_stays_open(ssh_server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(infra.ssh.connection, "HEARTBEAT_INTERVAL_S", 0.1)
+    connection = connect(ssh_server.access)
+    channel = connection.open_command("sleep 2; echo done")
+    assert channel.receive(10, timeout_s=20) == b"done\n"
+    connection.close()
+
+
+def test_a_server_that_allows_no_more_channels_is_not_a_broken_connection(tmp_path: Path) -> None:
+    with running_server(tmp_path / "sshd", more_config="MaxSessions 1") as server:
+        connection = connect(server.access)
+        connection.open_command("sleep 60")
+        with pytest.raises(TransientInfraError, match="opens no more channels now"):
+            connection.open_command("true")
+        assert connection.is_alive
+        connection.close()

@@ -1,0 +1,150 @@
+"""Pins that a store's failures are told apart, and that what was written is what lies there.
+
+Without it a run trains for a day and finds out then that its results may not be written, or a passing outage ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from botocore.exceptions import ClientError
+
+from infra.errors import ObjectMissingError, StoreRefusedError, StoreUnavailableError
+from infra.stores.object_errors import sort_failure
+from infra.stores.object_store import PART_BYTES, ObjectStore, check_url
+from infra.stores.publication import PROBE, check_writable_store
+from tests.infra.stores.s3_server import S3Server, environment_of, use
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_bytes", [0, 5, 2 * PART_BYTES + 1])
+def test_an_uploaded_file_is_compared_by_the_digest_that_the_server_keeps(
+    bucket: str, s3_server: S3Server, tmp_path: Path, num_bytes: int
+) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(os.urandom(num_bytes))
+    store = ObjectStore(f"s3://{bucket}/deep/folder")
+    digest = store.digest(path)
+    store.upload("model.safetensors", path, digest)
+    assert s3_server.contents(bucket) == {"deep/folder/model.safetensors": path.read_bytes()}
+    there = store.find("model.safetensors")
+    assert there is not None and there.md5 == digest.md5 and there.size == num_bytes
+    encrypted = replace(there, md5="0" * 32)  # what S3 says of what it encrypts with a key of KMS
+    assert store.holds("model.safetensors", encrypted, digest)
+    path.write_bytes(b"x" * num_bytes)
+    assert num_bytes == 0 or not store.holds("model.safetensors", encrypted, store.digest(path))
+
+
+def test_an_object_of_another_content_is_not_the_file(bucket: str, s3_server: S3Server, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+    store = ObjectStore(f"s3://{bucket}")
+    digest = store.digest(path)
+    for other in (b"CONTENT", b"contents"):
+        s3_server.client().put_object(Bucket=bucket, Key="file", Body=other)
+        there = store.find("file")
+        assert there is not None and not store.holds("file", there, digest)
+
+
+def test_a_file_that_changes_while_it_is_sent_is_an_error_that_a_retry_mends(bucket: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"before")
+    store = ObjectStore(f"s3://{bucket}")
+    digest = store.digest(path)
+    path.write_bytes(b"behind")
+    with pytest.raises(StoreUnavailableError, match="publish it again"):
+        store.upload("file", path, digest)
+
+
+def test_a_folder_of_this_machine_is_a_store_that_keeps_no_digests(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+    store = ObjectStore(f"file://{tmp_path}/store")
+    check_writable_store(store)
+    store.upload("folder/file", path, store.digest(path))
+    assert list(store.list()) == ["folder/file"]
+    assert store.read("folder/file", 1, 4) == b"ont"
+    (tmp_path / "store/folder/file").write_bytes(b"CONTENT")
+    there = store.find("folder/file")
+    assert there is not None and not store.holds("folder/file", there, store.digest(path))
+    assert store.find("nothing") is None and store.list("nothing") == {}
+
+
+def test_the_probe_writes_reads_and_removes_one_object(bucket: str, s3_server: S3Server) -> None:
+    check_writable_store(ObjectStore(f"s3://{bucket}/runs"))
+    [(name, num_writes)] = s3_server.num_writes(bucket).items()
+    assert name.startswith(f"runs/{PROBE}-") and num_writes == 1
+    assert s3_server.contents(bucket) == {}
+
+
+@pytest.mark.slow
+def test_a_missing_bucket_is_said_with_its_name(bucket: str) -> None:
+    with pytest.raises(StoreRefusedError, match=f"there is no bucket {bucket}-2 for s3://{bucket}-2/runs"):
+        check_writable_store(ObjectStore(f"s3://{bucket}-2/runs"))
+    with pytest.raises(StoreRefusedError, match="there is no bucket"):
+        ObjectStore(f"s3://{bucket}-2/runs").list()
+
+
+def test_a_bucket_that_may_not_be_written_is_said_with_the_variables_that_hold_the_credentials(
+    bucket: str, s3_server: S3Server
+) -> None:
+    s3_server.deny(bucket, "s3:PutObject")
+    with pytest.raises(StoreRefusedError, match=r"runs/.write-probe is refused .*AWS_ACCESS_KEY_ID") as refusal:
+        check_writable_store(ObjectStore(f"s3://{bucket}/runs"))
+    assert "CANARY" not in str(refusal.value)
+
+
+def test_without_credentials_the_variables_are_named(
+    bucket: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = s3_server.environment
+    del environment["AWS_ACCESS_KEY_ID"], environment["AWS_SECRET_ACCESS_KEY"]
+    use(monkeypatch, environment)
+    with pytest.raises(StoreRefusedError, match=r"needs credentials, and none .*set AWS_ACCESS_KEY_ID"):
+        check_writable_store(ObjectStore(f"s3://{bucket}/runs"))
+
+
+def test_a_server_that_does_not_answer_may_answer_later(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, environment_of(1))
+    with pytest.raises(StoreUnavailableError, match=r"does not answer .*AWS_ENDPOINT_URL"):
+        check_writable_store(ObjectStore(f"s3://{bucket}/runs"))
+
+
+def test_a_wrong_clock_is_not_taken_for_wrong_credentials() -> None:
+    said = "The difference between the request time and the current time is too large."
+    error = {"Error": {"Code": "RequestTimeTooSkewed", "Message": said}, "ResponseMetadata": {"HTTPStatusCode": 403}}
+    refused = sort_failure(ClientError(error, "PutObject"), "s3://bucket/x")  # type: ignore[arg-type]
+    assert isinstance(refused, StoreRefusedError) and "the clock of this machine is wrong" in str(refused)
+    assert "AWS_ACCESS_KEY_ID" not in str(refused)
+
+
+def test_nothing_at_a_url_is_another_error_than_a_refusal(bucket: str) -> None:
+    store = ObjectStore(f"s3://{bucket}")
+    assert store.find("nothing") is None and store.list("nothing") == {}
+    with pytest.raises(ObjectMissingError, match=f"there is nothing at s3://{bucket}/nothing"):
+        store.read("nothing", 0, 1)
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://key:PASSWORD@bucket/x", "s3://bucket/x?sign=PASSWORD", "bucket/x", "s3://", "a::s3://PASSWORD/x"]
+)
+def test_a_url_with_more_than_a_place_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(ValueError, match="expected a URL like s3://bucket/folder") as refusal:
+        check_url(url)
+    assert "PASSWORD" not in str(refusal.value)
+    with pytest.raises(StoreRefusedError):
+        ObjectStore(url)
+
+
+def test_a_protocol_without_a_driver_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)  # as where it is not installed
+    loaded = sys.modules["fsspec.registry"].__dict__["_registry"]
+    monkeypatch.delitem(loaded, "gs", raising=False)  # another test may have used it
+    with pytest.raises(StoreRefusedError, match=r"pip install 'rollouts\[gcs\]'"):
+        ObjectStore("gs://bucket/x")
+    with pytest.raises(StoreRefusedError, match="there is no driver for s4"):
+        ObjectStore("s4://bucket/x")

@@ -1,0 +1,219 @@
+"""Pins that a publication is found whole, verified, or as the one before, whatever breaks on the way.
+
+Without it somebody serves half a checkpoint, or the results of a week are overwritten by an upload that broke off.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from infra.errors import (
+    ObjectDamagedError,
+    ObjectMissingError,
+    PermanentInfraError,
+    StoreUnavailableError,
+    TransientInfraError,
+)
+from infra.stores import download as downloads
+from infra.stores.download import download, find_wanted
+from infra.stores.object_store import PART_BYTES, ObjectStore
+from infra.stores.publication import PUBLICATION, publish_run, read_publication
+from tests.infra.stores.s3_server import CuttablePort, S3Server, write_model
+from tests.threads import join_threads
+
+LARGE_BYTES = 2 * PART_BYTES + 12345
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "made/checkpoint", num_bytes=LARGE_BYTES)
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Path:
+    path = tmp_path / "report.html"
+    path.write_text("<p>first</p>")
+    return path
+
+
+def publish(url: str, checkpoint: Path, report: Path, run_id: str = "0123456789") -> int:
+    return publish_run(ObjectStore(url), run_id=run_id, checkpoint=checkpoint, records={"report.html": report})
+
+
+def pull(url: str, target: Path) -> None:
+    store = ObjectStore(url)
+    download(store, find_wanted(store), target)
+
+
+def content_of(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["s3", "file"])
+def test_what_was_published_comes_back_as_it_was(
+    bucket: str, checkpoint: Path, report: Path, tmp_path: Path, kind: str
+) -> None:
+    url = f"s3://{bucket}/runs/small" if kind == "s3" else f"file://{tmp_path}/runs/small"
+    sent = publish(url, checkpoint, report)
+    assert sent == LARGE_BYTES + 2 + 2 + len("<p>first</p>")
+    pull(url, tmp_path / "pulled")
+    assert content_of(tmp_path / "pulled") == content_of(checkpoint)
+    assert sorted(path.name for path in tmp_path.glob(".*")) == []
+    publication = read_publication(ObjectStore(url))
+    assert publication is not None and f"{publication.records}/report.html" in publication.files
+
+
+@pytest.mark.slow
+def test_a_second_publication_sends_only_what_changed(
+    bucket: str, s3_server: S3Server, checkpoint: Path, report: Path
+) -> None:
+    publish(f"s3://{bucket}/small", checkpoint, report)
+    first = s3_server.num_writes(bucket)
+    report.write_text("<p>second</p>")
+    assert publish(f"s3://{bucket}/small", checkpoint, report, run_id="another run") == len("<p>second</p>")
+    second = s3_server.num_writes(bucket)
+    assert {name for name in second if second[name] != first.get(name)} == {
+        f"small/{PUBLICATION}",
+        *(name for name in second if name.startswith("small/runs/another")),
+    }
+
+
+@pytest.mark.slow
+def test_an_upload_that_breaks_off_leaves_the_publication_before_and_goes_on_later(
+    bucket: str, s3_server: S3Server, cuttable: CuttablePort, checkpoint: Path, report: Path, tmp_path: Path
+) -> None:
+    url = f"s3://{bucket}/small"
+    publish(url, checkpoint, report)
+    before = content_of(checkpoint)
+    (checkpoint / "model.safetensors").write_bytes(os.urandom(LARGE_BYTES))
+    (checkpoint / "first.bin").write_bytes(b"sent before the large file")
+    cuttable.cut_after(LARGE_BYTES // 2)
+    with pytest.raises(StoreUnavailableError, match="does not answer"):
+        publish(url, checkpoint, report, run_id="second")
+    assert cuttable.is_cut
+    cuttable.mend()
+    pull(url, tmp_path / "old")
+    assert content_of(tmp_path / "old") == before
+    publish(url, checkpoint, report, run_id="second")
+    pull(url, tmp_path / "new")
+    assert content_of(tmp_path / "new") == content_of(checkpoint)
+    writes = s3_server.num_writes(bucket)
+    assert [count for name, count in writes.items() if name.endswith("first.bin")] == [1], "it was sent only once"
+
+
+@pytest.mark.slow
+def test_a_pull_that_breaks_off_goes_on_where_it_was(
+    bucket: str,
+    cuttable: CuttablePort,
+    checkpoint: Path,
+    report: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(downloads, "PIECE_BYTES", 1 << 20)
+    url = f"s3://{bucket}/small"
+    publish(url, checkpoint, report)
+    cuttable.cut_after(LARGE_BYTES - (8 << 20))
+    with pytest.raises(StoreUnavailableError):
+        pull(url, tmp_path / "pulled")
+    assert not (tmp_path / "pulled").exists()
+    [part] = [path for path in tmp_path.glob(".pulled.incoming-*/.parts/*") if path.stat().st_size]
+    kept = part.stat().st_size
+    assert 0 < kept < LARGE_BYTES
+    join_threads("download")  # the first pull's, which try again and would share what may pass now
+    cuttable.mend()
+    cuttable.cut_after(LARGE_BYTES - kept + (6 << 20))  # less than everything
+    pull(url, tmp_path / "pulled")
+    assert content_of(tmp_path / "pulled") == content_of(checkpoint)
+    assert list(tmp_path.glob(".pulled*")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", [b"flipped", b""])
+def test_a_damaged_object_is_found_when_it_is_pulled(
+    bucket: str, s3_server: S3Server, checkpoint: Path, report: Path, tmp_path: Path, damage: bytes
+) -> None:
+    url = f"s3://{bucket}/small"
+    publish(url, checkpoint, report)
+    [key] = [name for name in s3_server.contents(bucket) if name.endswith("model.safetensors")]
+    content = s3_server.contents(bucket, key)[key]
+    other = damage + content[len(damage) :] if damage else content[:-1]
+    s3_server.client().put_object(Bucket=bucket, Key=key, Body=other)
+    expected = ObjectDamagedError if damage else StoreUnavailableError  # a short one may be a transfer that ended
+    with pytest.raises(expected, match=r"model.safetensors"):
+        pull(url, tmp_path / "pulled")
+    assert not (tmp_path / "pulled").exists()
+    publish(url, checkpoint, report)
+    pull(url, tmp_path / "pulled")
+    assert content_of(tmp_path / "pulled") == content_of(checkpoint)
+
+
+def test_a_checkpoint_by_its_own_url_is_verified_by_its_manifest(
+    bucket: str, s3_server: S3Server, tmp_path: Path
+) -> None:
+    client = s3_server.client()
+    for name, body in {
+        "config.json": b"{}",
+        "extra.py": b"evil()",
+        "manifest.json": b'{"files": {"config.json": {"size": 2, "sha256": "0000"}}}',
+    }.items():
+        client.put_object(Bucket=bucket, Key=f"step_000010/{name}", Body=body)
+    with pytest.raises(ObjectDamagedError, match=r"step_000010/config.json is not the file"):
+        pull(f"s3://{bucket}/step_000010", tmp_path / "pulled")
+    wanted = find_wanted(ObjectStore(f"s3://{bucket}/step_000010"))
+    assert [each.name for each in wanted] == ["config.json", "manifest.json"], "what it does not list is left there"
+
+
+def test_a_folder_of_somebody_else_and_a_single_object_come_as_they_are(
+    bucket: str, s3_server: S3Server, tmp_path: Path
+) -> None:
+    rows = b'{"text": "a"}\n' * 1000
+    for key in ("data/sft.jsonl", "data/more/rows.jsonl"):
+        s3_server.client().put_object(Bucket=bucket, Key=key, Body=rows)
+    pull(f"s3://{bucket}/data/", tmp_path / "data")
+    assert content_of(tmp_path / "data") == {"sft.jsonl": rows, "more/rows.jsonl": rows}
+    pull(f"s3://{bucket}/data/sft.jsonl", tmp_path / "sft.jsonl")
+    assert (tmp_path / "sft.jsonl").read_bytes() == rows
+    with pytest.raises(ObjectMissingError, match="there is nothing at"):
+        pull(f"s3://{bucket}/other", tmp_path / "other")
+
+
+def test_names_that_could_leave_their_folder_are_refused(bucket: str, s3_server: S3Server, tmp_path: Path) -> None:
+    s3_server.client().put_object(Bucket=bucket, Key="data/..\\x", Body=b"x")
+    with pytest.raises(PermanentInfraError, match="is refused: it leaves its directory or is not printable"):
+        pull(f"s3://{bucket}/data", tmp_path / "data")
+
+
+@pytest.mark.slow
+def test_of_two_that_fetch_the_same_at_once_both_find_it(
+    bucket: str, checkpoint: Path, report: Path, tmp_path: Path
+) -> None:
+    url = f"s3://{bucket}/small"
+    publish(url, checkpoint, report)
+    with ThreadPoolExecutor(2) as pool:
+        for each in [pool.submit(pull, url, tmp_path / "pulled") for _ in range(2)]:
+            each.result()
+    assert content_of(tmp_path / "pulled") == content_of(checkpoint)
+    assert list(tmp_path.glob(".pulled*")) == []
+
+
+def test_a_manifest_that_is_none_is_an_error_of_its_own(bucket: str, s3_server: S3Server, tmp_path: Path) -> None:
+    for content in (b"no JSON", b'{"format": 2}', b'{"format": 1, "files": {"../x": {"size": 1, "sha256": ""}}}'):
+        s3_server.client().put_object(Bucket=bucket, Key=f"small/{PUBLICATION}", Body=content)
+        with pytest.raises(ObjectDamagedError, match=PUBLICATION):
+            pull(f"s3://{bucket}/small", tmp_path / "pulled")
+
+
+def test_a_file_that_vanishes_meanwhile_is_no_end(bucket: str, report: Path, tmp_path: Path) -> None:
+    with pytest.raises(TransientInfraError, match="was removed while it was published"):
+        publish_run(
+            ObjectStore(f"s3://{bucket}/small"),
+            run_id="1",
+            checkpoint=report.parent,
+            records={"report.html": tmp_path / "gone"},
+        )

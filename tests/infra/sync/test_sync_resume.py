@@ -1,0 +1,521 @@
+"""Pins that a copy of large files that broke off, however it did, goes on at the chunks that are missing.
+
+Without it a shard of 50 GB that is cut at 49 begins again, or what was left of another version ends up in the copy.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from infra.chunks import CHUNK_BYTES, Chunk
+from infra.errors import DiskFullError, NodeUnreachableError, TransientInfraError
+from infra.session import LocalSession, Session
+from infra.ssh.ssh_session import SSHSession
+from infra.sync import receiver
+from infra.sync.push import MAX_VAIN_ATTEMPTS, publish_directory
+from tests.infra.delay_proxy import delayed_port
+from tests.infra.separate_node import separate_node
+from tests.infra.ssh_server import SSHServer, running_server
+from tests.mounts import mounted_tmpfs
+from tests.waiting import wait_until
+
+NUM_CHUNKS = 5
+LAST_BYTES = 3_212_345
+"""The last chunk is shorter."""
+SIZE = (NUM_CHUNKS - 1) * CHUNK_BYTES + LAST_BYTES
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "source"
+    path.mkdir()
+    (path / "config.json").write_bytes(b"{}")
+    (path / "model").write_bytes(os.urandom(SIZE))
+    return path
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return tmp_path / "out" / "model"
+
+
+@pytest.fixture(autouse=True)
+def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infra.sync.push.FIRST_PAUSE_S", 0.0)
+
+
+class CountingSession(LocalSession):
+    """Remembers the chunks that were sent, and does something amid one of them."""
+
+    def __init__(self, at: int = -1, action: Callable[[], object] = lambda: None) -> None:
+        super().__init__(sys.executable)
+        self._at = at
+        self._action = action
+        self.sent: list[int] = []
+
+    def write_chunks(self, path: str, chunks: Sequence[Chunk]) -> dict[int, str]:
+        return super().write_chunks(path, [Chunk(each.number, self._watched(each)) for each in chunks])
+
+    def _watched(self, chunk: Chunk) -> Iterator[bytes]:
+        self.sent.append(chunk.number)
+        for number, piece in enumerate(chunk.pieces):
+            if number == 3 and chunk.number == self._at:
+                self._action()
+            yield piece
+
+
+def break_off() -> None:
+    raise TransientInfraError("the machine here fails")
+
+
+def cut_off() -> None:
+    raise NodeUnreachableError("node", "the connection broke")
+
+
+def assert_copied(source: Path, target: Path) -> None:
+    assert {p.name: p.read_bytes() for p in target.iterdir()} == {p.name: p.read_bytes() for p in source.iterdir()}
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
+
+
+def left_part(target: Path) -> Path:
+    """The file that a copy that broke off has left."""
+    [part] = target.parent.glob(f".{target.name}.incoming-*/model")
+    return part
+
+
+def break_off_amid_the_fourth_chunk(source: Path, target: Path) -> Path:
+    with pytest.raises(TransientInfraError, match="the machine here fails"):
+        publish_directory(CountingSession(3, break_off), source, str(target))
+    return left_part(target)
+
+
+def flip_a_bit(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_the_next_copy_sends_the_chunks_that_are_missing(source: Path, target: Path) -> None:
+    break_off_amid_the_fourth_chunk(source, target)
+    session = CountingSession()
+    report = publish_directory(session, source, str(target))
+    assert session.sent == [3, 4] and report.num_sent_bytes == CHUNK_BYTES + LAST_BYTES
+    assert_copied(source, target)
+
+
+def test_a_bit_that_is_flipped_in_what_is_left_costs_its_chunk(source: Path, target: Path) -> None:
+    flip_a_bit(break_off_amid_the_fourth_chunk(source, target), CHUNK_BYTES + 77)
+    session = CountingSession()
+    publish_directory(session, source, str(target))
+    assert session.sent == [1, 3, 4]
+    assert_copied(source, target)
+
+
+@pytest.mark.parametrize("change", ["one byte", "longer", "shorter"])
+def test_a_source_that_changed_meanwhile_is_what_arrives(source: Path, target: Path, change: str) -> None:
+    break_off_amid_the_fourth_chunk(source, target)
+    if change == "one byte":
+        flip_a_bit(source / "model", 5)
+    else:
+        os.truncate(source / "model", SIZE + 1 if change == "longer" else 2 * CHUNK_BYTES + 1)
+    session = CountingSession()
+    publish_directory(session, source, str(target))
+    assert session.sent == {"one byte": [0, 3, 4], "longer": [3, 4], "shorter": [2]}[change]
+    assert_copied(source, target)
+
+
+def test_a_source_that_changes_between_two_attempts_is_refused(source: Path, target: Path) -> None:
+    def change_and_cut_off() -> None:
+        flip_a_bit(source / "model", 5)
+        cut_off()
+
+    with pytest.raises(TransientInfraError, match="changed while it was copied"):
+        publish_directory(CountingSession(3, change_and_cut_off), source, str(target))
+    assert not target.exists()
+    publish_directory(LocalSession(sys.executable), source, str(target))
+    assert_copied(source, target)
+
+
+def test_a_connection_that_breaks_is_gone_on_with_by_the_same_call(source: Path, target: Path) -> None:
+    breaks = iter([cut_off, cut_off])
+    session = CountingSession(3, lambda: next(breaks, lambda: None)())
+    report = publish_directory(session, source, str(target))
+    assert session.sent == [0, 1, 2, 3, 3, 3, 4] and report.num_sent_bytes == SIZE + 2
+    assert_copied(source, target)
+
+
+def test_attempts_that_bring_nothing_are_counted(source: Path, target: Path) -> None:
+    (source / "config.json").unlink()
+    session = CountingSession(0, cut_off)
+    with pytest.raises(NodeUnreachableError):
+        publish_directory(session, source, str(target))
+    assert session.sent == [0] * MAX_VAIN_ATTEMPTS
+    publish_directory(LocalSession(sys.executable), source, str(target))
+    assert_copied(source, target)
+
+
+def test_a_link_that_breaks_at_every_chunk_brings_it_all_in_the_end(source: Path, target: Path) -> None:
+    class BreakingSession(CountingSession):
+        def _watched(self, chunk: Chunk) -> Iterator[bytes]:
+            if self.sent and chunk.number != self.sent[-1]:
+                self.sent.append(chunk.number)
+                cut_off()
+            return super()._watched(chunk)
+
+    session = BreakingSession()
+    report = publish_directory(session, source, str(target))
+    assert sorted(set(session.sent)) == list(range(NUM_CHUNKS)) and not report.was_identical
+    assert_copied(source, target)
+
+
+def test_of_a_large_file_the_changed_chunks_are_sent(session: Session, source: Path, target: Path) -> None:
+    publish_directory(session, source, str(target))
+    flip_a_bit(source / "model", CHUNK_BYTES)
+    with (source / "model").open("ab") as file:
+        file.write(b"more")
+    before = (target / "model").read_bytes()
+    with (target / "model").open("rb") as reader:  # whoever reads the old one reads it to its end
+        assert publish_directory(session, source, str(target)).num_sent_bytes == CHUNK_BYTES + LAST_BYTES + 4
+        assert reader.read() == before
+    assert_copied(source, target)
+
+
+def test_what_another_copy_holds_is_copied_and_not_taken_away(source: Path, target: Path) -> None:
+    inner = CountingSession()
+
+    def copy_meanwhile() -> None:
+        flip_a_bit(other / "model", 0)
+        publish_directory(inner, other, str(target))
+
+    other = target.parent.parent / "other"
+    other.mkdir()
+    for path in source.iterdir():
+        (other / path.name).write_bytes(path.read_bytes())
+    outer = CountingSession(3, copy_meanwhile)
+    publish_directory(outer, source, str(target))
+    assert outer.sent == list(range(NUM_CHUNKS)) and inner.sent == [0, 3, 4]
+    assert_copied(source, target)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from infra.chunks import Chunk
+from infra.session import LocalSession
+from infra.sync.push import publish_directory
+
+class KilledSession(LocalSession):
+    def write_chunks(self, path, chunks):
+        return super().write_chunks(path, [Chunk(each.number, self.watched(each)) for each in chunks])
+
+    def watched(self, chunk):
+        for number, piece in enumerate(chunk.pieces):
+            if chunk.number == 3 and number == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield piece
+
+publish_directory(KilledSession(sys.executable), Path(sys.argv[1]), sys.argv[2])
+"""
+
+
+def test_another_process_goes_on_after_the_first_one_was_killed(source: Path, target: Path) -> None:
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(source), str(target)], cwd=Path(__file__).parents[3], check=False
+    )
+    assert killed.returncode == -signal.SIGKILL and not target.exists()
+    session = CountingSession()
+    publish_directory(session, source, str(target))
+    assert session.sent == [3, 4]
+    wait_until(lambda: (publish_directory(session, source, str(target)), list(target.parent.iterdir()))[1] == [target])
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_too_full_for_the_rest_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "disk", f"size={SIZE + CHUNK_BYTES}") as disk:
+        target = disk / "model"
+        break_off_amid_the_fourth_chunk(source, target)
+        (disk / "filler").write_bytes(bytes(CHUNK_BYTES))
+        with pytest.raises(DiskFullError):
+            publish_directory(LocalSession(sys.executable), source, str(target))
+        assert [path.name for path in disk.iterdir()] == ["filler"]
+        (disk / "filler").unlink()
+        publish_directory(LocalSession(sys.executable), source, str(target))
+        assert_copied(source, target)
+
+
+@pytest.mark.slow
+def test_a_part_needs_no_room_of_its_own_when_it_is_gone_on_with(source: Path, tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "disk", f"size={SIZE + CHUNK_BYTES}") as disk:
+        break_off_amid_the_fourth_chunk(source, disk / "model")
+        session = CountingSession()
+        publish_directory(session, source, str(disk / "model"))
+        assert session.sent == [3, 4]
+
+
+@pytest.mark.slow
+def test_a_large_file_takes_little_memory(tmp_path: Path, target: Path) -> None:
+    (tmp_path / "source").mkdir()
+    with (tmp_path / "source" / "sparse").open("wb") as file:
+        file.truncate(256 << 20)
+    tracemalloc.start()
+    publish_directory(LocalSession(sys.executable), tmp_path / "source", str(target))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 << 20
+
+
+def test_no_late_call_of_an_earlier_attempt_lets_a_copy_appear(source: Path, target: Path) -> None:
+    """The connection broke before the answer to `commit`, which is carried out when the next attempt has begun."""
+    part = break_off_amid_the_fourth_chunk(source, target)
+    manifest = {"config.json": [2, None], "model": [part.stat().st_size, None]}
+    request = json.dumps({"files": manifest, "executable": []}).encode()
+
+    def commit_late() -> None:
+        arguments = ["commit", str(target), str(part.parent)]
+        LocalSession(sys.executable).run_program(
+            Path(receiver.__file__), arguments, stdin=request, timeout_s=30, check=False
+        )
+        assert not target.exists()
+
+    publish_directory(CountingSession(3, commit_late), source, str(target))
+    assert_copied(source, target)
+
+
+@pytest.mark.parametrize(("copy", "is_moved"), [("0123", True), ("4567", False)])
+def test_what_seems_to_be_under_way_is_taken_over_by_the_same_copy_alone(
+    source: Path, target: Path, copy: str, is_moved: bool
+) -> None:
+    """A node may not notice for hours that a link is gone: then it holds the lock of an earlier attempt."""
+    session = LocalSession(sys.executable)
+    part = target.with_name(".model.incoming-0123-0") / "model"
+    with prepared(session, part.parent, {}) as taken:
+        assert taken == {}
+        part.write_bytes((source / "model").read_bytes()[: 2 * CHUNK_BYTES])
+        status = part.stat()
+        chunks = list(enumerate(receiver.hash_chunks(part, CHUNK_BYTES)))
+        reused = [str(part.parent), "model", status.st_size, status.st_mtime_ns, SIZE, chunks]
+        new = target.with_name(f".model.incoming-{copy}-1")
+        with prepared(session, new, {"model": reused}) as taken:
+            assert taken == {"model": [0, 1]} and (new / "model").stat().st_size == 2 * CHUNK_BYTES
+            assert ((new / "model").stat().st_ino == status.st_ino) == is_moved
+            assert part.exists() == (not is_moved)
+
+
+def test_no_late_call_of_an_earlier_attempt_removes_what_a_later_one_has(tmp_path: Path) -> None:
+    """It may have waited on the node while its connection broke and the copy was gone on with."""
+    session = LocalSession(sys.executable)
+    early, later = (tmp_path / f".model.incoming-0123-{attempt}" for attempt in (9, 10))
+    with prepared(session, later, {}):
+        (later / "model").write_bytes(b"has come")
+        with prepared(session, early, {}):
+            assert (later / "model").read_bytes() == b"has come"
+        with prepared(session, later.with_name(".model.incoming-0123-11"), {}):
+            assert not later.exists() and not early.exists()
+
+
+def test_a_folder_that_a_late_call_made_anew_after_it_was_set_aside_is_in_nobodys_way(
+    source: Path, target: Path
+) -> None:
+    """Its connection broke before, and that of the attempt that set it aside a moment later."""
+    part = break_off_amid_the_fourth_chunk(source, target)
+    set_aside = part.parent.rename(part.parent.with_name(f"{part.parent.name}-left"))
+    part.parent.mkdir()
+    part.write_bytes(b"late")
+    publish_directory(LocalSession(sys.executable), source, str(target))
+    assert_copied(source, target)
+    assert not set_aside.exists() and not part.exists()
+
+
+@contextmanager
+def prepared(session: Session, incoming: Path, reused: dict[str, list[object]]) -> Iterator[dict[str, list[int]]]:
+    """A folder that is held, with what was taken into it."""
+    request = json.dumps({"reused": reused, "chunk_bytes": CHUNK_BYTES}).encode() + b"\n"
+    target = incoming.with_name("model")
+    argv = [session.python, "-I", receiver.__file__, "prepare", str(target), str(incoming), "0"]
+    with session.stream(argv, stdin=request) as lines:
+        yield json.loads(next(lines))["taken"]
+
+
+# ── over SSH ──
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[SSHServer]:
+    """One that a test may disturb."""
+    with running_server(tmp_path / "own-sshd") as server:
+        yield server
+
+
+class CutSession(SSHSession):
+    """Loses its connections amid a chunk, some times."""
+
+    def __init__(self, server: SSHServer, port: int, programs_dir: Path, *, num_cuts: int) -> None:
+        self.access = replace(server.access, port=port)
+        super().__init__(self.access, python=sys.executable, programs_dir=str(programs_dir))
+        self._server = server
+        self.num_cuts = num_cuts
+        self.sent: list[int] = []
+
+    def write_chunks(self, path: str, chunks: Sequence[Chunk]) -> dict[int, str]:
+        self.sent += [each.number for each in chunks]
+        is_cut_at = chunks[len(chunks) // 2].number
+        return super().write_chunks(
+            path, [Chunk(n, self._cut(pieces) if n == is_cut_at else pieces) for n, pieces in chunks]
+        )
+
+    def _cut(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
+        for number, piece in enumerate(pieces):
+            if number == 9 and self.num_cuts > 0:
+                self.num_cuts -= 1
+                time.sleep(0.3)  # what was sent before arrives
+                self._server.signal_sessions(signal.SIGKILL)
+            yield piece
+
+
+@pytest.fixture(params=["near", "far"])
+def distance(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the machine is, however busy this one is."""
+    monkeypatch.setattr("infra.ssh.connection._NEAR_S", 5.0 if request.param == "near" else 0.005)
+    return str(request.param)
+
+
+@contextmanager
+def cut_session(server: SSHServer, tmp_path: Path, *, distance: str, num_cuts: int) -> Iterator[CutSession]:
+    with (
+        delayed_port(server.port, one_way_ms=0 if distance == "near" else 10) as port,
+        CutSession(server, port, tmp_path / "programs", num_cuts=num_cuts) as session,
+    ):
+        yield session
+
+
+@pytest.mark.slow
+def test_a_link_that_is_cut_amid_a_file_is_gone_on_with(
+    distance: str, server: SSHServer, source: Path, target: Path, tmp_path: Path
+) -> None:
+    with cut_session(server, tmp_path, distance=distance, num_cuts=1) as session:
+        report = publish_directory(session, source, str(target))
+    assert session.num_cuts == 0 and report.num_bytes == SIZE + 2
+    assert NUM_CHUNKS < len(session.sent) < 2 * NUM_CHUNKS, "some had arrived"
+    assert_copied(source, target)
+
+
+@pytest.mark.slow
+def test_a_link_that_is_cut_again_and_again_ends_the_call_and_the_next_one_goes_on(
+    distance: str, server: SSHServer, source: Path, target: Path, tmp_path: Path
+) -> None:
+    target.mkdir(parents=True)
+    (target / "old").write_bytes(b"old")
+    with cut_session(server, tmp_path, distance=distance, num_cuts=100) as session:
+        with pytest.raises(NodeUnreachableError):
+            publish_directory(session, source, str(target))
+        assert [path.name for path in target.iterdir()] == ["old"]
+        session.num_cuts = 0
+        report = publish_directory(session, source, str(target))
+    assert report.num_sent_bytes < SIZE
+    assert_copied(source, target)
+
+
+KILLED_FAR = """
+import sys
+from pathlib import Path
+from infra.node import SSHAccess
+from infra.ssh.ssh_session import SSHSession
+from infra.sync.push import publish_directory
+
+access = SSHAccess(host="127.0.0.1", port=int(sys.argv[1]), user=sys.argv[2], key_file=sys.argv[3],
+                   host_key=sys.argv[4], known_hosts=())
+with SSHSession(access, python=sys.executable, programs_dir=sys.argv[5]) as session:
+    publish_directory(session, Path(sys.argv[6]), sys.argv[7])
+"""
+
+
+@pytest.mark.slow
+def test_another_process_goes_on_over_ssh_after_the_first_one_was_killed(
+    distance: str, server: SSHServer, source: Path, target: Path, tmp_path: Path
+) -> None:
+    with (source / "model").open("ab") as file:
+        file.write(os.urandom(20 * CHUNK_BYTES))
+    whole: set[int] = set()
+    with cut_session(server, tmp_path, distance=distance, num_cuts=0) as session:
+        access = session.access
+        words = [access.port, access.user, access.key_file, access.host_key, tmp_path / "programs", source, target]
+        command = [sys.executable, "-c", KILLED_FAR, *map(str, words)]
+        with subprocess.Popen(command, cwd=Path(__file__).parents[3]) as killed:
+            wait_until(lambda: len(note_whole_chunks(whole, source, target)) >= 3)
+            killed.kill()
+        assert killed.returncode == -signal.SIGKILL and not target.exists()
+        publish_directory(session, source, str(target))
+    assert set(session.sent).isdisjoint(whole) and len(session.sent) <= 25 - len(whole)
+    assert (
+        hashlib.sha256((target / "model").read_bytes()).digest()
+        == hashlib.sha256((source / "model").read_bytes()).digest()
+    )
+
+
+def note_whole_chunks(whole: set[int], source: Path, target: Path) -> set[int]:
+    """Add the chunks that have come as a whole by now, however many are under way at once, each read until it has."""
+    for part in target.parent.glob(".*/model"):
+        with part.open("rb") as arrived, (source / "model").open("rb") as original:
+            for number in range(part.stat().st_size // CHUNK_BYTES):
+                offset = number * CHUNK_BYTES
+                if number not in whole and _read_at(arrived, offset) == _read_at(original, offset):
+                    whole.add(number)
+    return whole
+
+
+def _read_at(file: BinaryIO, offset: int) -> bytes:
+    file.seek(offset)
+    return file.read(CHUNK_BYTES)
+
+
+@pytest.mark.slow
+@pytest.mark.namespaces
+def test_packets_that_vanish_amid_a_file_cost_no_more_than_a_link_that_is_cut(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody says so, and the node goes on waiting for the copy of before."""
+    monkeypatch.setattr("infra.ssh.connection._NEAR_S", 5.0)
+    monkeypatch.setattr("infra.ssh.connection.HEARTBEAT_INTERVAL_S", 0.5)
+    monkeypatch.setattr("infra.ssh.connection.HEARTBEAT_LIMIT_S", 2.0)
+    monkeypatch.setattr("infra.ssh.openssh.HEARTBEAT_INTERVAL_S", 1.0)
+    sent: list[int] = []
+
+    class VanishingSession(SSHSession):
+        def write_chunks(self, path: str, chunks: Sequence[Chunk]) -> dict[int, str]:
+            sent.extend(each.number for each in chunks)
+            is_first = len(sent) == NUM_CHUNKS
+            return super().write_chunks(path, [Chunk(n, self._cut(n, p) if is_first else p) for n, p in chunks])
+
+        def _cut(self, chunk: int, pieces: Iterable[bytes]) -> Iterator[bytes]:
+            for number, piece in enumerate(pieces):
+                if (chunk, number) == (3, 3):
+                    time.sleep(0.3)  # what was sent before arrives
+                    cut.enter_context(node.cut_off())
+                    threading.Timer(5.0, cut.close).start()
+                yield piece
+
+    with (
+        separate_node(tmp_path / "node", hidden=[]) as node,
+        ExitStack() as cut,
+        VanishingSession(node.access, python=sys.executable, programs_dir=f"{node.folder}/programs") as session,
+    ):
+        publish_directory(session, source, f"{node.folder}/out/model")
+        [arrived] = node.files("out/model/model")
+        assert arrived.read_bytes() == (source / "model").read_bytes()
+        assert sent[:NUM_CHUNKS] == list(range(NUM_CHUNKS)) and sent[-1] == 4 and NUM_CHUNKS < len(sent) < 9
+        assert [path.name for path in arrived.parents[1].iterdir()] == ["model"]

@@ -1,0 +1,149 @@
+"""Pins that functions of the user's, and who grades, are tried before a run, and what is said of them then.
+
+Without it a reward that raises, or cannot tell right from wrong, is found after hours of SFT on a rented machine.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from rollouts_core.checks import validate
+from rollouts_core.checks.function_checks import check_functions, one_of_each_shape
+from rollouts_core.config import RewardConfig, RolloutConfig
+from rollouts_core.environments import Conversation, Reply
+from rollouts_core.errors import ConfigError, RewardError
+from rollouts_core.findings import Caution
+from rollouts_core.rollout.resolve import resolve_reward_fn
+from rollouts_core.types import Sample
+from tests.rollouts_core.checks.test_validate import with_rollout
+from tests.rollouts_core.make import make_prompts
+
+
+def fails_for_text(sample: Sample) -> float:
+    return 1 / len(sample.tokens) if not sample.response else float(sample.response.index("="))
+
+
+@pytest.mark.parametrize(("answer", "tried"), [("-713", "-713"), ("", "It is 2.")])
+def test_a_reward_that_fails_for_a_usual_completion_is_found_before_the_run(
+    answer: str, tried: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prompt = replace(make_prompts(1)[0], answer=answer)
+    with pytest.raises(RewardError, match=rf"raised ValueError: .*; it was given the completion '{tried}'$"):
+        check_functions(with_rollout(reward_fn=f"{__name__}:fails_for_text"), [prompt], tokenizer)
+
+
+def reads_the_level(sample: Sample) -> float:
+    return float(sample.response == sample.metadata["answer"]) * sample.metadata["level"]
+
+
+def test_a_field_that_only_some_rows_lack_is_found_before_the_run(tokenizer: PreTrainedTokenizerBase) -> None:
+    complete, lacking = (replace(prompt, metadata={"level": 2}) for prompt in make_prompts(2)), make_prompts(4)[2:]
+    prompts = one_of_each_shape([*complete, *lacking])
+    assert [prompt.id for prompt in prompts] == ["p0", "p2"]
+    with pytest.raises(RewardError, match=r"on prompt 'p2' raised KeyError: 'level'"):
+        check_functions(with_rollout(reward_fn=f"{__name__}:reads_the_level"), prompts, tokenizer)
+
+
+def test_what_a_function_of_the_user_gave_is_said(tokenizer: PreTrainedTokenizerBase) -> None:
+    prompt = replace(make_prompts(1)[0], answer="12", metadata={"level": 2})
+    [said] = check_functions(with_rollout(reward_fn=f"{__name__}:reads_the_level"), [prompt], tokenizer)
+    assert said.endswith("reads_the_level: reward 0.0 for an empty completion of prompt 'p0', 2.0 for '12'")
+
+
+@pytest.mark.parametrize(
+    ("rollout", "graders", "right"),
+    [
+        ({"environment": "math"}, "math", "'\\\\boxed{12}'"),
+        ({"environment": "arithmetic"}, "arithmetic", "':12'"),
+        ({"environment": "math", "reward_fn": "last_number"}, "last_number", "'12'"),
+    ],
+)
+def test_who_grades_and_what_they_take_for_right_is_said_of_those_that_ship_too(
+    rollout: dict[str, Any], graders: str, right: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prompt = replace(make_prompts(1)[0], answer="12")
+    [said] = check_functions(with_rollout(**rollout), [prompt], tokenizer)
+    assert said == f"graded by {graders}: reward 0.0 for an empty completion of prompt 'p0', 1.0 for {right}"
+
+
+def one(sample: Sample) -> float:
+    return 1.0
+
+
+def nothing(sample: Sample) -> float:
+    return 0.0
+
+
+def one_for_tags(sample: Sample) -> float:
+    return float(f"<answer>{sample.metadata['answer']}</answer>" in sample.response)
+
+
+class NeverRight:
+    """An environment that is decided by what was done before the last turn."""
+
+    async def respond(self, conversation: Conversation) -> Reply:
+        return Reply()
+
+    def grade(self, sample: Sample) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("rollout", "answer", "is_warned"),
+    [
+        ({"reward_fn": f"{__name__}:one"}, "12", True),
+        ({"reward_fn": f"{__name__}:one"}, "", True),  # nothing is worth 1.0 if an empty completion is
+        ({"reward_fn": f"{__name__}:nothing"}, "12", True),
+        ({"reward_fn": f"{__name__}:nothing"}, "", False),  # perhaps nothing that was tried is right
+        ({"reward_fn": f"{__name__}:one_for_tags"}, "12", False),
+        ({"environment": f"{__name__}:NeverRight"}, "12", False),
+        ({"environment": "countdown"}, "12", False),  # it looks at other fields
+        ({"environment": "math"}, "12", False),
+        ({"environment": "arithmetic"}, "12", False),
+    ],
+)
+def test_a_reward_that_does_not_tell_right_from_wrong_is_warned_of(
+    rollout: dict[str, Any], answer: str, is_warned: bool, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prompts = [replace(p, answer=answer, metadata={"numbers": [1], "target": 1}) for p in make_prompts(2)]
+    said = check_functions(with_rollout(**rollout), prompts, tokenizer)
+    cautions = [each for each in said if isinstance(each, Caution)]
+    assert ["gave every completion that was tried the reward of an empty one" in each for each in cautions] == (
+        [True] * is_warned
+    )
+
+
+def test_rewards_that_differ_for_one_prompt_alone_are_no_reason_to_warn(tokenizer: PreTrainedTokenizerBase) -> None:
+    odd, usual = replace(make_prompts(1)[0], answer=""), replace(make_prompts(2)[1], answer="12")
+    said = check_functions(with_rollout(reward_fn="exact_match"), [odd, usual], tokenizer)
+    assert not any(isinstance(each, Caution) for each in said)
+
+
+@pytest.mark.parametrize("rollout", [{}, {"rewards": (RewardConfig(), RewardConfig(name="exact_match"))}])
+def test_without_a_grader_nothing_is_graded_and_those_that_ship_are_named(rollout: dict[str, Any]) -> None:
+    """A grader that is taken in silence gives every answer of another form 0, to the last step."""
+    with pytest.raises(ConfigError, match=r"rollout\.environment to one that ships \(arithmetic, calculator, .*math"):
+        validate.validate_config(with_rollout(**rollout))
+    with pytest.raises(ConfigError, match=r"or set rollout\.reward_fn or rollout\.rewards"):
+        resolve_reward_fn(RolloutConfig(**rollout))
+    with pytest.raises(ConfigError, match="nothing says how good a completion is"):
+        validate.validate_evaluation(with_rollout(**rollout), [])
+
+
+class ReadsTheConversation:
+    """As docs/environments.md says that a grade may."""
+
+    async def respond(self, conversation: Conversation) -> Reply:
+        return Reply()
+
+    def grade(self, sample: Sample) -> float:
+        assert sample.metadata["conversation"][-1] == {"role": "assistant", "content": sample.response}
+        return float(len(sample.metadata["outcomes"]))
+
+
+def test_the_tried_completions_of_a_conversation_have_what_a_rollout_writes(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    check_functions(with_rollout(environment=f"{__name__}:ReadsTheConversation"), make_prompts(1), tokenizer)
