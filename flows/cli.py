@@ -47,8 +47,8 @@ from flows.upkeep import look_after
 from infra.errors import JobFailedError, MachineGoneError, PermanentInfraError, TransientInfraError
 from rollouts_core.config import parse_config
 from rollouts_core.errors import InputError, RolloutsError
-from rollouts_core.open_files import raise_file_limit
-from rollouts_core.utf8 import ensure_utf8
+from rollouts_core.system.open_files import raise_file_limit
+from rollouts_core.system.utf8 import ensure_utf8
 
 if TYPE_CHECKING:
     from prefect import Flow

@@ -49,8 +49,8 @@ from rollouts_core.config import (
 )
 from rollouts_core.config.messages import explain_validation_error, suggest_key
 from rollouts_core.errors import ConfigError
-from rollouts_core.functions import resolve_function
-from rollouts_core.user_code import describe_raised
+from rollouts_core.user_code.failures import describe_raised
+from rollouts_core.user_code.functions import resolve_function
 from tasks.trackers import TrackerName
 
 NODE_FILES = ("key_file", "known_hosts", "requirements", "ssh_config")

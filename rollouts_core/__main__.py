@@ -34,11 +34,11 @@ from rollouts_core.hub_cache import use_fallback
 from rollouts_core.job import Job, RLJob, ServeJob, SFTJob, load_job
 from rollouts_core.keys import OWN_KEY_VARIABLE, read_key
 from rollouts_core.metrics import EventLog
-from rollouts_core.open_files import raise_file_limit
-from rollouts_core.parent_death import die_with_parent
 from rollouts_core.run_directory import RunDirectory, attempt_number
-from rollouts_core.user_code import is_raised_by_user_code
-from rollouts_core.utf8 import ensure_utf8
+from rollouts_core.system.open_files import raise_file_limit
+from rollouts_core.system.parent_death import die_with_parent
+from rollouts_core.system.utf8 import ensure_utf8
+from rollouts_core.user_code.failures import is_raised_by_user_code
 
 USER_ERROR_CODE = 2
 JOB_KINDS = {

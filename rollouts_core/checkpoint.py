@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from rollouts_core.errors import CheckpointError
-from rollouts_core.files import link_or_copy, new_directory, remove_directory, write_json
+from rollouts_core.system.files import link_or_copy, new_directory, remove_directory, write_json
 
 logger = logging.getLogger(__name__)
 

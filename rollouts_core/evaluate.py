@@ -18,7 +18,6 @@ import httpx
 import torch
 
 from rollouts_core.batch import build_batch
-from rollouts_core.concurrency import gather
 from rollouts_core.config import ENGINE_MARGINS, EvaluationConfig, ModelConfig, RolloutConfig
 from rollouts_core.data.chat import stop_token_ids, tokenize_prompt, tokenize_prompts
 from rollouts_core.embedded.app import build_app
@@ -49,6 +48,7 @@ from rollouts_core.rollout.generate import (
     sampling_seed,
 )
 from rollouts_core.rollout.resolve import resolve_environment
+from rollouts_core.system.concurrency import gather
 from rollouts_core.types import Prompt, Sample, Status, group_samples
 
 MAX_BATCH_TOKENS = 8192

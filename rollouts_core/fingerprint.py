@@ -22,7 +22,7 @@ from rollouts_core.checkpoint import MANIFEST, find_checkpoint, load_manifest
 from rollouts_core.config import PLACEMENT, SELECTION, FunctionName, ModelConfig, name_of_function
 from rollouts_core.data.rows import digest_path
 from rollouts_core.errors import ConfigError
-from rollouts_core.own_code import OwnCode, find_code, own_code
+from rollouts_core.user_code.own_files import OwnCode, find_code, own_code
 
 SEMANTICS_VERSION = 5
 """Raised when the same settings and data train to another result than before."""

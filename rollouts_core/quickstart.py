@@ -30,7 +30,7 @@ from rollouts_core.environments.arithmetic import (
     write_worked_answer,
 )
 from rollouts_core.errors import DataError
-from rollouts_core.files import new_directory
+from rollouts_core.system.files import new_directory
 
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|unk|>", "<|system|>", "<|user|>", "<|assistant|>")
 CHARACTERS = "0123456789+-*/=;:., ()?"

@@ -17,7 +17,7 @@ from typing import Any
 from rollouts_core.config import RewardConfig
 from rollouts_core.config.messages import first_line
 from rollouts_core.errors import CheckpointError, ConfigError, RewardError
-from rollouts_core.http_service import HTTPService
+from rollouts_core.system.http_service import HTTPService
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,9 +27,9 @@ from rollouts_core.config import ModelConfig, RewardConfig
 from rollouts_core.config.messages import first_line
 from rollouts_core.data.chat import stop_token_ids, tokenize_prompt
 from rollouts_core.errors import CheckpointError, ConfigError, RewardError
-from rollouts_core.http_service import HTTPService
 from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.reward_models import RewardModelServer, find_label, pick_score
+from rollouts_core.system.http_service import HTTPService
 from rollouts_core.types import Message, Sample
 
 MAX_CACHED = 100_000

@@ -15,14 +15,14 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
-from rollouts_core.concurrency import gather
 from rollouts_core.config import name_of_function
 from rollouts_core.config.messages import first_line
 from rollouts_core.environments import Environment
 from rollouts_core.errors import EnvironmentUnavailableError, RewardError, RolloutsError
-from rollouts_core.time_limits import OutOfTimeError, call_within
+from rollouts_core.system.concurrency import gather
+from rollouts_core.system.time_limits import OutOfTimeError, call_within
 from rollouts_core.types import Sample, Status, trajectory_places
-from rollouts_core.user_code import describe_raised
+from rollouts_core.user_code.failures import describe_raised
 
 RewardFn = Callable[[Sample], float | Awaitable[float | None] | None]
 """Takes a finished sample and returns its reward, None where it could not be scored; may be a coroutine function."""

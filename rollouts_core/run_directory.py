@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollouts_core.files import write_atomically, write_json
+from rollouts_core.system.files import write_atomically, write_json
 
 if TYPE_CHECKING:
     from rollouts_core.types import Sample

@@ -33,9 +33,9 @@ from rollouts_core.checkpoint import (
 )
 from rollouts_core.config import RLTrainingConfig, SFTTrainingConfig
 from rollouts_core.errors import CheckpointError
-from rollouts_core.files import remove_partial_directories
 from rollouts_core.fingerprint import SEMANTICS_VERSION, training_settings
 from rollouts_core.metrics import EventLog
+from rollouts_core.system.files import remove_partial_directories
 
 logger = logging.getLogger(__name__)
 

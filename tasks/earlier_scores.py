@@ -16,10 +16,10 @@ from typing import Any
 
 from infra.ledger import Ledger
 from rollouts_core.comparison import select_best
-from rollouts_core.files import link_or_copy, write_json
 from rollouts_core.fingerprint import fingerprint_job
 from rollouts_core.job import EvalJob, InputModel
 from rollouts_core.run_directory import RunDirectory
+from rollouts_core.system.files import link_or_copy, write_json
 from tasks.records import RunScope, Stage
 
 

@@ -27,8 +27,8 @@ from infra.session import Session
 from infra.supervisor import locked
 from rollouts_core.checkpoint import adopt_checkpoint, list_checkpoints, verify_checkpoint
 from rollouts_core.errors import CheckpointError, RolloutsError
-from rollouts_core.files import write_atomically
 from rollouts_core.run_directory import RunDirectory
+from rollouts_core.system.files import write_atomically
 from tasks.records import RunScope, Stage
 
 REQUEST = "finish-asked"

@@ -15,10 +15,10 @@ from prefect.cache_policies import NO_CACHE
 
 from rollouts_core.comparison import compare_paired
 from rollouts_core.config import Config
-from rollouts_core.files import write_json
 from rollouts_core.fingerprint import digest_model
 from rollouts_core.job import InputModel
 from rollouts_core.report import describe_results, render_results_markdown
+from rollouts_core.system.files import write_json
 from tasks.model_names import NamedModel, find_named_model, with_heldout
 from tasks.places import note_named
 from tasks.progress import StageProgress, stage_console

@@ -21,7 +21,7 @@ from infra.ledger import LEDGER_FILE, Ledger
 from infra.stores.download import WantedFile, digest_of, download, find_wanted
 from infra.stores.object_store import ObjectStore, is_url
 from rollouts_core.config import Config
-from rollouts_core.files import write_json
+from rollouts_core.system.files import write_json
 from tasks.places import INPUTS
 
 _DIGEST_CHARS = 16

@@ -13,7 +13,7 @@ from pathlib import Path
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.registry import Alias, Model, current, models
 from infra.run_ids import short_id
-from rollouts_core.files import write_atomically
+from rollouts_core.system.files import write_atomically
 from tasks.places import RUNS, places_in
 
 

@@ -5,7 +5,7 @@ Not here: what a stage is (plan.py), running it (stage.py), bringing its results
     this machine                                            the node
     <store>/stages/<stage>/          job's own files  ──>   <root>/stages/<stage>/       if another node got further
     data files, models, checkpoints  by content       ──>   <root>/inputs/<digest>/      unless they are there
-    rollouts_core, the user's code   by content       ──>   <root>/code/<digest>/        own_code.py says which
+    rollouts_core, the user's code   by content       ──>   <root>/code/<digest>/        by own_files.py
 
 What is named by its content is sent once. What an S3 URL named (inputs.py) the node fetches from there itself, where it
 can. Names of datasets and models of a hub stay: the node fetches those itself.
@@ -43,7 +43,7 @@ from rollouts_core.job import (
     ServeJob,
     SFTJob,
 )
-from rollouts_core.own_code import own_code
+from rollouts_core.user_code.own_files import own_code
 from tasks.inputs import find_origin, keys_at_origin
 from tasks.node_job import GRACE_S
 from tasks.records import Stage

@@ -34,8 +34,8 @@ from infra.registry import Model, models, select_models
 from infra.run_ids import short_id
 from infra.stores.download import is_being_fetched
 from infra.supervisor import is_supervised
-from rollouts_core.files import remove_partial_directories
 from rollouts_core.run_directory import RunDirectory
+from rollouts_core.system.files import remove_partial_directories
 from tasks.places import INPUTS, NAMES, RUNS, STAGES, is_place, places_in
 
 DAY_S = 86_400.0

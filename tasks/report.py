@@ -15,8 +15,8 @@ from prefect.cache_policies import NO_CACHE
 from infra.node import NodeSettings
 from rollouts_core.comparison import Verdict, judge_improvement
 from rollouts_core.config import Config
-from rollouts_core.files import write_atomically, write_json
 from rollouts_core.report import ReportInput, StageSummary, render_report, render_summary_markdown
+from rollouts_core.system.files import write_atomically, write_json
 from tasks.early_end import EarlyEnd
 from tasks.progress import StageProgress, stage_console
 from tasks.records import RunScope, StageRecord

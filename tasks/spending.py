@@ -18,7 +18,7 @@ from typing import Any
 
 from infra.ledger import Ledger
 from infra.renting.rentals import rentals_of
-from rollouts_core.files import write_json
+from rollouts_core.system.files import write_json
 from tasks.records import RunScope, StageRecord, TaskRecord
 
 RUN_FILE = "run.json"

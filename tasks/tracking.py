@@ -27,9 +27,9 @@ from typing import Any
 
 from infra.locks import lock_file
 from rollouts_core.config.messages import first_line
-from rollouts_core.files import write_json
 from rollouts_core.metrics import read_metrics
 from rollouts_core.run_directory import RunDirectory
+from rollouts_core.system.files import write_json
 from tasks.records import RunScope, Stage
 from tasks.trackers import TRACKERS, TrackedStage, Tracker
 

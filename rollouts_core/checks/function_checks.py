@@ -27,9 +27,9 @@ from rollouts_core.rollout.resolve import (
     resolve_generate_fn,
     resolve_reward_fn,
 )
-from rollouts_core.time_limits import interrupt_after
+from rollouts_core.system.time_limits import interrupt_after
 from rollouts_core.types import Message, Prompt, Sample, Status
-from rollouts_core.user_code import describe_raised
+from rollouts_core.user_code.failures import describe_raised
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

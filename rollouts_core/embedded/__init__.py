@@ -8,7 +8,7 @@ Not here: the client that drives it (it speaks SGLang's HTTP API, so SGLang's cl
     sampling.py      logits -> tokens and logprobs
     running.py       owns the rows that decode together: requests -> finished completions, step by step
     offline.py       the same, synchronously, for evaluation
-    receiving.py     weights that a trainer sends, by a group of ../process_group.py
+    receiving.py     weights that a trainer sends, by a group of ../backends/process_group.py
     scheduler.py     owns the thread that steps: queue, pause, weight updates, aborts
     protocol.py      SGLang's JSON -> requests, completions -> SGLang's JSON
     server.py        HTTP endpoints and the server process

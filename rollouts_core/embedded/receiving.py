@@ -21,10 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollouts_core.concurrency import in_short_thread
-from rollouts_core.embedded.scheduler import RequestError
-from rollouts_core.errors import EngineUnavailableError
-from rollouts_core.process_group import (
+from rollouts_core.backends.process_group import (
     begin_broadcast,
     connect_gloo,
     find_address_towards,
@@ -33,6 +30,9 @@ from rollouts_core.process_group import (
     name_store,
     wait_for,
 )
+from rollouts_core.embedded.scheduler import RequestError
+from rollouts_core.errors import EngineUnavailableError
+from rollouts_core.system.concurrency import in_short_thread
 
 TIMEOUT_S = 120.0
 """For the trainer to be there, and for one bucket to arrive."""

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rollouts_core.concurrency import gather
 from rollouts_core.config import DeploymentConfig, EngineConfig, RolloutConfig
 from rollouts_core.embedded.server import bind_port
 from rollouts_core.engine_log import explain_engine_log
@@ -29,10 +28,11 @@ from rollouts_core.engines.pool import EnginePool
 from rollouts_core.engines.sglang import SGLangEngine
 from rollouts_core.engines.vllm import VLLMEngine
 from rollouts_core.errors import ConfigError, EngineError, EngineUnavailableError
-from rollouts_core.files import write_json
 from rollouts_core.job import InputModel, ServeJob
 from rollouts_core.metrics import read_json_lines
 from rollouts_core.run_directory import RunDirectory
+from rollouts_core.system.concurrency import gather
+from rollouts_core.system.files import write_json
 
 LOOPBACK = "127.0.0.1"
 LOOK_S = 2.0

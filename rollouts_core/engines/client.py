@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from rollouts_core.concurrency import ClosedOnExit
 from rollouts_core.embedded.architecture import read_end_token_ids
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.completion import Completion, GenerationRequest
@@ -24,6 +23,7 @@ from rollouts_core.engines.segments import SegmentedWeights
 from rollouts_core.engines.sent import SentWeights
 from rollouts_core.engines.silence import SILENCE_TIMEOUT_S, SilenceWatch
 from rollouts_core.errors import WeightSyncError
+from rollouts_core.system.concurrency import ClosedOnExit
 
 if TYPE_CHECKING:
     from rollouts_core.engines.protocol import Weights

@@ -17,9 +17,9 @@ from contextlib import asynccontextmanager, suppress
 import anyio
 
 from rollouts_core.backends.protocol import TrainingBackend
-from rollouts_core.concurrency import gather
 from rollouts_core.engines.protocol import InferenceEngine
 from rollouts_core.errors import EngineError
+from rollouts_core.system.concurrency import gather
 
 
 @asynccontextmanager

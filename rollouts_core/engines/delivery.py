@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from rollouts_core.concurrency import in_short_thread
 from rollouts_core.config.messages import first_line
 from rollouts_core.embedded.weights import read_tensors
 from rollouts_core.engines.canary import Canary, prove, published_canary
@@ -33,6 +32,7 @@ from rollouts_core.engines.content import (
 from rollouts_core.engines.segments import SegmentedWeights
 from rollouts_core.engines.sent import SentWeights, find_kept
 from rollouts_core.errors import CheckpointError, EngineError, EngineUnavailableError, TrainingError, WeightSyncError
+from rollouts_core.system.concurrency import in_short_thread
 
 if TYPE_CHECKING:
     from rollouts_core.engines.protocol import Weights

@@ -31,9 +31,16 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does not list them
 
+from rollouts_core.backends.process_group import (
+    begin_broadcast,
+    connect_gloo,
+    connect_nccl,
+    let_go,
+    name_store,
+    wait_for,
+)
+from rollouts_core.backends.process_group import find_address_towards as find_own_address
 from rollouts_core.errors import EngineUnavailableError
-from rollouts_core.process_group import begin_broadcast, connect_gloo, connect_nccl, let_go, name_store, wait_for
-from rollouts_core.process_group import find_address_towards as find_own_address
 
 GroupBackend = Literal["gloo", "nccl"]
 TIMEOUT_S = 120.0

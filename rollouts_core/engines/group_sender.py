@@ -14,11 +14,11 @@ import anyio
 import httpx
 from torch import Tensor
 
-from rollouts_core.concurrency import gather, in_short_thread
 from rollouts_core.engines.group import GroupBackend, WeightGroup
 from rollouts_core.engines.http import CONNECT_TIMEOUT_S, EngineConnection
 from rollouts_core.engines.sent import flatten
 from rollouts_core.errors import EngineError, EngineUnavailableError
+from rollouts_core.system.concurrency import gather, in_short_thread
 
 CLEAN_UP_TIMEOUT = httpx.Timeout(10.0, connect=CONNECT_TIMEOUT_S)
 

@@ -17,12 +17,12 @@ import orjson
 from aiohttp import AddrInfoType
 from httpx_aiohttp import AiohttpTransport
 
-from rollouts_core.backoff import read_retry_after
 from rollouts_core.config.messages import first_line
 from rollouts_core.engines.completion import Completion, GenerationRequest, status_of_finish
 from rollouts_core.errors import EngineAnswerError, EngineBusyError, EngineError, EngineUnavailableError
 from rollouts_core.keys import key_header
-from rollouts_core.open_files import request_places
+from rollouts_core.system.backoff import read_retry_after
+from rollouts_core.system.open_files import request_places
 from rollouts_core.types import Status
 
 CONNECT_TIMEOUT_S = 10.0

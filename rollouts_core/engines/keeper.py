@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from rollouts_core.backoff import MAX_BACKOFF_S
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.content import vocabulary_size
 from rollouts_core.engines.delivery import ServedWeights, ServerCalls, WeightDelivery
 from rollouts_core.engines.silence import SilenceWatch
 from rollouts_core.errors import EngineAnswerError, EngineBusyError, EngineError, EngineUnavailableError
+from rollouts_core.system.backoff import MAX_BACKOFF_S
 
 if TYPE_CHECKING:
     from rollouts_core.engines.protocol import Weights

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from rollouts_core.concurrency import ClosedOnExit, gather
 from rollouts_core.config.messages import first_line
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.completion import Completion, GenerationRequest
@@ -36,6 +35,7 @@ from rollouts_core.engines.protocol import SegmentAccess
 from rollouts_core.engines.running_calls import RunningCalls
 from rollouts_core.engines.weight_sync import SYNC_TIMEOUT_S, WeightSyncResult, common_access, sync_weights_to_engines
 from rollouts_core.errors import EngineAnswerError, EngineError, EngineUnavailableError, WeightSyncError
+from rollouts_core.system.concurrency import ClosedOnExit, gather
 
 if TYPE_CHECKING:
     from rollouts_core.engines.protocol import Weights

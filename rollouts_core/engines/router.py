@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 import anyio
 import httpx
 
-from rollouts_core.concurrency import ClosedOnExit, gather
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.http import EngineConnection
@@ -32,6 +31,7 @@ from rollouts_core.engines.pool import EnginePool
 from rollouts_core.engines.protocol import SegmentAccess
 from rollouts_core.engines.sglang import SGLangEngine, parse_completion, render_request
 from rollouts_core.errors import EngineAnswerError, EngineError, EngineUnavailableError
+from rollouts_core.system.concurrency import ClosedOnExit, gather
 
 if TYPE_CHECKING:
     from rollouts_core.engines.protocol import Weights

@@ -29,8 +29,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rollouts_core.concurrency import in_short_thread, start_short_thread
 from rollouts_core.embedded.weights import digest_tensors, tensor_bytes
+from rollouts_core.system.concurrency import in_short_thread, start_short_thread
 
 MAX_STALE_SHARE = 0.5
 """Tensors that were replaced lie in segments that others keep alive. When they take more memory than this share of the

@@ -21,7 +21,6 @@ import anyio
 import httpx
 import torch
 
-from rollouts_core.concurrency import gather, in_short_thread
 from rollouts_core.engines import in_vllm
 from rollouts_core.engines.client import EngineClient
 from rollouts_core.engines.completion import Completion, GenerationRequest
@@ -38,8 +37,9 @@ from rollouts_core.engines.http import CONNECT_TIMEOUT_S, UPDATE_TIMEOUT, read_c
 from rollouts_core.engines.sending_to_vllm import RECEIVER, VLLMWeightSender
 from rollouts_core.engines.sent import SentWeights
 from rollouts_core.errors import EngineAnswerError, EngineError, EngineUnavailableError, WeightSyncError
-from rollouts_core.open_files import request_places
 from rollouts_core.seeds import derive_seed
+from rollouts_core.system.concurrency import gather, in_short_thread
+from rollouts_core.system.open_files import request_places
 
 RESUME_TIMEOUT = httpx.Timeout(30.0, connect=CONNECT_TIMEOUT_S)
 MEMORY_TIMEOUT = httpx.Timeout(120.0, connect=CONNECT_TIMEOUT_S)

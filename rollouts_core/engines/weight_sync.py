@@ -27,7 +27,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rollouts_core.backends.protocol import TrainingBackend
-from rollouts_core.concurrency import gather, in_short_thread
 from rollouts_core.config import RolloutConfig, WeightTransfer
 from rollouts_core.config.messages import first_line
 from rollouts_core.engines.canary import Canary, backend_canary
@@ -37,7 +36,8 @@ from rollouts_core.engines.protocol import InferenceEngine, SegmentAccess
 from rollouts_core.engines.segments import SegmentedWeights, SegmentStore
 from rollouts_core.engines.sent import HostCopies, SentBy, SentWeights
 from rollouts_core.errors import CheckpointError, ConfigError, EngineError, TrainingError, WeightSyncError
-from rollouts_core.files import new_directory, remove_partial_directories, write_atomically
+from rollouts_core.system.concurrency import gather, in_short_thread
+from rollouts_core.system.files import new_directory, remove_partial_directories, write_atomically
 
 if TYPE_CHECKING:
     from rollouts_core.engines.protocol import Weights

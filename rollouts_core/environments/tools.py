@@ -20,7 +20,7 @@ from jsonschema import Draft202012Validator
 
 from rollouts_core.config.messages import closest_name
 from rollouts_core.environments.protocol import Outcome, Reply, Tool, ToolError
-from rollouts_core.time_limits import OutOfTimeError, call_within
+from rollouts_core.system.time_limits import OutOfTimeError, call_within
 
 logger = logging.getLogger(__name__)
 

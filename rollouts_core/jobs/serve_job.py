@@ -15,8 +15,8 @@ from rollouts_core.job import ServeJob
 from rollouts_core.jobs.lease_service import start_lease_service
 from rollouts_core.keys import read_key
 from rollouts_core.metrics import EventLog
-from rollouts_core.parent_death import die_with_parent
 from rollouts_core.run_directory import RunDirectory, attempt_number
+from rollouts_core.system.parent_death import die_with_parent
 
 
 def run_serve_job(job: ServeJob, directory: RunDirectory) -> None:

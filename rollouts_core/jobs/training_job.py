@@ -20,11 +20,11 @@ from rollouts_core.backends.launch import is_follower, is_launched
 from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.backends.ranks import Ranks, join_ranks
 from rollouts_core.checkpoint import list_checkpoints, load_manifest
-from rollouts_core.gpu_use import gpus_in_use, sampled_gpu_use
 from rollouts_core.job import RLJob, SFTJob
 from rollouts_core.metrics import EventLog
 from rollouts_core.model.loading import silence_progress_bars
 from rollouts_core.run_directory import RunDirectory, attempt_number
+from rollouts_core.system.gpu_use import gpus_in_use, sampled_gpu_use
 
 
 def run_training_job(

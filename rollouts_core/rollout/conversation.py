@@ -28,9 +28,9 @@ from rollouts_core.engines.completion import Completion
 from rollouts_core.environments.protocol import Conversation, MultiTurnEnvironment, Outcome, Reply, describe_tools
 from rollouts_core.errors import EnvironmentUnavailableError, RewardError, RolloutsError
 from rollouts_core.rollout.agent import AgentTurn, Trajectory
-from rollouts_core.time_limits import BlockedError, OutOfTimeError, call_within
+from rollouts_core.system.time_limits import BlockedError, OutOfTimeError, call_within
 from rollouts_core.types import Sample, Status
-from rollouts_core.user_code import describe_raised
+from rollouts_core.user_code.failures import describe_raised
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

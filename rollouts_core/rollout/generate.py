@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from rollouts_core.concurrency import gather
 from rollouts_core.config import RolloutConfig, SamplingConfig
 from rollouts_core.data.chat import stop_token_ids, tokenize_prompt, tokenize_prompts
 from rollouts_core.engines.completion import Completion, GenerationRequest
@@ -28,6 +27,7 @@ from rollouts_core.rollout.conversation import hold_conversation
 from rollouts_core.rollout.resolve import resolve_environment
 from rollouts_core.rollout.turn_log import TurnLog
 from rollouts_core.seeds import derive_seed
+from rollouts_core.system.concurrency import gather
 from rollouts_core.types import Prompt, Sample, Status
 
 if TYPE_CHECKING:

@@ -55,9 +55,9 @@ from rollouts_core.rollout.resolve import (
 )
 from rollouts_core.rollout.rollout_batch import convert_to_batch
 from rollouts_core.rollout.staleness import PublishedVersions
-from rollouts_core.time_limits import call_within, interrupt_after
+from rollouts_core.system.time_limits import call_within, interrupt_after
 from rollouts_core.types import RolloutBatch, Sample, Status, VersionSpan, group_samples, sample_from_json
-from rollouts_core.user_code import check_generated, describe_raised, failed_function_error
+from rollouts_core.user_code.failures import check_generated, describe_raised, failed_function_error
 
 logger = logging.getLogger(__name__)
 

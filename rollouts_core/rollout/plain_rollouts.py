@@ -13,7 +13,6 @@ from typing import Any
 
 import anyio
 
-from rollouts_core.concurrency import start_short_thread
 from rollouts_core.config import RolloutConfig
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.errors import ConfigError
@@ -21,9 +20,10 @@ from rollouts_core.rewards import RewardFn, grade_sample
 from rollouts_core.rollout.generate import build_pending_group
 from rollouts_core.rollout.resolve import resolve_generate_fn, resolve_reward_fn
 from rollouts_core.rollout.rollout_batch import apply_sample_transforms, convert_to_batch
-from rollouts_core.time_limits import BlockedError, interrupt_after
+from rollouts_core.system.concurrency import start_short_thread
+from rollouts_core.system.time_limits import BlockedError, interrupt_after
 from rollouts_core.types import RolloutBatch, Sample
-from rollouts_core.user_code import failed_function_error
+from rollouts_core.user_code.failures import failed_function_error
 
 
 def generate_rollout_batches(

@@ -1,6 +1,6 @@
 """The functions, rewards and environment that the rollout settings name.
 
-Not here: how a name becomes a function (functions.py), what the shipped functions do (rewards.py, filters.py,
+Not here: how a name becomes a function (user_code/functions.py), what the shipped functions do (rewards.py, filters.py,
 environments/).
 """
 
@@ -17,10 +17,10 @@ from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.environments.protocol import Environment
 from rollouts_core.errors import ConfigError
 from rollouts_core.filters import FILTERS, BufferFilterFn, FilterFn, compose_filters
-from rollouts_core.functions import resolve_function
 from rollouts_core.reward_services import REWARD_SERVICES
 from rollouts_core.rewards import REWARDS, RewardFn, WeightedRewards
 from rollouts_core.types import Sample
+from rollouts_core.user_code.functions import resolve_function
 
 NO_GRADER = (
     "nothing says how good a completion is: set rollout.environment to one that ships "

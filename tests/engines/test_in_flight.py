@@ -15,11 +15,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rollouts_core.concurrency import gather
 from rollouts_core.config import InFlight, SamplingConfig
 from rollouts_core.engines import Completion, GenerationRequest, InFlightEngine
 from rollouts_core.errors import EngineError
 from rollouts_core.rollout.generate import complete_request
+from rollouts_core.system.concurrency import gather
 from rollouts_core.types import Status
 from tests.engines.conftest import SavedModel
 from tests.engines.servers import Server

@@ -19,7 +19,6 @@ import httpx
 import pytest
 import torch
 
-from rollouts_core.concurrency import gather
 from rollouts_core.config import InFlight
 from rollouts_core.embedded.weights import read_tensors
 from rollouts_core.engines import Completion, EnginePool, InFlightEngine, SGLangEngine
@@ -27,6 +26,7 @@ from rollouts_core.engines import sending as sending_module
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.sent import SentBy, SentWeights, copy_to_host
 from rollouts_core.errors import WeightSyncError
+from rollouts_core.system.concurrency import gather
 from rollouts_core.types import Sample
 from tests.engines.conftest import SavedModel, make, save
 from tests.engines.servers import START_TIMEOUT_S, Server, serving

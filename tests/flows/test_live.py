@@ -15,8 +15,8 @@ import pytest
 from flows.live import find_live_pages, served_live_pages
 from flows.password import own_password
 from infra.ledger import LEDGER_FILE, Ledger
-from rollouts_core.gpu_use import sampled_gpu_use
 from rollouts_core.report.live import MAX_EVENTS, LiveStage, describe_stage, seconds_left
+from rollouts_core.system.gpu_use import sampled_gpu_use
 from tests.nvidia_smi import install_nvidia_smi
 from tests.waiting import wait_until
 

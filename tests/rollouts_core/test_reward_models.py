@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from rollouts_core import backoff
 from rollouts_core.config import RewardConfig
 from rollouts_core.errors import CheckpointError, ConfigError, EnvironmentUnavailableError, RewardError
 from rollouts_core.reward_services import create_reward_model_reward
 from rollouts_core.rewards import grade_group
+from rollouts_core.system import backoff
 from rollouts_core.types import Message, Sample
 from tests.rollouts_core.scripted_service import Answer, Service
 

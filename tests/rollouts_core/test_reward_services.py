@@ -26,7 +26,6 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from rollouts_core import backoff
 from rollouts_core.config import RewardConfig
 from rollouts_core.errors import CheckpointError, ConfigError, EnvironmentUnavailableError, RewardError
 from rollouts_core.reward_services import (
@@ -37,6 +36,7 @@ from rollouts_core.reward_services import (
     render_judge_prompt,
 )
 from rollouts_core.rewards import grade_group
+from rollouts_core.system import backoff
 from rollouts_core.types import Message, Sample
 from tests.rollouts_core.scripted_service import Answer, Service
 from tests.rollouts_core.served_engine import engine_url

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rollouts_core.config import ModelConfig, SFTTrainingConfig
-from rollouts_core.files import write_atomically
 from rollouts_core.fingerprint import fingerprint_job
 from rollouts_core.job import InputDataset, InputModel, SFTJob
 from rollouts_core.run_directory import RunDirectory
+from rollouts_core.system.files import write_atomically
 from tasks.closest_stage import describe_difference
 from tasks.records import Stage
 

@@ -17,9 +17,9 @@ from infra.node import LocalNode, Node
 from infra.providers import provision_node
 from rollouts_core.comparison import estimate_mean
 from rollouts_core.config import Config
-from rollouts_core.files import write_json
 from rollouts_core.job import InputModel
 from rollouts_core.run_directory import RunDirectory
+from rollouts_core.system.files import write_json
 from tasks.earlier_scores import take_earlier_scores
 from tasks.plan import base_model, plan_evaluation
 from tasks.records import RunScope, Stage

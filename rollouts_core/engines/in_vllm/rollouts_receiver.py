@@ -92,7 +92,7 @@ def _groups() -> ModuleType:
     """This project's process_group.py, which needs nothing but torch."""
     if not _loaded:
         spec = importlib.util.spec_from_file_location(
-            "rollouts_process_group", Path(__file__).parents[2] / "process_group.py"
+            "rollouts_process_group", Path(__file__).parents[2] / "backends/process_group.py"
         )
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)

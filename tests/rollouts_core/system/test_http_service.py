@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from rollouts_core import backoff
-from rollouts_core.backoff import MAX_RETRY_AFTER_S, draw_backoff, read_retry_after
-from rollouts_core.concurrency import gather
 from rollouts_core.config import RewardConfig
 from rollouts_core.errors import ConfigError, EnvironmentUnavailableError
-from rollouts_core.http_service import HTTPService
+from rollouts_core.system import backoff
+from rollouts_core.system.backoff import MAX_RETRY_AFTER_S, draw_backoff, read_retry_after
+from rollouts_core.system.concurrency import gather
+from rollouts_core.system.http_service import HTTPService
 from tests.rollouts_core.scripted_service import Answer, Service
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollouts_core.own_code import own_code
+from rollouts_core.user_code.own_files import own_code
 
 FILES = {
     "graders.py": "import json\nimport numpy\nimport helpers, missing_one\nfrom rubrics.math import score\n",

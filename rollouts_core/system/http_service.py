@@ -19,12 +19,12 @@ import aiohttp
 import anyio
 import httpx
 
-from rollouts_core.backoff import draw_backoff, read_retry_after
 from rollouts_core.config import RewardConfig
 from rollouts_core.config.messages import first_line
 from rollouts_core.engines.http import create_transport
 from rollouts_core.errors import EnvironmentUnavailableError, RewardError
 from rollouts_core.keys import key_header, read_key
+from rollouts_core.system.backoff import draw_backoff, read_retry_after
 
 OVERLOADED = (408, 425, 429, 500, 502, 503, 504)
 

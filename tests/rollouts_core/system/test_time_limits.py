@@ -16,8 +16,8 @@ from typing import Any
 import anyio
 import pytest
 
-from rollouts_core.concurrency import gather
-from rollouts_core.time_limits import BlockedError, OutOfTimeError, call_within, interrupt_after
+from rollouts_core.system.concurrency import gather
+from rollouts_core.system.time_limits import BlockedError, OutOfTimeError, call_within, interrupt_after
 
 LIMIT_S = 0.1
 

@@ -15,10 +15,10 @@ from typing import Any
 from rollouts_core.config import name_of_function
 from rollouts_core.config.messages import first_line
 from rollouts_core.errors import RewardError
-from rollouts_core.time_limits import OutOfTimeError
+from rollouts_core.system.time_limits import OutOfTimeError
 from rollouts_core.types import Sample
 
-PACKAGE_FOLDER = Path(__file__).parent
+PACKAGE_FOLDER = Path(__file__).parents[1]
 STANDARD_LIBRARY = Path(os.__file__).parent
 INSTALLED_FOLDERS = frozenset({"site-packages", "dist-packages"})
 

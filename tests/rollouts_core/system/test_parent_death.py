@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rollouts_core import parent_death
+from rollouts_core.system import parent_death
 from tests.waiting import wait_until
 
 PARENT = """

@@ -16,7 +16,7 @@ from threading import Event, Thread
 
 import pytest
 
-from rollouts_core.open_files import MAX_OPEN_FILES
+from rollouts_core.system.open_files import MAX_OPEN_FILES
 
 pytestmark = pytest.mark.slow
 

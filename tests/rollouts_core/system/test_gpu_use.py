@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from rollouts_core.config import DeploymentConfig, ModelConfig, RLTrainingConfig, RolloutConfig, SFTTrainingConfig
-from rollouts_core.gpu_use import gpus_in_use, parse_gpu_use, sampled_gpu_use
 from rollouts_core.job import EngineAddress, InputDataset, InputFile, InputModel, RLJob, SFTJob
 from rollouts_core.metrics import read_json_lines
 from rollouts_core.report.charts import CHART_BOTTOM
 from rollouts_core.report.curves import MAX_PAUSE_S, draw_gpu_use
+from rollouts_core.system.gpu_use import gpus_in_use, parse_gpu_use, sampled_gpu_use
 from tests.nvidia_smi import install_nvidia_smi
 
 MODEL = InputModel(name="base", model=ModelConfig(path="base"), digest="m")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollouts_core.files import new_directory, remove_partial_directories, write_atomically, write_json
+from rollouts_core.system.files import new_directory, remove_partial_directories, write_atomically, write_json
 
 
 class CrashError(Exception):

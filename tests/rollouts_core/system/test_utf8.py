@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 ASCII_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import subprocess, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from rollouts_core.utf8 import ensure_utf8
+from rollouts_core.system.utf8 import ensure_utf8
 ensure_utf8()
 child = [sys.executable, "-c", "import pathlib, sys; print(pathlib.Path(sys.argv[1]).read_text())", sys.argv[1]]
 found = subprocess.run(child, text=True, capture_output=True, check=True).stdout.strip()

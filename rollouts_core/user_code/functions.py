@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from rollouts_core.config.messages import closest_name, first_line
 from rollouts_core.errors import ConfigError
-from rollouts_core.user_code import describe_raised
+from rollouts_core.user_code.failures import describe_raised
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])  # Any: user functions of many shapes
 

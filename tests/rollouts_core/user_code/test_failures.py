@@ -15,7 +15,7 @@ import pytest
 from rollouts_core.errors import RewardError
 from rollouts_core.rewards import grade_sample
 from rollouts_core.types import Sample
-from rollouts_core.user_code import describe_raised, find_user_place, is_raised_by_user_code
+from rollouts_core.user_code.failures import describe_raised, find_user_place, is_raised_by_user_code
 
 SAMPLE = Sample(response="x", metadata={"prompt_id": "p7", "answer": "2"})
 
@@ -56,7 +56,7 @@ def line_of(text: str) -> int:
 def test_the_innermost_line_of_the_users_own_file_is_named(
     reward_fn: Callable[[Sample], float], line: str, kind: str, timeout_s: float | None
 ) -> None:
-    place = rf"raised {kind}: .* \(test_user_code\.py, line {line_of(line)}\)$"
+    place = rf"raised {kind}: .* \(test_failures\.py, line {line_of(line)}\)$"
     with pytest.raises(RewardError, match=place) as caught:
         asyncio.run(grade_sample(SAMPLE, reward_fn, timeout_s=timeout_s))
     assert is_raised_by_user_code(caught.value)

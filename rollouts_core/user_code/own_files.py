@@ -1,7 +1,7 @@
 """Which files are the user's own code that settings name as `package.module:function`.
 
 They are part of a stage's identity (fingerprint.py) and are brought to other machines (tasks/placement.py). Not here:
-importing the functions (functions.py), what their errors say (user_code.py).
+importing the functions (functions.py), what their errors say (failures.py).
 
     module of a setting ── its top-level name ── on sys.path ──┬── a package: its folder
                                                                ├── a folder without __init__.py: its Python files
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from rollouts_core.user_code import INSTALLED_FOLDERS, STANDARD_LIBRARY
+from rollouts_core.user_code.failures import INSTALLED_FOLDERS, STANDARD_LIBRARY
 
 OWN_PACKAGE = __name__.partition(".")[0]
 _KEY_NAMES = ("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rollouts_core.errors import ConfigError
-from rollouts_core.functions import resolve_function
 from rollouts_core.rewards import REWARDS, RewardFn, exact_match, last_number
+from rollouts_core.user_code.functions import resolve_function
 
 
 def resolve(name: str | RewardFn) -> RewardFn:
