@@ -32,6 +32,7 @@ TIMEOUT_S = 30.0
 CREATE_TIMEOUT_S = 90.0
 MAX_ANSWER_BYTES = 10_000_000
 MAX_SHOWN_CHARACTERS = 300
+FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
 _REFUSED = {401: "the key is not valid", 402: "there is no money on the account", 403: "the key may not do that"}
 _REPEATED = 16
@@ -330,7 +331,7 @@ class ProviderAPI:
         Raises:
             ProviderUnavailableError: that would be later than the deadline.
         """
-        own_s = min(MAX_PAUSE_S, 2.0 ** (attempt - 1)) * random.uniform(0.5, 1)
+        own_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (attempt - 1)) * random.uniform(0.5, 1)
         pause_s = max(own_s, wanted_s)  # 0 may be wanted, or a date that is over by our clock
         if time.monotonic() + pause_s > deadline:
             raise ProviderUnavailableError(problem)

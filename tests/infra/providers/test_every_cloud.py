@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+import infra.providers.http
 from infra.cloud import Cloud
 from infra.errors import (
     MachineGoneError,
@@ -98,7 +99,10 @@ def way() -> Altered:
 
 
 @pytest.fixture(params=sorted(PROVIDERS))
-def world(request: pytest.FixtureRequest, way: Altered, tmp_path: Path) -> Iterator[World]:
+def world(
+    request: pytest.FixtureRequest, way: Altered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[World]:
+    monkeypatch.setattr(infra.providers.http, "FIRST_PAUSE_S", 0.05)  # how long pauses are pins test_cloud_http.py
     fake_type, _, _, base, open_cloud = PROVIDERS[request.param]
     fake = fake_type()
     with fake.served() as url, open_cloud(url + base, way) as cloud, Ledger(tmp_path / LEDGER_FILE) as ledger:

@@ -102,7 +102,7 @@ def test_the_log_of_a_job_has_the_traceback_of_a_users_function(
     job = GenerateJob(model=base, prompts=rows(quickstart_dir, "heldout"), rollout=rollout, deployment=ONE_THREAD)
     (tmp_path / "job.json").write_text(job.model_dump_json())
     assert main(["generate", str(tmp_path / "job.json")]) == 2
-    assert "raised KeyError: 'rubric' (test_user_code.py, line " in capsys.readouterr().err.splitlines()[-1]
+    assert "raised KeyError: 'rubric' (test_failures.py, line " in capsys.readouterr().err.splitlines()[-1]
     assert 'return rubrics["rubric"]' in caplog.text
 
 
