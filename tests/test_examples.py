@@ -52,6 +52,7 @@ def sft_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int,
     return folder, losses
 
 
+@pytest.mark.slow
 def test_sft_by_hand_learns(sft_model: tuple[Path, dict[int, float]]) -> None:
     _, losses = sft_model
     assert losses[NUM_SFT_STEPS] < losses[1] - 0.5, losses

@@ -99,6 +99,7 @@ for module in sys.argv[2:]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["infra", "tasks"])
 def test_every_module_can_be_the_first_that_is_imported(package: str) -> None:
     files = [path.relative_to(ROOT) for path in sorted((ROOT / package).rglob("*.py")) if path.stem != "__init__"]

@@ -153,6 +153,12 @@ def rollouts_alone(tmp_path: Path, prefect_home: Path) -> Iterator[Rollouts]:
     yield from over_store(tmp_path)
 
 
+@pytest.fixture
+def rollouts_without_server(tmp_path: Path) -> Iterator[Rollouts]:
+    """The same for commands that must end before they need one."""
+    yield from over_store(tmp_path)
+
+
 def over_store(folder: Path) -> Iterator[Rollouts]:
     """The command over `store` in a folder."""
     store = folder / "store"

@@ -48,6 +48,7 @@ def taken_port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("python", "words"),
     [

@@ -110,6 +110,7 @@ def test_what_cannot_be_done_is_one_sentence(runpod: FakeRunPod, arguments: tupl
     assert result.exit_code == 2 and sentence in result.stderr
 
 
+@pytest.mark.slow
 def test_what_is_rented_is_listed_shown_and_released(runpod: FakeRunPod, tmp_path: Path) -> None:
     store = tmp_path / "store"
     rental = rent(store)

@@ -142,13 +142,15 @@ def test_what_it_takes_to_promote_is_said(folder: Path) -> None:
     assert (checked.exit_code, "at least 8 of 20 held-out prompts" in " ".join(checked.output.split())) == (0, True)
 
 
-def test_a_bad_schedule_ends_the_command_before_anything_is_started(rollouts: Rollouts, folder: Path) -> None:
+def test_a_bad_schedule_ends_the_command_before_anything_is_started(
+    rollouts_without_server: Rollouts, folder: Path
+) -> None:
     config = write(folder, retrain={}, schedule={"cron": "0 25 * * *"})
-    code, output = rollouts.run("up", str(config))
+    code, output = rollouts_without_server.run("up", str(config))
     assert code == 2
     assert len(output.splitlines()) == 1
     assert "'25' is no hour: expected 0 to 23" in output
-    assert not (rollouts.store / "prefect/deployments").exists()
+    assert not (rollouts_without_server.store / "prefect/deployments").exists()
 
 
 @pytest.fixture

@@ -323,9 +323,9 @@ def test_what_cannot_be_deployed_is_one_sentence(deployments: list[Deployment], 
         render_prefect_yaml(deployments, Path(store), pool="p")
 
 
-def test_a_job_variable_without_a_value_is_refused(rollouts: Rollouts, tmp_path: Path) -> None:
+def test_a_job_variable_without_a_value_is_refused(rollouts_without_server: Rollouts, tmp_path: Path) -> None:
     config = write_small_pipeline(tmp_path / "small")
-    code, said = rollouts.run("prefect-yaml", str(config), "--pool", "p", "--job-variable", "image")
+    code, said = rollouts_without_server.run("prefect-yaml", str(config), "--pool", "p", "--job-variable", "image")
     assert (code, said) == (
         2,
         "rollouts: --job-variable 'image' is not of the form key=value, like image=registry/rollouts:1\n",

@@ -118,6 +118,7 @@ def folder_of_its_own() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.slow
 @given(arguments=st.lists(HOSTILE, max_size=6))
 @settings(max_examples=30)
 def test_arguments_arrive_as_they_are(session: Session, arguments: list[str]) -> None:

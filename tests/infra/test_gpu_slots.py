@@ -223,6 +223,7 @@ def test_a_gpu_that_a_killed_supervisors_processes_still_use_is_not_given_away(
     end(second)
 
 
+@pytest.mark.slow
 def test_what_outlives_the_program_is_ended_before_the_next_job_gets_the_gpu(make_job: JobMaker) -> None:
     script = f"(trap '' TERM; exec setsid sleep 60) & echo $! > stray; {HOLD}"
     first, second = make_job("first", "0", script=script), make_job("second", "0")

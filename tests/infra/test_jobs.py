@@ -101,6 +101,7 @@ def test_a_start_while_the_job_runs_attaches(session: Session, run_dir: Path) ->
     assert first.pid == second.pid is not None
 
 
+@pytest.mark.slow
 def test_a_start_while_the_job_is_being_cancelled_waits_for_its_end_and_is_the_next_attempt(
     session: Session, run_dir: Path
 ) -> None:
@@ -117,6 +118,7 @@ def test_a_start_while_the_job_is_being_cancelled_waits_for_its_end_and_is_the_n
     assert job_status(session, str(run_dir)).state == JobState.RUNNING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", ["timeout_s", "lease_s"])
 def test_a_start_while_the_job_is_ended_by_a_limit_waits_for_its_end_and_is_the_next_attempt(
     session: Session, run_dir: Path, limit: str

@@ -73,6 +73,7 @@ def test_jobs_end_on_each_machine_of_the_unit_and_one_that_is_lost_is_named(tmp_
     ]
 
 
+@pytest.mark.slow
 def test_a_job_that_could_not_be_ended_is_still_known_and_can_be_ended_later(tmp_path: Path) -> None:
     make_key(tmp_path / "key")
     nobody = SSHAccess(host="127.0.0.1", port=1, user="me", key_file=str(tmp_path / "key"))

@@ -256,6 +256,7 @@ def test_the_users_own_package_comes_along_and_an_edit_makes_new_code(
     assert place_stage(session, stage, node).code_dir != first
 
 
+@pytest.mark.slow
 def test_a_program_in_the_users_own_package_can_be_run_on_the_node(
     session: CountingSession, scope: RunScope, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,7 @@ def test_a_store_that_refuses_results_ends_the_run_before_it_begins(
         reach_stores.fn(CONFIG, scope_of(tmp_path, f"s3://{bucket}/team"))
 
 
+@pytest.mark.slow
 def test_the_run_publishes_its_checkpoint_and_its_records_under_its_name(bucket: str, tmp_path: Path) -> None:
     scope = scope_of(tmp_path, f"s3://{bucket}/team")
     url = publish_results.fn(write_results(scope), scope)

@@ -108,6 +108,7 @@ def test_a_provider_that_cannot_be_reached_answered_nothing() -> None:
         api.read("/machines", _Thing)
 
 
+@pytest.mark.slow
 def test_readings_and_creations_wait_as_long_as_they_are_told() -> None:
     answers = iter([httpx.Response(429, text="slow down", headers={"Retry-After": "0.01"}), httpx.Response(429)])
     api, seen = make_api(lambda request: next(answers, httpx.Response(200, json={"id": "m"})), patience_s=60)

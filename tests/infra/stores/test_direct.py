@@ -154,6 +154,7 @@ def test_a_store_out_of_reach_is_found_out_soon(
     silent.close()
 
 
+@pytest.mark.slow
 def test_a_connection_that_breaks_is_made_again(
     session: LocalSession, store: ObjectStore, cuttable: CuttablePort, large_model: Path, tmp_path: Path
 ) -> None:

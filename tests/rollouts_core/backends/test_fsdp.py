@@ -122,6 +122,7 @@ def test_two_processes_train_what_one_trains(base_model: ModelConfig, pair: TwoP
     assert min(metrics["grad_norm"] for metrics in expected[0]) > OPTIM.max_grad_norm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [

@@ -164,6 +164,7 @@ def give_signal(backend: TrainingBackend, batch: TrainBatch) -> TrainBatch:
     )
 
 
+@pytest.mark.slow
 def test_a_restored_backend_takes_the_same_steps_bit_for_bit(qwen3: ModelConfig, tmp_path: Path) -> None:
     straight = create(qwen3)
     take_steps(straight, range(3))
@@ -236,6 +237,7 @@ def test_the_configuration_alone_is_that_of_the_model(qwen3: ModelConfig, tmp_pa
     assert (tmp_path / "config.json").read_text() == (Path(qwen3.path) / "config.json").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_a_checkpoint_loads_as_a_hugging_face_model_with_the_same_logprobs(
     name: str, models: dict[str, ModelConfig], tmp_path: Path

@@ -297,6 +297,7 @@ def test_a_program_that_takes_too_much_is_refused_it(code: str) -> None:
     assert len(result.stdout) <= SandboxLimits().output_bytes
 
 
+@pytest.mark.slow
 def test_programs_that_run_at_once_do_not_take_each_others_processes() -> None:
     code = (
         "import os, time\n"

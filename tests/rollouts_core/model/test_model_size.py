@@ -126,6 +126,7 @@ for name in ("config.json", "model.safetensors"):
     assert size_on_hub().num_parameters == find_model_size(base_model).num_parameters
 
 
+@pytest.mark.slow
 def test_a_silent_hub_is_not_waited_for(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
