@@ -40,6 +40,7 @@ from rollouts_core.model.loading import (
     load_tokenizer,
     pad_token_id,
 )
+from rollouts_core.rewards import grade_sample
 from rollouts_core.rollout.generate import (
     MAX_INTERRUPTIONS,
     Group,
@@ -48,7 +49,8 @@ from rollouts_core.rollout.generate import (
     create_engine_generate_fn,
     sampling_seed,
 )
-from rollouts_core.rollout.resolve import resolve_environment
+from rollouts_core.rollout.outage import OutagePauses
+from rollouts_core.rollout.resolve import resolve_environment, resolve_reward_fn
 from rollouts_core.types import Prompt, Sample, Status, group_samples
 
 MAX_BATCH_TOKENS = 8192
@@ -103,14 +105,30 @@ async def ask_engine(
 
     Args:
         num_running: how many completions it generates at the same time.
+
+    Raises:
+        EnvironmentOutageError: an environment was not available for longer than the settings allow.
     """
     one_sample_each = config.multi_turn.model_copy(update={"form": "interleaved"})
     config = config.model_copy(update={"multi_turn": one_sample_each})
     generate = create_engine_generate_fn([engine], load_tokenizer(model), config)
-    calls = [partial(_generate_whole, generate, group) for group in pending_groups(prompts, config)]
+    wait_out = OutagePauses(config).wait_out
+    calls = [partial(wait_out, partial(_generate_whole, generate, group)) for group in pending_groups(prompts, config)]
     # Twice as many as it generates: while an environment answers the one, or a request is on its way, it has others.
     max_concurrent = max(1, 2 * num_running // config.n_samples_per_prompt)
     return list(itertools.chain(*await gather(calls, max_concurrent=max_concurrent)))
+
+
+async def grade_completions(samples: Sequence[Sample], config: RolloutConfig) -> list[Sample]:
+    """The completions of an evaluation with their rewards, graded at the same time.
+
+    Raises:
+        RewardError: what grades them failed.
+        EnvironmentOutageError: it was not available for longer than the settings allow.
+    """
+    reward_fn, wait_out = resolve_reward_fn(config), OutagePauses(config).wait_out
+    grade = partial(grade_sample, reward_fn=reward_fn, timeout_s=config.reward_timeout_s)
+    return await gather([partial(wait_out, partial(grade, sample)) for sample in samples])
 
 
 def pending_groups(prompts: Sequence[Prompt], config: RolloutConfig) -> list[Group]:

@@ -74,7 +74,7 @@ class RolloutConfig(Record):
     """The run pauses when more than this share of the last 50 groups had such a failure, and ends when that lasts."""
     max_outage_minutes: Annotated[Finite, Field(ge=0)] = Field(30.0, json_schema_extra=PLACEMENT)
     """How long such pauses may take together before the run ends; after each, longer and longer, it asks again. 0 ends
-    it at once."""
+    it at once. Selection and evaluation, which drop nothing, wait so long for a prompt."""
     generate_fn: FunctionName = ""
     """Takes the pending samples of a group and returns them finished, with the log-probs of what was sampled; empty
     asks the engines. Completions that checkpoints are compared by come from an engine all the same."""

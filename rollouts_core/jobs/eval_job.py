@@ -23,6 +23,7 @@ from rollouts_core.evaluate import (
     ask_engine,
     evaluation_rollouts,
     generate_samples,
+    grade_completions,
     longest_prompt,
     score_demonstrations,
     scores_by_prompt,
@@ -31,8 +32,6 @@ from rollouts_core.job import EvalJob, GenerateJob, InputModel
 from rollouts_core.jobs.job_inputs import check_model, checked_file
 from rollouts_core.metrics import EventLog, JSONLLogger, read_json_lines
 from rollouts_core.model.loading import load_tokenizer, silence_progress_bars
-from rollouts_core.rewards import grade_group
-from rollouts_core.rollout.resolve import resolve_reward_fn
 from rollouts_core.run_directory import RunDirectory, attempt_number
 from rollouts_core.types import Prompt, Sample, sample_from_json
 
@@ -89,7 +88,7 @@ async def score_checkpoint(checkpoint: InputModel, job: EvalJob, directory: RunD
     rollout = evaluation_rollouts(job.evaluation, job.rollout)
     complete = partial(complete_prompts, checkpoint, prompts, rollout, job.deployment, directory)
     samples = await complete_once(checkpoint.name, complete, directory, rollout, num_prompts=len(prompts))
-    graded = await grade_group(samples, resolve_reward_fn(rollout), timeout_s=rollout.reward_timeout_s)
+    graded = await grade_completions(samples, rollout)
     directory.write_samples(checkpoint.name, graded, temperature=rollout.sampling.temperature)
     return scores_by_prompt(graded)
 
@@ -129,7 +128,7 @@ async def sample_prompts(job: GenerateJob, directory: RunDirectory) -> None:
         prompts = load_prompts_from_jsonl(job.prompts.path, max_rows=job.max_prompts)
     complete = partial(complete_prompts, job.model, prompts, job.rollout, job.deployment, directory)
     samples = await complete_once("completions", complete, directory, job.rollout, num_prompts=len(prompts))
-    graded = await grade_group(samples, resolve_reward_fn(job.rollout), timeout_s=job.rollout.reward_timeout_s)
+    graded = await grade_completions(samples, job.rollout)
     directory.write_samples("completions", graded, temperature=job.rollout.sampling.temperature)
     directory.write_result({"num_samples": len(graded), **asdict(estimate_mean(scores_by_prompt(graded)))})
 

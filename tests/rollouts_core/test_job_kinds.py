@@ -231,7 +231,7 @@ def test_completions_of_an_attempt_that_could_not_be_graded_are_graded_by_the_ne
         checkpoints=(base,),
         data=rows(quickstart_dir, "heldout"),
         evaluation=EvaluationConfig(),
-        rollout=ROLLOUT.model_copy(update={"reward_fn": reward_that_is_away}),
+        rollout=ROLLOUT.model_copy(update={"reward_fn": reward_that_is_away, "max_outage_minutes": 0.0}),
         deployment=ONE_THREAD,
     )
     run_dir = tmp_path / "eval-3"
