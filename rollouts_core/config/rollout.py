@@ -86,7 +86,8 @@ class RolloutConfig(Record):
     rewards: tuple[RewardConfig, ...] = ()
     """Several rewards, added with their weights, in place of `reward_fn`."""
     reward_timeout_s: Annotated[Finite, Field(gt=0)] = 1800.0
-    """A reward or a filter that takes longer ends the run with a sentence, also where it never waits for anything."""
+    """A reward or a filter that takes longer ends the run with a sentence, also where it never waits for anything. The
+    wait for a processor of the environment `code` does not count, nor a service's answer, which has its own limit."""
     filter_fn: FunctionName = ""
     """Which groups are trained on: a name of `rollouts_core.filters.FILTERS` or `package.module:function`."""
     filters: tuple[FilterConfig, ...] = ()
