@@ -11,6 +11,7 @@
     │   └── NoSignalError        rewards that taught nothing for so long that the training ended
     ├── EngineError              an inference server refused or answered nonsense
     │   ├── EngineUnavailableError   not reachable, restarting or overloaded: asking again may help
+    │   ├── NoNumbersError       its weights give log-probs that are no finite numbers
     │   └── WeightSyncError      the engine did not take the weights that were published
     ├── EnvironmentUnavailableError  an environment's sandbox or service failed: beginning again may help
     │   └── EnvironmentOutageError   it failed so often that the run ends until it is mended
@@ -81,6 +82,10 @@ class EngineBusyError(EngineUnavailableError):
 
 class EngineAnswerError(EngineError):
     """An engine that answered something unusable, as another one would not."""
+
+
+class NoNumbersError(EngineAnswerError):
+    """An engine whose weights compute no finite log-probs, as those of a training that diverged."""
 
 
 class WeightSyncError(EngineError):

@@ -12,13 +12,15 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from rollouts_core.comparison import estimate_mean, select_best
 from rollouts_core.config import DeploymentConfig, RolloutConfig
 from rollouts_core.data.dataset import load_prompts_from_jsonl, load_sft_dataset
-from rollouts_core.errors import DataError, DivergedError
+from rollouts_core.embedded.weights import find_not_finite
+from rollouts_core.errors import DataError, DivergedError, EngineError
 from rollouts_core.evaluate import (
     ask_engine,
     evaluation_rollouts,
@@ -31,7 +33,7 @@ from rollouts_core.evaluate import (
 from rollouts_core.job import EvalJob, GenerateJob, InputModel
 from rollouts_core.jobs.job_inputs import check_model, checked_file
 from rollouts_core.metrics import EventLog, JSONLLogger, read_json_lines
-from rollouts_core.model.loading import load_tokenizer, silence_progress_bars
+from rollouts_core.model.loading import describe_diverged, load_tokenizer, silence_progress_bars
 from rollouts_core.run_directory import RunDirectory, attempt_number
 from rollouts_core.types import Prompt, Sample, sample_from_json
 
@@ -162,12 +164,21 @@ async def complete_prompts(
     deployment: DeploymentConfig,
     directory: RunDirectory,
 ) -> list[Sample]:
-    """Ungraded completions: by the embedded decoder here, or by engines that serve the checkpoint meanwhile."""
+    """Ungraded completions: by the embedded decoder here, or by engines that serve the checkpoint meanwhile.
+
+    Raises:
+        DivergedError: its weights compute no numbers, whatever became of an engine that served them.
+    """
     model, num_running = checkpoint.model, deployment.max_running_requests
     if rollout.engine.kind == "embedded":
         return await generate_samples(model, prompts, rollout, num_slots=num_running)
     from rollouts_core.engines.child import started_engines
 
     max_tokens = rollout.engine_context(longest_prompt(model, prompts, rollout))
-    async with started_engines(checkpoint, rollout, deployment, directory, max_tokens=max_tokens) as engines:
-        return await ask_engine(engines, model, prompts, rollout, num_running=num_running * engines.num_engines)
+    try:
+        async with started_engines(checkpoint, rollout, deployment, directory, max_tokens=max_tokens) as engines:
+            return await ask_engine(engines, model, prompts, rollout, num_running=num_running * engines.num_engines)
+    except EngineError as error:
+        if not find_not_finite(Path(model.path)):
+            raise
+        raise DivergedError(describe_diverged(model.path)) from error

@@ -14,12 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from rollouts_core.config import ModelConfig, MultiTurnConfig, RolloutConfig, SamplingConfig
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.environments import Conversation, Reply
-from rollouts_core.errors import EnvironmentOutageError, EnvironmentUnavailableError, RewardError
+from rollouts_core.errors import DivergedError, EnvironmentOutageError, EnvironmentUnavailableError, RewardError
 from rollouts_core.evaluate import ask_engine, generate_samples, grade_completions, scores_by_prompt
 from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.rewards import grade_group
@@ -113,6 +114,18 @@ def test_completions_end_where_the_template_ends_a_turn_although_the_model_ends_
     for sample in samples:
         completion = [token for token, is_sampled in zip(sample.tokens, sample.loss_mask, strict=True) if is_sampled]
         assert end_of_turn not in completion[:-1]
+
+
+def test_weights_that_compute_no_numbers_are_told_from_other_failures_in_conversations_too(
+    base_model: ModelConfig, tmp_path: Path
+) -> None:
+    folder = tmp_path / "diverged"
+    shutil.copytree(base_model.path, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][2:] = 3e38
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DivergedError, match=r"diverged compute no numbers \(NaN\)"):
+        asyncio.run(generate_samples(ModelConfig(path=str(folder)), PROMPTS, ROLLOUT, num_slots=8))
 
 
 def test_a_score_is_the_mean_reward_of_a_prompt() -> None:
