@@ -8,6 +8,7 @@
     │   ├── CheckpointError      a checkpoint that is missing, damaged or of another model
     │   │   └── DivergedError    one whose weights compute no numbers
     │   ├── RewardError          a user's function that raised or returned something unusable
+    │   ├── NoMemoryError        settings that ask for more memory than the machine has
     │   └── NoSignalError        rewards that taught nothing for so long that the training ended
     ├── EngineError              an inference server refused or answered nonsense
     │   ├── EngineUnavailableError   not reachable, restarting or overloaded: asking again may help
@@ -53,6 +54,10 @@ class DivergedError(CheckpointError):
 
 class RewardError(InputError):
     """A reward, filter or generation function or an environment of the user's that failed."""
+
+
+class NoMemoryError(InputError):
+    """Settings that ask for more memory than there is; the message names those to lower."""
 
 
 class NoSignalError(InputError):
