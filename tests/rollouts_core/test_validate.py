@@ -343,6 +343,8 @@ def test_a_prompt_without_what_its_grader_needs_is_named(
         ("countdown", {"numbers": [1, "two"], "target": 3}, "expected a number, found 'two'"),
         ("json_schema", {"schema": {"type": "objekt"}}, "`schema` is no JSON Schema: 'objekt'"),
         ("json_schema", {"schema": {"type": "object"}, "answer": "{"}, "the answer '{' is no JSON"),
+        ("json_schema", {"schema": {"type": "string"}, "answer": "Rome"}, r'quotes of its own, "\\"Rome\\""'),
+        ("json_schema", {"schema": {"type": "object"}, "answer": True}, "schema: True is not of type 'object'"),
         ("json_schema", {"schema": {"type": "object"}, "answer": [1]}, "does not keep to the row's own schema"),
         ("math", {"answer": "$ "}, "the row's answer .* is empty without spaces, units and marks"),
         ("multiple_choice", {"answer": "42"}, "expected a letter from A to J as `answer`, found '42'"),
@@ -408,12 +410,24 @@ def test_an_answer_that_is_json_is_left_to_who_reads_it_or_ignores_it(tmp_path: 
     check_answers(load_prompts_from_jsonl(path), with_rollout(**rollout), source=path)
 
 
-def test_an_answer_that_is_json_is_graded_as_json(tmp_path: Path) -> None:
-    row = {"prompt": "x", "schema": {"type": "object"}, "answer": {"a": [1, None]}}
+@pytest.mark.parametrize(
+    ("schema", "answer", "right", "wrong"),
+    [
+        ("object", {"a": [1, None]}, '{"a": [1, null]}', '{"a": [1, 0]}'),
+        ("boolean", True, "true", "false"),
+        ("boolean", False, "false", "true"),
+        ("number", 2.5, "2.50", "2"),
+    ],
+)
+def test_an_answer_that_is_json_is_graded_as_json(
+    tmp_path: Path, schema: str, answer: Any, right: str, wrong: str
+) -> None:
+    row = {"prompt": "x", "schema": {"type": schema}, "answer": answer}
     [prompt] = load_prompts_from_jsonl(write_rows(tmp_path / "p.jsonl", [row]))
     check_answers([prompt], with_rollout(environment="json_schema"), source="p.jsonl")
-    sample = Sample(response='{"a": [1, null]}', metadata={**prompt.metadata, "answer": prompt.answer})
-    assert ENVIRONMENTS["json_schema"]().grade(sample) == 1.0
+    for response, reward in ((right, 1.0), (wrong, 0.0)):
+        sample = Sample(response=response, metadata={**prompt.metadata, "answer": prompt.answer})
+        assert ENVIRONMENTS["json_schema"]().grade(sample) == reward
 
 
 def test_a_long_prompt_behind_an_empty_line_is_named_by_its_row(
