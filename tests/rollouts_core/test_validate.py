@@ -39,11 +39,12 @@ from rollouts_core.checks.validate import (
     warn_of_uncorrected_age,
 )
 from rollouts_core.comparison import compare_paired
-from rollouts_core.config import Config, ModelConfig, RewardConfig, RLTrainingConfig, RolloutConfig
+from rollouts_core.config import Config, ModelConfig, PolicyConfig, RewardConfig, RLTrainingConfig, RolloutConfig
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.errors import CheckpointError, ConfigError, DataError
 from rollouts_core.findings import Caution
+from rollouts_core.model.policy import create_policy
 from rollouts_core.rewards import REWARDS
 from rollouts_core.rollout.generate import check_prompt_lengths
 from rollouts_core.saving import describe_settings
@@ -247,6 +248,28 @@ def test_a_model_that_heeds_no_mask_is_refused_where_rows_are_packed(
     words = f"see each other in {place}: set {named}"
     with pytest.raises(ConfigError, match=words) if named else nullcontext():
         check_packing(Config.model_validate(settings))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "method"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"load_in_8bit": True}, "bitsandbytes"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+    ],
+)
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_model_of_packed_integers_is_refused_before_a_training_and_by_it(
+    quickstart_dir: Path, tmp_path: Path, quantization: dict[str, Any], method: str, is_loaded: bool
+) -> None:
+    """Where bitsandbytes is installed nothing but norms and embeddings would be trained, without a word."""
+    folder = tmp_path / "quantized"
+    shutil.copytree(quickstart_dir / "base_model", folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": quantization}))
+    config = with_rollout(environment="arithmetic").model_copy(update={"model": ModelConfig(path=str(folder))})
+    with pytest.raises(ConfigError, match=rf"{folder} are quantized \({method}, .*give the model that they were made"):
+        create_policy(config.model, PolicyConfig()) if is_loaded else validate_config(config)
 
 
 @pytest.mark.parametrize("family", MODELS)
