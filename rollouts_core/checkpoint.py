@@ -18,7 +18,7 @@ import logging
 import re
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -240,25 +240,38 @@ def adopt_checkpoint(source: Path, parent: Path) -> Path:
     return path
 
 
-def prune_checkpoints(parent: Path, *, newest: Path, keep: int, keep_best: int = 0) -> None:
+def prune_checkpoints(
+    parent: Path,
+    *,
+    newest: Path,
+    keep: int,
+    keep_best: int = 0,
+    is_comparable: Callable[[Mapping[str, Any]], bool] = lambda settings: True,  # Any: JSON
+) -> None:
     """Delete all checkpoints up to `newest` but the `keep` last and, besides, the `keep_best` with the highest scores.
 
     Those after it are of an attempt that went further and was not gone on from, because they are damaged. Early ones
     are neither counted nor kept once there is a newer one: the others are those of a training that nobody ended.
+
+    Args:
+        is_comparable: told what a checkpoint was trained with, whether its score is one that others compare with.
     """
     if _is_early(newest):
         return
     checkpoints = list_checkpoints(parent)
     regular = [path for path in checkpoints[: checkpoints.index(newest)] if not _is_early(path)] + [newest]
-    kept = {*regular[-keep:], *_best_of(regular, keep_best)}
+    kept = {*regular[-keep:], *_best_of(regular, keep_best, is_comparable)}
     for path in checkpoints:
         if path not in kept:
             remove_directory(path)
 
 
-def _best_of(checkpoints: list[Path], num_best: int) -> list[Path]:
+def _best_of(
+    checkpoints: list[Path], num_best: int, is_comparable: Callable[[Mapping[str, Any]], bool]
+) -> list[Path]:  # Any: JSON
     """The checkpoints with the highest scores; of equals the earlier, and none without a score."""
-    scored = [(score, path) for path in checkpoints if num_best and (score := _score_of(path)) is not None]
+    found = [(_score_of(path, is_comparable), path) for path in checkpoints if num_best]
+    scored = [(score, path) for score, path in found if score is not None]
     return [path for _, path in sorted(scored, key=lambda pair: -pair[0])[:num_best]]
 
 
@@ -269,9 +282,10 @@ def _is_early(path: Path) -> bool:
         return False
 
 
-def _score_of(path: Path) -> float | None:
+def _score_of(path: Path, is_comparable: Callable[[Mapping[str, Any]], bool]) -> float | None:  # Any: JSON
     try:
-        return load_manifest(path).score
+        manifest = load_manifest(path)
+        return manifest.score if is_comparable(manifest.settings) else None
     except CheckpointError as error:
         logger.warning("a damaged checkpoint has no score: %s", error)
         return None

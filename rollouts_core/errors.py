@@ -8,9 +8,11 @@
     │   ├── CheckpointError      a checkpoint that is missing, damaged or of another model
     │   │   └── DivergedError    one whose weights compute no numbers
     │   ├── RewardError          a user's function that raised or returned something unusable
+    │   ├── NoMemoryError        settings that ask for more memory than the machine has
     │   └── NoSignalError        rewards that taught nothing for so long that the training ended
     ├── EngineError              an inference server refused or answered nonsense
     │   ├── EngineUnavailableError   not reachable, restarting or overloaded: asking again may help
+    │   ├── NoNumbersError       its weights give log-probs that are no finite numbers
     │   └── WeightSyncError      the engine did not take the weights that were published
     ├── EnvironmentUnavailableError  an environment's sandbox or service failed: beginning again may help
     │   └── EnvironmentOutageError   it failed so often that the run ends until it is mended
@@ -54,6 +56,10 @@ class RewardError(InputError):
     """A reward, filter or generation function or an environment of the user's that failed."""
 
 
+class NoMemoryError(InputError):
+    """Settings that ask for more memory than there is; the message names those to lower."""
+
+
 class NoSignalError(InputError):
     """Rewards of RL that told no completion of a prompt from another, for so many steps that the training ended."""
 
@@ -81,6 +87,10 @@ class EngineBusyError(EngineUnavailableError):
 
 class EngineAnswerError(EngineError):
     """An engine that answered something unusable, as another one would not."""
+
+
+class NoNumbersError(EngineAnswerError):
+    """An engine whose weights compute no finite log-probs, as those of a training that diverged."""
 
 
 class WeightSyncError(EngineError):

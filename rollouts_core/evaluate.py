@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from rollouts_core.engines.completion import Completion, status_of_finish
 from rollouts_core.engines.protocol import InferenceEngine
 from rollouts_core.engines.sglang import SGLangEngine
 from rollouts_core.environments.protocol import describe_tools, is_multi_turn
-from rollouts_core.errors import DivergedError, EngineError, RewardError
+from rollouts_core.errors import DivergedError, EngineError, NoNumbersError, RewardError
 from rollouts_core.model.loading import (
     check_attention,
     default_device,
@@ -39,6 +40,7 @@ from rollouts_core.model.loading import (
     load_tokenizer,
     pad_token_id,
 )
+from rollouts_core.rewards import grade_sample
 from rollouts_core.rollout.generate import (
     MAX_INTERRUPTIONS,
     Group,
@@ -47,7 +49,8 @@ from rollouts_core.rollout.generate import (
     create_engine_generate_fn,
     sampling_seed,
 )
-from rollouts_core.rollout.resolve import resolve_environment
+from rollouts_core.rollout.outage import OutagePauses
+from rollouts_core.rollout.resolve import resolve_environment, resolve_reward_fn
 from rollouts_core.system.concurrency import gather
 from rollouts_core.types import Prompt, Sample, Status, group_samples
 
@@ -82,14 +85,12 @@ async def generate_samples(
             return await ask_engine(engine, model, prompts, config, num_running=num_slots)
     pending = list(itertools.chain(*pending_groups(prompts, config)))
     ends = stop_token_ids(tokenizer)
-    try:
+    with _explained_no_numbers(model):
         completions = generate_tokens(
             decoder,
             [prompt_tokens[sample.group_index] for sample in pending],
             [_sampling_params(sample, config, ends) for sample in pending],
         )
-    except EngineError as error:  # with these parameters only weights give log-probs that are no numbers
-        raise DivergedError(describe_diverged(model.path)) from error
     return [
         complete_sample(sample, prompt_tokens[sample.group_index], _as_engine_completion(completion), tokenizer)
         for sample, completion in zip(pending, completions, strict=True)
@@ -103,14 +104,32 @@ async def ask_engine(
 
     Args:
         num_running: how many completions it generates at the same time.
+
+    Raises:
+        DivergedError: the log-probs of a token are no finite numbers.
+        EnvironmentOutageError: an environment was not available for longer than the settings allow.
     """
     one_sample_each = config.multi_turn.model_copy(update={"form": "interleaved"})
     config = config.model_copy(update={"multi_turn": one_sample_each})
     generate = create_engine_generate_fn([engine], load_tokenizer(model), config)
-    calls = [partial(_generate_whole, generate, group) for group in pending_groups(prompts, config)]
+    wait_out = OutagePauses(config).wait_out
+    calls = [partial(wait_out, partial(_generate_whole, generate, group)) for group in pending_groups(prompts, config)]
     # Twice as many as it generates: while an environment answers the one, or a request is on its way, it has others.
     max_concurrent = max(1, 2 * num_running // config.n_samples_per_prompt)
-    return list(itertools.chain(*await gather(calls, max_concurrent=max_concurrent)))
+    with _explained_no_numbers(model):
+        return list(itertools.chain(*await gather(calls, max_concurrent=max_concurrent)))
+
+
+async def grade_completions(samples: Sequence[Sample], config: RolloutConfig) -> list[Sample]:
+    """The completions of an evaluation with their rewards, graded at the same time.
+
+    Raises:
+        RewardError: what grades them failed.
+        EnvironmentOutageError: it was not available for longer than the settings allow.
+    """
+    reward_fn, wait_out = resolve_reward_fn(config), OutagePauses(config).wait_out
+    grade = partial(grade_sample, reward_fn=reward_fn, timeout_s=config.reward_timeout_s)
+    return await gather([partial(wait_out, partial(grade, sample)) for sample in samples])
 
 
 def pending_groups(prompts: Sequence[Prompt], config: RolloutConfig) -> list[Group]:
@@ -201,6 +220,15 @@ async def _generate_whole(
     raise EngineError(
         f"group {group[0].group_index} was broken off {MAX_INTERRUPTIONS} times: look at the engine's log"
     )
+
+
+@contextmanager
+def _explained_no_numbers(model: ModelConfig) -> Iterator[None]:
+    """Raise DivergedError where an engine has no numbers: with the parameters of evaluations its weights are why."""
+    try:
+        yield
+    except NoNumbersError as error:
+        raise DivergedError(describe_diverged(model.path)) from error
 
 
 def _sampling_params(sample: Sample, config: RolloutConfig, ends: tuple[int, ...]) -> SamplingParams:

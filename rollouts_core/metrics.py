@@ -104,8 +104,18 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:  # Any: JSON
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """One line per step, in order of steps: the last one written for each."""
-    by_step = {line["step"]: line for line in read_json_lines(path)}
+    """One line per step, in order of steps: the last one written for each.
+
+    Without the steps that an attempt came to behind the checkpoint from which a later one went on: these are no part of
+    the training before they are done again, and may never be.
+    """
+    by_step: dict[int, dict[str, float]] = {}
+    attempt = None
+    for line in read_json_lines(path):
+        if line.get("attempt") != attempt:
+            attempt = line.get("attempt")
+            by_step = {step: kept for step, kept in by_step.items() if step < line["step"]}
+        by_step[line["step"]] = line
     return [by_step[step] for step in sorted(by_step)]
 
 

@@ -30,6 +30,7 @@ from rollouts_core.errors import CheckpointError, ConfigError, RewardError
 from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.reward_models import RewardModelServer, find_label, pick_score
 from rollouts_core.system.http_service import HTTPService
+from rollouts_core.system.time_limits import uncounted
 from rollouts_core.types import Message, Sample
 
 MAX_CACHED = 100_000
@@ -118,8 +119,10 @@ def _identify(sample: Sample) -> bytes:
 
 
 async def _wait_for(future: asyncio.Future[float | None]) -> float | None:
-    # Shielded: another sample may wait for the same reward when this one is cancelled.
-    return await asyncio.shield(future)
+    # Each request has a limit of its own (`timeout_s`); how many others are before it is not this sample's doing.
+    with uncounted():
+        # Shielded: another sample may wait for the same reward when this one is cancelled.
+        return await asyncio.shield(future)
 
 
 def create_http_reward(config: RewardConfig) -> BatchedReward:

@@ -40,7 +40,7 @@ from rollouts_core.rl_batch import places_to_score, plan_rows, prepare_updates
 from rollouts_core.rollout.group_order import Schedule
 from rollouts_core.rollout.manager import AsyncRolloutManager
 from rollouts_core.rollout.offline_rollouts import OfflineRollouts
-from rollouts_core.saving import RunCheckpoints, describe_settings
+from rollouts_core.saving import RunCheckpoints, describe_settings, is_same_task
 from rollouts_core.signal_watch import SignalWatch
 from rollouts_core.types import RolloutBatch, Sample, Status, trajectory_places
 from rollouts_core.update import SkipCounter, update_policy
@@ -162,11 +162,6 @@ async def resume(
     if checkpoints.events and checkpoints.directory:
         rollout_manager.replay(read_schedules(checkpoints.events.path, after_step=state["step"]))
     return state["step"] + 1, SkipCounter(config.max_skipped_updates, state.get("num_skipped", 0)), signal
-
-
-def is_same_task(changed: Sequence[str]) -> bool:
-    """True where none of the settings and inputs that changed is about what is asked, sampled and graded."""
-    return not any(name in ("data", "plugins") or name.startswith("rollout.") for name in changed)
 
 
 async def publish_version(

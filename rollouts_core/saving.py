@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 ScoredBy = Literal["reward", "eval_loss", "loss"]
 """Which metric the checkpoints of a run are compared by: the same for all of them."""
 
+TASK_INPUTS = ("data", "samples", "plugins")
+"""Inputs that decide what a score is of."""
 LATER_INPUTS = ("data",)
 """Inputs that checkpoints of RL by earlier versions do not name: they pass for those of today."""
 
@@ -108,16 +110,15 @@ class RunCheckpoints:
         if self.directory is None or (checkpoint := self._find_checkpoint(self.directory)) is None:
             return None
         manifest = load_manifest(checkpoint)
-        unnamed = {name: value for name, value in self.settings.items() if name in LATER_INPUTS}
         self.changed = check_same_settings(
-            {**unnamed, **manifest.settings},
+            self._with_later_inputs(manifest.settings),
             self.settings,
             allowed=self.config.allow_changed,
             checkpoint=checkpoint,
         )
         check_step(manifest.step, self.config.num_steps, checkpoint=checkpoint)
         state = await self.backend.load_checkpoint(checkpoint).result()
-        self._window = list(state["window"])
+        self._window = list(state["window"]) if is_same_task(self.changed) else []
         details = {"changed": self.changed} if self.changed else {}
         self._write_event("resumed", step=manifest.step, checkpoint=checkpoint.name, **details)
         self._tell_of_extension(manifest.step, state["num_steps"])
@@ -214,8 +215,17 @@ class RunCheckpoints:
             newest=saving.path,
             keep=self.config.keep_checkpoints,
             keep_best=self.config.keep_best,
+            is_comparable=self._is_comparable,
         )
         self._write_event("checkpoint", step=saving.step)
+
+    def _is_comparable(self, settings: Mapping[str, Any]) -> bool:  # Any: JSON
+        """Whether the score of a checkpoint of these settings is of the same as those to come."""
+        return is_same_task(changed_settings(self._with_later_inputs(settings), self.settings))
+
+    def _with_later_inputs(self, settings: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
+        unnamed = {name: value for name, value in self.settings.items() if name in LATER_INPUTS}
+        return {**unnamed, **settings}
 
     def _write_event(self, event: str, **details: Any) -> None:  # Any: JSON
         if self.events:
@@ -258,7 +268,7 @@ def check_same_settings(
     Raises:
         CheckpointError: others differ; it names them with both values, and what in `allowed` is the name of none.
     """
-    changed = [name for name in sorted(saved.keys() | current.keys()) if saved.get(name) != current.get(name)]
+    changed = changed_settings(saved, current)
     refused = [setting for setting in changed if not any(_names(name, setting) for name in allowed)]
     if refused:
         differences = "; ".join(f"{name} was {_show(saved, name)} and is {_show(current, name)}" for name in refused)
@@ -270,6 +280,16 @@ def check_same_settings(
             * bool(unused)
         )
     return changed
+
+
+def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:  # Any: JSON
+    """The names of the settings and inputs that differ, in order."""
+    return [name for name in sorted(saved.keys() | current.keys()) if saved.get(name) != current.get(name)]
+
+
+def is_same_task(changed: Sequence[str]) -> bool:
+    """True where none of the settings and inputs that changed is about what is asked, sampled and graded."""
+    return not any(name in TASK_INPUTS or name.startswith("rollout.") for name in changed)
 
 
 def _names(allowed: str, setting: str) -> bool:

@@ -59,7 +59,7 @@ from rollouts_core.environments.protocol import describe_tools
 from rollouts_core.errors import ConfigError, DataError, DemonstrationError
 from rollouts_core.findings import Caution
 from rollouts_core.model.adapter_targets import check_adapters
-from rollouts_core.model.loading import find_positions, load_tokenizer
+from rollouts_core.model.loading import check_unpacked, find_positions, load_tokenizer
 from rollouts_core.rewards import REWARDS, check_reward_row
 from rollouts_core.rollout.generate import check_prompt_lengths
 from rollouts_core.rollout.offline_rollouts import OfflineRollouts, check_rollouts
@@ -84,7 +84,12 @@ def validate_config(config: Config) -> list[str]:
     if config.evaluation.metric == "accuracy":
         check_graded(config.rollout)
     check_resumed(config)
+    is_here = Path(config.model.path).is_dir()
+    if is_here:  # before what an engine has against such a model: another engine would not help
+        check_unpacked(config.model)
     check_model_files(config)
+    if not is_here:
+        check_unpacked(config.model)
     check_jax_model(config)
     check_packing(config)
     tokenizer = load_tokenizer(config.model)

@@ -74,7 +74,7 @@ class RolloutConfig(Record):
     """The run pauses when more than this share of the last 50 groups had such a failure, and ends when that lasts."""
     max_outage_minutes: Annotated[Finite, Field(ge=0)] = Field(30.0, json_schema_extra=PLACEMENT)
     """How long such pauses may take together before the run ends; after each, longer and longer, it asks again. 0 ends
-    it at once."""
+    it at once. Selection and evaluation, which drop nothing, wait so long for a prompt."""
     generate_fn: FunctionName = ""
     """Takes the pending samples of a group and returns them finished, with the log-probs of what was sampled; empty
     asks the engines. Completions that checkpoints are compared by come from an engine all the same."""
@@ -86,7 +86,8 @@ class RolloutConfig(Record):
     rewards: tuple[RewardConfig, ...] = ()
     """Several rewards, added with their weights, in place of `reward_fn`."""
     reward_timeout_s: Annotated[Finite, Field(gt=0)] = 1800.0
-    """A reward or a filter that takes longer ends the run with a sentence, also where it never waits for anything."""
+    """A reward or a filter that takes longer ends the run with a sentence, also where it never waits for anything. The
+    wait for a processor of the environment `code` does not count, nor a service's answer, which has its own limit."""
     filter_fn: FunctionName = ""
     """Which groups are trained on: a name of `rollouts_core.filters.FILTERS` or `package.module:function`."""
     filters: tuple[FilterConfig, ...] = ()

@@ -37,7 +37,7 @@ from rollouts_core.embedded.architecture import (
 from rollouts_core.embedded.projection import Projection, find_row_step
 from rollouts_core.embedded.segments import SegmentAddress, read_segment
 from rollouts_core.embedded.weights import check_tensors, digest_tensors, read_tensors
-from rollouts_core.errors import CheckpointError
+from rollouts_core.errors import CheckpointError, NoMemoryError
 
 LENGTH_STEP = 32
 """Attention over a multiple of 32 positions has no odd-sized tail, which would round differently."""
@@ -327,16 +327,28 @@ class Decoder:
                 layer.qk_norm[num_heads + 1 :] = layer.qk_norm[num_heads]
 
     def _reserve(self, num_slots: int, length: int) -> None:
-        """Grow the cache by doubling until it has this many slots and positions."""
+        """Grow the cache by doubling until it has this many slots and positions; what it holds stays where it cannot.
+
+        Raises:
+            NoMemoryError: there is no memory for it.
+        """
         old_slots, old_length = self._kv.shape[1:3]
         if num_slots <= old_slots and length <= old_length:
             return
         grown_slots = old_slots if num_slots <= old_slots else max(num_slots, 2 * old_slots)
         grown_length = old_length if length <= old_length else max(length, 2 * old_length)
-        grown = self._new_cache(
-            min(grown_slots, _round_up(self.num_slots, self.row_step)),
-            min(grown_length, _round_up(self.context_length, LENGTH_STEP)),
-        )
+        grown_slots = min(grown_slots, _round_up(self.num_slots, self.row_step))
+        grown_length = min(grown_length, _round_up(self.context_length, LENGTH_STEP))
+        try:
+            grown = self._new_cache(grown_slots, grown_length)
+        except (MemoryError, RuntimeError) as error:  # torch's has no type of its own
+            num_bytes = self._kv.nbytes // (old_slots * old_length) * grown_slots * grown_length
+            raise NoMemoryError(
+                f"the embedded engine has no memory for {num_bytes / 2**30:.1f} GiB of keys and values, of "
+                f"{grown_slots} completions with room for {grown_length} tokens each: lower "
+                "deployment.max_running_requests, rollout.sampling.max_new_tokens or rollout.max_prompt_tokens, or "
+                "take a machine with more memory"
+            ) from error
         grown[:, :old_slots, :old_length] = self._kv
         self._kv = grown
 

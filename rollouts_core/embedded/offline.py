@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from rollouts_core.embedded.decoder import Decoder
-from rollouts_core.embedded.running import Completion, GenerationRequest, Partial, RunningBatch, complete
+from rollouts_core.embedded.running import NO_NUMBERS, Completion, GenerationRequest, Partial, RunningBatch, complete
 from rollouts_core.embedded.sampling import MAX_SEED, SamplingParams
-from rollouts_core.errors import EngineError
+from rollouts_core.errors import EngineError, NoNumbersError
 
 
 def generate_tokens(
@@ -32,7 +32,7 @@ def generate_tokens(
 
     Raises:
         ValueError: a prompt that the decoder cannot take.
-        EngineError: the weights, or the parameters, give log-probs that are no finite numbers.
+        NoNumbersError: the weights, or the parameters, give log-probs that are no finite numbers.
     """
     assert len(prompts) == len(params), f"{len(prompts)} prompts, {len(params)} sampling parameters"
     waiting: deque[Partial] = deque()
@@ -46,7 +46,7 @@ def generate_tokens(
         admitted = [waiting.popleft() for _ in range(min(batch.num_free, len(waiting)))]
         for partial, reason in batch.step(admitted):
             if reason.kind == "error":
-                raise EngineError(reason.message)
+                raise (NoNumbersError if reason is NO_NUMBERS else EngineError)(reason.message)
             request_id = partial.request.request_id
             completions[request_id] = complete(partial, reason, weight_version=weight_version)
     return [completions[str(index)] for index in range(len(prompts))]

@@ -40,7 +40,7 @@ from rollouts_core.embedded.running import (
     note_version_change,
 )
 from rollouts_core.embedded.segments import SegmentAddress
-from rollouts_core.errors import EngineError, EngineUnavailableError, RolloutsError
+from rollouts_core.errors import EngineError, EngineUnavailableError, NoMemoryError, RolloutsError
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,8 @@ class Scheduler:
         self.model_dir = model_dir
         self.weight_version = weight_version
         self.is_paused = False
-        self.failure: str | None = None
+        self.failure: RolloutsError | None = None
+        """What ended the thread: it is raised for whoever waits, or comes later."""
         self.tokenizer = _load_tokenizer(model_dir)
         """Turns text into token ids and back; None where the model directory has no tokenizer.json."""
         self._batch = RunningBatch(decoder, self.tokenizer)
@@ -289,7 +290,7 @@ class Scheduler:
 
     def _check_open(self) -> None:
         if self.failure is not None:
-            raise EngineUnavailableError(self.failure)
+            raise _copy(self.failure)
         if self._is_closing:
             raise EngineUnavailableError(SHUT_DOWN.message)
 
@@ -300,9 +301,12 @@ class Scheduler:
             while self._wait_for_work():
                 self._turn()
             self._shut_down()
+        except NoMemoryError as error:  # started anew it would be asked for the same
+            logger.error("%s", error)
+            self._fail(error)
         except Exception as error:
             logger.exception("the generation thread failed")
-            self._fail(f"the generation thread failed: {error!r}; restart the engine")
+            self._fail(EngineUnavailableError(f"the generation thread failed: {error!r}; restart the engine"))
         finally:
             self._batch.close()
 
@@ -409,26 +413,31 @@ class Scheduler:
 
     def _shut_down(self) -> None:
         self._end(lambda _: True, SHUT_DOWN)
-        self._fail(SHUT_DOWN.message)
+        self._fail(EngineUnavailableError(SHUT_DOWN.message))
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, failure: RolloutsError) -> None:
         """Accept nothing more and fail whoever still waits."""
         with self._wake:
-            self.failure = reason
+            self.failure = failure
             pending, commands = list(self._pending.values()), list(self._commands)
             self._pending.clear()
             self._commands.clear()
         for command in commands:
-            command.refuse(reason)
+            command.refuse(str(failure))
         for request_done in pending:
-            request_done.set_exception(EngineUnavailableError(reason))
+            request_done.set_exception(_copy(failure))
         while self._updates:
-            self._updates.popleft().done.set_exception(EngineUnavailableError(reason))
+            self._updates.popleft().done.set_exception(_copy(failure))
 
 
 def _load_tokenizer(model_dir: Path) -> Tokenizer | None:
     path = model_dir / "tokenizer.json"
     return Tokenizer.from_file(str(path)) if path.exists() else None
+
+
+def _copy(error: RolloutsError) -> RolloutsError:
+    """The same error for somebody else, who adds a traceback of his own."""
+    return type(error)(str(error))
 
 
 def _pass_on_error(source: Future[None], target: Future[int]) -> None:

@@ -32,7 +32,7 @@ from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.receiving import WeightReceiver
 from rollouts_core.embedded.scheduler import Scheduler
-from rollouts_core.errors import EngineError, InputError
+from rollouts_core.errors import EngineError, InputError, NoMemoryError, RolloutsError
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def serve(
         InputError: an address beyond this machine without a key.
         PortInUseError: another process listens on the port.
         CheckpointError: the model cannot be loaded.
-        EngineError: generation failed; requests that were under way got the same error.
+        NoMemoryError, EngineError: generation failed; requests that were under way got the same error.
     """
     if not api_key and not is_loopback(host):
         raise InputError(
@@ -101,6 +101,8 @@ def serve(
             server = _Server(config, scheduler, receiver, on_ready=partial(_announce, url, on_ready))
             with _signals_stop(server):
                 server.run(sockets=[listener])
+    if isinstance(server.failure, NoMemoryError):
+        raise server.failure
     if server.failure:
         raise EngineError(f"the engine stopped generating: {server.failure}")
     logger.info("stopped serving %s", model_dir)
@@ -166,12 +168,12 @@ class _Server(uvicorn.Server):
         self._scheduler = scheduler
         self._receiver = receiver
         self._on_ready = on_ready
-        self.failure = ""
-        """Why the generation thread ended by itself; empty while it lives."""
+        self.failure: RolloutsError | None = None
+        """Why the generation thread ended by itself; None while it lives."""
 
     async def on_tick(self, counter: int) -> bool:
         """Stop when the generation thread has failed: whoever supervises the process can start it anew."""
-        self.failure = self._scheduler.failure or ""
+        self.failure = self._scheduler.failure
         return await super().on_tick(counter) or bool(self.failure)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -23,6 +23,8 @@ from rollouts_core.errors import CheckpointError, DivergedError
 MAX_NAMES_SHOWN = 3
 MAX_DIGEST_THREADS = 4
 """They compute no torch, and all else waits for them: what a process does besides is not slowed by them for long."""
+SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Number formats that hold numbers themselves: what quantization packs, and eight bits, torch has no sums of."""
 MIN_BYTES_PER_THREAD = 16 * 2**20
 """A thread for less costs more than it saves: 2.4 ms instead of 0.5 ms for 0.6 MB on two cores."""
 
@@ -56,6 +58,21 @@ def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
             raise CheckpointError(f"{source}: {name} holds {found.dtype}, expected floating-point numbers")
         if not is_finite(found):
             raise DivergedError(f"{source}: {name} holds values that are not finite numbers")
+
+
+def find_not_finite(model_dir: Path) -> str:
+    """The name of a tensor that holds NaN or infinity in a model's safetensors files; "" without one, or such files."""
+    try:
+        paths = _weight_files(model_dir)
+    except CheckpointError:  # whoever loads the model explains that
+        return ""
+    for path in paths:
+        with safe_open(path, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+                tensor = tensors.get_tensor(name)
+                if tensor.dtype in SUMMED and not is_finite(tensor):
+                    return str(name)
+    return ""
 
 
 def is_finite(tensor: Tensor) -> bool:

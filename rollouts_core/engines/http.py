@@ -19,7 +19,13 @@ from httpx_aiohttp import AiohttpTransport
 
 from rollouts_core.config.messages import first_line
 from rollouts_core.engines.completion import Completion, GenerationRequest, status_of_finish
-from rollouts_core.errors import EngineAnswerError, EngineBusyError, EngineError, EngineUnavailableError
+from rollouts_core.errors import (
+    EngineAnswerError,
+    EngineBusyError,
+    EngineError,
+    EngineUnavailableError,
+    NoNumbersError,
+)
 from rollouts_core.keys import key_header
 from rollouts_core.system.backoff import read_retry_after
 from rollouts_core.system.open_files import request_places
@@ -34,6 +40,8 @@ LOST_MACHINE_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4
 """A machine that acknowledges nothing for 30 s is gone, whatever its server is about to answer."""
 DONE_OR_QUEUED = (200, 202)
 """What a server answers that has done what it was asked, or, as a router, is about to."""
+NO_NUMBERS = ("Out of range float values are not JSON compliant", "log-probs of the next token are no finite numbers")
+"""What vLLM and the embedded engine answer where weights give log-probs that are no numbers. SGLang answers those."""
 
 
 class EngineConnection:
@@ -89,7 +97,8 @@ class EngineConnection:
                 "rollout.engine.api_key_variable"
             )
         if response.status_code not in DONE_OR_QUEUED:
-            raise EngineError(f"{self.url}{path} answered {response.status_code}: {response.text[:500]}")
+            kind = NoNumbersError if any(sign in response.text for sign in NO_NUMBERS) else EngineError
+            raise kind(f"{self.url}{path} answered {response.status_code}: {response.text[:500]}")
         if not is_answered:
             return None
         try:
@@ -166,7 +175,7 @@ def read_completion(
     if len(logprobs) != len(tokens):
         raise EngineAnswerError(f"{name} answered {len(tokens)} tokens with {len(logprobs)} logprobs")
     if not all(map(math.isfinite, logprobs)):
-        raise EngineAnswerError(f"{name} answered log-probs that are not finite numbers: its weights may hold NaN")
+        raise NoNumbersError(f"{name} answered log-probs that are not finite numbers: its weights may hold NaN")
     if finish_reason == "length" and len(tokens) < request.sampling.max_new_tokens:
         raise EngineError(
             f"{name} ended a completion after {len(tokens)} of {request.sampling.max_new_tokens} tokens: its "

@@ -34,7 +34,13 @@ from rollouts_core.engines.in_flight import ABORT_TIMEOUT_S, InterruptibleEngine
 from rollouts_core.engines.protocol import SegmentAccess
 from rollouts_core.engines.running_calls import RunningCalls
 from rollouts_core.engines.weight_sync import SYNC_TIMEOUT_S, WeightSyncResult, common_access, sync_weights_to_engines
-from rollouts_core.errors import EngineAnswerError, EngineError, EngineUnavailableError, WeightSyncError
+from rollouts_core.errors import (
+    EngineAnswerError,
+    EngineError,
+    EngineUnavailableError,
+    NoNumbersError,
+    WeightSyncError,
+)
 from rollouts_core.system.concurrency import ClosedOnExit, gather
 
 if TYPE_CHECKING:
@@ -67,6 +73,8 @@ class Member:
     """It was told to pause, and not yet to go on."""
     quarantined: str = ""
     """Why it is not asked; empty while it is."""
+    has_no_numbers: bool = False
+    """Whether it is not asked because its log-probs are no numbers."""
     returning: asyncio.Task[None] | None = None
     """Brings it back from quarantine."""
 
@@ -114,6 +122,7 @@ class EnginePool(ClosedOnExit):
 
         Raises:
             EngineUnavailableError: no engine is left.
+            NoNumbersError: nor is one, and the log-probs of none are numbers.
             EngineError: an engine refused the request.
         """
         while healthy := [member for member in self._members if not member.quarantined]:
@@ -122,8 +131,10 @@ class EnginePool(ClosedOnExit):
                 with member.calls.one(len(requests)):
                     return await member.engine.generate(requests)
             except (EngineUnavailableError, EngineAnswerError, WeightSyncError) as error:
+                member.has_no_numbers = isinstance(error, NoNumbersError)
                 self._quarantine(member, str(error))
-        raise EngineUnavailableError(f"no engine is left: {self._describe_quarantine()}")
+        kind = NoNumbersError if all(member.has_no_numbers for member in self._members) else EngineUnavailableError
+        raise kind(f"no engine is left: {self._describe_quarantine()}")
 
     def _choose(self, healthy: Sequence[Member], affinity: int | None) -> Member:
         """The engine of an affinity, the one with the fewest requests under way where that has too many, or is away."""
@@ -268,7 +279,7 @@ class EnginePool(ClosedOnExit):
         if member.quarantined:
             served = published.version if published else "what it was started with"
             logger.info("engine %s serves %s and is asked again", member.engine.name, served)
-        member.quarantined = ""
+        member.quarantined, member.has_no_numbers = "", False
 
     async def _bring_back(self, member: Member) -> None:
         """Load what is published into a quarantined engine now and then, until it serves what is published then."""

@@ -20,6 +20,7 @@ import anyio
 from rollouts_core.environments.protocol import Outcome
 from rollouts_core.environments.sandbox import SandboxLimits, run_in_sandbox
 from rollouts_core.errors import RewardError
+from rollouts_core.system.time_limits import take_turn
 from rollouts_core.types import Sample
 
 # Nothing is given back (`+`): a policy may write thousands of marks, letters or spaces in one line.
@@ -65,14 +66,14 @@ class CodeEnvironment:
     async def _passes_code(self, program: str, tests: str) -> bool:
         # The mark says that the tests were reached and passed: a program could end before them with exit code 0.
         mark = secrets.token_hex(16)
-        async with self._slots:
+        async with take_turn(self._slots):
             result = await run_in_sandbox(f"{program}\n\n{tests}\n\nprint({mark!r})\n", limits=self.limits)
         return result.outcome is Outcome.OK and result.stdout.rstrip().endswith(mark)
 
     async def _passes_all(self, program: str, tests: Sequence[dict[str, Any]]) -> bool:  # Any: JSON
         # One after another: most programs of a policy that learns fail early, and the rest need not run.
         for test in tests:
-            async with self._slots:
+            async with take_turn(self._slots):
                 result = await run_in_sandbox(program, stdin=str(test["stdin"]), limits=self.limits)
             if result.outcome is not Outcome.OK or _lines(result.stdout) != _lines(str(test["stdout"])):
                 return False

@@ -13,6 +13,8 @@ from referencing import Registry
 
 from rollouts_core.types import Sample
 
+BOOLEANS = {"True": True, "False": False}
+"""What is left of a row's `"answer": true` and `false`, since the answer of a prompt is text."""
 FENCED = re.compile(r"```(?:json)?[^\S\n]*\n(.*?)```", re.DOTALL)
 
 
@@ -64,10 +66,17 @@ def parse_json(text: str) -> Any:  # Any: JSON
 
 
 def _as_json(answer: Any) -> Any:  # Any: JSON, as text where it is a row's answer
+    if not isinstance(answer, str):
+        return answer
+    if answer in BOOLEANS:  # none of which is JSON
+        return BOOLEANS[answer]
     try:
-        return json.loads(answer) if isinstance(answer, str) else answer
+        return json.loads(answer)
     except ValueError as error:
-        raise ValueError(f"the answer {answer!r} is no JSON: {error}") from error
+        raise ValueError(
+            f"the answer {answer!r} is no JSON ({error}): where it is a text, write it with quotes of its own, "
+            f"{json.dumps(json.dumps(answer))}"
+        ) from error
 
 
 def _refuse_constant(name: str) -> None:

@@ -12,17 +12,20 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from rollouts_core.comparison import estimate_mean, select_best
 from rollouts_core.config import DeploymentConfig, RolloutConfig
 from rollouts_core.data.dataset import load_prompts_from_jsonl, load_sft_dataset
-from rollouts_core.errors import DataError, DivergedError
+from rollouts_core.embedded.weights import find_not_finite
+from rollouts_core.errors import DataError, DivergedError, EngineError
 from rollouts_core.evaluate import (
     ask_engine,
     evaluation_rollouts,
     generate_samples,
+    grade_completions,
     longest_prompt,
     score_demonstrations,
     scores_by_prompt,
@@ -30,9 +33,7 @@ from rollouts_core.evaluate import (
 from rollouts_core.job import EvalJob, GenerateJob, InputModel
 from rollouts_core.jobs.job_inputs import check_model, checked_file
 from rollouts_core.metrics import EventLog, JSONLLogger, read_json_lines
-from rollouts_core.model.loading import load_tokenizer, silence_progress_bars
-from rollouts_core.rewards import grade_group
-from rollouts_core.rollout.resolve import resolve_reward_fn
+from rollouts_core.model.loading import describe_diverged, load_tokenizer, silence_progress_bars
 from rollouts_core.run_directory import RunDirectory, attempt_number
 from rollouts_core.types import Prompt, Sample, sample_from_json
 
@@ -89,7 +90,7 @@ async def score_checkpoint(checkpoint: InputModel, job: EvalJob, directory: RunD
     rollout = evaluation_rollouts(job.evaluation, job.rollout)
     complete = partial(complete_prompts, checkpoint, prompts, rollout, job.deployment, directory)
     samples = await complete_once(checkpoint.name, complete, directory, rollout, num_prompts=len(prompts))
-    graded = await grade_group(samples, resolve_reward_fn(rollout), timeout_s=rollout.reward_timeout_s)
+    graded = await grade_completions(samples, rollout)
     directory.write_samples(checkpoint.name, graded, temperature=rollout.sampling.temperature)
     return scores_by_prompt(graded)
 
@@ -129,7 +130,7 @@ async def sample_prompts(job: GenerateJob, directory: RunDirectory) -> None:
         prompts = load_prompts_from_jsonl(job.prompts.path, max_rows=job.max_prompts)
     complete = partial(complete_prompts, job.model, prompts, job.rollout, job.deployment, directory)
     samples = await complete_once("completions", complete, directory, job.rollout, num_prompts=len(prompts))
-    graded = await grade_group(samples, resolve_reward_fn(job.rollout), timeout_s=job.rollout.reward_timeout_s)
+    graded = await grade_completions(samples, job.rollout)
     directory.write_samples("completions", graded, temperature=job.rollout.sampling.temperature)
     directory.write_result({"num_samples": len(graded), **asdict(estimate_mean(scores_by_prompt(graded)))})
 
@@ -163,12 +164,21 @@ async def complete_prompts(
     deployment: DeploymentConfig,
     directory: RunDirectory,
 ) -> list[Sample]:
-    """Ungraded completions: by the embedded decoder here, or by engines that serve the checkpoint meanwhile."""
+    """Ungraded completions: by the embedded decoder here, or by engines that serve the checkpoint meanwhile.
+
+    Raises:
+        DivergedError: its weights compute no numbers, whatever became of an engine that served them.
+    """
     model, num_running = checkpoint.model, deployment.max_running_requests
     if rollout.engine.kind == "embedded":
         return await generate_samples(model, prompts, rollout, num_slots=num_running)
     from rollouts_core.engines.child import started_engines
 
     max_tokens = rollout.engine_context(longest_prompt(model, prompts, rollout))
-    async with started_engines(checkpoint, rollout, deployment, directory, max_tokens=max_tokens) as engines:
-        return await ask_engine(engines, model, prompts, rollout, num_running=num_running * engines.num_engines)
+    try:
+        async with started_engines(checkpoint, rollout, deployment, directory, max_tokens=max_tokens) as engines:
+            return await ask_engine(engines, model, prompts, rollout, num_running=num_running * engines.num_engines)
+    except EngineError as error:
+        if not find_not_finite(Path(model.path)):
+            raise
+        raise DivergedError(describe_diverged(model.path)) from error

@@ -181,5 +181,11 @@ def describe_skipped_steps(lines: Sequence[Mapping[str, float]]) -> str:
 
 
 def write_rollouts(directory: RunDirectory, step: int, batch: RolloutBatch, *, temperature: float) -> None:
-    """Write the samples of an RL step, and at which temperature they were sampled, to samples/."""
+    """Write the samples of an RL step, and at which temperature they were sampled, to samples/.
+
+    Those of later steps go: they are of an attempt that was not gone on from, and may never be done again.
+    """
     directory.write_samples(f"step_{step:06d}", batch.samples, temperature=temperature)
+    for path in directory.samples.glob("step_*.jsonl"):
+        if int(path.stem.removeprefix("step_")) > step:
+            path.unlink()

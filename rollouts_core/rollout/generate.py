@@ -168,6 +168,14 @@ class ConversationGenerator:
         self._is_broken_off = False
         _go_on(self.engines)
 
+    def versions_of(self, group: Sequence[Sample]) -> list[int]:
+        """The versions of the weights that said what these conversations would go on from."""
+        return self._log.versions_of(group)
+
+    def forget(self, group: Sequence[Sample]) -> None:
+        """Begin these conversations anew."""
+        self._log.forget(group)
+
     def state_dict(self) -> dict[str, Any]:  # Any: JSON
         """What has been said so far, as JSON values."""
         return self._log.state_dict()

@@ -47,6 +47,7 @@ from rollouts_core.rollout.outage import OutageWatch
 from rollouts_core.rollout.resolve import (
     GenerateFn,
     Interruptible,
+    Remembering,
     Resumable,
     resolve_buffer_filter_fn,
     resolve_filter_fn,
@@ -108,6 +109,7 @@ class AsyncRolloutManager:
         self.generate_fn = generate_fn or resolve_generate_fn(config)
         function: object = self.generate_fn
         self._resumable = function if isinstance(function, Resumable) else None
+        self._remembering = function if isinstance(function, Remembering) else None
         is_kept = config.max_partial_staleness > 0
         self._interruptible = function if is_kept and isinstance(function, Interruptible) else None
         self.reward_fn = reward_fn or resolve_reward_fn(config)
@@ -384,9 +386,13 @@ class AsyncRolloutManager:
 
     def _renewed_if_stale(self, group: Group) -> Group:
         """A group that was given up; without its tokens where they have become too old to be trained on."""
-        if self.published.oldest(group) <= self.config.max_token_age:
+        versions = self._remembering.versions_of(group) if self._remembering else ()
+        ages = [self.published.oldest(group), *map(self.published.staleness_of, versions)]
+        if max(ages) <= self.config.max_token_age:
             return group
         self._tally.drops[STALE] += 1
+        if self._remembering:
+            self._remembering.forget(group)
         return self._pending_group(group[0].group_index)
 
     def _pending_group(self, index: int) -> Group:

@@ -6,15 +6,23 @@ Not here: the groups, and the pause itself (manager.py), trying again within a g
       ├─ for few of the last groups                 it is dropped and counted
       ├─ for more of them than the settings allow   nothing is asked for, for 15 s, 30 s, ... 5 min; then it is again
       └─ also after the pauses that they allow      EnvironmentOutageError
+
+An evaluation can do without no group, so it waits for each (`OutagePauses`).
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import anyio
 
 from rollouts_core.config import RolloutConfig
-from rollouts_core.errors import EnvironmentOutageError
+from rollouts_core.errors import EnvironmentOutageError, EnvironmentUnavailableError
+
+ResultT = TypeVar("ResultT")
 
 logger = logging.getLogger(__name__)
 
@@ -83,4 +91,62 @@ class OutageWatch:
             f"{num_failed} of the last {len(self._failures)} groups were dropped because an environment or a reward "
             f"was not available, more than rollout.max_environment_failure_share {share:g} of {FAILURE_WINDOW} allows"
             f"{pauses}; nothing of them was graded. Mend it, then start the run again. The last one: {problem}"
+        )
+
+
+class OutagePauses:
+    """Has calls made again that failed because something was not available, after pauses that they share.
+
+    Others go on meanwhile: that one failed does not say that there is an outage.
+    """
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self.config = config
+        self._next_pause_s = FIRST_PAUSE_S
+        """Twice as long after each pause, until a call succeeds."""
+        self._pause_ends_at = 0.0
+        """By the clock of the event loop."""
+
+    async def wait_out(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        """What the call returns, made again as long as the settings allow.
+
+        Raises:
+            EnvironmentOutageError: the pauses that they allow were not enough for this call.
+        """
+        paused_s = 0.0
+        while True:
+            try:
+                outcome = await call()
+            except EnvironmentUnavailableError as error:
+                left_s = self.config.max_outage_minutes * 60 - paused_s
+                if left_s <= 0:
+                    raise self._lasting(error, paused_s) from error
+                pause_s = min(self._begin_pause(str(error)), left_s)
+                await anyio.sleep(pause_s)
+                paused_s += pause_s
+            else:
+                self._next_pause_s = FIRST_PAUSE_S
+                return outcome
+
+    def _begin_pause(self, problem: str) -> float:
+        """How long to wait, seconds: until the end of the pause under way, or that of a new one."""
+        now = anyio.current_time()
+        if now >= self._pause_ends_at:
+            self._pause_ends_at = now + self._next_pause_s
+            logger.warning(
+                "something was not available (%s), and is asked for again in %.0f s; the evaluation ends after %.0f "
+                "minutes of such pauses for one prompt",
+                problem,
+                self._next_pause_s,
+                self.config.max_outage_minutes,
+            )
+            self._next_pause_s = min(MAX_PAUSE_S, 2 * self._next_pause_s)
+        return self._pause_ends_at - now
+
+    def _lasting(self, error: EnvironmentUnavailableError, paused_s: float) -> EnvironmentOutageError:
+        pauses = f", also after pauses of {paused_s / 60:.1f} minutes" if paused_s else ""
+        return EnvironmentOutageError(
+            f"an environment or a reward was not available{pauses} (rollout.max_outage_minutes "
+            f"{self.config.max_outage_minutes:g}), and an evaluation needs every prompt. Mend it, then start the run "
+            f"again. The last problem: {error}"
         )

@@ -33,7 +33,8 @@ GenerateFn = Callable[..., Sequence[Sample] | Awaitable[Sequence[Sample]]]
 
 A trajectory may come back as several samples, one per turn (`Sample.turn`). A group of which some samples come back as
 `Status.ABORTED` is handed in again, to be continued from the tokens that they have. One that is `Resumable`, too, is
-saved with each checkpoint; one that is `Interruptible` can end what is under way with the tokens that it has."""
+saved with each checkpoint; one that is `Interruptible` can end what is under way with the tokens that it has, and says
+how old they are where it is `Remembering`."""
 
 
 @runtime_checkable
@@ -60,6 +61,19 @@ class Interruptible(Protocol):
 
     def go_on(self) -> None:
         """Generate again after `break_off`."""
+        ...
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """A generate function that keeps tokens of groups under way itself, not in their samples."""
+
+    def versions_of(self, group: Sequence[Sample]) -> Sequence[int]:
+        """The versions of the weights that sampled what it would go on from."""
+        ...
+
+    def forget(self, group: Sequence[Sample]) -> None:
+        """Begin the group anew when it is asked for: what there is of it has become too old to be trained on."""
         ...
 
 

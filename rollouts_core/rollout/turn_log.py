@@ -15,11 +15,12 @@ would come to be trained on.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollouts_core.engines.completion import Completion
-from rollouts_core.rollout.agent import AgentTurn
+from rollouts_core.rollout.agent import AgentTurn, place_version_spans
 from rollouts_core.types import Sample, Status
 
 Place = tuple[int, int]
@@ -50,6 +51,16 @@ class TurnLog:
             log = self._under_way.pop(place, None)
             if is_kept and log is not None:
                 self._earlier[place] = log.turns
+
+    def versions_of(self, group: Sequence[Sample]) -> list[int]:
+        """The versions of the weights that said what conversations of a group would go on from."""
+        turns = itertools.chain(*(self._earlier.get((pending.group_index, pending.index), ()) for pending in group))
+        return [span.version for turn in turns for span in place_version_spans(turn.completion, 0)]
+
+    def forget(self, group: Sequence[Sample]) -> None:
+        """Let the conversations of a group go on from nothing."""
+        for pending in group:
+            self._earlier.pop((pending.group_index, pending.index), None)
 
     def state_dict(self) -> dict[str, Any]:  # Any: JSON
         """The turns of the groups under way, also of those conversations that are over, as JSON values."""

@@ -6,16 +6,21 @@ A function that never waits holds the event loop up, so no timer of the loop can
 thread, as in every job, a signal does: in the function itself, and in each stretch of a coroutine between two waits. It
 costs a few microseconds a call, and keeps functions in the thread that libraries with signals of their own need. In
 another thread a plain function gets a thread of its own, which is left behind when its time is over.
+
+    call of grade ── waits for its turn ── runs a program ── returns
+    its time      |      stands (take_turn)  |---------------|
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from time import monotonic
 from types import FrameType
@@ -44,10 +49,49 @@ class _Interrupt(BaseException):
     """No Exception: a function that goes on after every error would go on after this one, too."""
 
 
+class _Clock:
+    """What is left of the time of a call that waits for something; it stands as long as that is only its turn.
+
+    Args:
+        outer: that of the call within which this one was made.
+    """
+
+    def __init__(self, timeout_s: float, outer: _Clock | None) -> None:
+        self.outer = outer
+        self.scope = anyio.CancelScope(deadline=anyio.current_time() + timeout_s)
+        """Ends the call's waits."""
+        self._deadline = monotonic() + timeout_s
+        self._left_s = timeout_s
+        """While it stands."""
+        self._num_waits = 0
+
+    @property
+    def left_s(self) -> float:
+        """How long the call may still take."""
+        return self._left_s if self._num_waits else self._deadline - monotonic()
+
+    def stop(self) -> None:
+        """Let no time pass until as many calls of `go_on` as of this."""
+        self._left_s = self.left_s
+        self.scope.deadline = math.inf
+        self._num_waits += 1
+
+    def go_on(self) -> None:
+        """Let time pass again."""
+        self._num_waits -= 1
+        if not self._num_waits:
+            self._deadline = monotonic() + self._left_s
+            self.scope.deadline = anyio.current_time() + self._left_s
+
+
+_current_clock: ContextVar[_Clock | None] = ContextVar("current_clock", default=None)
+"""That of the innermost call under way, in each task."""
+
+
 async def call_within(
     timeout_s: float | None, function: Callable[..., Any], *arguments: Any
 ) -> Any:  # Any: a user's function made it
-    """What a plain or coroutine function returns.
+    """What a plain or coroutine function returns. Its time passes from here on, but not where it says `uncounted`.
 
     Code that waits inside C without looking at signals, or a task that a coroutine starts for itself, has no limit
     here; nor has a stretch of a coroutine that never waits, where the event loop is not in the main thread.
@@ -59,19 +103,54 @@ async def call_within(
     if timeout_s is None:
         outcome = function(*arguments)
         return await outcome if inspect.isawaitable(outcome) else outcome
-    deadline = monotonic() + timeout_s
-    if can_interrupt():
-        with interrupt_after(timeout_s):
+    clock = _Clock(timeout_s, _current_clock.get())
+    outer = _current_clock.set(clock)
+    try:
+        if can_interrupt():
+            with interrupt_after(timeout_s):
+                outcome = function(*arguments)
+        elif inspect.iscoroutinefunction(function):
             outcome = function(*arguments)
-    elif inspect.iscoroutinefunction(function):
-        outcome = function(*arguments)
-    else:
-        outcome = await _call_in_thread(timeout_s, function, *arguments)
-    if not inspect.isawaitable(outcome):
-        return outcome
-    with anyio.move_on_after(timeout_s):
-        return await _InterruptedSteps(outcome, timeout_s, deadline)
+        else:
+            outcome = await _call_in_thread(timeout_s, function, *arguments)
+        if not inspect.isawaitable(outcome):
+            return outcome
+        with clock.scope:
+            return await _InterruptedSteps(outcome, timeout_s, clock)
+    finally:
+        _current_clock.reset(outer)
     raise OutOfTimeError(_say_late(timeout_s))
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Nothing of the block's time counts towards the limits of the calls that it is in.
+
+    For waits that have an end by themselves, and of whose length the call knows nothing: for its turn, or for an answer
+    that has a limit of its own.
+    """
+    clock, clocks = _current_clock.get(), list[_Clock]()
+    while clock is not None:
+        clocks.append(clock)
+        clock = clock.outer
+    for each in clocks:
+        each.stop()
+    try:
+        yield
+    finally:
+        for each in clocks:
+            each.go_on()
+
+
+@asynccontextmanager
+async def take_turn(limiter: anyio.CapacityLimiter) -> AsyncIterator[None]:
+    """One of the limiter's places for the block; the wait for it is `uncounted`."""
+    with uncounted():
+        await limiter.acquire()
+    try:
+        yield
+    finally:
+        limiter.release()
 
 
 def can_interrupt() -> bool:
@@ -130,16 +209,16 @@ def _describe(frame: FrameType | None) -> str:
 class _InterruptedSteps:
     """An awaitable whose every stretch between two waits is interrupted at the deadline."""
 
-    def __init__(self, awaitable: Awaitable[Any], timeout_s: float, deadline: float) -> None:  # Any: a user's
+    def __init__(self, awaitable: Awaitable[Any], timeout_s: float, clock: _Clock) -> None:  # Any: a user's
         self._awaitable = awaitable
         self._timeout_s = timeout_s
-        self._deadline = deadline
+        self._clock = clock
 
     def __await__(self) -> Generator[Any, None, Any]:  # Any: what event loops and coroutines tell each other
         steps = _wait_for(self._awaitable)
         thrown: BaseException | None = None
         while True:
-            left_s = self._deadline - monotonic()
+            left_s = self._clock.left_s
             with interrupt_after(self._timeout_s, left_s=left_s if left_s > 0 else CLEAN_UP_S):
                 try:
                     waited_for = steps.send(None) if thrown is None else steps.throw(thrown)

@@ -73,6 +73,17 @@ def test_the_last_line_of_a_step_counts(tmp_path: Path) -> None:
     assert [line["loss"] for line in read_metrics(tmp_path / "m.jsonl")] == [3, 9, 1]
 
 
+def test_steps_behind_the_checkpoint_that_a_later_attempt_went_on_from_do_not_count(tmp_path: Path) -> None:
+    """A page that shows them says that a run is at a step which it has yet to do, or ended before."""
+    for attempt, steps, attempts_of_steps in ((1, (1, 2, 3, 4), [1, 1, 1, 1]), (2, (3,), [1, 1, 2])):
+        with JSONLLogger(tmp_path / "m.jsonl", attempt=attempt) as logger:
+            for step in steps:
+                logger.log({}, step)
+        kept = read_metrics(tmp_path / "m.jsonl")
+        assert [line["step"] for line in kept] == list(range(1, len(kept) + 1))
+        assert [line["attempt"] for line in kept] == attempts_of_steps
+
+
 def test_a_file_that_does_not_exist_has_no_lines(tmp_path: Path) -> None:
     assert read_json_lines(tmp_path / "none.jsonl") == []
 

@@ -88,6 +88,19 @@ def test_equal_samples_are_scored_once_also_later(serve: Any) -> None:
     assert (reward.num_calls, reward.num_cached) == (4, 2)
 
 
+def test_requests_that_wait_for_others_have_their_time_before_them(serve: Any) -> None:
+    """A batch that a slow service answers one after another takes longer than one reward may."""
+
+    def answer_slowly(body: dict[str, Any]) -> Answer:
+        time.sleep(0.1)
+        return count_letters(body)
+
+    reward = http_reward(serve(answer_slowly), batch_size=1, max_concurrent=1)
+    samples = make_samples(*("x" * n for n in range(1, 7)))
+    graded = asyncio.run(grade_group(samples, reward, timeout_s=0.3))
+    assert [sample.reward for sample in graded] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
 def test_samples_that_differ_in_their_metadata_alone_are_scored_each(serve: Any) -> None:
     service = serve(lambda body: (200, {"rewards": [sample["metadata"]["rubric"] for sample in body["samples"]]}))
     samples = [replace(sample, metadata={"rubric": i}) for i, sample in enumerate(make_samples("x", "x"))]

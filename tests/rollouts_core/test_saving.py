@@ -160,6 +160,29 @@ def test_the_best_stay_besides_the_newest(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("changed", "kept"),
+    [({"rollout.reward_fn": "other"}, ["step_000006", "step_000008"]), ({"lr": 2}, ["step_000002", "step_000008"])],
+)
+def test_scores_of_another_task_are_not_compared_with_those_after_it(
+    tmp_path: Path, changed: dict[str, Any], kept: list[str]
+) -> None:
+    """Rewards of up to 10 would keep a checkpoint for ever, where those to come are 1 at most."""
+    backend = SlowDiskBackend()
+    backend.may_write.set()
+
+    async def train(settings: Mapping[str, Any], rewards: Mapping[int, float]) -> None:
+        config = CONFIG.model_copy(update={"keep_best": 1, "allow_changed": tuple(changed)})
+        async with RunCheckpoints(backend, tmp_path, config, settings=settings, scored_by="reward") as checkpoints:
+            await checkpoints.resume()
+            for step, reward in rewards.items():
+                await checkpoints.after_step(step, {"reward": reward})
+
+    asyncio.run(train({"lr": 1}, {1: 9.0, 2: 9.0, 3: 5.0, 4: 5.0}))
+    asyncio.run(train({"lr": 1, **changed}, {5: 0.5, 6: 0.5, 7: 0.1, 8: 0.1}))
+    assert [path.name for path in list_checkpoints(tmp_path)] == kept
+
+
 def test_checkpoints_without_an_evaluation_are_not_compared_with_those_that_have_one(tmp_path: Path) -> None:
     """The training loss of packed rows is mostly below that of held-out ones, and would always win."""
     backend = SlowDiskBackend()

@@ -39,11 +39,12 @@ from rollouts_core.checks.validate import (
     warn_of_uncorrected_age,
 )
 from rollouts_core.comparison import compare_paired
-from rollouts_core.config import Config, ModelConfig, RewardConfig, RLTrainingConfig, RolloutConfig
+from rollouts_core.config import Config, ModelConfig, PolicyConfig, RewardConfig, RLTrainingConfig, RolloutConfig
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.errors import CheckpointError, ConfigError, DataError
 from rollouts_core.findings import Caution
+from rollouts_core.model.policy import create_policy
 from rollouts_core.rewards import REWARDS
 from rollouts_core.rollout.generate import check_prompt_lengths
 from rollouts_core.saving import describe_settings
@@ -249,6 +250,28 @@ def test_a_model_that_heeds_no_mask_is_refused_where_rows_are_packed(
         check_packing(Config.model_validate(settings))
 
 
+@pytest.mark.parametrize(
+    ("quantization", "method"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"load_in_8bit": True}, "bitsandbytes"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+    ],
+)
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_model_of_packed_integers_is_refused_before_a_training_and_by_it(
+    quickstart_dir: Path, tmp_path: Path, quantization: dict[str, Any], method: str, is_loaded: bool
+) -> None:
+    """Where bitsandbytes is installed nothing but norms and embeddings would be trained, without a word."""
+    folder = tmp_path / "quantized"
+    shutil.copytree(quickstart_dir / "base_model", folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": quantization}))
+    config = with_rollout(environment="arithmetic").model_copy(update={"model": ModelConfig(path=str(folder))})
+    with pytest.raises(ConfigError, match=rf"{folder} are quantized \({method}, .*give the model that they were made"):
+        create_policy(config.model, PolicyConfig()) if is_loaded else validate_config(config)
+
+
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("max_length", [17, 18, 60])
 def test_demonstrations_that_are_longer_than_what_the_model_sees_are_refused_or_told(
@@ -343,6 +366,8 @@ def test_a_prompt_without_what_its_grader_needs_is_named(
         ("countdown", {"numbers": [1, "two"], "target": 3}, "expected a number, found 'two'"),
         ("json_schema", {"schema": {"type": "objekt"}}, "`schema` is no JSON Schema: 'objekt'"),
         ("json_schema", {"schema": {"type": "object"}, "answer": "{"}, "the answer '{' is no JSON"),
+        ("json_schema", {"schema": {"type": "string"}, "answer": "Rome"}, r'quotes of its own, "\\"Rome\\""'),
+        ("json_schema", {"schema": {"type": "object"}, "answer": True}, "schema: True is not of type 'object'"),
         ("json_schema", {"schema": {"type": "object"}, "answer": [1]}, "does not keep to the row's own schema"),
         ("math", {"answer": "$ "}, "the row's answer .* is empty without spaces, units and marks"),
         ("multiple_choice", {"answer": "42"}, "expected a letter from A to J as `answer`, found '42'"),
@@ -408,12 +433,24 @@ def test_an_answer_that_is_json_is_left_to_who_reads_it_or_ignores_it(tmp_path: 
     check_answers(load_prompts_from_jsonl(path), with_rollout(**rollout), source=path)
 
 
-def test_an_answer_that_is_json_is_graded_as_json(tmp_path: Path) -> None:
-    row = {"prompt": "x", "schema": {"type": "object"}, "answer": {"a": [1, None]}}
+@pytest.mark.parametrize(
+    ("schema", "answer", "right", "wrong"),
+    [
+        ("object", {"a": [1, None]}, '{"a": [1, null]}', '{"a": [1, 0]}'),
+        ("boolean", True, "true", "false"),
+        ("boolean", False, "false", "true"),
+        ("number", 2.5, "2.50", "2"),
+    ],
+)
+def test_an_answer_that_is_json_is_graded_as_json(
+    tmp_path: Path, schema: str, answer: Any, right: str, wrong: str
+) -> None:
+    row = {"prompt": "x", "schema": {"type": schema}, "answer": answer}
     [prompt] = load_prompts_from_jsonl(write_rows(tmp_path / "p.jsonl", [row]))
     check_answers([prompt], with_rollout(environment="json_schema"), source="p.jsonl")
-    sample = Sample(response='{"a": [1, null]}', metadata={**prompt.metadata, "answer": prompt.answer})
-    assert ENVIRONMENTS["json_schema"]().grade(sample) == 1.0
+    for response, reward in ((right, 1.0), (wrong, 0.0)):
+        sample = Sample(response=response, metadata={**prompt.metadata, "answer": prompt.answer})
+        assert ENVIRONMENTS["json_schema"]().grade(sample) == reward
 
 
 def test_a_long_prompt_behind_an_empty_line_is_named_by_its_row(

@@ -6,6 +6,8 @@ Without it a wrong rotation, a lost bias or half-loaded weights would show only 
 from __future__ import annotations
 
 import json
+import resource
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from transformers import PreTrainedModel
 from rollouts_core.embedded.architecture import UnsupportedModelError
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.weights import tensor_digest
-from rollouts_core.errors import CheckpointError
+from rollouts_core.errors import CheckpointError, NoMemoryError
 from tests.rollouts_core.embedded.tiny_models import expected_logits, make_model, random_prompt, save_model
 
 TOLERANCE = 1e-4  # logits reach 10 here: 1e-5 relative, float32 with another order of summation
@@ -76,6 +78,28 @@ def test_a_long_prompt_has_as_much_room_for_its_completion_as_it_needs(
     [(tokens, logits_TV)] = decode_greedily(decoder, [prompt], length + 40)
     expected_TV = expected_logits(model, prompt + tokens[:-1])[length - 1 :]
     torch.testing.assert_close(logits_TV, expected_TV, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no such limit, or it is not kept to")
+def test_a_cache_that_finds_no_memory_says_what_to_lower_and_stays_as_it_is(
+    model_dir: Path, model: PreTrainedModel
+) -> None:
+    decoder = Decoder(model_dir, num_slots=4096)
+    prompt = random_prompt(9, seed=1)
+    decoder.prefill([prompt])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + 2**28, hard))
+    try:
+        with pytest.raises(
+            NoMemoryError,
+            match=r"no memory for 2\.0 GiB .* of 4096 completions with room for 1024 .*: lower",
+        ):
+            decoder.step(torch.ones(4096, dtype=torch.int64), torch.full((4096,), 1000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    logits_V = decoder.step(torch.tensor([7]), torch.tensor([9]))[0]
+    torch.testing.assert_close(logits_V, expected_logits(model, [*prompt, 7])[-1], atol=TOLERANCE, rtol=0)
 
 
 def test_equal_prompts_share_one_prefill_and_get_equal_logits(decoder: Decoder, model: PreTrainedModel) -> None:

@@ -26,9 +26,10 @@ from transformers import PreTrainedModel
 
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.server import PortInUseError, bind_port, serve
-from rollouts_core.errors import EngineError
+from rollouts_core.errors import EngineError, NoMemoryError
 from tests.rollouts_core.embedded.test_server import TIMEOUT_S, TRAP, add_tokenizer
 from tests.rollouts_core.embedded.tiny_models import save_model
+from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -132,3 +133,28 @@ def test_a_server_whose_generation_fails_ends_with_an_error(model_dir: Path, mon
 
     with pytest.raises(EngineError, match="stopped generating"):
         serve(model_dir, port=0, on_ready=ask_from_outside)
+
+
+def test_a_server_without_memory_ends_with_the_sentence_that_says_what_to_lower(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step_without_memory(*_: object, **__: object) -> torch.Tensor:
+        raise NoMemoryError("lower deployment.max_running_requests")
+
+    monkeypatch.setattr(Decoder, "step", step_without_memory)
+    answers: list[httpx.Response] = []
+
+    def ask(url: str) -> None:
+        body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+        answers.append(httpx.post(f"{url}/generate", json=body))
+
+    def ask_from_outside(url: str) -> None:
+        threading.Thread(target=ask, args=(url,), daemon=True).start()
+
+    with pytest.raises(NoMemoryError, match=r"^lower deployment\.max_running_requests$"):
+        serve(model_dir, port=0, on_ready=ask_from_outside)
+    wait_until(lambda: bool(answers), timeout_s=10)
+    assert (answers[0].status_code, answers[0].json()["error"]["message"]) == (
+        400,
+        "lower deployment.max_running_requests",
+    )

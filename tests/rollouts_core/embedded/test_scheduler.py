@@ -19,7 +19,7 @@ from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.running import Completion, FinishReason, GenerationRequest, Partial
 from rollouts_core.embedded.sampling import SamplingParams
 from rollouts_core.embedded.scheduler import RequestError, Scheduler
-from rollouts_core.errors import CheckpointError, EngineUnavailableError
+from rollouts_core.errors import CheckpointError, EngineUnavailableError, NoMemoryError
 from tests.rollouts_core.embedded.tiny_models import expected_logprobs, random_prompt
 
 TIMEOUT_S = 20.0
@@ -198,6 +198,18 @@ def test_a_failing_generation_thread_fails_everyone_who_waits(scheduler: Schedul
     assert not scheduler.is_healthy
     with pytest.raises(EngineUnavailableError, match="restart the engine"):
         scheduler.submit(request_of("late"))
+
+
+def test_want_of_memory_fails_everyone_who_waits_with_its_own_sentence(scheduler: Scheduler) -> None:
+    running = start(scheduler, request_of("running"))
+
+    def step_without_memory(*_: object, **__: object) -> torch.Tensor:
+        raise NoMemoryError("lower deployment.max_running_requests")
+
+    scheduler.decoder.step = step_without_memory  # type: ignore[method-assign]
+    for ask in (lambda: running, lambda: scheduler.submit(request_of("late"))):
+        with pytest.raises(NoMemoryError, match=r"^lower deployment\.max_running_requests$"):
+            ask().result(TIMEOUT_S)
 
 
 def test_a_command_that_breaks_fails_itself_and_everyone_who_waits(scheduler: Scheduler) -> None:

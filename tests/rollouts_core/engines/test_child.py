@@ -10,6 +10,9 @@ answers as SGLang does. The real ones are asked in tests/engines/test_evaluation
 from __future__ import annotations
 
 import json
+import math
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from rollouts_core.__main__ import main
@@ -173,6 +177,26 @@ def test_an_engine_that_ends_while_it_is_asked_says_why(
     rows = quickstart_dir / "heldout.jsonl"
     with pytest.raises(EngineError, match=r"model-0 ended by itself: it ran out of memory"):
         main(["eval", str(write_job(tmp_path / "asked", embedded, [base_model], rows, ONE_THREAD))])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("value", "how"), [(math.nan, "ends at its start"), (3e38, "answers that it has no numbers")])
+def test_a_checkpoint_whose_engine_has_no_numbers_is_left_out_of_a_selection(
+    embedded: EngineConfig, base_model: ModelConfig, quickstart_dir: Path, tmp_path: Path, value: float, how: str
+) -> None:
+    shutil.copytree(base_model.path, tmp_path / "diverged")
+    weights = load_file(tmp_path / "diverged/model.safetensors")
+    weights["model.norm.weight"][2:] = value
+    save_file(weights, tmp_path / "diverged/model.safetensors", metadata={"format": "pt"})
+    models = [ModelConfig(path=str(tmp_path / "diverged")), base_model]
+    path = write_job(tmp_path / "select", embedded, models, quickstart_dir / "heldout.jsonl", ONE_THREAD)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "is_selection": True}))
+    assert main(["eval", str(path)]) == 0, how
+    result = json.loads((tmp_path / "select/result.json").read_text())
+    assert ([entry["name"] for entry in result["checkpoints"]], result["best"]) == (["model-1"], "model-1")
+    assert re.match(
+        r"model-0 has no score and cannot be chosen: the weights at .*/diverged compute no", result["warning"]
+    )
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from rollouts_core.config import SamplingConfig
+from rollouts_core.embedded.running import NO_NUMBERS
 from rollouts_core.engines import (
     Completion,
     Endpoint,
@@ -32,7 +33,7 @@ from rollouts_core.engines import (
     keeper,
 )
 from rollouts_core.engines.canary import checkpoint_canary
-from rollouts_core.errors import EngineError, EngineUnavailableError, WeightSyncError
+from rollouts_core.errors import EngineError, EngineUnavailableError, NoNumbersError, WeightSyncError
 from rollouts_core.types import Sample, Status
 from tests.rollouts_core.served_engine import served_engine
 from tests.threads import join_threads
@@ -120,6 +121,21 @@ def test_a_completion_that_training_could_not_use_is_an_error(
     content = json.dumps(completion_json(engine_type, tokens, logprobs, reason))
     with pytest.raises(EngineError, match=f"http://engine.*{words}"):
         ask(client_of(engine_type, httpx.Response(200, text=content)))
+
+
+@pytest.mark.parametrize(
+    ("engine_type", "status", "answer"),
+    [
+        (SGLangEngine, 200, json.dumps(completion_json(SGLangEngine, [5, 6], [-1.0, float("nan")], "length"))),
+        (VLLMEngine, 400, '{"error":{"message":"Out of range float values are not JSON compliant","code":400}}'),
+        (SGLangEngine, 400, json.dumps({"error": {"message": NO_NUMBERS.message}})),
+    ],
+)
+def test_what_engines_answer_whose_weights_compute_no_numbers_is_told_from_other_answers(
+    engine_type: EngineType, status: int, answer: str
+) -> None:
+    with pytest.raises(NoNumbersError, match="http://engine"):
+        ask(client_of(engine_type, httpx.Response(status, text=answer)))
 
 
 @BOTH

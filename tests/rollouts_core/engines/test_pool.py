@@ -23,6 +23,7 @@ from rollouts_core.errors import (
     EngineAnswerError,
     EngineError,
     EngineUnavailableError,
+    NoNumbersError,
     WeightSyncError,
 )
 from rollouts_core.types import Sample, Status
@@ -179,6 +180,21 @@ def test_a_group_whose_engine_answers_nonsense_is_sampled_by_another_and_a_refus
     assert asyncio.run(ask(nonsense)) == ([1, 1], {"a": str(nonsense)})
     with pytest.raises(EngineError, match="the input is too long"):
         asyncio.run(ask(EngineError("the input is too long")))
+
+
+def test_that_no_engine_has_numbers_is_told_from_that_none_is_there() -> None:
+    async def ask(*failures: Exception) -> None:
+        engines = [FakeEngine(f"engine-{number}") for number, _ in enumerate(failures)]
+        for engine, failure in zip(engines, failures, strict=True):
+            engine.failure = failure
+        async with EnginePool(engines) as pool:
+            await pool.generate([REQUEST])
+
+    nan, away = NoNumbersError("its weights may hold NaN"), EngineUnavailableError("it is away")
+    with pytest.raises(NoNumbersError, match=r"no engine is left: engine-0: its .*; engine-1: its weights may hold"):
+        asyncio.run(ask(nan, nan))
+    with pytest.raises(EngineUnavailableError, match=r"no engine is left: engine-0: its .*; engine-1: it is away"):
+        asyncio.run(ask(nan, away))
 
 
 class HoldingEngine(FakeEngine):

@@ -6,6 +6,7 @@ Without it a program that ends before its tests would be paid for.
 from __future__ import annotations
 
 import asyncio
+import os
 from time import perf_counter
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 
 from rollouts_core.environments import code
 from rollouts_core.environments.code import CodeEnvironment, extract_program
+from rollouts_core.environments.protocol import Outcome
 from rollouts_core.environments.sandbox import SandboxLimits, SandboxResult, run_in_sandbox
 from rollouts_core.errors import RewardError
+from rollouts_core.rewards import grade_group
 from rollouts_core.types import Sample
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -64,6 +67,20 @@ def test_no_test_is_run_after_the_first_that_failed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(code, "run_in_sandbox", run_and_count)
     assert grade("print(3)", [SUMS[0], SUMS[1], SUMS[0]]) == 0.0
     assert inputs == [SUMS[0]["stdin"], SUMS[1]["stdin"]]
+
+
+def test_programs_that_wait_for_a_processor_have_their_time_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of slow programs takes longer than one reward may."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+
+    async def run_slowly(program: str, *, limits: SandboxLimits | None) -> SandboxResult:
+        await asyncio.sleep(0.1)
+        return SandboxResult(outcome=Outcome.TIMEOUT, exit_code=-9, stdout="", stderr="")
+
+    monkeypatch.setattr(code, "run_in_sandbox", run_slowly)
+    samples = [Sample(response="while True: pass", metadata={"tests": CHECKS}, index=i) for i in range(6)]
+    graded = asyncio.run(grade_group(samples, CodeEnvironment().grade, timeout_s=0.3))
+    assert [sample.reward for sample in graded] == [0.0] * 6
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ from rollouts_core.errors import (
     EngineError,
     EngineUnavailableError,
     EnvironmentOutageError,
+    NoNumbersError,
     RewardError,
     WeightSyncError,
 )
@@ -150,7 +151,7 @@ def test_a_server_without_a_fault_gives_a_batch(api: Api, tokenizer: PreTrainedT
         (truncate, EngineAnswerError, "answered no JSON"),
         (complete_with(logprobs=None), EngineAnswerError, "without"),
         (complete_with(logprobs=[-1.0]), EngineAnswerError, "2 tokens with 1 logprobs"),
-        (complete_with(logprobs=[-1.0, float("nan")]), EngineAnswerError, "not finite numbers"),
+        (complete_with(logprobs=[-1.0, float("nan")]), NoNumbersError, "not finite numbers"),
         (complete_with(token_ids=[5, 4096]), EngineAnswerError, "token id 4096, the served model has 29 tokens"),
         (complete_with(token_ids=[5, -1]), EngineAnswerError, "token id -1, the served model has 29 tokens"),
         (complete_with(token_ids=[5], logprobs=[-1.0]), EngineError, "after 1 of 2 tokens: its context is too short"),

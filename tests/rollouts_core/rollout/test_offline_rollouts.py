@@ -345,3 +345,14 @@ def test_a_job_has_prompts_or_recorded_rollouts(base_model: ModelConfig) -> None
     model = InputModel(name="base", model=base_model, digest="")
     with pytest.raises(ValidationError, match="an RL job has either prompts or rollouts"):
         RLJob(model=model, training=TRAINING, rollout=ROLLOUT)
+
+
+def test_what_an_attempt_recorded_behind_the_step_that_is_done_again_is_no_part_of_the_recording(
+    tmp_path: Path,
+) -> None:
+    for step in (8, 9, 10, 11, 9):
+        write_rollouts(RunDirectory(tmp_path), step, convert_to_batch(make_groups(1, 2)), temperature=1.0)
+    assert [path.name for path in OfflineRollouts(tmp_path / "samples", ROLLOUT).files] == [
+        "step_000008.jsonl",
+        "step_000009.jsonl",
+    ]

@@ -186,6 +186,35 @@ def test_conversations_that_over_sampling_broke_off_go_on_from_what_was_said(
     assert [(sample.group_index, said_of(sample)) for sample in batch.samples] == [(1, ["7", "7", "9", "9"])] * 2
 
 
+def test_conversations_whose_first_turn_has_become_too_old_begin_anew_and_not_only_at_their_end(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    waiting = Opponent(holds=lambda conversation: conversation.sample.group_index == 1 and conversation.num_turns == 2)
+
+    class OneVersion(ScriptedEngine):
+        version = 4
+
+        async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+            spans = ((f"run-{self.version}", 0, 1),)
+            return [replace(completion, version_spans=spans) for completion in await super().generate(requests)]
+
+    engine = OneVersion(["7"], tokenizer)
+    settings = {"max_staleness": 0, "over_sampling_factor": 2.0, "max_partial_staleness": 1}
+    manager = manager_of(engine, tokenizer, waiting, **settings)
+    manager.weights_published(4)
+    asyncio.run(manager.generate_batch())
+    assert len(manager.state_dict()["generation"]["conversations"]) == 2
+    manager.weights_published(5)
+    manager.weights_published(6)
+    waiting.holds, engine.version, engine.turns, engine.requests = lambda conversation: False, 6, ["9"], []
+    batch = asyncio.run(manager.generate_batch())
+    assert [(sample.group_index, said_of(sample)) for sample in batch.samples] == [(1, ["9"] * 4)] * 2
+    assert batch.metadata["drops"] == {"stale": 1}
+    assert [request.affinity for request in engine.requests].count(1) == 8, (
+        "nothing was said behind turns that are too old"
+    )
+
+
 def test_what_ended_while_others_were_broken_off_is_kept_by_nobody(tokenizer: PreTrainedTokenizerBase) -> None:
     """Nobody asks for it again, so it would be in every checkpoint from then on."""
 

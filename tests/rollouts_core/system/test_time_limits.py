@@ -17,7 +17,7 @@ import anyio
 import pytest
 
 from rollouts_core.system.concurrency import gather
-from rollouts_core.system.time_limits import BlockedError, OutOfTimeError, call_within, interrupt_after
+from rollouts_core.system.time_limits import BlockedError, OutOfTimeError, call_within, interrupt_after, take_turn
 
 LIMIT_S = 0.1
 
@@ -125,6 +125,36 @@ def test_waits_count_towards_the_limit_of_what_computes_after_them() -> None:
     with pytest.raises(BlockedError):
         call(wait_then_compute, 1.0)
     assert computed_s[0] < 0.6  # of its own time, which a busy machine takes nothing from; the whole limit is 1 s
+
+
+def test_the_wait_for_a_turn_counts_towards_no_limit_but_what_comes_before_and_after_does() -> None:
+    async def run(num_calls: int, computes_for_ever: bool) -> list[float]:
+        one_at_a_time = anyio.CapacityLimiter(1)
+
+        async def work() -> float:
+            await asyncio.sleep(0.05)
+            async with take_turn(one_at_a_time):
+                await asyncio.sleep(0.15)
+            return loop_for_ever() if computes_for_ever else 1.0
+
+        async def within_another() -> Any:
+            return await call_within(0.4, work)
+
+        return await gather([lambda: call_within(0.4, within_another)] * num_calls)
+
+    assert asyncio.run(run(6, computes_for_ever=False)) == [1.0] * 6  # the last waits for 0.75 s
+    with pytest.raises(BlockedError, match=r"0\.4 s"):
+        asyncio.run(run(2, computes_for_ever=True))
+
+
+def test_a_call_that_is_late_behind_its_turn_is_ended() -> None:
+    async def take_a_turn_for_ever() -> None:
+        one_at_a_time = anyio.CapacityLimiter(1)
+        async with take_turn(one_at_a_time):
+            await asyncio.sleep(3600)
+
+    with pytest.raises(OutOfTimeError, match=r"0\.1 s"):
+        call(take_a_turn_for_ever)
 
 
 def test_an_interrupt_that_a_bare_except_swallows_comes_again() -> None:
