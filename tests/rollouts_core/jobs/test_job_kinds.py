@@ -98,7 +98,7 @@ def test_the_log_of_a_job_has_the_traceback_of_a_users_function(
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rollout = ROLLOUT.model_copy(update={"reward_fn": "tests.rollouts_core.user_code.failures.test_failures:look_up"})
+    rollout = ROLLOUT.model_copy(update={"reward_fn": "tests.rollouts_core.user_code.test_failures:look_up"})
     job = GenerateJob(model=base, prompts=rows(quickstart_dir, "heldout"), rollout=rollout, deployment=ONE_THREAD)
     (tmp_path / "job.json").write_text(job.model_dump_json())
     assert main(["generate", str(tmp_path / "job.json")]) == 2
