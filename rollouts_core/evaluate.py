@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from rollouts_core.engines.completion import Completion, status_of_finish
 from rollouts_core.engines.protocol import InferenceEngine
 from rollouts_core.engines.sglang import SGLangEngine
 from rollouts_core.environments.protocol import describe_tools, is_multi_turn
-from rollouts_core.errors import DivergedError, EngineError, NoNumbersError, RewardError
+from rollouts_core.errors import DivergedError, NoNumbersError, RewardError
 from rollouts_core.model.loading import (
     check_attention,
     default_device,
@@ -42,17 +42,17 @@ from rollouts_core.model.loading import (
 )
 from rollouts_core.rewards import grade_sample
 from rollouts_core.rollout.generate import (
-    MAX_INTERRUPTIONS,
     Group,
     build_pending_group,
     complete_sample,
     create_engine_generate_fn,
+    generate_whole,
     sampling_seed,
 )
 from rollouts_core.rollout.outage import OutagePauses
 from rollouts_core.rollout.resolve import resolve_environment, resolve_reward_fn
 from rollouts_core.system.concurrency import gather
-from rollouts_core.types import Prompt, Sample, Status, group_samples
+from rollouts_core.types import Prompt, Sample, group_samples
 
 MAX_BATCH_TOKENS = 8192
 """Of demonstrations that are scored together, with their padding."""
@@ -113,7 +113,7 @@ async def ask_engine(
     config = config.model_copy(update={"multi_turn": one_sample_each})
     generate = create_engine_generate_fn([engine], load_tokenizer(model), config)
     wait_out = OutagePauses(config).wait_out
-    calls = [partial(wait_out, partial(_generate_whole, generate, group)) for group in pending_groups(prompts, config)]
+    calls = [partial(wait_out, partial(generate_whole, generate, group)) for group in pending_groups(prompts, config)]
     # Twice as many as it generates: while an environment answers the one, or a request is on its way, it has others.
     max_concurrent = max(1, 2 * num_running // config.n_samples_per_prompt)
     with _explained_no_numbers(model):
@@ -205,20 +205,6 @@ def evaluation_rollouts(evaluation: EvaluationConfig, rollout: RolloutConfig) ->
             "n_samples_per_prompt": evaluation.samples_per_prompt,
             "seed": evaluation.seed,
         }
-    )
-
-
-async def _generate_whole(
-    generate: Callable[[Sequence[Sample]], Awaitable[list[Sample]]], group: Group
-) -> Sequence[Sample]:
-    """The group with whole completions: those that were broken off are asked for again from their tokens."""
-    generated: Sequence[Sample] = group
-    for _ in range(MAX_INTERRUPTIONS):
-        generated = await generate(generated)
-        if all(sample.status is not Status.ABORTED for sample in generated):
-            return generated
-    raise EngineError(
-        f"group {group[0].group_index} was broken off {MAX_INTERRUPTIONS} times: look at the engine's log"
     )
 
 

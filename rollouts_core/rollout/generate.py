@@ -238,6 +238,30 @@ async def _hold_with_retries(hold: Callable[[], Awaitable[Trajectory]], config: 
     raise AssertionError("the loop only ends by returning or raising")
 
 
+async def generate_whole(
+    generate: Callable[[Group], Awaitable[Sequence[Sample]]],
+    group: Group,
+    *,
+    note: Callable[[Group], None] = lambda group: None,
+) -> Group:
+    """The group with whole completions: those that were broken off are asked for again from their tokens.
+
+    Args:
+        note: told of what there is of it, each time that there is more.
+
+    Raises:
+        EngineError: it was broken off again and again.
+    """
+    generated = group
+    for _ in range(MAX_INTERRUPTIONS):
+        generated = list(await generate(generated))
+        note(generated)
+        if all(sample.status is not Status.ABORTED for sample in generated):
+            return generated
+    index = group[0].group_index
+    raise EngineError(f"group {index} was broken off {MAX_INTERRUPTIONS} times: look at the engine's log")
+
+
 async def complete_request(
     engine: InferenceEngine,
     request: GenerationRequest,

@@ -1,6 +1,6 @@
 """Sample, grade and filter completions until a batch of groups is full, and ahead of the trainer where it may.
 
-Not here: how a group is generated (generate.py), what settings name (resolve.py), the order of a logged schedule
+Not here: how one group is finished (finish_group.py), what settings name (resolve.py), the order of a logged schedule
 (group_order.py), when to wait for the end of an outage (outage.py), the order of prompts (data/data_buffer.py), batches
 from a plain function (plain_rollouts.py), advantages and tensors (rl_batch.py).
 
@@ -27,7 +27,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
@@ -38,10 +38,10 @@ from anyio.abc import TaskGroup
 
 from rollouts_core.config import RolloutConfig, name_of_function
 from rollouts_core.data.data_buffer import DataBuffer
-from rollouts_core.errors import DataError, EngineError, EnvironmentUnavailableError, RewardError, RolloutsError
-from rollouts_core.filters import FilterDecision
-from rollouts_core.rewards import RewardFn, WeightedRewards, grade_group
-from rollouts_core.rollout.generate import MAX_INTERRUPTIONS, UNFINISHED, Group, build_pending_group
+from rollouts_core.errors import DataError, RewardError, RolloutsError
+from rollouts_core.rewards import RewardFn, WeightedRewards
+from rollouts_core.rollout.finish_group import GroupFinisher, dropped_for_outage
+from rollouts_core.rollout.generate import Group, build_pending_group
 from rollouts_core.rollout.group_order import FinishedGroup, LoggedOrder, Schedule
 from rollouts_core.rollout.outage import OutageWatch
 from rollouts_core.rollout.resolve import (
@@ -56,16 +56,14 @@ from rollouts_core.rollout.resolve import (
 )
 from rollouts_core.rollout.rollout_batch import convert_to_batch
 from rollouts_core.rollout.staleness import PublishedVersions
-from rollouts_core.system.time_limits import call_within, interrupt_after
-from rollouts_core.types import RolloutBatch, Sample, Status, VersionSpan, group_samples, sample_from_json
-from rollouts_core.user_code.failures import check_generated, describe_raised, failed_function_error
+from rollouts_core.system.time_limits import interrupt_after
+from rollouts_core.types import RolloutBatch, Sample, group_samples, sample_from_json
+from rollouts_core.user_code.failures import describe_raised
 
 logger = logging.getLogger(__name__)
 
 BREAK_OFF_TIMEOUT_S = 30.0
 """An engine that has not ended its requests by then loses the tokens that it came to."""
-UNAVAILABLE = "environment_unavailable"
-"""The reason under which groups are counted for which something was not available."""
 STALE = "stale"
 """The reason under which groups are counted that were generated again because they had become too old."""
 
@@ -114,6 +112,7 @@ class AsyncRolloutManager:
         self._interruptible = function if is_kept and isinstance(function, Interruptible) else None
         self.reward_fn = reward_fn or resolve_reward_fn(config)
         self.filter_fn = resolve_filter_fn(config)
+        self._finisher = GroupFinisher(config, self.generate_fn, self.filter_fn)
         self.buffer_filter_fn = resolve_buffer_filter_fn(config)
         self.partial_samples: list[Sample] = []
         """Groups that were asked for and given up, with the tokens that they have: they are asked for first."""
@@ -400,48 +399,22 @@ class AsyncRolloutManager:
         return build_pending_group(self.data_buffer.prompt_of(index), group_index=index, size=size)
 
     async def _finish_group(self, group: Group, grade: RewardFn) -> None:
-        # Errors travel as values: raised in a task they would reach the caller wrapped in an ExceptionGroup.
-        try:
-            generated = await self._generate(group)
-            graded = await grade_group(generated, grade, timeout_s=self.config.reward_timeout_s)
-            finished = FinishedGroup(group=graded, decision=self._decide(graded))
-        except EnvironmentUnavailableError as error:
-            logger.warning("dropped group %d: %s", group[0].group_index, error)
-            dropped = FilterDecision(False, UNAVAILABLE)
-            finished = FinishedGroup(group=group, decision=dropped, unavailable=str(error))
-        except RolloutsError as error:
-            finished = FinishedGroup(group=group, decision=FilterDecision(False), error=error)
+        index = group[0].group_index
+
+        def note(generated: Group) -> None:
+            self._under_way[index] = generated
+
+        if index in self._order.unavailable:
+            finished = dropped_for_outage(group, "it was dropped so in the schedule that is followed")
+        else:
+            finished = await self._finisher.finish(group, grade, version=self._newest_version, note=note)
         self._order.add(finished)
         self._look_at_finished()
 
-    async def _generate(self, group: Group) -> Group:
-        """The group with all its completions; asked for again from the tokens it has where it was broken off."""
-        index = group[0].group_index
-        if index in self._order.unavailable:
-            raise EnvironmentUnavailableError("it was dropped so in the schedule that is followed")
-        if all(sample.status not in UNFINISHED for sample in group):
-            return group  # it was given up while it was graded
-        version = self.published.versions[-1] if self.published.versions else None
-        generated = group
-        for _ in range(MAX_INTERRUPTIONS):
-            generated = [_claim_version(sample, version) for sample in await self._call_generate_fn(generated)]
-            self._under_way[index] = generated
-            if all(sample.status is not Status.ABORTED for sample in generated):
-                return generated
-        raise EngineError(f"group {index} was broken off {MAX_INTERRUPTIONS} times: look at the engine's log")
-
-    async def _call_generate_fn(self, group: Group) -> Group:
-        try:
-            # That which asks the engines is no user's: each of its requests has a limit.
-            timeout_s = self.config.generate_timeout_s if self.config.generate_fn else None
-            generated: object = await call_within(timeout_s, self.generate_fn, group)
-            return check_generated(generated, self.generate_fn, group)
-        except EngineError as error:
-            raise type(error)(f"prompt {group[0].metadata.get('prompt_id', '?')!r}: {error}") from error
-        except RolloutsError:
-            raise
-        except Exception as error:
-            raise failed_function_error("generation", self.generate_fn, group, error) from error
+    @property
+    def _newest_version(self) -> int | None:
+        """The version of the weights that the engines serve, as far as is known."""
+        return self.published.versions[-1] if self.published.versions else None
 
     def _look_at_finished(self) -> None:
         """Keep or drop what has finished, in its order, as long as no batch is full that awaits to be taken."""
@@ -497,28 +470,10 @@ class AsyncRolloutManager:
         self._ask_for_groups()
         self._changed.set()
 
-    def _decide(self, group: Group) -> FilterDecision:
-        if self.filter_fn is None:
-            return FilterDecision(True)
-        try:
-            with interrupt_after(self.config.reward_timeout_s):
-                outcome = self.filter_fn(group)
-        except Exception as error:
-            raise failed_function_error("filter", self.filter_fn, group, error) from error
-        return outcome if isinstance(outcome, FilterDecision) else FilterDecision(bool(outcome), "filtered")
-
 
 def _round_size(config: RolloutConfig) -> int:
     """Groups that are asked for at a time where nothing is generated ahead."""
     return max(config.batch_size, int(config.batch_size * config.over_sampling_factor))
-
-
-def _claim_version(sample: Sample, version: int | None) -> Sample:
-    """The sample as one of `version`, the oldest it can be of, where its generation did not say which it is of."""
-    if version is None or sample.policy_versions or not any(sample.loss_mask):
-        return sample  # of a request that was broken off before its first token there is nothing but the prompt
-    first = next(place for place, weight in enumerate(sample.loss_mask) if weight)
-    return replace(sample, policy_versions=(VersionSpan(version, first, len(sample.tokens)),))
 
 
 def _too_few_groups(num_kept: int, drops: Counter[str], config: RolloutConfig) -> DataError:

@@ -1,0 +1,115 @@
+"""Finish one group: generate all its completions, grade them, and decide whether the group is trained on.
+
+Not here: which groups there are and what becomes of them (manager.py), requests and conversations (generate.py),
+grading a sample (rewards.py).
+
+    pending group -> generate_fn, again where it was broken off -> reward_fn -> filter_fn -> kept or dropped, and why
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from rollouts_core.config import RolloutConfig
+from rollouts_core.errors import EngineError, EnvironmentUnavailableError, RolloutsError
+from rollouts_core.filters import FilterDecision
+from rollouts_core.rewards import RewardFn, grade_group
+from rollouts_core.rollout.generate import UNFINISHED, Group, generate_whole
+from rollouts_core.rollout.group_order import FinishedGroup
+from rollouts_core.rollout.resolve import GenerateFn
+from rollouts_core.system.time_limits import call_within, interrupt_after
+from rollouts_core.types import Sample, VersionSpan
+from rollouts_core.user_code.failures import check_generated, failed_function_error
+
+logger = logging.getLogger(__name__)
+
+UNAVAILABLE = "environment_unavailable"
+"""The reason under which groups are counted for which something was not available."""
+
+
+class GroupFinisher:
+    """Finishes groups by the functions of a run.
+
+    Args:
+        filter_fn: decides which groups are trained on, by itself or with a reason; None keeps all.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        generate_fn: GenerateFn,
+        filter_fn: Callable[[Group], Any] | None,  # Any: a user's function made it
+    ) -> None:
+        self.config = config
+        self.generate_fn = generate_fn
+        self.filter_fn = filter_fn
+
+    async def finish(
+        self, group: Group, grade: RewardFn, *, version: int | None, note: Callable[[Group], None]
+    ) -> FinishedGroup:
+        """The finished group and its fate; what went wrong is in it.
+
+        Raised in a task of the manager's, an error would reach its caller wrapped in an ExceptionGroup.
+
+        Args:
+            version: of the weights that the engines serve now, if known.
+            note: told of what there is of the group, each time that there is more.
+        """
+        try:
+            generated = await self._generate(group, version, note)
+            graded = await grade_group(generated, grade, timeout_s=self.config.reward_timeout_s)
+            return FinishedGroup(group=graded, decision=self._decide(graded))
+        except EnvironmentUnavailableError as error:
+            return dropped_for_outage(group, str(error))
+        except RolloutsError as error:
+            return FinishedGroup(group=group, decision=FilterDecision(False), error=error)
+
+    async def _generate(self, group: Group, version: int | None, note: Callable[[Group], None]) -> Group:
+        """The group with all its completions; asked for again from the tokens it has where it was broken off."""
+        if all(sample.status not in UNFINISHED for sample in group):
+            return group  # it was given up while it was graded
+
+        async def generate(group: Group) -> Group:
+            return [_claim_version(sample, version) for sample in await self._call_generate_fn(group)]
+
+        return await generate_whole(generate, group, note=note)
+
+    async def _call_generate_fn(self, group: Group) -> Group:
+        try:
+            # That which asks the engines is no user's: each of its requests has a limit.
+            timeout_s = self.config.generate_timeout_s if self.config.generate_fn else None
+            generated: object = await call_within(timeout_s, self.generate_fn, group)
+            return check_generated(generated, self.generate_fn, group)
+        except EngineError as error:
+            raise type(error)(f"prompt {group[0].metadata.get('prompt_id', '?')!r}: {error}") from error
+        except RolloutsError:
+            raise
+        except Exception as error:
+            raise failed_function_error("generation", self.generate_fn, group, error) from error
+
+    def _decide(self, group: Group) -> FilterDecision:
+        if self.filter_fn is None:
+            return FilterDecision(True)
+        try:
+            with interrupt_after(self.config.reward_timeout_s):
+                outcome = self.filter_fn(group)
+        except Exception as error:
+            raise failed_function_error("filter", self.filter_fn, group, error) from error
+        return outcome if isinstance(outcome, FilterDecision) else FilterDecision(bool(outcome), "filtered")
+
+
+def dropped_for_outage(group: Group, reason: str) -> FinishedGroup:
+    """A group for which an environment or a reward was not available."""
+    logger.warning("dropped group %d: %s", group[0].group_index, reason)
+    return FinishedGroup(group=group, decision=FilterDecision(False, UNAVAILABLE), unavailable=reason)
+
+
+def _claim_version(sample: Sample, version: int | None) -> Sample:
+    """The sample as one of `version`, the oldest it can be of, where its generation did not say which it is of."""
+    if version is None or sample.policy_versions or not any(sample.loss_mask):
+        return sample  # of a request that was broken off before its first token there is nothing but the prompt
+    first = next(place for place, weight in enumerate(sample.loss_mask) if weight)
+    return replace(sample, policy_versions=(VersionSpan(version, first, len(sample.tokens)),))
