@@ -186,7 +186,7 @@ def _usd_of(store: Path, uses: Sequence[StageUse]) -> float | None:
 def _listener(port: int) -> socket.socket:
     """A socket on the port, or on any where that is taken."""
     for candidate in (port, 0):
-        listener = socket.socket()
+        listener = socket.socket(proto=socket.IPPROTO_TCP)  # named, or asyncio holds each answer back for 40 ms
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with suppress(OSError):
             listener.bind((LOOPBACK, candidate))
