@@ -204,14 +204,15 @@ def test_a_training_that_somebody_ends_goes_on_later_as_if_nobody_had(run: Run, 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_flight", ["abort", "continue"])
 def test_completions_that_span_publications_keep_the_bound_and_their_logprobs(run: Run, in_flight: InFlight) -> None:
-    mixed = with_rollout(run, max_staleness=2, in_flight=in_flight, sampling=LONG)
-    backend = mixed.train_alone(5)
-    for step, batch in enumerate(mixed.batches):
-        assert min(versions_of(batch)) >= step - 2
-    samples = [sample for batch in mixed.batches for sample in batch.samples]
-    spanning = spans_several(samples)
+    for attempt in range(5):  # on a busy machine all completions may end between two publications
+        mixed = with_rollout(run, f"attempt-{attempt}", max_staleness=2, in_flight=in_flight, sampling=LONG)
+        backend = mixed.train_alone(5)
+        for step, batch in enumerate(mixed.batches):
+            assert min(versions_of(batch)) >= step - 2
+        assert group_counts(mixed.batches) == Counter(range(15))
+        if spanning := spans_several([sample for batch in mixed.batches for sample in batch.samples]):
+            break
     assert spanning, "no publication fell into a completion"
-    assert group_counts(mixed.batches) == Counter(range(15))
     check_logprobs(mixed, backend, spanning[:20])
 
 
