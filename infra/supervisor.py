@@ -5,8 +5,8 @@ because it is sent to nodes by content. Not here: what the program does, how a n
 
     start RUN_DIR (spec on stdin) ── finished? alive? ── no: fork ── supervisor ── the program, its own session
     status RUN_DIR                                                    │ holds .job/lock for its whole life, so the
-    follow RUN_DIR LOG METRICS EVENTS (offsets)                       │ kernel tells if it lives, even after kill -9
-    cancel RUN_DIR GRACE_S                                            └ writes exit-<n>.json for attempt n, last
+    follow RUN_DIR LOG METRICS EVENTS (offsets) [STORE]               │ kernel tells if it lives, even after kill -9
+    cancel RUN_DIR GRACE_S [STORE]                                    └ writes exit-<n>.json for attempt n, last
     renew RUN_DIR
     finish RUN_DIR ASKED_BY
     tail RUN_DIR MAX_BYTES
@@ -20,7 +20,8 @@ Each verb but `follow` prints one JSON object, `{"error": sentence}` with exit c
     finish-<n>    who asks the program of attempt n to end by itself, with what it has; programs need not heed it
     result.json   written by the program, last: the job is finished
     .job/         lock, start.lock, lease, meta-<n>.json, cancel-<n>, spare-<n> (becomes that where the disk takes no
-                  more files), ending-<n> (a limit of attempt n is reached), supervisor-<n>.txt (our own failures)
+                  more files), ending-<n> (a limit of attempt n is reached), supervisor-<n>.txt (our own failures),
+                  followed-<store> (locked by each process that follows the job for a run of that store)
 
 The program's processes are found as descendants of the supervisor and, when that is gone, by the variable
 ROLLOUTS_JOB=<run directory> in their environment. Where there is no /proc (macOS), by the program's process group.
@@ -70,6 +71,8 @@ FIRST_GPU = "first"
 POLL_S = 0.1
 LEFTOVER_GRACE_S = 2.0
 """What outlives the program itself gets this long between SIGTERM and SIGKILL."""
+FOLLOWER_END_S = 3.0
+"""Who stops following a job at the moment at which another one cancels it is gone within this time."""
 UNKILLABLE_AFTER_S = 10.0
 """Leftovers that SIGKILL has not ended by then are counted and left to the kernel."""
 CANCEL_MARGIN_S = 15.0
@@ -157,13 +160,13 @@ def main(argv: list[str]) -> int:
     """Carry out one verb; see the head of this file."""
     verb, run_dir, parameters = argv[1], os.path.realpath(argv[2]), argv[3:]
     if verb == "follow":
-        with contextlib.suppress(BrokenPipeError):
-            follow_job(run_dir, *(int(offset) for offset in parameters))
+        with contextlib.suppress(BrokenPipeError), marked_as_followed(run_dir, *parameters[3:]):
+            follow_job(run_dir, *(int(offset) for offset in parameters[:3]))
         return 0
     verbs: dict[str, Callable[[], JsonObject]] = {
         "start": lambda: start_job(dataclasses.replace(parse_spec(sys.stdin.buffer.read()), run_dir=run_dir)),
         "status": lambda: read_status(run_dir),
-        "cancel": lambda: cancel_job(run_dir, float(parameters[0])),
+        "cancel": lambda: cancel_job(run_dir, float(parameters[0]), *parameters[1:]),
         "renew": lambda: renew_lease(run_dir),
         "finish": lambda: ask_to_finish(run_dir, parameters[0]),
         "tail": lambda: read_log_tail(run_dir, int(parameters[0])),
@@ -1163,9 +1166,13 @@ def reap_children(process: subprocess.Popen[bytes]) -> int | None:
 # ── cancel ──
 
 
-def cancel_job(run_dir: str, grace_s: float) -> JsonObject:
-    """End the job and return once its end is recorded: SIGTERM to all its processes, SIGKILL after `grace_s`."""
-    if not Path(run_dir, INTERNAL_DIR).is_dir():
+def cancel_job(run_dir: str, grace_s: float, store: str = "") -> JsonObject:
+    """End the job and return once its end is recorded: SIGTERM to all its processes, SIGKILL after `grace_s`.
+
+    Args:
+        store: on whose behalf; a job that runs of other stores follow is left RUNNING. Empty ends it all the same.
+    """
+    if not Path(run_dir, INTERNAL_DIR).is_dir() or (store and is_followed_elsewhere(run_dir, store)):
         return read_status(run_dir)
     with locked(internal_path(run_dir, "start.lock")):  # a start under way becomes either running or nothing
         status = read_status(run_dir)
@@ -1212,6 +1219,52 @@ def ask_to_finish(run_dir: str, asked_by: str) -> JsonObject:
 
 
 # ── follow ──
+
+
+@contextlib.contextmanager
+def marked_as_followed(run_dir: str, store: str = "") -> Iterator[None]:
+    """Let other stores see that a run of this one follows the job: a lock, which the kernel frees with this process.
+
+    Where the mark cannot be made, as on a full disk or before there is a job, the job is followed without it.
+    """
+    descriptor = None
+    if store:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(internal_path(run_dir, f"followed-{store}"), os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits for who looks, which takes a moment
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def is_followed_elsewhere(run_dir: str, store: str) -> bool:
+    """Whether runs of other stores follow the job, and do not stop at this moment."""
+    own = internal_path(run_dir, f"followed-{store}")
+    marks = [path for path in Path(run_dir, INTERNAL_DIR).glob("followed-*") if path != own]
+    # Of two runs that are cancelled at once each would leave the job to the other one, and nobody would end it.
+    deadline = time.monotonic() + FOLLOWER_END_S
+    while is_followed := any(is_locked(path) for path in marks):
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(POLL_S)
+    return is_followed
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of a file; one that is no more is not locked."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def follow_job(run_dir: str, log_offset: int, metrics_offset: int, events_offset: int) -> None:

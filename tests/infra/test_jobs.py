@@ -12,8 +12,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -64,10 +65,10 @@ def supervisor_pid(run_dir: Path, attempt: int = 1) -> int:
     return int(meta["supervisor_pid"])
 
 
-def kill_follower(run_dir: Path) -> int:
-    """Kill the process that follows the job, and return how many there were: none, when it has said everything."""
+def kill_follower(run_dir: Path, store: str = "") -> int:
+    """Kill who follows the job, for a store or for all, and return how many there were: none, when all is said."""
     table = subprocess.run(["ps", "-A", "-ww", "-o", "pid=,args="], capture_output=True, text=True, check=True).stdout
-    lines = [line for line in table.splitlines() if f".py follow {run_dir} " in line]
+    lines = [line for line in table.splitlines() if f".py follow {run_dir} " in line and line.endswith(store)]
     for line in lines:
         with suppress(ProcessLookupError):  # it has said everything since then
             os.kill(int(line.split()[0]), signal.SIGKILL)
@@ -276,6 +277,44 @@ def test_cancel_ends_a_tree_with_a_grandchild_that_left_its_session_and_ignores_
     assert status.state == JobState.EXITED and status.exit is not None
     assert status.exit.cancelled and not status.exit.timeout and status.exit.leftover_processes == 1
     assert cancel_job(session, str(run_dir), grace_s=0.5) == status
+
+
+@contextmanager
+def followed(session: Session, run_dir: Path, store: str) -> Iterator[None]:
+    """A process follows the job for a store, as long as the block runs."""
+    program = session.place_program(Path("infra/supervisor.py").absolute())
+    argv = [session.python, "-I", program, "follow", str(run_dir), "0", "0", "0", store]
+    with session.stream(argv) as lines:
+        assert b'"log"' in next(lines)
+        yield
+
+
+@pytest.mark.slow
+def test_a_job_that_a_run_of_another_store_follows_is_left_until_nobody_does(session: Session, run_dir: Path) -> None:
+    start_or_attach(session, shell_spec(run_dir, "echo up; sleep 60"))
+    with followed(session, run_dir, "store-a"), followed(session, run_dir, "store-b"):
+        assert cancel_job(session, str(run_dir), 0.5, store="store-a").state is JobState.RUNNING
+        kill_follower(run_dir, "store-b")
+        status = cancel_job(session, str(run_dir), 0.5, store="store-a")
+    assert status.exit is not None and status.exit.cancelled
+
+
+@pytest.mark.slow
+def test_of_two_stores_that_cancel_a_job_at_once_not_each_leaves_it_to_the_other(
+    session: Session, run_dir: Path
+) -> None:
+    start_or_attach(session, shell_spec(run_dir, "echo up; sleep 60"))
+    with ThreadPoolExecutor(2) as pool:
+        with followed(session, run_dir, "store-a"), followed(session, run_dir, "store-b"):
+            asked = [pool.submit(cancel_job, session, str(run_dir), 0.5, store=f"store-{name}") for name in "ab"]
+            time.sleep(0.5)
+        assert [each.result().state for each in asked] == [JobState.EXITED] * 2
+
+
+def test_a_job_is_ended_on_behalf_of_nobody_whoever_follows_it(session: Session, run_dir: Path) -> None:
+    start_or_attach(session, shell_spec(run_dir, "echo up; sleep 60"))
+    with followed(session, run_dir, "store-b"):
+        assert cancel_job(session, str(run_dir), 0.5).state is JobState.EXITED
 
 
 def test_a_cancelled_program_has_time_to_save_its_work(session: Session, run_dir: Path) -> None:
