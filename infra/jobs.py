@@ -31,7 +31,7 @@ from infra.errors import (
 )
 from infra.node_agent import ISOLATED
 from infra.session import Session, read_answer
-from infra.supervisor import ENDING_WAIT_S, FIRST_GPU, JobSpec
+from infra.supervisor import ENDING_WAIT_S, FIRST_GPU, NO_LOG, JobSpec
 
 __all__ = [
     "FIRST_GPU",
@@ -204,7 +204,7 @@ def follow_job(
     *,
     on_metrics: Callable[[JsonObject], None],
     on_event: Callable[[JsonObject], None],
-    on_log: Callable[[bytes], None],
+    on_log: Callable[[bytes], None] | None = None,
     offsets: FollowOffsets = FollowOffsets(),
     store: str = "",
 ) -> JobStatus:
@@ -213,12 +213,13 @@ def follow_job(
     A broken connection is opened again at the same offsets. Half-written lines are not delivered.
 
     Args:
+        on_log: None leaves the log on the node.
         store: identity of the ledger whose run wants the job: meanwhile those of others do not end it.
 
     Raises:
         TransientInfraError: the node did not answer MAX_BROKEN_STREAMS times in a row; the job may well run on.
     """
-    position = offsets
+    position = offsets if on_log else dataclasses.replace(offsets, log=NO_LOG)
     broken_streams = 0
     while broken_streams < MAX_BROKEN_STREAMS:
         with contextlib.closing(_messages(session, run_dir, position, store)) as messages:
@@ -227,7 +228,7 @@ def follow_job(
                 if "status" in message:
                     return parse_status(message["status"])
                 offset = message["offset"]
-                if "log" in message:
+                if "log" in message and on_log:
                     on_log(base64.b64decode(message["log"]))
                     position = dataclasses.replace(position, log=offset)
                 elif "metrics" in message:

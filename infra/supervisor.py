@@ -83,6 +83,8 @@ NVIDIA_SMI_TIMEOUT_S = 30.0
 CANNOT_START_CODE = 127
 """Of a program that could not be started when its GPUs were free; what a shell says of a missing command."""
 MAX_BACKOFF_S = 30.0
+NO_LOG = -1
+"""In place of an offset in the log, from which on it is followed."""
 LOG_TAIL_BYTES = 64 << 10
 READ_BYTES = 256 << 10
 MAX_LINE_BYTES = 4 << 20
@@ -1270,7 +1272,8 @@ def is_locked(path: Path) -> bool:
 def follow_job(run_dir: str, log_offset: int, metrics_offset: int, events_offset: int) -> None:
     """Print what the job writes as it appears, one JSON object per line, and its status when it has ended.
 
-    Ends early when standard input ends or nobody reads the output: the client is gone.
+    Ends early when standard input ends or nobody reads the output: the client is gone. Of the log nothing is printed
+    from the offset NO_LOG on.
 
         {"log": base64, "offset": n}      {"metrics": {...}, "offset": n}      {"event": {...}, "offset": n}
         {"skipped": "metrics.jsonl", "offset": n}: a line that is no JSON object      {"status": {...}}
@@ -1280,7 +1283,8 @@ def follow_job(run_dir: str, log_offset: int, metrics_offset: int, events_offset
     while True:
         is_running = is_supervised(run_dir)  # asked before reading: whatever it wrote is there when it is gone
         before = (log_offset, metrics_offset, events_offset)
-        log_offset = emit_log(Path(run_dir, "log.txt"), log_offset)
+        if log_offset != NO_LOG:
+            log_offset = emit_log(Path(run_dir, "log.txt"), log_offset)
         metrics_offset = emit_records("metrics", Path(run_dir, "metrics.jsonl"), metrics_offset)
         events_offset = emit_records("event", Path(run_dir, "events.jsonl"), events_offset)
         sys.stdout.flush()

@@ -224,7 +224,6 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
         status.run_dir,
         on_metrics=progress.on_metrics,
         on_event=on_event,
-        on_log=lambda chunk: None,
         store=store,
     )
     if complaints and ended.exit is not None and ended.exit.code == USER_ERROR_CODE:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -498,6 +498,26 @@ def test_follow_goes_on_at_the_offsets_it_is_given(session: Session, run_dir: Pa
     offsets = FollowOffsets(log=3, metrics=3)
     follow_job(session, str(run_dir), on_metrics=metrics.append, on_event=print, on_log=log.extend, offsets=offsets)
     assert bytes(log) == "äöü".encode()[3:] and metrics == [{"step": 2}]
+
+
+def test_a_log_that_nobody_asks_for_stays_on_the_node(
+    session: Session, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: list[bytes] = []
+    stream = session.stream
+
+    @contextmanager
+    def counted(argv: Sequence[str], *, stdin: bytes = b"") -> Iterator[Iterator[bytes]]:
+        with stream(argv, stdin=stdin) as lines:
+            yield (received.append(line) or line for line in lines)  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(session, "stream", counted)
+    script = "head -c 1000000 /dev/zero; echo '{\"step\": 1}' > metrics.jsonl; exit 3"
+    start_or_attach(session, shell_spec(run_dir, script))
+    metrics: list[object] = []
+    status = follow_job(session, str(run_dir), on_metrics=metrics.append, on_event=print)
+    assert (metrics, status.log_size) == ([{"step": 1}], 1_000_000)
+    assert sum(map(len, received)) < 10_000
 
 
 def test_a_half_written_line_is_not_delivered_and_garbage_is_skipped(session: Session, run_dir: Path) -> None:
