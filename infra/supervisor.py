@@ -79,6 +79,8 @@ CANCEL_MARGIN_S = 15.0
 ENDING_WAIT_S = 60.0
 """So long a start waits for the end of an attempt that is being ended."""
 GPU_POLL_S = 0.5
+GPU_FILES_NEW_S = 3600.0
+"""So often the files of locks that are held are touched: what is old is removed from /tmp, usually after ten days."""
 NVIDIA_SMI_TIMEOUT_S = 30.0
 CANNOT_START_CODE = 127
 """Of a program that could not be started when its GPUs were free; what a shell says of a missing command."""
@@ -625,6 +627,7 @@ class GPUSlots:
         self._slots = slots
         self._group = spec.gpu_group or spec.run_dir
         self._held: dict[str, int] = {}
+        self._touched_at = time.monotonic()
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -654,6 +657,16 @@ class GPUSlots:
                 if holder:
                     return f"waits for {slot.label}, {holder}"
         return ""
+
+    def keep_files(self) -> None:
+        """Let nobody take the files of the locks for old ones, now and then: beside one that has no name another job
+        would make its own."""
+        if time.monotonic() < self._touched_at + GPU_FILES_NEW_S:
+            return
+        self._touched_at = time.monotonic()
+        for descriptor in self._held.values():
+            with contextlib.suppress(OSError):
+                os.utime(descriptor)
 
     def release(self) -> None:
         """Give up the supervisor's own hold."""
@@ -927,7 +940,7 @@ def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
     with CappedLog(log_path, spec.max_log_bytes) as log:
         started_program = program or wait_and_spawn(spec, meta, slots, waits_for, log)
         if isinstance(started_program, Program):
-            ending, restarts = run_with_restarts(started_program, spec, meta, log, slots.descriptors)
+            ending, restarts = run_with_restarts(started_program, spec, meta, log, slots)
         else:
             ending, restarts = started_program, 0
     slots.release()  # before anybody hears of the end: the next job may want them at once
@@ -1007,6 +1020,7 @@ def wait_and_spawn(
             if stopped_by := requests.wait(GPU_POLL_S):
                 log.note(f"{stopped_by} before its GPUs were free")
                 return _ending_without_program(128 + signal.SIGTERM, stopped_by)
+            slots.keep_files()
             current = slots.take()
         # Before the program is there, which appends to the same file.
         append_event(spec.run_dir, meta["attempt"], "has_gpus", waited_s=round(time.monotonic() - began, 1))
@@ -1024,14 +1038,14 @@ def _ending_without_program(code: int, stopped_by: str = "") -> Ending:
 
 
 def run_with_restarts(
-    program: Program, spec: JobSpec, meta: JsonObject, log: CappedLog, gpu_locks: Sequence[int]
+    program: Program, spec: JobSpec, meta: JsonObject, log: CappedLog, slots: GPUSlots
 ) -> tuple[Ending, int]:
     """Watch the program to its final end; returns that end and the number of restarts before it."""
     requests = StopRequests(spec, meta["attempt"])
     restarts = in_a_row = 0
     while True:
         began = time.monotonic()
-        ending = watch_program(program, spec, log, requests)
+        ending = watch_program(program, spec, log, requests, slots.keep_files)
         if time.monotonic() - began >= spec.healthy_s:
             in_a_row = 0
         if ending.code == 0 or ending.stopped_by or in_a_row >= spec.max_restarts:
@@ -1041,7 +1055,7 @@ def run_with_restarts(
         if stopped_by := requests.wait(pause_s):
             return dataclasses.replace(ending, stopped_by=stopped_by), restarts
         try:
-            program = spawn_program(spec, meta["attempt"], gpu_locks)
+            program = spawn_program(spec, meta["attempt"], slots.descriptors)
         except OSError as error:
             log.note(f"the program cannot be started again: {error}")
             return ending, restarts
@@ -1109,14 +1123,21 @@ def build_environment(inherited: Mapping[str, str], spec: JobSpec, attempt: int)
     }
 
 
-def watch_program(program: Program, spec: JobSpec, log: CappedLog, requests: StopRequests) -> Ending:
-    """Collect the program's output until it and all its processes have ended; end them when that is requested."""
+def watch_program(
+    program: Program, spec: JobSpec, log: CappedLog, requests: StopRequests, on_look: Callable[[], None] = lambda: None
+) -> Ending:
+    """Collect the program's output until it and all its processes have ended; end them when that is requested.
+
+    Args:
+        on_look: called several times a second.
+    """
     output = ProgramOutput(program.output_fd, log)
     wait_status: int | None = None
     stopped_by = ""
     kill_at = math.inf
     leftover_processes = 0
     while True:
+        on_look()
         output.pump()
         if wait_status is None:
             wait_status = reap_children(program.process)
