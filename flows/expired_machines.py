@@ -14,6 +14,7 @@ import json
 import logging
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -24,11 +25,13 @@ from infra.ledger import LEDGER_FILE, Ledger
 from infra.offers import CLOUD_NAMES, CloudName
 from infra.providers.clouds import clouds_with_keys, credentials_in_use, open_account
 from infra.renting.reaper import ReapReport, reap
-from infra.renting.rentals import open_rentals
+from infra.renting.rentals import Rental, given_up, open_rentals
 from rollouts_core.errors import ConfigError
 
 PACE = Pace(gone_within_s=60.0)
 """What is not gone by then is looked at again the next time."""
+LATE_S = 24 * 3600.0
+"""A machine that was asked for and given up is looked for this long, in case that it appears after all."""
 SPARE = "--spare"
 
 logger = logging.getLogger(__name__)
@@ -48,7 +51,7 @@ def look_at_machines(store: Path, *, spare: bool = True, everywhere: bool = Fals
     if not (store / LEDGER_FILE).exists():
         return ReapReport()
     with Ledger(store / LEDGER_FILE) as ledger:
-        named = {rental.credentials for rental in open_rentals(ledger)} - {credentials_in_use()}
+        named = {rental.credentials for rental in _looked_for(ledger)} - {credentials_in_use()}
     report = _look_at_own(store, spare=spare, everywhere=everywhere)
     for name in sorted(named):
         report.add(_look_with(name, store, spare=spare))
@@ -69,11 +72,16 @@ def end_expired(store: Path) -> list[str]:
     return report.ended
 
 
+def _looked_for(ledger: Ledger) -> list[Rental]:
+    """The machines that cost money, or may, also because they appear late."""
+    return [*open_rentals(ledger), *given_up(ledger, time.time() - LATE_S)]
+
+
 def _look_at_own(store: Path, *, spare: bool, everywhere: bool) -> ReapReport:
     """Look at the machines in the accounts whose keys this process has."""
     own = credentials_in_use()
     with Ledger(store / LEDGER_FILE) as ledger:
-        providers = {rental.provider for rental in open_rentals(ledger) if rental.credentials == own}
+        providers = {rental.provider for rental in _looked_for(ledger) if rental.credentials == own}
         providers |= set(clouds_with_keys(CLOUD_NAMES)[0]) if everywhere else set()
         if not providers:
             return ReapReport()

@@ -13,7 +13,8 @@ Not here: what runs on the server (the other files of flows), which store is mea
                  to stop until its process is gone: nobody is ever handed a server that is going down
     keeper.lock  held by the keeper as long as its process lives; looked at under start.lock only
     server.json  the address, written by the keeper; it counts only while keeper.lock is held
-    server.log   what the server said since it started; prefect.db, results/, ui/ are Prefect's own
+    server.log   what the server said since it started, server.log.1 what the last one did that said anything;
+                 prefect.db, results/, ui/ are Prefect's own
     password     what the server asks for (password.py)
 
 This module never imports prefect in the user's process: the environment of `prefect_environment` must be
@@ -33,7 +34,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -352,7 +353,7 @@ def _start_keeper(home: Path, keeper_lock: int, *, port: int) -> None:
     """Start the keeper, which inherits the taken lock and port, so that neither can be lost to others."""
     known_port = _port_of_killed(home)
     (home / "server.json").unlink(missing_ok=True)
-    (home / "server.log").unlink(missing_ok=True)
+    _set_log_aside(home)
     with _listen(port, preferred=known_port) as listener, (home / "server.log").open("ab") as log:
         launcher = subprocess.Popen(
             [sys.executable, "-P", "-c", KEEPER_PROGRAM, str(ROOT), str(home), str(listener.fileno())],
@@ -366,6 +367,13 @@ def _start_keeper(home: Path, keeper_lock: int, *, port: int) -> None:
         )
         # It forks and exits at once: the keeper is nobody's child, and no zombie of a user that lives on.
         launcher.wait()
+
+
+def _set_log_aside(home: Path) -> None:
+    """Keep what the last server said, which may be why it is no more."""
+    with suppress(FileNotFoundError):
+        if (home / "server.log").stat().st_size:
+            (home / "server.log").replace(home / "server.log.1")
 
 
 def _server_environment(home: Path, port: int) -> dict[str, str]:

@@ -129,7 +129,7 @@ def ensure_environment(
     program = session.place_program(Path(environment_builder.__file__))
     spec = JobSpec(run_dir=run_dir, argv=(session.python, ISOLATED, program), job=job, timeout_s=BUILD_TIMEOUT_S)
     start_or_attach(session, spec)
-    ended = follow_job(session, spec.run_dir, on_metrics=_ignore, on_event=_ignore, on_log=_ignore)
+    ended = follow_job(session, spec.run_dir, on_metrics=_ignore, on_event=_ignore)
     try:
         require_finished(session, ended)
     except JobFailedError as error:
@@ -143,4 +143,4 @@ def ensure_environment(
 
 
 def _ignore(_: object) -> None:
-    """The job's log stays on the node."""
+    """Nothing of what the job says is shown."""

@@ -31,7 +31,7 @@ from infra.errors import (
 )
 from infra.node_agent import ISOLATED
 from infra.session import Session, read_answer
-from infra.supervisor import ENDING_WAIT_S, FIRST_GPU, JobSpec
+from infra.supervisor import ENDING_WAIT_S, FIRST_GPU, NO_LOG, JobSpec
 
 __all__ = [
     "FIRST_GPU",
@@ -156,9 +156,15 @@ def job_status(session: Session, run_dir: str) -> JobStatus:
     return parse_status(_call(session, "status", run_dir))
 
 
-def cancel_job(session: Session, run_dir: str, grace_s: float) -> JobStatus:
-    """End the job with all its processes, SIGKILL after `grace_s`, and return how it ended; harmless when it has."""
-    answer = _call(session, "cancel", run_dir, str(grace_s), timeout_s=grace_s + CALL_TIMEOUT_S)
+def cancel_job(session: Session, run_dir: str, grace_s: float, *, store: str = "") -> JobStatus:
+    """End the job with all its processes, SIGKILL after `grace_s`, and return how it ended; harmless when it has.
+
+    Args:
+        store: identity of the ledger on whose behalf this is; a job that runs of others follow is left, and is RUNNING.
+            Empty ends it whoever follows it.
+    """
+    on_behalf = (store,) if store else ()
+    answer = _call(session, "cancel", run_dir, str(grace_s), *on_behalf, timeout_s=grace_s + CALL_TIMEOUT_S)
     return parse_status(answer)
 
 
@@ -198,26 +204,31 @@ def follow_job(
     *,
     on_metrics: Callable[[JsonObject], None],
     on_event: Callable[[JsonObject], None],
-    on_log: Callable[[bytes], None],
+    on_log: Callable[[bytes], None] | None = None,
     offsets: FollowOffsets = FollowOffsets(),
+    store: str = "",
 ) -> JobStatus:
     """Deliver what the job writes, each byte and each record once, until it has ended; returns its final status.
 
     A broken connection is opened again at the same offsets. Half-written lines are not delivered.
 
+    Args:
+        on_log: None leaves the log on the node.
+        store: identity of the ledger whose run wants the job: meanwhile those of others do not end it.
+
     Raises:
         TransientInfraError: the node did not answer MAX_BROKEN_STREAMS times in a row; the job may well run on.
     """
-    position = offsets
+    position = offsets if on_log else dataclasses.replace(offsets, log=NO_LOG)
     broken_streams = 0
     while broken_streams < MAX_BROKEN_STREAMS:
-        with contextlib.closing(_messages(session, run_dir, position)) as messages:
+        with contextlib.closing(_messages(session, run_dir, position, store)) as messages:
             for message in messages:
                 broken_streams = 0
                 if "status" in message:
                     return parse_status(message["status"])
                 offset = message["offset"]
-                if "log" in message:
+                if "log" in message and on_log:
                     on_log(base64.b64decode(message["log"]))
                     position = dataclasses.replace(position, log=offset)
                 elif "metrics" in message:
@@ -307,10 +318,10 @@ def _call(
     return answer
 
 
-def _messages(session: Session, run_dir: str, position: FollowOffsets) -> Generator[JsonObject]:
+def _messages(session: Session, run_dir: str, position: FollowOffsets, store: str) -> Generator[JsonObject]:
     """What one connection delivers; ends early, and without an exception, when the connection breaks."""
-    offsets = (str(position.log), str(position.metrics), str(position.events))
-    argv = [session.python, ISOLATED, session.place_program(_SUPERVISOR), "follow", run_dir, *offsets]
+    parameters = [run_dir, str(position.log), str(position.metrics), str(position.events), *([store] if store else [])]
+    argv = [session.python, ISOLATED, session.place_program(_SUPERVISOR), "follow", *parameters]
     try:
         with session.stream(argv) as lines:
             for line in lines:

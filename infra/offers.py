@@ -14,6 +14,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from infra.errors import InfraError
+
 CloudName = Literal["runpod", "lambda", "prime", "shadeform", "vast", "sky"]
 CLOUD_NAMES: tuple[CloudName, ...] = ("runpod", "lambda", "prime", "shadeform", "vast", "sky")
 NETWORKED_CLOUDS: tuple[CloudName, ...] = ("lambda", "sky")
@@ -161,6 +163,8 @@ class Offered:
     fitting: list[Offer]
     """What the query admits, cheapest first."""
     others: list[Offer]
+    failures: list[InfraError] = field(default_factory=list)
+    """Why providers could not be asked; what those have is unknown, not nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

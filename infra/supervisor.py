@@ -5,8 +5,8 @@ because it is sent to nodes by content. Not here: what the program does, how a n
 
     start RUN_DIR (spec on stdin) ── finished? alive? ── no: fork ── supervisor ── the program, its own session
     status RUN_DIR                                                    │ holds .job/lock for its whole life, so the
-    follow RUN_DIR LOG METRICS EVENTS (offsets)                       │ kernel tells if it lives, even after kill -9
-    cancel RUN_DIR GRACE_S                                            └ writes exit-<n>.json for attempt n, last
+    follow RUN_DIR LOG METRICS EVENTS (offsets) [STORE]               │ kernel tells if it lives, even after kill -9
+    cancel RUN_DIR GRACE_S [STORE]                                    └ writes exit-<n>.json for attempt n, last
     renew RUN_DIR
     finish RUN_DIR ASKED_BY
     tail RUN_DIR MAX_BYTES
@@ -20,7 +20,8 @@ Each verb but `follow` prints one JSON object, `{"error": sentence}` with exit c
     finish-<n>    who asks the program of attempt n to end by itself, with what it has; programs need not heed it
     result.json   written by the program, last: the job is finished
     .job/         lock, start.lock, lease, meta-<n>.json, cancel-<n>, spare-<n> (becomes that where the disk takes no
-                  more files), ending-<n> (a limit of attempt n is reached), supervisor-<n>.txt (our own failures)
+                  more files), ending-<n> (a limit of attempt n is reached), supervisor-<n>.txt (our own failures),
+                  followed-<store> (locked by each process that follows the job for a run of that store)
 
 The program's processes are found as descendants of the supervisor and, when that is gone, by the variable
 ROLLOUTS_JOB=<run directory> in their environment. Where there is no /proc (macOS), by the program's process group.
@@ -70,16 +71,22 @@ FIRST_GPU = "first"
 POLL_S = 0.1
 LEFTOVER_GRACE_S = 2.0
 """What outlives the program itself gets this long between SIGTERM and SIGKILL."""
+FOLLOWER_END_S = 3.0
+"""Who stops following a job at the moment at which another one cancels it is gone within this time."""
 UNKILLABLE_AFTER_S = 10.0
 """Leftovers that SIGKILL has not ended by then are counted and left to the kernel."""
 CANCEL_MARGIN_S = 15.0
 ENDING_WAIT_S = 60.0
 """So long a start waits for the end of an attempt that is being ended."""
 GPU_POLL_S = 0.5
+GPU_FILES_NEW_S = 3600.0
+"""So often the files of locks that are held are touched: what is old is removed from /tmp, usually after ten days."""
 NVIDIA_SMI_TIMEOUT_S = 30.0
 CANNOT_START_CODE = 127
 """Of a program that could not be started when its GPUs were free; what a shell says of a missing command."""
 MAX_BACKOFF_S = 30.0
+NO_LOG = -1
+"""In place of an offset in the log, from which on it is followed."""
 LOG_TAIL_BYTES = 64 << 10
 READ_BYTES = 256 << 10
 MAX_LINE_BYTES = 4 << 20
@@ -157,13 +164,13 @@ def main(argv: list[str]) -> int:
     """Carry out one verb; see the head of this file."""
     verb, run_dir, parameters = argv[1], os.path.realpath(argv[2]), argv[3:]
     if verb == "follow":
-        with contextlib.suppress(BrokenPipeError):
-            follow_job(run_dir, *(int(offset) for offset in parameters))
+        with contextlib.suppress(BrokenPipeError), marked_as_followed(run_dir, *parameters[3:]):
+            follow_job(run_dir, *(int(offset) for offset in parameters[:3]))
         return 0
     verbs: dict[str, Callable[[], JsonObject]] = {
         "start": lambda: start_job(dataclasses.replace(parse_spec(sys.stdin.buffer.read()), run_dir=run_dir)),
         "status": lambda: read_status(run_dir),
-        "cancel": lambda: cancel_job(run_dir, float(parameters[0])),
+        "cancel": lambda: cancel_job(run_dir, float(parameters[0]), *parameters[1:]),
         "renew": lambda: renew_lease(run_dir),
         "finish": lambda: ask_to_finish(run_dir, parameters[0]),
         "tail": lambda: read_log_tail(run_dir, int(parameters[0])),
@@ -620,6 +627,7 @@ class GPUSlots:
         self._slots = slots
         self._group = spec.gpu_group or spec.run_dir
         self._held: dict[str, int] = {}
+        self._touched_at = time.monotonic()
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -649,6 +657,16 @@ class GPUSlots:
                 if holder:
                     return f"waits for {slot.label}, {holder}"
         return ""
+
+    def keep_files(self) -> None:
+        """Let nobody take the files of the locks for old ones, now and then: beside one that has no name another job
+        would make its own."""
+        if time.monotonic() < self._touched_at + GPU_FILES_NEW_S:
+            return
+        self._touched_at = time.monotonic()
+        for descriptor in self._held.values():
+            with contextlib.suppress(OSError):
+                os.utime(descriptor)
 
     def release(self) -> None:
         """Give up the supervisor's own hold."""
@@ -922,7 +940,7 @@ def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
     with CappedLog(log_path, spec.max_log_bytes) as log:
         started_program = program or wait_and_spawn(spec, meta, slots, waits_for, log)
         if isinstance(started_program, Program):
-            ending, restarts = run_with_restarts(started_program, spec, meta, log, slots.descriptors)
+            ending, restarts = run_with_restarts(started_program, spec, meta, log, slots)
         else:
             ending, restarts = started_program, 0
     slots.release()  # before anybody hears of the end: the next job may want them at once
@@ -1002,6 +1020,7 @@ def wait_and_spawn(
             if stopped_by := requests.wait(GPU_POLL_S):
                 log.note(f"{stopped_by} before its GPUs were free")
                 return _ending_without_program(128 + signal.SIGTERM, stopped_by)
+            slots.keep_files()
             current = slots.take()
         # Before the program is there, which appends to the same file.
         append_event(spec.run_dir, meta["attempt"], "has_gpus", waited_s=round(time.monotonic() - began, 1))
@@ -1019,14 +1038,14 @@ def _ending_without_program(code: int, stopped_by: str = "") -> Ending:
 
 
 def run_with_restarts(
-    program: Program, spec: JobSpec, meta: JsonObject, log: CappedLog, gpu_locks: Sequence[int]
+    program: Program, spec: JobSpec, meta: JsonObject, log: CappedLog, slots: GPUSlots
 ) -> tuple[Ending, int]:
     """Watch the program to its final end; returns that end and the number of restarts before it."""
     requests = StopRequests(spec, meta["attempt"])
     restarts = in_a_row = 0
     while True:
         began = time.monotonic()
-        ending = watch_program(program, spec, log, requests)
+        ending = watch_program(program, spec, log, requests, slots.keep_files)
         if time.monotonic() - began >= spec.healthy_s:
             in_a_row = 0
         if ending.code == 0 or ending.stopped_by or in_a_row >= spec.max_restarts:
@@ -1036,7 +1055,7 @@ def run_with_restarts(
         if stopped_by := requests.wait(pause_s):
             return dataclasses.replace(ending, stopped_by=stopped_by), restarts
         try:
-            program = spawn_program(spec, meta["attempt"], gpu_locks)
+            program = spawn_program(spec, meta["attempt"], slots.descriptors)
         except OSError as error:
             log.note(f"the program cannot be started again: {error}")
             return ending, restarts
@@ -1104,14 +1123,21 @@ def build_environment(inherited: Mapping[str, str], spec: JobSpec, attempt: int)
     }
 
 
-def watch_program(program: Program, spec: JobSpec, log: CappedLog, requests: StopRequests) -> Ending:
-    """Collect the program's output until it and all its processes have ended; end them when that is requested."""
+def watch_program(
+    program: Program, spec: JobSpec, log: CappedLog, requests: StopRequests, on_look: Callable[[], None] = lambda: None
+) -> Ending:
+    """Collect the program's output until it and all its processes have ended; end them when that is requested.
+
+    Args:
+        on_look: called several times a second.
+    """
     output = ProgramOutput(program.output_fd, log)
     wait_status: int | None = None
     stopped_by = ""
     kill_at = math.inf
     leftover_processes = 0
     while True:
+        on_look()
         output.pump()
         if wait_status is None:
             wait_status = reap_children(program.process)
@@ -1163,9 +1189,13 @@ def reap_children(process: subprocess.Popen[bytes]) -> int | None:
 # ── cancel ──
 
 
-def cancel_job(run_dir: str, grace_s: float) -> JsonObject:
-    """End the job and return once its end is recorded: SIGTERM to all its processes, SIGKILL after `grace_s`."""
-    if not Path(run_dir, INTERNAL_DIR).is_dir():
+def cancel_job(run_dir: str, grace_s: float, store: str = "") -> JsonObject:
+    """End the job and return once its end is recorded: SIGTERM to all its processes, SIGKILL after `grace_s`.
+
+    Args:
+        store: on whose behalf; a job that runs of other stores follow is left RUNNING. Empty ends it all the same.
+    """
+    if not Path(run_dir, INTERNAL_DIR).is_dir() or (store and is_followed_elsewhere(run_dir, store)):
         return read_status(run_dir)
     with locked(internal_path(run_dir, "start.lock")):  # a start under way becomes either running or nothing
         status = read_status(run_dir)
@@ -1214,10 +1244,57 @@ def ask_to_finish(run_dir: str, asked_by: str) -> JsonObject:
 # ── follow ──
 
 
+@contextlib.contextmanager
+def marked_as_followed(run_dir: str, store: str = "") -> Iterator[None]:
+    """Let other stores see that a run of this one follows the job: a lock, which the kernel frees with this process.
+
+    Where the mark cannot be made, as on a full disk or before there is a job, the job is followed without it.
+    """
+    descriptor = None
+    if store:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(internal_path(run_dir, f"followed-{store}"), os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits for who looks, which takes a moment
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def is_followed_elsewhere(run_dir: str, store: str) -> bool:
+    """Whether runs of other stores follow the job, and do not stop at this moment."""
+    own = internal_path(run_dir, f"followed-{store}")
+    marks = [path for path in Path(run_dir, INTERNAL_DIR).glob("followed-*") if path != own]
+    # Of two runs that are cancelled at once each would leave the job to the other one, and nobody would end it.
+    deadline = time.monotonic() + FOLLOWER_END_S
+    while is_followed := any(is_locked(path) for path in marks):
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(POLL_S)
+    return is_followed
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of a file; one that is no more is not locked."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def follow_job(run_dir: str, log_offset: int, metrics_offset: int, events_offset: int) -> None:
     """Print what the job writes as it appears, one JSON object per line, and its status when it has ended.
 
-    Ends early when standard input ends or nobody reads the output: the client is gone.
+    Ends early when standard input ends or nobody reads the output: the client is gone. Of the log nothing is printed
+    from the offset NO_LOG on.
 
         {"log": base64, "offset": n}      {"metrics": {...}, "offset": n}      {"event": {...}, "offset": n}
         {"skipped": "metrics.jsonl", "offset": n}: a line that is no JSON object      {"status": {...}}
@@ -1227,7 +1304,8 @@ def follow_job(run_dir: str, log_offset: int, metrics_offset: int, events_offset
     while True:
         is_running = is_supervised(run_dir)  # asked before reading: whatever it wrote is there when it is gone
         before = (log_offset, metrics_offset, events_offset)
-        log_offset = emit_log(Path(run_dir, "log.txt"), log_offset)
+        if log_offset != NO_LOG:
+            log_offset = emit_log(Path(run_dir, "log.txt"), log_offset)
         metrics_offset = emit_records("metrics", Path(run_dir, "metrics.jsonl"), metrics_offset)
         events_offset = emit_records("event", Path(run_dir, "events.jsonl"), events_offset)
         sys.stdout.flush()

@@ -23,6 +23,7 @@ from infra.node import Node
 from infra.providers import open_session
 from infra.providers.rented import rentals_of_unit
 from infra.repeating import repeating
+from tasks.leases import has_lease
 from tasks.node_job import GRACE_S
 from tasks.records import RunScope
 from tasks.salvage import SALVAGE_S
@@ -79,11 +80,11 @@ def end_of_work(node: Node, scope: RunScope, began_at: float) -> float:
 
 
 def cancel_jobs(node: Node, scope: RunScope) -> None:
-    """End the run's jobs, the latest first: a training that still has its engine writes its checkpoint in peace.
+    """End the run's jobs, engines last: a training that still has its engine writes its checkpoint in peace.
 
     Those on further machines of its unit end with the training, or when nobody renews their leases.
     """
     leases = leases_on(scope, node)[node.name]
     with open_session(node) as session:
-        for lease in reversed(leases):
+        for lease in sorted(leases, key=lambda lease: has_lease(lease.run_dir)):
             cancel_job(session, lease.run_dir, GRACE_S)

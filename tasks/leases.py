@@ -18,6 +18,8 @@ from infra.repeating import repeating
 
 LEASE_S = 60.0
 """A job with a lease that nobody renews for this long ends by itself."""
+ENGINE, FOLLOWER = "engine", "follower"
+"""What the directories of such jobs begin with."""
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,11 @@ class LeasedJob:
     node: Node
     run_dir: str
     """On the node."""
+
+
+def has_lease(run_dir: str) -> bool:
+    """Whether the job in a directory is one that ends by itself when nobody needs it any more."""
+    return run_dir.rpartition("/")[2].startswith((f"{ENGINE}-", f"{FOLLOWER}-"))
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from rollouts_core.job import (
 )
 from rollouts_core.keys import OWN_KEY_VARIABLE
 from tasks.early_end import is_left_behind
+from tasks.leases import ENGINE, FOLLOWER
 from tasks.records import EngineRecord, RunScope, Stage, StageRecord
 
 
@@ -124,7 +125,7 @@ def plan_engine(rl: Stage, port: int, node: Node, index: int = 0) -> Stage:
     return Stage(
         name="engine",
         fingerprint=rl.fingerprint,
-        run_dir=f"{node.local_root}/stages/engine-{rl.fingerprint}-{index}",
+        run_dir=f"{node.local_root}/stages/{ENGINE}-{rl.fingerprint}-{index}",
         job=job.model_dump(mode="json"),
         num_steps=0,
         timeout_s=rl.timeout_s,
@@ -140,7 +141,7 @@ def plan_follower(stage: Stage, node: Node, node_rank: int) -> Stage:
     """
     changed = {
         "name": "follower",
-        "run_dir": f"{node.local_root}/stages/follower-{stage.fingerprint}-{node_rank}",
+        "run_dir": f"{node.local_root}/stages/{FOLLOWER}-{stage.fingerprint}-{node_rank}",
         "begins_with": "",
         "job": {**stage.job, "node_rank": node_rank},
         "timeout_s": 0.0,

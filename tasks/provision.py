@@ -20,7 +20,7 @@ from tasks.progress import StageProgress, stage_console
 from tasks.records import RunScope
 from tasks.salvage import salvage
 from tasks.spending import note_spending
-from tasks.stage import drop_leases, leases_on, stop_leased_jobs
+from tasks.stage import GivenUp, drop_leases, leases_on, stop_leased_jobs
 
 LOOKED_ALREADY = Pace(looks_s=(0.0,))
 """Where renting breaks off, what was being asked for has been looked for again and again by then."""
@@ -49,10 +49,12 @@ def give_back(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> list
         keep_minutes: so long a rented machine that can be reached stays, in place of being given back.
     """
     leases: dict[str, list[Lease]] = {}
+    given_up = GivenUp()
     kept: list[str] = []
     try:
         leases = leases_on(scope, node)
-        done = end_jobs(node, leases[node.name], scope)
+        given_up = stop_leased_jobs(scope, node, leases[node.name])
+        done = describe_given_up(given_up)
         done += salvage(scope, node) if node.is_remote else []
         if node.is_rented and keep_minutes > 0:
             kept = keep_rented(node, keep_minutes)
@@ -66,7 +68,9 @@ def give_back(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> list
             further_done = [
                 done
                 for each in node.further_nodes
-                for done in give_back_further(each, leases.get(each.name, []), scope)
+                for done in give_back_further(
+                    each, leases.get(each.name, []), scope, is_left=bool(given_up.left_to_stores)
+                )
             ]
         finally:
             if not kept:
@@ -80,22 +84,30 @@ def give_back(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> list
     return done
 
 
-def end_jobs(node: Node, leases: Sequence[Lease], scope: RunScope) -> list[str]:
-    """End the jobs on a node that only this run wants; returns what was done, a sentence each."""
-    ended, left = stop_leased_jobs(scope, node, leases)
+def describe_given_up(given_up: GivenUp) -> list[str]:
+    """What became of a run's jobs, a sentence each."""
     return [
-        *(f"ended the job in {run_dir}" for run_dir in ended),
-        *(f"left the job in {run_dir} to another run that wants it" for run_dir in left),
+        *(f"ended the job in {run_dir}" for run_dir in given_up.ended),
+        *(f"left the job in {run_dir} to another run that wants it" for run_dir in given_up.left_to_runs),
+        *(f"left the job in {run_dir}: a run of another store follows it" for run_dir in given_up.left_to_stores),
+        *(f"left the job in {run_dir}, which ends when nobody needs it" for run_dir in given_up.left_to_those),
     ]
 
 
-def give_back_further(node: Node, leases: Sequence[Lease], scope: RunScope) -> list[str]:
+def give_back_further(node: Node, leases: Sequence[Lease], scope: RunScope, *, is_left: bool = False) -> list[str]:
     """End the jobs on a further node, and give it back unless it is rented: its unit is given back as one, or kept.
 
     Where it does not answer its jobs end by themselves: nobody renews their leases.
+
+    Args:
+        is_left: what they are for goes on for a run of another store.
     """
     try:
-        done = end_jobs(node, leases, scope) if leases else []
+        if is_left:
+            drop_leases(scope, leases)
+            done = describe_given_up(GivenUp(left_to_those=[lease.run_dir for lease in leases]))
+        else:
+            done = describe_given_up(stop_leased_jobs(scope, node, leases)) if leases else []
     except InfraError as error:
         drop_leases(scope, leases)
         done = [f"the jobs on {node.name} end by themselves within a minute ({error})"]

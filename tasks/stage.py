@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from tasks.artifacts import find_damage, is_finished, set_damage_aside
 from tasks.closest_stage import describe_difference
 from tasks.earlier_scores import take_earlier_scores
 from tasks.early_end import begin_with_earlier, check_own_end, read_early_end, requests_passed_on
+from tasks.leases import has_lease
 from tasks.node_job import GRACE_S, gpus_of, job_spec
 from tasks.placement import place_stage
 from tasks.progress import StageProgress, stage_console
@@ -138,7 +140,7 @@ def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgre
                     if how != "reused":
                         progress.say(f"{'started' if how == 'ran' else 'attached to the running job'} in {run_dir}")
                         with requests_passed_on(session, stage, run_dir, scope, progress.say):
-                            follow_until_finished(session, status, progress)
+                            follow_until_finished(session, status, progress, store=ledger.identity)
                 ledger.drop_lease(run_dir, scope.run_id)
                 if node.is_remote:
                     pull_run(session, run_dir, Path(stage.run_dir))
@@ -192,8 +194,11 @@ def how_it_began(status: JobStatus) -> How:
     return "attached" if status.attached else "ran"
 
 
-def follow_until_finished(session: Session, status: JobStatus, progress: StageProgress) -> None:
+def follow_until_finished(session: Session, status: JobStatus, progress: StageProgress, *, store: str) -> None:
     """Show what the job writes until it has its record.
+
+    Args:
+        store: identity of the run's ledger.
 
     Raises:
         InputError: it ended with the exit code of a user's mistake; the sentence is the job's own.
@@ -215,7 +220,11 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
             complaints.append(event["message"])
 
     ended = follow_job(
-        session, status.run_dir, on_metrics=progress.on_metrics, on_event=on_event, on_log=lambda chunk: None
+        session,
+        status.run_dir,
+        on_metrics=progress.on_metrics,
+        on_event=on_event,
+        store=store,
     )
     if complaints and ended.exit is not None and ended.exit.code == USER_ERROR_CODE:
         raise InputError(complaints[-1])
@@ -226,25 +235,40 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
     require_finished(session, ended)
 
 
-def stop_leased_jobs(scope: RunScope, node: Node, leases: Sequence[Lease]) -> tuple[list[str], list[str]]:
-    """Give up the run's claims on jobs of a node; returns the directories of those it ended, and of those others want.
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """What became of the jobs that a run wanted, by their directories; one that had ended by itself is in none."""
 
-    A job that had ended by itself is in neither.
-    """
-    ended, left = [], []
+    ended: list[str] = field(default_factory=list)
+    left_to_runs: list[str] = field(default_factory=list)
+    """Other runs of this store want them."""
+    left_to_stores: list[str] = field(default_factory=list)
+    """Runs of other stores follow them."""
+    left_to_those: list[str] = field(default_factory=list)
+    """Those of other stores may need them; they end by themselves when nobody does."""
+
+
+def stop_leased_jobs(scope: RunScope, node: Node, leases: Sequence[Lease]) -> GivenUp:
+    """Give up the run's claims on jobs of a node, and end those that nobody else wants."""
+    given_up = GivenUp()
     with Ledger(scope.ledger_path) as ledger, open_session(node) as session:
-        for lease in leases:
+        for lease in sorted(leases, key=lambda lease: has_lease(lease.run_dir)):  # a training before what it needs
             ledger.drop_claim(lease.run_dir, scope.run_id)
             if not lease.is_started:
                 continue
             with ledger.dropped_lease(lease.run_dir, scope.run_id) as num_left:
                 if num_left > 0:
-                    left.append(lease.run_dir)
+                    given_up.left_to_runs.append(lease.run_dir)
                     continue
-                found = cancel_job(session, lease.run_dir, GRACE_S).exit
-            if found is not None and found.cancelled:
-                ended.append(lease.run_dir)
-    return ended, left
+                if given_up.left_to_stores and has_lease(lease.run_dir):
+                    given_up.left_to_those.append(lease.run_dir)
+                    continue
+                found = cancel_job(session, lease.run_dir, GRACE_S, store=ledger.identity)
+            if found.state is JobState.RUNNING:
+                given_up.left_to_stores.append(lease.run_dir)
+            elif found.exit is not None and found.exit.cancelled:
+                given_up.ended.append(lease.run_dir)
+    return given_up
 
 
 def leases_on(scope: RunScope, node: Node) -> dict[str, list[Lease]]:

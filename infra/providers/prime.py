@@ -5,7 +5,8 @@ Not here: HTTP (http.py), when a pod is created and ended (infra/renting/provisi
     availability ──> offer: cloud, GPU, socket, data center, image, disk ──> pod ──ACTIVE, installed──> address
 
 A pod that is ACTIVE cannot be used before its installation is FINISHED. Offers that charge hours in advance are left
-out: what was paid for them would not come back with the machine's end.
+out: what was paid for them would not come back with the machine's end. So are those whose price follows the market,
+but for spot: it is read when a machine is rented, and what a run may spend is held against that.
 """
 
 import re
@@ -45,6 +46,7 @@ INSTALLATION = {
 class _Prices(BaseModel):
     onDemand: float | None = None
     communityPrice: float | None = None
+    isVariable: bool | None = None
     currency: str
 
 
@@ -93,6 +95,11 @@ class _Configuration(BaseModel):
     @property
     def is_secure(self) -> bool:
         return self.security == "secure_cloud"
+
+    @property
+    def has_changing_price(self) -> bool:
+        """What a machine costs may change while it runs, and it is none that may be taken away at any time."""
+        return bool(self.prices.isVariable) and not self.isSpot
 
     @property
     def usd_per_hour(self) -> float | None:
@@ -207,8 +214,9 @@ def _read_offer(found: _Configuration, wanted_disk_gb: int) -> Offer | None:
     """The configuration with a disk of the wanted size; None when it is nothing to be rented by the hour."""
     disk_gb = found.disk.size_for(wanted_disk_gb)
     price = found.usd_per_hour
-    is_to_be_had = found.stockStatus != "Unavailable" and found.prepaidTime is None and found.images
-    if price is None or price <= 0 or found.prices.currency != "USD" or not is_to_be_had or found.gpuCount < 1:
+    is_to_be_had = found.stockStatus != "Unavailable" and found.images and found.gpuCount >= 1
+    is_by_the_hour = found.prepaidTime is None and not found.has_changing_price and found.prices.currency == "USD"
+    if price is None or price <= 0 or not is_to_be_had or not is_by_the_hour:
         return None
     places = [place for place in (found.country, found.dataCenter) if place]
     choice = (

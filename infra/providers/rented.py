@@ -253,8 +253,9 @@ def find_rentable(settings: RentedNode) -> list[Offer]:
         offered = search_offers(request.query, clouds)
     if not offered.fitting:
         closest = describe_closest(request.query, offered.others, "node.query.{}".format)
+        found = "; ".join([closest, *map(str, offered.failures)])
         raise PermanentInfraError(
-            f"no provider offers a machine that fits node.query now ({closest}): see `rollouts gpus`, or widen it"
+            f"no provider offers a machine that fits node.query now ({found}): see `rollouts gpus`, or widen it"
         )
     return list(offered.fitting)
 

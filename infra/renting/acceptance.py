@@ -73,7 +73,14 @@ def require_gpus(session: Session, num_gpus: int, *, gpu_type: str = "", vram_gb
         completed = session.run([session.python, ISOLATED, "-"], stdin=program, timeout_s=GPU_TIMEOUT_S)
     except CommandTimeoutError as error:
         raise UnfitMachineError(f"its GPUs did not answer within {GPU_TIMEOUT_S:.0f} s") from error
+    except CommandFailedError as error:  # a driver that crashes takes the interpreter with it
+        code = error.completed.exit_code
+        raise UnfitMachineError(f"its GPUs cannot be tried (that ended with code {code})") from error
     found = read_answer(completed)
+    if not found["has_driver"] and found["listed"]:
+        raise UnfitMachineError(
+            f"none of its {num_gpus} GPUs can compute (nvidia-smi lists {found['listed']}, but {found['problem']})"
+        )
     if not found["has_driver"]:
         return "no driver of NVIDIA's, so no GPU was tried"
     if found["code"] == NOT_READY:

@@ -4,11 +4,15 @@ By the driver's own library (libcuda), so before anything is installed there: th
 mean that it can be used. Each GPU fills a piece of its memory, which is read back. Standard library only, and old
 syntax, so that every interpreter can run it.
 
-    {"has_driver": true, "gpus": ["NVIDIA H100 80GB HBM3"], "memory": [85028765696], "code": 0, "problem": ""}
+What nvidia-smi lists is asked only where that library cannot be loaded.
+
+    {"has_driver": true, "listed": 0, "gpus": ["NVIDIA H100 80GB HBM3"], "memory": [85028765696], "code": 0,
+     "problem": ""}
 """
 
 import ctypes
 import json
+import subprocess
 import sys
 from typing import Any  # Any: a JSON object, a shared library
 
@@ -30,12 +34,22 @@ def main() -> int:
     """Try every GPU and print what came out."""
     try:
         cuda = ctypes.CDLL(LIBRARY)
-    except OSError:
-        answer = {"has_driver": False, "gpus": [], "memory": [], "code": 0, "problem": ""}  # type: dict[str, Any]
+    except OSError as error:
+        answer = {"has_driver": False, "listed": count_listed(), "gpus": [], "memory": []}  # type: dict[str, Any]
+        answer.update({"code": 0, "problem": str(error)})
     else:
         answer = try_gpus(cuda)
     sys.stdout.write(json.dumps(answer) + "\n")
     return 0
+
+
+def count_listed() -> int:
+    """How many GPUs nvidia-smi lists; 0 where there is none, or it fails."""
+    try:
+        listed = subprocess.check_output(["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"])
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    return sum(1 for line in listed.splitlines() if line.startswith((b"GPU-", b"MIG-")))
 
 
 def try_gpus(cuda: Any) -> "dict[str, Any]":
@@ -55,7 +69,7 @@ def try_gpus(cuda: Any) -> "dict[str, Any]":
         problem = f"GPU {len(names)}: {error.call} answers {code} ({describe(cuda, code)})"
     except ValueError as error:
         problem = f"GPU {len(names)}: {error}"
-    return {"has_driver": True, "gpus": names, "memory": memory, "code": code, "problem": problem}
+    return {"has_driver": True, "listed": 0, "gpus": names, "memory": memory, "code": code, "problem": problem}
 
 
 def try_gpu(cuda: Any, index: int) -> "tuple[str, int]":

@@ -27,6 +27,7 @@ from infra.errors import (
     NoMachineError,
     OfferGoneError,
     PermanentInfraError,
+    ProviderRefusedError,
     ProviderUnavailableError,
     TransientInfraError,
     UnclearAnswerError,
@@ -77,7 +78,8 @@ def rent_machines(renting: Renting) -> list[Rental]:
     Raises:
         NoMachineError: no offer led to them, nothing is rented; says what was tried.
         StillRentedError: a machine that could not be used could not be ended either.
-        PermanentInfraError: the money is used up, a key is refused, or the machines lack what the settings promise.
+        ProviderRefusedError: every provider that has offers refuses the key or the account.
+        PermanentInfraError: the money is used up, or the machines lack what the settings promise.
     """
     num_machines = renting.request.num_machines
     unit: list[Rental] = []
@@ -202,6 +204,10 @@ class _NotHadError(Exception):
     """An offer did not lead to a machine, and another one may."""
 
 
+class _RefusedError(_NotHadError):
+    """Its provider refuses the key or the account, so that another one's may, and none of its own."""
+
+
 def _rent_new(unit: list[Rental], renting: Renting) -> None:
     """Complete the unit, beside the machines that it has or with all of them elsewhere."""
     request = renting.request
@@ -213,19 +219,27 @@ def _rent_new(unit: list[Rental], renting: Renting) -> None:
         tried.append(f"{num_unfit} offered machines could not be used within the last day")
     # Otherwise in their order.
     offers.sort(key=lambda offer: (bool(unit) and not _is_beside(offer, unit[0]), _is_short(offer, request)))
-    for offer in offers[:MAX_OFFERS]:
+    refusals: dict[CloudName, str] = {}
+    for offer in _few(offers, refusals):
         if unit and not _is_beside(offer, unit[0]):
             renting.say(f"gives {', '.join(rental.name for rental in unit)} back: no machine is to be had beside")
             release_machines(unit, renting.ledger, renting.clouds, pace=renting.pace)
             unit.clear()
         try:
             unit += _rent_at(offer, unit, renting)
+        except _RefusedError as error:
+            refusals[offer.provider] = str(error)
+            if any(other.provider not in refusals for other in offers):
+                renting.say(f"goes on without {offer.provider}: {error}")
         except _NotHadError as error:
             tried.append(str(error))
         else:
             return
+    if refusals and not tried and all(isinstance(error, ProviderRefusedError) for error in offered.failures):
+        raise ProviderRefusedError("; ".join([*refusals.values(), *map(str, offered.failures)]))
     if not offered.fitting:
         tried.append(describe_closest(request.query, offered.others, "node.query.{}".format))
+    tried += [*refusals.values(), *map(str, offered.failures)]
     wanted = " or ".join(request.query.gpu_types) or "GPU"
     machines = "no machine" if request.num_machines == 1 else f"no {request.num_machines} machines of one region"
     raise NoMachineError(
@@ -233,6 +247,15 @@ def _rent_new(unit: list[Rental], renting: Renting) -> None:
         f"and hour or less could be had ({'; '.join(tried)}): try again later, or widen "
         "node.query"
     )
+
+
+def _few(offers: Sequence[Offer], refusals: Mapping[CloudName, str]) -> Iterator[Offer]:
+    """The first offers, without those of providers that turn out to refuse us."""
+    num_tried = 0
+    for offer in offers:
+        if offer.provider not in refusals and num_tried < MAX_OFFERS:
+            num_tried += 1
+            yield offer
 
 
 def _is_beside(offer: Offer, rental: Rental) -> bool:
@@ -287,11 +310,14 @@ def search_offers(query: GPUQuery, clouds: Mapping[CloudName, Cloud]) -> Offered
             logger.warning("went on without %s: %s", name, error)
             failures.append(error)
     if failures and len(failures) == len(order):
-        raise failures[0]
+        are_refusals = all(isinstance(error, ProviderRefusedError) for error in failures)
+        kind = ProviderRefusedError if are_refusals else ProviderUnavailableError
+        raise kind("; ".join(map(str, failures))) from failures[0]
     fitting = [offer for offer in offers if query.admits(offer)]
     return Offered(
         fitting=sorted(fitting, key=lambda offer: (offer.usd_per_hour, order.index(offer.provider))),
         others=[offer for offer in offers if not query.admits(offer)],
+        failures=failures,
     )
 
 
@@ -384,6 +410,8 @@ def _create_once(rental: Rental, offer: Offer, renting: Renting, *, host_key: Ho
         change_rental(ledger, rental, state=RentalState.REFUSED, ended_at=time.time(), note=str(error))
         if isinstance(error, OfferGoneError | ProviderUnavailableError):
             raise _NotHadError(str(error)) from error
+        if isinstance(error, ProviderRefusedError):
+            raise _RefusedError(str(error)) from error
         raise
     return _adopt_or_release(rental, instance_id, renting)
 

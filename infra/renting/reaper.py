@@ -30,6 +30,7 @@ from infra.renting.release import end_unnoted, release_machine
 from infra.renting.rentals import (
     NAME,
     NAME_PREFIX,
+    NEVER_SEEN,
     Rental,
     RentalState,
     change_rental,
@@ -41,7 +42,7 @@ from infra.renting.rentals import (
 from infra.renting.unanswered import FOUND_NOTE, find_machine
 
 UNSEEN_AFTER_S = 3600.0
-"""A machine that was asked for and has not appeared for this long does not exist."""
+"""A machine that was asked for and has not appeared for this long does not exist; one that does later is ended."""
 
 BEING_CHANGED = "somebody else ends it, or took it over, at this moment"
 
@@ -199,7 +200,7 @@ def _judge_unlisted(
     if rental.state is not RentalState.INTENDED:
         _end_unless_wanted(rental, ledger, cloud, report, spare=spare, pace=pace)
     elif time.time() - rental.intended_at > UNSEEN_AFTER_S:
-        change_rental(ledger, rental, state=RentalState.REFUSED, ended_at=time.time(), note="it never appeared")
+        change_rental(ledger, rental, state=RentalState.REFUSED, ended_at=time.time(), note=NEVER_SEEN)
     else:
         report.kept.append(f"{rental.name}: asked for, and not seen so far")
 

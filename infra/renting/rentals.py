@@ -24,6 +24,8 @@ TOO_LATE_S = 1200.0
 """With less time left no further run goes on with a machine: half of it is for ending its work (tasks/budget.py)."""
 TOO_LATE_SHARE = 0.2
 """Of a time so short that `TOO_LATE_S` would leave little of it."""
+NEVER_SEEN = "it never appeared"
+"""The note of a machine that was asked for, and given up."""
 NAME = re.compile(r"rollouts-(?P<ledger>[0-9a-f]{8})-(?P<run>[A-Za-z0-9]+)-a(?P<attempt>\d+)-t(?P<epoch>\d+)")
 
 
@@ -195,6 +197,11 @@ def all_rentals(ledger: Ledger) -> list[Rental]:
 def open_rentals(ledger: Ledger) -> list[Rental]:
     """The machines that cost money, or may."""
     return [rental for rental in all_rentals(ledger) if not rental.state.is_over]
+
+
+def given_up(ledger: Ledger, since: float) -> list[Rental]:
+    """The machines that were asked for and, since then, given up because they did not appear; one may all the same."""
+    return _select(ledger, "WHERE state = ? AND note = ? AND ended_at >= ?", RentalState.REFUSED, NEVER_SEEN, since)
 
 
 def unfit_hosts(ledger: Ledger, since: float) -> set[tuple[CloudName, str]]:

@@ -17,7 +17,8 @@ from flows.cli import app
 from flows.expired_machines import end_expired
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.providers.runpod import RunPod
-from infra.renting.rentals import Rental, add_rental, change_rental
+from infra.renting.reaper import UNSEEN_AFTER_S
+from infra.renting.rentals import Rental, RentalState, add_rental, all_rentals, change_rental, find_rental, open_rentals
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.renting.test_provision import REQUEST, World
@@ -86,6 +87,37 @@ def test_status_and_down_name_what_goes_on_costing_money(world: World, tmp_path:
         assert f"{rental.name} ready" in outcome.output and "USD so far" in outcome.output
     end_expired_now(world, rental, tmp_path)
     assert rental.name not in CliRunner().invoke(app, ["status", "--store", str(tmp_path)]).output
+
+
+@pytest.mark.slow
+def test_a_machine_that_appears_more_than_an_hour_after_it_was_asked_for_is_ended(world: World, tmp_path: Path) -> None:
+    world.fake.faults.drop_creates, world.fake.faults.list_lag_s = 1, 3600.0
+    world.release(world.rent())
+    [late] = world.fake.alive()
+    with Ledger(world.path) as ledger:
+        [lost] = [row for row in all_rentals(ledger) if row.state is RentalState.INTENDED]
+        change_rental(ledger, lost, intended_at=lost.intended_at - UNSEEN_AFTER_S - 1)
+        assert end_expired(tmp_path) == [] and open_rentals(ledger) == []
+    world.fake.faults.list_lag_s = 0.0
+    [line] = end_expired(tmp_path)
+    assert late.name in line and world.fake.alive() == []
+
+
+def test_after_a_day_nobody_is_asked_any_more_for_a_machine_that_never_appeared(world: World, tmp_path: Path) -> None:
+    world.fake.faults.drop_before_create = 1
+    world.release(world.rent())
+    with Ledger(world.path) as ledger:
+        [lost] = [row for row in all_rentals(ledger) if row.state is RentalState.INTENDED]
+        change_rental(ledger, lost, intended_at=lost.intended_at - UNSEEN_AFTER_S - 1)
+        end_expired(tmp_path)
+        given_up = find_rental(ledger, lost.name)
+        assert given_up is not None and given_up.ended_at is not None
+        for hours_ago, is_asked in ((23, True), (25, False)):
+            given_up = change_rental(ledger, given_up, ended_at=time.time() - 3600 * hours_ago)
+            assert given_up is not None
+            before = len(world.fake.requests)
+            end_expired(tmp_path)
+            assert (len(world.fake.requests) > before) is is_asked
 
 
 def end_expired_now(world: World, rental: Rental, store: Path) -> None:

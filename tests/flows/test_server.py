@@ -222,6 +222,18 @@ def test_a_server_that_ends_is_started_again_by_whoever_uses_it(store: Path, num
 
 
 @pytest.mark.slow
+def test_what_a_server_said_before_it_ended_is_there_when_another_one_has_taken_its_place(store: Path) -> None:
+    with local_server(store) as address:
+        for words in ("the disk burns", ""):  # the second one ends without a word
+            (store / "prefect/server.log").write_text(words)
+            os.kill(keeper_pid(store), signal.SIGKILL)
+            wait_until(lambda: not is_healthy(address))
+            wait_until(lambda: is_healthy(address), timeout_s=60.0)
+            assert "the disk burns" in (store / "prefect/server.log.1").read_text()
+            assert "the disk burns" not in (store / "prefect/server.log").read_text()
+
+
+@pytest.mark.slow
 def test_a_server_whose_services_stand_still_begins_anew_at_its_address(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,8 +39,9 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     H100 | {"cloudId": "sold-out", "stockStatus": "Unavailable"},
     H100 | {"cloudId": "paid-in-advance", "prepaidTime": 720.0},
     H100 | {"cloudId": "other-money", "prices": {"onDemand": 1.0, "currency": "EUR"}},
+    H100 | {"cloudId": "of-the-market", "prices": {"onDemand": 1.5, "isVariable": True, "currency": "USD"}},
     H100,
-    H100 | {"cloudId": "spot", "isSpot": True, "prices": {"onDemand": 0.9, "currency": "USD"}},
+    H100 | {"cloudId": "spot", "isSpot": True, "prices": {"onDemand": 0.9, "isVariable": True, "currency": "USD"}},
 ]
 
 

@@ -8,11 +8,13 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from infra import jobs, supervisor
 from infra.jobs import (
     FIRST_GPU,
     JobSpec,
@@ -308,3 +310,21 @@ def test_the_first_gpu_and_its_number_are_the_same_gpu(make_job: JobMaker) -> No
     assert start(first) == ""
     assert "waits for GPU 0, held by run run-of-first" in start(second)
     end(first), end(second)
+
+
+def test_the_file_of_a_lock_that_is_held_stays_new_so_that_no_cleaner_of_tmp_takes_it_away(
+    make_job: JobMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hasty = tmp_path / "supervisor.py"
+    text = Path(supervisor.__file__).read_text()
+    hasty.write_text(text.replace("GPU_FILES_NEW_S = 3600.0", "GPU_FILES_NEW_S = 0.2"))
+    assert hasty.read_text() != text
+    monkeypatch.setattr(jobs, "_SUPERVISOR", hasty)
+    holder, waiting = make_job("holder", "1"), make_job("waiting", "0", "1")
+    assert start(holder) == "" and "GPU 1" in start(waiting)
+    for name in ("number-0.json", "number-1.json"):
+        file = tmp_path / "locks" / name
+        os.utime(file, (0, 0))
+        wait_until(lambda file=file: file.stat().st_mtime > time.time() - 60)
+    end(holder)
+    end(waiting)

@@ -12,8 +12,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -64,10 +65,10 @@ def supervisor_pid(run_dir: Path, attempt: int = 1) -> int:
     return int(meta["supervisor_pid"])
 
 
-def kill_follower(run_dir: Path) -> int:
-    """Kill the process that follows the job, and return how many there were: none, when it has said everything."""
+def kill_follower(run_dir: Path, store: str = "") -> int:
+    """Kill who follows the job, for a store or for all, and return how many there were: none, when all is said."""
     table = subprocess.run(["ps", "-A", "-ww", "-o", "pid=,args="], capture_output=True, text=True, check=True).stdout
-    lines = [line for line in table.splitlines() if f".py follow {run_dir} " in line]
+    lines = [line for line in table.splitlines() if f".py follow {run_dir} " in line and line.endswith(store)]
     for line in lines:
         with suppress(ProcessLookupError):  # it has said everything since then
             os.kill(int(line.split()[0]), signal.SIGKILL)
@@ -280,6 +281,44 @@ def test_cancel_ends_a_tree_with_a_grandchild_that_left_its_session_and_ignores_
     assert cancel_job(session, str(run_dir), grace_s=0.5) == status
 
 
+@contextmanager
+def followed(session: Session, run_dir: Path, store: str) -> Iterator[None]:
+    """A process follows the job for a store, as long as the block runs."""
+    program = session.place_program(Path("infra/supervisor.py").absolute())
+    argv = [session.python, "-I", program, "follow", str(run_dir), "0", "0", "0", store]
+    with session.stream(argv) as lines:
+        assert b'"log"' in next(lines)
+        yield
+
+
+@pytest.mark.slow
+def test_a_job_that_a_run_of_another_store_follows_is_left_until_nobody_does(session: Session, run_dir: Path) -> None:
+    start_or_attach(session, shell_spec(run_dir, "echo up; sleep 60"))
+    with followed(session, run_dir, "store-a"), followed(session, run_dir, "store-b"):
+        assert cancel_job(session, str(run_dir), 0.5, store="store-a").state is JobState.RUNNING
+        kill_follower(run_dir, "store-b")
+        status = cancel_job(session, str(run_dir), 0.5, store="store-a")
+    assert status.exit is not None and status.exit.cancelled
+
+
+@pytest.mark.slow
+def test_of_two_stores_that_cancel_a_job_at_once_not_each_leaves_it_to_the_other(
+    session: Session, run_dir: Path
+) -> None:
+    start_or_attach(session, shell_spec(run_dir, "echo up; sleep 60"))
+    with ThreadPoolExecutor(2) as pool:
+        with followed(session, run_dir, "store-a"), followed(session, run_dir, "store-b"):
+            asked = [pool.submit(cancel_job, session, str(run_dir), 0.5, store=f"store-{name}") for name in "ab"]
+            time.sleep(0.5)
+        assert [each.result().state for each in asked] == [JobState.EXITED] * 2
+
+
+def test_a_job_is_ended_on_behalf_of_nobody_whoever_follows_it(session: Session, run_dir: Path) -> None:
+    start_or_attach(session, shell_spec(run_dir, "echo up; sleep 60"))
+    with followed(session, run_dir, "store-b"):
+        assert cancel_job(session, str(run_dir), 0.5).state is JobState.EXITED
+
+
 def test_a_cancelled_program_has_time_to_save_its_work(session: Session, run_dir: Path) -> None:
     script = "trap 'sleep 0.3; echo saved; exit 0' TERM; echo ready; while true; do sleep 0.05; done"
     start_or_attach(session, shell_spec(run_dir, script))
@@ -461,6 +500,26 @@ def test_follow_goes_on_at_the_offsets_it_is_given(session: Session, run_dir: Pa
     offsets = FollowOffsets(log=3, metrics=3)
     follow_job(session, str(run_dir), on_metrics=metrics.append, on_event=print, on_log=log.extend, offsets=offsets)
     assert bytes(log) == "äöü".encode()[3:] and metrics == [{"step": 2}]
+
+
+def test_a_log_that_nobody_asks_for_stays_on_the_node(
+    session: Session, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: list[bytes] = []
+    stream = session.stream
+
+    @contextmanager
+    def counted(argv: Sequence[str], *, stdin: bytes = b"") -> Iterator[Iterator[bytes]]:
+        with stream(argv, stdin=stdin) as lines:
+            yield (received.append(line) or line for line in lines)  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(session, "stream", counted)
+    script = "head -c 1000000 /dev/zero; echo '{\"step\": 1}' > metrics.jsonl; exit 3"
+    start_or_attach(session, shell_spec(run_dir, script))
+    metrics: list[object] = []
+    status = follow_job(session, str(run_dir), on_metrics=metrics.append, on_event=print)
+    assert (metrics, status.log_size) == ([{"step": 1}], 1_000_000)
+    assert sum(map(len, received)) < 10_000
 
 
 def test_a_half_written_line_is_not_delivered_and_garbage_is_skipped(session: Session, run_dir: Path) -> None:

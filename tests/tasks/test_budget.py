@@ -5,16 +5,21 @@ Without it a run on a machine that another one has had for hours is stopped befo
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from infra.jobs import start_or_attach
 from infra.ledger import Ledger
 from infra.node import Node
 from infra.renting.rentals import Rental, RentalState, add_rental
-from tasks.budget import MARGIN_S, end_of_work
+from infra.session import LocalSession
+from tasks.budget import MARGIN_S, cancel_jobs, end_of_work
 from tasks.records import RunScope
+from tests.infra.shell_jobs import shell_spec
+from tests.waiting import wait_until
 
 HOUR_S = 3600.0
 
@@ -49,3 +54,18 @@ def test_work_ends_ten_minutes_before_the_machine_and_of_a_short_time_after_four
         add_rental(ledger, row)
     node = Node(name="machine", provider="provision", root="/", python="/python", mirror=str(tmp_path), is_rented=True)
     assert end_of_work(node, scope, now) == pytest.approx(now + work_s, abs=0.001)
+
+
+def test_a_training_is_ended_while_it_still_has_its_engine(tmp_path: Path) -> None:
+    node = Node(name="local", provider="local", root=str(tmp_path), python=sys.executable)
+    scope = RunScope(run_id="run", run_name="small", store=str(tmp_path / "store"))
+    rl, engine = (tmp_path / "stages" / name for name in ("rl-1", "engine-1-0"))
+    with Ledger(scope.ledger_path) as ledger:
+        ledger.claim(str(rl), scope.run_id, node.name)  # as a run does before it starts its engines
+        for run_dir in (engine, rl):
+            ledger.add_lease(str(run_dir), scope.run_id, node.name)
+            script = f"trap 'echo {run_dir.name} >> {tmp_path}/ends; exit' TERM; echo up; while :; do sleep 0.05; done"
+            start_or_attach(LocalSession(sys.executable), shell_spec(run_dir, script))
+    wait_until(lambda: [(run_dir / "log.txt").read_text() for run_dir in (rl, engine)] == 2 * ["up\n"])
+    cancel_jobs(node, scope)
+    assert (tmp_path / "ends").read_text().split() == ["rl-1", "engine-1-0"]

@@ -87,7 +87,7 @@ class JobWork:
         with LocalSession(sys.executable) as session:
             ledger.add_lease(str(run_dir), self.run_id, "local")
             status = start_or_attach(session, spec)
-            ignore = {name: lambda _: None for name in ("on_metrics", "on_event", "on_log")}
+            ignore = {name: lambda _: None for name in ("on_metrics", "on_event")}
             require_finished(session, follow_job(session, status.run_dir, **ignore))
             ledger.drop_lease(str(run_dir), self.run_id)
         return float(json.loads((run_dir / "result.json").read_text())["quality"])

@@ -19,13 +19,15 @@ from rich.console import Console
 
 from flows.status import going_jobs
 from infra.errors import CompletedCommand, TransientInfraError
-from infra.jobs import JobSpec
+from infra.jobs import JobSpec, JobState, job_status, start_or_attach
 from infra.ledger import Ledger
 from infra.node import Node
 from infra.session import LocalSession, Session
+from infra.supervisor import is_locked
 from tasks import stage as stages
 from tasks.placement import Placement, bring_earlier_work
 from tasks.progress import StageProgress
+from tasks.provision import give_back
 from tasks.records import How, RunScope, Stage
 from tests.infra.shell_jobs import shell_spec
 from tests.tasks.test_plan import checkpoint
@@ -200,3 +202,38 @@ def test_a_run_that_cannot_bring_a_stage_to_its_machine_leaves_it_to_others(
         run(stage, "run-a", node_called("one", tmp_path), io.StringIO(), tmp_path)
     with Ledger(scope_of("run-a", tmp_path).ledger_path) as ledger:
         assert ledger.leases() == [] == jobs, "nor is it said to be at work meanwhile"
+
+
+def test_a_run_that_is_interrupted_leaves_what_a_run_of_another_store_does_with_it(
+    stage: Stage, shell_jobs: Path, tmp_path: Path
+) -> None:
+    node = Node(name="local", provider="local", root=str(tmp_path / "shared"), python=sys.executable)
+    shared = stage.model_copy(update={"run_dir": f"{node.root}/stages/rl-f"})
+    engine = Path(node.root, "stages/engine-f-0")
+    ours = scope_of("run-a", tmp_path)
+    theirs = ours.model_copy(update={"run_id": "run-b", "store": str(tmp_path / "their store")})
+
+    def follow() -> How:
+        with StageProgress("rl", num_steps=1, console=Console(file=io.StringIO(), width=200)) as progress:
+            return stages.run_on_node(shared, theirs, node, progress)
+
+    with ThreadPoolExecutor(1) as pool:
+        followed = pool.submit(follow)
+        wait_until((tmp_path / "pids").exists)
+        wait_until(lambda: any(is_locked(path) for path in Path(shared.run_dir, ".job").glob("followed-*")))
+        start_or_attach(
+            LocalSession(sys.executable), shell_spec(engine, f"while [ ! -e {shell_jobs} ]; do sleep 0.1; done")
+        )
+        with Ledger(ours.ledger_path) as ledger:
+            for directory in (str(engine), shared.run_dir):
+                ledger.add_lease(directory, ours.run_id, node.name)
+            given_back = give_back(node, ours)
+            assert ledger.leases() == []
+        assert job_status(LocalSession(sys.executable), str(engine)).state is JobState.RUNNING
+        shell_jobs.touch()
+        assert followed.result() == "ran"
+    assert given_back == [
+        f"left the job in {shared.run_dir}: a run of another store follows it",
+        f"left the job in {engine}, which ends when nobody needs it",
+        "gave back local node local",
+    ]

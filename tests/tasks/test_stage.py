@@ -165,7 +165,9 @@ def test_the_progress_of_a_stage_says_for_whom_it_waits_and_when_it_begins(
     start_or_attach(session, first)
     status = start_or_attach(session, second)
     with StageProgress("sft", num_steps=1, console=Console(file=said, width=200)) as progress:
-        following = threading.Thread(target=follow_until_finished, args=(session, status, progress))
+        following = threading.Thread(
+            target=follow_until_finished, args=(session, status, progress), kwargs={"store": ""}
+        )
         following.start()
         try:
             wait_until(lambda: f"waits for GPU 0, held by run first (job {first.run_dir})" in said.getvalue())

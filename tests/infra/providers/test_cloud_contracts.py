@@ -149,7 +149,9 @@ def test_no_capacity_and_no_access_are_told_apart(pair: Pair) -> None:
     assert KEY not in str(refused.value)
 
 
-def test_what_is_paid_in_advance_in_other_money_or_sold_out_is_no_offer_of_prime_intellect() -> None:
+def test_what_is_paid_in_advance_in_other_money_at_a_changing_price_or_sold_out_is_no_offer_of_prime_intellect() -> (
+    None
+):
     with FakePrime().served() as url, Prime(KEY, url) as cloud:
         offers = cloud.search(QUERY)
     assert [(offer.usd_per_hour, offer.is_spot) for offer in offers] == [

@@ -1,11 +1,16 @@
 /* As much of NVIDIA's driver as infra/gpu_trial.py calls, with GPUs that are memory of the process. */
 
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 
 static int number(const char *name) { return getenv(name) ? atoi(getenv(name)) : 0; }
 
-int cuInit(unsigned flags) { return flags ? 1 : number("STUB_INIT"); }
+int cuInit(unsigned flags)
+{
+    if (number("STUB_CRASHES")) raise(SIGSEGV);
+    return flags ? 1 : number("STUB_INIT");
+}
 int cuDeviceGetCount(int *count) { *count = number("STUB_GPUS"); return 0; }
 int cuDeviceGet(int *device, int index) { *device = 10 + index; return 0; }
 int cuDeviceGetName(char *name, int length, int device) { strncpy(name, device < 10 ? "?" : getenv("STUB_NAME") ? getenv("STUB_NAME") : "Stub GPU", length); return 0; }

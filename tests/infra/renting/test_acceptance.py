@@ -21,6 +21,7 @@ from infra.renting.acceptance import require_gpus, require_peers, require_speed
 from infra.session import LocalSession, Session
 from infra.supervisor import JOB_VARIABLE, find_processes
 from tests.excuses import ExcusedSkip
+from tests.nvidia_smi import install_nvidia_smi
 from tests.waiting import wait_until
 
 
@@ -120,6 +121,20 @@ def test_gpus_that_are_not_ready_are_asked_again(driver: Path, tmp_path: Path) -
 
 def test_a_machine_without_the_driver_is_left_to_the_check_of_its_environment(session: Session) -> None:
     assert require_gpus(session, 1) == "no driver of NVIDIA's, so no GPU was tried"
+
+
+def test_gpus_that_are_listed_and_that_no_program_can_use_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_nvidia_smi(tmp_path / "bin", monkeypatch)
+    reason = r"none of its 2 GPUs can compute \(nvidia-smi lists 2, but libcuda\.so\.1: cannot open.*no such file"
+    with pytest.raises(UnfitMachineError, match=f"(?i){reason}"):
+        require_gpus(LocalSession(sys.executable), 2)
+
+
+def test_a_driver_in_which_the_trial_crashes_is_refused(driver: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnfitMachineError, match=r"its GPUs cannot be tried \(that ended with code -11\)"):
+        require_gpus(machine_with(driver, tmp_path, STUB_GPUS=1, STUB_CRASHES=1), 1)
 
 
 def test_gpus_that_do_not_answer_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,14 @@ import importlib
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from infra.cloud import Pace
+from infra.cloud import Cloud, Pace
 from infra.errors import (
     LoginError,
     NodeUnreachableError,
@@ -26,14 +27,16 @@ from infra.errors import (
     UnfitMachineError,
 )
 from infra.ledger import Ledger
-from infra.offers import GPUQuery, Instance
+from infra.offers import CloudName, GPUQuery, Instance
+from infra.providers.lambda_cloud import Lambda
 from infra.providers.runpod import RunPod
 from infra.renting.provision import MAX_OFFERS, rent_machines
 from infra.renting.reaper import reap
 from infra.renting.release import release_machine
 from infra.renting.rentals import Rental, RentalState, all_rentals, change_rental, rentals_of, usd_spent
 from infra.renting.request import Check, Renting, RentRequest
-from tests.infra.fake_cloud import HANG_S, KEY
+from tests.infra.fake_cloud import HANG_S, KEY, FakeCloud
+from tests.infra.fake_lambda import FakeLambda
 from tests.infra.fake_runpod import FakeRunPod
 
 PACE = Pace(poll_s=0.02, looks_s=(0.0, 0.2, 0.4, 0.6), gone_within_s=20.0)
@@ -131,6 +134,43 @@ def test_an_account_without_money_is_said_at_once_and_no_other_offer_is_tried(wo
         world.rent()
     assert world.fake.num_creates() == 1 and world.fake.alive() == []
     assert [row.state for row in world.rows()] == [RentalState.REFUSED]
+
+
+@contextmanager
+def two_providers(world: World) -> Iterator[tuple[FakeCloud, dict[CloudName, Cloud]]]:
+    """The one of the world, which is asked first as its price is the same; and another one."""
+    other = FakeLambda()
+    with other.served() as url, Lambda(KEY, url, min_interval_s=0) as cloud:
+        yield other, {"runpod": world.cloud, "lambda": cloud}
+
+
+def test_a_provider_that_refuses_the_account_is_done_without_where_another_one_has_machines(world: World) -> None:
+    world.fake.faults.no_money = 1000
+    said: list[str] = []
+    with two_providers(world) as (other, clouds), Ledger(world.path) as ledger:
+        [rental] = rent_machines(Renting(REQUEST, ledger, clouds, check=usable, say=said.append, pace=PACE))
+        assert [machine.id for machine in other.alive()] == [rental.instance_id]
+    assert world.fake.num_creates() == 1, "none of its other offers is tried"
+    [sentence] = [each for each in said if each.startswith("goes on without runpod: ")]
+    assert "there is no money on the account" in sentence
+
+
+def test_where_no_provider_leads_to_a_machine_the_reason_of_each_is_said(world: World) -> None:
+    with two_providers(world) as (other, clouds), Ledger(world.path) as ledger:
+        renting = Renting(REQUEST, ledger, clouds, check=usable, pace=PACE)
+        world.fake.faults.no_money = other.faults.no_rights = 1000
+        with pytest.raises(ProviderRefusedError, match=r"no money on the account.*; .*the key may not do that"):
+            rent_machines(renting)
+        other.faults.no_rights, other.faults.no_capacity = 0, 1000
+        with pytest.raises(NoMachineError, match=r"Not enough capacity.*; .*no money on the account"):
+            rent_machines(renting)
+        other.faults.refuses_key = True
+        with pytest.raises(ProviderRefusedError, match=r"no money on the account.*; .*the key is not valid"):
+            rent_machines(renting)
+        world.fake.faults.refuses_key = True
+        with pytest.raises(ProviderRefusedError, match=r"the key is not valid.*; .*the key is not valid"):
+            rent_machines(renting)
+    assert world.fake.alive() == other.alive() == []
 
 
 def test_where_all_is_too_dear_the_cheapest_is_named_with_what_to_raise(world: World) -> None:
