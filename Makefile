@@ -10,6 +10,8 @@
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
+# Tests start thousands of processes, and without bytecode each compiles what it imports anew.
+unexport PYTHONDONTWRITEBYTECODE
 READY := .venv/.ready
 # A file of tests stays in one process: its fixtures train models once for all of them. tests/conftest.py orders the files.
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder

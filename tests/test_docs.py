@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -148,6 +149,7 @@ async def run_as_a_notebook(page: str) -> None:
             await outcome
 
 
+@pytest.mark.slow
 def test_the_snippets_of_the_library_page_run_in_order() -> None:
     num_threads = torch.get_num_threads()
     try:

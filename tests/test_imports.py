@@ -109,6 +109,7 @@ def test_every_module_can_be_the_first_that_is_imported(package: str) -> None:
     assert done.stdout == "", "modules that import each other in a circle"
 
 
+@pytest.mark.slow
 def test_prefect_is_not_imported_before_its_environment_is_set() -> None:
     code = "import sys, flows.cli, flows.preflight; sys.exit('prefect' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
@@ -118,6 +119,7 @@ def test_every_public_name_exists() -> None:
     assert [name for name in rollouts_core.__all__ if not hasattr(rollouts_core, name)] == []
 
 
+@pytest.mark.slow
 def test_no_module_uses_global_variables() -> None:
     wrong = [
         str(path) for path in _files() for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Global)

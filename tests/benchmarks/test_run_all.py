@@ -18,6 +18,7 @@ from run_all import RUNS, run_section  # noqa: E402
 OVER_SSH = [(title, command) for title, command in RUNS if command.startswith(("transfer.py", "attach.py"))]
 
 
+@pytest.mark.slow
 def test_benchmarks_over_ssh_are_skipped_with_a_reason_where_programs_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

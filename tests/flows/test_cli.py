@@ -191,6 +191,7 @@ def test_paths_are_relative_to_the_configuration(folder: Path, monkeypatch: pyte
     assert paths_of(load_pipeline(Path("small/small.toml"))) == [*expected, str(folder / "heldout.jsonl")]
 
 
+@pytest.mark.slow
 def test_a_misspelt_key_is_found_before_torch_or_prefect_is_loaded(folder: Path) -> None:
     config = folder / "misspelt.json"
     config.write_text(json.dumps(small_settings(training__sft__num_stepz=3)))

@@ -103,6 +103,7 @@ def test_a_machine_that_appears_more_than_an_hour_after_it_was_asked_for_is_ende
     assert late.name in line and world.fake.alive() == []
 
 
+@pytest.mark.slow
 def test_after_a_day_nobody_is_asked_any_more_for_a_machine_that_never_appeared(world: World, tmp_path: Path) -> None:
     world.fake.faults.drop_before_create = 1
     world.release(world.rent())

@@ -129,6 +129,7 @@ def test_a_store_that_nothing_ran_in_has_an_empty_list(tmp_path: Path) -> None:
         assert "No run of this store" in httpx.get(live.url, auth=(user, password)).text
 
 
+@pytest.mark.slow
 def test_the_port_is_kept_for_the_links_that_were_given_out(store: Path) -> None:
     assert find_live_pages(store) is None
     with served_live_pages(store) as first:

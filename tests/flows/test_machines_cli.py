@@ -127,6 +127,7 @@ def test_what_is_rented_is_listed_shown_and_released(runpod: FakeRunPod, tmp_pat
     assert rental.name in call("nodes", "--all", "--store", str(store)).stdout
 
 
+@pytest.mark.slow
 def test_nobody_is_logged_in_on_a_machine_that_was_asked_for_and_has_not_appeared(
     runpod: FakeRunPod, tmp_path: Path
 ) -> None:

@@ -142,6 +142,7 @@ def test_what_it_takes_to_promote_is_said(folder: Path) -> None:
     assert (checked.exit_code, "at least 8 of 20 held-out prompts" in " ".join(checked.output.split())) == (0, True)
 
 
+@pytest.mark.slow
 def test_a_bad_schedule_ends_the_command_before_anything_is_started(
     rollouts_without_server: Rollouts, folder: Path
 ) -> None:

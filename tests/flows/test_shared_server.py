@@ -323,6 +323,7 @@ def test_what_cannot_be_deployed_is_one_sentence(deployments: list[Deployment], 
         render_prefect_yaml(deployments, Path(store), pool="p")
 
 
+@pytest.mark.slow
 def test_a_job_variable_without_a_value_is_refused(rollouts_without_server: Rollouts, tmp_path: Path) -> None:
     config = write_small_pipeline(tmp_path / "small")
     code, said = rollouts_without_server.run("prefect-yaml", str(config), "--pool", "p", "--job-variable", "image")

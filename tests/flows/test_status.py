@@ -22,6 +22,7 @@ from infra.supervisor import GPU_LOCKS_VARIABLE
 from tests.infra.shell_jobs import shell_spec
 
 
+@pytest.mark.slow
 def test_a_job_that_waits_for_a_gpu_says_for_whom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,10 +74,12 @@ def rollouts_pull(rollouts: Rollouts, url: str, target: Path) -> tuple[int, str]
     return process.wait(60), rollouts.said()
 
 
+@pytest.mark.slow
 def test_a_missing_bucket_is_refused_before_anything_is_started(folder: Path, bucket: str) -> None:
     assert_refused(write_config(folder, run__publish=f"s3://{bucket}-2/team"), f"there is no bucket {bucket}-2")
 
 
+@pytest.mark.slow
 def test_a_bucket_that_may_not_be_written_is_refused_before_anything_is_started(
     folder: Path, bucket: str, s3_server: S3Server
 ) -> None:

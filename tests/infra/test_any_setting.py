@@ -45,6 +45,8 @@ from rollouts_core.engines.launch import render_launch
 from rollouts_core.job import InputModel, ServeJob
 from tests.infra.test_any_string import HOSTILE, PLAIN, SHOW_ARGUMENTS, accepted, folder_of_its_own
 
+pytestmark = pytest.mark.slow
+
 PUBLIC_KEY = "ssh-ed25519 AAAA me@here"
 TEXT = HOSTILE.filter(lambda text: "\udcff" not in text)
 """What settings can hold: pydantic takes no lone surrogates."""
@@ -95,7 +97,6 @@ def provider() -> Iterator[NotingServer]:
         server.shutdown()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("account", ACCOUNTS)
 @given(instance_id=st.from_regex(r"[!-~]{1,40}", fullmatch=True))
 @example(instance_id=".")

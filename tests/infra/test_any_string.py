@@ -30,6 +30,8 @@ from infra.sync.push import publish_directory
 from tasks.records import RunScope
 from tests.infra.shell_jobs import wait_for_end
 
+pytestmark = pytest.mark.slow
+
 # The same strings every time, and none kept in a folder of the checkout.
 settings.register_profile(
     "here",
@@ -118,7 +120,6 @@ def folder_of_its_own() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.slow
 @given(arguments=st.lists(HOSTILE, max_size=6))
 @settings(max_examples=30)
 def test_arguments_arrive_as_they_are(session: Session, arguments: list[str]) -> None:

@@ -32,6 +32,8 @@ from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end
 from tests.nvidia_smi import install_nvidia_smi
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 SESSION = LocalSession(sys.executable)
 HOLD = "echo has it; while [ ! -e end ]; do sleep 0.02; done; echo '{}' > result.json"
 """Use the GPU until the test writes the file `end`."""
@@ -225,7 +227,6 @@ def test_a_gpu_that_a_killed_supervisors_processes_still_use_is_not_given_away(
     end(second)
 
 
-@pytest.mark.slow
 def test_what_outlives_the_program_is_ended_before_the_next_job_gets_the_gpu(make_job: JobMaker) -> None:
     script = f"(trap '' TERM; exec setsid sleep 60) & echo $! > stray; {HOLD}"
     first, second = make_job("first", "0", script=script), make_job("second", "0")

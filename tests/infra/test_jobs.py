@@ -313,12 +313,14 @@ def test_of_two_stores_that_cancel_a_job_at_once_not_each_leaves_it_to_the_other
         assert [each.result().state for each in asked] == [JobState.EXITED] * 2
 
 
+@pytest.mark.slow
 def test_a_job_is_ended_on_behalf_of_nobody_whoever_follows_it(session: Session, run_dir: Path) -> None:
     start_or_attach(session, shell_spec(run_dir, "echo up; sleep 60"))
     with followed(session, run_dir, "store-b"):
         assert cancel_job(session, str(run_dir), 0.5).state is JobState.EXITED
 
 
+@pytest.mark.slow
 def test_a_cancelled_program_has_time_to_save_its_work(session: Session, run_dir: Path) -> None:
     script = "trap 'sleep 0.3; echo saved; exit 0' TERM; echo ready; while true; do sleep 0.05; done"
     start_or_attach(session, shell_spec(run_dir, script))
@@ -348,6 +350,7 @@ def test_what_a_program_leaves_running_is_ended(session: Session, run_dir: Path)
     assert status.state == JobState.FINISHED and status.exit is not None and status.exit.leftover_processes == 1
 
 
+@pytest.mark.slow
 def test_the_time_limit_ends_a_job(session: Session, run_dir: Path) -> None:
     start_or_attach(session, shell_spec(run_dir, "sleep 60", timeout_s=0.4, grace_s=1.0))
     status = wait_for_end(session, run_dir)

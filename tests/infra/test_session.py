@@ -45,6 +45,7 @@ def test_arguments_are_never_interpreted(session: Session, tmp_path: Path) -> No
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow
 def test_a_command_that_hangs_is_killed_with_its_children(session: Session, tmp_path: Path) -> None:
     script = f"sleep 60 & echo $! > {tmp_path}/child; wait"
     with pytest.raises(CommandTimeoutError, match=r"0\.5 s"):

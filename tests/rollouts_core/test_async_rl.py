@@ -175,6 +175,7 @@ def test_where_publications_wait_each_batch_is_as_old_as_allowed_and_the_run_rep
     assert group_counts(first.batches) == Counter(range(15))
 
 
+@pytest.mark.slow
 def test_where_publications_wait_a_run_that_was_stopped_equals_one_that_was_not(run: Run) -> None:
     straight, stopped = (with_rollout(run, name, max_staleness=2) for name in ("straight", "stopped"))
     expected = straight.train_alone(5)

@@ -88,6 +88,7 @@ def test_equal_samples_are_scored_once_also_later(serve: Any) -> None:
     assert (reward.num_calls, reward.num_cached) == (4, 2)
 
 
+@pytest.mark.slow
 def test_requests_that_wait_for_others_have_their_time_before_them(serve: Any) -> None:
     """A batch that a slow service answers one after another takes longer than one reward may."""
 

@@ -56,6 +56,7 @@ def test_work_ends_ten_minutes_before_the_machine_and_of_a_short_time_after_four
     assert end_of_work(node, scope, now) == pytest.approx(now + work_s, abs=0.001)
 
 
+@pytest.mark.slow
 def test_a_training_is_ended_while_it_still_has_its_engine(tmp_path: Path) -> None:
     node = Node(name="local", provider="local", root=str(tmp_path), python=sys.executable)
     scope = RunScope(run_id="run", run_name="small", store=str(tmp_path / "store"))

@@ -106,6 +106,7 @@ def test_every_kind_of_stage_names_only_paths_of_the_node(
         assert (placement.stage.fingerprint, placement.stage.name) == (stage.fingerprint, stage.name)
 
 
+@pytest.mark.slow
 def test_what_the_node_has_is_not_sent_again(
     session: CountingSession, config: Config, scope: RunScope, node: Node
 ) -> None:
@@ -115,6 +116,7 @@ def test_what_the_node_has_is_not_sent_again(
     assert place_stage(session, stage, node) == first and session.num_published == 3
 
 
+@pytest.mark.slow
 def test_content_arrives_as_it_is_here(session: CountingSession, config: Config, scope: RunScope, node: Node) -> None:
     placed = place_stage(session, plan_sft(config, scope, node), node)
     (data,) = placed.stage.job["data"]
@@ -134,12 +136,14 @@ def test_a_checkpoint_that_its_job_left_on_the_node_is_used_where_it_lies(
     assert placed.stage.job["model"]["model"]["path"] == str(there)
 
 
+@pytest.mark.slow
 def test_names_of_a_hub_stay(session: CountingSession, config: Config, scope: RunScope, node: Node) -> None:
     of_hub = InputModel(name="base", model=ModelConfig(path="org/model"), digest="0")
     placed = place_stage(session, plan_rl(of_hub, config, scope, node), node)
     assert placed.stage.job["model"]["model"]["path"] == "org/model"
 
 
+@pytest.mark.slow
 def test_the_checkpoint_to_continue_is_brought(
     session: CountingSession, config: Config, scope: RunScope, node: Node, tmp_path: Path
 ) -> None:
@@ -396,6 +400,7 @@ def test_what_changed_at_its_url_is_sent_as_it_was(
     assert len(said) == 1 and f"{url} has changed since it was fetched" in said[0]
 
 
+@pytest.mark.slow
 def test_what_came_from_a_folder_of_this_machine_is_sent_without_a_word(
     session: CountingSession, config: Config, scope: RunScope, node: Node, tmp_path: Path
 ) -> None:

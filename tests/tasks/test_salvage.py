@@ -55,6 +55,7 @@ def used_here(scope: RunScope, stage: str, *, run_id: str = "run-a") -> Path:
     return here
 
 
+@pytest.mark.slow
 def test_what_unfinished_stages_of_the_run_have_is_fetched_and_nothing_else(scope: RunScope, node: Node) -> None:
     for stage in ("sft-1", "rl-2", "rl-3"):
         checkpoint_there(node, stage, 20)

@@ -154,6 +154,7 @@ class SecondSession(LocalSession):
         return completed
 
 
+@pytest.mark.slow
 def test_two_runs_that_bring_earlier_work_to_one_machine_have_one_job_there(
     stage: Stage, shell_jobs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +205,7 @@ def test_a_run_that_cannot_bring_a_stage_to_its_machine_leaves_it_to_others(
         assert ledger.leases() == [] == jobs, "nor is it said to be at work meanwhile"
 
 
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_leaves_what_a_run_of_another_store_does_with_it(
     stage: Stage, shell_jobs: Path, tmp_path: Path
 ) -> None:

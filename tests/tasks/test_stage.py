@@ -155,6 +155,7 @@ def test_engines_on_machines_of_their_own_hold_gpus_there() -> None:
     assert gpus_of_engines(with_ranks("rl", (0,), (1,), engine="embedded")) == ()
 
 
+@pytest.mark.slow
 def test_the_progress_of_a_stage_says_for_whom_it_waits_and_when_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

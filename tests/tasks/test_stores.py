@@ -32,6 +32,7 @@ def scope_of(tmp_path: Path, url: str) -> RunScope:
     return RunScope(run_id="0123456789", run_name="small", store=str(tmp_path / "store"), publish=url)
 
 
+@pytest.mark.slow
 def test_the_configuration_is_returned_when_results_can_be_published(bucket: str, tmp_path: Path) -> None:
     assert reach_stores.fn(CONFIG, scope_of(tmp_path, f"s3://{bucket}/team")) == CONFIG
 

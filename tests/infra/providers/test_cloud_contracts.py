@@ -100,6 +100,7 @@ def make_spec(name: str) -> MachineSpec:
     return MachineSpec(name=name, public_key=PUBLIC_KEY, disk_gb=50, ends_at=2_000_000_000.0, host_key=host_key)
 
 
+@pytest.mark.slow
 def test_a_life_of_a_machine_is_as_the_document_says(pair: Pair) -> None:
     pair.fake.faults.boot_s = 1000.0
     offer = next(offer for offer in pair.cloud.search(QUERY) if QUERY.admits(offer))

@@ -228,6 +228,7 @@ def test_an_account_without_money_or_rights_is_said_at_once_and_no_other_offer_i
     assert [row.state for row in all_rentals(world.ledger)] == [RentalState.REFUSED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["hang_creates", "break_creates"])
 def test_a_machine_whose_creation_was_not_answered_well_is_the_only_one(
     world: World, fault: str, monkeypatch: pytest.MonkeyPatch

@@ -136,6 +136,7 @@ def test_offers_are_those_of_clouds_that_can_be_used_with_prices_and_memory(clou
     assert cloud.search(GPUQuery(gpu_types=("H100",), gpu_count=8)) == []
 
 
+@pytest.mark.slow
 def test_a_machine_is_rented_with_its_limits_reached_and_given_back(
     installed: Installed, cloud: Sky, ledger: Ledger
 ) -> None:
@@ -177,6 +178,7 @@ def test_what_cannot_be_had_is_skipped_and_what_broke_half_way_is_ended(
         rent_machines(Renting(replace(WANTED, run_id="other"), ledger, {"sky": cloud}, check=usable, pace=PACE))
 
 
+@pytest.mark.slow
 def test_a_launch_that_is_not_answered_is_found_by_its_name(
     installed: Installed, cloud: Sky, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +203,7 @@ def test_a_launch_that_failed_while_skypilot_could_not_say_what_it_left_is_looke
     assert installed.state["clusters"] == {} and rental.state is RentalState.GONE
 
 
+@pytest.mark.slow
 def test_what_a_dead_run_left_is_reaped_and_a_list_that_fails_ends_nothing(
     installed: Installed, cloud: Sky, ledger: Ledger
 ) -> None:
@@ -306,6 +309,7 @@ def test_a_cluster_that_does_not_answer_hides_no_other_cloud(kubernetes: str, in
         cloud.search(QUERY)
 
 
+@pytest.mark.slow
 def test_a_pod_is_rented_until_its_hours_are_over_and_given_back(
     kubernetes: str, installed: Installed, cloud: Sky, ledger: Ledger
 ) -> None:

@@ -137,6 +137,7 @@ def test_a_driver_in_which_the_trial_crashes_is_refused(driver: Path, tmp_path: 
         require_gpus(machine_with(driver, tmp_path, STUB_GPUS=1, STUB_CRASHES=1), 1)
 
 
+@pytest.mark.slow
 def test_gpus_that_do_not_answer_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nsleep 600\n")

@@ -39,6 +39,8 @@ from tests.infra.fake_cloud import HANG_S, KEY, FakeCloud
 from tests.infra.fake_lambda import FakeLambda
 from tests.infra.fake_runpod import FakeRunPod
 
+pytestmark = pytest.mark.slow
+
 PACE = Pace(poll_s=0.02, looks_s=(0.0, 0.2, 0.4, 0.6), gone_within_s=20.0)
 REQUEST = RentRequest(
     run_id="7f3c0c7e-run",

@@ -35,6 +35,8 @@ from tests.infra.renting import renting_run
 from tests.infra.renting.test_provision import PACE, REQUEST, World
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 BODY = {"image": "x", "disk": 1, "ports": [], "env": {}, "cloud": "SECURE"} | {
     "gpu": {"id": "NVIDIA H100 80GB HBM3", "count": 1}
@@ -299,7 +301,6 @@ def test_a_machine_that_a_run_took_over_since_it_was_judged_is_its_own(world: Wo
         assert row is not None and (row.state, row.run_id) == (RentalState.READY, "next")
 
 
-@pytest.mark.slow
 def test_several_looks_at_once_end_everything_and_none_fails(world: World, tmp_path: Path) -> None:
     world.fake.faults.end_lag_s = 0.2
     with Ledger(world.path) as ledger:
@@ -327,7 +328,6 @@ def test_several_looks_at_once_end_everything_and_none_fails(world: World, tmp_p
         assert {row.state for row in all_rentals(ledger)} == {RentalState.GONE}
 
 
-@pytest.mark.slow
 def test_processes_that_begin_the_same_run_at_once_never_have_two_machines(tmp_path: Path) -> None:
     fake = FakeRunPod()
     fake.faults.boot_s = fake.faults.end_lag_s = 0.3
@@ -341,7 +341,6 @@ def test_processes_that_begin_the_same_run_at_once_never_have_two_machines(tmp_p
 STEPS = ("intended", "asked", "rented", "ready", "releasing", "gone")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_started_again", [True, False], ids=["next start", "reaper"])
 @pytest.mark.parametrize("step", STEPS)
 def test_a_run_that_is_killed_between_two_steps_leaves_nothing_that_is_not_found(
@@ -366,7 +365,6 @@ def test_a_run_that_is_killed_between_two_steps_leaves_nothing_that_is_not_found
     assert created <= {row.name for row in rows}
 
 
-@pytest.mark.slow
 def test_a_run_that_is_interrupted_while_its_machine_is_being_made_gives_it_back_however_often(tmp_path: Path) -> None:
     fake = FakeRunPod()
     fake.faults = Faults(hang_creates=1, list_lag_s=0.3, end_lag_s=0.5)
@@ -381,7 +379,6 @@ def test_a_run_that_is_interrupted_while_its_machine_is_being_made_gives_it_back
     assert (row.state, fake.alive(), len(fake.machines)) == (RentalState.GONE, [], 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_machines", [1, pytest.param(2, marks=pytest.mark.matrix)])
 def test_kills_at_thirty_moments_leave_nothing_behind_at_any_provider(tmp_path: Path, num_machines: int) -> None:
     chance = random.Random(20)

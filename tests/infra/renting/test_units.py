@@ -25,6 +25,8 @@ from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.renting.test_provision import PACE, REQUEST, usable
 
+pytestmark = pytest.mark.slow
+
 PAIR = replace(REQUEST, num_machines=2)
 
 

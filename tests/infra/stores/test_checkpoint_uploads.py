@@ -48,6 +48,7 @@ def test_a_checkpoint_is_published_while_training_goes_on_and_the_last_one_at_it
     assert set(s3_server.num_writes(bucket).values()) == {1}
 
 
+@pytest.mark.slow
 def test_an_outage_does_not_end_the_training_and_the_checkpoint_comes_later(
     bucket: str, s3_server: S3Server, cuttable: CuttablePort, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -24,6 +24,8 @@ from infra.stores.presigned import can_presign, presigned_get
 from infra.stores.publication import publish_run
 from tests.infra.stores.s3_server import CuttablePort, S3Server, environment_of, use, write_model
 
+pytestmark = pytest.mark.slow
+
 LARGE_BYTES = 2 * PART_BYTES + 12345
 SMALL_BYTES = 1 << 20
 SECRET = b"X-Amz-Signature"
@@ -125,7 +127,6 @@ def test_an_object_of_another_size_is_not_fetched(
     assert list((tmp_path / "node").iterdir()) == []
 
 
-@pytest.mark.slow
 def test_a_url_that_is_refused_is_a_sentence_without_it(
     session: LocalSession, store: ObjectStore, bucket: str, s3_server: S3Server, model: Path, tmp_path: Path
 ) -> None:
@@ -154,7 +155,6 @@ def test_a_store_out_of_reach_is_found_out_soon(
     silent.close()
 
 
-@pytest.mark.slow
 def test_a_connection_that_breaks_is_made_again(
     session: LocalSession, store: ObjectStore, cuttable: CuttablePort, large_model: Path, tmp_path: Path
 ) -> None:
@@ -205,7 +205,6 @@ def test_what_a_node_sent_is_found_by_the_publication_and_not_sent_again(
     assert send_checkpoint_from_node(session, store, here, str(node)) == 0
 
 
-@pytest.mark.slow
 def test_what_the_node_has_differently_is_replaced_by_the_publication(
     session: LocalSession, store: ObjectStore, model: Path, bucket: str, s3_server: S3Server, tmp_path: Path
 ) -> None:
@@ -257,7 +256,6 @@ def test_a_part_that_broke_off_is_sent_again(
     assert publish_run(store, run_id="0123456789", checkpoint=large_model, records={}) == len("{}")
 
 
-@pytest.mark.slow
 def test_no_url_is_in_the_process_list_a_log_or_a_file(
     session: LocalSession, store: ObjectStore, large_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -93,6 +93,7 @@ def test_what_is_missing_is_told_apart(gcs_bucket: str) -> None:
         check_writable_store(ObjectStore(f"gs://{gcs_bucket}-2/runs"))
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_answer_may_answer_later(gcs_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, {"STORAGE_EMULATOR_HOST": "http://127.0.0.1:1"})
     monkeypatch.setattr("gcsfs.retry.asyncio.sleep", _without_pause)

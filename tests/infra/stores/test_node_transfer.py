@@ -19,6 +19,8 @@ import pytest
 
 from infra.stores import node_transfer
 
+pytestmark = pytest.mark.slow
+
 CONTENT = os.urandom(1 << 20)
 BROKEN_AT = 300_000
 Answer = Callable[[BaseHTTPRequestHandler, int], None]

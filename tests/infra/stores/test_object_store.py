@@ -98,6 +98,7 @@ def test_a_bucket_that_may_not_be_written_is_said_with_the_variables_that_hold_t
     assert "CANARY" not in str(refusal.value)
 
 
+@pytest.mark.slow
 def test_without_credentials_the_variables_are_named(
     bucket: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

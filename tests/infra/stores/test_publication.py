@@ -202,6 +202,7 @@ def test_of_two_that_fetch_the_same_at_once_both_find_it(
     assert list(tmp_path.glob(".pulled*")) == []
 
 
+@pytest.mark.slow
 def test_a_manifest_that_is_none_is_an_error_of_its_own(bucket: str, s3_server: S3Server, tmp_path: Path) -> None:
     for content in (b"no JSON", b'{"format": 2}', b'{"format": 1, "files": {"../x": {"size": 1, "sha256": ""}}}'):
         s3_server.client().put_object(Bucket=bucket, Key=f"small/{PUBLICATION}", Body=content)

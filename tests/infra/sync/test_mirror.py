@@ -319,6 +319,7 @@ def test_of_a_part_that_is_damaged_the_wrong_chunks_are_fetched_again(there: Pat
     assert content_of(here) == public(content_of(there))
 
 
+@pytest.mark.slow
 def test_a_bit_that_is_flipped_on_the_way_costs_its_chunk(there: Path, here: Path) -> None:
     pull_run(LocalSession(sys.executable), str(there), here)
     (there / "large").write_bytes(os.urandom(LARGE_BYTES))
@@ -359,6 +360,7 @@ def test_a_log_that_arrives_damaged_shows_what_is_right(there: Path, here: Path)
     assert content_of(here) == public(content_of(there))
 
 
+@pytest.mark.slow
 def test_of_a_log_that_was_damaged_here_what_follows_the_damage_is_right_too(there: Path, here: Path) -> None:
     """What follows a chunk that differs is cut off, so it must not count as what is here already."""
     (there / "log.txt").write_bytes(os.urandom(LARGE_BYTES))

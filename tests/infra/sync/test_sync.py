@@ -110,6 +110,7 @@ def test_a_damaged_or_broken_copy_leaves_the_old_destination_and_the_next_one_no
     assert [path.name for path in target.parent.iterdir()] == ["best"]
 
 
+@pytest.mark.slow
 def test_the_directory_of_a_job_that_runs_is_not_replaced_and_that_of_one_that_ended_is(
     session: Session, source: Path, run_dir: Path
 ) -> None:
@@ -380,6 +381,7 @@ def test_two_copies_at_once_do_not_disturb_each_other(shards: Path, tmp_path: Pa
     assert [path.name for path in target.parent.iterdir()] == ["model"]
 
 
+@pytest.mark.slow
 def test_what_a_killed_copy_left_is_used_and_removed(shards: Path, tmp_path: Path) -> None:
     target = tmp_path / "out" / "model"
     code = f"""

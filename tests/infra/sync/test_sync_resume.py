@@ -32,6 +32,8 @@ from tests.infra.ssh_server import SSHServer, running_server
 from tests.mounts import mounted_tmpfs
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 NUM_CHUNKS = 5
 LAST_BYTES = 3_212_345
 """The last chunk is shorter."""
@@ -244,7 +246,6 @@ def test_another_process_goes_on_after_the_first_one_was_killed(source: Path, ta
     wait_until(lambda: (publish_directory(session, source, str(target)), list(target.parent.iterdir()))[1] == [target])
 
 
-@pytest.mark.slow
 def test_a_disk_that_is_too_full_for_the_rest_leaves_nothing(source: Path, tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / "disk", f"size={SIZE + CHUNK_BYTES}") as disk:
         target = disk / "model"
@@ -258,7 +259,6 @@ def test_a_disk_that_is_too_full_for_the_rest_leaves_nothing(source: Path, tmp_p
         assert_copied(source, target)
 
 
-@pytest.mark.slow
 def test_a_part_needs_no_room_of_its_own_when_it_is_gone_on_with(source: Path, tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / "disk", f"size={SIZE + CHUNK_BYTES}") as disk:
         break_off_amid_the_fourth_chunk(source, disk / "model")
@@ -267,7 +267,6 @@ def test_a_part_needs_no_room_of_its_own_when_it_is_gone_on_with(source: Path, t
         assert session.sent == [3, 4]
 
 
-@pytest.mark.slow
 def test_a_large_file_takes_little_memory(tmp_path: Path, target: Path) -> None:
     (tmp_path / "source").mkdir()
     with (tmp_path / "source" / "sparse").open("wb") as file:
@@ -403,7 +402,6 @@ def cut_session(server: SSHServer, tmp_path: Path, *, distance: str, num_cuts: i
         yield session
 
 
-@pytest.mark.slow
 def test_a_link_that_is_cut_amid_a_file_is_gone_on_with(
     distance: str, server: SSHServer, source: Path, target: Path, tmp_path: Path
 ) -> None:
@@ -414,7 +412,6 @@ def test_a_link_that_is_cut_amid_a_file_is_gone_on_with(
     assert_copied(source, target)
 
 
-@pytest.mark.slow
 def test_a_link_that_is_cut_again_and_again_ends_the_call_and_the_next_one_goes_on(
     distance: str, server: SSHServer, source: Path, target: Path, tmp_path: Path
 ) -> None:
@@ -444,7 +441,6 @@ with SSHSession(access, python=sys.executable, programs_dir=sys.argv[5]) as sess
 """
 
 
-@pytest.mark.slow
 def test_another_process_goes_on_over_ssh_after_the_first_one_was_killed(
     distance: str, server: SSHServer, source: Path, target: Path, tmp_path: Path
 ) -> None:
@@ -483,7 +479,6 @@ def _read_at(file: BinaryIO, offset: int) -> bytes:
     return file.read(CHUNK_BYTES)
 
 
-@pytest.mark.slow
 @pytest.mark.namespaces
 def test_packets_that_vanish_amid_a_file_cost_no_more_than_a_link_that_is_cut(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -37,6 +37,8 @@ from tests.rollouts_core.histories import without_times
 from tests.rollouts_core.make import TINY_SIZE, make_random_samples, write_model_with_own_code
 from tests.rollouts_core.model.test_logit_transforms import make_model
 
+pytestmark = pytest.mark.slow
+
 OPTIM = OptimConfig(lr=0.01, num_warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5)
 """The norms of the tiny model's first gradients are above 1: clipping is active."""
 SAME = {"atol": 2e-5, "rtol": 1e-4}
@@ -114,7 +116,6 @@ def assert_close(
         torch.testing.assert_close(value, expected[1][name], **(tolerance or SAME))
 
 
-@pytest.mark.slow
 def test_two_processes_train_what_one_trains(base_model: ModelConfig, pair: TwoProcesses) -> None:
     expected = with_one(train, base_model)
     found = with_two(pair, train, base_model)
@@ -122,7 +123,6 @@ def test_two_processes_train_what_one_trains(base_model: ModelConfig, pair: TwoP
     assert min(metrics["grad_norm"] for metrics in expected[0]) > OPTIM.max_grad_norm
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [
@@ -155,7 +155,6 @@ def test_tied_embeddings_stay_one_weight(tmp_path: Path, pair: TwoProcesses) -> 
     assert_close(with_two(pair, train, tied), with_one(train, tied))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Gemma2", "Cohere", "Granite"])
 def test_models_that_cap_or_scale_their_logits_train_as_in_one_process(
     tmp_path: Path, pair: TwoProcesses, family: str
@@ -234,7 +233,6 @@ def resume(backend: TrainingBackend, *, path: Path) -> tuple[list[Metrics], Weig
 POLICIES = {"all weights": PolicyConfig(), "lora": PolicyConfig(lora=LoRAConfig(rank=2))}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 def test_a_checkpoint_of_two_is_resumed_by_two_bit_for_bit_and_by_one(
     base_model: ModelConfig, pair: TwoProcesses, tmp_path: Path, policy: PolicyConfig

@@ -52,6 +52,8 @@ from rollouts_core.types import Sample
 from tests.rollouts_core.embedded.tiny_models import make_model, save_model
 from tests.rollouts_core.make import make_groups, make_random_samples, make_sample
 
+pytestmark = pytest.mark.slow
+
 OPTIM = OptimConfig(lr=0.01, num_warmup_steps=2, weight_decay=0.1, eps=1e-4)
 """With the usual epsilon AdamW turns roundings of tiny gradients into whole steps, and no two libraries agree."""
 MODELS: dict[str, dict[str, Any]] = {
@@ -119,7 +121,6 @@ def assert_equal_tensors(first: dict[str, Tensor], second: dict[str, Tensor]) ->
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_and_gradient_norms_are_those_of_pytorch(name: str, models: dict[str, ModelConfig]) -> None:
     pytorch = create_pytorch_backend(
@@ -130,7 +131,6 @@ def test_losses_and_gradient_norms_are_those_of_pytorch(name: str, models: dict[
     torch.testing.assert_close(copy_weights(backend), copy_weights(pytorch), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_the_rl_loss_with_entropies_values_and_a_reference_is_that_of_pytorch(qwen3: ModelConfig) -> None:
     loss_fn = create_policy_loss(LossConfig(entropy_coef=0.01, kl_coef=0.1, value_coef=0.5))
     options = {"temperature": 0.7, "with_entropies": True, "with_values": True, "with_reference": True}
@@ -164,7 +164,6 @@ def give_signal(backend: TrainingBackend, batch: TrainBatch) -> TrainBatch:
     )
 
 
-@pytest.mark.slow
 def test_a_restored_backend_takes_the_same_steps_bit_for_bit(qwen3: ModelConfig, tmp_path: Path) -> None:
     straight = create(qwen3)
     take_steps(straight, range(3))
@@ -208,7 +207,6 @@ def test_a_value_head_goes_from_pytorch_to_jax_and_back(qwen3: ModelConfig, tmp_
     assert pytorch.policy.value_head.weight.tolist() == [[0.25] * 32]
 
 
-@pytest.mark.slow
 def test_an_sft_job_gives_the_losses_of_the_pytorch_job(
     base_model: ModelConfig, quickstart_dir: Path, tmp_path: Path
 ) -> None:
@@ -237,7 +235,6 @@ def test_the_configuration_alone_is_that_of_the_model(qwen3: ModelConfig, tmp_pa
     assert (tmp_path / "config.json").read_text() == (Path(qwen3.path) / "config.json").read_text()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_a_checkpoint_loads_as_a_hugging_face_model_with_the_same_logprobs(
     name: str, models: dict[str, ModelConfig], tmp_path: Path
@@ -321,7 +318,6 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights(qwen3: ModelConfig) ->
     assert backend.weight_version == 0
 
 
-@pytest.mark.slow
 def test_bfloat16_products_and_recomputed_layers_change_little(qwen3: ModelConfig) -> None:
     policy = PolicyConfig(backend="jax", precision="bfloat16", activation_checkpointing=True)
     backend = create_backend(qwen3, OPTIM, create_cross_entropy_loss(), num_steps=NUM_STEPS, policy=policy)

@@ -93,6 +93,7 @@ def test_what_was_heard_of_others_cannot_be_used_again_and_is_not_the_key() -> N
             prove_as_asked(ours, KEY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drips", [False, True])
 def test_who_says_nothing_or_little_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, drips: bool) -> None:
     monkeypatch.setattr(proof, "ASKED_S", 0.5)

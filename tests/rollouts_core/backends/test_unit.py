@@ -110,6 +110,7 @@ def test_gloo_and_nccl_talk_by_the_interface_with_the_units_address() -> None:
     assert network_variables(meeting) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 
 
+@pytest.mark.slow
 def test_a_machine_that_does_not_come_is_named_with_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unit, "JOIN_S", 0.5)
     with pytest.raises(MachineLostError) as caught, lead([trainer()], KEY):
@@ -161,6 +162,7 @@ def linked(monkeypatch: pytest.MonkeyPatch, sent: list[int]) -> Iterator[tuple[L
         yield link, theirs
 
 
+@pytest.mark.slow
 def test_a_machine_that_falls_silent_ends_what_this_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     with linked(monkeypatch, sent) as (link, theirs):

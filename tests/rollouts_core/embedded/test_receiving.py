@@ -324,6 +324,7 @@ def test_a_server_that_waits_for_weights_ends_when_it_is_told_to(model_dir: Path
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_not_there_is_waited_for_until_a_deadline(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiving, "TIMEOUT_S", 1.0)
     body = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "backend": "gloo"}

@@ -90,6 +90,7 @@ def test_generated_logprobs_are_those_of_the_model(scheduler: Scheduler, model: 
     torch.testing.assert_close(torch.tensor([entry[0] for entry in entries]), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_list_of_prompts_gives_a_list_in_order(scheduler: Scheduler) -> None:
     sampling_params = [{"max_new_tokens": count, "ignore_eos": True} for count in (5, 2)]
     body = {"input_ids": [[3], [4, 5]], "sampling_params": sampling_params}
@@ -147,6 +148,7 @@ def test_a_stream_shows_no_half_of_a_character(model: PreTrainedModel, tmp_path:
     assert parts and all(whole.startswith(part) for part in parts)
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_read_slowly_is_kept_no_events_for(scheduler: Scheduler) -> None:
     """Each has everything so far: those of 16,000 tokens would be 7 GB."""
     body = json.dumps({"input_ids": [3], "stream": True, "sampling_params": LONG}).encode()

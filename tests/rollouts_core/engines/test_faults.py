@@ -172,6 +172,7 @@ def test_a_busy_or_broken_server_is_asked_again_and_then_given_up(engine_type: E
     assert len(asked) == (keeper.MAX_BUSY_ATTEMPTS if status == 429 else 3)
 
 
+@pytest.mark.slow
 def test_a_busy_server_is_left_alone_for_as_long_as_it_asks() -> None:
     completion = httpx.Response(200, json=completion_json(SGLangEngine, [5, 6], [-1.0, -2.0], "length"))
     answers = [httpx.Response(429, headers={"Retry-After": "1"}), completion]
@@ -220,6 +221,7 @@ async def reset_amid_the_answer(reader: asyncio.StreamReader, writer: asyncio.St
     writer.close()
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize(
     ("behave", "words"),

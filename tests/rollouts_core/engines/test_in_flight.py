@@ -194,6 +194,7 @@ def served_until_it_hangs(model_dir: Path) -> Iterator[tuple[SGLangEngine, Hangi
         yield SGLangEngine("http://hanging", transport=transport, restart_timeout_s=5.0), transport
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", ["finish", "abort", "continue"])
 def test_an_engine_that_hangs_is_left_behind_and_its_requests_are_answered_by_the_others(
     versions: dict[str, Path], in_flight: InFlight
@@ -218,6 +219,7 @@ def test_an_engine_that_hangs_is_left_behind_and_its_requests_are_answered_by_th
     assert outcome == (["", "v-2"], {"http://hanging"})
 
 
+@pytest.mark.slow
 def test_an_only_engine_that_hangs_is_a_sentence_about_the_load_and_the_wait_before_it(
     versions: dict[str, Path],
 ) -> None:
@@ -345,6 +347,7 @@ class SlowToProve(WithoutChecksums):
         return await super().handle_async_request(request)
 
 
+@pytest.mark.slow
 def test_a_publication_does_not_break_off_by_what_an_engine_proves_itself_that_came_back(
     versions: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,8 @@ import pytest
 from rollouts_core.engines.router_process import started_router
 from rollouts_core.errors import ConfigError, EngineUnavailableError, RolloutsError
 
+pytestmark = pytest.mark.slow
+
 
 async def start(python: str, log: Path) -> None:
     async with started_router(python, log, timeout_s=60.0):

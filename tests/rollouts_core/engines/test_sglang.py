@@ -83,6 +83,7 @@ def test_loaded_weights_are_served_under_their_version(model_dir: Path, trained_
         assert asyncio.run(load_and_generate(engine)) == {"abc-7"}
 
 
+@pytest.mark.slow
 def test_an_engine_that_came_back_with_its_start_weights_is_brought_up_to_date(
     model_dir: Path, trained_dir: Path
 ) -> None:
@@ -166,6 +167,7 @@ def watched(model_dir: Path) -> Iterator[tuple[SGLangEngine, WatchedTransport, S
         yield SGLangEngine("http://engine", transport=transport, restart_timeout_s=5.0), transport, scheduler
 
 
+@pytest.mark.slow
 def test_after_an_update_that_failed_nothing_is_sampled_before_weights_are_proved_again(
     watched: tuple[SGLangEngine, WatchedTransport, Scheduler], trained_dir: Path, tmp_path: Path
 ) -> None:
@@ -186,6 +188,7 @@ def test_after_an_update_that_failed_nothing_is_sampled_before_weights_are_prove
     assert transport.paths[last_load:].index("/weights_checker") < transport.paths[last_load:].index("/generate")
 
 
+@pytest.mark.slow
 def test_no_request_returns_samples_of_weights_that_could_not_be_proved(
     watched: tuple[SGLangEngine, WatchedTransport, Scheduler], model_dir: Path, trained_dir: Path
 ) -> None:
@@ -200,6 +203,7 @@ def test_no_request_returns_samples_of_weights_that_could_not_be_proved(
     assert [type(outcome) for outcome in asyncio.run(run())] == [WeightSyncError] * 4
 
 
+@pytest.mark.slow
 def test_where_checksums_say_nothing_a_server_that_came_back_is_proved_by_its_logprobs(
     watched: tuple[SGLangEngine, WatchedTransport, Scheduler], model_dir: Path, trained_dir: Path
 ) -> None:
@@ -228,6 +232,7 @@ def test_a_canary_that_was_broken_off_proves_nothing_and_is_asked_again(
     assert transport.paths.count("/generate") == 2
 
 
+@pytest.mark.slow
 def test_a_server_that_came_back_is_proved_by_the_canary_of_its_version(
     watched: tuple[SGLangEngine, WatchedTransport, Scheduler], model_dir: Path, trained_dir: Path
 ) -> None:
@@ -458,6 +463,7 @@ def test_an_unusable_answer_is_an_error_that_names_the_engine(answer: object, wo
         asyncio.run(answering({"/generate": answer}).generate(REQUESTS))
 
 
+@pytest.mark.slow
 def test_a_server_that_stays_away_is_given_up_at_the_deadline() -> None:
     engine = answering({"/generate": httpx.Response(503), "/model_info": httpx.Response(503)})
     with pytest.raises(EngineUnavailableError, match=r"did not answer within 0\.5 s"):

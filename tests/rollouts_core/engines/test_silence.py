@@ -19,6 +19,8 @@ from rollouts_core.engines.silence import SilenceWatch
 from rollouts_core.errors import EngineUnavailableError
 from tests.rollouts_core.engines.test_faults import BOTH, REQUEST, EngineType, completion_json, listening, stay_silent
 
+pytestmark = pytest.mark.slow
+
 SILENCE_TIMEOUT_S = 0.2
 LONG_S = 5 * SILENCE_TIMEOUT_S
 QUESTIONS = {SGLangEngine: "/server_info", VLLMEngine: "/is_paused"}

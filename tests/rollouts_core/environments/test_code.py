@@ -69,6 +69,7 @@ def test_no_test_is_run_after_the_first_that_failed(monkeypatch: pytest.MonkeyPa
     assert inputs == [SUMS[0]["stdin"], SUMS[1]["stdin"]]
 
 
+@pytest.mark.slow
 def test_programs_that_wait_for_a_processor_have_their_time_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of slow programs takes longer than one reward may."""
     monkeypatch.setattr(os, "cpu_count", lambda: 1)

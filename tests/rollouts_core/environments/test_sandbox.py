@@ -405,6 +405,7 @@ def test_how_long_the_machine_takes_to_shut_a_program_in_is_not_the_programs_tim
     assert run("print('in time')", wall_s=5).stdout == "in time\n"
 
 
+@pytest.mark.slow
 def test_a_machine_too_busy_to_begin_a_program_does_not_grade_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -276,6 +276,7 @@ def losses(run_dir: Path) -> list[float]:
     return [row["loss"] for row in read_metrics(run_dir / "metrics.jsonl")]
 
 
+@pytest.mark.slow
 def test_a_finished_stage_is_extended_by_another_that_goes_on_from_it(
     base: InputModel, quickstart_dir: Path, tmp_path: Path
 ) -> None:
@@ -289,6 +290,7 @@ def test_a_finished_stage_is_extended_by_another_that_goes_on_from_it(
     assert all(entry["score"] < 0 for entry in result["checkpoints"])  # minus a loss
 
 
+@pytest.mark.slow
 def test_a_training_leaves_the_use_of_its_gpus_where_there_are_any(
     base: InputModel, quickstart_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,6 +322,7 @@ def test_the_loss_of_evaluation_demonstrations_is_logged_and_scores_checkpoints(
     assert [entry["score"] for entry in result["checkpoints"]] == [-logged[2], -logged[4]]
 
 
+@pytest.mark.slow
 def test_going_on_from_a_checkpoint_that_is_another_now_is_refused(
     base: InputModel, quickstart_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -333,6 +336,7 @@ def test_going_on_from_a_checkpoint_that_is_another_now_is_refused(
     assert "changed since the stage was planned" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_going_on_with_other_settings_is_refused_in_one_sentence(
     base: InputModel, quickstart_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -438,6 +442,7 @@ def test_a_replicate_draws_every_random_number_anew_and_0_is_the_run_itself(
         assert not any(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.slow
 def test_replicates_sample_the_same_prompt_differently(base: InputModel, quickstart_dir: Path, tmp_path: Path) -> None:
     first, other = (
         {s.metadata["prompt_id"]: s.response for s in run_rl(base, quickstart_dir, tmp_path / str(n), replicate=n)}

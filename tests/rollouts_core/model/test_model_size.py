@@ -56,6 +56,7 @@ def size_on_hub(**settings: str) -> ModelSize:
     return find_model_size(ModelConfig(path=REPO, **settings), timeout_s=120)
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hub_is_as_large_as_the_same_in_a_folder(base_model: ModelConfig, hub: Hub) -> None:
     hub.commit(REPO, files_of(base_model, "config.json", "model.safetensors"))
     here, there = find_model_size(base_model), size_on_hub()
@@ -64,6 +65,7 @@ def test_a_model_of_the_hub_is_as_large_as_the_same_in_a_folder(base_model: Mode
     assert there.num_parameters > 0 and 0.9 < there.num_file_bytes / here.num_file_bytes <= 1
 
 
+@pytest.mark.slow
 def test_no_weights_of_a_large_model_are_fetched(hub: Hub, base_model: ModelConfig) -> None:
     hub.commit(REPO, {**files_of(base_model, "config.json"), "model.safetensors": save({"w": torch.zeros(1 << 20)})})
     assert size_on_hub().num_parameters == 1 << 20
@@ -134,6 +136,7 @@ def test_a_silent_hub_is_not_waited_for(hub: Hub, monkeypatch: pytest.MonkeyPatc
     assert said.problem == "the hub did not answer within 3 s"
 
 
+@pytest.mark.slow
 def test_what_is_no_name_is_not_asked_for(hub: Hub, tmp_path: Path) -> None:
     for path in (str(tmp_path / "nothing"), "s3://bucket/model", "./model"):
         assert find_model_size(ModelConfig(path=path)).problem == "it is neither a folder nor a name on the hub"

@@ -244,6 +244,7 @@ def test_a_conversation_that_never_ends_is_cut_by_each_budget(
     assert environment.closed == [num_turns]
 
 
+@pytest.mark.slow
 def test_a_conversation_that_takes_too_long_is_cut(tokenizer: PreTrainedTokenizerBase) -> None:
     async def answer_slowly(conversation: Conversation) -> Reply:
         await asyncio.sleep(0.4)
@@ -264,6 +265,7 @@ def test_an_environment_that_is_amid_an_answer_when_its_time_is_over_is_not_wait
     assert environment.closed == [1]
 
 
+@pytest.mark.slow
 def test_the_time_that_an_engine_takes_is_not_the_conversations(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -225,6 +225,7 @@ def return_nan(sample: Sample) -> float:
     return float("nan")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reward_fn", "words"),
     [

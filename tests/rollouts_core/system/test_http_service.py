@@ -52,6 +52,7 @@ def test_a_service_outlives_the_event_loop_that_first_asked_it(serve: Any) -> No
     assert [ask_all(service, 2), ask_all(service, 2)] == [[0, 1], [0, 1]]
 
 
+@pytest.mark.slow
 def test_a_service_that_says_when_is_asked_no_sooner(serve: Any) -> None:
     answers: list[Answer] = [(429, {}, {"Retry-After": "1"})]
     server = serve(lambda body: answers.pop() if answers else (200, body))

@@ -111,6 +111,7 @@ def test_a_coroutine_that_waits_for_ever_is_told_and_cleans_up() -> None:
     assert cleaned == ["yes"]
 
 
+@pytest.mark.slow
 def test_waits_count_towards_the_limit_of_what_computes_after_them() -> None:
     computed_s: list[float] = []
 
@@ -127,6 +128,7 @@ def test_waits_count_towards_the_limit_of_what_computes_after_them() -> None:
     assert computed_s[0] < 0.6  # of its own time, which a busy machine takes nothing from; the whole limit is 1 s
 
 
+@pytest.mark.slow
 def test_the_wait_for_a_turn_counts_towards_no_limit_but_what_comes_before_and_after_does() -> None:
     async def run(num_calls: int, computes_for_ever: bool) -> list[float]:
         one_at_a_time = anyio.CapacityLimiter(1)
@@ -157,6 +159,7 @@ def test_a_call_that_is_late_behind_its_turn_is_ended() -> None:
         call(take_a_turn_for_ever)
 
 
+@pytest.mark.slow
 def test_an_interrupt_that_a_bare_except_swallows_comes_again() -> None:
     swallowed: list[int] = []
 
