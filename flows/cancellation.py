@@ -46,6 +46,7 @@ from tasks.records import RunScope
 from tasks.stage import drop_leases
 
 LOOK_S = 5.0
+SERVED_LOOK_S = 15.0
 SERVED_END_S = 60.0
 """How long a served run that is to be cancelled waits for its serving process, which polls, and kills it after 30 s."""
 NODE_SETTINGS: TypeAdapter[NodeSettings] = TypeAdapter(FormNode)
@@ -91,7 +92,7 @@ def ended_when_cancelled(run_id: str, *, is_served: bool) -> Iterator[None]:
             _ended_by_themselves.add(run_id)
             os.kill(os.getpid(), signal.SIGTERM if is_served else signal.SIGINT)
 
-    with repeating(look, interval_s=LOOK_S, thread_name="cancellation"):
+    with repeating(look, interval_s=SERVED_LOOK_S if is_served else LOOK_S, thread_name="cancellation"):
         yield
 
 
