@@ -111,6 +111,7 @@ def test_cancel_ends_a_run_whose_worker_stopped_looking_while_the_server_was_awa
         assert end_of(server, run_id, said) == "CANCELLED"
         wait_until(lambda: len(exits_of(sft)) == 1, what="the end of the job")
     wait_until(lambda: not processes_of(store), what=f"the end of {processes_of(store)}", timeout_s=30.0)
+    assert server.ask("GET", f"/flow_runs/{run_id}")["state_type"] == "CANCELLED"  # whatever the worker said since
 
 
 @pytest.mark.slow
