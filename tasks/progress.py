@@ -18,8 +18,8 @@ LINE_INTERVAL_S = 5.0
 """Plain lines, and lines in Prefect, come at most this often."""
 
 SHOWN_METRICS = {
-    "loss": "loss {:.3f}",
-    "reward": "reward {:.3f}",
+    "loss": "loss {:z.3f}",
+    "reward": "reward {:z.3f}",
     "response_tokens": "{:.0f} tokens",
     "tokens_per_s": "{:,.0f} tokens/s",
     "score": "score {:.3f}",
