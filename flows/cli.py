@@ -252,10 +252,13 @@ def watch(
     With PREFECT_API_URL also look after the runs of that server whose process was on this machine and is gone: they
     become Crashed, and are started again, `run.restarts` times.
     """
+    is_new = not store.exists()
     check_writable(store)
     if address := find_live_pages(store):
         console.print(f"the runs of {store} can be watched already, at {address.url}", markup=False)
         return
+    if is_new:
+        console.print(f"{store} did not exist: its runs are shown here when they begin", markup=False)
     with served_live_pages(store) as address:
         console.print(f"watch the runs of {store} at {address.url} (Ctrl-C ends it)", markup=False)
         console.print(f"log in with {own_password(store.resolve() / 'prefect')}", markup=False)

@@ -6,6 +6,7 @@ Without it a page could show a run's samples to whoever asks, run what a model w
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from flows.password import own_password
 from infra.ledger import LEDGER_FILE, Ledger
 from rollouts_core.report.live import MAX_EVENTS, LiveStage, describe_stage, seconds_left
 from rollouts_core.system.gpu_use import sampled_gpu_use
+from tests.flows.conftest import Rollouts
 from tests.nvidia_smi import install_nvidia_smi
 from tests.waiting import wait_until
 
@@ -175,3 +177,16 @@ def test_the_time_left_is_told_from_the_latest_attempt(tmp_path: Path) -> None:
     lines.append({"step": 4.0, "attempt": 2, "time": 1010.0})
     assert seconds_left(lines, 10) == 30.0
     assert seconds_left(lines, 4) is None
+
+
+@pytest.mark.slow
+def test_who_watches_a_store_that_does_not_exist_is_told_so(rollouts_without_server: Rollouts) -> None:
+    watching = rollouts_without_server.start("watch")
+    try:
+        rollouts_without_server.wait_until_said("log in with", watching)
+    finally:
+        watching.send_signal(signal.SIGINT)
+        watching.wait(30)
+    assert f"{rollouts_without_server.store} did not exist: its runs" in rollouts_without_server.said().replace(
+        "\n", ""
+    )
