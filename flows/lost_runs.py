@@ -4,7 +4,7 @@ Not here: runs that fail, or end otherwise by themselves. Prefect has no eye for
 the one that served it: a run that stays Running can neither be retried nor cancelled.
 
     Running    and no process  ->  Crashed
-    Pending    since before the process that serves it began  ->  Crashed: nobody starts it any more
+    Pending    for minutes        ->  AwaitingRetry: who took it up to start it is gone
     Cancelling and no process  ->  its jobs end, Cancelled
     Crashed    by a signal     ->  AwaitingRetry, `run.restarts` times; it attaches to its jobs
     Crashed    by the server   ->  the same (silent_runs.py)
@@ -15,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Collection
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from uuid import UUID
@@ -44,18 +45,15 @@ logger = logging.getLogger(__name__)
 UNDER_WAY = FlowRunFilter(
     state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING, StateType.CANCELLING]))
 )
-BEFORE_RUNNING = FlowRunFilter(
-    state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING])),
-    deployment_id=FlowRunFilterDeploymentId(is_null_=False),
-)
-CLOCKS_S = 10.0
-"""How much the server's clock may be behind."""
+PENDING_S = 300.0
+"""A process that begins needs seconds for its imports, on a busy machine a minute."""
 GONE = "its process is gone; its jobs, if any, go on, and Retry attaches to them"
 GONE_FROM_TERMINAL = "its process is gone; its jobs, if any, go on, and the same command attaches to them"
 """Prefect retries no run that has no deployment."""
 BY_SIGNAL = re.compile(r"exited with (non-zero )?status code:? -\d+")
 """What Prefect says of the process of a run that a signal ended."""
 AGAIN = "AwaitingRetry"
+NOT_BEGUN = "started again, because who was about to start it was gone"
 AWAY = timedelta(days=1)
 """Runs of a machine that was gone for no longer, which the server marked meanwhile, are started again."""
 STARTED_AGAIN = "started again, because its process was killed"
@@ -71,9 +69,16 @@ def crashed_since(moment: datetime) -> FlowRunFilter:
 
 
 class LostRuns:
-    """What was found at the last look: a run counts as lost when two looks find the same."""
+    """What was found at the last look: a run counts as lost when two looks find the same.
 
-    def __init__(self, store: Path) -> None:
+    Args:
+        deployments: those that this process serves; whoever serves others starts their runs.
+    """
+
+    def __init__(self, store: Path, deployments: Collection[UUID] = ()) -> None:
+        self._deployments = deployments
+        self._pending_since: dict[tuple[UUID, UUID | None], float] = {}
+        """By runs and their states, when they were first found so, by this process's clock."""
         self._ledger_path = store / "ledger.db"
         self._suspects: set[tuple[UUID, UUID]] = set()
         self._began = datetime.now(UTC)
@@ -86,9 +91,8 @@ class LostRuns:
                 suspects = {(run.id, run.state_id): run for run in runs if run.state_id and self._is_lost(run)}
                 for known in suspects.keys() & self._suspects:
                     await _tried(_mark, client, suspects[known])
-                for run in await client.read_flow_runs(flow_run_filter=BEFORE_RUNNING, limit=200):
-                    if self._is_left_pending(run):
-                        await _tried(_begin_anew, client, run)
+                for run in await self._left_pending(client):
+                    await _tried(_begin_anew, client, run)
                 for run in await client.read_flow_runs(flow_run_filter=crashed_since(self._began - AWAY), limit=200):
                     if self._is_new(run) and self._is_lost(run):  # of this store, and its process is gone by now
                         await _tried(_start_again, client, run)
@@ -97,10 +101,20 @@ class LostRuns:
             return
         self._suspects = set(suspects)
 
-    def _is_left_pending(self, run: FlowRun) -> bool:
-        """Whether the process that was about to start it is gone; who starts the runs of a work pool is not known."""
-        latest = self._began - timedelta(seconds=CLOCKS_S)
-        return run.work_pool_name is None and run.state is not None and run.state.timestamp < latest
+    async def _left_pending(self, client: PrefectClient) -> list[FlowRun]:
+        """Runs of ours that somebody took up to start them, for so long that nobody does any more."""
+        if not self._deployments:
+            return []
+        pending = FlowRunFilter(
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING])),
+            deployment_id=FlowRunFilterDeploymentId(any_=list(self._deployments)),
+        )
+        runs = await client.read_flow_runs(flow_run_filter=pending, limit=200)
+        now = time.monotonic()
+        self._pending_since = {
+            key: self._pending_since.get(key, now) for key in ((run.id, run.state_id) for run in runs)
+        }
+        return [run for run in runs if now - self._pending_since[run.id, run.state_id] >= PENDING_S]
 
     def _is_new(self, run: FlowRun) -> bool:
         """Whether it crashed while this process looked, or while no machine of it was there to look."""
@@ -139,9 +153,10 @@ def mark_of_gone(run: FlowRun) -> State:
 
 
 async def _begin_anew(client: PrefectClient, run: FlowRun) -> None:
-    """Have a run start that was to be started by a process that is gone."""
-    await _mark(client, run)
-    await _start_again(client, await client.read_flow_run(run.id))
+    """Have a run start that was to be started by a process that is gone; it counts as no restart."""
+    again: State = Scheduled(name=AGAIN, message=NOT_BEGUN)
+    await client.set_flow_run_state(run.id, again, force=True)
+    logger.warning("run %s (%s) is %s", run.name, run.id, again.message)
 
 
 async def _start_again(client: PrefectClient, run: FlowRun) -> None:

@@ -31,6 +31,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 from flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW, load_deployments, parameters_for
 from flows.gpu_slots import load_gpu_slots
@@ -107,8 +108,9 @@ async def _serve(store: Path) -> None:
     runner = Runner(name="rollouts", query_seconds=POLL_S, limit=load_gpu_slots(home))
     tools = Runner(name="rollouts-tools", query_seconds=POLL_S, limit=None)
     served: dict[str, str] = {}
+    deployments: set[UUID] = set()
     await Credentials.register_type_and_schema()  # so that the UI offers to save some
-    await _register(runner, tools, store, served)
+    await _register(runner, tools, store, served, deployments)
     running = [asyncio.create_task(each.start()) for each in (runner, tools)]
     while not (runner.started and tools.started) and not _has_ended(running):
         await asyncio.sleep(0.02)
@@ -117,12 +119,12 @@ async def _serve(store: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     state = _write_state(home, served, apply_gpu_slots(runner, home))
-    upkeep = asyncio.create_task(look_after(store))
+    upkeep = asyncio.create_task(look_after(store, deployments))
     while not stop.is_set() and not _has_ended([*running, upkeep]):
         with suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), LOOK_S)
         try:
-            await _register(runner, tools, store, served)
+            await _register(runner, tools, store, served, deployments)
             if (served, gpu_slots := apply_gpu_slots(runner, home)) != state:
                 state = _write_state(home, served, gpu_slots)
         except Exception:  # the flows that go on have nothing to do with it
@@ -158,17 +160,17 @@ def apply_gpu_slots(runner: Runner, home: Path) -> int:
     return int(limiter.total_tokens)
 
 
-async def _register(runner: Runner, tools: Runner, store: Path, served: dict[str, str]) -> None:
-    """Make Prefect's deployments those of the store, and note them in `served`."""
+async def _register(runner: Runner, tools: Runner, store: Path, served: dict[str, str], deployments: set[UUID]) -> None:
+    """Make Prefect's deployments those of the store, and note them in `served` and, by their ids, `deployments`."""
     from flows.schedules import drop_schedule, schedule_options
 
     flows = offered_flows()
     try:
-        deployments = load_deployments(store / "prefect")
+        wanted = load_deployments(store / "prefect")
     except ConfigError as error:
         logger.warning("%s", error)
         return
-    fresh = [each for each in deployments.values() if served.get(each.name) != each.digest]
+    fresh = [each for each in wanted.values() if served.get(each.name) != each.digest]
     for deployment in fresh:
         deployment_id = await (tools if deployment.flow in TOOLS else runner).aadd_flow(
             flows[deployment.flow],
@@ -180,6 +182,7 @@ async def _register(runner: Runner, tools: Runner, store: Path, served: dict[str
         if deployment.flow == RETRAIN_FLOW and deployment.schedule is None:
             await drop_schedule(deployment_id)
         served[deployment.name] = deployment.digest
+        deployments.add(deployment_id)
 
 
 def _write_state(home: Path, served: dict[str, str], gpu_slots: int) -> tuple[dict[str, str], int]:

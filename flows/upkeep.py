@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from pathlib import Path
+from uuid import UUID
 
 LOST_S = 15.0
 """How often runs are looked for whose process is gone; one that is found twice is marked."""
@@ -21,15 +22,21 @@ EXPIRED_S = 120.0
 logger = logging.getLogger(__name__)
 
 
-async def look_after(store: Path) -> None:
+async def look_after(store: Path, deployments: Collection[UUID] = ()) -> None:
     """Look after the runs and machines of a store, until cancelled, whatever goes wrong at a single look.
+
+    Args:
+        deployments: those that this process serves; more may be added.
 
     Prefect has to know its server by then: it reads the environment when it is imported, which is here.
     """
     from flows.expired_machines import end_expired
     from flows.lost_runs import LostRuns
 
-    lost, end = LostRuns(store), partial(asyncio.to_thread, end_expired, store)  # providers may take long to answer
+    lost, end = (
+        LostRuns(store, deployments),
+        partial(asyncio.to_thread, end_expired, store),
+    )  # providers may take long to answer
     async with asyncio.TaskGroup() as both:
         both.create_task(again_and_again(lost.look, interval_s=LOST_S, first_after_s=LOST_S))
         both.create_task(again_and_again(end, interval_s=EXPIRED_S))
