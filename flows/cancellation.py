@@ -66,6 +66,8 @@ class HeldByRun(BaseModel):
 
 def is_cancelled(run_id: str) -> bool:
     """True when somebody asked Prefect to cancel the run; False also where that cannot be found out."""
+    if run_id in _ended_by_themselves:
+        return True
     try:
         with get_client(sync_client=True) as client:
             state = client.read_flow_run(UUID(run_id)).state
@@ -98,8 +100,10 @@ def ended_when_cancelled(run_id: str, *, is_served: bool) -> Iterator[None]:
 
 def cancelled_if_asked(flow: Flow, flow_run: FlowRun, state: State) -> None:  # type: ignore[type-arg]
     """Prefect's hook: a run that was ended because it was to be cancelled is not one that crashed."""
-    if flow_run.deployment_id is not None and str(flow_run.id) not in _ended_by_themselves:
-        return  # the serving process says so
+    if flow_run.deployment_id is not None:
+        if str(flow_run.id) not in _ended_by_themselves:
+            return  # the serving process says so
+        release_after_cancellation(flow, flow_run, state)  # what an earlier attempt held, too
     with get_client(sync_client=True) as client:
         before = [each for each in client.read_flow_run_states(flow_run.id) if not each.is_crashed()]
         if before and max(before, key=lambda each: each.timestamp).is_cancelling():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.cancellation import give_back_reached
+from flows.cancellation import give_back_reached, is_cancelled
 from infra.errors import NodeUnreachableError
 from infra.jobs import JobState, job_status, start_or_attach
 from infra.ledger import Ledger
@@ -20,9 +20,19 @@ from tasks.records import RunScope
 from tests.infra.shell_jobs import shell_spec
 from tests.infra.ssh_server import running_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 
+def test_a_run_that_ended_itself_knows_that_it_was_cancelled_whatever_the_server_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It ends where servers fail, and would leave its machine rented."""
+    monkeypatch.setattr("flows.cancellation.get_client", None)  # whoever asks it fails
+    monkeypatch.setattr("flows.cancellation._ended_by_themselves", {"run-a"})
+    assert is_cancelled("run-a")
+
+
+@pytest.mark.slow
 def test_the_training_of_a_cancelled_run_ends_although_its_engines_machine_is_lost(tmp_path: Path) -> None:
     scope = RunScope(run_id="run-a", run_name="small", store=str(tmp_path / "store"))
     session = LocalSession(sys.executable)
