@@ -73,8 +73,8 @@ class Member:
     """It was told to pause, and not yet to go on."""
     quarantined: str = ""
     """Why it is not asked; empty while it is."""
-    has_no_numbers: bool = False
-    """Whether it is not asked because its log-probs are no numbers."""
+    without_numbers: tuple[Published | None] | None = None
+    """The weights whose log-probs it found to be no numbers, which it will find again."""
     returning: asyncio.Task[None] | None = None
     """Brings it back from quarantine."""
 
@@ -131,9 +131,9 @@ class EnginePool(ClosedOnExit):
                 with member.calls.one(len(requests)):
                     return await member.engine.generate(requests)
             except (EngineUnavailableError, EngineAnswerError, WeightSyncError) as error:
-                member.has_no_numbers = isinstance(error, NoNumbersError)
+                member.without_numbers = (self._published,) if isinstance(error, NoNumbersError) else None
                 self._quarantine(member, str(error))
-        kind = NoNumbersError if all(member.has_no_numbers for member in self._members) else EngineUnavailableError
+        kind = NoNumbersError if all(member.without_numbers for member in self._members) else EngineUnavailableError
         raise kind(f"no engine is left: {self._describe_quarantine()}")
 
     def _choose(self, healthy: Sequence[Member], affinity: int | None) -> Member:
@@ -279,13 +279,16 @@ class EnginePool(ClosedOnExit):
         if member.quarantined:
             served = published.version if published else "what it was started with"
             logger.info("engine %s serves %s and is asked again", member.engine.name, served)
-        member.quarantined, member.has_no_numbers = "", False
+        member.quarantined, member.without_numbers = "", None
 
     async def _bring_back(self, member: Member) -> None:
         """Load what is published into a quarantined engine now and then, until it serves what is published then."""
         await self._end_running(member)
         tried: Published | None = None
         while member.quarantined:
+            if member.without_numbers == (self._published,):
+                await anyio.sleep(self.retry_s)
+                continue
             if tried is self._published:
                 await anyio.sleep(self.retry_s)
             tried = self._published

@@ -197,6 +197,27 @@ def test_that_no_engine_has_numbers_is_told_from_that_none_is_there() -> None:
         asyncio.run(ask(nan, away))
 
 
+def test_an_engine_without_numbers_is_not_asked_again_before_it_has_other_weights() -> None:
+    """It answers, so that it would be taken back, and two such engines would be asked in turns for ever."""
+
+    async def ask() -> tuple[int, int]:
+        engine, other = FakeEngine("a"), FakeEngine("b")
+        engine.failure = NoNumbersError("its weights may hold NaN")
+        async with EnginePool([engine, other], retry_s=0.01) as both:
+            await both.generate([REQUEST])
+            await asyncio.sleep(0.2)
+            assert both.quarantined.keys() == {"a"}
+            num_calls = engine.num_calls
+            engine.failure = None
+            await both.load_weights(Path("v1"), "v1")
+            while both.quarantined:
+                await asyncio.sleep(0.01)
+            await both.generate([replace(REQUEST, affinity=0)])
+            return num_calls, engine.num_calls
+
+    assert asyncio.run(asyncio.wait_for(ask(), 20)) == (1, 2)
+
+
 class HoldingEngine(FakeEngine):
     """An engine whose first two calls last until they are broken off, and whose other answers are nonsense."""
 
