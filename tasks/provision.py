@@ -49,11 +49,12 @@ def give_back(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> list
         keep_minutes: so long a rented machine that can be reached stays, in place of being given back.
     """
     leases: dict[str, list[Lease]] = {}
-    given_up = GivenUp()
+    is_left = True  # where the jobs cannot be seen to, others may need what is beside them, which ends by itself
     kept: list[str] = []
     try:
         leases = leases_on(scope, node)
         given_up = stop_leased_jobs(scope, node, leases[node.name])
+        is_left = bool(given_up.left_to_stores)
         done = describe_given_up(given_up)
         done += salvage(scope, node) if node.is_remote else []
         if node.is_rented and keep_minutes > 0:
@@ -68,9 +69,7 @@ def give_back(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> list
             further_done = [
                 done
                 for each in node.further_nodes
-                for done in give_back_further(
-                    each, leases.get(each.name, []), scope, is_left=bool(given_up.left_to_stores)
-                )
+                for done in give_back_further(each, leases.get(each.name, []), scope, is_left=is_left)
             ]
         finally:
             if not kept:

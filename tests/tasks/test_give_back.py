@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from infra.errors import NodeUnreachableError, TransientInfraError
-from infra.jobs import JobState, job_status, start_or_attach
+from infra.jobs import JobState, cancel_job, job_status, start_or_attach
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import Node, SSHAccess
 from infra.providers.runpod import RunPod
@@ -88,6 +88,26 @@ def test_a_job_that_could_not_be_ended_is_still_known_and_can_be_ended_later(tmp
             give_back(away, scope)
         assert [(lease.run_dir, lease.node) for lease in ledger.leases()] == [(run_dir, away.name)]
     assert give_back(here, scope)[0] == f"ended the job in {run_dir}"
+
+
+@pytest.mark.slow
+def test_what_is_beside_jobs_that_cannot_be_seen_to_is_left_to_end_by_itself(tmp_path: Path) -> None:
+    """A run of another store may train on there, and need it."""
+    make_key(tmp_path / "key")
+    nobody = SSHAccess(host="127.0.0.1", port=1, user="me", key_file=str(tmp_path / "key"))
+    here = Node(name="beside", provider="local", root=str(tmp_path), python=sys.executable, address="127.0.0.1")
+    away = replace(here, name="me@127.0.0.1:1", provider="ssh", mirror=str(tmp_path / "store"), access=nobody)
+    scope = RunScope(run_id="run-a", run_name="small", store=str(tmp_path / "store"))
+    session, beside = LocalSession(sys.executable), str(tmp_path / "follower-1-1")
+    start_or_attach(session, shell_spec(Path(beside), "sleep 60"))
+    with Ledger(scope.ledger_path) as ledger:
+        ledger.add_lease(str(tmp_path / "sft-1"), scope.run_id, away.name)
+        ledger.add_lease(beside, scope.run_id, here.name)
+        with pytest.raises(NodeUnreachableError):
+            give_back(replace(away, trainer_nodes=(here,)), scope)
+        assert [lease.node for lease in ledger.leases()] == [away.name]
+    assert job_status(session, beside).state is JobState.RUNNING
+    cancel_job(session, beside, 1.0)
 
 
 @contextmanager
