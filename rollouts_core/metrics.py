@@ -107,14 +107,15 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     """One line per step, in order of steps: the last one written for each.
 
     Without the steps that an attempt came to behind the checkpoint from which a later one went on: these are no part of
-    the training before they are done again, and may never be.
+    the training before they are done again, and may never be. Steps that go back tell of such an attempt, too: on
+    another machine attempts are numbered anew.
     """
     by_step: dict[int, dict[str, float]] = {}
-    attempt = None
+    before: tuple[object, float] = (None, 0)
     for line in read_json_lines(path):
-        if line.get("attempt") != attempt:
-            attempt = line.get("attempt")
+        if line.get("attempt") != before[0] or line["step"] < before[1]:
             by_step = {step: kept for step, kept in by_step.items() if step < line["step"]}
+        before = (line.get("attempt"), line["step"])
         by_step[line["step"]] = line
     return [by_step[step] for step in sorted(by_step)]
 

@@ -68,7 +68,7 @@ def test_reopening_keeps_the_lines_before(tmp_path: Path) -> None:
 
 
 def test_the_last_line_of_a_step_counts(tmp_path: Path) -> None:
-    lines = [{"step": 1, "loss": 3}, {"step": 2, "loss": 2}, {"step": 3, "loss": 1}, {"step": 2, "loss": 9}]
+    lines = [{"step": 1, "loss": 3}, {"step": 2, "loss": 2}, {"step": 2, "loss": 9}, {"step": 3, "loss": 1}]
     (tmp_path / "m.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert [line["loss"] for line in read_metrics(tmp_path / "m.jsonl")] == [3, 9, 1]
 
@@ -82,6 +82,14 @@ def test_steps_behind_the_checkpoint_that_a_later_attempt_went_on_from_do_not_co
         kept = read_metrics(tmp_path / "m.jsonl")
         assert [line["step"] for line in kept] == list(range(1, len(kept) + 1))
         assert [line["attempt"] for line in kept] == attempts_of_steps
+
+
+def test_steps_that_go_back_are_of_another_attempt_whatever_its_number_is(tmp_path: Path) -> None:
+    """On another machine attempts are numbered from 1 again."""
+    with JSONLLogger(tmp_path / "m.jsonl", attempt=1) as logger:
+        for step in (10, 20, 30, 40, 20):
+            logger.log({}, step)
+    assert [line["step"] for line in read_metrics(tmp_path / "m.jsonl")] == [10, 20]
 
 
 def test_a_file_that_does_not_exist_has_no_lines(tmp_path: Path) -> None:
