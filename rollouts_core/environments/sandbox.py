@@ -13,6 +13,7 @@ This keeps a policy that explores from harming the machine. It is no defence aga
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -26,10 +27,12 @@ import anyio
 from anyio.abc import Process
 
 from rollouts_core.environments.protocol import Outcome
-from rollouts_core.errors import EnvironmentUnavailableError
+from rollouts_core.errors import EnvironmentUnavailableError, RewardError
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
+FORBIDDEN = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL)
+"""What a system answers that allows no namespaces, or knows none of a kind."""
 BEGIN_TIMEOUT_S = 120.0
 """How long the machine may take to shut a program in, which is a part of a second where it has a processor for it."""
 END_TIMEOUT_S = 5.0
@@ -69,6 +72,7 @@ async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | 
 
     Raises:
         EnvironmentUnavailableError: the machine could not shut a program in, or ended it.
+        RewardError: it allows nobody to shut a program in.
     """
     allowed = limits or SandboxLimits()
     process, read_status = await _start(allowed)
@@ -173,7 +177,9 @@ async def _wait_until_gone(process: Process) -> int:
 def _check_machine(problem: str, *, has_begun: bool) -> None:
     """Raise where no program was begun."""
     if problem:
-        raise EnvironmentUnavailableError(
+        # What is not allowed now is not allowed later; a limit that is reached, or memory, may be free again.
+        is_forbidden = any(os.strerror(number) in problem for number in FORBIDDEN)
+        raise (RewardError if is_forbidden else EnvironmentUnavailableError)(
             f"this machine cannot shut a program in ({problem}): run where Linux namespaces are allowed, "
             "as root or with user namespaces"
         )
