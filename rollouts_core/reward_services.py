@@ -1,7 +1,7 @@
 """Rewards that something else computes: a service over HTTP, a classifier here or served, a language model as judge.
 
 Not here: rewards that are plain functions and their composition (rewards.py), how a service is asked, and asked again
-(http_service.py), what servers of reward models are sent (reward_models.py).
+(system/http_service.py), what servers of reward models are sent (reward_models.py).
 
     sample -> cache -> batch of samples -> service --rewards--> samples
 
@@ -17,7 +17,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,12 @@ class BatchedReward:
     Args:
         score: rewards of some samples, in order.
         batch_size: samples that are scored together at most.
+        has_limit: whether each call of `score` ends by itself, however long others wait for theirs.
     """
 
-    def __init__(self, score: ScoreFn, *, batch_size: int) -> None:
+    def __init__(self, score: ScoreFn, *, batch_size: int, has_limit: bool = True) -> None:
         self.score = score
+        self.has_limit = has_limit
         self.batch_size = batch_size
         self.num_calls = 0
         self.num_cached = 0
@@ -72,7 +74,7 @@ class BatchedReward:
         if (known := self._cache.get(key)) is not None:
             self.num_cached += 1
             self._cache.move_to_end(key)
-            return await _wait_for(known)
+            return await self._wait_for(known)
         future: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
         self._cache[key] = future
         future.add_done_callback(lambda done: self._forget(key, done))
@@ -83,7 +85,13 @@ class BatchedReward:
             self._start_batch()
         elif len(self._waiting) == 1:
             asyncio.get_running_loop().call_later(COLLECT_S, self._start_batch)
-        return await _wait_for(future)
+        return await self._wait_for(future)
+
+    async def _wait_for(self, future: asyncio.Future[float | None]) -> float | None:
+        # Where each request has a limit of its own, how many others are before it is not this sample's doing.
+        with uncounted() if self.has_limit else nullcontext():
+            # Shielded: another sample may wait for the same reward when this one is cancelled.
+            return await asyncio.shield(future)
 
     def _forget(self, key: bytes, done: asyncio.Future[float | None]) -> None:
         """What failed is asked again the next time."""
@@ -116,13 +124,6 @@ def _identify(sample: Sample) -> bytes:
     """A digest of everything that a service is sent: what it answers may depend on any of it."""
     sent = json.dumps([sample.prompt, sample.response, dict(sample.metadata)], sort_keys=True, default=str)
     return hashlib.sha256(sent.encode()).digest()
-
-
-async def _wait_for(future: asyncio.Future[float | None]) -> float | None:
-    # Each request has a limit of its own (`timeout_s`); how many others are before it is not this sample's doing.
-    with uncounted():
-        # Shielded: another sample may wait for the same reward when this one is cancelled.
-        return await asyncio.shield(future)
 
 
 def create_http_reward(config: RewardConfig) -> BatchedReward:
@@ -245,7 +246,7 @@ def create_classifier_reward(config: RewardConfig) -> BatchedReward:
     async def score(samples: Sequence[Sample]) -> list[float | None]:
         return await anyio.to_thread.run_sync(score_now, samples, limiter=one_at_a_time)
 
-    return BatchedReward(score, batch_size=config.batch_size)
+    return BatchedReward(score, batch_size=config.batch_size, has_limit=False)
 
 
 @contextmanager

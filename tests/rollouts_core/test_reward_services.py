@@ -102,6 +102,16 @@ def test_requests_that_wait_for_others_have_their_time_before_them(serve: Any) -
     assert [sample.reward for sample in graded] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
 
+def test_a_score_without_a_limit_of_its_own_has_that_of_the_reward() -> None:
+    async def score_for_ever(samples: Sequence[Sample]) -> list[float | None]:
+        await asyncio.sleep(3600)
+        return []
+
+    reward = BatchedReward(score_for_ever, batch_size=1, has_limit=False)
+    with pytest.raises(RewardError, match=r"did not return within 0\.1 s"):
+        asyncio.run(asyncio.wait_for(grade_group(make_samples("x"), reward, timeout_s=0.1), 20))
+
+
 def test_samples_that_differ_in_their_metadata_alone_are_scored_each(serve: Any) -> None:
     service = serve(lambda body: (200, {"rewards": [sample["metadata"]["rubric"] for sample in body["samples"]]}))
     samples = [replace(sample, metadata={"rubric": i}) for i, sample in enumerate(make_samples("x", "x"))]
