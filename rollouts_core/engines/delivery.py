@@ -11,7 +11,7 @@ tensors are compared (content.py), what a canary is (canary.py).
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -116,12 +116,14 @@ class WeightDelivery:
         self._proven_content: tuple[Mapping[str, tuple[str, ...]], Mapping[str, str]] = ({}, {})
         """What that version's tensors were made of (`sample_content`), and the same checksums."""
 
-    async def deliver(self, served: ServedWeights, before: ServedWeights | None, *, can_sample: bool) -> None:
+    async def deliver(
+        self, served: ServedWeights, before: ServedWeights | None, *, can_sample: Callable[[], bool]
+    ) -> None:
         """Have the server load weights, once, and prove that it serves them.
 
         Args:
             before: what the server was proved to serve until now; None where nobody knows.
-            can_sample: whether it answers completions; a paused one cannot be asked for a canary's.
+            can_sample: whether it answers completions by now; a paused one cannot be asked for a canary's.
 
         Raises:
             EngineUnavailableError: it vanished.
@@ -155,7 +157,9 @@ class WeightDelivery:
         kept = find_kept(weights, before.weights)
         return kept if kept and await self.server.weight_version() == before.version else ()
 
-    async def _send(self, weights: SentWeights, served: ServedWeights, kept: Collection[str], can_sample: bool) -> None:
+    async def _send(
+        self, weights: SentWeights, served: ServedWeights, kept: Collection[str], can_sample: Callable[[], bool]
+    ) -> None:
         """Send and prove; where a part was sent, and that was refused or cannot be proved, send everything."""
         try:
             held = await self.server.take_sent(weights, served.version, kept)
@@ -175,7 +179,7 @@ class WeightDelivery:
             await self._prove(weights, served, held, can_sample)
 
     async def _prove(
-        self, weights: Path | SentWeights, served: ServedWeights, held: HeldTensors, can_sample: bool
+        self, weights: Path | SentWeights, served: ServedWeights, held: HeldTensors, can_sample: Callable[[], bool]
     ) -> None:
         """Compare what the server says it holds with what was published; where that says too little, ask a canary."""
 
@@ -199,7 +203,7 @@ class WeightDelivery:
                 f"that changed are those of the version before, {left[0]} first: its update left them as they were, "
                 "restart it"
             )
-        if not can_sample:
+        if not can_sample():
             raise WeightSyncError(
                 f"{self.server.name} has no comparable checksum of {unproven[0]}, so it must sample to prove "
                 f'{served.version}, and it is paused: set rollout.in_flight = "finish" or "abort"'

@@ -257,7 +257,9 @@ class WeightKeeper:
             try:
                 if self._is_left_paused:
                     await self.resume()
-                await self._delivery.deliver(weights, None if attempt else before, can_sample=not self.is_paused)
+                await self._delivery.deliver(
+                    weights, None if attempt else before, can_sample=lambda: not self.is_paused
+                )
             except EngineUnavailableError as error:
                 problem = str(error)
                 continue
