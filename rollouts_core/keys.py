@@ -1,7 +1,7 @@
 """Keys of services and engines: settings name an environment variable, and only processes that need the key read it.
 
-Not here: sending them (engines/http.py, http_service.py), asking for them (embedded/server.py, engines/launch.py), how
-the variables reach a job (tasks/stage.py). Nothing here imports torch.
+Not here: sending them (engines/http.py, system/http_service.py), asking for them (embedded/server.py,
+engines/launch.py), how the variables reach a job (tasks/stage.py). Nothing here imports torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Ask a reward model that SGLang or vLLM serves for the scores of conversations.
 
-Not here: how conversations become token ids (reward_services.py), how a server is asked again (http_service.py).
+Not here: how conversations become token ids (reward_services.py), how a server is asked again (system/http_service.py).
 
     /v1/models -> SGLang or vLLM, and how long a conversation may be
     token ids  -> SGLang: /classify | vLLM: /pooling -> scores, as the model's head gives them -> that of the label

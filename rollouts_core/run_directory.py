@@ -1,6 +1,6 @@
 """The files of a run directory, by name. docs/run_directory.md describes their contents.
 
-Not here: writing them (metrics.py, gpu_use.py, checkpoint.py, sft_job.py, rl_job.py, eval_job.py).
+Not here: writing them (metrics.py, system/gpu_use.py, checkpoint.py, sft_job.py, rl_job.py, eval_job.py).
 """
 
 from __future__ import annotations

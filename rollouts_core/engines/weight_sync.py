@@ -1,6 +1,6 @@
 """Bring new weights to every engine, and know of each whether it serves them.
 
-Not here: how one engine takes and proves its weights (sglang.py, vllm.py, keeper.py).
+Not here: how one engine takes and proves its weights (sglang.py, vllm.py, delivery.py).
 
     backend.get_weights -> what changed, in memory, where all engines run on this machine    -> every engine in parallel
                         -> what changed, in files, where all engines are embedded ones

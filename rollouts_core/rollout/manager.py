@@ -2,7 +2,7 @@
 
 Not here: how one group is finished (finish_group.py), what settings name (resolve.py), the order of a logged schedule
 (group_order.py), when to wait for the end of an outage (outage.py), the order of prompts (data/data_buffer.py), batches
-from a plain function (plain_rollouts.py), advantages and tensors (rl_batch.py).
+from a plain function (plain_rollouts.py), advantages (algorithms/credit.py), tensors (rl_batch.py).
 
     DataBuffer -> pending groups -> generate_fn -> reward_fn -> filter_fn --keep--> ready -> batch, ordered by group
                        ^                                           |

@@ -1,6 +1,6 @@
 """From graded samples to the columns and counters of a `RolloutBatch`.
 
-Not here: where samples come from (manager.py), advantages and tensors (rl_batch.py).
+Not here: where samples come from (manager.py), advantages (algorithms/credit.py), tensors (rl_batch.py).
 """
 
 from __future__ import annotations

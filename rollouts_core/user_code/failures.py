@@ -1,7 +1,7 @@
 """Say what code of the user's raised, and where in the user's own files.
 
-Not here: how such code is found (functions.py), who calls it (rewards.py, rollout/manager.py, plain_rollouts.py,
-conversation.py).
+Not here: how such code is found (functions.py), who calls it (rewards.py, rollout/finish_group.py,
+plain_rollouts.py, conversation.py).
 """
 
 from __future__ import annotations
