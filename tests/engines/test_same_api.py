@@ -87,6 +87,8 @@ NOT_OURS = {
     "disaggregation",  # prompts that others compute
     "embedding",  # how a model makes embeddings, which the engine does not
 }
+OF_LAST_EVENT = {"e2e_latency", "weight_versions"}
+"""The first event of a stream has them where it is the last one, too: where all was generated before it was read."""
 SETTINGS = "/server_info"
 """SGLang answers the hundreds of settings that it was started with: here what we lack is not looked for."""
 
@@ -136,7 +138,7 @@ def first_token_of(event: dict[str, Any]) -> dict[str, Any]:  # Any: JSON
     """The first event of a stream, as if it had come when one token was there."""
     if "meta_info" not in event:  # it says what went wrong
         return event
-    details = event["meta_info"]
+    details = {name: value for name, value in event["meta_info"].items() if name not in OF_LAST_EVENT}
     return {
         **event,
         "output_ids": event["output_ids"][:1],

@@ -148,6 +148,7 @@ def test_neither_a_full_queue_nor_a_pause_is_taken_for_silence(server: Server, s
             for _ in range(5):
                 under_way = await start_asking(server, engine, requests)
                 await asyncio.to_thread(httpx.post, f"{server.url}{path}", timeout=60.0, **arguments)
+                await anyio.sleep(1.0)  # for answers that are on their way
                 if not under_way.done():
                     break
                 await engine.resume()  # all of them ended before the pause
