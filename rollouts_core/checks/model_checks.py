@@ -33,7 +33,7 @@ LFS_POINTER = b"version https://git-lfs"
 
 
 def check_model_files(config: Config) -> None:
-    """Raise when a local model lacks a file, or when its completions are to be scored and cannot be computed.
+    """Raise when a local model lacks a file, or when completions are to be scored and there is no local model.
 
     Raises:
         CheckpointError, ConfigError: one sentence about the model's folder.
@@ -56,12 +56,20 @@ def check_model_files(config: Config) -> None:
                 f"model.path: {folder} has no {what} ({' or '.join(patterns)}): give a whole checkpoint"
             )
     _check_weights(folder, config)
-    if is_generating:
-        num_positions = count_positions(config)
-        if config.mode != "sft":
-            longest, kind = config.rollout.max_prompt_tokens, config.rollout.engine.kind
-            prompts = f"prompts of {longest} tokens (rollout.max_prompt_tokens)"
-            check_positions(prompts, longest, num_positions, config, engine=kind)
+
+
+def check_generable(config: Config) -> None:
+    """Raise ConfigError when completions are scored and no engine can compute them, or not as long as they may be.
+
+    The model's folder is whole (`check_model_files`).
+    """
+    if config.evaluation.metric != "accuracy":
+        return
+    num_positions = count_positions(config)
+    if config.mode != "sft":
+        longest, kind = config.rollout.max_prompt_tokens, config.rollout.engine.kind
+        prompts = f"prompts of {longest} tokens (rollout.max_prompt_tokens)"
+        check_positions(prompts, longest, num_positions, config, engine=kind)
 
 
 def _check_weights(folder: Path, config: Config) -> None:

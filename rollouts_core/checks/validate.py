@@ -21,6 +21,7 @@ from rollouts_core.checks.epochs import MANY_EPOCHS_OF_RL, MANY_EPOCHS_OF_SFT, d
 from rollouts_core.checks.function_checks import check_functions, one_of_each_shape
 from rollouts_core.checks.learning_rates import check_learning_rates
 from rollouts_core.checks.model_checks import (
+    check_generable,
     check_jax_model,
     check_longest,
     check_model_files,
@@ -84,12 +85,9 @@ def validate_config(config: Config) -> list[str]:
     if config.evaluation.metric == "accuracy":
         check_graded(config.rollout)
     check_resumed(config)
-    is_here = Path(config.model.path).is_dir()
-    if is_here:  # before what an engine has against such a model: another engine would not help
-        check_unpacked(config.model)
     check_model_files(config)
-    if not is_here:
-        check_unpacked(config.model)
+    check_unpacked(config.model)  # before what an engine has against such a model: another one would not help
+    check_generable(config)
     check_jax_model(config)
     check_packing(config)
     tokenizer = load_tokenizer(config.model)
@@ -150,6 +148,7 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig]) -> list[s
     for model in models:
         scored = config.model_copy(update={"model": model, "mode": "sft"})
         check_model_files(scored)
+        check_generable(scored)
         tokenizer = load_tokenizer(model)
         check_model_vocabulary(model, tokenizer)
         findings.append(f"model {model.path}: tokenizer with {len(tokenizer)} tokens")
