@@ -242,12 +242,19 @@ def locked(path: Path) -> Iterator[int]:
 
 def is_supervised(run_dir: str) -> bool:
     """True while a supervisor of this job lives (or one is just being started)."""
+    # Shared: looking never disturbs another look.
+    return is_locked(internal_path(run_dir, "lock"), fcntl.LOCK_SH)
+
+
+def is_locked(path: Path, probe: int) -> bool:
+    """Whether a process holds a lock of the file that excludes `probe`, LOCK_SH or LOCK_EX; no file has none."""
     try:
-        descriptor = os.open(internal_path(run_dir, "lock"), os.O_RDONLY)
+        # NFS wants a file to be open for writing where its lock is exclusive; a look at a job needs no such right.
+        descriptor = os.open(path, os.O_RDONLY if probe == fcntl.LOCK_SH else os.O_RDWR)
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: looking never disturbs another look
+        fcntl.flock(descriptor, probe | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     finally:
@@ -1268,26 +1275,11 @@ def is_followed_elsewhere(run_dir: str, store: str) -> bool:
     marks = [path for path in Path(run_dir, INTERNAL_DIR).glob("followed-*") if path != own]
     # Of two runs that are cancelled at once each would leave the job to the other one, and nobody would end it.
     deadline = time.monotonic() + FOLLOWER_END_S
-    while is_followed := any(is_locked(path) for path in marks):
+    while is_followed := any(is_locked(path, fcntl.LOCK_EX) for path in marks):
         if time.monotonic() >= deadline:
             break
         time.sleep(POLL_S)
     return is_followed
-
-
-def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock of a file; one that is no more is not locked."""
-    try:
-        descriptor = os.open(path, os.O_RDWR)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def follow_job(run_dir: str, log_offset: int, metrics_offset: int, events_offset: int) -> None:
