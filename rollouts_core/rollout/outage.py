@@ -113,17 +113,16 @@ class OutagePauses:
         Raises:
             EnvironmentOutageError: the pauses that they allow were not enough for this call.
         """
-        paused_s = 0.0
+        left_s = self.config.max_outage_minutes * 60
         while True:
             try:
                 outcome = await call()
             except EnvironmentUnavailableError as error:
-                left_s = self.config.max_outage_minutes * 60 - paused_s
                 if left_s <= 0:
-                    raise self._lasting(error, paused_s) from error
+                    raise self._lasting(error) from error
                 pause_s = min(self._begin_pause(str(error)), left_s)
                 await anyio.sleep(pause_s)
-                paused_s += pause_s
+                left_s -= pause_s
             else:
                 self._next_pause_s = FIRST_PAUSE_S
                 return outcome
@@ -131,20 +130,23 @@ class OutagePauses:
     def _begin_pause(self, problem: str) -> float:
         """How long to wait, seconds: until the end of the pause under way, or that of a new one."""
         now = anyio.current_time()
-        if now >= self._pause_ends_at:
-            self._pause_ends_at = now + self._next_pause_s
-            logger.warning(
-                "something was not available (%s), and is asked for again in %.0f s; the evaluation ends after %.0f "
-                "minutes of such pauses for one prompt",
-                problem,
-                self._next_pause_s,
-                self.config.max_outage_minutes,
-            )
-            self._next_pause_s = min(MAX_PAUSE_S, 2 * self._next_pause_s)
-        return self._pause_ends_at - now
+        if now < self._pause_ends_at:
+            return self._pause_ends_at - now
+        pause_s = self._next_pause_s
+        self._pause_ends_at = now + pause_s
+        self._next_pause_s = min(MAX_PAUSE_S, 2 * pause_s)
+        logger.warning(
+            "something was not available (%s), and is asked for again in %.0f s; the evaluation ends after %.0f "
+            "minutes of such pauses for one prompt",
+            problem,
+            pause_s,
+            self.config.max_outage_minutes,
+        )
+        return pause_s
 
-    def _lasting(self, error: EnvironmentUnavailableError, paused_s: float) -> EnvironmentOutageError:
-        pauses = f", also after pauses of {paused_s / 60:.1f} minutes" if paused_s else ""
+    def _lasting(self, error: EnvironmentUnavailableError) -> EnvironmentOutageError:
+        minutes = self.config.max_outage_minutes
+        pauses = f", also after pauses of {minutes:.1f} minutes" if minutes else ""
         return EnvironmentOutageError(
             f"an environment or a reward was not available{pauses} (rollout.max_outage_minutes "
             f"{self.config.max_outage_minutes:g}), and an evaluation needs every prompt. Mend it, then start the run "

@@ -26,10 +26,8 @@ test-matrix` the others: a case takes half a minute to two. Rented machines are 
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 import signal
-import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +38,7 @@ import pytest
 
 from infra.ledger import Ledger
 from infra.renting.rentals import all_rentals
+from infra.supervisor import find_processes
 from rollouts_core.checkpoint import load_manifest
 from rollouts_core.metrics import read_json_lines
 from tests.flows import breaking
@@ -358,7 +357,7 @@ def of_last_run(rollouts: Rollouts) -> Path:
 
 
 def check_nothing_is_left(bench: Bench) -> None:
-    """No machine is rented, no process lives and no port is open, once nobody serves any more."""
+    """No machine is rented and no process lives, once nobody serves any more."""
     if bench.is_served:
         code, output = bench.rollouts.run("down")
         assert code == 0, output
@@ -368,9 +367,9 @@ def check_nothing_is_left(bench: Bench) -> None:
     for root in (bench.rollouts.store, bench.machine):
         if root is not None:
             wait_until(lambda: not pids_of(root), what=f"the end of {pids_of(root)}", timeout_s=GONE_S)  # noqa: B023
-    for job in bench.node_root.glob("stages/engine-*/job.json"):
-        with socket.socket() as probe:
-            assert probe.connect_ex(("127.0.0.1", json.loads(job.read_text())["port"])) != 0
+    # An engine's port says nothing: once it is free, another test's server may be given it.
+    for stage in bench.node_root.glob("stages/*"):
+        assert find_processes(str(stage)) == []
 
 
 # ── the run that nobody disturbed ──

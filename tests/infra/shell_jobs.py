@@ -14,11 +14,12 @@ def shell_spec(run_dir: Path, script: str, **limits: Any) -> JobSpec:
 
 
 def is_alive(pid: int) -> bool:
+    """Whether the process still runs: one that only waits to be taken note of does not."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except (ProcessLookupError, FileNotFoundError):
         return False
-    return not Path(f"/proc/{pid}/stat").exists() or ") Z " not in Path(f"/proc/{pid}/stat").read_text()
 
 
 def read_pid(path: Path) -> int:

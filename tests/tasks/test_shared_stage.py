@@ -6,6 +6,7 @@ second run's copy takes away under the first one's job. The nodes are folders of
 
 from __future__ import annotations
 
+import fcntl
 import io
 import sys
 import threading
@@ -222,7 +223,9 @@ def test_a_run_that_is_interrupted_leaves_what_a_run_of_another_store_does_with_
     with ThreadPoolExecutor(1) as pool:
         followed = pool.submit(follow)
         wait_until((tmp_path / "pids").exists)
-        wait_until(lambda: any(is_locked(path) for path in Path(shared.run_dir, ".job").glob("followed-*")))
+        wait_until(
+            lambda: any(is_locked(path, fcntl.LOCK_EX) for path in Path(shared.run_dir, ".job").glob("followed-*"))
+        )
         start_or_attach(
             LocalSession(sys.executable), shell_spec(engine, f"while [ ! -e {shell_jobs} ]; do sleep 0.1; done")
         )
