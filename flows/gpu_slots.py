@@ -1,7 +1,7 @@
 """How many runs of a store's deployments go at the same time: as many as it has slots on GPUs; the others are queued.
 
-Not here: GPUs themselves, of which a job takes hold when it starts, whatever this number says (infra/supervisor.py).
-This module does not import prefect: it runs before Prefect's environment is set.
+Not here: GPUs themselves, of which a job takes hold when it starts, whatever this number says
+(infra/supervisor/gpu_slots.py). This module does not import prefect: it runs before Prefect's environment is set.
 """
 
 from __future__ import annotations

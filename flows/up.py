@@ -43,7 +43,7 @@ from flows.status import describe_machines, describe_reports, describe_runs, goi
 from flows.terminal import DEFAULT_STORE, Port, Store, console
 from flows.tools import TOOLS
 from infra.locks import lock_file, open_lock, try_lock
-from infra.supervisor import with_absolute_paths
+from infra.supervisor.variables import with_absolute_paths
 
 READY_TIMEOUT_S = 180.0
 DOWN_TIMEOUT_S = 45.0

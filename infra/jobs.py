@@ -1,6 +1,6 @@
 """Start, follow and end one detached job on a node, and learn how it ended.
 
-A job is its run directory. Everything here is one idempotent call of supervisor.py on the node, so that any call may
+A job is its run directory. Everything here is one idempotent call of the supervisor on the node, so that any call may
 be repeated after a broken connection. Not here: how a node is reached (session.py), what the job does.
 
     start_or_attach ── RUNNING ──┬── FINISHED   result.json is there
@@ -31,7 +31,10 @@ from infra.errors import (
 )
 from infra.node_agent import ISOLATED
 from infra.session import Session, read_answer
-from infra.supervisor import ENDING_WAIT_S, FIRST_GPU, NO_LOG, JobSpec
+from infra.supervisor.files import parse_object
+from infra.supervisor.follow import NO_LOG
+from infra.supervisor.spec import FIRST_GPU, JobSpec
+from infra.supervisor.start import ENDING_WAIT_S
 
 __all__ = [
     "FIRST_GPU",
@@ -60,7 +63,7 @@ MAX_BROKEN_STREAMS = 10
 """So many connections in a row may end without a word before following a job is given up."""
 MAX_RECONNECT_PAUSE_S = 10.0
 _TAIL_LINES = 20
-_SUPERVISOR = Path(supervisor.__file__)
+_SUPERVISOR = Path(supervisor.__file__).parent
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +190,7 @@ def renew_lease(session: Session, run_dir: str) -> JobStatus:
 def read_result(session: Session, run_dir: str) -> JsonObject | None:
     """The content of result.json; None while the job is not finished."""
     try:
-        return supervisor.parse_object(session.read_file(f"{run_dir}/result.json"))
+        return parse_object(session.read_file(f"{run_dir}/result.json"))
     except FileMissingError:
         return None
 
@@ -325,7 +328,7 @@ def _messages(session: Session, run_dir: str, position: FollowOffsets, store: st
     try:
         with session.stream(argv) as lines:
             for line in lines:
-                message = supervisor.parse_object(line) if line.endswith(b"\n") else None
+                message = parse_object(line) if line.endswith(b"\n") else None
                 if message is not None:
                     yield message
     except (TransientInfraError, CommandFailedError) as error:

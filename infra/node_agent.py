@@ -2,7 +2,7 @@
 
 The node's side of ssh_session.py. The client sends this text to `python -c` ahead of the first request, so nothing
 has to be installed and no two versions can meet; standard library only, and old syntax. Not here: detached jobs
-(supervisor.py), directories (receiver.py).
+(supervisor/), directories (receiver.py).
 
     client ── request, then data frames, then "end of input" ──> agent ──> the command's standard input
     client <── nonce, then stdout and stderr frames, then one "done" frame ── agent

@@ -36,7 +36,7 @@ from infra.errors import (
     TransientInfraError,
 )
 from infra.node_agent import ISOLATED
-from infra.supervisor import parse_object
+from infra.supervisor.files import parse_object
 
 MAX_READ_BYTES = 64 << 20
 """The largest file that `read_file` returns; what is larger is read by offset or copied."""
@@ -86,7 +86,7 @@ class Session(Protocol):
         check: bool = True,
         may_repeat: bool = False,
     ) -> CompletedCommand:
-        """`run` for a single-file Python program of ours, which has `main(argv)`; faster than that where it is far.
+        """`run` for a Python program of ours (node_programs.py); faster than that where it is far.
 
         It is cut off from the interpreter's environment (`ISOLATED`), and may be a fork of a process that loaded it.
         """
@@ -135,7 +135,7 @@ class Session(Protocol):
         """
 
     def place_program(self, source: Path) -> str:
-        """Make a single-file Python program of ours available on the node and return its path there."""
+        """Make a Python program of ours (node_programs.py) available on the node and return its path there."""
 
     def __enter__(self) -> Self: ...
 

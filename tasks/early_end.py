@@ -24,7 +24,7 @@ from infra.errors import InfraError
 from infra.jobs import JobState, ask_to_finish
 from infra.repeating import repeating
 from infra.session import Session
-from infra.supervisor import locked
+from infra.supervisor.locks import locked
 from rollouts_core.checkpoint import adopt_checkpoint, list_checkpoints, verify_checkpoint
 from rollouts_core.errors import CheckpointError, RolloutsError
 from rollouts_core.run_directory import RunDirectory

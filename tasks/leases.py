@@ -1,6 +1,6 @@
 """Keep jobs on other nodes alive as long as nobody is there yet that does it beside them.
 
-Not here: what a lease is (infra/supervisor.py), who renews it later (rollouts_core).
+Not here: what a lease is (infra/supervisor/), who renews it later (rollouts_core).
 """
 
 from __future__ import annotations

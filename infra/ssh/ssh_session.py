@@ -37,6 +37,7 @@ from infra.errors import (
 )
 from infra.node import SSHAccess
 from infra.node_agent import ISOLATED, STDERR, STDOUT
+from infra.node_programs import read_program
 from infra.session import LOOPBACK, MAX_READ_BYTES, refusal_to_write, split_lines
 from infra.ssh import openssh
 from infra.ssh.agent_call import Agent, AgentCall, JsonObject
@@ -143,7 +144,7 @@ class SSHSession:
         self, source: Path, arguments: Sequence[str], *, timeout_s: float | None, keep_open: bool
     ) -> tuple[JsonObject, list[str]]:
         """The request to run a program of ours, and the command that it stands for."""
-        text = source.read_text(encoding="utf-8")
+        text = read_program(source)
         program = _program_name(source, text)
         self._programs[program] = text
         call: JsonObject = {"verb": "run", "program": program, "arguments": list(arguments)}
@@ -222,7 +223,7 @@ class SSHSession:
         return content
 
     def place_program(self, source: Path) -> str:
-        text = source.read_text(encoding="utf-8")
+        text = read_program(source)
         path = f"{self._programs_dir}/{_program_name(source, text)}.py"
         if path not in self._placed:
             self.write_file(path, text.encode())

@@ -27,7 +27,8 @@ from infra.chunks import CHUNK_BYTES
 from infra.errors import DiskFullError, InfraError, PermanentInfraError, TransientInfraError
 from infra.repeating import repeating
 from infra.session import Session
-from infra.supervisor import locked, parse_object
+from infra.supervisor.files import parse_object
+from infra.supervisor.locks import locked
 from infra.sync import receiver, sender
 
 LIST_TIMEOUT_S = 60.0

@@ -27,7 +27,7 @@ from infra.chunks import CHUNK_BYTES, Chunk, SourceFile
 from infra.errors import DiskFullError, InfraError, NodeUnreachableError, PermanentInfraError, TransientInfraError
 from infra.node_agent import ISOLATED
 from infra.session import Session, read_answer
-from infra.supervisor import parse_object
+from infra.supervisor.files import parse_object
 from infra.sync import receiver
 
 CALL_TIMEOUT_S = 3600.0

@@ -339,7 +339,7 @@ def commit_directory(destination: Path, incoming: Path, manifest: dict[str, list
 
 @contextlib.contextmanager
 def _without_a_job(destination: Path, incoming: Path) -> Iterator[None]:
-    """No job runs in the directory, nor is one started there, until the block is left; supervisor.py has the locks."""
+    """No job runs in the directory, nor is one started there, until the block is left; supervisor/ has the locks."""
     with contextlib.ExitStack() as stack:
         # The second one is shared with whoever only looks whether the job runs.
         for name, kind in (("start.lock", fcntl.LOCK_EX), ("lock", fcntl.LOCK_SH)):

@@ -1,6 +1,6 @@
 """Run beside an engine: renew its lease whenever a trainer on another node asks for that.
 
-Not here: who asks (job_engines.py), what becomes of an engine without a lease (infra/supervisor.py). Run as a file, by
+Not here: who asks (job_engines.py), what becomes of an engine without a lease (infra/supervisor/). Run as a file, by
 an interpreter without packages: it imports nothing of ours.
 
     trainer's node ── POST, Authorization: Bearer KEY ──> the lease file's modification time is now

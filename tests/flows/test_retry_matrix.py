@@ -38,7 +38,7 @@ import pytest
 
 from infra.ledger import Ledger
 from infra.renting.rentals import all_rentals
-from infra.supervisor import find_processes
+from infra.supervisor.processes import find_processes
 from rollouts_core.checkpoint import load_manifest
 from rollouts_core.metrics import read_json_lines
 from tests.flows import breaking

@@ -18,7 +18,7 @@ from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import LocalNode
 from infra.providers import provision_node
 from infra.session import LocalSession
-from infra.supervisor import GPU_LOCKS_VARIABLE
+from infra.supervisor.gpu_slots import GPU_LOCKS_VARIABLE
 from tests.infra.shell_jobs import shell_spec
 
 

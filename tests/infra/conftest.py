@@ -13,7 +13,7 @@ import pytest
 from infra.jobs import cancel_job
 from infra.session import LocalSession, Session
 from infra.ssh.ssh_session import SSHSession
-from infra.supervisor import find_processes
+from infra.supervisor.processes import find_processes
 from tests.infra.delay_proxy import delayed_port
 from tests.infra.ssh_server import SSHServer, find_sshd, running_server
 from tests.mounts import mounted_tmpfs

@@ -17,7 +17,7 @@ from infra.errors import JobFailedError, PermanentInfraError, TransientInfraErro
 from infra.jobs import cancel_job, start_or_attach
 from infra.ports import find_free_port, is_port_free
 from infra.session import LocalSession, Session
-from infra.supervisor import GPU_LOCKS_VARIABLE
+from infra.supervisor.gpu_slots import GPU_LOCKS_VARIABLE
 from tests.infra.shell_jobs import shell_spec, wait_for_end
 from tests.waiting import wait_until
 

@@ -3,7 +3,6 @@
 Without it a rented machine would train with other versions than the ones that were tried, or be filled anew each time.
 """
 
-import ast
 import dataclasses
 import json
 import os
@@ -152,21 +151,6 @@ def test_uv_finds_an_interpreter_that_is_new_enough(node: Node, python: str) -> 
     environment = ensure_environment(LocalSession(python), node, SMALL, installer="uv")
     show = [environment, "-c", "import orjson, sys; print(sys.version_info >= (3, 11))"]
     assert subprocess.run(show, capture_output=True, text=True, check=True).stdout == "True\n"
-
-
-@pytest.mark.parametrize(
-    "name", ["node_agent", "node_probe", "supervisor", "sync/receiver", "sync/sender", "environment_builder"]
-)
-def test_programs_for_nodes_can_be_read_by_an_older_python(name: str) -> None:
-    tree = ast.parse((ROOT / "infra" / f"{name}.py").read_text(), feature_version=(3, 10))
-    in_types = [each for node in ast.walk(tree) if isinstance(node, ast.If) for each in ast.walk(node)]
-    imported = {
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom) and node not in in_types
-        for alias in node.names
-    }
-    assert not imported & {"Self", "UTC", "StrEnum", "tomllib", "assert_never", "LiteralString"}
 
 
 @pytest.mark.slow

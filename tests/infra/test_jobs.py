@@ -34,7 +34,7 @@ from infra.jobs import (
     start_or_attach,
 )
 from infra.session import LocalSession, Session
-from infra.supervisor import read_json
+from infra.supervisor.files import read_json
 from tests.infra.conftest import session_called
 from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end
 from tests.mounts import mounted_tmpfs
@@ -68,7 +68,7 @@ def supervisor_pid(run_dir: Path, attempt: int = 1) -> int:
 def kill_follower(run_dir: Path, store: str = "") -> int:
     """Kill who follows the job, for a store or for all, and return how many there were: none, when all is said."""
     table = subprocess.run(["ps", "-A", "-ww", "-o", "pid=,args="], capture_output=True, text=True, check=True).stdout
-    lines = [line for line in table.splitlines() if f".py follow {run_dir} " in line and line.endswith(store)]
+    lines = [line for line in table.splitlines() if f" follow {run_dir} " in line and line.endswith(store)]
     for line in lines:
         with suppress(ProcessLookupError):  # it has said everything since then
             os.kill(int(line.split()[0]), signal.SIGKILL)
@@ -284,7 +284,7 @@ def test_cancel_ends_a_tree_with_a_grandchild_that_left_its_session_and_ignores_
 @contextmanager
 def followed(session: Session, run_dir: Path, store: str) -> Iterator[None]:
     """A process follows the job for a store, as long as the block runs."""
-    program = session.place_program(Path("infra/supervisor.py").absolute())
+    program = session.place_program(Path("infra/supervisor").absolute())
     argv = [session.python, "-I", program, "follow", str(run_dir), "0", "0", "0", store]
     with session.stream(argv) as lines:
         assert b'"log"' in next(lines)
@@ -535,7 +535,7 @@ def test_a_half_written_line_is_not_delivered_and_garbage_is_skipped(session: Se
 
 def test_follow_ends_on_the_node_when_its_client_is_gone(session: Session, run_dir: Path) -> None:
     start_or_attach(session, shell_spec(run_dir, "echo up; sleep 60"))
-    program = session.place_program(Path("infra/supervisor.py").absolute())
+    program = session.place_program(Path("infra/supervisor").absolute())
     argv = [sys.executable, "-I", program, "follow", str(run_dir), "0", "0", "0"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as follower:
         assert follower.stdout is not None and follower.stdin is not None

@@ -25,7 +25,7 @@ from infra.ledger import Ledger
 from infra.node import LocalNode, Node, SSHAccess
 from infra.providers import provision_node
 from infra.session import LocalSession
-from infra.supervisor import GPU_LOCKS_VARIABLE
+from infra.supervisor.gpu_slots import GPU_LOCKS_VARIABLE
 from rollouts_core.errors import ConfigError
 from tasks import engine, leases
 from tasks.node_job import gpus_of, job_environment, job_spec

@@ -19,7 +19,7 @@ from rich.console import Console
 from infra.jobs import FIRST_GPU, start_or_attach
 from infra.node import Node
 from infra.session import LocalSession
-from infra.supervisor import GPU_LOCKS_VARIABLE
+from infra.supervisor.gpu_slots import GPU_LOCKS_VARIABLE
 from rollouts_core.backends.allocator import KEPT_MEMORY
 from rollouts_core.keys import OWN_KEY_VARIABLE
 from tasks.node_job import gpus_of, gpus_of_engines, job_environment, variables_of_place

@@ -18,7 +18,7 @@ from infra.jobs import JobState, cancel_job, job_status, start_or_attach
 from infra.ledger import Ledger
 from infra.node import Node
 from infra.session import LocalSession
-from infra.supervisor import GPU_LOCKS_VARIABLE
+from infra.supervisor.gpu_slots import GPU_LOCKS_VARIABLE
 from rollouts_core.config import DeploymentConfig, ModelConfig, SFTTrainingConfig
 from rollouts_core.job import InputDataset, InputModel, SFTJob
 from tasks.records import RunScope, Stage

@@ -6,6 +6,7 @@ wait for each other for ever, or a job is ended for having waited.
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -27,7 +28,9 @@ from infra.jobs import (
     start_or_attach,
 )
 from infra.session import LocalSession
-from infra.supervisor import GPU_LOCKS_VARIABLE, find_gpu_slots, find_processes, internal_path, read_json
+from infra.supervisor.files import internal_path, read_json
+from infra.supervisor.gpu_slots import GPU_LOCKS_VARIABLE, find_gpu_slots
+from infra.supervisor.processes import find_processes
 from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end
 from tests.nvidia_smi import install_nvidia_smi
 from tests.waiting import wait_until
@@ -316,10 +319,11 @@ def test_the_first_gpu_and_its_number_are_the_same_gpu(make_job: JobMaker) -> No
 def test_the_file_of_a_lock_that_is_held_stays_new_so_that_no_cleaner_of_tmp_takes_it_away(
     make_job: JobMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hasty = tmp_path / "supervisor.py"
-    text = Path(supervisor.__file__).read_text()
-    hasty.write_text(text.replace("GPU_FILES_NEW_S = 3600.0", "GPU_FILES_NEW_S = 0.2"))
-    assert hasty.read_text() != text
+    hasty = tmp_path / "supervisor"
+    shutil.copytree(Path(supervisor.__file__).parent, hasty)
+    text = (hasty / "gpu_slots.py").read_text()
+    (hasty / "gpu_slots.py").write_text(text.replace("GPU_FILES_NEW_S = 3600.0", "GPU_FILES_NEW_S = 0.2"))
+    assert (hasty / "gpu_slots.py").read_text() != text
     monkeypatch.setattr(jobs, "_SUPERVISOR", hasty)
     holder, waiting = make_job("holder", "1"), make_job("waiting", "0", "1")
     assert start(holder) == "" and "GPU 1" in start(waiting)

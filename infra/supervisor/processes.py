@@ -1,0 +1,128 @@
+"""The processes of a job, found by their parents and by a variable of their environment, and how to end them.
+
+Not here: the one that the supervisor starts itself (program.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from infra.supervisor.files import POLL_S, internal_path, latest_attempt, read_json, read_text
+from infra.supervisor.spec import JobError
+
+JOB_VARIABLE = "ROLLOUTS_JOB"
+UNKILLABLE_AFTER_S = 10.0
+"""Leftovers that SIGKILL has not ended by then are counted and left to the kernel."""
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def find_processes(run_dir: str, *, supervisor: int | None = None, group: int | None = None) -> list[int]:
+    """All live processes of the job except this one.
+
+    Args:
+        supervisor: where /proc exists, its descendants are found too, whatever they did to their environment.
+        group: where there is no /proc, the process group that stands for the job.
+    """
+    if not Path("/proc/self/environ").exists():
+        return find_group(group)
+    cookie = os.fsencode(f"{JOB_VARIABLE}={run_dir}")
+    parents: dict[int, int] = {}
+    marked: set[int] = set()
+    for directory in Path("/proc").glob("[0-9]*"):
+        pid = int(directory.name)
+        try:
+            state, parent = (directory / "stat").read_bytes().rsplit(b")", 1)[1].split()[:2]
+            if state in (b"Z", b"X"):
+                continue
+            parents[pid] = int(parent)
+            if cookie in (directory / "environ").read_bytes().split(b"\0"):
+                marked.add(pid)
+        except OSError:  # ended while we looked, or somebody else's
+            continue
+    if supervisor is not None:
+        marked |= {pid for pid in parents if _descends_from(pid, supervisor, parents)}
+    return sorted(marked - {os.getpid()})
+
+
+def _descends_from(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:
+    current = parents.get(pid)
+    for _ in range(len(parents)):
+        if current == ancestor:
+            return True
+        if current is None:
+            return False
+        current = parents.get(current)
+    return False
+
+
+def find_group(group: int | None) -> list[int]:
+    """The live processes of a process group, by the table that every system prints."""
+    if group is None:
+        return []
+    table = subprocess.run(
+        ["ps", "-A", "-o", "pid=,pgid=,stat="], capture_output=True, text=True, check=True, timeout=10
+    ).stdout
+    rows = [line.split() for line in table.splitlines()]
+    return [int(pid) for pid, pgid, state in rows if int(pgid) == group and not state.startswith("Z")]
+
+
+def send_signal(pids: list[int], number: signal.Signals) -> None:
+    """Send a signal to those of the processes that still exist."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def end_orphans(run_dir: str, grace_s: float) -> None:
+    """End what is left of a job whose supervisor is gone: SIGTERM, and SIGKILL after `grace_s`."""
+    meta = read_json(internal_path(run_dir, f"meta-{latest_attempt(run_dir)}.json")) or {}
+    if meta.get("boot_id") != read_boot_id():
+        return
+    kill_at = time.monotonic() + grace_s
+    send_signal(find_processes(run_dir, group=meta.get("pid")), signal.SIGTERM)
+    while orphans := find_processes(run_dir, group=meta.get("pid")):
+        if time.monotonic() >= kill_at + UNKILLABLE_AFTER_S:
+            raise JobError(f"processes {orphans} of an earlier attempt cannot be killed: reboot the node")
+        if time.monotonic() >= kill_at:
+            send_signal(orphans, signal.SIGKILL)
+        time.sleep(POLL_S)
+
+
+def become_subreaper() -> None:
+    """Make orphans among our descendants our children, so that they can be found and waited for (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def read_boot_id() -> str:
+    """Changes with every boot of the machine; empty where the system does not say."""
+    if sys.platform == "linux":
+        return read_text(Path("/proc/sys/kernel/random/boot_id")).strip()
+    else:  # noqa: RET505 - the type checker knows only one of the two systems at a time
+        query = ["sysctl", "-n", "kern.bootsessionuuid"]
+        return subprocess.run(query, capture_output=True, text=True, check=False, timeout=10).stdout.strip()
+
+
+def count_oom_kills(membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
+    """How many processes the kernel has killed in our control group for want of memory; 0 where it does not count.
+
+    A container often sees its own group at the root of the mount, whatever the path says.
+    """
+    for line in read_text(membership).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        tree, name = (mount, "memory.events") if controllers == "" else (mount / "memory", "memory.oom_control")
+        for directory in (tree / path.lstrip("/"), tree):
+            counts = dict(row.split() for row in read_text(directory / name).splitlines())
+            if "oom_kill" in counts:
+                return int(counts["oom_kill"])
+    return 0

@@ -1,0 +1,152 @@
+"""One start of the program, from its spawn to the end of its last process."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from infra.supervisor.output import CappedLog, ProgramOutput
+from infra.supervisor.processes import UNKILLABLE_AFTER_S, count_oom_kills, find_processes, send_signal
+from infra.supervisor.spec import JobSpec
+from infra.supervisor.stop_requests import StopRequests
+from infra.supervisor.variables import build_environment
+
+LEFTOVER_GRACE_S = 2.0
+"""What outlives the program itself gets this long between SIGTERM and SIGKILL."""
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """One start of the program."""
+
+    process: subprocess.Popen[bytes]
+    output_fd: int
+    """The reading end of the pipe to which it writes."""
+    oom_kills_before: int
+    """The kernel's count of out-of-memory kills when it was started."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How one start of the program ended."""
+
+    code: int
+    """The exit code; 128 + the signal's number when a signal ended it."""
+    signal: int | None
+    oom: bool
+    """The kernel killed it because the node, or its container, was out of memory."""
+    stopped_by: str
+    """"cancelled", "timeout", "lease_expired", or "" when it ended by itself."""
+    leftover_processes: int
+    """Processes of the job that were still alive when the program had ended, and were killed."""
+
+
+def spawn_program(spec: JobSpec, attempt: int, gpu_locks: Sequence[int] = ()) -> Program:
+    """Start the program in a session of its own; on Linux the kernel kills it when this process dies.
+
+    Args:
+        gpu_locks: open files that it inherits.
+
+    Raises:
+        OSError: its executable cannot be run.
+    """
+    supervisor_pid = os.getpid()
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+    def die_with_supervisor() -> None:
+        if libc is not None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != supervisor_pid:  # it died before the line above
+            os._exit(125)
+
+    output_fd, program_fd = os.pipe()
+    oom_kills_before = count_oom_kills()
+    try:
+        process = subprocess.Popen(
+            spec.argv,
+            cwd=spec.run_dir,
+            env=build_environment(os.environ, spec, attempt),
+            stdin=subprocess.DEVNULL,
+            stdout=program_fd,
+            stderr=program_fd,
+            start_new_session=True,
+            pass_fds=gpu_locks,
+            preexec_fn=die_with_supervisor,
+        )
+    except OSError:
+        os.close(output_fd)
+        raise
+    finally:
+        os.close(program_fd)
+    return Program(process=process, output_fd=output_fd, oom_kills_before=oom_kills_before)
+
+
+def watch_program(
+    program: Program, spec: JobSpec, log: CappedLog, requests: StopRequests, on_look: Callable[[], None] = lambda: None
+) -> Ending:
+    """Collect the program's output until it and all its processes have ended; end them when that is requested.
+
+    Args:
+        on_look: called several times a second.
+    """
+    output = ProgramOutput(program.output_fd, log)
+    wait_status: int | None = None
+    stopped_by = ""
+    kill_at = math.inf
+    leftover_processes = 0
+    while True:
+        on_look()
+        output.pump()
+        if wait_status is None:
+            wait_status = reap_children(program.process)
+        if wait_status is None and not stopped_by:
+            stopped_by = requests.find()
+        if wait_status is None and not stopped_by:
+            continue
+        # The program may have ended since it was looked for above, for instance while a cancel request was read.
+        if (ended := reap_children(program.process)) is not None:
+            wait_status = ended
+        processes = find_processes(spec.run_dir, supervisor=os.getpid(), group=program.process.pid)
+        now = time.monotonic()
+        if wait_status is not None:
+            leftover_processes = max(leftover_processes, len(processes))
+            if not processes or now > kill_at + UNKILLABLE_AFTER_S:
+                break
+        if kill_at == math.inf:
+            kill_at = now + (requests.grace_s if stopped_by else LEFTOVER_GRACE_S)
+            send_signal(processes, signal.SIGTERM)
+        elif now >= kill_at:
+            send_signal(processes, signal.SIGKILL)
+    output.drain()
+    exit_code = os.waitstatus_to_exitcode(wait_status)
+    was_killed_by_kernel = exit_code == -signal.SIGKILL and not stopped_by
+    return Ending(
+        code=exit_code if exit_code >= 0 else 128 - exit_code,
+        signal=-exit_code if exit_code < 0 else None,
+        oom=was_killed_by_kernel and count_oom_kills() > program.oom_kills_before,
+        stopped_by=stopped_by,
+        leftover_processes=leftover_processes,
+    )
+
+
+def reap_children(process: subprocess.Popen[bytes]) -> int | None:
+    """Take note of every ended child, adopted ones too; returns the wait status of `process` if it was among them."""
+    found: int | None = None
+    while True:
+        try:
+            pid, wait_status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return found
+        if pid == 0:
+            return found
+        if pid == process.pid:
+            found = wait_status
+            process.returncode = os.waitstatus_to_exitcode(wait_status)

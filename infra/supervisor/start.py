@@ -1,0 +1,124 @@
+"""Start a job's next attempt, or find the one that is under way, and detach its supervisor from whoever asked.
+
+Not here: what the supervisor does then (supervise.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from infra.supervisor.files import INTERNAL_DIR, POLL_S, JsonObject, internal_path, read_text, write_json
+from infra.supervisor.locks import locked
+from infra.supervisor.processes import become_subreaper, end_orphans
+from infra.supervisor.program import LEFTOVER_GRACE_S
+from infra.supervisor.spec import JobError, JobSpec
+from infra.supervisor.status import read_status, renew_lease
+from infra.supervisor.supervise import supervise
+from infra.supervisor.variables import with_absolute_paths
+
+ENDING_WAIT_S = 60.0
+"""So long a start waits for the end of an attempt that is being ended."""
+
+
+def start_job(spec: JobSpec) -> JsonObject:
+    """Start the next attempt, unless the job is finished or running; safe to call from many sides at once.
+
+    An attempt that is being ended is waited for, not attached to. One that has a lease keeps it by this.
+    """
+    run_dir = spec.run_dir
+    Path(run_dir).mkdir(parents=True, exist_ok=True)
+    Path(run_dir, INTERNAL_DIR).mkdir(mode=0o700, exist_ok=True)
+    deadline = time.monotonic() + ENDING_WAIT_S
+    while True:
+        with locked(internal_path(run_dir, "start.lock")) as start_lock:
+            status = renew_lease(run_dir)  # before the look below, see StopRequests
+            if not is_being_ended(status):
+                return start_or_find(spec, status, start_lock)
+        # Outside the lock, which a second request to cancel needs: else that would end what is started here.
+        if time.monotonic() >= deadline:
+            raise JobError(
+                f"attempt {status['attempt']} is being ended, and did not end within {ENDING_WAIT_S:g} s: "
+                "look at its processes"
+            )
+        time.sleep(POLL_S / 2)
+
+
+def is_being_ended(status: JsonObject) -> bool:
+    """Whether the end of an attempt that still runs has been asked for, or one of its limits is reached."""
+    names = [f"{reason}-{status['attempt']}" for reason in ("cancel", "ending")]
+    return status["state"] == "RUNNING" and any(internal_path(status["run_dir"], name).exists() for name in names)
+
+
+def start_or_find(spec: JobSpec, status: JsonObject, start_lock: int) -> JsonObject:
+    """The status of the next attempt, or the given one of a job that is finished or running.
+
+    Args:
+        start_lock: open file whose lock is held.
+    """
+    run_dir = spec.run_dir
+    if status["state"] in ("RUNNING", "FINISHED"):
+        return {**status, "attached": True}
+    write_json(run_dir, "job.json", spec.job)
+    end_orphans(run_dir, LEFTOVER_GRACE_S)
+    # Taken before the fork, which shares it: there is no moment in which the job lives and nobody holds it.
+    with locked(internal_path(run_dir, "lock")):
+        answer = detach(spec, status["attempt"] + 1, start_lock)
+    if "error" in answer:
+        raise JobError(answer["error"])
+    return read_status(run_dir)
+
+
+def detach(spec: JobSpec, attempt: int, start_lock: int) -> JsonObject:
+    """Fork the supervisor and return what it reports once the program is spawned (empty), or why it is not."""
+    report_read, report_write = os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.close(report_read)
+            os.close(start_lock)  # shared with the starter, which must be able to give it up
+            _run_detached(spec, attempt, report_write)
+        os._exit(0)
+    os.close(report_write)
+    os.waitpid(middle, 0)
+    with os.fdopen(report_read, "rb") as pipe:
+        text = pipe.read()
+    if not text:
+        reason = read_text(internal_path(spec.run_dir, f"supervisor-{attempt}.txt")).strip()
+        return {"error": f"the supervisor ended before the program was started: {reason[-500:]}"}
+    answer: JsonObject = json.loads(text)
+    return answer
+
+
+def _run_detached(spec: JobSpec, attempt: int, report_fd: int) -> None:
+    """Be the supervisor until the job has ended, and never return."""
+    exit_code = 1
+    try:
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+            # At a shutdown we outlive the program for the moment that it takes to write down its end.
+            # A function, not SIG_IGN, because that would be passed on to the program.
+            signal.signal(number, lambda *_: None)
+        with contextlib.suppress(FileNotFoundError):  # a folder that was removed: nothing is found there either
+            os.environ.update(with_absolute_paths(os.environ, Path.cwd()))
+        os.chdir("/")
+        own_output = internal_path(spec.run_dir, f"supervisor-{attempt}.txt")
+        null = os.open(os.devnull, os.O_RDONLY)
+        output = os.open(own_output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(null, 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        become_subreaper()
+        supervise(spec, attempt, report_fd)
+        exit_code = 0
+    except BaseException:  # noqa: BLE001 - the last frame of the process: what it does not write down is lost
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(exit_code)

@@ -1,0 +1,58 @@
+"""What is known about a job; nothing here changes it."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+from pathlib import Path
+
+from infra.supervisor.files import JsonObject, exit_path, file_size, internal_path, latest_attempt, read_from, read_json
+from infra.supervisor.locks import is_supervised
+from infra.supervisor.processes import find_processes, read_boot_id
+
+
+def read_status(run_dir: str) -> JsonObject:
+    """What is known about the job now; changes nothing."""
+    is_alive = is_supervised(run_dir)  # asked first: once it is gone, nothing below changes any more
+    attempt = latest_attempt(run_dir)
+    meta = read_json(internal_path(run_dir, f"meta-{attempt}.json")) or {}
+    exit_record = None if is_alive else read_json(exit_path(run_dir, attempt))
+    status: JsonObject = {
+        "run_dir": run_dir,
+        "attempt": attempt,
+        "attached": False,
+        "pid": meta.get("pid") if is_alive else None,
+        "restarts": meta.get("restarts", 0),
+        "waits_for": meta.get("waits_for", "") if is_alive else "",
+        "log_size": file_size(Path(run_dir, "log.txt")),
+        "exit": exit_record,
+        "reason": "",
+        "orphans": [],
+    }
+    if is_alive:
+        return {**status, "state": "RUNNING"}
+    if read_json(Path(run_dir, "result.json")) is not None:
+        return {**status, "state": "FINISHED"}
+    if exit_record is not None:
+        return {**status, "state": "EXITED"}
+    if attempt == 0:
+        return {**status, "state": "ABSENT"}
+    if meta.get("boot_id") != read_boot_id():
+        return {**status, "state": "LOST", "reason": "the node was rebooted"}
+    orphans = find_processes(run_dir, group=meta.get("pid"))
+    return {**status, "state": "LOST", "reason": "its supervisor was killed", "orphans": orphans}
+
+
+def renew_lease(run_dir: str) -> JsonObject:
+    """Tell the supervisor that somebody still wants the job. Touching the file .job/lease does the same."""
+    with contextlib.suppress(FileNotFoundError):
+        os.utime(internal_path(run_dir, "lease"))
+    return read_status(run_dir)
+
+
+def read_log_tail(run_dir: str, max_bytes: int) -> JsonObject:
+    """The last bytes of the log, in base64."""
+    path = Path(run_dir, "log.txt")
+    content = read_from(path, max(0, file_size(path) - max_bytes), max_bytes)
+    return {"log": base64.b64encode(content).decode()}

@@ -1,0 +1,195 @@
+"""Run an attempt to its end: wait for GPUs, run the program, again where it may be restarted, write down how it ended.
+
+Not here: one start of the program (program.py), who detached this process (start.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import time
+import traceback
+from datetime import datetime, timezone
+from pathlib import Path
+
+from infra.supervisor.files import (
+    INTERNAL_DIR,
+    JsonObject,
+    append_event,
+    exit_path,
+    file_size,
+    internal_path,
+    write_json,
+)
+from infra.supervisor.gpu_slots import GPUSlots, find_gpu_slots
+from infra.supervisor.output import CappedLog
+from infra.supervisor.processes import read_boot_id
+from infra.supervisor.program import Ending, Program, spawn_program, watch_program
+from infra.supervisor.spec import JobSpec
+from infra.supervisor.stop_requests import StopRequests
+
+GPU_POLL_S = 0.5
+CANNOT_START_CODE = 127
+"""Of a program that could not be started when its GPUs were free; what a shell says of a missing command."""
+MAX_BACKOFF_S = 30.0
+EXIT_RECORD_BYTES = 4096
+
+
+def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
+    """Run the program, again where it may be restarted, and write exit-<n>.json when it has ended for good."""
+    started_at, started = datetime.now(timezone.utc), time.monotonic()  # noqa: UP017 - Python 3.10 has no datetime.UTC
+    log_path = Path(spec.run_dir, "log.txt")
+    meta: JsonObject = {
+        "attempt": attempt,
+        "supervisor_pid": os.getpid(),
+        "boot_id": read_boot_id(),
+        "started_at": started_at.isoformat(),
+        "log_offset": file_size(log_path),
+        "pid": None,
+        "restarts": 0,
+        "waits_for": "",
+    }
+    try:
+        exit_fd = preallocate_exit_record(spec.run_dir, attempt)
+        for name in ("lease", f"spare-{attempt}"):
+            internal_path(spec.run_dir, name).touch()
+        write_meta(spec.run_dir, meta)
+        slots = GPUSlots(spec, find_gpu_slots(spec.gpus, os.environ.get("CUDA_VISIBLE_DEVICES")))
+        waits_for = slots.take()
+        program = None if waits_for else spawn_program(spec, attempt, slots.descriptors)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:  # ValueError: a zero byte in an argument
+        for name in (f"meta-{attempt}.json", f"exit-{attempt}.json"):
+            internal_path(spec.run_dir, name).unlink(missing_ok=True)
+        report(report_fd, {"error": f"{spec.argv[0]} cannot be started: {error}"})
+        return
+    update_meta(spec.run_dir, {**meta, "pid": program and program.process.pid, "waits_for": waits_for})
+    report(report_fd, {})
+    with CappedLog(log_path, spec.max_log_bytes) as log:
+        started_program = program or wait_and_spawn(spec, meta, slots, waits_for, log)
+        if isinstance(started_program, Program):
+            ending, restarts = run_with_restarts(started_program, spec, meta, log, slots)
+        else:
+            ending, restarts = started_program, 0
+    slots.release()  # before anybody hears of the end: the next job may want them at once
+    record = {
+        "attempt": attempt,
+        "code": ending.code,
+        "signal": ending.signal,
+        "cancelled": ending.stopped_by == "cancelled",
+        "timeout": ending.stopped_by == "timeout",
+        "lease_expired": ending.stopped_by == "lease_expired",
+        "oom": ending.oom,
+        "leftover_processes": ending.leftover_processes,
+        "restarts": restarts,
+        "seconds": round(time.monotonic() - started, 3),
+        "started_at": started_at.isoformat(),
+        "ended_at": datetime.now(timezone.utc).isoformat(),  # noqa: UP017 - Python 3.10 has no datetime.UTC
+    }
+    write_exit_record(spec.run_dir, attempt, exit_fd, record)
+
+
+def wait_and_spawn(
+    spec: JobSpec, meta: JsonObject, slots: GPUSlots, waits_for: str, log: CappedLog
+) -> Program | Ending:
+    """Start the program when the job's GPUs are free; how the job ended, when it was ended before that.
+
+    The time limit does not count here. The lease does: nobody who is gone waits for a GPU.
+    """
+    began = time.monotonic()
+    requests = StopRequests(dataclasses.replace(spec, timeout_s=0.0), meta["attempt"])
+    said, current = "", waits_for
+    try:
+        while current:
+            if current != said:
+                said = current
+                log.note(current)
+                update_meta(spec.run_dir, {**meta, "waits_for": current})
+                append_event(spec.run_dir, meta["attempt"], "waits_for_gpus", message=current)
+            if stopped_by := requests.wait(GPU_POLL_S):
+                log.note(f"{stopped_by} before its GPUs were free")
+                return _ending_without_program(128 + signal.SIGTERM, stopped_by)
+            slots.keep_files()
+            current = slots.take()
+        # Before the program is there, which appends to the same file.
+        append_event(spec.run_dir, meta["attempt"], "has_gpus", waited_s=round(time.monotonic() - began, 1))
+        program = spawn_program(spec, meta["attempt"], slots.descriptors)
+    except OSError as error:
+        log.note(f"{spec.argv[0]} cannot be started: {error}")
+        return _ending_without_program(CANNOT_START_CODE)
+    update_meta(spec.run_dir, {**meta, "pid": program.process.pid})
+    return program
+
+
+def _ending_without_program(code: int, stopped_by: str = "") -> Ending:
+    is_stopped = signal.SIGTERM if stopped_by else None
+    return Ending(code=code, signal=is_stopped, oom=False, stopped_by=stopped_by, leftover_processes=0)
+
+
+def run_with_restarts(
+    program: Program, spec: JobSpec, meta: JsonObject, log: CappedLog, slots: GPUSlots
+) -> tuple[Ending, int]:
+    """Watch the program to its final end; returns that end and the number of restarts before it."""
+    requests = StopRequests(spec, meta["attempt"])
+    restarts = in_a_row = 0
+    while True:
+        began = time.monotonic()
+        ending = watch_program(program, spec, log, requests, slots.keep_files)
+        if time.monotonic() - began >= spec.healthy_s:
+            in_a_row = 0
+        if ending.code == 0 or ending.stopped_by or in_a_row >= spec.max_restarts:
+            return ending, restarts
+        pause_s = min(spec.restart_backoff_s * 2.0**in_a_row, MAX_BACKOFF_S)
+        log.note(f"the program ended with code {ending.code}: restart {restarts + 1} in {pause_s:g} s")
+        if stopped_by := requests.wait(pause_s):
+            return dataclasses.replace(ending, stopped_by=stopped_by), restarts
+        try:
+            program = spawn_program(spec, meta["attempt"], slots.descriptors)
+        except OSError as error:
+            log.note(f"the program cannot be started again: {error}")
+            return ending, restarts
+        restarts += 1
+        in_a_row += 1
+        update_meta(spec.run_dir, {**meta, "pid": program.process.pid, "restarts": restarts})
+
+
+def report(report_fd: int, answer: JsonObject) -> None:
+    """Tell the starter, who waits, that the program is spawned, or why it is not."""
+    with contextlib.suppress(BrokenPipeError), os.fdopen(report_fd, "w") as pipe:
+        pipe.write(json.dumps(answer))
+
+
+def write_meta(run_dir: str, meta: JsonObject) -> None:
+    """Write down what a later look needs to know about a running attempt."""
+    write_json(run_dir, f"{INTERNAL_DIR}/meta-{meta['attempt']}.json", meta)
+
+
+def update_meta(run_dir: str, meta: JsonObject) -> None:
+    """Write it down if that is possible: a full disk is no reason to end a healthy program."""
+    try:
+        write_meta(run_dir, meta)
+    except OSError:
+        traceback.print_exc()
+
+
+def preallocate_exit_record(run_dir: str, attempt: int) -> int:
+    """Reserve the room of exit-<n>.json now, so that it can be written on a full disk; returns the open file."""
+    path = internal_path(run_dir, f"exit-{attempt}.json")
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.write(descriptor, b" " * EXIT_RECORD_BYTES)
+    os.fsync(descriptor)
+    return descriptor
+
+
+def write_exit_record(run_dir: str, attempt: int, descriptor: int, record: JsonObject) -> None:
+    """Fill the reserved record and let it appear, complete, under its public name."""
+    text = json.dumps(record, indent=2).encode() + b"\n"
+    assert len(text) <= EXIT_RECORD_BYTES, f"{len(text)} bytes, {EXIT_RECORD_BYTES} are reserved"
+    os.pwrite(descriptor, text, 0)
+    os.ftruncate(descriptor, len(text))
+    os.fsync(descriptor)
+    os.close(descriptor)
+    internal_path(run_dir, f"exit-{attempt}.json").rename(exit_path(run_dir, attempt))

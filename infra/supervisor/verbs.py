@@ -1,0 +1,40 @@
+"""The verbs of the supervisor's command line; the package's head says what they do."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable
+
+from infra.supervisor.cancel import ask_to_finish, cancel_job
+from infra.supervisor.files import JsonObject
+from infra.supervisor.follow import follow_job, marked_as_followed
+from infra.supervisor.spec import JobError, parse_spec
+from infra.supervisor.start import start_job
+from infra.supervisor.status import read_log_tail, read_status, renew_lease
+
+
+def main(argv: list[str]) -> int:
+    """Carry out one verb; returns the exit code."""
+    verb, run_dir, parameters = argv[1], os.path.realpath(argv[2]), argv[3:]
+    if verb == "follow":
+        with contextlib.suppress(BrokenPipeError), marked_as_followed(run_dir, *parameters[3:]):
+            follow_job(run_dir, *(int(offset) for offset in parameters[:3]))
+        return 0
+    verbs: dict[str, Callable[[], JsonObject]] = {
+        "start": lambda: start_job(dataclasses.replace(parse_spec(sys.stdin.buffer.read()), run_dir=run_dir)),
+        "status": lambda: read_status(run_dir),
+        "cancel": lambda: cancel_job(run_dir, float(parameters[0]), *parameters[1:]),
+        "renew": lambda: renew_lease(run_dir),
+        "finish": lambda: ask_to_finish(run_dir, parameters[0]),
+        "tail": lambda: read_log_tail(run_dir, int(parameters[0])),
+    }
+    try:
+        answer, exit_code = verbs[verb](), 0
+    except (JobError, OSError) as error:
+        answer, exit_code = {"error": f"{verb} of {run_dir}: {error}"}, 1
+    sys.stdout.write(json.dumps(answer) + "\n")
+    return exit_code

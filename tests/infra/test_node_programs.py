@@ -1,0 +1,88 @@
+"""Pins that our programs for nodes need nothing but Python there, and that one of several modules is sent as one text.
+
+Without it a node without our packages can run no job, or says of a failure there only where it was, not what.
+"""
+
+import ast
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import infra
+from infra import supervisor
+from infra.node_programs import read_program
+
+INFRA = Path(infra.__file__).parent
+SUPERVISOR = Path(supervisor.__file__).parent
+FILES = [
+    *sorted(SUPERVISOR.glob("*.py")),
+    *(INFRA / f"{name}.py" for name in ("bundle", "environment_builder", "node_agent", "node_probe")),
+    *(INFRA / f"sync/{name}.py" for name in ("receiver", "sender")),
+]
+VERBS = """
+import traceback
+
+from infra.greeter.words import word
+
+def main(argv):
+    print(word(argv[1]))
+    try:
+        word(None)
+    except TypeError:
+        traceback.print_exc()
+    return 3
+"""
+WORDS = """
+def word(name):
+    return "hello " + name  # where it fails
+"""
+
+
+def test_a_package_is_sent_as_one_text_whose_tracebacks_show_its_lines(tmp_path: Path) -> None:
+    package = tmp_path / "infra" / "greeter"
+    package.mkdir(parents=True)
+    for name, text in {"__init__": "", "__main__": "", "verbs": VERBS, "words": WORDS}.items():
+        (package / f"{name}.py").write_text(text)
+    for sent in ([tmp_path / "sent.py"], ["-c", read_program(package)]):
+        (tmp_path / "sent.py").write_text(read_program(package))
+        seen = subprocess.run([sys.executable, "-I", *sent, "you"], capture_output=True, text=True, check=False)
+        assert (seen.returncode, seen.stdout) == (3, "hello you\n")
+        assert "# where it fails" in seen.stderr
+
+
+def test_a_program_of_one_file_is_sent_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("print('ü')\n", encoding="utf-8")
+    assert read_program(tmp_path / "program.py") == "print('ü')\n"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(INFRA)))
+def test_what_runs_on_nodes_imports_only_the_standard_library_of_an_older_python(path: Path) -> None:
+    tree = ast.parse(path.read_text(), feature_version=(3, 10))
+    in_types = [each for node in ast.walk(tree) if isinstance(node, ast.If) for each in ast.walk(node)]
+    imports = [
+        each for each in ast.walk(tree) if isinstance(each, ast.Import | ast.ImportFrom) and each not in in_types
+    ]
+    modules = {alias.name for each in imports if isinstance(each, ast.Import) for alias in each.names}
+    modules |= {str(each.module) for each in imports if isinstance(each, ast.ImportFrom)}
+    others = {name for name in modules if path.parent != SUPERVISOR or not name.startswith("infra.supervisor.")}
+    assert {name.split(".")[0] for name in others} <= sys.stdlib_module_names
+    names = {alias.name for each in imports for alias in each.names}
+    assert not names & {"Self", "UTC", "StrEnum", "tomllib", "assert_never", "LiteralString"}
+
+
+@pytest.mark.parametrize("is_sent", [True, False], ids=["as one text", "as a folder"])
+def test_the_supervisor_runs_where_nothing_of_ours_is_installed(is_sent: bool, tmp_path: Path) -> None:
+    program = tmp_path / "supervisor"
+    if is_sent:
+        program.write_text(read_program(SUPERVISOR))
+    else:
+        shutil.copytree(SUPERVISOR, program)
+    seen = subprocess.run(
+        [sys.executable, "-I", "-S", "-v", program, "status", tmp_path], capture_output=True, text=True, check=True
+    )
+    assert json.loads(seen.stdout)["state"] == "ABSENT"
+    assert str(Path(supervisor.__file__).parents[1]) not in seen.stderr, "a module of this checkout was imported"
