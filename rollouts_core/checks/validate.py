@@ -60,7 +60,7 @@ from rollouts_core.environments.protocol import describe_tools
 from rollouts_core.errors import ConfigError, DataError, DemonstrationError
 from rollouts_core.findings import Caution
 from rollouts_core.model.adapter_targets import check_adapters
-from rollouts_core.model.loading import check_unpacked, find_positions, load_tokenizer
+from rollouts_core.model.loading import check_not_quantized, find_positions, load_tokenizer
 from rollouts_core.rewards import REWARDS, check_reward_row
 from rollouts_core.rollout.generate import check_prompt_lengths
 from rollouts_core.rollout.offline_rollouts import OfflineRollouts, check_rollouts
@@ -86,7 +86,7 @@ def validate_config(config: Config) -> list[str]:
         check_graded(config.rollout)
     check_resumed(config)
     check_model_files(config)
-    check_unpacked(config.model)  # before what an engine has against such a model: another one would not help
+    check_not_quantized(config.model)  # before what an engine has against such a model: another one would not help
     check_generable(config)
     check_jax_model(config)
     check_packing(config)

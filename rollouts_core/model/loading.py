@@ -33,8 +33,6 @@ MASKED_LAYERS = {"full_attention", "sliding_attention"}
 """The kinds of layers in which a position reads what a mask lets it read, and nothing else."""
 UNMASKED_MODELS = {"bloom", "openai-gpt", "rwkv", "xlstm"}
 """Models that heed no mask of which position of a row may read which, by their type: their settings do not show it."""
-PACKED_WEIGHTS = ("bitsandbytes", "gptq", "awq")
-"""Quantizations whose weights stay packed integers when transformers loads them: no gradient reaches them."""
 GROWING_POSITIONS = ("rope", "rotary", "alibi", "mamba")
 """How settings begin of models that compute a position however far it is, or whose layers need none."""
 
@@ -201,18 +199,23 @@ def check_packable(settings: PreTrainedConfig, *, setting: str = "packing") -> N
         raise ConfigError(f"packed rows would let samples see each other in {place}: set {setting} = false")
 
 
-def check_unpacked(config: ModelConfig) -> None:
-    """Raise ConfigError for a model whose weights cannot be trained because they are quantized."""
+def check_not_quantized(config: ModelConfig) -> None:
+    """Raise ConfigError for a model whose weights cannot be trained because they are quantized.
+
+    Of packed integers transformers trains nothing but norms and embeddings, without a word; weights in FP8 or MXFP4 it
+    loads into a number format of its own, which is another one than the training's.
+    """
     settings = find_settings(config)
     quantization = getattr(settings, "quantization_config", None)
     if not isinstance(quantization, dict):
         return
     is_of_bitsandbytes = bool(quantization.get("load_in_4bit") or quantization.get("load_in_8bit"))
-    method = quantization.get("quant_method") or (PACKED_WEIGHTS[0] if is_of_bitsandbytes else "")
-    if method in PACKED_WEIGHTS:
+    method = quantization.get("quant_method") or ("bitsandbytes" if is_of_bitsandbytes else "")
+    if method:
         raise ConfigError(
-            f"model.path: the weights at {config.path} are quantized ({method}, by its config.json), and packed "
-            "integers cannot be trained, nor adapters added to them here: give the model that they were made from"
+            f"model.path: the weights at {config.path} are quantized ({method}, by its config.json), and cannot be "
+            "trained, nor adapters added to them here: give the model that they were made from, or a copy of it in "
+            "bfloat16"
         )
 
 

@@ -20,8 +20,8 @@ from rollouts_core.config import ModelConfig, PolicyConfig
 from rollouts_core.model.attention import use_written_out_attention
 from rollouts_core.model.loading import (
     check_attention,
+    check_not_quantized,
     check_packable,
-    check_unpacked,
     find_logit_transform,
     find_unmasked_layers,
     load_hf_model,
@@ -91,7 +91,7 @@ def create_policy(
         CheckpointError: nothing loadable lies there.
         ConfigError: a setting that this model, or what is installed here, cannot do; or a model that is quantized.
     """
-    check_unpacked(model)
+    check_not_quantized(model)
     autocast_dtype = None if config.precision == "float32" else torch.bfloat16
     has_adapters = config.lora.rank > 0
     stored_dtype = torch.bfloat16 if autocast_dtype and has_adapters else torch.float32

@@ -256,10 +256,12 @@ def test_a_model_that_heeds_no_mask_is_refused_where_rows_are_packed(
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
         ({"load_in_8bit": True}, "bitsandbytes"),
         ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
     ],
 )
 @pytest.mark.parametrize("is_loaded", [False, True])
-def test_a_model_of_packed_integers_is_refused_before_a_training_and_by_it(
+def test_a_quantized_model_is_refused_before_a_training_and_by_it(
     quickstart_dir: Path, tmp_path: Path, quantization: dict[str, Any], method: str, is_loaded: bool
 ) -> None:
     """Where bitsandbytes is installed nothing but norms and embeddings would be trained, without a word."""
