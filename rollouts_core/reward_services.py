@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -29,9 +30,11 @@ from rollouts_core.data.chat import stop_token_ids, tokenize_prompt
 from rollouts_core.errors import CheckpointError, ConfigError, RewardError
 from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.reward_models import RewardModelServer, find_label, pick_score
-from rollouts_core.system.http_service import HTTPService
+from rollouts_core.system.http_service import HTTPService, RefusedError
 from rollouts_core.system.time_limits import uncounted
 from rollouts_core.types import Message, Sample
+
+logger = logging.getLogger(__name__)
 
 MAX_CACHED = 100_000
 COLLECT_S = 0.005
@@ -153,7 +156,7 @@ def create_http_reward(config: RewardConfig) -> BatchedReward:
 
 
 def create_judge_reward(config: RewardConfig) -> BatchedReward:
-    """A reward between 0 and 1 by a language model, greedy: behind an OpenAI-style endpoint, or SGLang's own."""
+    """A reward between 0 and 1 by a language model behind an OpenAI-style endpoint, or SGLang's own."""
     is_native = config.url.rstrip("/").endswith(NATIVE_PATH)
     ask_judge = _create_native_judge(config) if is_native else _create_chat_judge(config)
 
@@ -165,11 +168,27 @@ def create_judge_reward(config: RewardConfig) -> BatchedReward:
 
 
 def _create_chat_judge(config: RewardConfig) -> AskJudge:
-    service = HTTPService(f"{config.url.rstrip('/')}/chat/completions", config)
+    """Greedy, but where the model takes no temperature but its own, as OpenAI's that reason."""
+    url = f"{config.url.rstrip('/')}/chat/completions"
+    service = HTTPService(url, config)
+
+    is_greedy = True
+
+    def read(answer: Any) -> float:  # Any: JSON
+        return read_score(answer["choices"][0]["message"]["content"])
 
     async def ask_judge(question: Message) -> float:
-        body = {"model": config.model, "temperature": 0, "messages": [question]}
-        score: float = await service.ask(body, lambda answer: read_score(answer["choices"][0]["message"]["content"]))
+        nonlocal is_greedy
+        body = {"model": config.model, "messages": [question], **({"temperature": 0} if is_greedy else {})}
+        try:
+            score: float = await service.ask(body, read)
+        except RefusedError as error:
+            if error.parameter != "temperature" or "temperature" not in body:
+                raise
+            if is_greedy:
+                is_greedy = False
+                logger.warning("%s is asked without temperature 0, and may score differently each time: %s", url, error)
+            return await ask_judge(question)
         return score
 
     return ask_judge

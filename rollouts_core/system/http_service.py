@@ -42,6 +42,18 @@ class _NoAnswerError(Exception):
         self.retry_after_s = retry_after_s
 
 
+class RefusedError(RewardError):
+    """A service does not take a request.
+
+    Args:
+        parameter: the field of it that is to blame, where the service says so as OpenAI's does; else empty.
+    """
+
+    def __init__(self, problem: str, parameter: str = "") -> None:
+        super().__init__(problem)
+        self.parameter = parameter
+
+
 class HTTPService:
     """One address that answers JSON to JSON.
 
@@ -64,7 +76,7 @@ class HTTPService:
 
         Raises:
             EnvironmentUnavailableError: no answer that can be read, however often it was asked.
-            RewardError: the service refused the request.
+            RefusedError: the service refused the request.
         """
         num_attempts = self.config.max_retries + 1
         async with self._connected() as client, self._slots:
@@ -93,7 +105,8 @@ class HTTPService:
             problem = f"it answered {response.status_code}: {response.text[:200]}"
             raise _NoAnswerError(problem, read_retry_after(response.headers))
         if response.status_code != 200:
-            raise RewardError(f"{self.url} answered {response.status_code}: {response.text[:200]}")
+            problem = f"{self.url} answered {response.status_code}: {response.text[:200]}"
+            raise RefusedError(problem, _find_parameter(response))
         try:
             return read(response.json())
         except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -114,3 +127,11 @@ class HTTPService:
             if self._num_users == 0:
                 with anyio.CancelScope(shield=True):
                     await client.aclose()
+
+
+def _find_parameter(response: httpx.Response) -> str:
+    """What `{"error": {"param": name}}` names; empty where the answer is no such object."""
+    try:
+        return str(response.json()["error"]["param"] or "")
+    except (ValueError, KeyError, TypeError, IndexError):
+        return ""

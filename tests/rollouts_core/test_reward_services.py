@@ -223,6 +223,25 @@ def test_a_judge_reads_the_answer_and_its_last_score_counts(
     assert "blue" in body["messages"][0]["content"]
 
 
+@pytest.mark.parametrize("parameter", ["temperature", "max_tokens", None])
+def test_a_judge_that_takes_no_temperature_is_asked_without_one_from_then_on(
+    serve: Any, caplog: pytest.LogCaptureFixture, parameter: str | None
+) -> None:
+    """OpenAI's models that reason answer so."""
+    refusal = {"error": {"message": "Unsupported value", "param": parameter, "code": "unsupported_value"}}
+    service = serve(lambda body: (400, refusal) if "temperature" in body else say("Score: 5"))
+    reward = create_judge_reward(RewardConfig(kind="judge", url=service.url, model="big"))
+    if parameter != "temperature":
+        with pytest.raises(RewardError, match=r"answered 400: .*Unsupported value"):
+            grade(make_samples("x"), reward)
+        return
+    for responses in (["x"], ["y", "z"]):
+        assert grade(make_samples(*responses), reward) == [0.5] * len(responses)
+    assert ["temperature" in body for body in service.bodies] == [True, False, False, False]
+    [line] = caplog.messages
+    assert "is asked without temperature 0" in line
+
+
 def test_a_judge_behind_sglangs_own_endpoint_is_asked_in_tokens(
     serve: Any, byte_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
