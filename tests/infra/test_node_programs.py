@@ -86,3 +86,8 @@ def test_the_supervisor_runs_where_nothing_of_ours_is_installed(is_sent: bool, t
     )
     assert json.loads(seen.stdout)["state"] == "ABSENT"
     assert str(Path(supervisor.__file__).parents[1]) not in seen.stderr, "a module of this checkout was imported"
+
+
+def test_the_supervisor_fits_into_an_argument_of_a_command() -> None:
+    """So it reaches a node's interpreter that cannot load it, and says there what it lacks (node_agent.py)."""
+    assert len(read_program(SUPERVISOR).encode()) < 128 << 10
